@@ -1,0 +1,88 @@
+"""recorder: a flight recorder for the numbers inside PyTorch training.
+
+``RECORDER=1 torchrun --nproc-per-node 2 train.py`` records an unmodified script. The functions here are for those who
+want more: `attach`, `tap`, `scalar` and `step` on the training side, `open_run` and `decode` for what was recorded.
+Importing this module loads neither torch nor pyarrow.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from . import errors as errors
+from .errors import RecorderError as RecorderError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .read.decode import decode as decode
+    from .read.run import Run as Run
+    from .read.run import open_run as open_run
+    from .attachment import Attachment
+
+__version__ = "0.1.0"
+__all__ = ["Run", "RecorderError", "attach", "decode", "errors", "open_run", "scalar", "step", "tap"]
+
+_T = TypeVar("_T")
+_active: Any = None
+"""The recorder that is recording in this process, set by `recorder.recorder`; None: `tap` and the others do nothing."""
+
+_LAZY = {"open_run": "read.run", "Run": "read.run", "decode": "read.decode"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
+
+def attach(model: nn.Module, *, enabled: bool | None = None, name: str | None = None, **settings: object) -> Attachment:
+    """Record a model from now on; use it as a context manager, or call ``close()`` on what it returns.
+
+    A no-op unless the flag ``RECORDER=1`` is set or ``enabled`` is true. Attach after wrapping (DDP, `fully_shard`) and
+    before the first compiled call.
+
+    Args:
+        model: the module whose call is one forward of training.
+        enabled: True records without the flag, False never records; None follows the flag.
+        name: of the root; default ``model``, ``model_1``, ...
+        **settings: any setting by name, such as ``rules="site=output keep=tensor"`` or ``dir="/scratch/run"``.
+
+    Raises:
+        ConfigError: a setting is wrong, or differs from those of a recording that is under way.
+        AttachError: the model is no module or has none, or a rule matches nothing in it.
+    """
+    from .config import is_enabled
+
+    if enabled is False or (enabled is None and not is_enabled()):
+        from .attachment import Inactive
+
+        return Inactive()
+    from .recorder import attach as attach_now
+
+    return attach_now(model, name=name, settings=settings)
+
+
+def tap(name: str, tensor: _T) -> _T:
+    """Record a tensor under ``name`` and return it unchanged; the identity when nothing is recording."""
+    if _active is not None:
+        _active.tap(name, tensor)
+    return tensor
+
+
+def scalar(name: str, value: Any) -> None:
+    """Record a number of this step, such as a loss: a float, an int, or a tensor of one element (never synced)."""
+    if _active is not None:
+        _active.scalar(name, value)
+
+
+def step(number: int) -> None:
+    """Name the step by hand; from the first call on, only these calls move it."""
+    if _active is not None:
+        _active.name_step(number)

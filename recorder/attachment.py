@@ -1,0 +1,46 @@
+"""What `attach` returns: a handle on one model's recording, or a handle that does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+
+class Attachment:
+    """A model under recording; a context manager."""
+
+    def __init__(self, *, detach: Callable[[], None], flush: Callable[[float], bool], place: Callable[[], Path | None]):
+        self._detach: Callable[[], None] | None = detach
+        self._flush = flush
+        self._place = place
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run directory; None until the writer has made it (or where it could not)."""
+        return self._place()
+
+    def flush(self, deadline_s: float = 5.0) -> bool:
+        """Wait until everything seen so far is on disk; False where that took longer than the deadline."""
+        return self._flush(deadline_s)
+
+    def close(self) -> None:
+        """Take the hooks off and, with the last attached model, end the recording. May be called twice."""
+        detach, self._detach = self._detach, None
+        if detach is not None:
+            detach()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Inactive(Attachment):
+    """Recording is off: everything is a no-op."""
+
+    def __init__(self) -> None:
+        super().__init__(detach=lambda: None, flush=lambda deadline_s: True, place=lambda: None)

@@ -1,0 +1,112 @@
+"""When a value was seen: the step, and within it the slice of a root's forward and backward.
+
+`step` counts attempted steps of one optimizer and advances at the first forward with gradients after it; a slice ends
+when a gradient has arrived at an output of it and the root is called again. Nothing here may touch a device.
+"""
+
+from __future__ import annotations
+
+from ..records import Moment
+
+
+class Slice:
+    """One forward of a root (or several before a backward): what `micro_step` numbers."""
+
+    __slots__ = ("has_gradient", "moment")
+
+    def __init__(self, moment: Moment) -> None:
+        self.moment = moment
+        self.has_gradient = False
+
+
+class Clock:
+    """The step in hand. Written by the training thread, read by anyone."""
+
+    __slots__ = ("_has_stepped", "is_by_hand", "source", "step")
+
+    def __init__(self, step: int = 0, source: str = "counted") -> None:
+        self.step = step
+        self.source = source
+        self.is_by_hand = False
+        self._has_stepped = False
+
+    def optimizer_stepped(self) -> None:
+        """The optimizer that counts has attempted a step."""
+        self._has_stepped = True
+
+    def advance_if_stepped(self) -> bool:
+        """A training forward begins: move to the next step if the optimizer has stepped since. True where it moved."""
+        if not self._has_stepped or self.is_by_hand:
+            return False
+        self._has_stepped = False
+        self.step += 1
+        return True
+
+    def name(self, step: int) -> None:
+        """The user names the step; from now on only the user does."""
+        self.is_by_hand = True
+        self.source = "user"
+        self.step = step
+
+
+class RootClock:
+    """The slices of one root, one for each mode."""
+
+    __slots__ = ("_clock", "_first_training_flag", "_latest", "_slices", "active")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._slices: dict[str, Slice] = {}
+        self._first_training_flag: bool | None = None
+        self._latest: Slice | None = None
+        self.active: Slice | None = None
+        """The slice of the call of the root that is running, or None between calls."""
+
+    def begin(self, *, with_grad: bool, training: bool, every_call_is_a_step: bool, is_first_call: bool) -> bool:
+        """A call of the root begins. Returns True where the step has moved."""
+        moved = False
+        if every_call_is_a_step:
+            if not is_first_call and not self._clock.is_by_hand:
+                self._clock.step += 1
+                moved = True
+        elif with_grad:
+            if self._first_training_flag is None:
+                self._first_training_flag = training
+            if training == self._first_training_flag:
+                moved = self._clock.advance_if_stepped()
+        mode = _mode(with_grad, training)
+        current = self._slices.get(mode)
+        if current is None or current.moment.step != self._clock.step:
+            current = Slice(Moment(self._clock.step, 0, mode))
+        elif current.has_gradient and mode != "no_grad":
+            current = Slice(Moment(self._clock.step, (current.moment.micro_step or 0) + 1, mode))
+        self._slices[mode] = self.active = current
+        if with_grad:
+            self._latest = current
+        return moved
+
+    def end(self) -> None:
+        """The call of the root has returned or raised."""
+        self.active = None
+
+    def current(self, *, with_grad: bool, training: bool) -> Slice:
+        """The slice of a submodule's call: the running one, or the latest of its mode between calls of the root."""
+        if self.active is not None:
+            return self.active
+        mode = _mode(with_grad, training)
+        found = self._slices.get(mode)
+        if found is None or found.moment.step != self._clock.step:
+            found = self._slices[mode] = Slice(Moment(self._clock.step, 0, mode))
+        return found
+
+    def recomputed(self) -> Slice:
+        """The slice that a recompute in a backward belongs to: the latest."""
+        if self._latest is None:
+            self._latest = Slice(Moment(self._clock.step, 0, "train"))
+        return self._latest
+
+
+def _mode(with_grad: bool, training: bool) -> str:
+    if not with_grad:
+        return "no_grad"
+    return "train" if training else "eval"

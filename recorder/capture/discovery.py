@@ -1,0 +1,86 @@
+"""Finds the roots: outermost modules that an optimizer trains, at their first call, with no line of user code.
+
+One global forward pre-hook. It costs about 2 us a module call and stays until the first optimizer step whose parameters
+are all under a root; for good if anything was compiled by then, since dynamo guards on the number of global hooks and
+its removal would recompile every graph. Nothing here may raise into training.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+_is_compiling = torch.compiler.is_compiling
+
+
+class Owner(Protocol):
+    """Who decides about a candidate: the recorder, which may not even have started."""
+
+    def is_inside_root(self) -> bool:
+        """Whether this thread is inside a root's call."""
+
+    def wants(self, module: nn.Module) -> bool:
+        """Whether an outermost module should become a root."""
+
+    def found(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make it one; its call is under way with these arguments."""
+
+    def discovery_failed(self, error: Exception) -> None:
+        """An error of ours; said once, training goes on."""
+
+
+class Discovery:
+    """The global hook while it is needed."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._rejected: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._handle: Any = None
+        self.start()
+
+    def start(self) -> None:
+        """Put the hook on."""
+        self._handle = register_module_forward_pre_hook(self._before_any_forward)
+
+    def _before_any_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if _is_compiling():
+            return
+        try:
+            owner = self._owner
+            if owner.is_inside_root() or module in self._rejected or torch._C._current_graph_task_id() != -1:
+                return
+            if torch._C._get_tracing_state() is not None:
+                return
+            if not owner.wants(module):
+                self._rejected.add(module)
+                return
+            # A global pre-hook is given no kwargs; they are a local of the frame that calls it.
+            kwargs = sys._getframe(1).f_locals.get("kwargs")
+            owner.found(module, args, kwargs if isinstance(kwargs, dict) else {})
+        except Exception as error:
+            self._owner.discovery_failed(error)
+
+    def reconsider(self) -> None:
+        """An optimizer or a mode is new: modules turned down before may be roots now."""
+        self._rejected.clear()
+
+    @property
+    def is_on(self) -> bool:
+        return self._handle is not None
+
+    def stop(self) -> None:
+        """Take the hook off."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+def has_compiled_anything() -> bool:
+    """Whether dynamo has made a graph in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters.get("stats"))

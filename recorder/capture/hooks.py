@@ -1,0 +1,157 @@
+"""What torch holds of us: hook objects that carry a number and nothing else.
+
+A model with hooks is copied, pickled and compiled by its user. So a hook holds no lock, no tensor and no recorder: it
+looks its `Watch` up by number. A copy or a pickle of it is inert (`contextlib.nullcontext().__exit__`, which takes
+anything and returns None, needs no `recorder` where it is loaded), and under `torch.compile` it returns at once.
+Nothing here may raise into training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from .core import Capture, Root, Watch
+    from .clock import Slice
+    from ..records import Moment, Origin
+
+WATCHES: dict[int, Watch] = {}
+ROOTS: dict[int, Root] = {}
+
+_is_compiling = torch.compiler.is_compiling
+_is_tracing = torch._C._get_tracing_state
+
+
+def _inert() -> Callable[..., None]:
+    return contextlib.nullcontext().__exit__
+
+
+class _Hook:
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _inert()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class BeforeForward(_Hook):
+    """Forward pre-hook with kwargs, registered last: the arguments as the module's forward sees them."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _is_compiling():
+            return
+        watch = WATCHES.get(self.number)
+        if watch is None or watch.module() is not module or _is_tracing() is not None:
+            return
+        try:
+            watch.before_forward(args, kwargs)
+        except Exception as error:
+            watch.failed("input", error)
+
+
+class AfterForward(_Hook):
+    """Forward hook, registered first: the output as the module's forward returned it."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if _is_compiling():
+            return
+        watch = WATCHES.get(self.number)
+        if watch is None or watch.module() is not module or _is_tracing() is not None:
+            return
+        try:
+            watch.after_forward(output)
+        except Exception as error:
+            watch.failed("output", error)
+
+
+class RootBegins(_Hook):
+    """Forward pre-hook of a root, registered first."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if _is_compiling():
+            return
+        root = ROOTS.get(self.number)
+        if root is None or root.module() is not module:
+            return
+        try:
+            root.begins(module)
+        except Exception as error:
+            root.failed(error)
+
+
+class RootEnds(_Hook):
+    """Forward hook of a root, always called and registered last."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if _is_compiling():
+            return
+        root = ROOTS.get(self.number)
+        if root is None or root.module() is not module:
+            return
+        try:
+            root.ends(output)
+        except Exception as error:
+            root.failed(error)
+
+
+class GradientArrives:
+    """Tensor hook: the gradient of one observed value. Fires once per backward through it."""
+
+    __slots__ = ("_call", "_capture", "_keep", "_moment", "_origin", "_repeat", "handle")
+
+    def __init__(self, capture: Capture, origin: Origin, moment: Moment, call: int, keep: int) -> None:
+        self._capture = capture
+        self._origin = origin
+        self._moment = moment
+        self._call = call
+        self._keep = keep
+        self._repeat = 0
+        self.handle: Any = None
+        """Set where the tensor is a leaf, which outlives the step: its hook is removed once it has fired."""
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        if _is_compiling():
+            return
+        try:
+            capture = self._capture
+            if not capture.is_open:
+                return
+            capture.observe(
+                self._origin, self._moment, "backward", self._call, self._repeat, self._keep, gradient
+            )
+            self._repeat += 1
+            if self.handle is not None:
+                self.handle.remove()
+        except Exception as error:
+            self._capture.hook_failed(f"{self._origin.module_path}:{self._origin.site}", error)
+
+
+class GradientSeen:
+    """Tensor hook on an output of a root: the slice has had its backward."""
+
+    __slots__ = ("_slice",)
+
+    def __init__(self, slice_: Slice) -> None:
+        self._slice = slice_
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        if not _is_compiling():
+            self._slice.has_gradient = True

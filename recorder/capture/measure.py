@@ -1,0 +1,167 @@
+"""Statistics and fingerprint of one tensor, for the writer thread; never calls torch.
+
+numpy's reductions take as long as torch's (16 GB/s and more each), but run on the calling thread alone whatever the
+size, know no global modes, and cannot touch the threads or generators that training uses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..format.dtypes import item_bytes, numpy_dtype
+from ..format.fingerprint import fingerprint
+from ..records import KEEP_FINGERPRINT, KEEP_STATS, Measured
+
+_CHUNK_ITEMS = 1 << 15
+"""Elements looked at together: with their float64 copy they stay in the second-level cache."""
+
+_Values = npt.NDArray[Any]
+
+
+def measure(
+    data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...], offsets: tuple[int, ...] | None, keep: int
+) -> Measured:
+    """Statistics where `keep` has `KEEP_STATS`, the fingerprint where it has `KEEP_FINGERPRINT`; see `records.Measure`.
+
+    Raises:
+        UnsupportedError: the dtype is unknown.
+    """
+    measured = _statistics(data, dtype) if keep & KEEP_STATS else Measured()
+    if keep & KEEP_FINGERPRINT:
+        measured = measured._replace(fingerprint=fingerprint(data, item_bytes(dtype), shape, offsets))
+    return measured
+
+
+def _statistics(data: npt.NDArray[np.uint8], dtype: str) -> Measured:
+    if dtype == "float4_e2m1fn_x2":
+        return Measured(note=f"no_statistics:{dtype}")
+    if dtype.startswith("complex"):
+        return _count_complex(data, dtype)
+    moments = _Moments(min(len(data), _CHUNK_ITEMS))
+    # Values near the largest double overflow to inf, which is then what the row says.
+    with np.errstate(all="ignore"):
+        for values in _chunks(data, dtype):
+            moments.add(values)
+        return moments.measured()
+
+
+class _Moments:
+    """Merges chunks: the mean and the squared deviations from it are exact to rounding even where std << mean.
+
+    Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances, 1979.
+    """
+
+    def __init__(self, max_items: int) -> None:
+        self._wide = np.empty(max_items, np.float64)
+        self._mask = np.empty(max_items, np.bool_)
+        self._count = self._nan_count = self._inf_count = self._zero_count = 0
+        self._mean = self._deviations = self._sum = self._sum_sq = 0.0
+        self._min, self._max = math.inf, -math.inf
+
+    def add(self, values: _Values) -> None:
+        """Take in one chunk of at least one value."""
+        mask = self._mask[: len(values)]
+        self._zero_count += len(values) - int(np.count_nonzero(np.not_equal(values, 0, out=mask)))
+        low, high = float(values.min()), float(values.max())
+        if not (math.isfinite(low) and math.isfinite(high)):
+            values = self._finite(values)
+            if not len(values):
+                return
+            low, high = float(values.min()), float(values.max())
+        self._min, self._max = min(self._min, low), max(self._max, high)
+        count, wide = len(values), self._wide[: len(values)]
+        np.copyto(wide, values)
+        total = float(np.add.reduce(wide))
+        mean = total / count
+        np.subtract(wide, mean, out=wide)
+        np.multiply(wide, wide, out=wide)
+        deviations = float(np.add.reduce(wide))
+        away = mean - self._mean
+        all_count = self._count + count
+        self._deviations += deviations + away * away * (self._count * count / all_count)
+        self._mean += away * (count / all_count)
+        self._count = all_count
+        self._sum += total
+        self._sum_sq += deviations + mean * mean * count
+
+    def _finite(self, values: _Values) -> _Values:
+        nan_count = int(np.count_nonzero(np.isnan(values)))
+        finite = values[np.isfinite(values)]
+        self._nan_count += nan_count
+        self._inf_count += len(values) - len(finite) - nan_count
+        return finite
+
+    def measured(self) -> Measured:
+        counts = Measured(nan_count=self._nan_count, inf_count=self._inf_count, zero_count=self._zero_count)
+        if not self._count:
+            return counts
+        # A constant tensor has exactly its value as mean, and no spread; rounding would say 1e-18.
+        is_constant = self._min == self._max
+        return counts._replace(
+            mean=self._min if is_constant else _or_inf(self._sum / self._count),
+            std=0.0 if is_constant else _or_inf(math.sqrt(self._deviations / self._count)),
+            min=self._min,
+            max=self._max,
+            absmax=max(-self._min, self._max),
+            l2=_or_inf(math.sqrt(self._sum_sq)),
+            sum=_or_inf(self._sum),
+            sum_sq=_or_inf(self._sum_sq),
+        )
+
+
+def _or_inf(value: float) -> float:
+    """Infinities of both signs met: what overflowed is not a missing value."""
+    return math.inf if math.isnan(value) else value
+
+
+def _chunks(data: npt.NDArray[np.uint8], dtype: str) -> Iterator[_Values]:
+    """The elements as numbers that numpy reduces fast, chunk by chunk; a chunk is valid until the next is asked for."""
+    if not dtype.startswith(("bfloat16", "float16", "float8")):
+        values = data.view(np.uint8 if dtype == "bool" else numpy_dtype(dtype))
+        for start in range(0, len(values), _CHUNK_ITEMS):
+            yield values[start : start + _CHUNK_ITEMS]
+        return
+    codes = data.view(np.dtype(f"<u{item_bytes(dtype)}"))
+    decoded = np.empty(min(len(codes), _CHUNK_ITEMS), np.float32)
+    for start in range(0, len(codes), _CHUNK_ITEMS):
+        chunk = codes[start : start + _CHUNK_ITEMS]
+        values = decoded[: len(chunk)]
+        if dtype == "bfloat16":
+            bits = values.view(np.uint32)
+            np.copyto(bits, chunk)
+            np.left_shift(bits, 16, out=bits)
+        else:
+            np.take(_decoded(dtype), chunk, out=values, mode="clip")
+        yield values
+
+
+@lru_cache(maxsize=8)
+def _decoded(dtype: str) -> npt.NDArray[np.float32]:
+    """The value of every bit pattern of a float of 8 or 16 bits: twice as fast as numpy's own conversion of float16."""
+    num_bytes = item_bytes(dtype)
+    codes = np.arange(1 << 8 * num_bytes, dtype=np.dtype(f"<u{num_bytes}"))
+    with np.errstate(all="ignore"):
+        return codes.view(numpy_dtype(dtype)).astype(np.float32)
+
+
+def _count_complex(data: npt.NDArray[np.uint8], dtype: str) -> Measured:
+    """The counts alone: an element is NaN if a part of it is, else infinite if a part of it is."""
+    parts = data.view(np.dtype(f"<f{item_bytes(dtype) // 2}"))
+    nan_count = inf_count = zero_count = 0
+    for start in range(0, len(parts), 2 * _CHUNK_ITEMS):
+        chunk = parts[start : start + 2 * _CHUNK_ITEMS]
+        is_nan, is_inf, is_zero = (
+            # Two flags an element, read as one number.
+            flags.view(np.uint16)
+            for flags in (np.isnan(chunk), np.isinf(chunk), np.equal(chunk, 0))
+        )
+        nan_count += int(np.count_nonzero(is_nan))
+        inf_count += int(np.count_nonzero((is_inf != 0) & (is_nan == 0)))
+        zero_count += int(np.count_nonzero(is_zero == 0x0101))
+    return Measured(nan_count=nan_count, inf_count=inf_count, zero_count=zero_count, note=f"no_statistics:{dtype}")

@@ -1,0 +1,348 @@
+"""What optimizers tell: the step, final gradients, parameters before and state after an update, learning rates.
+
+Hooks on `torch.optim.Optimizer` see every optimizer of the process. Nothing here may read a device except once at the
+start, change an argument other than wrapping a closure, or raise into training.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ..records import Chunk, Moment
+from .core import Capture, Watch
+from .discovery import has_compiled_anything
+from .values import dtensor_chunk
+
+_is_compiling = torch.compiler.is_compiling
+
+
+def find_live() -> list[Optimizer]:
+    """Every optimizer alive in this process; reads types alone, so that no lazy object is woken."""
+    return [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
+
+
+def last_step(optimizers: list[Optimizer]) -> int | None:
+    """The largest ``state["step"]``, or None where no state has one. The one permitted device read, once."""
+    steps = [
+        int(state["step"])
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        if isinstance(state, dict) and "step" in state
+    ]
+    return max(steps, default=None)
+
+
+def wrap_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], returned: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments of ``Optimizer.step`` (itself first) whose closure calls ``returned`` at its end; None without one."""
+    closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        return None
+
+    @functools.wraps(closure)
+    def wrapped(*a: Any, **k: Any) -> Any:
+        loss = closure(*a, **k)
+        returned()
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": wrapped}
+    return (args[0], wrapped, *args[2:]), kwargs
+
+
+class Owned:
+    """A parameter that an optimizer updates: whose it is, and its place in the global tensor."""
+
+    __slots__ = ("_chunks", "name", "reference", "watch")
+
+    def __init__(self, parameter: torch.Tensor, watch: Watch, name: str) -> None:
+        self.reference = weakref.ref(parameter)
+        self.watch = watch
+        self.name = name
+        self._chunks: dict[Any, Chunk] = {}
+
+    def chunk_of(self, tensor: torch.Tensor) -> Chunk | None:
+        """The place of a parameter, gradient or state tensor; worked out once for each layout (40 us)."""
+        placements = getattr(tensor, "placements", None)
+        if placements is None:
+            return None
+        key = placements, tensor.shape
+        known = self._chunks.get(key)
+        if known is None:
+            known = self._chunks[key] = dtensor_chunk(tensor)
+        return known
+
+
+class OptimizerWatch:
+    """Hooks on all optimizers and on GradScaler, from the first root call to the end of the recording."""
+
+    def __init__(self, capture: Capture, *, on_step: Callable[[Optimizer], None]) -> None:
+        """Args:
+        capture: where values go.
+        on_step: called after each step that was seen.
+        """
+        self._capture = capture
+        self._on_step = on_step
+        self._owned: dict[int, Owned] = {}
+        self._strangers: set[int] = set()
+        self.known: dict[int, tuple[weakref.ref[Optimizer], str]] = {}
+        self._counting: Callable[[], Optimizer | None] | None = None
+        self._active: Callable[[], Optimizer | None] | None = None
+        self._scaler_calls: list[dict[str, Any]] = []
+        self._repeats: dict[tuple[int, str], tuple[int, int]] = {}
+        self.num_steps = 0
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+        self._scaler_step = GradScaler.step
+        self._wrapper = self._wrap_scaler(GradScaler.step)
+        GradScaler.step = self._wrapper  # type: ignore[method-assign]
+
+    def names(self) -> list[dict[str, str]]:
+        """For the manifest: every optimizer that was seen."""
+        return [
+            {"name": name, "class": type(found).__name__}
+            for reference, name in self.known.values()
+            if (found := reference()) is not None
+        ]
+
+    def name_of(self, optimizer: Optimizer) -> str:
+        """The class name, numbered where several optimizers share it."""
+        known = self.known.get(id(optimizer))
+        if known is not None and known[0]() is optimizer:
+            return known[1]
+        base, used = type(optimizer).__name__, {name for _, name in self.known.values()}
+        name, i = base, 0
+        while name in used:
+            i += 1
+            name = f"{base}_{i}"
+        self.known[id(optimizer)] = weakref.ref(optimizer), name
+        return name
+
+    def holds(self, parameters: set[int]) -> bool:
+        """Whether a live optimizer holds one of these parameters (by id)."""
+        for reference, _ in self.known.values():
+            optimizer = reference()
+            if optimizer is not None and any(
+                id(p) in parameters for group in optimizer.param_groups for p in group["params"]
+            ):
+                return True
+        return False
+
+    def all_have_roots(self) -> bool:
+        """Whether every parameter of every live optimizer is under a root."""
+        live = [optimizer for reference, _ in self.known.values() if (optimizer := reference()) is not None]
+        return all(self.has_root(optimizer) for optimizer in live)
+
+    def has_root(self, optimizer: Optimizer) -> bool:
+        """Whether every parameter of an optimizer is under a root."""
+        return all(self._owner(p) is not None for group in optimizer.param_groups for p in group["params"])
+
+    def _owner(self, parameter: torch.Tensor) -> Owned | None:
+        found = self._owned.get(id(parameter))
+        if found is not None and found.reference() is parameter:
+            return found
+        if id(parameter) in self._strangers:
+            return None
+        self.rescan()
+        found = self._owned.get(id(parameter))
+        if found is None or found.reference() is not parameter:
+            self._strangers.add(id(parameter))
+            return None
+        return found
+
+    def rescan(self) -> None:
+        """Learn the owner of every parameter again: a root came, or a wrapper replaced parameters."""
+        self._strangers.clear()
+        self._owned = {
+            id(parameter): Owned(parameter, watch, name)
+            for root in self._capture.roots
+            for watch, name, parameter in root.parameters()
+        }
+
+    def _repeat(self, optimizer: Optimizer, what: str) -> int:
+        """How often this optimizer has shown ``what`` in this step already."""
+        step = self._capture.clock.step
+        last_step_, count = self._repeats.get((id(optimizer), what), (-1, 0))
+        count = count + 1 if last_step_ == step else 0
+        self._repeats[id(optimizer), what] = step, count
+        return count
+
+    def _counts(self, optimizer: Optimizer) -> bool:
+        """Whether this is the optimizer whose steps are the steps."""
+        if self._counting is None:
+            wanted = self._capture.settings.step_optimizer
+            if wanted and wanted not in (self.name_of(optimizer), type(optimizer).__name__):
+                return False
+            self._counting = weakref.ref(optimizer)
+        return self._counting() is optimizer
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pre-step hook: read what the update will use, or wrap the closure that makes it."""
+        if _is_compiling() or not self._capture.is_open:
+            return None
+        try:
+            return self._begin(optimizer, args, kwargs)
+        except Exception as error:
+            self._capture.hook_failed(f"{type(optimizer).__name__}.step", error)
+            return None
+
+    def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        active = self._active() if self._active is not None else None
+        if active is not None and active is not optimizer:
+            return None  # nested: a container's own optimizer
+        self._active = weakref.ref(optimizer)
+        for call in self._scaler_calls:
+            call["stepped"] = True
+        capture = self._capture
+        if not capture.has_seen_forward and self._counts(optimizer) and has_compiled_anything():
+            # The root's own hooks are compiled away, so no forward can move the step.
+            if capture.clock.advance_if_stepped():
+                capture.step_changed()
+        self._record_rates(optimizer)
+        if (found_inf := getattr(optimizer, "found_inf", None)) is not None:
+            capture.scalar("skipped", found_inf)
+        elif self._scaler_calls:
+            capture.scalar("skipped", 0.0)
+        wrapped = wrap_closure(args, kwargs, lambda: self.closure_returned(optimizer))
+        if wrapped is None:
+            capture.nesting.depth = 0  # an interrupted forward cannot outlast the step it was of
+            self.record_before(optimizer)
+        return wrapped
+
+    def closure_returned(self, optimizer: Optimizer) -> None:
+        """A closure has made the gradients that the optimizer will use next."""
+        try:
+            if self._active is None:  # the first root was found inside this very closure
+                self._active = weakref.ref(optimizer)
+                self._record_rates(optimizer)
+            self.record_before(optimizer)
+        except Exception as error:
+            self._capture.hook_failed("closure", error)
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Post-step hook: read the optimizer's state, and count the step."""
+        if _is_compiling() or not self._capture.is_open:
+            return
+        try:
+            if self._active is None or self._active() is not optimizer:
+                return
+            self._active = None
+            self._record_state(optimizer)
+            self._count(optimizer)
+        except Exception as error:
+            self._capture.hook_failed(f"{type(optimizer).__name__}.step", error)
+
+    def _count(self, optimizer: Optimizer) -> None:
+        self.name_of(optimizer)
+        self.num_steps += 1
+        if self._counts(optimizer):
+            clock = self._capture.clock
+            if clock.source == "counted" and any("step" in s for s in optimizer.state.values() if isinstance(s, dict)):
+                clock.source = "optimizer"
+            clock.optimizer_stepped()
+        self._on_step(optimizer)
+
+    def record_before(self, optimizer: Optimizer) -> None:
+        """Parameters and final gradients of one optimizer, and the buffers once."""
+        capture = self._capture
+        moment = Moment(capture.clock.step, None, "train")
+        repeat = self._repeat(optimizer, "grad")
+        note = '{"grad":"scaled"}' if getattr(optimizer, "grad_scale", None) is not None else None
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                owned = self._owner(parameter)
+                if owned is None:
+                    continue
+                watch, name = owned.watch, owned.name
+                watch.record("param", name, parameter, moment, "optimizer", repeat, chunk=owned.chunk_of(parameter))
+                gradient = parameter.grad
+                if gradient is not None:
+                    chunk = owned.chunk_of(gradient)
+                    watch.record(
+                        "grad", name, gradient, moment, "optimizer", repeat, scope="final", chunk=chunk, note=note
+                    )
+        if self._counts(optimizer):
+            for root in capture.roots:
+                root.record_state(("buffer",), moment, "optimizer", repeat)
+
+    def _record_state(self, optimizer: Optimizer) -> None:
+        """Every tensor of the optimizer's state, under the parameter it belongs to."""
+        moment = Moment(self._capture.clock.step, None, "train")
+        repeat = self._repeat(optimizer, "optim")
+        for parameter, state in optimizer.state.items():
+            owned = self._owner(parameter) if isinstance(parameter, torch.Tensor) else None
+            if owned is None or not isinstance(state, dict):
+                continue
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    chunk = owned.chunk_of(value)
+                    name = f"{owned.name}.{key}"
+                    owned.watch.record("optim", name, value, moment, "optimizer", repeat, chunk=chunk)
+
+    def _record_rates(self, optimizer: Optimizer) -> None:
+        name = self.name_of(optimizer)
+        for i, group in enumerate(optimizer.param_groups):
+            if "lr" in group:
+                rate = group["lr"]
+                self._capture.scalar(f"lr.{name}.{i}", rate if isinstance(rate, torch.Tensor) else float(rate))
+
+    def _wrap_scaler(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """`GradScaler.step` has no hook, and a step that it skips fires none of the optimizer's."""
+        watch = self
+
+        @functools.wraps(step)
+        def wrapped(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if _is_compiling() or not watch._capture.is_open or not scaler.is_enabled():
+                return step(scaler, optimizer, *args, **kwargs)
+            call = {"stepped": False}
+            watch._scaler_calls.append(call)
+            try:
+                watch._scaler_begins(scaler)
+                result = step(scaler, optimizer, *args, **kwargs)
+            finally:
+                watch._scaler_calls.remove(call)
+            if not call["stepped"]:
+                watch._skipped(optimizer)
+            return result
+
+        return wrapped
+
+    def _scaler_begins(self, scaler: GradScaler) -> None:
+        try:
+            scale = getattr(scaler, "_scale", None)
+            if scale is not None:
+                self._capture.scalar("grad_scale", scale)
+        except Exception as error:
+            self._capture.hook_failed("GradScaler.step", error)
+
+    def _skipped(self, optimizer: Optimizer) -> None:
+        """The scaler found an infinity and left the optimizer alone: an attempted step all the same."""
+        try:
+            self._record_rates(optimizer)
+            self._capture.scalar("skipped", 1.0)
+            self.record_before(optimizer)
+            self._count(optimizer)
+        except Exception as error:
+            self._capture.hook_failed("GradScaler.step", error)
+
+    def close(self) -> None:
+        """Take every hook off; a later wrapper around `GradScaler.step` keeps working through ours."""
+        for handle in self._handles:
+            handle.remove()
+        if GradScaler.step is self._wrapper:
+            GradScaler.step = self._scaler_step  # type: ignore[method-assign]

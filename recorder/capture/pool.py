@@ -1,0 +1,182 @@
+"""The host pool: one fixed region of memory, in bytes, that every record on its way to disk lives in.
+
+It is the only bound between training and disk. The training thread takes, the writer thread gives back. Nothing here
+may allocate per record beyond a small object, or hold its lock while bytes are copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_GRAIN_BYTES = 1024
+"""Every record takes a multiple of this: about what its Python objects weigh, so that the pool bounds those too."""
+
+
+class PoolBlock:
+    """A piece of the pool that one record owns until it is released."""
+
+    __slots__ = ("_pool", "_size", "data", "offset")
+
+    def __init__(self, pool: Pool, offset: int, size: int, data: npt.NDArray[np.uint8]) -> None:
+        self._pool = pool
+        self._size = size
+        self.offset = offset
+        self.data = data
+
+    def release(self) -> None:
+        """Give the bytes back; any thread, once."""
+        self._pool._returned.append((self.offset, self._size))
+        self._pool._room.set()
+
+    def as_tensor(self, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+        """The block as a tensor of the pool's memory; shape and dtype must fit its bytes."""
+        return self._pool.tensor[self.offset : self.offset + len(self.data)].view(dtype).view(shape)
+
+
+class Pool:
+    """Address-ordered first fit with coalescing: what is used stays at the low end, so untouched pages stay untouched."""
+
+    def __init__(self, capacity_bytes: int, *, progress_s: Callable[[], float], clock: Callable[[], float]) -> None:
+        """Args:
+        capacity_bytes: the whole budget.
+        progress_s: when the writer last finished a batch, on `clock`.
+        clock: a monotonic clock in seconds.
+        """
+        self.capacity_bytes = capacity_bytes - capacity_bytes % _GRAIN_BYTES
+        self._region = mmap.mmap(-1, self.capacity_bytes)
+        self._bytes = np.frombuffer(self._region, dtype=np.uint8)
+        self.tensor = torch.from_numpy(self._bytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._region))
+        self._lock = threading.Lock()
+        self._holder = 0
+        self._starts = [0]
+        self._sizes = [self.capacity_bytes]
+        self._returned: deque[tuple[int, int]] = deque()
+        self._room = threading.Event()
+        self._used_bytes = 0
+        self.peak_bytes = 0
+        self._progress_s = progress_s
+        self._clock = clock
+        self._is_dropping = False
+        self.waited_s = 0.0
+        self._waited_this_step_s = 0.0
+        self._wait_step = -1
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that records hold now, those given back but not yet collected among them."""
+        return self._used_bytes - sum(size for _, size in list(self._returned))
+
+    def take(self, nbytes: int) -> PoolBlock | None:
+        """A block of exactly ``nbytes``, or None where there is no room now. Never waits for the writer.
+
+        A call from a signal handler or finalizer that interrupts another take in the same thread gets None.
+        """
+        size = max(_GRAIN_BYTES, -(-nbytes // _GRAIN_BYTES) * _GRAIN_BYTES)
+        me = threading.get_ident()
+        if not self._lock.acquire(blocking=False):
+            if self._holder == me:
+                return None
+            self._lock.acquire()
+        self._holder = me
+        try:
+            if self._returned:
+                self._collect()
+            for i, free in enumerate(self._sizes):
+                if free >= size:
+                    offset = self._starts[i]
+                    if free == size:
+                        del self._starts[i], self._sizes[i]
+                    else:
+                        self._starts[i] += size
+                        self._sizes[i] -= size
+                    self._used_bytes += size
+                    self.peak_bytes = max(self.peak_bytes, self._used_bytes)
+                    return PoolBlock(self, offset, size, self._bytes[offset : offset + nbytes])
+            return None
+        finally:
+            self._holder = 0
+            self._lock.release()
+
+    def _collect(self) -> None:
+        """Put what was given back into the free list, joined with its neighbours."""
+        while self._returned:
+            start, size = self._returned.popleft()
+            self._used_bytes -= size
+            low, high = 0, len(self._starts)
+            while low < high:
+                middle = (low + high) // 2
+                if self._starts[middle] < start:
+                    low = middle + 1
+                else:
+                    high = middle
+            joins_before = low > 0 and self._starts[low - 1] + self._sizes[low - 1] == start
+            joins_after = low < len(self._starts) and start + size == self._starts[low]
+            if joins_before and joins_after:
+                self._sizes[low - 1] += size + self._sizes[low]
+                del self._starts[low], self._sizes[low]
+            elif joins_before:
+                self._sizes[low - 1] += size
+            elif joins_after:
+                self._starts[low] = start
+                self._sizes[low] += size
+            else:
+                self._starts.insert(low, start)
+                self._sizes.insert(low, size)
+
+    def take_or_wait(
+        self, nbytes: int, *, step: int, per_step_s: float, stalled_s: float, per_run_s: float
+    ) -> PoolBlock | None:
+        """A block, after waiting at most ``per_step_s`` in this step; None says: drop and count.
+
+        After a wait that was in vain nothing waits until half of the pool is free: a dead disk must not stop training.
+        """
+        block = self.take(nbytes)
+        if block is not None or nbytes > self.capacity_bytes or self._holder == threading.get_ident():
+            return block
+        if self._is_dropping:
+            if self.used_bytes > self.capacity_bytes // 2:
+                return None
+            self._is_dropping = False
+            return self.take(nbytes)
+        if self._wait_step != step:
+            self._wait_step, self._waited_this_step_s = step, 0.0
+        began = now = self._clock()
+        while True:
+            waited = now - began
+            if (
+                waited + self._waited_this_step_s >= per_step_s
+                or now - self._progress_s() >= stalled_s
+                or (per_run_s and waited + self.waited_s >= per_run_s)
+            ):
+                self._is_dropping = True
+                break
+            self._room.clear()
+            block = self.take(nbytes)
+            if block is not None:
+                break
+            self._room.wait(0.05)
+            now = self._clock()
+        self.waited_s += now - began
+        self._waited_this_step_s += now - began
+        return block
+
+
+def default_capacity_bytes(local_world_size: int) -> int:
+    """1 GiB, at most 5 % of the host's memory shared by the local ranks, at least 256 MiB."""
+    import os
+
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(256 << 20, min(1 << 30, host_bytes // 20 // max(1, local_world_size)))
+
+
+monotonic_s = time.monotonic

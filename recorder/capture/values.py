@@ -1,0 +1,100 @@
+"""What of a tensor can be recorded: its plain local values, and where they lie in a global tensor.
+
+Reads metadata only: no copy, no collective, no device sync. A kind that cannot be recorded is an `UnsupportedKind`
+with a reason for the ledger.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from ..format.dtypes import ITEM_BYTES
+from ..records import Chunk
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+DTYPES: dict[torch.dtype, str] = {
+    dtype: name
+    for name in ITEM_BYTES
+    if isinstance(dtype := getattr(torch, name, None), torch.dtype) and dtype.itemsize == ITEM_BYTES[name]
+}
+"""Names of the dtypes that the format knows."""
+
+
+class UnsupportedKind(Exception):
+    """A tensor of a kind that cannot be recorded; its text is the drop reason."""
+
+
+def plain(tensor: torch.Tensor, chunk: Chunk | None = None) -> tuple[torch.Tensor, Chunk | None]:
+    """The rank's own values as an ordinary strided tensor, and its place in the global tensor where it has one.
+
+    A ``chunk`` that the caller knows already is kept.
+
+    Raises:
+        UnsupportedKind: meta, fake, sparse, quantised, nested, lazily initialised, or a subclass not known here.
+    """
+    if type(tensor) not in _PLAIN:
+        tensor, chunk = _unwrap(tensor, chunk)
+    if tensor.layout is not torch.strided:
+        raise UnsupportedKind(f"unsupported_type:{str(tensor.layout).removeprefix('torch.')}")
+    if tensor.dtype not in DTYPES:
+        raise UnsupportedKind(f"unsupported_type:{str(tensor.dtype).removeprefix('torch.')}")
+    if tensor.is_meta:
+        raise UnsupportedKind("unsupported_type:meta")
+    if tensor.is_quantized or tensor.is_nested:
+        raise UnsupportedKind("unsupported_type:" + ("quantized" if tensor.is_quantized else "nested"))
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise UnsupportedKind("unsupported_type:functorch")
+    if tensor.is_cpu and tensor.numel() and tensor.untyped_storage().nbytes() == 0:
+        raise UnsupportedKind("storage_freed")
+    return tensor, chunk
+
+
+def _unwrap(tensor: torch.Tensor, chunk: Chunk | None) -> tuple[torch.Tensor, Chunk | None]:
+    dtensor_module = sys.modules.get("torch.distributed.tensor")
+    if dtensor_module is not None and isinstance(tensor, dtensor_module.DTensor):
+        local = tensor._local_tensor
+        if type(local) not in _PLAIN:
+            raise UnsupportedKind(f"unsupported_type:DTensor of {type(local).__name__}")
+        return local, chunk or dtensor_chunk(tensor)
+    if hasattr(tensor, "__torch_dispatch__") and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return tensor.as_subclass(torch.Tensor), None  # a subclass that only adds Python methods
+    raise UnsupportedKind(f"unsupported_type:{type(tensor).__name__}")
+
+
+def dtensor_chunk(tensor: Any) -> Chunk:
+    """Where a DTensor's local values lie; metadata alone, no collective."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    offsets: tuple[int, ...] | None = None
+    if all(type(p) in (Shard, Replicate) for p in placements):
+        offsets = tuple(compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1])
+    return Chunk(
+        global_shape=tuple(tensor.shape),
+        offsets=offsets,
+        placements=_compact([_placement(p) for p in placements]),
+        mesh=_compact(
+            {
+                "shape": list(mesh.shape),
+                "dim_names": list(mesh.mesh_dim_names) if mesh.mesh_dim_names else None,
+                "coordinate": mesh.get_coordinate(),
+            }
+        ),
+        layout_source="dtensor",
+    )
+
+
+def _placement(placement: Any) -> dict[str, Any]:
+    kind = type(placement).__name__.lstrip("_")
+    details = {key: getattr(placement, key) for key in ("dim", "split_factor", "reduce_op") if hasattr(placement, key)}
+    return {"kind": kind, **details}
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), default=str)

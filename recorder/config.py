@@ -1,0 +1,442 @@
+"""Settings and selection rules: where each comes from, what is allowed, and what is in force.
+
+Precedence: default < file (``RECORDER_CONFIG``) < environment (``RECORDER_<NAME>``) < argument. The environment is read
+here and in `capture.topology`, nowhere else. Nothing here may import torch or pyarrow: a wrong setting stops a launch
+before any of them is needed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError
+from .records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR
+
+FLAG = "RECORDER"
+CONFIG_FILE = "RECORDER_CONFIG"
+PREFIX = "RECORDER_"
+CHECKED_MARK = "_RECORDER_CHECKED"
+"""Set by the first process that found the settings valid; under it a wrong setting is one line, not a stop."""
+
+SITES = ("input", "output", "grad_input", "grad_output", "param", "grad", "buffer", "optim", "tap", "scalar")
+KEEPS = {"tensor": KEEP_TENSOR, "stats": KEEP_STATS, "fingerprint": KEEP_FINGERPRINT}
+
+_OFF = ("", "0", "false", "no", "off")
+_ON = ("1", "true", "yes", "on")
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A set of whole numbers (steps or ranks): a union of slices, single numbers and powers of two.
+
+    It is a function of the number alone, so that all ranks agree without talking.
+    """
+
+    text: str
+    slices: tuple[tuple[int, int | None, int], ...]
+    powers_of_two: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Read ``0:1000:100``, ``::10``, ``5``, ``pow2`` or a comma list of them.
+
+        Raises:
+            ValueError: a piece is none of these.
+        """
+        slices: list[tuple[int, int | None, int]] = []
+        powers = False
+        for raw in text.split(","):
+            piece = raw.strip()
+            if piece == "pow2":
+                powers = True
+            elif re.fullmatch(r"\d+", piece):
+                slices.append((int(piece), int(piece) + 1, 1))
+            elif match := re.fullmatch(r"(\d*):(\d*)(?::(\d*))?", piece):
+                start, stop, stride = match.groups()
+                slices.append((int(start or 0), int(stop) if stop else None, int(stride or 1)))
+                if slices[-1][2] == 0:
+                    raise ValueError(f"{piece!r} has a stride of 0")
+            else:
+                raise ValueError(f"{piece!r} is no number, no start:stop:stride and not pow2")
+        return cls(text, tuple(slices), powers)
+
+    def __contains__(self, number: int) -> bool:
+        if self.powers_of_two and number >= 0 and number & (number - 1) == 0:
+            return True
+        for start, stop, stride in self.slices:
+            if number >= start and (stop is None or number < stop) and (number - start) % stride == 0:
+                return True
+        return False
+
+
+EVERY = Schedule.parse("::1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One selection: which values, at which steps, and what to keep. What several rules match keeps all they ask for."""
+
+    module: tuple[str, ...] = ("*",)
+    """Patterns of module paths: a glob, ``re:`` and a regular expression, ``!`` in front to exclude; ``''`` is the root."""
+    cls: tuple[str, ...] = ("*",)
+    """Patterns of class names (key ``class``)."""
+    leaf: bool = False
+    """Only modules without children."""
+    site: tuple[str, ...] = SITES
+    name: tuple[str, ...] = ("*",)
+    """Patterns of leaf names: the argument, the path in a nested output, the parameter."""
+    rank: Schedule = EVERY
+    steps: Schedule = EVERY
+    keep: int = KEEP_STATS
+
+    KEYS = ("module", "class", "leaf", "site", "name", "rank", "steps", "keep")
+
+    def matches_module(self, module_path: str, class_name: str, is_leaf: bool) -> bool:
+        return (
+            (is_leaf or not self.leaf) and _matches(self.module, module_path) and _matches(self.cls, class_name)
+        )
+
+    def matches_name(self, name: str) -> bool:
+        return _matches(self.name, name)
+
+    @property
+    def text(self) -> str:
+        """The rule in the form that `parse_rules` reads."""
+        parts: list[str] = []
+        for key, values in (("module", self.module), ("class", self.cls)):
+            if values != ("*",):
+                parts.append(f"{key}={shlex.quote(','.join(values))}")
+        if self.leaf:
+            parts.append("leaf=yes")
+        if self.site != SITES:
+            parts.append("site=" + ",".join(self.site))
+        if self.name != ("*",):
+            parts.append(f"name={shlex.quote(','.join(self.name))}")
+        for key, schedule in (("rank", self.rank), ("steps", self.steps)):
+            if schedule != EVERY:
+                parts.append(f"{key}={schedule.text}")
+        parts.append("keep=" + ",".join(word for word, bit in KEEPS.items() if self.keep & bit))
+        return " ".join(parts)
+
+
+def _matches(patterns: tuple[str, ...], text: str) -> bool:
+    if patterns == ("*",):
+        return True
+    wanted = [p for p in patterns if not p.startswith("!")] or ["*"]
+    unwanted = [p[1:] for p in patterns if p.startswith("!")]
+    return any(_matches_one(p, text) for p in wanted) and not any(_matches_one(p, text) for p in unwanted)
+
+
+def _matches_one(pattern: str, text: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], text) is not None
+    return fnmatchcase(text, pattern)
+
+
+def parse_rules(value: object) -> tuple[Rule, ...]:
+    """Read rules from text (``site=output keep=tensor; site=grad``), a table, or a list of either.
+
+    Raises:
+        ConfigError: a key, a site, a schedule or a pattern is wrong; the message says what is allowed.
+    """
+    if isinstance(value, str):
+        return tuple(_rule_from_text(text) for text in value.split(";") if text.strip())
+    if isinstance(value, Rule):
+        return (value,)
+    if isinstance(value, Mapping):
+        return (_rule_from_table(value),)
+    if isinstance(value, Sequence):
+        return tuple(rule for item in value for rule in parse_rules(item))
+    raise ConfigError(f"rules = {value!r}: expected text, a table or a list of them")
+
+
+def _rule_from_text(text: str) -> Rule:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"rules: {text.strip()!r} cannot be split into words: {error}") from None
+    table: dict[str, object] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(f"rules: {word!r} in {text.strip()!r} is no key=value; keys are {', '.join(Rule.KEYS)}")
+        if key in table:
+            raise ConfigError(f"rules: {key!r} stands twice in {text.strip()!r}; join the values with commas")
+        table[key] = value
+    return _rule_from_table(table)
+
+
+def _rule_from_table(table: Mapping[str, object]) -> Rule:
+    def problem(key: str, why: str) -> ConfigError:
+        return ConfigError(f"rules: {key} = {table[key]!r}: {why}")
+
+    chosen: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in Rule.KEYS:
+            raise ConfigError(f"rules: unknown key {key!r}{_nearest(key, Rule.KEYS)}; keys are {', '.join(Rule.KEYS)}")
+        if key in ("rank", "steps"):
+            text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            try:
+                chosen[key] = Schedule.parse(text)
+            except ValueError as error:
+                raise problem(key, f"{error}; examples: 0:1000:100  ::10  0,5,7  pow2") from None
+            continue
+        if key == "leaf":
+            chosen[key] = _boolean("rules: leaf", value)
+            continue
+        words = _words(value)
+        if key in ("module", "class", "name"):
+            for word in words:
+                expression = word.lstrip("!")
+                if expression.startswith("re:"):
+                    try:
+                        re.compile(expression[3:])
+                    except re.error as error:
+                        raise problem(key, f"not a regular expression: {error}") from None
+            chosen["cls" if key == "class" else key] = words
+            continue
+        allowed = SITES if key == "site" else tuple(KEEPS)
+        if key == "site" and words == ("*",):
+            words = SITES
+        for word in words:
+            if word not in allowed:
+                raise problem(key, f"unknown {key} {word!r}{_nearest(word, allowed)}; allowed: {', '.join(allowed)}")
+        chosen[key] = words if key == "site" else sum({KEEPS[word] for word in words})
+    return Rule(**chosen)
+
+
+def _words(value: object) -> tuple[str, ...]:
+    if isinstance(value, (list, tuple)):
+        return tuple(str(item) for item in value)
+    return tuple(word.strip() for word in str(value).split(","))
+
+
+def _nearest(word: str, choices: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, choices, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+_SPARSER = "0:100,100:10000:10,10000::100"
+DEFAULT_RULES = parse_rules(
+    f"site=output,grad_output,param,grad,buffer,tap,scalar steps={_SPARSER} keep=stats,fingerprint;"
+    f"module='' site=input steps={_SPARSER} keep=stats,fingerprint;"
+    "site=output,grad,tap steps=pow2 keep=tensor;"
+    "site=scalar keep=stats"
+)
+
+
+def _setting(default: object, doc: str, *choices: str) -> Any:
+    return field(default=default, metadata={"doc": doc, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything that can be set; each field's text says what it does and when to change it."""
+
+    dir: str = _setting("recordings", "where run directories go; a fast local disk is best")
+    rules: tuple[Rule, ...] = _setting(DEFAULT_RULES, "what is recorded; see the README's section on choosing")
+    roots: str = _setting("optimizer", "what is watched: modules that an optimizer trains, or any", "optimizer", "any")
+    step_optimizer: str = _setting("", "class name of the optimizer that counts the steps; empty: the first to step")
+    pool_bytes: int = _setting(0, "host memory for values on their way to disk, bytes; 0: 1 GiB, at most 5 % of memory")
+    policy: str = _setting("wait", "when the pool is full: wait a bounded time, or drop at once", "wait", "drop")
+    wait_s_per_step: float = _setting(1.0, "longest wait of one step for room in the pool, seconds")
+    wait_s_stalled: float = _setting(10.0, "longest wait without a finished batch, seconds; a dead disk stops nothing")
+    wait_s_per_run: float = _setting(0.0, "cap on all waiting together, seconds; 0: none")
+    flush_interval_s: float = _setting(1.0, "a record is in a file after at most this, seconds; a kill loses no more")
+    sync_interval_s: float = _setting(1.0, "a record survives power loss after at most this, seconds")
+    shard_bytes: int = _setting(256 << 20, "size at which a shard is sealed, bytes")
+    codec: str = _setting("auto", "byte planes and zstd where they pay, nothing, or zstd always", "auto", "none", "zstd")
+    codec_level: int = _setting(1, "zstd level, -7 to 19")
+    direct_io: str = _setting("auto", "write past the page cache where the file system can", "auto", "off")
+    max_bytes: int = _setting(16 << 30, "disk quota of one rank, bytes; a quarter of it is kept for statistics")
+    min_free_bytes: int = _setting(2 << 30, "recording pauses while the file system has less than this free, bytes")
+    on_quota: str = _setting("retire", "at the quota: remove the oldest shards but the first, or stop", "retire", "stop")
+    close_deadline_s: float = _setting(5.0, "longest time that ending the process waits for the last bytes, seconds")
+    join_deadline_s: float = _setting(10.0, "longest wait of the writer for a run name agreed by all ranks, seconds")
+
+    def __post_init__(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ConfigError(f"{name} = {value!r}: allowed is {low:g} to {high:g}")
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("pool_bytes", 0, 1 << 44),
+    ("wait_s_per_step", 0, 3600),
+    ("wait_s_stalled", 0, 3600),
+    ("wait_s_per_run", 0, 1e9),
+    ("flush_interval_s", 0.01, 3600),
+    ("sync_interval_s", 0, 3600),
+    ("shard_bytes", 1 << 20, 1 << 40),
+    ("codec_level", -7, 19),
+    ("max_bytes", 1 << 20, 1 << 60),
+    ("min_free_bytes", 0, 1 << 60),
+    ("close_deadline_s", 0, 3600),
+    ("join_deadline_s", 0, 3600),
+)
+_SMALLEST_POOL_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """One setting in force, for people and for the writer's manifest."""
+
+    name: str
+    value: Any
+    source: str
+    doc: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings in force with where each came from."""
+
+    settings: Settings
+    sources: Mapping[str, str]
+
+    def explain(self) -> list[Explained]:
+        rows = []
+        for item in fields(Settings):
+            value = getattr(self.settings, item.name)
+            shown = [rule.text for rule in value] if item.name == "rules" else value
+            rows.append(Explained(item.name, shown, self.sources.get(item.name, "default"), item.metadata["doc"]))
+        return rows
+
+
+def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the flag asks for recording.
+
+    Raises:
+        ConfigError: the flag is neither on nor off.
+    """
+    value = (os.environ if environ is None else environ).get(FLAG, "").strip().lower()
+    if value in _OFF:
+        return False
+    if value in _ON:
+        return True
+    raise ConfigError(f"{FLAG} = {value!r} (environment): allowed is 1 to record, 0 or unset not to")
+
+
+def load_settings(arguments: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None) -> Loaded:
+    """Read file, environment and arguments into one `Loaded`.
+
+    Raises:
+        ConfigError: an unknown key or variable, an impossible value, or an unreadable file.
+    """
+    environ = os.environ if environ is None else environ
+    known = {item.name: item for item in fields(Settings)}
+    layers: list[tuple[str, Mapping[str, object]]] = []
+    if path := environ.get(CONFIG_FILE):
+        layers.append((f"file {path}", _read_file(Path(path))))
+    layers.append(("environment", _from_environment(environ, known)))
+    layers.append(("argument", arguments or {}))
+
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for source, layer in layers:
+        for key, raw in layer.items():
+            if key not in known:
+                raise ConfigError(
+                    f"{key!r} ({source}) is no setting{_nearest(key, tuple(known))}; "
+                    "`recorder config --show` lists them all"
+                )
+            try:
+                values[key] = _convert(known[key], raw)
+            except ConfigError as error:
+                shown = f"{PREFIX}{key.upper()}" if source == "environment" else key
+                raise ConfigError(f"{shown} ({source}): {error}") from None
+            sources[key] = source.split(" ")[0] if source in ("environment", "argument") else source
+    try:
+        settings = Settings(**values)
+    except ConfigError as error:
+        name = str(error).split(" ")[0]
+        raise ConfigError(f"{error} (it is from: {sources.get(name, 'default')})") from None
+    if 0 < settings.pool_bytes < _SMALLEST_POOL_BYTES:
+        raise ConfigError(f"pool_bytes = {settings.pool_bytes}: allowed is 0 (automatic) or at least 1 MiB")
+    return Loaded(settings, sources)
+
+
+def _read_file(path: Path) -> Mapping[str, object]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"{CONFIG_FILE} = {str(path)!r} cannot be read: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{CONFIG_FILE} = {str(path)!r} is not TOML: {error}") from None
+
+
+def _from_environment(environ: Mapping[str, str], known: Mapping[str, object]) -> Mapping[str, object]:
+    found: dict[str, object] = {}
+    for variable in sorted(environ):
+        if not variable.startswith(PREFIX) or variable == CONFIG_FILE:
+            continue
+        key = variable[len(PREFIX) :].lower()
+        if key not in known or variable != variable.upper():
+            near = _nearest(variable, tuple(PREFIX + name.upper() for name in known))
+            raise ConfigError(
+                f"{variable} = {environ[variable]!r} (environment) is no setting{near}; "
+                "`recorder config --show` lists them all"
+            )
+        if environ[variable] != "":
+            found[key] = environ[variable]
+    return found
+
+
+def _convert(item: Any, raw: object) -> object:
+    """The value of one setting from a TOML value, an environment text or an argument."""
+    name, default, choices = item.name, item.default, item.metadata["choices"]
+    if name == "rules":
+        return parse_rules(raw)
+    if isinstance(default, bool):
+        return _boolean(name, raw)
+    if isinstance(default, int):
+        return _bytes(name, raw) if name.endswith("_bytes") else _number(name, raw, int)
+    if isinstance(default, float):
+        return _number(name, raw, float)
+    if not isinstance(raw, (str, os.PathLike)):
+        raise ConfigError(f"{name} = {raw!r}: expected text")
+    text = os.fspath(raw)
+    if choices and text not in choices:
+        raise ConfigError(f"{name} = {text!r}: allowed is {' or '.join(choices)}{_nearest(text, choices)}")
+    return text
+
+
+def _boolean(name: str, raw: object) -> bool:
+    text = str(raw).strip().lower()
+    if text in _ON:
+        return True
+    if text in _OFF:
+        return False
+    raise ConfigError(f"{name} = {raw!r}: allowed is yes or no")
+
+
+def _number(name: str, raw: object, kind: type[int] | type[float]) -> int | float:
+    try:
+        if isinstance(raw, bool) or (kind is int and isinstance(raw, float)):
+            raise ValueError
+        number = kind(raw)  # type: ignore[arg-type]
+        if number != number:
+            raise ValueError
+        return number
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} = {raw!r}: expected {'a whole number' if kind is int else 'a number'}") from None
+
+
+def _bytes(name: str, raw: object) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(raw))
+    if isinstance(raw, bool) or not match or match[2].upper() not in _UNITS:
+        raise ConfigError(f"{name} = {raw!r}: expected bytes, such as 1073741824, 512MiB or 16GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].upper()]

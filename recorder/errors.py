@@ -1,0 +1,50 @@
+"""Every error that the package raises on purpose, and nothing else.
+
+RecorderError
+├── ConfigError          a setting is wrong: unknown key, impossible value, unreadable file
+├── AttachError          a model cannot be attached, or a pattern matches nothing
+├── WriteError           the run directory cannot be used, or the writer gave up
+└── RunError             a recorded run cannot be read
+    ├── NotARunError         the path is missing, or holds no run of ours
+    ├── CorruptError         bytes are not what was written
+    ├── UnsupportedError     a newer format version or an unknown encoding
+    └── LookupFailedError    no row, or more than one, answers the question
+
+A message says where, what, what was expected and what to do.
+"""
+
+
+class RecorderError(Exception):
+    """Base of every error below; catch it to catch them all."""
+
+
+class ConfigError(RecorderError, ValueError):
+    """A setting is wrong. The message names the key, its value, its source and what is allowed."""
+
+
+class AttachError(RecorderError):
+    """A model cannot be attached as asked; nothing was changed on it."""
+
+
+class WriteError(RecorderError):
+    """The run directory cannot be used, or the writer thread gave up; what was committed stays readable."""
+
+
+class RunError(RecorderError):
+    """A recorded run cannot be read as asked."""
+
+
+class NotARunError(RunError):
+    """The path is missing, or is not a run directory of this format."""
+
+
+class CorruptError(RunError):
+    """Bytes on disk are not the bytes that were written. The message names the file and what disagreed."""
+
+
+class UnsupportedError(RunError):
+    """The file is of a newer format version, or a payload has an encoding that this reader does not know."""
+
+
+class LookupFailedError(RunError, LookupError):
+    """No row, or more than one, answers the question; the message lists what there is to choose from."""

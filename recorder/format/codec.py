@@ -1,0 +1,279 @@
+"""Payload bytes to and from their encodings; never knows of dtypes, rows or files.
+
+Measured on one core (float32 activations): splitting into byte planes 9 to 16 GB/s, zstd on the top plane 1.1 GB/s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from ..errors import CorruptError, UnsupportedError
+
+Bytes = npt.NDArray[np.uint8]
+
+RAW, PLANES, PLAIN, PLANES_PLAIN, REF = ENCODINGS = ("raw", "planes", "plain", "planes_plain", "ref")
+CODECS = ("auto", "none", "zstd")
+
+_FRAME_BYTES = 1 << 20
+"""Content of one zstd frame at most: bounds the scratch, and keeps a piece in cache between split and compression."""
+_MIN_BYTES = 4096
+"""Below, a payload is stored as it is: it is smaller than the row around it."""
+_SAMPLE_SLICES, _SAMPLE_ITEMS = 8, 256
+_PAYS = 0.92
+"""A part is compressed if its sample shrinks below this: zstd and its decompression cost more than 8 % of a write."""
+_ZSTD_MAGIC = 0xFD2FB528
+_UNSIGNED: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+
+
+def max_encoded_bytes(nbytes: int) -> int:
+    """Bytes of `out` that `Encoder.encode` may ask for; a little more than it ever writes."""
+    return nbytes + nbytes // 128 + 4096
+
+
+class Encoder:
+    """Compresses payloads. Not thread-safe: it holds the zstd context and 1 MiB of scratch; one per writer thread."""
+
+    def __init__(self, codec: str = "auto", level: int = 1) -> None:
+        if codec not in CODECS:
+            raise ValueError(f"codec {codec!r}: expected one of {CODECS}")
+        self._codec = codec
+        self._compress: Callable[[Any], bytes] = _compressor(level).compress
+        self._plane = np.empty(_FRAME_BYTES, np.uint8)
+
+    def encode(self, data: Bytes, item_bytes: int, out: Bytes) -> tuple[str, int]:
+        """Write the payload of `data` to the front of `out`.
+
+        Args:
+            data: the tensor's little-endian C-order bytes, contiguous, a multiple of `item_bytes` long.
+            item_bytes: bytes of one element.
+            out: at least `max_encoded_bytes(len(data))` long; what follows the payload is undefined.
+
+        Returns:
+            The encoding, and how many bytes of `out` it took.
+        """
+        if len(out) < max_encoded_bytes(len(data)):
+            raise ValueError(f"out holds {len(out)} bytes, {max_encoded_bytes(len(data))} may be needed")
+        encoding = self._choose(data, item_bytes)
+        num_written = 0
+        if encoding == RAW:
+            num_written = self._put_frames(data, out)
+        elif encoding == PLANES:
+            for plane in range(item_bytes):
+                num_written += self._put_plane(data, item_bytes, plane, out[num_written:])
+        elif encoding == PLANES_PLAIN:
+            num_items = len(data) // item_bytes
+            num_compressed = self._put_plane(data, item_bytes, 0, out[8:])
+            out[:8] = np.frombuffer(num_compressed.to_bytes(8, "little"), np.uint8)
+            num_written = 8 + num_compressed
+            for plane in range(1, item_bytes):
+                _split(data, item_bytes, plane, out[num_written : num_written + num_items])
+                num_written += num_items
+        if encoding == PLAIN or num_written > len(data):
+            out[: len(data)] = data
+            return PLAIN, len(data)
+        return encoding, num_written
+
+    def _choose(self, data: Bytes, item_bytes: int) -> str:
+        if self._codec == "none" or len(data) < (_MIN_BYTES if self._codec == "auto" else 1):
+            return PLAIN
+        if self._codec == "zstd":
+            return PLANES if item_bytes > 1 else RAW
+        sample = _sample(data, item_bytes)
+        if item_bytes == 1:
+            return RAW if len(self._compress(sample)) < _PAYS * sample.size else PLAIN
+        planes = sample.T[::-1].copy()
+        top, rest = len(self._compress(planes[0])), len(self._compress(planes[1:]))
+        if rest < _PAYS * planes[1:].size:
+            return RAW if len(self._compress(sample)) < top + rest else PLANES
+        return PLANES_PLAIN if top < _PAYS * planes[0].size else PLAIN
+
+    def _put_plane(self, data: Bytes, item_bytes: int, plane: int, out: Bytes) -> int:
+        num_written = 0
+        for start in range(0, len(data), item_bytes * _FRAME_BYTES):
+            piece = data[start : start + item_bytes * _FRAME_BYTES]
+            scratch = self._plane[: len(piece) // item_bytes]
+            _split(piece, item_bytes, plane, scratch)
+            num_written += self._put_frames(scratch, out[num_written:])
+        return num_written
+
+    def _put_frames(self, data: Bytes, out: Bytes) -> int:
+        num_written = 0
+        for start in range(0, len(data), _FRAME_BYTES):
+            frame = np.frombuffer(self._compress(data[start : start + _FRAME_BYTES]), np.uint8)
+            out[num_written : num_written + len(frame)] = frame
+            num_written += len(frame)
+        return num_written
+
+
+def decode(encoding: str, payload: Any, payload_bytes: int, item_bytes: int) -> Bytes:
+    """The tensor's bytes from a payload (any contiguous buffer); nothing is allocated before the sizes agree.
+
+    Args:
+        encoding: the row's column, but not ``ref``: resolve that first.
+        payload: the row's ``data``.
+        payload_bytes: the row's column: how many bytes must come out.
+        item_bytes: bytes of one element of the row's dtype.
+
+    Returns:
+        A new, writable array of `payload_bytes` bytes.
+
+    Raises:
+        CorruptError: the payload is not one of `payload_bytes` bytes.
+        UnsupportedError: the encoding is unknown to this version.
+    """
+    source = memoryview(payload).cast("B")
+    if encoding not in ENCODINGS or encoding == REF:
+        raise UnsupportedError(
+            f"payload encoding {encoding!r}: this reader decodes {RAW}, {PLANES}, {PLAIN}, {PLANES_PLAIN}"
+        )
+    if payload_bytes < 0 or payload_bytes % item_bytes:
+        raise CorruptError(f"payload of {payload_bytes} bytes: expected a multiple of {item_bytes}")
+    if encoding == PLAIN:
+        _expect_bytes("plain payload", len(source), payload_bytes)
+        return np.frombuffer(source, np.uint8).copy()
+    if encoding == RAW:
+        return _read_frames(source, payload_bytes)
+    num_items = payload_bytes // item_bytes
+    if encoding == PLANES:
+        return _join([_read_frames(source, payload_bytes)], num_items, item_bytes)
+    compressed_bytes = int.from_bytes(source[:8], "little")
+    _expect_bytes("payload", len(source), 8 + compressed_bytes + payload_bytes - num_items)
+    rest = np.frombuffer(source[8 + compressed_bytes :], np.uint8)
+    top = _read_frames(source[8 : 8 + compressed_bytes], num_items)
+    return _join([top, rest], num_items, item_bytes)
+
+
+def encode_ref(seq: int) -> bytes:
+    """The payload of encoding ``ref``: the content is that of the row `seq` of the same shard."""
+    return seq.to_bytes(8, "little")
+
+
+def ref_target(payload: Any) -> int:
+    """The `seq` that a payload of encoding ``ref`` names.
+
+    Raises:
+        CorruptError: the payload is not 8 bytes long.
+    """
+    source = memoryview(payload).cast("B")
+    _expect_bytes("ref payload", len(source), 8)
+    return int.from_bytes(source, "little")
+
+
+def _compressor(level: int) -> zstandard.ZstdCompressor:
+    """A compressor whose frames carry their content size and a checksum.
+
+    Level 1 is tuned for byte planes, whose gain is in the entropy coder and not in matches: long matches alone, found
+    through a table of 64 entries. Against zstd's own level 1: 1.15 for 0.39 GB/s, and 33.5 for 36.6 % left.
+    """
+    if level != 1:
+        return zstandard.ZstdCompressor(level=level, write_content_size=True, write_checksum=True)
+    parameters = zstandard.ZstdCompressionParameters(
+        strategy=zstandard.STRATEGY_FAST,
+        window_log=19,
+        chain_log=6,
+        hash_log=6,
+        search_log=1,
+        min_match=7,
+        target_length=0,
+        write_content_size=True,
+        write_checksum=True,
+    )
+    return zstandard.ZstdCompressor(compression_params=parameters)
+
+
+def _sample(data: Bytes, item_bytes: int) -> Bytes:
+    """A few slices spread evenly over the data, of shape (elements, item_bytes)."""
+    items = data.reshape(-1, item_bytes)
+    if len(items) <= _SAMPLE_SLICES * _SAMPLE_ITEMS:
+        return items
+    starts = [i * (len(items) - _SAMPLE_ITEMS) // (_SAMPLE_SLICES - 1) for i in range(_SAMPLE_SLICES)]
+    return np.concatenate([items[start : start + _SAMPLE_ITEMS] for start in starts])
+
+
+def _split(data: Bytes, item_bytes: int, plane: int, out: Bytes) -> None:
+    """Copy byte plane `plane` (0 is the most significant) of little-endian elements to `out`.
+
+    The low byte of an integer read from a shifted, unaligned address is the byte wanted, and numpy's casts are
+    vectorised: 30 to 70 GB/s, against 4 for a copy with strides.
+    """
+    first, wide = item_bytes - 1 - plane, _UNSIGNED.get(item_bytes)
+    if wide is None:
+        out[:] = data[first::item_bytes]
+    elif len(out):
+        out[-1] = data[first - item_bytes]
+        np.copyto(out[:-1], data[first : first - item_bytes].view(wide), casting="unsafe")
+
+
+def _join(runs: list[Bytes], num_items: int, item_bytes: int) -> Bytes:
+    """Elements from all their planes, most significant first, of which each run holds some."""
+    planes = [run[start : start + num_items] for run in runs for start in range(0, len(run), num_items or 1)]
+    items = np.empty((num_items, item_bytes), np.uint8)
+    for plane, values in enumerate(planes):
+        items[:, item_bytes - 1 - plane] = values
+    return items.reshape(-1)
+
+
+def _read_frames(source: memoryview, num_bytes: int) -> Bytes:
+    """The content of zstd frames laid end to end, which must come to `num_bytes` in all.
+
+    Each frame is measured and its declared content compared with what is still missing before anything is
+    decompressed; zstd then checks the content against size and checksum.
+    """
+    frames = []
+    position = total = 0
+    while position < len(source):
+        frame = _measure_frame(source[position:])
+        total += frame.content_bytes
+        if total > num_bytes:
+            break
+        frames.append(source[position : position + frame.frame_bytes])
+        position += frame.frame_bytes
+    _expect_bytes("zstd content", total, num_bytes)
+    content = np.empty(num_bytes, np.uint8)
+    decompress, position = zstandard.ZstdDecompressor().decompress, 0
+    for frame_source in frames:
+        try:
+            piece = np.frombuffer(decompress(frame_source, allow_extra_data=False), np.uint8)
+        except zstandard.ZstdError as error:
+            raise CorruptError(f"zstd frame: {error}") from error
+        content[position : position + len(piece)] = piece
+        position += len(piece)
+    _expect_bytes("zstd content", position, num_bytes)
+    return content
+
+
+class _Frame(NamedTuple):
+    frame_bytes: int
+    content_bytes: int
+
+
+def _measure_frame(source: memoryview) -> _Frame:
+    """The length of the frame at the front of `source`, found through its block headers (RFC 8878, 3.1.1)."""
+    try:
+        parameters = zstandard.get_frame_parameters(source)
+        position = zstandard.frame_header_size(source)
+    except (zstandard.ZstdError, ValueError) as error:
+        raise CorruptError(f"zstd frame: {error}") from error
+    if int.from_bytes(source[:4], "little") != _ZSTD_MAGIC or not parameters.has_checksum or parameters.dict_id:
+        raise CorruptError("zstd frame: expected a frame with a checksum and without a dictionary")
+    is_last, max_content_bytes = False, 0
+    while not is_last:
+        header = int.from_bytes(source[position : position + 3], "little")
+        is_last, is_run, num_bytes = bool(header & 1), header & 6 == 2, header >> 3
+        position += 3 + (1 if is_run else num_bytes)
+        max_content_bytes += zstandard.BLOCKSIZE_MAX
+        if position + 4 > len(source):
+            raise CorruptError("zstd frame: cut short")
+    if parameters.content_size > max_content_bytes:
+        raise CorruptError(f"zstd frame: declares {parameters.content_size} bytes, its blocks hold {max_content_bytes}")
+    return _Frame(position + 4, parameters.content_size)
+
+
+def _expect_bytes(what: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise CorruptError(f"{what} of {found} bytes: expected {expected}")

@@ -1,0 +1,114 @@
+"""64 bits of a tensor's value that add up over the pieces of a tensor; never depends on how it was cut.
+
+F = sum over elements of (bits as a signed integer) * product over dims of C_d ** (index along d), modulo 2**64, where d
+counts from the last dim and indices are those in the whole tensor. FORMAT.md, section "Fingerprint", is the norm.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+MODULUS = 1 << 64
+_WORD_BYTES = 4
+"""Wider elements count as words: in one 64-bit sum the sign bits of a whole negated tensor would cancel."""
+_BLOCK_ITEMS = 1 << 15
+"""Elements multiplied at once: values and weights together stay in the second-level cache."""
+
+_UInt64s = npt.NDArray[np.uint64]
+
+
+def fingerprint(
+    data: npt.NDArray[np.uint8], item_bytes: int, shape: tuple[int, ...], offsets: tuple[int, ...] | None = None
+) -> int:
+    """The fingerprint of a tensor, or of a chunk of one, as an unsigned 64-bit integer.
+
+    Args:
+        data: its little-endian C-order bytes, contiguous.
+        item_bytes: bytes of one element.
+        shape: the shape of what `data` holds.
+        offsets: where that lies in the whole tensor, in elements; None for at its origin.
+    """
+    word_bytes = min(item_bytes, _WORD_BYTES)
+    offsets = offsets or (0,) * len(shape)
+    if item_bytes > word_bytes:
+        shape, offsets = (*shape, item_bytes // word_bytes), (*offsets, 0)
+    words = data.view(np.dtype(f"<i{word_bytes}"))
+    return _fingerprint_at_origin(words, shape) * _product_of_powers(offsets) % MODULUS
+
+
+def to_text(value: int) -> str:
+    """How the column `fingerprint` spells it: 16 lowercase hexadecimal digits."""
+    return f"{value % MODULUS:016x}"
+
+
+@lru_cache(maxsize=128)
+def constant(dim: int) -> int:
+    """C_d, for dim d counted from the last: the finaliser of splitmix64 (Steele et al., 2014), made 5 modulo 8.
+
+    Such constants have the longest cycle of powers, and the sum of n powers is divisible by 2 no more often than n is,
+    so that a change of one high bit in all elements still shows.
+    """
+    z = (dim + 1) * 0x9E3779B97F4A7C15 % MODULUS
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % MODULUS
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % MODULUS
+    z ^= z >> 31
+    return z & ~7 | 5
+
+
+def _fingerprint_at_origin(words: npt.NDArray[np.signedinteger], shape: tuple[int, ...]) -> int:
+    """Sum blocks of consecutive words: some whole rows along one dim, with everything of the dims after it."""
+    if not words.size:
+        return 0
+    num_inner_dims = 0
+    while num_inner_dims < len(shape) and math.prod(shape[len(shape) - num_inner_dims - 1 :]) <= _BLOCK_ITEMS:
+        num_inner_dims += 1
+    scratch = np.empty(min(words.size, _BLOCK_ITEMS), np.int64)
+    if num_inner_dims == len(shape):
+        return _dot(words, _block_weights(shape), scratch)
+    split = len(shape) - num_inner_dims - 1
+    inner_shape = shape[split + 1 :]
+    num_rows = _BLOCK_ITEMS // math.prod(inner_shape)
+    num_items = num_rows * math.prod(inner_shape)
+    weights = _block_weights((num_rows, *inner_shape))
+    block_step = pow(constant(num_inner_dims), num_rows, MODULUS)
+    total = 0
+    outer_weights = _weights(shape[:split], num_inner_dims + 1)
+    for outer_weight, run in zip(outer_weights.tolist(), words.reshape(len(outer_weights), -1), strict=True):
+        for start in range(0, len(run), num_items):
+            total += outer_weight * _dot(run[start : start + num_items], weights, scratch)
+            outer_weight = outer_weight * block_step % MODULUS
+    return total % MODULUS
+
+
+def _dot(words: npt.NDArray[np.signedinteger], weights: _UInt64s, scratch: npt.NDArray[np.int64]) -> int:
+    wide = scratch[: len(words)]
+    np.copyto(wide, words)
+    return int(np.einsum("i,i->", wide.view(np.uint64), weights[: len(words)]))
+
+
+@lru_cache(maxsize=32)
+def _block_weights(shape: tuple[int, ...]) -> _UInt64s:
+    """Weights of a block of at most `_BLOCK_ITEMS`, kept per shape: 8 MiB in all."""
+    return _weights(shape, 0)
+
+
+def _weights(shape: tuple[int, ...], first_dim: int) -> _UInt64s:
+    """The weight of each element of `shape` in C order; its last dim is dim `first_dim` counted from the last."""
+    weights = np.ones(1, np.uint64)
+    for dim, length in enumerate(reversed(shape), first_dim):
+        powers = np.full(length, constant(dim), np.uint64)
+        powers[:1] = 1
+        np.multiply.accumulate(powers, out=powers)
+        weights = np.multiply.outer(powers, weights).reshape(-1)
+    return weights
+
+
+def _product_of_powers(indices: tuple[int, ...]) -> int:
+    product = 1
+    for dim, index in enumerate(reversed(indices)):
+        product = product * pow(constant(dim), index, MODULUS) % MODULUS
+    return product

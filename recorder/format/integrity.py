@@ -1,0 +1,157 @@
+"""The metadata that each batch of a shard carries: number, ledger and checksums; never touches files.
+
+A checksum covers the bytes that a column's values need, no padding: IPC alignment and IPC compression do not change it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from crc32c import crc32c
+
+from ..errors import CorruptError
+
+METADATA_KEY = b"recorder_batch"
+METADATA_CRC_KEY = b"recorder_batch_crc32c"
+
+Crcs = dict[str, list[int | None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchHeader:
+    """What the metadata of one batch says; read, never written by hand."""
+
+    number: int
+    """Position of the batch in its shard, from 0."""
+    ledger: dict[str, Any]
+    """The writer's cumulative accounts, this batch included."""
+    crcs: Crcs
+    """CRC32C per buffer of each column; None for a validity bitmap that is not there."""
+    is_seal: bool
+    """True for the batch of 0 rows that ends a sealed shard."""
+    num_batches: int | None
+    """On the seal: batches of the shard, the seal included."""
+
+
+def batch_metadata(batch: pa.RecordBatch, *, number: int, ledger: Mapping[str, object]) -> dict[bytes, bytes]:
+    """The `custom_metadata` of one IPC batch. The batch must not be a slice."""
+    crcs = {name: _column_crcs(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+    return _metadata({"number": number, "rows": batch.num_rows, "ledger": dict(ledger), "crc32c": crcs})
+
+
+def seal_metadata(*, number: int, num_batches: int, ledger: Mapping[str, object]) -> dict[bytes, bytes]:
+    """The `custom_metadata` of the last batch, of 0 rows; `num_batches` counts all batches, this one included."""
+    if num_batches != number + 1:
+        raise ValueError(f"the seal is batch {number} of {num_batches}: expected to be the last")
+    return _metadata({"number": number, "rows": 0, "ledger": dict(ledger), "crc32c": {}, "num_batches": num_batches})
+
+
+def check_batch(
+    batch: pa.RecordBatch,
+    metadata: Mapping[Any, Any] | None,
+    *,
+    columns: Sequence[str] | None = None,
+    where: str,
+) -> BatchHeader:
+    """Compare a batch as read with what its metadata says was written.
+
+    Args:
+        batch: a whole batch, all columns or some.
+        metadata: the `custom_metadata` that came with it.
+        columns: which columns to check; None for all that the batch has.
+        where: file and batch number, for the message.
+
+    Raises:
+        CorruptError: metadata missing or damaged, or bytes of a column changed.
+    """
+    fields = _parse(metadata, where)
+    header = _header(fields, where)
+    if batch.num_rows != fields.get("rows"):
+        raise CorruptError(f"{where}: {batch.num_rows} rows, but its metadata says {fields.get('rows')}")
+    if batch.num_rows == 0:
+        return header
+    for name in batch.schema.names if columns is None else columns:
+        if name not in header.crcs:
+            raise CorruptError(f"{where}: column {name!r} has no checksum")
+        try:
+            found = _column_crcs(batch.column(name))
+        except (ValueError, IndexError) as error:
+            raise CorruptError(f"{where}: column {name!r}: {error}") from error
+        if found != header.crcs[name]:
+            raise CorruptError(f"{where}: column {name!r}: bytes differ from those written (CRC32C)")
+    return header
+
+
+def _metadata(fields: dict[str, object]) -> dict[bytes, bytes]:
+    text = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
+    return {METADATA_KEY: text, METADATA_CRC_KEY: b"%08x" % crc32c(text)}
+
+
+def _parse(metadata: Mapping[Any, Any] | None, where: str) -> dict[str, Any]:
+    found = {} if metadata is None else dict(metadata)
+    text, crc = found.get(METADATA_KEY), found.get(METADATA_CRC_KEY)
+    if text is None or crc is None:
+        raise CorruptError(f"{where}: carries no {METADATA_KEY.decode()} metadata")
+    if crc != b"%08x" % crc32c(text):
+        raise CorruptError(f"{where}: metadata differs from that written (CRC32C)")
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{where}: metadata is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise CorruptError(f"{where}: metadata is no JSON object")
+    return fields
+
+
+def _header(fields: dict[str, Any], where: str) -> BatchHeader:
+    match fields:
+        case {"number": int(number), "ledger": dict(ledger), "crc32c": dict(crcs)}:
+            num_batches = fields.get("num_batches")
+        case _:
+            raise CorruptError(f"{where}: metadata lacks number, ledger or crc32c")
+    if num_batches is not None and (num_batches != number + 1 or fields.get("rows") != 0):
+        raise CorruptError(
+            f"{where}: a seal numbered {number} that says {num_batches} batches, {fields.get('rows')} rows"
+        )
+    return BatchHeader(
+        number=number, ledger=ledger, crcs=crcs, is_seal=num_batches is not None, num_batches=num_batches
+    )
+
+
+def _column_crcs(column: Any) -> list[int | None]:
+    """CRC32C of the validity bitmap (None where nothing is null), then of each further buffer, as long as used."""
+    if column.offset:
+        raise ValueError("a slice of an array")
+    if len(column) == 0:
+        return []
+    validity, *buffers = column.buffers()
+    used_bytes = _used_bytes(column.type, len(column), buffers)
+    crcs = [None if column.null_count == 0 else _crc(validity, (len(column) + 7) // 8)]
+    return crcs + [_crc(buffer, num_bytes) for buffer, num_bytes in zip(buffers, used_bytes, strict=True)]
+
+
+def _used_bytes(column_type: Any, num_rows: int, buffers: list[Any]) -> list[int]:
+    """Bytes that `num_rows` values use of each buffer after the validity bitmap."""
+    if pa.types.is_string(column_type) or pa.types.is_binary(column_type):
+        offset: np.dtype[Any] = np.dtype("<i4")
+    elif pa.types.is_large_string(column_type) or pa.types.is_large_binary(column_type):
+        offset = np.dtype("<i8")
+    else:
+        return [(num_rows * column_type.bit_width + 7) // 8]
+    offsets_bytes = (num_rows + 1) * offset.itemsize
+    if buffers[0] is None or buffers[0].size < offsets_bytes:
+        raise ValueError("offsets are cut short")
+    return [offsets_bytes, int(np.frombuffer(buffers[0], offset, 1, num_rows * offset.itemsize)[0])]
+
+
+def _crc(buffer: Any, num_bytes: int) -> int:
+    if num_bytes == 0:
+        return 0
+    if buffer is None or not 0 <= num_bytes <= buffer.size:
+        raise ValueError("a buffer is cut short")
+    return crc32c(memoryview(buffer)[:num_bytes])

@@ -1,0 +1,175 @@
+"""Names and manifests of a run directory; never opens a shard, and never takes a name found on disk for a path."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import CorruptError, NotARunError, UnsupportedError
+from .schema import FORMAT_NAME, FORMAT_VERSION
+
+RUN_MANIFEST = "_run.json"
+WRITER_MANIFEST = "_writer.json"
+SHARD_KINDS = ("tensors", "stats")
+MAX_MANIFEST_BYTES = 64 << 20
+"""50,000 modules with their sites need 15 MB; what is larger was not written by us."""
+
+_RANK_DIR = re.compile(r"rank=([0-9]{5,9})")
+_SHARD = re.compile(rf"({'|'.join(SHARD_KINDS)})-([0-9]{{6,9}})\.arrow")
+_OPEN_PREFIX, _OPEN_SUFFIX = "_", ".open"
+
+
+class ShardName(NamedTuple):
+    """What a shard's file name says."""
+
+    kind: str
+    number: int
+    is_open: bool
+
+
+def rank_dir(rank: int) -> str:
+    """`rank=00003`: a key that `pyarrow.dataset` can read as a hive partition."""
+    return f"rank={rank:05d}"
+
+
+def parse_rank_dir(name: str) -> int | None:
+    """The rank of a directory named by `rank_dir`; None for any other name."""
+    match = _RANK_DIR.fullmatch(name)
+    if match is None or rank_dir(int(match[1])) != name:
+        return None
+    return int(match[1])
+
+
+def shard_name(kind: str, number: int) -> str:
+    """`tensors-000012.arrow`: a sealed shard."""
+    if kind not in SHARD_KINDS:
+        raise ValueError(f"shard kind {kind!r}: expected one of {SHARD_KINDS}")
+    return f"{kind}-{number:06d}.arrow"
+
+
+def open_name(shard: str) -> str:
+    """`_tensors-000012.arrow.open`: the shard `shard` while it is being written."""
+    return f"{_OPEN_PREFIX}{shard}{_OPEN_SUFFIX}"
+
+
+def index_name(shard: str) -> str:
+    """`_tensors-000012.index`: the derived index of the sealed shard `shard`."""
+    return f"_{shard.removesuffix('.arrow')}.index"
+
+
+def parse_shard_name(name: str) -> ShardName | None:
+    """What a file name says, for `shard_name` and `open_name` alike; None for any other name."""
+    is_open = name.startswith(_OPEN_PREFIX) and name.endswith(_OPEN_SUFFIX)
+    match = _SHARD.fullmatch(name[len(_OPEN_PREFIX) : -len(_OPEN_SUFFIX)] if is_open else name)
+    if match is None or match[0] != shard_name(match[1], int(match[2])):
+        return None
+    return ShardName(match[1], int(match[2]), is_open)
+
+
+def write_json_atomically(path: str | os.PathLike[str], obj: object) -> None:
+    """Replace `path` by the JSON of `obj` such that a reader, or a crash, sees the old file or the new one.
+
+    Raises:
+        OSError: the disk refused; the old file is untouched.
+    """
+    path = Path(path)
+    with _written_beside(path, obj) as temporary:
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+
+
+def create_json(path: str | os.PathLike[str], obj: object) -> bool:
+    """Like `write_json_atomically`, but the first to come wins: False where `path` existed already.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    path = Path(path)
+    with _written_beside(path, obj) as temporary:
+        try:
+            os.link(temporary, path, follow_symlinks=False)
+        except FileExistsError:
+            return False
+        sync_directory(path.parent)
+        return True
+
+
+def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
+    """The object in a manifest. Symbolic links, devices and files above `max_bytes` are refused.
+
+    Raises:
+        NotARunError: there is no such regular file.
+        CorruptError: it is too large, or holds no JSON object.
+    """
+    try:
+        # O_NONBLOCK: opening a FIFO would wait for a writer, for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise NotARunError(f"{path}: {error.strerror}; expected a manifest of a run") from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise NotARunError(f"{path}: not a regular file; expected a manifest of a run")
+        with open(descriptor, "rb", closefd=False) as file:
+            text = file.read(max_bytes + 1)
+    finally:
+        os.close(descriptor)
+    if len(text) > max_bytes:
+        raise CorruptError(f"{path}: larger than the {max_bytes} bytes that a manifest may have")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CorruptError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def check_version(manifest: dict[str, Any], where: str) -> None:
+    """See that a manifest is ours and of a major version that this package reads.
+
+    Raises:
+        NotARunError: the manifest is of another format.
+        UnsupportedError: it is of another major version.
+    """
+    if manifest.get("format") != FORMAT_NAME:
+        raise NotARunError(f"{where}: its format is {manifest.get('format')!r}, expected {FORMAT_NAME!r}")
+    match manifest.get("version"):
+        case [int(major), int(minor)]:
+            if major != FORMAT_VERSION[0]:
+                raise UnsupportedError(
+                    f"{where}: format version {major}.{minor}, but this reader knows {FORMAT_VERSION[0]}.x; upgrade it"
+                )
+        case version:
+            raise CorruptError(f"{where}: version is {version!r}, expected [major, minor]")
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _written_beside(path: Path, obj: object) -> Iterator[Path]:
+    """Yield a synced temporary file next to `path`; whatever is left of it afterwards goes."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
+    text = json.dumps(obj, separators=(",", ":"), allow_nan=False).encode()
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(descriptor)
+        yield temporary
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()

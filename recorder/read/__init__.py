@@ -1,0 +1,1 @@
+"""Reading recorded runs. Must never import `write`, `capture` or, but for `Run.tensor`, torch."""

@@ -1,0 +1,115 @@
+"""Owns the opening of files that strangers may have made: regular files only, never through a symbolic link.
+
+Must never write, and never turn text that was read from a file into a path.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+import pyarrow as pa
+
+from ..errors import CorruptError, NotARunError
+
+
+class ByteSource(Protocol):
+    """Random access to the bytes of one file, as long as it was when it was opened."""
+
+    where: str
+    """What messages call this file."""
+    size_bytes: int
+
+    def read(self, offset: int, num_bytes: int, hole: range | None = None) -> Any:
+        """Exactly these bytes as a `pa.Buffer`, or CorruptError where the file has no such range.
+
+        Bytes in `hole` (counted from `offset`) are not wanted: they may come as zeros.
+        """
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+def open_regular(path: Path) -> int:
+    """Open for reading and return the descriptor, which the caller owns. FileNotFoundError passes through."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO would block the open
+    try:
+        descriptor = os.open(path, flags)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise NotARunError(f"{path}: cannot be opened ({error.strerror}); symbolic links are not followed") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotARunError(f"{path}: not a regular file; a run holds nothing else")
+    return descriptor
+
+
+class MappedFile:
+    """A file that nobody changes any more (sealed shard, index), mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.where = str(path)
+        descriptor = open_regular(path)
+        try:
+            self.size_bytes = os.fstat(descriptor).st_size
+            self._buffer = _map(descriptor) if self.size_bytes else pa.py_buffer(b"")
+        finally:
+            os.close(descriptor)
+
+    def read(self, offset: int, num_bytes: int, hole: range | None = None) -> Any:
+        """A view of the mapping: costs nothing until it is touched."""
+        _check_range(self, offset, num_bytes)
+        return self._buffer.slice(offset, num_bytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """The mapping lives as long as a buffer of it."""
+
+
+class GrowingFile:
+    """An open shard: read by copies, because its writer may cut its zero tail off, and a mapping would fault there."""
+
+    def __init__(self, path: Path) -> None:
+        self.where = str(path)
+        self._descriptor = open_regular(path)
+        self.size_bytes = os.fstat(self._descriptor).st_size
+
+    def read(self, offset: int, num_bytes: int, hole: range | None = None) -> Any:
+        """A copy; pages of the hole are neither read nor touched."""
+        _check_range(self, offset, num_bytes)
+        out = np.zeros(num_bytes, np.uint8)
+        hole = hole or range(num_bytes, num_bytes)
+        for start, stop in ((0, hole.start), (hole.stop, num_bytes)):
+            while start < stop:
+                got = os.preadv(self._descriptor, [out.data[start:stop]], offset + start)
+                if got == 0:
+                    raise CorruptError(f"{self.where}: was cut to {offset + start} bytes while it was read")
+                start += got
+        return pa.py_buffer(out)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
+def _map(descriptor: int) -> Any:
+    # Through the checked descriptor, not the path again. The buffer keeps the mapping, and no descriptor, alive.
+    with pa.memory_map(f"/dev/fd/{descriptor}") as mapped:
+        return mapped.read_buffer()
+
+
+def _check_range(source: ByteSource, offset: int, num_bytes: int) -> None:
+    if offset < 0 or num_bytes < 0 or offset + num_bytes > source.size_bytes:
+        raise CorruptError(
+            f"{source.where}: {num_bytes} bytes expected at byte {offset}, but the file ends at {source.size_bytes}"
+        )

@@ -1,0 +1,115 @@
+"""Owns the light rows of a whole run as columns: gathered from the shards, checked and kept on first use.
+
+A row is known by its position: shards in the order of their writers, rows in file order. No Python loop runs over rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..format.schema import SCHEMA
+from .rows import ShardRows
+from .writers import RecordedWriter
+
+Positions = npt.NDArray[np.int64]
+NONE = -1
+"""Stands for null in columns of counts, none of which is negative."""
+
+
+class Keys(NamedTuple):
+    """A column as numbers that are equal where the values are."""
+
+    codes: npt.NDArray[np.int64]
+    """`NONE` for null."""
+    texts: list[str] | None
+    """What the codes stand for in a column of texts; None where they are the values."""
+
+    def code(self, value: Any) -> int:
+        """The number that stands for a value, or one that no row has."""
+        if self.texts is None:
+            return int(value)
+        return self.texts.index(value) if value in self.texts else NONE - 1
+
+    def label(self, code: int) -> str:
+        """A value for people, by its number."""
+        if code == NONE:
+            return "None"
+        return str(code) if self.texts is None else repr(self.texts[code])
+
+
+class LightRows:
+    """Every column but the payload, over all shards of a run."""
+
+    def __init__(self, writers: Sequence[RecordedWriter]) -> None:
+        self._shards = [shard for writer in writers for shard in writer.shards]
+        self._starts = np.cumsum([0, *(shard.num_rows for shard in self._shards)])
+        self._writer_starts = np.cumsum([0, *(writer.num_rows for writer in writers)])
+        self._columns: dict[str, Any] = {}
+        self._numbers: dict[str, npt.NDArray[np.int64]] = {}
+
+    @property
+    def num_rows(self) -> int:
+        return int(self._starts[-1])
+
+    def column(self, name: str) -> Any:
+        """A light column, or `batch` or `row`, as `pa.ChunkedArray`."""
+        if name not in self._columns:
+            chunks = [chunk for shard in self._shards for chunk in shard.column(name)]
+            kind = SCHEMA.field(name).type if name in SCHEMA.names else pa.int32()
+            self._columns[name] = pa.chunked_array(chunks, kind)
+        return self._columns[name]
+
+    def numbers(self, name: str) -> npt.NDArray[np.int64]:
+        """An integer column as numpy."""
+        if name not in self._numbers:
+            column = self.column(name)
+            filled = column.fill_null(NONE) if column.null_count else column
+            self._numbers[name] = filled.to_numpy().astype(np.int64, copy=False)
+        return self._numbers[name]
+
+    @cached_property
+    def module_paths(self) -> Keys:
+        """The module path of every row; other texts are looked at only for the rows of one module."""
+        return _text_keys(self.column("module_path"))
+
+    def take(self, name: str, positions: Positions) -> Any:
+        """Some rows of a light column, as `pa.ChunkedArray`."""
+        return pc.take(self.column(name), pa.array(positions))
+
+    def keys(self, name: str, positions: Positions) -> Keys:
+        """Some rows of a column of texts or whole numbers."""
+        if pa.types.is_string(SCHEMA.field(name).type):
+            return _text_keys(self.take(name, positions))
+        return Keys(self.numbers(name)[positions], None)
+
+    def shard_of(self, position: int) -> tuple[ShardRows, int]:
+        """The shard of a row, and the position of its first row."""
+        number = int(np.searchsorted(self._starts, position, side="right")) - 1
+        return self._shards[number], int(self._starts[number])
+
+    def shard_numbers(self, positions: Positions) -> npt.NDArray[np.int64]:
+        """Which shard each row is of; equal numbers mean one shard."""
+        return np.searchsorted(self._starts, positions, side="right") - 1
+
+    def writer_numbers(self, positions: Positions) -> npt.NDArray[np.int64]:
+        """Which writer each row is of, as index into the writers."""
+        return np.searchsorted(self._writer_starts, positions, side="right") - 1
+
+    def in_order(self) -> Positions:
+        """All positions by attempt, step, rank and seq: file order is no order of time."""
+        keys = [self.numbers(name) for name in ("seq", "rank", "step", "attempt")]
+        return np.lexsort(keys).astype(np.int64, copy=False)
+
+
+def _text_keys(column: Any) -> Keys:
+    encoded = column.dictionary_encode().unify_dictionaries()
+    texts = encoded.chunk(0).dictionary.to_pylist() if encoded.num_chunks else []
+    codes = [chunk.indices.fill_null(NONE).to_numpy(zero_copy_only=False) for chunk in encoded.chunks]
+    return Keys(np.concatenate([*codes, np.zeros(0, np.int64)]).astype(np.int64, copy=False), texts)

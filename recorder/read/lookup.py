@@ -1,0 +1,128 @@
+"""Owns finding the one tensor that a question means: newest attempt first, and never a guess between several.
+
+Must never answer with one of several; it says what there is to choose from.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import LookupFailedError
+from .light import NONE, Keys, LightRows, Positions
+from .writers import RecordedWriter
+
+QUALIFIERS = (
+    "site", "step", "name", "rank", "micro_step", "call", "repeat", "mode", "phase", "root", "scope", "attempt",
+)  # fmt: skip
+"""Columns that, with the module path, tell tensors of a run apart; the order in which choices are listed."""
+_MAX_CHOICES = 8
+_MAX_COMPARED = 20_000
+
+
+def find_tensor(
+    rows: LightRows, writers: Sequence[RecordedWriter], module_path: str, question: Mapping[str, Any]
+) -> Positions:
+    """Positions of the rows (one, or its parts in order) of the one tensor with a payload that the question means.
+
+    Args:
+        rows: the run's rows.
+        writers: its writers, as `rows` counts them.
+        module_path: exact path of the module.
+        question: value by qualifier; None where it is left open.
+
+    Raises:
+        LookupFailedError: no tensor, or more than one; the message lists the choices.
+    """
+    what = f"{module_path!r}"
+    positions = np.flatnonzero(rows.module_paths.codes == module_code(rows, module_path))
+    for name in QUALIFIERS:
+        value = question.get(name)
+        if value is None:
+            continue
+        keys = rows.keys(name, positions)
+        is_meant = keys.codes == keys.code(value)
+        if not is_meant.any():
+            raise LookupFailedError(f"{what} has no row with {name}={value!r}; choose {_choices(name, keys)}")
+        positions = positions[is_meant]
+        what += f" {name}={value!r}"
+    if question.get("attempt") is None:
+        positions = _of_newest_attempt(rows, writers, positions)
+    has_payload = rows.keys("encoding", positions).codes != NONE
+    if not has_payload.any():
+        steps = _choices("step", rows.keys("step", positions))
+        raise LookupFailedError(f"{what} was recorded without values at {steps}; a rule with keep=tensor keeps them")
+    positions = positions[has_payload]
+    found = {name: rows.keys(name, positions) for name in QUALIFIERS}
+    choices = [_choices(name, keys) for name, keys in found.items() if len(np.unique(keys.codes)) > 1]
+    if choices:
+        is_global = any(choice.startswith("rank=") for choice in choices)
+        hint = " (the global view of several ranks is not part of this version)" if is_global else ""
+        raise LookupFailedError(f"{what} means several tensors; choose {', '.join(choices)}{hint}")
+    return _parts(rows, positions, what)
+
+
+def module_code(rows: LightRows, module_path: str) -> int:
+    """The number of a module path in `rows.module_paths`.
+
+    Raises:
+        LookupFailedError: no row is of that module; the message names the nearest.
+    """
+    paths = rows.module_paths
+    code = paths.code(module_path)
+    if code < 0:
+        near = nearest(module_path, paths.texts or [])
+        hint = f"; nearest are {', '.join(map(repr, near))}" if near else ""
+        raise LookupFailedError(f"no module {module_path!r} in this run{hint}")
+    return code
+
+
+def nearest(path: str, paths: Sequence[str]) -> list[str]:
+    """Up to three module paths that somebody may have meant: with the same end, or alike."""
+    ends = [candidate for candidate in paths if path and candidate.endswith("." + path.lstrip("."))]
+    return ends[:3] or difflib.get_close_matches(path, paths[:_MAX_COMPARED], n=3, cutoff=0.5)
+
+
+def _of_newest_attempt(rows: LightRows, writers: Sequence[RecordedWriter], positions: Positions) -> Positions:
+    """Drop what a later writer of the same rank recorded again.
+
+    Where steps were merely counted, equal steps of two attempts are not the same step: then only the newest counts.
+    """
+    numbers = rows.writer_numbers(positions)
+    used = [int(number) for number in np.unique(numbers)]
+    ranks = [writers[number].rank for number in used]
+    if len(set(ranks)) == len(ranks):
+        return positions
+    if any(writers[number].is_counted for number in used):
+        newest = {writers[number].rank: number for number in used}  # writers stand in the order of their start
+        return positions[np.isin(numbers, list(newest.values()))]
+    keys = np.stack([rows.keys(name, positions).codes for name in QUALIFIERS if name != "attempt"])
+    _, group = np.unique(keys, axis=1, return_inverse=True)
+    group = group.reshape(-1)
+    newest_of_group = np.zeros(group.max() + 1, np.int64)
+    np.maximum.at(newest_of_group, group, numbers)
+    kept: Positions = positions[numbers == newest_of_group[group]]
+    return kept
+
+
+def _parts(rows: LightRows, positions: Positions, what: str) -> Positions:
+    """The rows in the order of their parts, none missing and none twice."""
+    parts = rows.numbers("part")[positions]
+    order = np.argsort(parts)
+    if not np.array_equal(parts[order], np.arange(len(parts))):
+        raise LookupFailedError(f"{what}: of its parts only {sorted(map(int, parts))} were recorded")
+    return positions[order]
+
+
+def _choices(name: str, keys: Keys) -> str:
+    """The distinct values of a column, compactly: ``step=0|1|2|...|64 (11)``."""
+    codes = [int(code) for code in np.unique(keys.codes)]
+    shown = [keys.label(code) for code in codes]
+    if keys.texts is not None:
+        shown.sort()
+    if len(shown) > _MAX_CHOICES:
+        shown = [*shown[: _MAX_CHOICES - 2], "...", f"{shown[-1]} ({len(shown)})"]
+    return f"{name}={'|'.join(shown)}"

@@ -1,0 +1,54 @@
+"""Owns what manifests say about modules: class, source line, selected sites. Never raises over a stranger's JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from .writers import RecordedWriter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleInfo:
+    """A module as one root saw it."""
+
+    root: str
+    path: str
+    class_name: str
+    source: str
+    """File and line of its class, or empty."""
+    sites: tuple[str, ...]
+    """Selected by a rule, recorded or not."""
+    is_compiled: bool
+    """Its hooks step aside, so it leaves no rows."""
+
+
+def read_modules(writers: Iterable[RecordedWriter]) -> dict[tuple[str, str], ModuleInfo]:
+    """Modules by root and path, in the order of `named_modules()`; the newest writer that knows one describes it."""
+    found: dict[tuple[str, str], ModuleInfo] = {}
+    for writer in writers:
+        for root in _objects(writer.manifest.get("roots")):
+            for module in _objects(root.get("modules")):
+                info = ModuleInfo(
+                    root=_text(root.get("name")),
+                    path=_text(module.get("path")),
+                    class_name=_text(module.get("class")),
+                    source=_text(module.get("source")),
+                    sites=tuple(site for site in _items(module.get("sites")) if isinstance(site, str)),
+                    is_compiled=module.get("compiled") is True,
+                )
+                found[info.root, info.path] = info
+    return found
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [item for item in _items(value) if isinstance(item, dict)]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,343 @@
+"""Owns `Run`, the one door to a recorded run: everything after reading takes a `Run`, never a path or a file name.
+
+Must never write, and imports torch or pandas only inside the method that gives one of their types.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ..errors import CorruptError, LookupFailedError, NotARunError, RunError, UnsupportedError
+from ..format.codec import REF, ref_target
+from ..format.dtypes import item_bytes
+from ..format.rundir import RUN_MANIFEST, check_version, read_json
+from ..format.schema import LIGHT_COLUMNS, SCHEMA
+from .decode import as_array, check_bytes, count, decode_payload, parse_shape
+from .light import NONE, LightRows, Positions
+from .lookup import find_tensor
+from .modules import ModuleInfo, read_modules
+from .rows import ShardRows
+from .writers import RecordedWriter, find_writers, list_directory
+
+if TYPE_CHECKING:
+    import pandas
+    import torch
+
+logger = logging.getLogger(__name__)
+
+_PAYLOAD_COLUMNS = ("seq", "dtype", "shape", "part", "encoding", "payload_bytes", "data")
+
+
+class MoreQualifiers(TypedDict, total=False):
+    """What else tells tensors apart; rarely needed."""
+
+    repeat: int | None
+    mode: str | None
+    phase: str | None
+    root: str | None
+    scope: str | None
+    attempt: int | None
+
+
+class Run:
+    """One recorded run: its writers, its rows, its tensors. Made by `open_run`, and as it was at that moment."""
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        self.path = path
+        self.manifest = manifest
+        """What `_run.json` says."""
+        self.writers: tuple[RecordedWriter, ...] = tuple(find_writers(path))
+        """Process lifetimes by rank and start, each with its manifest, accounts and shards as they were found."""
+        self._rows = LightRows(self.writers)
+        for problem in self.problems:
+            logger.warning("%s", problem)
+
+    @property
+    def run_id(self) -> str:
+        return str(self.manifest.get("run_id", self.path.name))
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Major and minor of the format."""
+        major, minor = self.manifest["version"]
+        return major, minor
+
+    @property
+    def world_size(self) -> int | None:
+        """Ranks that the run was started with, where it says so."""
+        found = self.manifest.get("world_size")
+        return found if type(found) is int and found > 0 else None
+
+    @property
+    def problems(self) -> list[str]:
+        """What is damaged on disk, and so missing from the rows; one message each. Empty for a sound run."""
+        return [problem for writer in self.writers for problem in writer.problems]
+
+    @property
+    def num_rows(self) -> int:
+        return self._rows.num_rows
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """Ranks that left a writer, rows or not."""
+        return sorted({writer.rank for writer in self.writers if writer.rank is not None})
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """Steps of which there is a row."""
+        return [int(step) for step in np.unique(self._rows.numbers("step"))]
+
+    @cached_property
+    def module_paths(self) -> list[str]:
+        """Modules of which there is a row, in the order in which they were first recorded."""
+        codes, texts = self._rows.module_paths
+        in_time = codes[np.lexsort([self._rows.numbers("rank"), self._rows.numbers("seq")])]
+        present, first = np.unique(in_time, return_index=True)
+        return [texts[code] for code in present[np.argsort(first)] if texts and code != NONE]
+
+    @cached_property
+    def modules(self) -> dict[tuple[str, str], ModuleInfo]:
+        """What the writers say of each module, by root and path, recorded or not."""
+        return read_modules(self.writers)
+
+    def table(self, columns: Sequence[str] | None = None, filter: Any = None) -> Any:
+        """Rows as a `pa.Table`, ordered by attempt, step, rank and seq.
+
+        Args:
+            columns: names of columns; by default all but `data`, the payload.
+            filter: a `pyarrow.compute` expression over light columns, such as ``pc.field("step") < 10``.
+
+        Raises:
+            LookupFailedError: there is no such column, or the filter cannot be applied.
+        """
+        names = tuple(LIGHT_COLUMNS if columns is None else columns)
+        for name in names:
+            if name not in SCHEMA.names:
+                near = difflib.get_close_matches(name, SCHEMA.names, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; columns are {', '.join(SCHEMA.names)}"
+                raise LookupFailedError(f"no column {name!r}{hint}")
+        positions = self._rows.in_order()
+        if filter is not None:
+            positions = self._filter(positions, filter)
+        columns_of = {name: self._rows.take(name, positions) for name in names if name != "data"}
+        if "data" in names:
+            columns_of["data"] = self._payload_column(positions)
+        schema = pa.schema([SCHEMA.field(name) for name in names])
+        return pa.Table.from_arrays([columns_of[name] for name in names], schema=schema)
+
+    def to_pandas(self, columns: Sequence[str] | None = None, filter: Any = None) -> pandas.DataFrame:
+        """The same as `table`, as a pandas frame."""
+        frame: pandas.DataFrame = self.table(columns, filter).to_pandas()
+        return frame
+
+    def dataset(self) -> Any:
+        """The sealed shards as `pyarrow.dataset`: for scans that stream. What it reads is not checked."""
+        import pyarrow.dataset
+
+        paths = [str(shard.path) for writer in self.writers for shard in writer.shards if shard.state.is_sealed]
+        return pyarrow.dataset.dataset(paths, schema=SCHEMA, format="ipc")
+
+    def array(
+        self,
+        module_path: str,
+        site: str = "output",
+        step: int | None = None,
+        name: str | None = None,
+        rank: int | None = None,
+        micro_step: int | None = None,
+        call: int | None = None,
+        **more: Unpack[MoreQualifiers],
+    ) -> npt.NDArray[Any]:
+        """One tensor as it was on its rank; bfloat16 and the 8-bit floats come in ml_dtypes' types.
+
+        What is left open must be unambiguous; of several attempts at a step the newest is meant.
+
+        Raises:
+            LookupFailedError: no such tensor with its values, or several; the message lists the choices.
+            CorruptError: the bytes are not those that were written.
+        """
+        question = {"site": site, "step": step, "name": name, "rank": rank, "micro_step": micro_step, "call": call}
+        return as_array(*self._tensor_bytes(module_path, question | more))
+
+    def tensor(
+        self,
+        module_path: str,
+        site: str = "output",
+        step: int | None = None,
+        name: str | None = None,
+        rank: int | None = None,
+        micro_step: int | None = None,
+        call: int | None = None,
+        **more: Unpack[MoreQualifiers],
+    ) -> torch.Tensor:
+        """The same as `array`, as a torch tensor of the very dtype that training had, on the CPU."""
+        import torch
+
+        question = {"site": site, "step": step, "name": name, "rank": rank, "micro_step": micro_step, "call": call}
+        data, dtype, shape = self._tensor_bytes(module_path, question | more)
+        check_bytes(data, dtype, shape)
+        torch_dtype = getattr(torch, dtype, None)
+        if not isinstance(torch_dtype, torch.dtype):
+            raise UnsupportedError(f"this torch has no dtype {dtype!r}; array() gives it as numpy")
+        if data.size == 0:
+            return torch.empty(shape, dtype=torch_dtype)
+        return torch.from_numpy(data).view(torch_dtype).reshape(shape)
+
+    def __repr__(self) -> str:
+        steps = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no steps"
+        problems = f", {len(self.problems)} problems" if self.problems else ""
+        return f"<Run {self.run_id!r}: {len(self.ranks)} ranks, {steps}, {self.num_rows:,} rows{problems}>"
+
+    def _filter(self, positions: Positions, expression: Any) -> Positions:
+        # Only columns whose name occurs in the filter are read; one addressed by its place needs them all.
+        text = str(expression)
+        names = [name for name in LIGHT_COLUMNS if name in text or "FieldPath" in text]
+        columns = {name: self._rows.take(name, positions) for name in names}
+        try:
+            found = pa.table(columns | {"position": positions}).filter(expression).column("position")
+        except (pa.ArrowException, TypeError) as error:
+            raise LookupFailedError(f"the filter {text} cannot be applied to the light columns: {error}") from error
+        kept: Positions = found.to_numpy().astype(np.int64, copy=False)
+        return kept
+
+    def _payload_column(self, positions: Positions) -> Any:
+        """The payloads of some rows: every batch is read once, however its rows are spread."""
+        batches, rows, seqs = (self._rows.numbers(name)[positions] for name in ("batch", "row", "seq"))
+        shards = self._rows.shard_numbers(positions)
+        in_file_order = np.lexsort([batches, shards])
+        keys = np.stack([shards, batches])[:, in_file_order]
+        ends_group = np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(axis=0)) + 1
+        pieces = [pa.array([], pa.large_binary())]
+        for places in np.split(in_file_order, ends_group) if len(positions) else ():
+            shard, _ = self._rows.shard_of(int(positions[places[0]]))
+            batch = int(batches[places[0]])
+            found = _take(shard.shard.read(batch, ("seq", "data")).batch, rows[places], shard)
+            if not np.array_equal(found.column("seq").to_numpy(), seqs[places]):
+                raise CorruptError(f"{shard.path}: its index names other rows than batch {batch} holds")
+            pieces.append(found.column("data"))
+        return pa.chunked_array(pieces).take(pa.array(np.argsort(in_file_order)))
+
+    def _tensor_bytes(
+        self, module_path: str, question: dict[str, Any]
+    ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
+        positions = find_tensor(self._rows, self.writers, module_path, question)
+        dtypes, shapes = (self._rows.take(name, positions).to_pylist() for name in ("dtype", "shape"))
+        if len(set(dtypes)) > 1 or len(set(shapes)) > 1:
+            raise CorruptError(f"{module_path!r}: the parts of one tensor differ in dtype or shape")
+        pieces = [self._payload(int(position)) for position in positions]
+        data = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        shape = parse_shape(shapes[0])
+        whole_bytes = count(shape) * item_bytes(dtypes[0])
+        if data.nbytes < whole_bytes:
+            raise LookupFailedError(
+                f"{module_path!r}: only {data.nbytes} of the {whole_bytes} bytes of this tensor were recorded"
+            )
+        return data, dtypes[0], shape
+
+    def _payload(self, position: int) -> npt.NDArray[np.uint8]:
+        """The bytes of one row, a ``ref`` followed to the row that holds them."""
+        shard, start = self._rows.shard_of(position)
+        dtype = ""
+        while True:
+            batch, row, seq = (int(self._rows.numbers(name)[position]) for name in ("batch", "row", "seq"))
+            checked = shard.shard.read(batch, _PAYLOAD_COLUMNS).batch
+            fields = _take(checked, np.array([row]), shard).to_pylist()[0]
+            if fields["seq"] != seq or (dtype and fields["dtype"] != dtype):
+                raise CorruptError(f"{shard.path}: batch {batch} row {row} is not the row that was looked for")
+            dtype = fields["dtype"]
+            if fields["encoding"] != REF:
+                try:
+                    return decode_payload(fields["encoding"], fields["data"], fields["payload_bytes"], dtype)
+                except RunError as error:
+                    raise type(error)(f"{shard.path}, row seq={seq}: {error}") from error
+            position = self._position_of_seq(shard, start, ref_target(fields["data"]), seq)
+
+    def _position_of_seq(self, shard: ShardRows, start: int, target: int, seq: int) -> int:
+        """The position of an earlier row of the same shard."""
+        seqs = self._rows.numbers("seq")[start : start + shard.num_rows]
+        found = np.flatnonzero(seqs == target)
+        if target >= seq or len(found) != 1:
+            raise CorruptError(f"{shard.path}: row seq={seq} refers to row seq={target}, which is not there")
+        return start + int(found[0])
+
+
+def open_run(path: str | PathLike[str]) -> Run:
+    """Open a recorded run for reading, also one that is still being written or was left by a kill.
+
+    Args:
+        path: a run directory, or a folder that holds exactly one.
+
+    Raises:
+        NotARunError: there is no run, or there are several to choose from.
+        CorruptError: its manifest is damaged. Damage in shards does not raise: see `Run.problems`.
+        UnsupportedError: it is of a newer major version.
+    """
+    path = Path(path)
+    try:
+        if not path.is_dir():
+            raise NotARunError(f"{path}: {'not a directory' if path.exists() else 'no such directory'}")
+    except OSError as error:
+        raise NotARunError(f"{path}: cannot be opened ({error.strerror})") from error
+    if not has_manifest(path):
+        path = _only_run_in(path)
+    manifest = read_json(path / RUN_MANIFEST)
+    check_version(manifest, str(path / RUN_MANIFEST))
+    return Run(path, manifest)
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """The run directories in a folder, newest first.
+
+    Raises:
+        NotARunError: the folder cannot be listed.
+    """
+    runs = [folder / name for name in list_directory(folder, directories=True) if has_manifest(folder / name)]
+    return sorted(runs, key=lambda run: (_created_ns(run), run.name), reverse=True)
+
+
+def has_manifest(path: Path) -> bool:
+    """Whether a directory says that it is a run, sound or not."""
+    return (path / RUN_MANIFEST).is_file()
+
+
+def _only_run_in(folder: Path) -> Path:
+    runs = find_runs(folder)
+    if len(runs) == 1:
+        return runs[0]
+    if runs:
+        newest = ", ".join(run.name for run in runs[:5]) + (", ..." if len(runs) > 5 else "")
+        raise NotARunError(f"{folder}: holds {len(runs)} runs ({newest}); name one, the newest: recorder ls {runs[0]}")
+    for parent in _parents(folder):
+        if has_manifest(parent):
+            raise NotARunError(f"{folder}: is a part of a run; open the run: recorder ls {parent}")
+    raise NotARunError(f"{folder}: no run here ({RUN_MANIFEST} is missing); recorder ls FOLDER lists runs")
+
+
+def _parents(path: Path) -> Iterator[Path]:
+    """The directories above that a run may be when a rank's or a writer's directory was given."""
+    yield from list(path.absolute().parents)[:2]
+
+
+def _created_ns(run: Path) -> int:
+    with suppress(RunError):
+        created = read_json(run / RUN_MANIFEST).get("created_ns")
+        if type(created) is int:
+            return created
+    return 0
+
+
+def _take(batch: Any, rows: npt.NDArray[np.int64], shard: ShardRows) -> Any:
+    if len(rows) and (rows.min() < 0 or rows.max() >= batch.num_rows):
+        raise CorruptError(f"{shard.path}: its index names a row that the batch does not have")
+    return batch.take(pa.array(rows))

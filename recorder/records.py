@@ -1,0 +1,129 @@
+"""What crosses from capture to the writer: `Staged`, a tensor already copied to host memory, with its key.
+
+Left of it is torch, right of it none. Nothing here may hold a tensor, a module or anything of the autograd graph.
+The types are named tuples: immutable like frozen dataclasses, and a third of the cost to make on the training thread
+(0.5 us against 1.9 us for the fields of `Staged`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+KEEP_TENSOR = 1
+"""The payload is written."""
+KEEP_STATS = 2
+"""The statistics columns are written."""
+KEEP_FINGERPRINT = 4
+"""The fingerprint column is written."""
+
+PART_BYTES = 32 << 20
+"""A payload above this becomes several rows, so that memory stays bounded (bytes)."""
+
+
+class Block(Protocol):
+    """A piece of the host pool that one record owns until it is released."""
+
+    data: npt.NDArray[np.uint8]
+    """The raw little-endian C-order bytes of the tensor, shape (nbytes,)."""
+
+    def release(self) -> None:
+        """Give the bytes back to the pool. Called once, from any thread; `data` must not be touched afterwards."""
+
+
+class Ready(Protocol):
+    """The completion of an asynchronous copy into a block."""
+
+    def wait(self) -> None:
+        """Block the calling (writer) thread until the bytes have arrived. Raises what the copy raised."""
+
+
+class Origin(NamedTuple):
+    """Where a value comes from; made once for a leaf at a site and shared by all its records."""
+
+    root: str
+    module_path: str
+    site: str
+    name: str
+
+
+class Moment(NamedTuple):
+    """When a value was seen; one per slice of a step, shared by all records of it."""
+
+    step: int
+    micro_step: int | None
+    mode: str
+
+
+class Chunk(NamedTuple):
+    """Which piece of a global tensor a rank holds; made once for a parameter. Texts are JSON, as in the row."""
+
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...] | None
+    """Elements, one per dim; None where the piece is no box of the global tensor."""
+    placements: str
+    mesh: str
+    layout_source: str
+
+
+class Staged(NamedTuple):
+    """One observed tensor in host memory that training can no longer change, and what to keep of it."""
+
+    seq: int
+    """Number of its first row in this writer; rows of its further parts follow."""
+    num_parts: int
+    """Rows that it becomes: 1, or the number of `PART_BYTES` pieces where the payload is kept."""
+    origin: Origin
+    moment: Moment
+    phase: str
+    call: int
+    repeat: int
+    scope: str | None
+    dtype: str
+    """torch's name without the prefix, such as ``bfloat16``."""
+    shape: tuple[int, ...]
+    chunk: Chunk | None
+    keep: int
+    """Bits of `KEEP_TENSOR`, `KEEP_STATS`, `KEEP_FINGERPRINT`."""
+    block: Block
+    ready: Ready | None
+    """None where the copy is complete already."""
+    note: str | None
+    """JSON text for the row's ``note``, or None."""
+    time_ns: int
+    """Wall clock of the capture, nanoseconds since the epoch."""
+
+
+class Measured(NamedTuple):
+    """Statistics of one tensor over its finite values; None where they cannot be had (empty, or a kind without numbers)."""
+
+    mean: float | None = None
+    std: float | None = None
+    min: float | None = None
+    max: float | None = None
+    absmax: float | None = None
+    l2: float | None = None
+    sum: float | None = None
+    sum_sq: float | None = None
+    nan_count: int | None = None
+    inf_count: int | None = None
+    zero_count: int | None = None
+    fingerprint: int | None = None
+    """Unsigned 64-bit; of the local tensor moved to its place in the global one where offsets are known."""
+    note: str | None = None
+    """Why statistics are missing, such as ``no_statistics:complex64``."""
+
+
+class Measure(Protocol):
+    """Computes statistics and fingerprint; runs on the writer thread, handed over by `capture`."""
+
+    def __call__(
+        self,
+        data: npt.NDArray[np.uint8],
+        dtype: str,
+        shape: tuple[int, ...],
+        offsets: tuple[int, ...] | None,
+        keep: int,
+    ) -> Measured: ...

@@ -1,0 +1,52 @@
+"""Runs at the end of ``import torch`` (entry point group ``torch.backends``) and starts `recorder` if the flag asks.
+
+It imports only `os` while the flag is off. It must never break ``import torch``: every failure but a wrong setting is
+one line on stderr. A user's own ``recorder.py`` beside the script hides ours from ``import recorder``; then ours is
+loaded under another name, so that both work.
+"""
+
+import os
+
+
+def start() -> None:
+    """Start recording if ``RECORDER`` is set.
+
+    Raises:
+        SystemExit: code 2, a setting is wrong; it passes through ``import torch`` and stops the launch.
+    """
+    if os.environ.get("RECORDER", "").strip().lower() in ("", "0", "false", "no", "off"):
+        return
+    try:
+        import importlib
+
+        importlib.import_module(f"{_package()}.recorder").start_from_environment()
+    except Exception as error:
+        import sys
+
+        print(f"recorder: not recording: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _package() -> str:
+    """The name under which our package can be imported here."""
+    import importlib.util
+    import sys
+
+    here = os.path.dirname(os.path.abspath(__file__))
+    beside, above = os.path.join(here, "recorder"), os.path.dirname(here)
+    folder = beside if os.path.isfile(os.path.join(beside, "recorder.py")) else above
+    ours = os.path.join(folder, "__init__.py")
+    try:
+        spec = importlib.util.find_spec("recorder")
+    except (ImportError, ValueError):
+        spec = None
+    if spec is not None and spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(ours):
+        return "recorder"
+    name = "_recorder_beside_users_own"
+    if name not in sys.modules:
+        own = importlib.util.spec_from_file_location(name, ours, submodule_search_locations=[folder])
+        if own is None or own.loader is None:
+            raise ImportError(f"no package at {ours}")
+        module = importlib.util.module_from_spec(own)
+        sys.modules[name] = module
+        own.loader.exec_module(module)
+    return name

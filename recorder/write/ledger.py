@@ -1,0 +1,97 @@
+"""Owns the accounts of one writer: observed = written + dropped, by reason; and what retention removed.
+
+`drop` is called from hooks, signal handlers and finalizers: it takes no lock and never waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+INTERRUPTED = "interrupted"
+"""Numbered, but neither put nor dropped: the capture was cut off in between."""
+ABANDONED = "abandoned_at_close"
+CLOSED = "closed"
+WRITER_DEAD = "writer_dead"
+WRITER_ERROR = "writer_error"
+QUOTA = "quota"
+DISK_FLOOR = "disk_floor"
+DISK_FULL = "disk_full"
+WRITE_ERROR = "write_error"
+"""Followed by a colon and the name of the errno."""
+
+
+class _Tally:
+    """A count that any thread may raise at any instant: advancing an iterator of C is one step under the GIL."""
+
+    __slots__ = ("_ticks",)
+
+    def __init__(self) -> None:
+        self._ticks = itertools.count()
+
+    def add(self, number: int) -> None:
+        for _ in range(number):
+            next(self._ticks)
+
+    def value(self) -> int:
+        """The count so far, by the iterator's repr: the one way to look without advancing it."""
+        return int(repr(self._ticks).removeprefix("count(").removesuffix(")"))
+
+
+class Ledger:
+    """Counts rows until it is closed; from then on it says the same for ever, and it balances."""
+
+    def __init__(self, observed: Callable[[], int]) -> None:
+        """`observed` says how many rows were numbered so far; any thread."""
+        self._observed = observed
+        self._dropped: dict[str, _Tally] = {}
+        self._written = 0
+        self._retired_rows = 0
+        self._retired_bytes = 0
+        self._lock = threading.RLock()
+        """Between the writer thread and those who look, perhaps from a signal handler; `drop` never takes it."""
+        self._final: dict[str, Any] | None = None
+
+    def drop(self, reason: str, num_rows: int = 1) -> None:
+        """Count rows that will not be written. Any thread, re-entrant, never waits."""
+        tally = self._dropped.get(reason)
+        if tally is None:
+            tally = self._dropped.setdefault(reason, _Tally())
+        tally.add(num_rows)
+
+    def add_written(self, num_rows: int) -> None:
+        with self._lock:
+            self._written += num_rows
+
+    def add_retired(self, num_rows: int, num_bytes: int) -> None:
+        with self._lock:
+            self._retired_rows += num_rows
+            self._retired_bytes += num_bytes
+
+    def snapshot(self, *, about_to_write: int = 0) -> dict[str, Any]:
+        """The accounts as JSON-ready data, with rows that are written if the snapshot itself is."""
+        with self._lock:
+            return self._final or self._accounts(about_to_write)
+
+    def close(self, leftover_reason: str) -> dict[str, Any]:
+        """Drop what is unaccounted for, and keep these accounts; the first call decides."""
+        with self._lock:
+            if self._final is None:
+                final = self._accounts(0)
+                leftover = final["observed"] - final["written"] - sum(final["dropped"].values())
+                if leftover > 0:
+                    final["dropped"][leftover_reason] = final["dropped"].get(leftover_reason, 0) + leftover
+                self._final = final
+            return self._final
+
+    def _accounts(self, about_to_write: int) -> dict[str, Any]:
+        # Drops before observed: a row is numbered first, so they can never exceed it.
+        dropped = {reason: tally.value() for reason, tally in list(self._dropped.items())}
+        return {
+            "observed": self._observed(),
+            "written": self._written + about_to_write,
+            "dropped": {reason: count for reason, count in dropped.items() if count},
+            "retired": {"rows": self._retired_rows, "bytes": self._retired_bytes},
+        }

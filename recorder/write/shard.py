@@ -1,0 +1,161 @@
+"""Owns one IPC file with checked batches, from creation to seal: a shard, or the index of one.
+
+It never decides what to do about an error: whoever called knows whether to begin another file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from ..format.integrity import batch_metadata, seal_metadata
+from ..format.rundir import index_name, open_name
+from ..format.schema import LIGHT_COLUMNS, SCHEMA
+from .file import AppendFile, Disk, PageMemory
+from .ipc import Block, Layout
+
+_INDEX_BATCH_ROWS = 8192
+
+
+class StoredShard(NamedTuple):
+    """A shard that is not written any more, sealed or left open."""
+
+    path: Path
+    num_rows: int
+    num_bytes: int
+
+
+class BatchFile:
+    """An IPC file whose batches carry number, ledger and checksums, and which ends with a seal."""
+
+    def __init__(self, disk: Disk, path: Path, layout: Layout, memory: PageMemory, *, is_direct: bool) -> None:
+        """Create the file under `path`, with its schema in it.
+
+        Raises:
+            OSError: nothing is left of the file.
+        """
+        self.num_rows = 0
+        self._disk = disk
+        self._layout = layout
+        self._memory = memory
+        self._blocks: list[Block] = []
+        self._file = AppendFile(disk, path, memory, is_direct=is_direct)
+        try:
+            self._file.append_bytes(layout.preamble)
+        except BaseException:
+            self.discard()
+            raise
+
+    @property
+    def num_bytes(self) -> int:
+        return self._file.end
+
+    @property
+    def num_batches(self) -> int:
+        return len(self._blocks)
+
+    def append(self, batch: pa.RecordBatch, ledger: Mapping[str, object]) -> None:
+        """Write one batch, which must not be a slice. After an OSError the file is as long as before, or longer."""
+        self._append(batch, batch_metadata(batch, number=self.num_batches, ledger=ledger))
+        self.num_rows += batch.num_rows
+
+    def sync(self) -> None:
+        self._file.sync()
+
+    def seal(self, final: Path, ledger: Mapping[str, object]) -> None:
+        """Write seal and footer, and publish the file as `final`."""
+        number = self.num_batches
+        empty = pa.RecordBatch.from_pylist([], schema=self._layout.schema)
+        self._append(empty, seal_metadata(number=number, num_batches=number + 1, ledger=ledger))
+        self._file.append_bytes(self._layout.ending(self._blocks))
+        self._file.publish(final)
+
+    def abandon(self, *, cut_back: bool = True) -> StoredShard | None:
+        """Stop writing and leave what was appended where readers can salvage it; None where there was nothing.
+
+        Args:
+            cut_back: False after a failed sync: such a file is left alone.
+        """
+        if not self.num_rows:
+            self.discard()
+            return None
+        if cut_back:
+            with contextlib.suppress(OSError):
+                self._file.cut_back()
+        with contextlib.suppress(OSError):
+            self._file.close()
+        return StoredShard(self._file.path, self.num_rows, self.num_bytes)
+
+    def discard(self) -> None:
+        """Stop writing and remove the file."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            self._disk.unlink(self._file.path)
+
+    def _append(self, batch: pa.RecordBatch, metadata: Mapping[bytes, bytes]) -> None:
+        start = self._file.place(self._layout.max_message_bytes(batch))
+        block = self._layout.write(batch, metadata, self._memory.data, start)
+        offset = self._file.end
+        self._file.append(block.metadata_bytes + block.body_bytes)
+        self._blocks.append(block._replace(offset=offset))
+
+
+class Index:
+    """The light columns of a shard in the making, with the place of each row; lives in memory until the seal."""
+
+    def __init__(self) -> None:
+        self._batches: list[pa.RecordBatch] = []
+        self._pending: list[pa.RecordBatch] = []
+        self._num_pending_rows = 0
+        self._num_batches = 0
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Remember the next batch of the shard by all but its payload."""
+        self._pending.append(batch.drop_columns(["data"]))
+        self._num_pending_rows += batch.num_rows
+        if self._num_pending_rows >= _INDEX_BATCH_ROWS:
+            self._combine()
+
+    def write(self, disk: Disk, shard: Path, shard_bytes: int, memory: PageMemory) -> int:
+        """Write the index of the sealed `shard` beside it; returns its size in bytes."""
+        self._combine()
+        final = shard.with_name(index_name(shard.name))
+        metadata = {**_INDEX_SCHEMA.metadata, b"recorder_shard_bytes": b"%d" % shard_bytes}
+        layout = Layout(_INDEX_SCHEMA.with_metadata(metadata))
+        file = BatchFile(disk, final.with_name(open_name(final.name)), layout, memory, is_direct=False)
+        try:
+            for batch in self._batches:
+                file.append(batch, {})
+            file.seal(final, {})
+        except BaseException:
+            file.discard()
+            raise
+        return file.num_bytes
+
+    def _combine(self) -> None:
+        if not self._pending:
+            return
+        (light,) = pa.Table.from_batches(self._pending).combine_chunks().to_batches()
+        sizes = [batch.num_rows for batch in self._pending]
+        numbers = np.repeat(np.arange(self._num_batches, self._num_batches + len(sizes), dtype=np.int32), sizes)
+        rows = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
+        columns = [*light.columns, pa.array(numbers), pa.array(rows)]
+        self._batches.append(pa.RecordBatch.from_arrays(columns, schema=_INDEX_SCHEMA))
+        self._num_batches += len(sizes)
+        self._pending, self._num_pending_rows = [], 0
+
+
+_INDEX_SCHEMA = pa.schema(
+    [
+        *[SCHEMA.field(name) for name in LIGHT_COLUMNS],
+        pa.field("batch", pa.int32(), nullable=False),
+        pa.field("row", pa.int32(), nullable=False),
+    ],
+    metadata=SCHEMA.metadata,
+)

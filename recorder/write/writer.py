@@ -1,0 +1,360 @@
+"""Owns the writer thread: what it does next, when it gives up, and how it ends.
+
+Nothing that training calls here waits, locks or touches a file, but for `drain` and `close`, which have deadlines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import WriteError
+from ..records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR, Measure, Measured, Staged
+from .file import Disk
+from .ledger import ABANDONED, CLOSED, INTERRUPTED, WRITER_DEAD, WRITER_ERROR, Ledger
+from .notices import Notices
+from .rows import NOT_MEASURED
+from .settings import WriteSettings
+from .store import RunPlace, Store
+
+__all__ = ["CloseReport", "RunPlace", "WriteSettings", "Writer", "WriterStats"]
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_SHORT_NAP_S, _LONG_NAP_S = 0.002, 0.02
+"""An idle writer looks for work this often. A thread that blocks on the queue costs each `put` 8 us, not 0.1."""
+_NICENESS = 10
+_MAX_FAILURES = 3
+_SEAL_SHARE = 0.25
+"""Of the deadline of `close`, kept for the last batch and the seals."""
+_UNMEASURABLE = Measured(note="no_statistics:error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseReport:
+    """How the writer ended."""
+
+    is_complete: bool
+    """Whether everything that was put is in sealed shards or was dropped before, with a reason."""
+    directory: Path | None
+    """The writer's directory; None where it never had one."""
+    ledger: Mapping[str, Any]
+    """The final accounts: ``observed``, ``written``, ``dropped`` by reason, ``retired``."""
+    error: WriteError | None
+    """Why the writer gave up before, with the cause chained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterStats:
+    """What the writer is doing, for a live display."""
+
+    is_alive: bool
+    written_bytes: int
+    queue_length: int
+    last_progress_s: float
+    ledger: Mapping[str, Any]
+
+
+class _Drain:
+    """A mark in the queue: what was put before it shall be durable."""
+
+    def __init__(self) -> None:
+        self.is_durable = False
+        self.is_done = False
+
+
+class Writer:
+    """Owns the writer thread, the files of one writer directory and the ledger.
+
+    A forked child may drop it: nothing here runs, locks or flushes when it is collected.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: WriteSettings,
+        measure: Measure,
+        observed: Callable[[], int],
+        resolve_dir: Callable[[], RunPlace],
+        poll: Callable[[], None],
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Nothing happens before `start`.
+
+        Args:
+            settings: how and how much to write.
+            measure: computes statistics and fingerprints; writer thread.
+            observed: rows numbered so far; any thread.
+            resolve_dir: says where to write; first thing on the writer thread, and may take its time.
+            poll: called on the writer thread every 0.2 s, between two records; it may call `close` or `drain`.
+            disk: the seam for tests.
+            clock: monotonic seconds.
+        """
+        self.last_progress_s = clock()
+        """When the writer last was between two records, on `clock`; it stands still while the disk does."""
+        self._measure = measure
+        self._resolve_dir = resolve_dir
+        self._poll = poll
+        self._clock = clock
+        self._ledger = Ledger(observed)
+        self._notices = Notices(_log, clock)
+        self._store = Store(settings, self._ledger, disk or Disk(), self._notices, clock)
+        self._queue: queue.SimpleQueue[Staged | _Drain] = queue.SimpleQueue()
+        self._manifest: Mapping[str, Any] | None = None
+        self._refusal: str | None = None
+        self._abandon_after_s = float("inf")
+        self._is_stopped = False
+        self._is_complete = False
+        self._failure: BaseException | None = None
+        self._num_failures = 0
+        self._next_look_s = self._next_poll_s = 0.0
+        self._nap_s = _SHORT_NAP_S
+        self._report: CloseReport | None = None
+        self._thread = threading.Thread(target=self._run, name="recorder-writer", daemon=True)
+
+    @property
+    def directory(self) -> Path | None:
+        """The writer's directory, once it is claimed."""
+        return self._store.directory
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, staged: Staged) -> None:
+        """Hand a record over, with its block. Any thread; never waits."""
+        if self._refusal is None:
+            self._queue.put(staged)
+            if not self._is_stopped:
+                return
+        else:
+            self._drop(staged)
+        if self._is_stopped:
+            self._discard_queue()  # the thread may have ended between the look and the put
+
+    def count_drop(self, reason: str, num_rows: int = 1) -> None:
+        """Count rows that were numbered but will not be put. Any thread, re-entrant; never waits."""
+        self._ledger.drop(reason, num_rows)
+
+    def set_manifest(self, manifest: Mapping[str, Any]) -> None:
+        """What `_writer.json` shall say, beside the writer's own keys. Any thread; it must not change later."""
+        self._manifest = manifest
+
+    def stats(self) -> WriterStats:
+        """A look from any thread."""
+        return WriterStats(
+            is_alive=self._thread.is_alive(),
+            written_bytes=self._store.written_bytes,
+            queue_length=self._queue.qsize(),
+            last_progress_s=self.last_progress_s,
+            ledger=self._ledger.snapshot(),
+        )
+
+    def drain(self, deadline_s: float) -> bool:
+        """Wait until everything put before is on the disk and synced.
+
+        Returns:
+            False where the deadline passed first, or the disk refused the last of it.
+        """
+        mark = _Drain()
+        self._queue.put(mark)
+        if self._is_on_writer_thread():
+            while not mark.is_done and not self._is_stopped:
+                self._turn()
+        elif self._is_stopped:
+            self._discard_queue()
+        self._wait(lambda: mark.is_done, deadline_s)
+        return mark.is_durable or (self._is_stopped and self._is_complete)
+
+    def close(self, deadline_s: float) -> CloseReport:
+        """Write what was put, seal, and stop the thread; a second call says the same again.
+
+        What cannot be written before the deadline is counted, and said in the log. Also from the writer thread, in
+        `poll`.
+        """
+        if self._report is not None:
+            return self._report
+        self._refusal = self._refusal or CLOSED
+        self._abandon_after_s = self._clock() + (1 - _SEAL_SHARE) * deadline_s
+        if self._is_on_writer_thread():
+            while not self._is_stopped:
+                self._turn()
+        else:
+            self._wait(lambda: not self._thread.is_alive(), deadline_s)
+        leftover_reason = INTERRUPTED
+        if not self._is_stopped:
+            self._is_stopped = True
+            self._refusal = leftover_reason = ABANDONED
+            self._discard_queue()
+        report = CloseReport(
+            is_complete=self._is_complete,
+            directory=self.directory,
+            ledger=self._ledger.close(leftover_reason),
+            error=self._error(),
+        )
+        if not report.is_complete:
+            with contextlib.suppress(Exception):
+                _log.warning("the recording is incomplete (deadline %s s): %s", deadline_s, report.ledger)
+        self._report = report
+        return report
+
+    def _wait(self, is_over: Callable[[], bool], deadline_s: float) -> None:
+        """Wait by looking: a lock could be held already by the code that a signal handler has interrupted."""
+        until_s = self._clock() + deadline_s
+        while not is_over() and self._clock() < until_s:
+            time.sleep(_SHORT_NAP_S)
+
+    def _error(self) -> WriteError | None:
+        if self._failure is None:
+            return None
+        error = WriteError(f"the writer gave up: {type(self._failure).__name__}: {self._failure}")
+        error.__cause__ = self._failure
+        return error
+
+    # What follows runs on the writer thread, but for `_discard_queue` and `_drop`.
+
+    def _run(self) -> None:
+        try:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            place = self._resolve_dir()
+            self._take_manifest()
+            self._store.settle(place)
+            while not self._is_stopped:
+                self._turn()
+        except BaseException as error:
+            self._failure = error
+            self._refusal = WRITER_DEAD
+            self._ledger.drop(WRITER_DEAD, self._store.num_pending_rows)
+            problem = f"the writer gave up, nothing more is recorded ({type(error).__name__}: {error})"
+            self._notices.say(WRITER_DEAD, problem, level=logging.ERROR)
+        finally:
+            self._is_stopped = True
+            self._discard_queue()
+
+    def _turn(self) -> None:
+        """Do the next thing, whatever it is."""
+        try:
+            self._tick()
+            if not self._is_stopped:
+                self._handle(self._next_item())
+        except Exception as error:
+            self._notices.failed("a record was lost to an error in the recorder", error)
+            self._num_failures += 1
+            if self._num_failures >= _MAX_FAILURES:
+                raise
+
+    def _next_item(self) -> Staged | _Drain | None:
+        try:
+            return self._queue.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _handle(self, item: Staged | _Drain | None) -> None:
+        if item is None:
+            if self._refusal is not None:
+                self._finish()
+            else:
+                time.sleep(self._nap_s)
+                self._nap_s = min(2 * self._nap_s, _LONG_NAP_S)
+            return
+        self._nap_s = _SHORT_NAP_S
+        if isinstance(item, _Drain):
+            try:
+                is_flushed = self._store.flush()
+                item.is_durable = self._store.sync() and is_flushed
+            finally:
+                item.is_done = True
+        elif self._clock() > self._abandon_after_s:
+            self._refusal = ABANDONED
+            self._drop(item)
+        else:
+            self._record(item)
+            self._num_failures = 0
+
+    def _record(self, staged: Staged) -> None:
+        """Take one record into its lane's batch, and write the batch where it is full."""
+        kind = "tensors" if staged.keep & KEEP_TENSOR else "stats"
+        num_left = staged.num_parts
+        drop_reason = WRITER_ERROR
+        try:
+            if staged.ready is not None:
+                staged.ready.wait()
+            refusal = self._store.refusal(kind)
+            if refusal is not None:
+                drop_reason = refusal
+                return
+            lane = self._store.lanes[kind]
+            measured = self._measured(staged)
+            for part in range(staged.num_parts):
+                if part:
+                    lane.flush_if_full()
+                    self._tick()
+                    if self._is_stopped:
+                        return
+                lane.add(staged, measured, part)
+                num_left -= 1
+        finally:
+            staged.block.release()
+            if num_left:
+                self._ledger.drop(drop_reason, num_left)
+        lane.flush_if_full()
+
+    def _measured(self, staged: Staged) -> Measured:
+        if not staged.keep & (KEEP_STATS | KEEP_FINGERPRINT):
+            return NOT_MEASURED
+        offsets = None if staged.chunk is None else staged.chunk.offsets
+        try:
+            return self._measure(staged.block.data, staged.dtype, staged.shape, offsets, staged.keep)
+        except Exception as error:
+            self._notices.failed("statistics could not be computed; rows go without them", error)
+            return _UNMEASURABLE
+
+    def _tick(self) -> None:
+        """Show that the thread lives, and look around; only where no record is half done."""
+        self.last_progress_s = now = self._clock()
+        if now < self._next_look_s:
+            return
+        self._next_look_s = now + _LONG_NAP_S
+        self._take_manifest()
+        self._store.keep_up()
+        if now >= self._next_poll_s and self._refusal is None:
+            self._next_poll_s = now + _POLL_S
+            self._poll()
+
+    def _take_manifest(self) -> None:
+        manifest, self._manifest = self._manifest, None
+        if manifest is not None:
+            self._store.set_manifest(manifest)
+
+    def _finish(self) -> None:
+        """Everything is taken: write the rest, balance the ledger, seal."""
+        self._take_manifest()
+        is_flushed = self._store.flush()
+        ledger = self._ledger.close(INTERRUPTED)
+        is_sealed = self._store.close(ledger)
+        self._is_complete = is_flushed and is_sealed and self._refusal == CLOSED
+        self._is_stopped = True
+
+    def _discard_queue(self) -> None:
+        while (item := self._next_item()) is not None:
+            if isinstance(item, _Drain):
+                item.is_done = True
+            else:
+                self._drop(item)
+
+    def _drop(self, staged: Staged) -> None:
+        self._ledger.drop(self._refusal or CLOSED, staged.num_parts)
+        staged.block.release()
+
+    def _is_on_writer_thread(self) -> bool:
+        return threading.current_thread() is self._thread

@@ -1,0 +1,84 @@
+# Sourced by the scripts beside it: the environment they run in. Sets `root` and, after `prepare`, `bin`.
+#
+# VENV=path names an environment to use; without it one is made at .venv. What is in a named environment stays as it is,
+# a torch that is already there above all; only what is missing is added, in the versions of constraints.txt.
+# PYTHON=command names the interpreter to make .venv with.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+say() { printf '\033[1m==> %s\033[0m\n' "$*" | if [ -t 1 ]; then cat; else sed 's/\x1b\[[0-9;]*m//g'; fi; }
+
+die() {
+  printf '%s: %s\n' "$(basename "$0")" "$*" >&2
+  exit 2
+}
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3 python; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+    [ -z "${PYTHON:-}" ] || die "PYTHON=$PYTHON does not run, or is older than Python 3.11"
+  done
+  die "no Python 3.11 or later found; install one, or name it: PYTHON=/path/to/python3.11 $0"
+}
+
+# Is this checkout installed there, with what pyproject.toml and constraints.txt ask for now?
+is_prepared() { # stamp file, stamp
+  [ "$(cat "$1" 2>/dev/null)" = "$2" ] && (cd / && "$bin/python" - "$root" 2>/dev/null) <<'PY'
+import importlib.util, os, sys
+
+spec = importlib.util.find_spec("recorder_autoload")
+here = os.path.join(sys.argv[1], "recorder", "startup", "recorder_autoload.py")
+sys.exit(spec is None or spec.origin is None or not os.path.samefile(spec.origin, here))
+PY
+}
+
+# constraints.txt without what has to stay as it is: torch in any environment, everything in a named one.
+constraints() { # "named" | "own"
+  "$bin/python" - "$root/scripts/constraints.txt" "$1" <<'PY'
+import importlib.metadata, re, sys
+
+def normal(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+installed = {normal(d.metadata["Name"]): d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}
+stays = set(installed) if sys.argv[2] == "named" else {"torch"} & set(installed)
+for line in open(sys.argv[1], encoding="utf-8"):
+    name = normal(line.partition("==")[0].strip())
+    if "==" in line and name not in stays:
+        print(line.strip())
+if "torch" in stays:
+    print(f"torch=={installed['torch']}")
+PY
+}
+
+prepare() { # "" | an extra of pyproject.toml
+  local extra=$1 kind=own venv=$root/.venv stamp list
+  if [ -n "${VENV:-}" ]; then
+    kind=named
+    [ -x "$VENV/bin/python" ] || die "VENV=$VENV holds no environment (no bin/python); make one with 'python3 -m venv $VENV', or leave VENV unset"
+    venv=$(cd "$VENV" && pwd)
+  elif [ ! -x "$venv/bin/python" ]; then
+    local python
+    python=$(find_python) || exit 2
+    say "Making a virtual environment at .venv"
+    "$python" -m venv "$venv" || { rm -rf "$venv"; die "'$python -m venv' failed (Debian and Ubuntu: apt install python3-venv)"; }
+  fi
+  bin=$venv/bin
+  "$bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$venv has a Python older than 3.11"
+
+  stamp="$root $(cat "$root/pyproject.toml" "$root/scripts/constraints.txt" | sha256sum | cut -d' ' -f1)"
+  if is_prepared "$venv/recorder-installed-test" "$stamp" || is_prepared "$venv/recorder-installed-$extra" "$stamp"; then
+    return
+  fi
+  say "Installing recorder${extra:+[$extra]} into $venv (the first time this fetches torch, which is large)"
+  list=$(mktemp)
+  constraints "$kind" >"$list"
+  "$bin/python" -m pip install -qq --disable-pip-version-check --no-input -c "$list" -e "$root${extra:+[$extra]}" ||
+    { rm -f "$list"; die "the installation failed; what pip said stands above"; }
+  rm -f "$list"
+  echo "$stamp" >"$venv/recorder-installed-$extra"
+}

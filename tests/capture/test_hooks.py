@@ -1,0 +1,252 @@
+"""Hooks harm nothing: copies and pickles are inert, errors of ours stay ours, a compiler sees no difference."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+import textwrap
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+import recorder
+from recorder.capture import hooks
+from recorder.capture.core import Capture
+from recorder.errors import ConfigError
+
+from .support import EVERYTHING, Tiny, batch, flagged
+
+
+def train(model: Any, parameters: Any, num_steps: int = 3) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    for i in range(num_steps):
+        model(batch(i)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in parameters]
+
+
+def test_a_copy_of_an_attached_model_is_not_recorded(tmp_path: Path) -> None:
+    with flagged(tmp_path) as recording:
+        model = Tiny()
+        train(model, list(model.parameters()), 1)
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            assert torch.equal(twin(batch(5)), model(batch(5)))
+    assert len(recording.rows(site="output", module_path="first", mode="no_grad")) == 1
+
+
+def test_pickles_of_an_attached_model_load_where_recorder_is_not_installed(tmp_path: Path) -> None:
+    with flagged(tmp_path):
+        model = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
+        train(model, list(model.parameters()), 1)
+        (tmp_path / "model.pickle").write_bytes(pickle.dumps(model))
+        torch.save(model, tmp_path / "model.pt")
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+        expected = model(batch(7)).sum().item()
+    script = f"""
+        import sys
+        sys.modules["recorder"] = None
+        import pickle, torch
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(7))
+        with open({str(tmp_path / "model.pickle")!r}, "rb") as file:
+            model = pickle.load(file)
+        again = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+        assert model(x).sum().item() == again(x).sum().item() == {expected!r}
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError, RecursionError, torch.OutOfMemoryError])
+def test_an_error_of_ours_is_counted_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    expected = train(model := Tiny(), list(model.parameters()))
+    plain, calls = Capture.observe, []
+
+    def fragile(self: Capture, *args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        if len(calls) % 5 == 0:
+            raise kind("injected")
+        plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(Capture, "observe", fragile)
+    torch.manual_seed(0)
+    with flagged(tmp_path) as recording:
+        actual = train(model := Tiny(), list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    ledger = recording.manifest["ledger"]
+    assert ledger["dropped"]["hook_error"] == len(calls) // 5 > 0
+    assert ledger["observed"] == ledger["written"] + sum(ledger["dropped"].values())
+    assert len([r for r in caplog.records if "injected" in r.getMessage()]) == len(recording.events("hook_error"))
+
+
+def test_a_site_that_keeps_failing_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def broken(self: Any, slice_: Any, phase: str) -> int:
+        calls.append(1)
+        raise RuntimeError("always")
+
+    from recorder.capture.core import Watch
+
+    monkeypatch.setattr(Watch, "_enter", broken)
+    with flagged(tmp_path, rules="module=first site=output keep=stats") as recording:
+        train(model := Tiny(), list(model.parameters()), 30)
+    assert len(calls) == 10
+    assert recording.manifest["ledger"]["dropped"] == {"hook_error": 10}
+
+
+def test_every_hook_is_gone_after_close(tmp_path: Path) -> None:
+    from torch.amp.grad_scaler import GradScaler
+    from torch.nn.modules import module as nn_module
+    from torch.optim import optimizer as optim_module
+
+    plain_step = GradScaler.step
+    model = Tiny()
+    with recorder.attach(model, enabled=True, dir=tmp_path, rules=EVERYTHING):
+        assert model.first._forward_hooks
+        assert GradScaler.step is not plain_step
+        train(model, list(model.parameters()), 1)
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+    assert GradScaler.step is plain_step
+    assert not hooks.WATCHES and not hooks.ROOTS
+    assert not nn_module._global_forward_pre_hooks
+    assert not optim_module._global_optimizer_pre_hooks and not optim_module._global_optimizer_post_hooks
+    train(model, list(model.parameters()), 1)
+
+
+def test_attach_twice_records_once_and_close_and_attach_again_makes_another_writer(tmp_path: Path) -> None:
+    model = Tiny()
+    for _ in range(2):
+        with recorder.attach(model, enabled=True, dir=tmp_path, rules="site=output keep=stats") as outer:
+            with recorder.attach(model, enabled=True) as inner:
+                train(model, list(model.parameters()), 1)
+            assert inner.run_dir == outer.run_dir
+            train(model, list(model.parameters()), 1)
+            assert outer.flush()
+            run_dir = outer.run_dir
+            assert run_dir is not None
+        frame = recorder.open_run(run_dir).to_pandas()
+        assert list(frame[frame.module_path == "first"].step) == [0, 1]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_attach_with_other_settings_during_a_recording_is_refused(tmp_path: Path) -> None:
+    with (
+        recorder.attach(Tiny(), enabled=True, dir=tmp_path),
+        pytest.raises(ConfigError, match="a recording is under way with other settings than dir, rules"),
+    ):
+        recorder.attach(Tiny(), enabled=True, dir=tmp_path, rules="site=grad")
+
+
+def test_no_graph_is_kept_alive(tmp_path: Path) -> None:
+    class Square(torch.autograd.Function):
+        contexts: list[weakref.ref[Any]] = []
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            Square.contexts.append(weakref.ref(ctx))
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            return 2 * x * gradients[0]
+
+    class Squared(Tiny):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Square.apply(self.second(self.act(self.first(x))))  # type: ignore[no-any-return, no-untyped-call]
+
+    with flagged(tmp_path):
+        model = Squared()
+        for i in range(3):
+            model(batch(i))  # no backward: hooks on its outputs never fire
+        assert [context() for context in Square.contexts] == [None] * 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(torch.relu(self.layer(x))) + x  # type: ignore[no-any-return]
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def compiled_run(how: str, counter: Any) -> list[torch.Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Stack()
+    parameters = list(model.parameters())
+    call: Any = model
+    if how == "whole":
+        call = torch.compile(model, backend=counter, fullgraph=True)
+    elif how == "in place":
+        model.compile(backend=counter, fullgraph=True)
+    elif how == "regional":
+        for block in model.blocks:
+            block.compile(backend=counter, fullgraph=True)
+    elif how == "function":
+        call = torch.compile(lambda x: model(x) * 2, backend=counter, fullgraph=True)
+    if how in ("in place", "function"):
+        with recorder.attach(model):  # the call of a compiled function does not show to discovery
+            return train(call, parameters, 4)
+    return train(call, parameters, 4)
+
+
+@pytest.mark.parametrize("how", ["whole", "in place", "regional", "function"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_has_the_same_graphs_and_one_warning(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, recorded = CompileCounter(), CompileCounter()
+    expected = compiled_run(how, plain)
+    caplog.clear()
+    with flagged(tmp_path) as recording:
+        actual = compiled_run(how, recorded)
+    assert (recorded.frame_count, recorded.op_count) == (plain.frame_count, plain.op_count)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert len([r for r in caplog.records if r.name == "recorder"]) == 1
+    gradients = recording.rows(site="grad", module_path="blocks.3.layer", name="weight")
+    assert list(gradients.step) == [0, 1, 2, 3]
+    inside = [m for m in recording.manifest["roots"][0]["modules"] if m["compiled"]]
+    assert inside
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_compiled_in_place_is_not_seen_and_one_line_says_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    with flagged(tmp_path):
+        model = Stack()
+        model.compile(backend="eager")
+        train(model, list(model.parameters()))
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "recorder"]
+    assert "SGD stepped, but no module with its parameters was seen to run" in line and "attach" in line

@@ -1,0 +1,101 @@
+"""Rules: what they match, what they keep, and what is said of a rule that matches nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import recorder
+from recorder.errors import AttachError, ConfigError
+
+from .support import Tiny, batch, flagged
+
+
+def train(model: nn.Module, num_steps: int = 4) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i in range(num_steps):
+        model(batch(i)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_only_what_a_rule_selects_is_recorded(tmp_path: Path) -> None:
+    with flagged(tmp_path, rules="module=fir* site=output,grad steps=1:4:2 keep=tensor name=,weight") as recording:
+        train(Tiny())
+    rows = recording.rows()
+    found = {(r.module_path, r.site, r.name, r.step) for r in rows.itertuples()}
+    assert found == {("first", site, name, s) for site, name in (("output", ""), ("grad", "weight")) for s in (1, 3)}
+    assert rows["mean"].isna().all()
+    assert rows.payload_bytes.notna().all()
+
+
+def test_a_record_gets_all_that_its_rules_ask_for(tmp_path: Path) -> None:
+    rules = "site=output keep=stats; module=second site=output keep=tensor; class=ReLU site=output keep=fingerprint"
+    with flagged(tmp_path, rules=rules) as recording:
+        train(Tiny(), 1)
+    rows = recording.rows(site="output").set_index("module_path")
+    assert rows["mean"].notna().all()
+    assert list(rows.index[rows.payload_bytes.notna()]) == ["second"]
+    assert list(rows.index[rows.fingerprint.notna()]) == ["act"]
+
+
+def test_a_pattern_can_exclude_and_the_root_has_an_empty_path(tmp_path: Path) -> None:
+    with flagged(tmp_path, rules="module=!act,!'' site=output; module='' site=input") as recording:
+        train(Tiny(), 1)
+    assert {(r.module_path, r.site) for r in recording.rows().itertuples()} == {
+        ("first", "output"),
+        ("second", "output"),
+        ("", "input"),
+    }
+
+
+def test_leaf_selects_modules_without_children(tmp_path: Path) -> None:
+    with flagged(tmp_path, rules="leaf=yes site=output") as recording:
+        train(Tiny(), 1)
+    assert set(recording.rows().module_path) == {"first", "act", "second"}
+
+
+def test_a_rule_for_another_rank_selects_nothing_and_is_no_mistake(tmp_path: Path) -> None:
+    with flagged(tmp_path, rules="module=first rank=3 site=output; module=second site=output") as recording:
+        train(Tiny(), 1)
+    assert set(recording.rows().module_path) == {"second"}
+    assert recording.events("pattern_unmatched") == []
+
+
+def test_attach_refuses_a_pattern_that_matches_nothing_and_names_the_nearest(tmp_path: Path) -> None:
+    model = Tiny()
+    with pytest.raises(AttachError, match=r"'module=frist .*matches no module; module paths near it: 'first'"):
+        recorder.attach(model, enabled=True, dir=tmp_path, rules="module=frist site=output")
+    assert not model.first._forward_hooks
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_under_the_flag_an_unmatched_pattern_is_one_error_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with flagged(tmp_path, rules="module=frist site=output; module=second site=output") as recording:
+        train(Tiny(), 3)
+    errors = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert len(errors) == 1 and "'first'" in errors[0]
+    assert recording.events("pattern_unmatched") == errors
+    assert len(recording.rows()) == 3
+
+
+def test_attach_refuses_a_wrong_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'pool_byts' .*did you mean 'pool_bytes'"):
+        recorder.attach(Tiny(), enabled=True, dir=tmp_path, pool_byts=1)
+
+
+def test_the_default_keeps_statistics_often_and_tensors_at_powers_of_two(tmp_path: Path) -> None:
+    from recorder.config import DEFAULT_RULES
+
+    rules = "; ".join(rule.text for rule in DEFAULT_RULES)
+    with flagged(tmp_path, rules=rules) as recording:
+        train(Tiny(), 7)
+    outputs = recording.rows(site="output", module_path="first")
+    assert list(outputs.step) == list(range(7))
+    assert list(outputs.step[outputs.payload_bytes.notna()]) == [0, 1, 2, 4]
+    assert set(recording.rows().site) == {"input", "output", "grad_output", "param", "grad", "scalar"}

@@ -1,0 +1,25 @@
+"""What holds for every test: nothing of the caller's environment records, and GPU tests need a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+def pytest_configure() -> None:
+    """Before any test imports torch, and so before any child process inherits the flag."""
+    for name in [name for name in os.environ if name.startswith(("RECORDER", "_RECORDER"))]:
+        del os.environ[name]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a device where there is none; torch is imported only if some test does."""
+    on_device = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_device:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in on_device:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

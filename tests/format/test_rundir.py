@@ -1,0 +1,141 @@
+"""Names in a run directory are parsed strictly, and manifests are replaced whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recorder.errors import CorruptError, NotARunError, UnsupportedError
+from recorder.format import rundir
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**8))
+def test_names_and_numbers_go_both_ways(number: int) -> None:
+    assert rundir.parse_rank_dir(rundir.rank_dir(number)) == number
+    for kind in rundir.SHARD_KINDS:
+        shard = rundir.shard_name(kind, number)
+        assert rundir.parse_shard_name(shard) == (kind, number, False)
+        assert rundir.parse_shard_name(rundir.open_name(shard)) == (kind, number, True)
+        assert rundir.parse_shard_name(rundir.index_name(shard)) is None
+
+
+def test_names_are_those_of_the_specification() -> None:
+    assert rundir.rank_dir(3) == "rank=00003"
+    assert rundir.shard_name("tensors", 12) == "tensors-000012.arrow"
+    assert rundir.open_name("tensors-000012.arrow") == "_tensors-000012.arrow.open"
+    assert rundir.index_name("tensors-000012.arrow") == "_tensors-000012.index"
+    with pytest.raises(ValueError, match="'logs'"):
+        rundir.shard_name("logs", 0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rank=3",
+        "rank=000003",
+        "rank=-0003",
+        "rank=00003 ",
+        "rank=00003\n",
+        "rank=\u0663\u0663\u0663\u0663\u0663",
+        "Rank=00003",
+        "rank=00003/..",
+    ],
+)
+def test_no_other_name_is_a_rank(name: str) -> None:
+    assert rundir.parse_rank_dir(name) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tensors-12.arrow",
+        "tensors-0000012.arrow",
+        "tensors-000012.arrow.open",
+        "_tensors-000012.arrow",
+        "../tensors-000012.arrow",
+        "tensors-000012.arrow\n",
+        "other-000012.arrow",
+        "_writer.json",
+    ],
+)
+def test_no_other_name_is_a_shard(name: str) -> None:
+    assert rundir.parse_shard_name(name) is None
+
+
+def test_a_manifest_is_replaced_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / rundir.WRITER_MANIFEST
+    for state in ("recording", "closed"):
+        rundir.write_json_atomically(path, {"state": state})
+        assert rundir.read_json(path) == {"state": state}
+    assert os.listdir(tmp_path) == [rundir.WRITER_MANIFEST]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_first_run_manifest_stays(tmp_path: Path) -> None:
+    path = tmp_path / rundir.RUN_MANIFEST
+    assert rundir.create_json(path, {"rank": 0})
+    assert not rundir.create_json(path, {"rank": 1})
+    assert rundir.read_json(path) == {"rank": 0}
+    assert os.listdir(tmp_path) == [rundir.RUN_MANIFEST]
+
+
+def test_a_failed_replacement_leaves_the_old_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / rundir.WRITER_MANIFEST
+    rundir.write_json_atomically(path, {"state": "recording"})
+
+    def fails(descriptor: int) -> None:
+        raise OSError(5, "disk is sick")
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match="sick"):
+        rundir.write_json_atomically(path, {"state": "closed"})
+    assert rundir.read_json(path) == {"state": "recording"}
+    assert os.listdir(tmp_path) == [rundir.WRITER_MANIFEST]
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b"[" * 100_000])
+def test_what_is_no_object_is_corrupt_and_named(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "_run.json"
+    path.write_bytes(text)
+    with pytest.raises(CorruptError, match=r"_run\.json"):
+        rundir.read_json(path)
+
+
+def test_a_manifest_above_the_bound_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "_run.json"
+    path.write_text(json.dumps({"a": "x" * 100}))
+    assert rundir.read_json(path, max_bytes=200)
+    with pytest.raises(CorruptError, match="larger than the 50 bytes"):
+        rundir.read_json(path, max_bytes=50)
+
+
+def test_links_pipes_directories_and_nothing_are_no_manifests(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("{}")
+    (tmp_path / "link").symlink_to("target")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe", "missing", "."):
+        with pytest.raises(NotARunError, match="manifest"):
+            rundir.read_json(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "error"),
+    [
+        ({"format": "recorder", "version": [2, 0]}, UnsupportedError),
+        ({"format": "other", "version": [1, 0]}, NotARunError),
+        ({}, NotARunError),
+        ({"format": "recorder"}, CorruptError),
+        ({"format": "recorder", "version": "1.0"}, CorruptError),
+    ],
+)
+def test_only_this_major_version_is_read(manifest: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match="here"):
+        rundir.check_version(manifest, "here")
+    rundir.check_version({"format": "recorder", "version": [1, 7]}, "here")

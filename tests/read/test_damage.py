@@ -1,0 +1,142 @@
+"""Flipped bits: each is detected or harmless, and none gives a value that was not recorded."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from recorder.errors import CorruptError, RunError
+from recorder.format.rundir import index_name
+from recorder.read.run import Run, open_run
+from recorder.read.verify import verify
+from tests.read.conftest import payload_rows
+from tests.read.handmade import HandmadeWriter, flip, make_row, make_run
+
+NUM_FLIPS = 150
+STEPS = range(8)
+
+
+def make_damaged_run(tmp_path: Path, kind: str) -> tuple[Path, Path]:
+    """A run, and the file of it to damage."""
+    path = make_run(tmp_path / "run")
+    writer = HandmadeWriter(path)
+    rows = payload_rows()
+    if kind == "stats":
+        shard = writer.add_shard([[make_row(s, step=s, mean=s / 7, encoding=None) for s in STEPS]], kind="stats")
+        (shard.parent / index_name(shard.name)).unlink()
+    else:
+        shard = writer.add_shard([rows[:4], rows[4:]], is_sealed=kind != "open", with_index=kind != "sealed")
+    writer.finish(state="recording" if kind == "open" else "closed")
+    target = {"index": shard.parent / index_name(shard.name), "manifest": shard.parent / "_writer.json"}
+    return path, target.get(kind, shard)
+
+
+def light(run: Run) -> dict[int, dict[str, Any]]:
+    return {row["seq"]: row for row in run.table().to_pylist()}
+
+
+def check_nothing_is_wrong(path: Path, arrays: dict[int, Any], rows: dict[int, dict[str, Any]]) -> bool:
+    """Read all there is; every answer is an error or the truth. Returns whether anything was amiss."""
+    is_amiss = False
+    try:
+        run = open_run(path)
+        found = light(run)
+    except RunError:
+        return True
+    assert found.items() <= rows.items()
+    state = run.writers[0].shards[0].state
+    if found != rows:
+        assert run.problems or state.num_trailing_bytes or not state.is_sealed
+        is_amiss = True
+    for step, expected in arrays.items():
+        try:
+            np.testing.assert_array_equal(run.array("layers.0", step=step), expected)
+        except RunError:
+            is_amiss = True
+    return is_amiss or bool(run.problems)
+
+
+@pytest.mark.parametrize("kind", ["sealed", "open", "index", "stats", "manifest"])
+def test_a_flipped_bit_never_gives_a_wrong_value(tmp_path: Path, kind: str) -> None:
+    path, target = make_damaged_run(tmp_path, kind)
+    run = open_run(path)
+    arrays = {} if kind == "stats" else {step: run.array("layers.0", step=step) for step in STEPS}
+    rows = light(run)
+    rng = random.Random(kind)
+    num_bits = 8 * target.stat().st_size
+    num_seen = 0
+    for bit in rng.sample(range(num_bits), NUM_FLIPS):
+        flip(target, bit)
+        num_seen += check_nothing_is_wrong(path, arrays, rows)
+        flip(target, bit)
+    if kind == "index":
+        assert num_seen == 0  # it is derived: whatever happens to it, the shard has the rows
+    else:
+        assert num_seen > NUM_FLIPS // 10
+
+
+@pytest.mark.parametrize("kind", ["sealed", "open", "index"])
+def test_every_value_byte_that_flips_is_found_by_verify(tmp_path: Path, kind: str) -> None:
+    path, target = make_damaged_run(tmp_path, kind)
+    assert not [finding for finding in verify(open_run(path)) if finding.is_fault]
+    data = target.read_bytes()
+    places = [data.rindex(b"layers.0"), data.rindex(np.float64(open_run(path).table(["l2"])["l2"][0].as_py()).tobytes())]
+    for place in places:
+        flip(target, 8 * place + 3)
+        assert any(target.name in finding.text for finding in verify(open_run(path)))
+        flip(target, 8 * place + 3)
+
+
+def test_a_damaged_payload_is_named_when_it_is_asked_for(tmp_path: Path) -> None:
+    path, target = make_damaged_run(tmp_path, "sealed")
+    run = open_run(path)
+    row = run.table(["data", "step"]).slice(0, 1).to_pylist()[0]
+    flip(target, 8 * target.read_bytes().index(row["data"]))
+    run = open_run(path)
+    assert run.problems == []  # payloads are read when they are asked for
+    with pytest.raises(CorruptError, match=rf"{target.name}.*'data'.*CRC32C"):
+        run.array("layers.0", step=row["step"])
+
+
+def test_one_damaged_shard_leaves_the_others_readable(tmp_path: Path) -> None:
+    path, target = make_damaged_run(tmp_path, "sealed")
+    second = HandmadeWriter(path, rank=1)
+    second.add_shard([payload_rows(rank=1)])
+    target.write_bytes(b"nothing of ours")
+    run = open_run(path)
+    assert [writer.num_rows for writer in run.writers] == [0, 10]
+    assert target.name in run.problems[0]
+    assert run.array("layers.0", step=3).shape == (3, 5)
+
+
+def test_an_index_damaged_after_opening_is_replaced_by_the_shard(tmp_path: Path) -> None:
+    path, index = make_damaged_run(tmp_path, "index")
+    expected = open_run(path).table(["fingerprint", "l2"])
+    place = index.read_bytes().rindex(np.float64(expected["l2"][0].as_py()).tobytes())
+    flip(index, 8 * place)
+    found = open_run(path).table(["fingerprint", "l2"])
+    assert found.equals(expected)
+
+
+def test_an_index_that_lies_about_places_is_noticed(tmp_path: Path) -> None:
+    from tests.read.handmade import index_bytes
+
+    path, index = make_damaged_run(tmp_path, "index")
+    rows = payload_rows()
+    shard = index.parent / "tensors-000000.arrow"
+    index.write_bytes(index_bytes([rows[4:], rows[:4]], shard.stat().st_size))
+    with pytest.raises(CorruptError):
+        open_run(path).array("layers.0", step=1)
+    with pytest.raises(CorruptError):
+        open_run(path).table(["data"])
+    assert any("differs from batch 0" in finding.text for finding in verify(open_run(path)))
+
+
+def test_arrow_agrees_with_the_handmade_files(tmp_path: Path) -> None:
+    _, target = make_damaged_run(tmp_path, "sealed")
+    assert pa.ipc.open_file(target).read_all().num_rows == 10

@@ -1,0 +1,76 @@
+"""What is installed: the package, and the start-up hook as a top-level module that `import torch` runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def pip(*args: str | Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "pip", "-q", *map(str, args)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", out, ROOT)
+    (path,) = out.glob("recorder-*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds the wheel's content as pip lays it out."""
+    target = tmp_path_factory.mktemp("installed")
+    pip("install", "--no-deps", "--no-index", "--target", target, wheel)
+    return target
+
+
+def test_the_wheel_holds_the_package_and_the_startup_hook_beside_it(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    source = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "recorder").rglob("*")
+        if path.is_file() and not {"__pycache__", "startup"} & set(path.parts)
+    }
+    assert {n for n in names if ".dist-info/" not in n} == source | {"recorder_autoload.py"}
+
+
+def python(installed: Path, code: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("RECORDER", "_RECORDER"))}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env=clean | {"PYTHONPATH": str(installed)} | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_importing_torch_runs_the_hook_only_under_the_flag(installed: Path, tmp_path: Path) -> None:
+    code = "import torch, sys; print(*sorted({'recorder', 'recorder_autoload'} & set(sys.modules)))"
+    assert python(installed, code, tmp_path).stdout.split() == ["recorder_autoload"]
+    under_flag = python(installed, code, tmp_path, RECORDER="1")
+    assert under_flag.stdout.split() == ["recorder", "recorder_autoload"], under_flag.stderr
+
+
+def test_the_hook_that_runs_is_the_installed_one(installed: Path, tmp_path: Path) -> None:
+    found = python(installed, "import recorder_autoload; print(recorder_autoload.__file__)", tmp_path)
+    assert found.stdout.strip() == str(installed / "recorder_autoload.py")
+
+
+def test_the_console_script_answers_without_a_run(installed: Path, tmp_path: Path) -> None:
+    (script,) = (installed / "bin").glob("recorder")
+    code = f"import runpy, sys; sys.argv = ['recorder', '--help']; runpy.run_path({str(script)!r}, run_name='__main__')"
+    done = python(installed, code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "show" in done.stdout
