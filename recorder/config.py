@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from .errors import ConfigError
 from .records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR
@@ -98,9 +98,11 @@ class Rule:
     """Patterns of leaf names: the argument, the path in a nested output, the parameter."""
     rank: Schedule = EVERY
     steps: Schedule = EVERY
+    call: Schedule = EVERY
+    """Which calls of a module within a micro-step; an evaluation loop is many calls of one step."""
     keep: int = KEEP_STATS
 
-    KEYS = ("module", "class", "leaf", "site", "name", "rank", "steps", "keep")
+    KEYS: ClassVar = ("module", "class", "leaf", "site", "name", "rank", "steps", "call", "keep")
 
     def matches_module(self, module_path: str, class_name: str, is_leaf: bool) -> bool:
         return (
@@ -123,7 +125,7 @@ class Rule:
             parts.append("site=" + ",".join(self.site))
         if self.name != ("*",):
             parts.append(f"name={shlex.quote(','.join(self.name))}")
-        for key, schedule in (("rank", self.rank), ("steps", self.steps)):
+        for key, schedule in (("rank", self.rank), ("steps", self.steps), ("call", self.call)):
             if schedule != EVERY:
                 parts.append(f"{key}={schedule.text}")
         parts.append("keep=" + ",".join(word for word, bit in KEEPS.items() if self.keep & bit))
@@ -185,7 +187,7 @@ def _rule_from_table(table: Mapping[str, object]) -> Rule:
     for key, value in table.items():
         if key not in Rule.KEYS:
             raise ConfigError(f"rules: unknown key {key!r}{_nearest(key, Rule.KEYS)}; keys are {', '.join(Rule.KEYS)}")
-        if key in ("rank", "steps"):
+        if key in ("rank", "steps", "call"):
             text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
             try:
                 chosen[key] = Schedule.parse(text)
@@ -231,7 +233,7 @@ _SPARSER = "0:100,100:10000:10,10000::100"
 DEFAULT_RULES = parse_rules(
     f"site=output,grad_output,param,grad,buffer,tap,scalar steps={_SPARSER} keep=stats,fingerprint;"
     f"module='' site=input steps={_SPARSER} keep=stats,fingerprint;"
-    "site=output,grad,tap steps=pow2 keep=tensor;"
+    "site=output,grad,tap steps=pow2 call=0:4 keep=tensor;"
     "site=scalar keep=stats"
 )
 

@@ -61,6 +61,7 @@ class Recorder:
         self._live_scans = 0
         self._live: list[Optimizer] = []
         self._has_stepped = False
+        self._num_optimizers = 0
         self._turned_down = (0, "")
         """The largest module that ran under no root, by its number of parameters."""
         self._manifest_key: object = None
@@ -166,7 +167,8 @@ class Recorder:
         self._remove_early_hooks()
         if not self.by_flag:
             atexit.register(self.close)
-        self._termination = TerminationWatch(self.flush, deadline_s=self.settings.close_deadline_s)
+        deadline_s = self.settings.close_deadline_s
+        self._termination = TerminationWatch(flush=lambda: self.flush(deadline_s), finish=self._finish)
         self._termination.install()
         writer.set_manifest(self._manifest())
         writer.start()
@@ -259,7 +261,9 @@ class Recorder:
             if not optimizers.has_root(optimizer):
                 discovery.start()
             return
-        discovery.reconsider()
+        if len(optimizers.known) != self._num_optimizers:
+            self._num_optimizers = len(optimizers.known)
+            discovery.reconsider()
         if not optimizers.all_have_roots():
             return
         for problem in capture.selection.unmatched(self._module_paths()):
@@ -353,28 +357,52 @@ class Recorder:
         if self._is_closed or os.getpid() != self._pid:
             return
         self._is_closed = True
+        atexit.unregister(self.close)
+        _forget(self)
+        try:
+            self._close()
+        except Exception as error:
+            self.events.add("close_failed", f"the recording ended badly: {error!r}", exception=error)
+        self.events.say()
+
+    def _close(self) -> None:
         if self.discovery is not None:
             self.discovery.stop()
         self._remove_early_hooks()
-        if self._termination is not None:
-            self._termination.uninstall()
         if self._optimizers is not None:
             self._optimizers.close()
-        if self.capture is not None:
-            manifest = self._manifest()
-            self.capture.close()
-            self._writer.set_manifest(manifest)
-            report = self._writer.close(self.settings.close_deadline_s)
-            _logger.debug("closed: %s", report)
-        elif self._turned_down[0]:
+        if self.capture is None:
+            if self._turned_down[0]:
+                self.events.add(
+                    "no_root",
+                    f"nothing was recorded: {self._turned_down[1]} ran, but no optimizer trains it; "
+                    "RECORDER_ROOTS=any records a process without an optimizer",
+                )
+            return
+        self._say_if_step_never_moved(self.capture)
+        self._writer.set_manifest(self._manifest())
+        self.capture.close()
+        report = self._writer.close(self.settings.close_deadline_s)
+        if self._termination is not None:
+            self._termination.uninstall()
+        _logger.debug("closed: %s", report)
+
+    def _finish(self) -> None:
+        """The process is about to go: end the recording, or wait for the end that is under way."""
+        if self._is_closed:
+            self._writer.close(self.settings.close_deadline_s)
+        else:
+            self.close()
+
+    def _say_if_step_never_moved(self, capture: Capture) -> None:
+        optimizers = self._optimizers
+        by_call = capture.every_call_is_a_step or capture.clock.source == "user"
+        if optimizers is not None and optimizers.num_steps == 0 and not by_call:
             self.events.add(
-                "no_root",
-                f"nothing was recorded: {self._turned_down[1]} ran, but no optimizer trains it; "
-                "RECORDER_ROOTS=any records a process without an optimizer",
+                "step_never_advanced",
+                f"no optimizer stepped, so every value is of step {capture.clock.step}; recorder.step(n) names steps",
+                level=logging.INFO,
             )
-        self.events.say()
-        _forget(self)
-        atexit.unregister(self.close)
 
     def abandon(self) -> None:
         """In a forked child: nothing of the parent's recording may be touched, no lock taken, no byte written."""

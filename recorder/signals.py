@@ -23,9 +23,13 @@ _MAIN_THREAD_GRACE_S = 0.5
 class TerminationWatch:
     """The handler of SIGTERM while a recording runs."""
 
-    def __init__(self, flush: Callable[[float], bool], *, deadline_s: float) -> None:
+    def __init__(self, *, flush: Callable[[], object], finish: Callable[[], object]) -> None:
+        """Args:
+        flush: bring what is in memory to disk; bounded in time, any thread.
+        finish: the same and end the recording; the process is about to go.
+        """
         self._flush = flush
-        self._deadline_s = deadline_s
+        self._finish = finish
         self._previous: Any = None
         self._is_installed = False
         self._pipe: tuple[int, int] | None = None
@@ -56,12 +60,14 @@ class TerminationWatch:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._is_handled = True
-        if os.getpid() == self._pid:
-            self._flush(self._deadline_s)
         if callable(self._previous):
+            if os.getpid() == self._pid:
+                self._flush()
             self._previous(number, frame)
             self._is_handled = False
             return
+        if os.getpid() == self._pid:
+            self._finish()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -81,7 +87,7 @@ class TerminationWatch:
         time.sleep(_MAIN_THREAD_GRACE_S)
         if self._is_handled or not self._is_installed:
             return
-        self._flush(self._deadline_s)
+        self._finish()
         ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # SIG_DFL; signal.signal works in the main thread only
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -93,8 +99,10 @@ class TerminationWatch:
         with contextlib.suppress(ValueError):  # not the main thread: the handler stays and only chains
             if signal.getsignal(signal.SIGTERM) == self._handle:
                 signal.signal(signal.SIGTERM, self._previous)
-            if self._pipe is not None and signal.set_wakeup_fd(-1) not in (-1, self._pipe[1]):
-                pass
+            if self._pipe is not None:
+                current = signal.set_wakeup_fd(-1)
+                if current != self._pipe[1]:
+                    signal.set_wakeup_fd(current)
         if self._pipe is not None:
             for end in self._pipe:
                 os.close(end)

@@ -11,6 +11,7 @@ import itertools
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from .values import DTYPES, UnsupportedKind, plain
 
 _MAX_HOOK_ERRORS = 10
 """Errors of one module's site after which it is left alone."""
+_MAX_LEAF_HOOKS = 4096
 _numbers = itertools.count(1)
 
 
@@ -66,7 +68,7 @@ class Capture:
         """Whether a root was ever seen to run with gradients; under compile its own hooks may be compiled away."""
         self._sequence = itertools.count()
         self._stagers: dict[str, staging.Stager] = {}
-        self._leaf_hooks: list[Any] = []
+        self._leaf_hooks: deque[Any] = deque()
         self._taps: dict[tuple[str, str, str], tuple[Slice | None, int]] = {}
         self._scalar_repeats: dict[str, int] = {}
         self.step_changed()
@@ -84,6 +86,13 @@ class Capture:
         self._leaf_hooks.clear()
         self._taps.clear()
         self._scalar_repeats.clear()
+
+    def keep_of(self, rule_set: int, call: int) -> int:
+        """Bits of KEEP_* for a rule set at this step and call."""
+        keep = self.masks[rule_set]
+        if keep and rule_set in self.selection.limited:
+            return self.selection.mask_at_call(rule_set, call)
+        return keep
 
     def observe(
         self,
@@ -203,7 +212,13 @@ class Capture:
         handle = tensor.register_hook(hook)
         if tensor.is_leaf:
             hook.handle = handle
-            self._leaf_hooks.append(handle)
+            self.keep_leaf_hook(handle)
+
+    def keep_leaf_hook(self, handle: Any) -> None:
+        """A hook on a leaf outlives the graph: remember to remove it at the next step, or when too many wait for one."""
+        self._leaf_hooks.append(handle)
+        if len(self._leaf_hooks) > _MAX_LEAF_HOOKS:
+            self._leaf_hooks.popleft().remove()
 
     def scalar(self, name: str, value: Any) -> None:
         """Record a number of this step: a float or a tensor of one element, which is not synced."""
@@ -225,14 +240,17 @@ class Capture:
     def tap(self, name: str, tensor: torch.Tensor, module: nn.Module | None) -> None:
         """Record a tensor by name, and the gradient that arrives at it (the same row with phase ``backward``)."""
         root, path = self.locate(module)
-        keep = self.masks[self._name_rule_set("tap", name)]
-        if not keep or root is None:
+        rule_set = self._name_rule_set("tap", name)
+        if not self.masks[rule_set] or root is None:
             return
         slice_, phase = root.slice_now()
         key = (path, name, phase)
         seen, call = self._taps.get(key, (None, -1))
         call = call + 1 if seen is slice_ else 0
         self._taps[key] = (slice_, call)
+        keep = self.keep_of(rule_set, call)
+        if not keep:
+            return
         origin = Origin(root.name, path, "tap", name)
         self.observe(origin, slice_.moment, phase, call, 0, keep, tensor)
         if tensor.requires_grad:
@@ -389,7 +407,7 @@ class Root:
                 if tensor.requires_grad and not current.has_gradient:
                     handle = tensor.register_hook(hooks.GradientSeen(current))
                     if tensor.is_leaf:
-                        self.capture._leaf_hooks.append(handle)
+                        self.capture.keep_leaf_hook(handle)
         if current is not None and self.capture.every_call_is_a_step:
             self.record_state(("param", "buffer"), current.moment, "forward", 0)
 
@@ -555,13 +573,13 @@ class Watch:
         call: int,
         with_grad: bool,
     ) -> None:
-        masks = self.capture.masks
+        keep_of = self.capture.keep_of
         origin, rule_set = self._leaf(site, name)
-        if keep := masks[rule_set]:
+        if keep := keep_of(rule_set, call):
             self.capture.observe(origin, moment, phase, call, 0, keep, tensor)
         if with_grad and tensor.requires_grad:
             origin, rule_set = self._leaf(gradient_site, name)
-            if keep := masks[rule_set]:
+            if keep := keep_of(rule_set, call):
                 self.capture.watch_gradient(tensor, origin, moment, call, keep)
 
     def own(self, kind: str) -> Iterator[tuple[str, Any]]:
@@ -592,7 +610,7 @@ class Watch:
         if self.rule_sets[site] == NOTHING:
             return
         origin, rule_set = self._leaf(site, name)
-        if keep := self.capture.masks[rule_set]:
+        if keep := self.capture.keep_of(rule_set, 0):
             try:
                 self.capture.observe(
                     origin, moment, phase, 0, repeat, keep, tensor, scope=scope, chunk=chunk, note=note

@@ -39,12 +39,14 @@ class Discovery:
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
-        self._rejected: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._rejected: dict[bool, weakref.WeakSet[nn.Module]] = {}
+        """By whether gradients were enabled; a module turned down in an evaluation may yet be trained."""
         self._handle: Any = None
         self.start()
 
     def start(self) -> None:
         """Put the hook on."""
+        self.reconsider()
         self._handle = register_module_forward_pre_hook(self._before_any_forward)
 
     def _before_any_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -52,12 +54,15 @@ class Discovery:
             return
         try:
             owner = self._owner
-            if owner.is_inside_root() or module in self._rejected or torch._C._current_graph_task_id() != -1:
+            if owner.is_inside_root() or torch._C._current_graph_task_id() != -1:
+                return
+            rejected = self._rejected[torch.is_grad_enabled()]
+            if module in rejected:
                 return
             if torch._C._get_tracing_state() is not None:
                 return
             if not owner.wants(module):
-                self._rejected.add(module)
+                rejected.add(module)
                 return
             # A global pre-hook is given no kwargs; they are a local of the frame that calls it.
             kwargs = sys._getframe(1).f_locals.get("kwargs")
@@ -66,8 +71,8 @@ class Discovery:
             self._owner.discovery_failed(error)
 
     def reconsider(self) -> None:
-        """An optimizer or a mode is new: modules turned down before may be roots now."""
-        self._rejected.clear()
+        """An optimizer is new: modules turned down before may be roots now."""
+        self._rejected = {True: weakref.WeakSet(), False: weakref.WeakSet()}
 
     @property
     def is_on(self) -> bool:

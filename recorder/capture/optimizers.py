@@ -97,7 +97,8 @@ class OptimizerWatch:
         self._capture = capture
         self._on_step = on_step
         self._owned: dict[int, Owned] = {}
-        self._strangers: set[int] = set()
+        self._strangers: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._learned_at = -1
         self.known: dict[int, tuple[weakref.ref[Optimizer], str]] = {}
         self._counting: Callable[[], Optimizer | None] | None = None
         self._active: Callable[[], Optimizer | None] | None = None
@@ -156,23 +157,27 @@ class OptimizerWatch:
         found = self._owned.get(id(parameter))
         if found is not None and found.reference() is parameter:
             return found
-        if id(parameter) in self._strangers:
+        stranger = self._strangers.get(id(parameter))
+        if stranger is not None and stranger() is parameter:
             return None
-        self.rescan()
-        found = self._owned.get(id(parameter))
-        if found is None or found.reference() is not parameter:
-            self._strangers.add(id(parameter))
-            return None
-        return found
+        if self._learned_at != self.num_steps:  # a wrapper may have replaced parameters; look once a step
+            self._learn()
+            return self._owner(parameter)
+        self._strangers[id(parameter)] = weakref.ref(parameter)
+        return None
 
-    def rescan(self) -> None:
-        """Learn the owner of every parameter again: a root came, or a wrapper replaced parameters."""
-        self._strangers.clear()
+    def _learn(self) -> None:
+        self._learned_at = self.num_steps
         self._owned = {
             id(parameter): Owned(parameter, watch, name)
             for root in self._capture.roots
             for watch, name, parameter in root.parameters()
         }
+
+    def rescan(self) -> None:
+        """Learn the owner of every parameter again: there is a new root."""
+        self._strangers.clear()
+        self._learn()
 
     def _repeat(self, optimizer: Optimizer, what: str) -> int:
         """How often this optimizer has shown ``what`` in this step already."""

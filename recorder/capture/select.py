@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from ..config import Rule
+from ..config import EVERY, Rule
 from ..records import KEEP_STATS, KEEP_TENSOR
 
 NOTHING = 0
@@ -28,6 +28,9 @@ class Selection:
         self.masks: list[int] = [0]
         """Bits of KEEP_* by rule set, at the current step; index 0 is always 0."""
         self._active = [0] * len(self._rules)
+        self._limits_calls = [rule.call != EVERY for rule in self._rules]
+        self.limited: set[int] = set()
+        """Rule sets whose mask also depends on the call; `mask_at_call` tells."""
 
     def rule_set(self, module_path: str, class_name: str, is_leaf: bool, site: str) -> int:
         """The set of rules that can select anything of a module at a site; patterns are judged without the rank clause."""
@@ -50,7 +53,13 @@ class Selection:
             known = self._sets[members] = len(self._members)
             self._members.append(members)
             self.masks.append(self._mask(members))
+            if any(self._limits_calls[i] for i in members):
+                self.limited.add(known)
         return known
+
+    def mask_at_call(self, rule_set: int, call: int) -> int:
+        """What is kept of the ``call``-th call in a slice at the current step."""
+        return self._mask(tuple(i for i in self._members[rule_set] if call in self._rules[i].call))
 
     def _mask(self, members: tuple[int, ...]) -> int:
         mask = 0

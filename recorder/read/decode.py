@@ -57,8 +57,8 @@ def decode(row: Any) -> npt.NDArray[Any]:
 
 def decode_payload(encoding: str, data: Any, payload_bytes: int, dtype: str) -> npt.NDArray[np.uint8]:
     """The bytes of one row's payload (not of a ``ref``), new and writable."""
-    if not 0 <= payload_bytes <= PART_BYTES:
-        raise CorruptError(f"payload_bytes is {payload_bytes}, but a row has at most {PART_BYTES}")
+    if type(payload_bytes) is not int or not 0 <= payload_bytes <= PART_BYTES:
+        raise CorruptError(f"payload_bytes is {payload_bytes!r}, but a row has at most {PART_BYTES}")
     try:
         payload = memoryview(data)
     except TypeError:
@@ -114,6 +114,8 @@ def count(shape: Sequence[int]) -> int:
 
 def _fields(row: Any) -> Mapping[str, Any]:
     """The row as a mapping, whichever reader it comes from."""
+    if hasattr(row, "as_py"):  # pyarrow struct scalar, which is a mapping, too, but of scalars
+        return _fields(row.as_py())
     if isinstance(row, Mapping):
         return row
     if hasattr(row, "to_pylist"):  # pyarrow table or batch
@@ -121,8 +123,6 @@ def _fields(row: Any) -> Mapping[str, Any]:
         if len(rows) != 1:
             raise LookupFailedError(f"decode takes one row, here are {len(rows)}; slice it: table.slice(i, 1)")
         return _fields(rows[0])
-    if hasattr(row, "as_py"):  # pyarrow struct scalar
-        return _fields(row.as_py())
     if hasattr(row, "_asdict"):  # itertuples()
         return _fields(row._asdict())
     if hasattr(row, "to_dict"):  # pandas Series

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PAYLOAD_COLUMNS = ("seq", "dtype", "shape", "part", "encoding", "payload_bytes", "data")
+_PAYLOAD_COLUMNS = ("seq", "dtype", "shape", "encoding", "payload_bytes", "data")
 
 
 class MoreQualifiers(TypedDict, total=False):
@@ -48,6 +48,14 @@ class MoreQualifiers(TypedDict, total=False):
     root: str | None
     scope: str | None
     attempt: int | None
+
+
+class _Payload(NamedTuple):
+    """The content of one row."""
+
+    data: npt.NDArray[np.uint8]
+    dtype: str
+    shape: str
 
 
 class Run:
@@ -222,7 +230,10 @@ class Run:
         for places in np.split(in_file_order, ends_group) if len(positions) else ():
             shard, _ = self._rows.shard_of(int(positions[places[0]]))
             batch = int(batches[places[0]])
-            found = _take(shard.shard.read(batch, ("seq", "data")).batch, rows[places], shard)
+            found = shard.shard.read(batch, ("seq", "data")).batch
+            wanted = rows[places]
+            if wanted.min() >= 0 and wanted.max() < found.num_rows:
+                found = found.take(pa.array(wanted))
             if not np.array_equal(found.column("seq").to_numpy(), seqs[places]):
                 raise CorruptError(f"{shard.path}: its index names other rows than batch {batch} holds")
             pieces.append(found.column("data"))
@@ -232,44 +243,48 @@ class Run:
         self, module_path: str, question: dict[str, Any]
     ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
         positions = find_tensor(self._rows, self.writers, module_path, question)
-        dtypes, shapes = (self._rows.take(name, positions).to_pylist() for name in ("dtype", "shape"))
-        if len(set(dtypes)) > 1 or len(set(shapes)) > 1:
+        parts = [self._payload(int(position)) for position in positions]
+        _, dtype, shape = parts[0]
+        if any((part.dtype, part.shape) != (dtype, shape) for part in parts):
             raise CorruptError(f"{module_path!r}: the parts of one tensor differ in dtype or shape")
-        pieces = [self._payload(int(position)) for position in positions]
-        data = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        shape = parse_shape(shapes[0])
-        whole_bytes = count(shape) * item_bytes(dtypes[0])
+        data = parts[0].data if len(parts) == 1 else np.concatenate([part.data for part in parts])
+        sizes = parse_shape(shape)
+        whole_bytes = count(sizes) * item_bytes(dtype)
         if data.nbytes < whole_bytes:
             raise LookupFailedError(
                 f"{module_path!r}: only {data.nbytes} of the {whole_bytes} bytes of this tensor were recorded"
             )
-        return data, dtypes[0], shape
+        return data, dtype, sizes
 
-    def _payload(self, position: int) -> npt.NDArray[np.uint8]:
-        """The bytes of one row, a ``ref`` followed to the row that holds them."""
+    def _payload(self, position: int) -> _Payload:
+        """The bytes of one row; a ``ref`` is followed to the row that holds them."""
         shard, start = self._rows.shard_of(position)
-        dtype = ""
-        while True:
-            batch, row, seq = (int(self._rows.numbers(name)[position]) for name in ("batch", "row", "seq"))
-            checked = shard.shard.read(batch, _PAYLOAD_COLUMNS).batch
-            fields = _take(checked, np.array([row]), shard).to_pylist()[0]
-            if fields["seq"] != seq or (dtype and fields["dtype"] != dtype):
-                raise CorruptError(f"{shard.path}: batch {batch} row {row} is not the row that was looked for")
-            dtype = fields["dtype"]
-            if fields["encoding"] != REF:
-                try:
-                    return decode_payload(fields["encoding"], fields["data"], fields["payload_bytes"], dtype)
-                except RunError as error:
-                    raise type(error)(f"{shard.path}, row seq={seq}: {error}") from error
-            position = self._position_of_seq(shard, start, ref_target(fields["data"]), seq)
+        fields = self._fields(shard, position)
+        source = fields
+        if fields["encoding"] == REF:
+            target = ref_target(fields["data"])
+            seqs = self._rows.numbers("seq")[start:position]
+            found = np.flatnonzero(seqs == target)
+            source = self._fields(shard, start + int(found[0])) if len(found) == 1 else {}
+            if any(source.get(name) != fields[name] for name in ("dtype", "payload_bytes")):
+                raise CorruptError(
+                    f"{shard.path}: row seq={fields['seq']} refers to row seq={target}, which does not hold its content"
+                )
+        try:
+            data = decode_payload(source["encoding"], source["data"], source["payload_bytes"], source["dtype"])
+        except RunError as error:
+            raise type(error)(f"{shard.path}, row seq={source['seq']}: {error}") from error
+        return _Payload(data, fields["dtype"], fields["shape"])
 
-    def _position_of_seq(self, shard: ShardRows, start: int, target: int, seq: int) -> int:
-        """The position of an earlier row of the same shard."""
-        seqs = self._rows.numbers("seq")[start : start + shard.num_rows]
-        found = np.flatnonzero(seqs == target)
-        if target >= seq or len(found) != 1:
-            raise CorruptError(f"{shard.path}: row seq={seq} refers to row seq={target}, which is not there")
-        return start + int(found[0])
+    def _fields(self, shard: ShardRows, position: int) -> dict[str, Any]:
+        """What decoding needs of one row, out of the shard itself; the payload is not copied."""
+        batch, row, seq = (int(self._rows.numbers(name)[position]) for name in ("batch", "row", "seq"))
+        found = shard.shard.read(batch, _PAYLOAD_COLUMNS).batch
+        if not 0 <= row < found.num_rows or found.column("seq")[row].as_py() != seq:
+            raise CorruptError(f"{shard.path}: batch {batch} row {row} is not the row that its index names")
+        scalars = {name: found.column(name)[row] for name in _PAYLOAD_COLUMNS}
+        data = scalars.pop("data")
+        return {name: scalar.as_py() for name, scalar in scalars.items()} | {"data": data.as_buffer()}
 
 
 def open_run(path: str | PathLike[str]) -> Run:
@@ -335,9 +350,3 @@ def _created_ns(run: Path) -> int:
         if type(created) is int:
             return created
     return 0
-
-
-def _take(batch: Any, rows: npt.NDArray[np.int64], shard: ShardRows) -> Any:
-    if len(rows) and (rows.min() < 0 or rows.max() >= batch.num_rows):
-        raise CorruptError(f"{shard.path}: its index names a row that the batch does not have")
-    return batch.take(pa.array(rows))

@@ -55,7 +55,7 @@ def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> I
     blocks = footer_blocks(source)
     shard, _ = open_sealed(rows.path)
     _check_footer(source, schema, schema_block, blocks)
-    report(source.size_bytes - sum(block.body_bytes for block in blocks))
+    report(source.size_bytes - sum(block.body_bytes for block in shard.blocks.values()))
     yield from _read_all(shard, report)
     yield from _verify_index(rows, shard)
 

@@ -14,8 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from ..errors import NotARunError, RunError
 from ..format.rundir import WRITER_MANIFEST, check_version, parse_rank_dir, parse_shard_name, read_json, shard_name
+from ..format.schema import SCHEMA
 from .rows import ShardRows, load_open, load_sealed
 
 logger = logging.getLogger(__name__)
@@ -96,9 +99,20 @@ class RecordedWriter:
     def num_rows(self) -> int:
         return sum(shard.num_rows for shard in self.shards)
 
+    def column(self, name: str) -> Any:
+        """A light column of all its rows, as `pa.ChunkedArray`."""
+        kind = SCHEMA.field(name).type
+        return pa.chunked_array([chunk for shard in self.shards for chunk in shard.column(name)], kind)
+
     @property
-    def size_bytes(self) -> int:
+    def shard_bytes(self) -> int:
+        """Size of the shards when they were opened."""
         return sum(shard.state.size_bytes for shard in self.shards)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Size of everything in the directory now, indexes and manifest included."""
+        return sum(_size_bytes(self.directory / name) for name in list_directory(self.directory, directories=False))
 
     @cached_property
     def balance(self) -> Balance:
@@ -205,6 +219,13 @@ def _changed_s(path: Path) -> float:
         return path.stat(follow_symlinks=False).st_mtime
     except OSError:
         return 0.0
+
+
+def _size_bytes(path: Path) -> int:
+    try:
+        return path.stat(follow_symlinks=False).st_size
+    except OSError:
+        return 0
 
 
 def _count(value: Any) -> int:

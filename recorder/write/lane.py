@@ -5,7 +5,6 @@ A refusal of the disk never raises from here: rows are dropped with a reason, an
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,41 +12,15 @@ import pyarrow as pa
 
 from ..format.rundir import open_name, shard_name
 from ..records import PART_BYTES, Measured, Staged
+from .backoff import Backoff, drop_reason
 from .file import Disk, PageMemory
 from .ipc import Layout
-from .ledger import DISK_FULL, QUOTA, WRITE_ERROR, WRITER_ERROR, Ledger
+from .ledger import QUOTA, WRITER_ERROR, Ledger
 from .notices import Notices
 from .quota import Floor, Quota
 from .rows import RowBatch
 from .settings import WriteSettings
 from .shard import BatchFile, Index, StoredShard
-
-_FIRST_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 30.0
-
-
-class Backoff:
-    """Why rows are dropped unseen for now, and until when; each failure in a row doubles the pause."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.reason: str | None = None
-        """Why the last attempt failed; None where it succeeded."""
-        self._clock = clock
-        self._pause_s = _FIRST_PAUSE_S
-        self._until_s = 0.0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it is worth to try (again)."""
-        return self._clock() >= self._until_s
-
-    def failed(self, reason: str) -> None:
-        self.reason = reason
-        self._until_s = self._clock() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-
-    def succeeded(self) -> None:
-        self.reason, self._pause_s, self._until_s = None, _FIRST_PAUSE_S, 0.0
 
 
 class Lane:
@@ -106,14 +79,14 @@ class Lane:
 
     def add(self, staged: Staged, measured: Measured, part: int) -> None:
         """Take one row; the payload is copied. A batch without room for it is written first."""
+        if self._has_payload and not self._batch.has_room(min(len(staged.block.data), PART_BYTES)):
+            self.flush()
         if self._batch.num_rows == 0:
             self._oldest_row_s = self._clock()
-        if not self._has_payload:
+        if self._has_payload:
+            self._batch.add_part(staged, measured, part)
+        else:
             self._batch.add(staged, measured)
-            return
-        if not self._batch.has_room(min(len(staged.block.data), PART_BYTES)):
-            self.flush()
-        self._batch.add_part(staged, measured, part)
 
     def flush_if_full(self) -> None:
         if self._batch.is_full:
@@ -270,10 +243,3 @@ class Lane:
     def _add_bytes(self, num_bytes: int) -> None:
         self._quota.add(self._kind, num_bytes)
         self.written_bytes += num_bytes
-
-
-def drop_reason(error: OSError) -> str:
-    """The word in the ledger for rows that an error of the disk has cost."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DISK_FULL
-    return f"{WRITE_ERROR}:{errno.errorcode.get(error.errno or 0, 'UNKNOWN')}"

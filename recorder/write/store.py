@@ -26,9 +26,10 @@ from ..format.rundir import (
     write_json_atomically,
 )
 from ..format.schema import FORMAT_NAME, FORMAT_VERSION, SCHEMA
+from .backoff import Backoff, drop_reason
 from .file import Disk, PageMemory
 from .ipc import Layout
-from .lane import Backoff, Lane, drop_reason
+from .lane import Lane
 from .ledger import Ledger
 from .notices import Notices
 from .quota import Floor, Quota

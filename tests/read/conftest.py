@@ -32,6 +32,8 @@ def run_path(tmp_path: Path) -> Iterator[Path]:
         writer = HandmadeWriter(run, rank)
         rows = payload_rows(rank)
         writer.add_shard([rows[:4], rows[4:]])
-        writer.add_shard([[make_row(100 + s, step=s, rank=rank, site="grad", mean=0.5) for s in range(3)]], kind="stats")
+        writer.add_shard(
+            [[make_row(100 + s, step=s, rank=rank, site="grad", mean=0.5) for s in range(3)]], kind="stats"
+        )
         writer.finish()
     yield run

@@ -85,7 +85,10 @@ def test_every_value_byte_that_flips_is_found_by_verify(tmp_path: Path, kind: st
     path, target = make_damaged_run(tmp_path, kind)
     assert not [finding for finding in verify(open_run(path)) if finding.is_fault]
     data = target.read_bytes()
-    places = [data.rindex(b"layers.0"), data.rindex(np.float64(open_run(path).table(["l2"])["l2"][0].as_py()).tobytes())]
+    places = [
+        data.rindex(b"layers.0"),
+        data.rindex(np.float64(open_run(path).table(["l2"])["l2"][0].as_py()).tobytes()),
+    ]
     for place in places:
         flip(target, 8 * place + 3)
         assert any(target.name in finding.text for finding in verify(open_run(path)))

@@ -120,7 +120,7 @@ def test_a_shard_retired_meanwhile_is_said(tmp_path: Path) -> None:
     run = open_run(run_path)
     path.unlink()
     assert run.num_rows == 10
-    with pytest.raises(Exception, match="is gone .*open it again"):
+    with pytest.raises(Exception, match=r"is gone .*open it again"):
         run.array("layers.0", step=3)
 
 

@@ -1,0 +1,120 @@
+"""Owns the commands' names, options and exit codes; what they do is in a module each.
+
+Exit codes: 0 fine, 1 a finding, 2 misuse or unreadable input. An error of ours is one line on stderr, no traceback.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from ..errors import RecorderError
+from .output import LineHandler, printable_line
+
+_PACKAGE = (__package__ or "recorder").partition(".")[0]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Look at what the recorder wrote while a model trained.",
+    epilog="Record with: RECORDER=1 torchrun --nproc-per-node 2 train.py",
+)
+
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or a folder that holds exactly one.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
+
+
+def run_command(arguments: list[str]) -> NoReturn:
+    """Run one command and exit."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # spark lines, on a terminal without Unicode
+    library = logging.getLogger(_PACKAGE)
+    library.handlers = [LineHandler()]
+    library.propagate = False
+    try:
+        app(arguments, prog_name="recorder")
+    except (RecorderError, OSError, MemoryError) as error:
+        print(f"recorder: {printable_line(error or 'out of memory')}", file=sys.stderr)
+    sys.exit(2)
+
+
+@app.command(epilog="Example: recorder ls recordings")
+def ls(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A run, or a folder of runs.")] = Path("recordings"),
+    as_json: Json = False,
+) -> None:
+    """List the runs of a folder, or the writers of a run."""
+    from .ls import list_path
+
+    raise typer.Exit(list_path(path, as_json=as_json))
+
+
+@app.command(epilog="Example: recorder show recordings layers.0.mlp --site grad_output --step 100:")
+def show(
+    path: RunPath,
+    module: Annotated[
+        str | None, typer.Argument(metavar="MODULE", help="A module's path; '' is the root. Without: all modules.")
+    ] = None,
+    site: Annotated[str | None, typer.Option(help="Only this site: output, grad_output, param, grad, ...")] = None,
+    name: Annotated[str | None, typer.Option(help="Only this name at the site, such as weight.")] = None,
+    step: Annotated[str | None, typer.Option(help="Steps: 7, 0:100, ::10, 0,5,7 or pow2.")] = None,
+    rank: Annotated[str | None, typer.Option(help="Ranks, written like steps.")] = None,
+    last: Annotated[int, typer.Option(min=0, help="Steps in the long table, counted from the end; 0: all.")] = 10,
+    as_json: Json = False,
+) -> None:
+    """Show one module over steps and ranks, or a summary of all modules."""
+    from .show import Wanted, show_module, show_modules
+
+    wanted = Wanted(site=site, name=name, step=step, rank=rank)
+    if module is None:
+        raise typer.Exit(show_modules(path, wanted, as_json=as_json))
+    raise typer.Exit(show_module(path, module, wanted, last=last, as_json=as_json))
+
+
+@app.command(epilog="Example: recorder verify recordings")
+def verify(path: RunPath, as_json: Json = False) -> None:
+    """Check every byte of a run: checksums, seals, footers, indexes and accounts. Exit code 1: something is wrong."""
+    from .verify import verify_run
+
+    raise typer.Exit(verify_run(path, as_json=as_json))
+
+
+@app.command(epilog="Example: RECORDER_MAX_BYTES=4GB recorder config --show")
+def config(
+    show: Annotated[bool, typer.Option("--show", help="Print the settings in force (the default).")] = True,
+    as_json: Json = False,
+) -> None:
+    """Print the settings in force, where each comes from and what it does."""
+    from .settings import show_settings
+
+    raise typer.Exit(show_settings(as_json=as_json))
+
+
+@app.command(epilog="Examples: recorder doctor    recorder doctor recordings")
+def doctor(
+    path: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A run; without: this environment.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say why something was not, or will not be, recorded. Exit code 1: something is missing."""
+    from .doctor import examine
+
+    raise typer.Exit(examine(path, as_json=as_json))
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    epilog="Example: recorder run torchrun --nproc-per-node 2 train.py",
+)
+def run(context: typer.Context) -> None:
+    """Run a training command with recording on; for where entry points are not loaded."""
+    from ..launch import launch
+
+    launch(context.args)

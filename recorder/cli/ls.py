@@ -1,0 +1,120 @@
+"""Owns ``recorder ls``: runs of a folder, writers of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import RunError
+from ..read.run import Run, find_runs, has_manifest, open_run
+from ..read.writers import RecordedWriter
+from .output import Column, Table, moment, print_json, printable, size, span
+
+_STATES = ("unclosed", "recording", "closed")
+"""A run is as bad as its worst writer."""
+
+
+def list_path(path: Path, *, as_json: bool) -> int:
+    """Print the listing and return the exit code."""
+    if path.is_dir() and not has_manifest(path):
+        runs = find_runs(path)
+        if runs:
+            return _list_runs(runs, as_json=as_json)
+    return _list_writers(open_run(path), as_json=as_json)
+
+
+def _list_runs(paths: list[Path], *, as_json: bool) -> int:
+    rows, found, exit_code = [], [], 0
+    for path in paths:
+        try:
+            run = open_run(path)
+        except RunError as error:
+            exit_code = 1
+            found.append({"run": path.name, "state": "unreadable", "error": str(error)})
+            rows.append([path.name, "", "", "", "", "", f"unreadable: {error}"])
+            continue
+        summary = _summary(run)
+        exit_code = exit_code or int(bool(run.problems))
+        found.append(summary)
+        ranks = f"{len(run.ranks)} of {run.world_size}" if run.world_size else str(len(run.ranks))
+        rows.append(
+            [path.name, moment(summary["started_ns"]), ranks, span(run.steps), f"{run.num_rows}"]
+            + [size(summary["bytes"]), summary["state"]]
+        )
+    if as_json:
+        print_json(found)
+        return exit_code
+    titles = ("run", "started", "ranks", "steps", "rows", "size", "state")
+    columns = [Column(title=title, is_number=title in ("rows", "size")) for title in titles]
+    Table(columns, rows).print()
+    return exit_code
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    states = [writer.state for writer in run.writers]
+    return {
+        "run": run.path.name,
+        "run_id": run.run_id,
+        "path": str(run.path),
+        "started_ns": min((writer.started_ns for writer in run.writers if writer.started_ns), default=0),
+        "world_size": run.world_size,
+        "ranks": run.ranks,
+        "steps": run.steps,
+        "rows": run.num_rows,
+        "bytes": sum(writer.disk_bytes for writer in run.writers),
+        "state": next((state for state in _STATES if state in states), "empty"),
+        "problems": run.problems,
+    }
+
+
+def _list_writers(run: Run, *, as_json: bool) -> int:
+    summary = _summary(run)
+    writers = [_describe(run, writer) for writer in run.writers]
+    exit_code = int(bool(run.problems))
+    if as_json:
+        print_json(summary | {"writers": writers})
+        return exit_code
+    ranks = f"{len(run.ranks)} of {run.world_size} ranks" if run.world_size else f"{len(run.ranks)} ranks"
+    facts = [ranks, f"steps {span(run.steps) or 'none'}", f"{run.num_rows} rows", size(summary["bytes"])]
+    rows = [
+        [
+            "global" if writer["rank"] is None else str(writer["rank"]),
+            writer["writer"],
+            str(writer["attempt"]),
+            moment(writer["started_ns"]),
+            span(writer["steps"]),
+            str(writer["rows"]),
+            size(writer["bytes"]),
+            " ".join(f"{reason}={count}" for reason, count in writer["dropped"].items()) or "0",
+            writer["state"],
+            ",".join(writer["sites"]),
+        ]
+        for writer in writers
+    ]
+    titles = ("rank", "writer", "attempt", "started", "steps", "rows", "size", "dropped", "state", "sites")
+    numbers = ("rank", "attempt", "rows", "size")
+    columns = [Column(title=title, is_number=title in numbers) for title in titles]
+    Table(columns, rows, title=f"{printable(run.path.name)}: {', '.join(facts)}").print()
+    return exit_code
+
+
+def _describe(run: Run, writer: RecordedWriter) -> dict[str, Any]:
+    steps = writer.column("step").to_numpy()
+    return {
+        "rank": writer.rank,
+        "writer": writer.name,
+        "host": writer.manifest.get("host"),
+        "pid": writer.manifest.get("pid"),
+        "attempt": writer.attempt,
+        "started_ns": writer.started_ns,
+        "steps": [int(step) for step in np.unique(steps)],
+        "rows": writer.num_rows,
+        "bytes": writer.disk_bytes,
+        "dropped": writer.balance.dropped,
+        "retired_rows": writer.balance.retired_rows,
+        "missing_rows": writer.balance.num_missing if writer.state == "unclosed" else 0,
+        "state": writer.state,
+        "sites": sorted(site for site in writer.column("site").unique().to_pylist() if site),
+    }

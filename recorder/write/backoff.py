@@ -1,0 +1,42 @@
+"""Owns what follows an error of the disk: the word for the ledger, and for how long the disk is left alone."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+from .ledger import DISK_FULL, WRITE_ERROR
+
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
+
+
+class Backoff:
+    """Why rows are dropped unseen for now, and until when; each failure in a row doubles the pause."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.reason: str | None = None
+        """Why the last attempt failed; None where it succeeded."""
+        self._clock = clock
+        self._pause_s = _FIRST_PAUSE_S
+        self._until_s = float("-inf")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is worth to try (again)."""
+        return self._clock() >= self._until_s
+
+    def failed(self, reason: str) -> None:
+        self.reason = reason
+        self._until_s = self._clock() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    def succeeded(self) -> None:
+        self.reason, self._pause_s, self._until_s = None, _FIRST_PAUSE_S, float("-inf")
+
+
+def drop_reason(error: OSError) -> str:
+    """The word in the ledger for rows that an error of the disk has cost."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DISK_FULL
+    return f"{WRITE_ERROR}:{errno.errorcode.get(error.errno or 0, 'UNKNOWN')}"

@@ -1,0 +1,127 @@
+"""Processes that tests start: a clean environment, a deadline, and what they left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import recorder
+
+SCRIPTS = Path(__file__).parent / "scripts"
+EVERYTHING = "site=* keep=tensor,stats,fingerprint"
+DEADLINE_S = 90.0
+_OURS = ("RECORDER", "_RECORDER", "TORCH", "SLURM", "OMPI", "PMI", "MASTER_", "PYTHON", "COV")
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
+
+
+def environment(settings: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment without what would steer a recorder or a launcher, with these variables on top."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_OURS) and k not in _RANKS}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **settings}
+
+
+def recording(rules: str = EVERYTHING, **more: str) -> dict[str, str]:
+    """The environment that records, into ``recordings`` where the process runs."""
+    return {"RECORDER": "1", "RECORDER_RULES": rules, **{f"RECORDER_{k.upper()}": v for k, v in more.items()}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A process that has ended, in the folder where it ran."""
+
+    folder: Path
+    returncode: int
+    output: str
+    """Standard output and standard error as they came."""
+
+    @cached_property
+    def run(self) -> recorder.Run:
+        return recorder.open_run(self.folder / "recordings")
+
+    @cached_property
+    def saved(self) -> list[dict[str, Any]]:
+        """What `scripts/train.py` saved, by rank."""
+        return [torch.load(path, weights_only=False) for path in sorted((self.folder / "out").glob("rank*.pt"))]
+
+    def lines(self, *words: str) -> list[str]:
+        """Lines of the output in which all of these words occur."""
+        return [line for line in self.output.splitlines() if all(word in line for word in words)]
+
+
+class Job:
+    """A process that is running, leader of a process group of its own."""
+
+    def __init__(self, command: Sequence[str], folder: Path, settings: Mapping[str, str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._output = folder / "output.txt"
+        with self._output.open("wb") as file:
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=environment(settings),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> Finished:
+        """Its end; one that does not come is an AssertionError with what it said."""
+        try:
+            returncode = self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.process.args} hangs; it said:\n{self._text()}") from None
+        finally:
+            self.kill()
+        return Finished(folder=self.folder, returncode=returncode, output=self._text())
+
+    def kill(self) -> None:
+        """Leave nothing of it behind: a launcher ends its ranks, which lead sessions of their own, where it is asked to."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def _text(self) -> str:
+        return self._output.read_text(errors="replace")
+
+
+def python(folder: Path, *arguments: str | Path, **settings: str) -> Job:
+    """Start this interpreter."""
+    return Job([sys.executable, *map(str, arguments)], folder, settings)
+
+
+def torchrun(folder: Path, *arguments: str | Path, options: Sequence[str] = ("--standalone",), **settings: str) -> Job:
+    """Start a script on two ranks of one agent, or as the options say."""
+    options = (*options, *([] if any("nproc" in option for option in options) else ["--nproc-per-node=2"]))
+    launcher = Path(sysconfig.get_path("scripts")) / "torchrun"
+    return Job([str(launcher), *options, *map(str, arguments)], folder, settings)
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def succeeded(job: Job) -> Finished:
+    """Its end, which must be a good one."""
+    finished = job.wait()
+    assert finished.returncode == 0, finished.output
+    return finished

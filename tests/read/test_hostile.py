@@ -1,0 +1,270 @@
+"""Files from strangers: refused by name, and nothing allocated, followed or executed on their word."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import zstandard
+
+from recorder.errors import CorruptError, NotARunError, RunError
+from recorder.format.schema import SCHEMA
+from recorder.read.files import MappedFile
+from recorder.read.messages import MAX_BATCH_BYTES, block_at, footer_blocks, footer_bytes
+from recorder.read.run import open_run
+from recorder.read.verify import verify
+from tests.read.conftest import payload_rows
+from tests.read.handmade import HandmadeWriter, make_row, make_run, shard_bytes
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> HandmadeWriter:
+    return HandmadeWriter(make_run(tmp_path / "run"))
+
+
+def run_of(writer: HandmadeWriter) -> Path:
+    return writer.directory.parents[1]
+
+
+def patch(path: Path, place: int, data: bytes) -> None:
+    old = path.read_bytes()
+    path.write_bytes(old[:place] + data + old[place + len(data) :])
+
+
+class TestLinksAndDevices:
+    def test_a_linked_shard_is_not_read(self, writer: HandmadeWriter, tmp_path: Path) -> None:
+        shard = writer.add_shard([payload_rows()])
+        shard.rename(tmp_path / "elsewhere.arrow")
+        shard.symlink_to(tmp_path / "elsewhere.arrow")
+        assert open_run(run_of(writer)).num_rows == 0
+
+    @pytest.mark.parametrize("depth", [0, 1])
+    def test_a_linked_directory_is_not_entered(self, writer: HandmadeWriter, tmp_path: Path, depth: int) -> None:
+        writer.add_shard([payload_rows()])
+        directory = [writer.directory, writer.directory.parent][depth]
+        directory.rename(tmp_path / "elsewhere")
+        directory.symlink_to(tmp_path / "elsewhere")
+        assert open_run(run_of(writer)).num_rows == 0
+
+    @pytest.mark.parametrize("name", ["_run.json", "_writer.json"])
+    def test_a_linked_manifest_is_refused(self, writer: HandmadeWriter, tmp_path: Path, name: str) -> None:
+        (manifest,) = run_of(writer).rglob(name)
+        manifest.rename(tmp_path / "elsewhere.json")
+        manifest.symlink_to(tmp_path / "elsewhere.json")
+        if name == "_run.json":
+            with pytest.raises(NotARunError, match=name):
+                open_run(run_of(writer))
+        else:
+            assert name in open_run(run_of(writer)).problems[0]
+
+    def test_a_linked_index_is_not_used(self, writer: HandmadeWriter, tmp_path: Path) -> None:
+        shard = writer.add_shard([payload_rows()])
+        (index,) = shard.parent.glob("_*.index")
+        index.rename(tmp_path / "elsewhere.index")
+        index.symlink_to(tmp_path / "elsewhere.index")
+        run = open_run(run_of(writer))
+        assert (run.num_rows, run.writers[0].shards[0].state.is_indexed) == (10, False)
+
+    def test_pipes_and_directories_are_no_shards(self, writer: HandmadeWriter) -> None:
+        os.mkfifo(writer.directory / "tensors-000000.arrow")
+        os.mkfifo(writer.directory / "_tensors-000001.arrow.open")
+        (writer.directory / "tensors-000002.arrow").mkdir()
+        assert open_run(run_of(writer)).writers[0].shards == []
+
+    def test_a_pipe_instead_of_a_manifest_does_not_block(self, writer: HandmadeWriter) -> None:
+        (writer.directory / "_writer.json").unlink()
+        os.mkfifo(writer.directory / "_writer.json")
+        assert "not a regular file" in open_run(run_of(writer)).problems[0]
+
+    def test_foreign_names_are_ignored(self, writer: HandmadeWriter) -> None:
+        data = shard_bytes([payload_rows()])
+        for name in ("tensors-1.arrow", "tensors-000000.arrow\n", "x.arrow", "_tensors-00000x.arrow.open", "\x1b[2J"):
+            (writer.directory / name).write_bytes(data)
+        (run_of(writer) / "rank=-0001").mkdir()
+        assert open_run(run_of(writer)).num_rows == 0
+
+
+class TestManifests:
+    @pytest.mark.parametrize("text", [b"", b"[1]", b"\xff", b"{", b'{"a":' * 100_000, b"null", b'{"format":"other"}'])
+    def test_no_manifest_of_ours_is_one_error(self, writer: HandmadeWriter, text: bytes) -> None:
+        (run_of(writer) / "_run.json").write_bytes(text)
+        with pytest.raises(RunError, match=r"_run\.json"):
+            open_run(run_of(writer))
+
+    def test_a_huge_manifest_is_not_read(self, writer: HandmadeWriter) -> None:
+        with open(run_of(writer) / "_run.json", "wb") as file:
+            file.truncate(1 << 40)
+        with pytest.raises(CorruptError, match="larger than"):
+            open_run(run_of(writer))
+
+    def test_a_lost_writer_manifest_costs_no_row(self, writer: HandmadeWriter) -> None:
+        writer.add_shard([payload_rows()])
+        (writer.directory / "_writer.json").write_bytes(b"{")
+        run = open_run(run_of(writer))
+        assert (run.num_rows, len(run.problems), run.modules) == (10, 1, {})
+        assert run.array("layers.0", step=3).shape == (3, 5)
+
+    def test_values_of_any_type_are_borne(self, writer: HandmadeWriter) -> None:
+        junk: list[object] = [None, -1, "x", [], {}, 1e300, [[1]], {"dropped": 3}]
+        for value in junk:
+            keys = ("roots", "ledger", "attempt", "started_ns", "pid", "host", "step_source", "events", "settings")
+            writer.finish(state="recording", **dict.fromkeys(keys, value))
+            run = open_run(run_of(writer))
+            (found,) = run.writers
+            assert (found.balance.observed, found.attempt if value != -1 else 0, run.modules) == (0, 0, {})
+            assert found.state in ("recording", "unclosed")
+
+
+class TestForgedSizes:
+    def test_a_footer_may_point_anywhere(self, writer: HandmadeWriter) -> None:
+        shard = writer.add_shard([payload_rows()[:4], payload_rows()[4:]], with_index=False)
+        data = shard.read_bytes()
+        source = MappedFile(shard)
+        start = len(data) - 10 - footer_bytes(source)
+        blocks = footer_blocks(source)
+        entry = data.index(
+            struct.pack("<qi4xq", blocks[0].offset, blocks[0].metadata_bytes, blocks[0].body_bytes), start
+        )
+        for layout, shift, values in (("<q", 0, (-8, 0, 1, 8, 1 << 40, -(1 << 63))), ("<i", 8, (-1, 0, 8, 1 << 30))):
+            for value in values:
+                patch(shard, entry + shift, struct.pack(layout, value))
+                run = open_run(run_of(writer))
+                assert run.num_rows == 6, value  # the other batch is not touched
+                assert len(run.problems) == 1
+                shard.write_bytes(data)
+
+    def test_a_footer_that_hides_batches_is_corrupt(self, writer: HandmadeWriter) -> None:
+        shard = writer.add_shard([payload_rows()[:4], payload_rows()[4:]], with_index=False)
+        data = shard.read_bytes()
+        source = MappedFile(shard)
+        first = footer_blocks(source)[0]
+        entry = data.rindex(struct.pack("<qi4xq", first.offset, first.metadata_bytes, first.body_bytes))
+        assert struct.unpack_from("<I", data, entry - 4) == (3,)
+        for num_batches in (0, 1, 2):
+            patch(shard, entry - 4, struct.pack("<I", num_batches))
+            run = open_run(run_of(writer))
+            assert run.num_rows == 10  # salvaged as a stream
+            assert "footer" in run.problems[0]
+            assert any("footer" in finding.text for finding in verify(run))
+
+    def test_a_message_that_claims_a_terabyte_is_refused(self, writer: HandmadeWriter) -> None:
+        shard = writer.add_shard([payload_rows()], is_sealed=False)
+        source = MappedFile(shard)
+        schema_end = block_at(source, 8)[0].end  # type: ignore[index]
+        body_bytes = block_at(source, schema_end)[0].body_bytes  # type: ignore[index]
+        place = shard.read_bytes().index(struct.pack("<q", body_bytes), schema_end)
+        patch(shard, place, struct.pack("<q", 1 << 40))
+        run = open_run(run_of(writer))
+        assert run.num_rows == 0
+        assert run.writers[0].shards[0].state.num_trailing_bytes > 0
+
+    def test_a_compressed_column_that_claims_a_terabyte_is_refused(self, writer: HandmadeWriter) -> None:
+        rows = [make_row(i, encoding=None) for i in range(100)]
+        shard = writer.add_shard([rows], kind="stats", with_index=False)
+        source = MappedFile(shard)
+        block = footer_blocks(source)[0]
+        _, message = block_at(source, block.offset)  # type: ignore[misc]
+        assert message.is_compressed
+        place = block.offset + block.metadata_bytes + max(message.buffers, key=lambda buffer: buffer[1])[0]
+        for claim in (1 << 40, MAX_BATCH_BYTES + 1, (1 << 63) - 1):
+            patch(shard, place, struct.pack("<q", claim))
+            assert "declares" in open_run(run_of(writer)).problems[0]
+
+    def test_a_payload_bomb_is_refused_before_it_grows(self, writer: HandmadeWriter) -> None:
+        bomb = zstandard.ZstdCompressor(write_checksum=True).compress(bytes(1 << 26))
+        assert len(bomb) < 10_000
+        row = make_row(0, np.zeros(1 << 24, np.float32)) | {"encoding": "raw", "data": bomb, "payload_bytes": 1 << 26}
+        honest = make_row(1, [1.0]) | {"encoding": "raw", "data": bomb, "step": 1}
+        writer.add_shard([[row, honest]])
+        run = open_run(run_of(writer))
+        with pytest.raises(CorruptError, match="a row has at most"):
+            run.array("layers.0", step=0)
+        with pytest.raises(CorruptError, match="expected 8"):
+            run.array("layers.0", step=1)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"shape": "[4611686018427387904,4]"},
+            {"shape": "[-1]"},
+            {"shape": "[1.0]"},
+            {"shape": "[" * 2000},
+            {"shape": "[true]"},
+            {"shape": "[" + "1," * 2000 + "1]"},
+            {"payload_bytes": -8},
+            {"payload_bytes": 1 << 60},
+            {"payload_bytes": 16},
+            {"payload_bytes": 0},
+            {"payload_bytes": None},
+            {"dtype": "object"},
+            {"dtype": "load"},
+            {"data": None},
+            {"encoding": "ref"},
+            {"encoding": "pickle"},
+            {"encoding": "planes_plain"},
+        ],
+    )
+    def test_a_row_that_contradicts_itself_is_an_error(
+        self, writer: HandmadeWriter, changes: dict[str, object]
+    ) -> None:
+        writer.add_shard([[make_row(0, [1.0]) | changes]])
+        run = open_run(run_of(writer))
+        for read in (run.array, run.tensor):
+            with pytest.raises(RunError):
+                read("layers.0")
+
+    @pytest.mark.parametrize("target", [0, 5, 7, 99, 1 << 63])
+    def test_a_ref_that_names_no_earlier_row_is_an_error(self, writer: HandmadeWriter, target: int) -> None:
+        ref = make_row(0, [1.0]) | {"encoding": "ref", "data": struct.pack("<Q", target)}
+        writer.add_shard([[make_row(7, [1.0, 2.0], step=2), ref, make_row(5, [1.0], step=1)]])
+        with pytest.raises(CorruptError, match="refers to row"):
+            open_run(run_of(writer)).array("layers.0", step=0)
+
+
+class TestForeignSchemas:
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda schema: schema.remove(3),
+            lambda schema: schema.set(0, pa.field("seq", pa.uint64())),
+            lambda schema: schema.append(pa.field("seq", pa.int64())),
+            lambda schema: schema.append(pa.field("extra", pa.dictionary(pa.int32(), pa.string()))),
+            lambda schema: schema.append(pa.field("extra", pa.list_(pa.int32()))),
+        ],
+    )
+    @pytest.mark.parametrize("is_sealed", [True, False])
+    def test_another_schema_is_refused(
+        self, writer: HandmadeWriter, change: Callable[[pa.Schema], pa.Schema], is_sealed: bool
+    ) -> None:
+        path = writer.directory / ("tensors-000000.arrow" if is_sealed else "_tensors-000000.arrow.open")
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, change(SCHEMA)):
+            pass
+        path.write_bytes(sink.getvalue())
+        run = open_run(run_of(writer))
+        assert run.num_rows == 0
+        assert len(run.problems) == is_sealed
+
+    def test_a_further_flat_column_is_ignored(self, writer: HandmadeWriter) -> None:
+        schema = SCHEMA.insert(2, pa.field("extra", pa.string())).append(pa.field("more", pa.float32()))
+        rows = [row | {"extra": "x", "more": 1.0} for row in payload_rows()]
+        for name, is_sealed in (("tensors-000000.arrow", True), ("_tensors-000001.arrow.open", False)):
+            (writer.directory / name).write_bytes(shard_bytes([rows], schema=schema, is_sealed=is_sealed))
+        run = open_run(run_of(writer))
+        assert (run.num_rows, run.problems) == (20, [])
+        assert "extra" not in run.table().column_names
+
+    def test_a_batch_without_checksums_is_refused(self, writer: HandmadeWriter) -> None:
+        sink = pa.BufferOutputStream()
+        batch = pa.RecordBatch.from_pylist(payload_rows(), schema=SCHEMA)
+        with pa.ipc.new_file(sink, SCHEMA) as file:
+            file.write_batch(batch)
+        (writer.directory / "tensors-000000.arrow").write_bytes(sink.getvalue())
+        run = open_run(run_of(writer))
+        assert run.num_rows == 0
+        assert "recorder_batch" in run.problems[0]

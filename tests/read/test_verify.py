@@ -1,0 +1,96 @@
+"""`verify` finds what is wrong, and nothing in a sound run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recorder.read.run import open_run
+from recorder.read.verify import Finding, verify
+from tests.read.conftest import payload_rows
+from tests.read.handmade import HandmadeWriter, ledger, make_row, make_run, shard_bytes
+
+
+def findings(run: Path) -> list[Finding]:
+    return list(verify(open_run(run)))
+
+
+def faults(run: Path) -> list[str]:
+    return [finding.text for finding in findings(run) if finding.is_fault]
+
+
+def test_a_sound_run_has_no_findings_and_every_byte_is_reported(run_path: Path) -> None:
+    seen: list[int] = []
+    run = open_run(run_path)
+    assert list(verify(run, seen.append)) == []
+    assert sum(seen) == sum(writer.shard_bytes for writer in run.writers)
+
+
+def test_a_missing_index_is_no_fault(run_path: Path) -> None:
+    next(run_path.glob("rank=00000/*/_*.index")).unlink()
+    (finding,) = findings(run_path)
+    assert not finding.is_fault and "missing" in finding.text
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> HandmadeWriter:
+    return HandmadeWriter(make_run(tmp_path / "run"))
+
+
+def test_a_shard_left_open_by_a_closed_writer_is_a_fault(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows()], is_sealed=False)
+    writer.finish()
+    (fault,) = faults(writer.directory.parents[1])
+    assert "not sealed, 1 batches with 10 rows are readable, although its writer closed" in fault
+
+
+def test_a_running_writer_is_no_fault(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows()], is_sealed=False, tail=bytes(4096))
+    assert findings(writer.directory.parents[1]) == []
+
+
+def test_accounts_that_do_not_balance_are_a_fault(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows()])
+    writer.finish(ledger=ledger(10, observed=12, pool_full=1))
+    (fault,) = faults(writer.directory.parents[1])
+    assert "observed 12, written 10, dropped 1" in fault
+
+
+def test_rows_that_vanished_are_a_fault(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows()])
+    writer.add_shard([[make_row(50, [1.0])]])
+    writer.finish()
+    next(writer.directory.glob("tensors-000001.arrow")).unlink()
+    (fault,) = faults(writer.directory.parents[1])
+    assert "has 10 rows, expected by its accounts are 11" in fault
+
+
+def test_retired_rows_are_expected_to_be_gone(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows()])
+    writer.finish(ledger=ledger(15) | {"retired": {"rows": 5, "bytes": 1}})
+    assert findings(writer.directory.parents[1]) == []
+
+
+def test_a_number_given_twice_is_a_fault(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows() + payload_rows()[:1]])
+    writer.finish()
+    (fault,) = faults(writer.directory.parents[1])
+    assert "1 rows have the number of another" in fault
+
+
+def test_rows_of_another_rank_are_a_fault(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows(rank=3)])
+    writer.finish()
+    (fault,) = faults(writer.directory.parents[1])
+    assert "rows of rank {3}, not of 0 alone" in fault
+
+
+def test_bytes_between_the_batches_and_the_footer_are_a_fault(writer: HandmadeWriter) -> None:
+    rows = payload_rows()
+    path = writer.add_shard([rows], with_index=False)
+    sealed, is_open = shard_bytes([rows]), shard_bytes([rows], is_sealed=False)
+    end_of_stream = sealed.index(b"\xff\xff\xff\xff\0\0\0\0", len(is_open))
+    path.write_bytes(sealed[:end_of_stream] + bytes(64) + sealed[end_of_stream:])
+    writer.finish()
+    assert any("the footer does not follow the last batch" in fault for fault in faults(writer.directory.parents[1]))

@@ -1,0 +1,105 @@
+"""Settings: where they come from, what is allowed, and how a mistake is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recorder.config import DEFAULT_RULES, Loaded, Schedule, is_enabled, load_settings, parse_rules
+from recorder.errors import ConfigError
+
+
+def explained(loaded: Loaded) -> dict[str, tuple[object, str]]:
+    return {row.name: (row.value, row.source) for row in loaded.explain()}
+
+
+def test_an_argument_beats_the_environment_which_beats_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "recorder.toml"
+    file.write_text('pool_bytes = "512MiB"\ncodec_level = 3\npolicy = "drop"\n')
+    environ = {"RECORDER_CONFIG": str(file), "RECORDER_CODEC_LEVEL": "4", "RECORDER_POLICY": "wait"}
+    rows = explained(load_settings({"policy": "drop"}, environ))
+    assert rows["pool_bytes"] == (512 << 20, f"file {file}")
+    assert rows["codec_level"] == (4, "environment")
+    assert rows["policy"] == ("drop", "argument")
+    assert rows["on_quota"] == ("retire", "default")
+
+
+def test_rules_read_the_same_from_text_and_from_toml(tmp_path: Path) -> None:
+    file = tmp_path / "recorder.toml"
+    file.write_text(
+        "[[rules]]\nmodule = ['layers.*.mlp', '!layers.0.*']\nsite = ['output', 'grad']\nkeep = 'tensor,stats'\n"
+        "steps = '0:1000:100'\n[[rules]]\nclass = 'Linear'\nrank = 0\nleaf = true\n"
+    )
+    from_file = load_settings({}, {"RECORDER_CONFIG": str(file)}).settings.rules
+    text = "module=layers.*.mlp,!layers.0.* site=output,grad keep=tensor,stats steps=0:1000:100; class=Linear rank=0 leaf=yes"
+    assert from_file == parse_rules(text)
+
+
+def test_the_text_of_a_rule_reads_back_as_the_rule() -> None:
+    rules = [*DEFAULT_RULES, *parse_rules("module='a b','' class=re:(Linear|Conv).* rank=0,4:8 name=x.*; leaf=yes site=*")]
+    assert list(parse_rules("; ".join(rule.text for rule in rules))) == rules
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RECORDER_RULS": "x"}, r"RECORDER_RULS = 'x' .*did you mean 'RECORDER_RULES'"),
+        ({"RECORDER_dir": "x"}, r"RECORDER_dir = 'x' .*is no setting"),
+        ({"RECORDER_POLICY": "wat"}, r"policy = 'wat': allowed is wait or drop"),
+        ({"RECORDER_POOL_BYTES": "big"}, r"RECORDER_POOL_BYTES .*expected bytes, such as"),
+        ({"RECORDER_POOL_BYTES": "12"}, r"pool_bytes = 12: allowed is 0 .* at least 1 MiB"),
+        ({"RECORDER_CODEC_LEVEL": "99"}, r"codec_level = 99: allowed is -7 to 19 .*environment"),
+        ({"RECORDER_CODEC_LEVEL": "1.5"}, r"expected a whole number"),
+        ({"RECORDER_CLOSE_DEADLINE_S": "nan"}, r"expected a number"),
+        ({"RECORDER_CONFIG": "/no/such/file.toml"}, r"RECORDER_CONFIG = '/no/such/file.toml' cannot be read: No such"),
+        ({"RECORDER_RULES": "site=otput"}, r"unknown site 'otput' \(did you mean 'output'\?\); allowed: input"),
+        ({"RECORDER_RULES": "sites=output"}, r"unknown key 'sites' \(did you mean 'site'\?\)"),
+        ({"RECORDER_RULES": "output"}, r"'output' in 'output' is no key=value"),
+        ({"RECORDER_RULES": "site=grad site=output"}, r"'site' stands twice"),
+        ({"RECORDER_RULES": "steps=1:2:0"}, r"stride of 0"),
+        ({"RECORDER_RULES": "steps=often"}, r"'often' is no number.*examples: 0:1000:100"),
+        ({"RECORDER_RULES": "module=re:("}, r"not a regular expression"),
+        ({"RECORDER_RULES": "keep=everything"}, r"unknown keep 'everything'.*tensor, stats, fingerprint"),
+        ({"RECORDER_RULES": "module='a"}, r"cannot be split into words"),
+    ],
+)
+def test_a_mistake_is_told_with_key_value_and_what_is_allowed(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_settings({}, environ)
+
+
+def test_a_file_that_is_no_toml_names_the_place(tmp_path: Path) -> None:
+    file = tmp_path / "recorder.toml"
+    file.write_text("pool_bytes = = 3")
+    with pytest.raises(ConfigError, match=r"is not TOML: .*line 1"):
+        load_settings({}, {"RECORDER_CONFIG": str(file)})
+
+
+def test_the_flag_is_on_or_off_or_a_mistake() -> None:
+    assert [is_enabled({"RECORDER": value}) for value in ("1", "true", "on")] == [True] * 3
+    assert [is_enabled({"RECORDER": value}) for value in ("", "0", "off")] == [False] * 3
+    assert not is_enabled({})
+    with pytest.raises(ConfigError, match="RECORDER = 'maybe'"):
+        is_enabled({"RECORDER": "maybe"})
+
+
+@given(st.integers(0, 60), st.none() | st.integers(0, 60), st.integers(1, 7), st.integers(0, 80))
+def test_a_slice_holds_what_range_holds(start: int, stop: int | None, stride: int, number: int) -> None:
+    schedule = Schedule.parse(f"{start}:{'' if stop is None else stop}:{stride}")
+    assert (number in schedule) == (number in range(start, 1000 if stop is None else stop, stride))
+
+
+def test_powers_of_two_begin_with_zero_and_one() -> None:
+    schedule = Schedule.parse("pow2,11")
+    assert [n for n in range(20) if n in schedule] == [0, 1, 2, 4, 8, 11, 16]
+
+
+def test_importing_the_package_loads_neither_torch_nor_pyarrow_nor_numpy() -> None:
+    script = "import sys, recorder; print(sorted({'torch', 'pyarrow', 'numpy', 'pandas', 'rich'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

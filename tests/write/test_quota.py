@@ -1,0 +1,144 @@
+"""Bytes on disk stay within the quota: which shards go, which never do, and what the ledger says of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recorder.records import KEEP_STATS
+from recorder.write.quota import Quota
+from recorder.write.shard import StoredShard
+from tests.fakes import FaultyDisk
+from tests.write.rig import Rig
+
+MEGABYTE = 1 << 20
+VALUES = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8)
+
+
+def used_bytes(rig: Rig, kind: str) -> int:
+    return sum(path.stat().st_size for path in rig.files(f"*{kind}-*"))
+
+
+def test_the_oldest_shards_but_the_first_are_retired_and_the_newest_never(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_bytes=4 * MEGABYTE, codec="none", batch_bytes=1).start()
+    for _ in range(100):
+        rig.put(VALUES)
+        rig.drain()
+        assert used_bytes(rig, "tensors") <= 3 * MEGABYTE
+    report = rig.close()
+    assert report.ledger["dropped"] == {}
+    assert report.ledger["written"] == 100
+    names = [path.name for path in rig.files("*.arrow")]
+    numbers = [int(name[8:14]) for name in names]
+    assert len(numbers) >= 4
+    assert numbers[0] == 0
+    assert numbers[1:] == list(range(numbers[1], numbers[-1] + 1))
+    seqs = [row["seq"] for row in rig.rows()]
+    assert seqs[:2] == [0, 1]
+    assert seqs[-1] == 99
+    retired = report.ledger["retired"]
+    assert len(seqs) == 100 - retired["rows"]
+    assert retired["bytes"] > retired["rows"] * len(VALUES)
+    assert len(rig.files("_*.index")) == len(names)
+
+
+def test_what_is_retired_is_on_disk_before_the_shard_goes(tmp_path: Path) -> None:
+    class Watching(FaultyDisk):
+        def unlink(self, path: Path) -> None:
+            if path.suffix == ".arrow":
+                recorded.append(rig.manifest()["ledger"]["retired"]["rows"])
+            super().unlink(path)
+
+    recorded: list[int] = []
+    rig = Rig(tmp_path, disk=Watching(), max_bytes=4 * MEGABYTE, codec="none", batch_bytes=1).start()
+    for _ in range(60):
+        rig.put(VALUES)
+    report = rig.close()
+    assert recorded
+    assert recorded == sorted(set(recorded))
+    assert recorded[0] > 0
+    assert recorded[-1] == report.ledger["retired"]["rows"]
+
+
+def test_stop_drops_new_rows_and_keeps_the_old(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_bytes=4 * MEGABYTE, codec="none", batch_bytes=1, on_quota="stop").start()
+    for _ in range(60):
+        rig.put(VALUES)
+    report = rig.close()
+    written = report.ledger["written"]
+    assert 20 < written < 60
+    assert report.ledger["dropped"] == {"quota": 60 - written}
+    assert [row["seq"] for row in rig.rows()] == list(range(written))
+    assert used_bytes(rig, "tensors") <= 3 * MEGABYTE
+
+
+def test_statistics_keep_their_quarter_when_tensors_have_used_up_theirs(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_bytes=4 * MEGABYTE, codec="none", batch_bytes=1, on_quota="stop").start()
+    for _ in range(40):
+        rig.put(VALUES)
+    rig.drain()
+    assert rig.writer.stats().ledger["dropped"]["quota"] > 0
+    before = rig.writer.stats().ledger["written"]
+    for _ in range(100):
+        rig.put(VALUES, keep=KEEP_STATS)
+    assert rig.close().ledger["written"] == before + 100
+
+
+def test_a_batch_above_the_whole_quota_is_dropped_and_nothing_is_retired_for_it(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_bytes=2 * MEGABYTE, codec="none", batch_bytes=1).start()
+    for _ in range(10):
+        rig.put(VALUES)
+    rig.drain()
+    rig.put(np.zeros(2 * MEGABYTE, np.uint8))
+    rig.drain()
+    before = rig.writer.stats().ledger
+    assert before["dropped"] == {"quota": 1}
+    assert rig.close().ledger["retired"]["rows"] == before["retired"]["rows"] == 0
+
+
+def test_an_abandoned_open_shard_is_retired_in_its_turn(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    rig = Rig(tmp_path, disk=disk, max_bytes=4 * MEGABYTE, codec="none", batch_bytes=1).start()
+    for number in range(60):
+        if number == 6:
+            disk.fail("write", 5)
+        rig.put(VALUES)
+        rig.drain()
+        assert used_bytes(rig, "tensors") <= 3 * MEGABYTE
+    report = rig.close()
+    assert report.ledger["dropped"] == {}
+    assert rig.files("_*.open") == []
+    assert len(rig.rows()) == 60 - report.ledger["retired"]["rows"]
+
+
+def test_a_shard_that_cannot_be_deleted_does_not_stop_the_writer(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    rig = Rig(tmp_path, disk=disk, max_bytes=4 * MEGABYTE, codec="none", batch_bytes=1).start()
+    rig.drain()
+    disk.fail("unlink", 13)
+    for _ in range(60):
+        rig.put(VALUES)
+    report = rig.close()
+    assert report.ledger["dropped"] == {}
+    assert report.ledger["written"] == 60
+
+
+@pytest.mark.parametrize("num_shards", range(6))
+def test_only_what_lies_between_the_first_and_the_newest_can_go(num_shards: int) -> None:
+    quota = Quota(1000)
+    for number in range(num_shards):
+        quota.add("tensors", 100)
+        quota.keep("tensors", StoredShard(Path(str(number)), 1, 100))
+    removable = max(0, num_shards - 2)
+    room = 750 - 100 * num_shards
+    assert quota.fits("tensors", room)
+    assert not quota.fits("tensors", room + 1)
+    assert quota.could_fit("tensors", room + 100 * removable)
+    assert not quota.could_fit("tensors", room + 100 * removable + 1)
+    assert quota.could_fit("stats", 250)
+    retired = [quota.retire("tensors") for _ in range(removable)]
+    assert [shard and shard.path.name for shard in retired] == [str(number) for number in range(1, 1 + removable)]
+    assert quota.retire("tensors") is None
+    assert quota.used_bytes("tensors") == 100 * (num_shards - removable)

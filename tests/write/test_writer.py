@@ -1,0 +1,573 @@
+"""The writer thread over a healthy disk: what it writes, when, and how it ends."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recorder.format.codec import decode
+from recorder.format.dtypes import item_bytes
+from recorder.format.rundir import index_name
+from recorder.format.schema import LIGHT_COLUMNS, SCHEMA
+from recorder.records import (
+    KEEP_FINGERPRINT,
+    KEEP_STATS,
+    KEEP_TENSOR,
+    PART_BYTES,
+    Chunk,
+    Measured,
+)
+from recorder.write.writer import RunPlace
+from tests.fakes import FaultyDisk, fake_staged
+from tests.write.rig import PATIENCE_S, Rig, read_open, read_sealed, wait_until
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path / "run").start()
+    yield rig
+    rig.writer.close(PATIENCE_S)
+
+
+def payload(row: dict[str, Any]) -> bytes:
+    return decode(row["encoding"], row["data"], row["payload_bytes"], item_bytes(row["dtype"])).tobytes()
+
+
+# -- what is written ----------------------------------------------------------------------------------------------
+
+
+def test_a_written_run_reads_back_with_plain_pyarrow_and_equals(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run", rank=3, attempt=2001).start()
+    generator = np.random.default_rng(0)
+    chunk = Chunk((4, 6), (2, 0), '["S(0)"]', '{"dp":2}', "dtensor")
+    values: list[Any] = [
+        generator.standard_normal((64, 128), dtype=np.float32),
+        generator.integers(0, 50000, (3, 5)),
+        np.float32(1.5).reshape(()),
+        np.zeros((0, 7), np.float16),
+        np.array([True, False]),
+    ]
+    rig.put(values[0], module_path="a.b", step=7, micro_step=1, note='{"taken":"total"}', time_ns=5)
+    rig.put(values[1], site="grad", phase="optimizer", scope="final", chunk=chunk, micro_step=None, mode="eval")
+    rig.put(values[2], site="scalar", name="loss")
+    rig.put(values[3])
+    rig.put(values[4], keep=KEEP_TENSOR)
+    report = rig.close()
+    assert report.is_complete
+    assert report.error is None
+    assert report.ledger["written"] == 5
+    assert report.ledger["dropped"] == {}
+    rig.assert_blocks_are_released()
+
+    (path,) = rig.files("*.arrow")
+    assert path.name == "tensors-000000.arrow"
+    assert path.parent.parent == tmp_path / "run" / "rank=00003"
+    with pa.OSFile(str(path)) as source:
+        assert pa.ipc.open_file(source).schema.equals(SCHEMA, check_metadata=True)
+    rows = rig.rows()
+    assert [payload(row) for row in rows] == [value.tobytes() for value in values]
+    first = {
+        "seq": 0,
+        "attempt": 2001,
+        "step": 7,
+        "micro_step": 1,
+        "call": 0,
+        "repeat": 0,
+        "mode": "train",
+        "phase": "forward",
+        "rank": 3,
+        "root": "model",
+        "module_path": "a.b",
+        "site": "output",
+        "name": "",
+        "dtype": "float32",
+        "shape": "[64,128]",
+        "numel": 8192,
+        "part": 0,
+        "flat_offset": 0,
+        "note": '{"taken":"total"}',
+        "mean": 32768.0,
+        "payload_bytes": 32768,
+        "time_ns": 5,
+    }
+    assert {name: rows[0][name] for name in first} == first
+    sums = [sum(value.tobytes()) for value in values[:3]]
+    assert [row["fingerprint"] for row in rows[:3]] == [f"{total:016x}" for total in sums]
+    layout = ("global_shape", "offsets", "placements", "mesh", "layout_source", "scope", "micro_step", "mode")
+    assert [rows[1][name] for name in layout] == [
+        *("[4,6]", "[2,0]", '["S(0)"]', '{"dp":2}', "dtensor", "final", None, "eval")
+    ]
+    assert [rows[0][name] for name in layout[:5]] == [None] * 5
+    assert [row["shape"] for row in rows[2:]] == ["[]", "[0,7]", "[2]"]
+    assert [row["numel"] for row in rows[2:]] == [1, 0, 2]
+    assert rows[4]["mean"] is None
+    assert all(row[name] is None for row in rows for name in ("scale", "ranks_present", "ranks_expected"))
+
+
+def test_rows_without_a_payload_go_to_compressed_stats_shards(rig: Rig) -> None:
+    for number in range(100):
+        rig.put(np.full(1000, number, np.float32), keep=KEEP_STATS | KEEP_FINGERPRINT)
+    rig.close()
+    (path,) = rig.files("*.arrow")
+    assert path.name == "stats-000000.arrow"
+    assert path.stat().st_size < 100 * 300
+    rows = rig.rows()
+    assert [row["mean"] for row in rows] == [4000.0] * 100
+    assert {(row["encoding"], row["data"], row["payload_bytes"]) for row in rows} == {(None, None, None)}
+    assert rig.files("_*.index") == []
+
+
+def test_a_large_tensor_becomes_parts_with_statistics_on_the_first(rig: Rig) -> None:
+    values = np.arange(2 * PART_BYTES // 4 + 1000, dtype=np.float32)
+    staged = rig.put(values)
+    rig.put(np.ones(3, np.float32))
+    report = rig.close()
+    assert staged.num_parts == 3
+    assert report.ledger["written"] == 4
+    rows = rig.rows()
+    assert [row["seq"] for row in rows] == [0, 1, 2, 3]
+    assert [row["part"] for row in rows] == [0, 1, 2, 0]
+    assert [row["flat_offset"] for row in rows] == [0, PART_BYTES // 4, PART_BYTES // 2, 0]
+    assert [row["payload_bytes"] for row in rows] == [PART_BYTES, PART_BYTES, 4000, 12]
+    assert {row["shape"] for row in rows[:3]} == {f"[{len(values)}]"}
+    assert [row["mean"] for row in rows] == [float(values.nbytes), None, None, 12.0]
+    assert [row["fingerprint"] is None for row in rows] == [False, True, True, False]
+    assert b"".join(map(payload, rows[:3])) == values.tobytes()
+    rig.assert_blocks_are_released()
+
+
+def test_why_statistics_are_missing_joins_the_note(tmp_path: Path) -> None:
+    def measure(data: Any, dtype: str, *_: Any) -> Measured:
+        return Measured(note=f"no_statistics:{dtype}")
+
+    rig = Rig(tmp_path, measure=measure).start()
+    rig.put(note='{"taken":"total"}')
+    rig.put()
+    rig.close()
+    notes = [row["note"] for row in rig.rows()]
+    assert notes == ['{"taken":"total","no_statistics":"float32"}', '{"no_statistics":"float32"}']
+
+
+def test_a_module_named_by_half_a_surrogate_pair_costs_no_row(rig: Rig) -> None:
+    rig.put(module_path="fine")
+    rig.put(module_path="half\ud800")
+    assert rig.close().ledger["dropped"] == {}
+    assert [row["module_path"] for row in rig.rows()] == ["fine", "half\\ud800"]
+
+
+def test_shards_end_at_their_size_and_an_index_fits_each(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, shard_bytes=300_000, batch_bytes=50_000, codec="none").start()
+    for _ in range(40):
+        rig.put(np.zeros(5000, np.float32))
+    rig.close()
+    shards = rig.files("*.arrow")
+    assert len(shards) == 3
+    assert all(path.stat().st_size < 500_000 for path in shards)
+    for shard in shards:
+        batches = [batch for batch, _ in read_sealed(shard)]
+        index = shard.with_name(index_name(shard.name))
+        with pa.OSFile(str(index)) as source:
+            schema = pa.ipc.open_file(source).schema
+        assert schema.metadata[b"recorder_shard_bytes"] == b"%d" % shard.stat().st_size
+        assert schema.names == [*LIGHT_COLUMNS, "batch", "row"]
+        found = pa.Table.from_batches([batch for batch, _ in read_sealed(index)])
+        assert found.select(LIGHT_COLUMNS).equals(pa.Table.from_batches(batches).select(LIGHT_COLUMNS))
+        places = [(number, row) for number, batch in enumerate(batches) for row in range(batch.num_rows)]
+        assert list(zip(*found.select(["batch", "row"]).to_pydict().values(), strict=True)) == places
+
+
+def test_every_batch_carries_the_ledger_so_far(tmp_path: Path) -> None:
+    rig = Rig(tmp_path).start()
+    rig.put()
+    rig.drain()
+    rig.num_observed += 2
+    rig.writer.count_drop("pool_full", 2)
+    rig.put()
+    rig.drain()
+    rig.close()
+    (shard,) = rig.files("*.arrow")
+    ledgers = [header.ledger for _, header in read_sealed(shard)]
+    assert [ledger["written"] for ledger in ledgers] == [1, 2]
+    assert [ledger["dropped"] for ledger in ledgers] == [{}, {"pool_full": 2}]
+    assert rig.manifest()["ledger"] == {
+        "observed": 4,
+        "written": 2,
+        "dropped": {"pool_full": 2},
+        "retired": {"rows": 0, "bytes": 0},
+    }
+
+
+@pytest.mark.parametrize("direct_io", ["auto", "off"])
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 300_000),
+            st.sampled_from(["float32", "float16", "int64", "uint8", "bool"]),
+            st.sampled_from([KEEP_TENSOR, KEEP_STATS, KEEP_TENSOR | KEEP_STATS | KEEP_FINGERPRINT]),
+            st.sampled_from(["put", "drain", "drop", "lose"]),
+        ),
+        max_size=25,
+    ),
+    st.sampled_from(["auto", "none", "zstd"]),
+)
+def test_any_mix_of_records_is_written_or_counted(
+    tmp_path_factory: pytest.TempPathFactory,
+    direct_io: str,
+    records: list[tuple[int, str, int, str]],
+    codec: str,
+) -> None:
+    rig = Rig(
+        tmp_path_factory.mktemp("mix"), direct_io=direct_io, codec=codec, batch_bytes=200_000, shard_bytes=400_000
+    ).start()
+    generator = np.random.default_rng(len(records))
+    expected: dict[int, bytes | None] = {}
+    dropped = {"hook_error": 0, "interrupted": 0}
+    for size, dtype, keep, action in records:
+        if action == "drop":
+            rig.num_observed += 1
+            rig.writer.count_drop("hook_error")
+            dropped["hook_error"] += 1
+        elif action == "lose":
+            rig.num_observed += 1
+            dropped["interrupted"] += 1
+        else:
+            values = generator.standard_normal(size // np.dtype(dtype).itemsize).astype(dtype)
+            staged = rig.put(values, keep=keep)
+            expected[staged.seq] = values.tobytes() if keep & KEEP_TENSOR else None
+            if action == "drain":
+                assert rig.drain()
+    report = rig.close()
+    assert report.is_complete
+    assert report.ledger["dropped"] == {reason: count for reason, count in dropped.items() if count}
+    rows = rig.rows()
+    assert [row["seq"] for row in rows] == list(expected)
+    assert [row["encoding"] and payload(row) for row in rows] == list(expected.values())
+    rig.assert_blocks_are_released()
+
+
+# -- when ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_open_shard_is_a_readable_stream_once_the_flush_interval_has_passed(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, flush_interval_s=0.1).start()
+    rig.put()
+    rig.put(keep=KEEP_STATS)
+    wait_until(lambda: rig.writer.directory)
+    wait_until(lambda: len(rig.rows()) == 2)
+    for path in rig.files("_*.open"):
+        assert path.stat().st_size % 4096 == 0
+        assert len(read_open(path)) == 1
+    assert rig.files("*.arrow") == []
+    rig.close()
+    assert rig.files("_*.open") == []
+    assert len(rig.rows()) == 2
+
+
+def test_drain_returns_once_everything_put_before_is_synced(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    rig = Rig(tmp_path, disk=disk, flush_interval_s=60.0, sync_interval_s=60.0).start()
+    rig.put()
+    assert rig.drain()
+    assert disk.calls["sync"] == 1
+    assert len(rig.rows()) == 1
+    assert rig.drain()
+    assert disk.calls["sync"] == 1
+    rig.close()
+    assert rig.drain()
+
+
+def test_what_was_written_is_synced_after_the_sync_interval(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    rig = Rig(tmp_path, disk=disk, flush_interval_s=0.0, sync_interval_s=0.1).start()
+    rig.put()
+    wait_until(lambda: disk.calls["sync"] == 1)
+    rig.close()
+
+
+def test_a_block_is_released_before_its_batch_is_written(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, flush_interval_s=60.0).start()
+    rig.put()
+    wait_until(lambda: rig.staged[0].block.num_releases)  # type: ignore[attr-defined]
+    assert rig.files("*") == rig.files("_writer.json")
+    rig.close()
+
+
+def test_the_owner_is_polled_while_the_writer_is_idle_and_while_it_works(tmp_path: Path) -> None:
+    polls: list[threading.Thread] = []
+    rig = Rig(tmp_path, poll=lambda: polls.append(threading.current_thread())).start()
+    wait_until(lambda: len(polls) == 3)
+    assert {thread.name for thread in polls} == {"recorder-writer"}
+    rig.close()
+
+
+def test_progress_is_reported_while_idle(rig: Rig) -> None:
+    before = rig.writer.last_progress_s
+    wait_until(lambda: rig.writer.last_progress_s > before)
+    assert rig.writer.stats().is_alive
+    rig.close()
+    assert not rig.writer.stats().is_alive
+
+
+def test_a_copy_is_awaited_before_its_bytes_are_read(rig: Rig) -> None:
+    class Arriving:
+        def wait(self) -> None:
+            staged.block.data[:] = 7
+
+    staged = fake_staged(np.zeros(4, np.uint8), ready=Arriving())
+    rig.num_observed = 1
+    rig.writer.put(staged)
+    rig.close()
+    assert [payload(row) for row in rig.rows()] == [b"\7\7\7\7"]
+
+
+# -- where --------------------------------------------------------------------------------------------------------
+
+
+def test_files_and_directories_are_for_the_owner_alone(rig: Rig, tmp_path: Path) -> None:
+    rig.put()
+    rig.drain()
+    (open_shard,) = rig.files("_*.open")
+    assert stat.S_IMODE(open_shard.stat().st_mode) == 0o600
+    rig.put(keep=KEEP_STATS)
+    rig.close()
+    found = list((tmp_path / "run").rglob("*"))
+    assert {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_file()} == {0o600}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_dir()} == {0o700}
+    assert sorted(path.name for path in found if path.is_file()) == [
+        *("_run.json", "_tensors-000000.index", "_writer.json", "stats-000000.arrow", "tensors-000000.arrow")
+    ]
+
+
+def test_two_writers_of_one_rank_write_side_by_side(tmp_path: Path) -> None:
+    rigs = [Rig(tmp_path / "run", rank=1).start() for _ in range(2)]
+    for number, rig in enumerate(rigs):
+        rig.put(np.full(3, number, np.uint8))
+    for rig in rigs:
+        assert rig.close().is_complete
+    assert [[payload(row) for row in rig.rows()] for rig in rigs] == [[b"\0\0\0"], [b"\1\1\1"]]
+    assert rigs[0].directory.parent == rigs[1].directory.parent
+    assert rigs[0].directory != rigs[1].directory
+
+
+def test_the_manifest_holds_what_the_owner_says_and_what_the_writer_knows(rig: Rig) -> None:
+    rig.writer.set_manifest({"host": "a", "state": "not the owner's to say"})
+    wait_until(lambda: rig.writer.directory and rig.manifest().get("host") == "a")
+    assert rig.manifest()["state"] == "recording"
+    rig.put()
+    rig.writer.set_manifest({"host": "b"})
+    rig.close()
+    manifest = rig.manifest()
+    assert manifest["host"] == "b"
+    assert manifest["state"] == "closed"
+    assert manifest["ledger"]["written"] == 1
+    assert manifest["closed_ns"] > 0
+    assert manifest["writer"] == rig.directory.name
+    assert (manifest["format"], manifest["version"]) == ("recorder", [1, 0])
+
+
+def test_a_writer_without_records_leaves_a_closed_manifest_and_no_shard(rig: Rig) -> None:
+    assert rig.close().is_complete
+    assert [path.name for path in rig.files("*")] == ["_writer.json"]
+
+
+# -- the end ------------------------------------------------------------------------------------------------------
+
+
+def test_close_says_the_same_again_and_later_records_are_counted(rig: Rig) -> None:
+    rig.put()
+    report = rig.close()
+    late = fake_staged(seq=1)
+    rig.writer.put(late)
+    rig.writer.count_drop("late")
+    assert rig.writer.close(1.0) is report
+    assert late.block.num_releases == 1  # type: ignore[attr-defined]
+    assert not rig.writer.stats().is_alive
+
+
+def test_a_backlog_beyond_the_deadline_is_counted_and_the_rest_is_sealed(tmp_path: Path) -> None:
+    def slow_measure(*_: Any) -> Measured:
+        time.sleep(0.05)
+        return Measured()
+
+    rig = Rig(tmp_path, measure=slow_measure).start()
+    for _ in range(100):
+        rig.put()
+    report = rig.close(deadline_s=0.8)
+    assert not report.is_complete
+    assert 1 <= report.ledger["written"] <= 16
+    assert report.ledger["dropped"] == {"abandoned_at_close": 100 - report.ledger["written"]}
+    rig.assert_blocks_are_released()
+    (shard,) = rig.files("*.arrow")
+    assert sum(batch.num_rows for batch, _ in read_sealed(shard)) == report.ledger["written"]
+    assert rig.manifest()["ledger"] == report.ledger
+
+
+@pytest.mark.parametrize("method", ["write", "sync", "publish", "create", "make_directory"])
+def test_close_returns_at_its_deadline_while_the_disk_hangs(
+    tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = FaultyDisk()
+    rig = Rig(tmp_path / "run", disk=disk)
+    if method == "make_directory":
+        disk.stalled.add(method)
+    rig.start()
+    if method != "make_directory":
+        wait_until(lambda: rig.writer.directory)
+        disk.stalled.add(method)
+    for _ in range(5):
+        rig.put()
+    began_s = time.monotonic()
+    report = rig.close(deadline_s=0.3)
+    assert time.monotonic() - began_s < 2.0
+    assert not report.is_complete
+    if method in ("write", "create", "make_directory"):
+        assert report.ledger["dropped"] == {"abandoned_at_close": 5}
+    assert "incomplete" in caplog.text
+    before = dict(report.ledger)
+    disk.recover()
+    rig.writer._thread.join(PATIENCE_S)
+    assert rig.writer.close(1.0).ledger == before
+    rig.assert_blocks_are_released()
+
+
+def test_put_never_waits_for_the_disk(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    rig = Rig(tmp_path, disk=disk, batch_bytes=1000, direct_io="off").start()
+    disk.delay_s = 0.1
+    began_s = time.perf_counter()
+    for _ in range(200):
+        rig.put(np.zeros(1000, np.uint8))
+    assert time.perf_counter() - began_s < 5.0, "each write takes 0.1 s, which makes 20 s for 200 of them"
+    disk.recover()
+    assert rig.close().ledger["written"] == 200
+
+
+@pytest.mark.parametrize("end", ["close", "drain"])
+def test_the_owner_may_end_the_writer_from_poll(tmp_path: Path, end: str) -> None:
+    results: list[Any] = []
+
+    def poll() -> None:
+        if busy.num_observed == 50 and not results:
+            results.append(getattr(busy.writer, end)(PATIENCE_S))
+
+    busy = Rig(tmp_path, poll=poll).start()
+    for _ in range(50):
+        busy.put()
+    wait_until(lambda: results)
+    assert len(busy.rows()) == 50
+    report = busy.close()
+    assert report.is_complete
+    assert results == ([report] if end == "close" else [True])
+
+
+def test_a_forked_child_can_drop_a_busy_writer(tmp_path: Path) -> None:
+    rig = Rig(tmp_path).start()
+    for _ in range(200):
+        rig.put(np.zeros(100_000, np.uint8))
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            del rig
+            gc.collect()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert rig.close().ledger["written"] == 200
+    assert len(rig.rows()) == 200
+
+
+# -- our own mistakes ---------------------------------------------------------------------------------------------
+
+
+class Broken:
+    def wait(self) -> None:
+        raise RuntimeError("the copy failed")
+
+
+def test_one_bad_record_costs_only_itself(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(12):
+        rig.put(ready=Broken() if number % 3 else None)
+    report = rig.close()
+    assert report.ledger["dropped"] == {"writer_error": 8}
+    assert [row["seq"] for row in rig.rows()] == [0, 3, 6, 9]
+    rig.assert_blocks_are_released()
+    assert caplog.text.count("the copy failed") == 1
+
+
+def test_three_bad_records_in_a_row_stop_the_writer(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.put()
+    for _ in range(3):
+        rig.put(ready=Broken())
+    wait_until(lambda: not rig.writer.stats().is_alive)
+    rig.put()
+    report = rig.close()
+    assert not report.is_complete
+    assert report.ledger["dropped"] == {"writer_error": 3, "writer_dead": 2}
+    assert isinstance(report.error, Exception)
+    assert isinstance(report.error.__cause__, RuntimeError)
+    assert [record.levelno for record in caplog.records].count(logging.ERROR) == 1
+    assert not rig.drain()
+    rig.assert_blocks_are_released()
+
+
+def test_a_record_survives_its_failing_statistics(tmp_path: Path) -> None:
+    def measure(*_: Any) -> Measured:
+        raise ZeroDivisionError
+
+    rig = Rig(tmp_path, measure=measure).start()
+    for _ in range(5):
+        rig.put()
+    assert rig.close().ledger["dropped"] == {}
+    assert [(row["mean"], row["note"]) for row in rig.rows()] == [(None, '{"no_statistics":"error"}')] * 5
+
+
+def test_a_place_that_cannot_be_resolved_is_said_and_everything_is_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def resolve_dir() -> RunPlace:
+        raise TimeoutError("no answer from the store")
+
+    rig = Rig(tmp_path, resolve_dir=resolve_dir).start()
+    rig.put()
+    report = rig.close()
+    assert report.ledger["dropped"] == {"writer_dead": 1}
+    assert report.directory is None
+    assert "no answer from the store" in caplog.text
+    rig.assert_blocks_are_released()
+
+
+def test_records_put_while_the_writer_closes_are_never_left_behind(tmp_path: Path) -> None:
+    def put_many() -> None:
+        for _ in range(2000):
+            staged = fake_staged()
+            blocks.append(staged.block)
+            rig.writer.put(staged)
+            has_begun.set()
+
+    for _ in range(5):
+        rig = Rig(tmp_path).start()
+        has_begun = threading.Event()
+        blocks: list[Any] = []
+        producer = threading.Thread(target=put_many)
+        producer.start()
+        has_begun.wait(PATIENCE_S)
+        rig.writer.close(PATIENCE_S)
+        producer.join(PATIENCE_S)
+        assert len(blocks) == 2000
+        assert {block.num_releases for block in blocks} == {1}
