@@ -15,13 +15,13 @@ from .errors import RecorderError as RecorderError
 if TYPE_CHECKING:
     from torch import nn
 
+    from .attachment import Attachment
     from .read.decode import decode as decode
     from .read.run import Run as Run
     from .read.run import open_run as open_run
-    from .attachment import Attachment
 
 __version__ = "0.1.0"
-__all__ = ["Run", "RecorderError", "attach", "decode", "errors", "open_run", "scalar", "step", "tap"]
+__all__ = ["RecorderError", "Run", "attach", "decode", "errors", "open_run", "scalar", "step", "tap"]
 
 _T = TypeVar("_T")
 _active: Any = None

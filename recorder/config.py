@@ -85,10 +85,10 @@ EVERY = Schedule.parse("::1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One selection: which values, at which steps, and what to keep. What several rules match keeps all they ask for."""
+    """One selection: which values, at which steps, and what to keep; several that match keep all they ask for."""
 
     module: tuple[str, ...] = ("*",)
-    """Patterns of module paths: a glob, ``re:`` and a regular expression, ``!`` in front to exclude; ``''`` is the root."""
+    """Patterns of module paths: a glob, or ``re:`` and a regular expression; ``!`` excludes, ``''`` is the root."""
     cls: tuple[str, ...] = ("*",)
     """Patterns of class names (key ``class``)."""
     leaf: bool = False
@@ -105,9 +105,7 @@ class Rule:
     KEYS: ClassVar = ("module", "class", "leaf", "site", "name", "rank", "steps", "call", "keep")
 
     def matches_module(self, module_path: str, class_name: str, is_leaf: bool) -> bool:
-        return (
-            (is_leaf or not self.leaf) and _matches(self.module, module_path) and _matches(self.cls, class_name)
-        )
+        return (is_leaf or not self.leaf) and _matches(self.module, module_path) and _matches(self.cls, class_name)
 
     def matches_name(self, name: str) -> bool:
         return _matches(self.name, name)
@@ -258,12 +256,16 @@ class Settings:
     flush_interval_s: float = _setting(1.0, "a record is in a file after at most this, seconds; a kill loses no more")
     sync_interval_s: float = _setting(1.0, "a record survives power loss after at most this, seconds")
     shard_bytes: int = _setting(256 << 20, "size at which a shard is sealed, bytes")
-    codec: str = _setting("auto", "byte planes and zstd where they pay, nothing, or zstd always", "auto", "none", "zstd")
+    codec: str = _setting(
+        "auto", "byte planes and zstd where they pay, nothing, or zstd always", "auto", "none", "zstd"
+    )
     codec_level: int = _setting(1, "zstd level, -7 to 19")
     direct_io: str = _setting("auto", "write past the page cache where the file system can", "auto", "off")
     max_bytes: int = _setting(16 << 30, "disk quota of one rank, bytes; a quarter of it is kept for statistics")
     min_free_bytes: int = _setting(2 << 30, "recording pauses while the file system has less than this free, bytes")
-    on_quota: str = _setting("retire", "at the quota: remove the oldest shards but the first, or stop", "retire", "stop")
+    on_quota: str = _setting(
+        "retire", "at the quota: remove the oldest shards but the first, or stop", "retire", "stop"
+    )
     close_deadline_s: float = _setting(5.0, "longest time that ending the process waits for the last bytes, seconds")
     join_deadline_s: float = _setting(10.0, "longest wait of the writer for a run name agreed by all ranks, seconds")
 
@@ -429,11 +431,11 @@ def _number(name: str, raw: object, kind: type[int] | type[float]) -> int | floa
     try:
         if isinstance(raw, bool) or (kind is int and isinstance(raw, float)):
             raise ValueError
-        number = kind(raw)  # type: ignore[arg-type]
+        number = kind(str(raw))
         if number != number:
             raise ValueError
         return number
-    except (TypeError, ValueError):
+    except ValueError:
         raise ConfigError(f"{name} = {raw!r}: expected {'a whole number' if kind is int else 'a number'}") from None
 
 
@@ -441,4 +443,6 @@ def _bytes(name: str, raw: object) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(raw))
     if isinstance(raw, bool) or not match or match[2].upper() not in _UNITS:
         raise ConfigError(f"{name} = {raw!r}: expected bytes, such as 1073741824, 512MiB or 16GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].upper()]
+    return (
+        int(float(match[1]) * _UNITS[match[2].upper()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].upper()]
+    )

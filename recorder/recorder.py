@@ -13,7 +13,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,9 +150,7 @@ class Recorder:
         )
         pool = Pool(capacity, progress_s=lambda: writer.last_progress_s, clock=time.monotonic)
         self._writer = writer
-        self.capture = Capture(
-            settings=self.settings, rank=here.rank, pool=pool, channel=writer, events=self.events
-        )
+        self.capture = Capture(settings=self.settings, rank=here.rank, pool=pool, channel=writer, events=self.events)
         self._optimizers = OptimizerWatch(self.capture, on_step=self._optimizer_stepped)
         live = self._live or find_live()
         self._live = []  # known from now on by weak references
@@ -462,7 +460,7 @@ def start_from_environment() -> None:
         if os.environ.get(config.CHECKED_MARK):
             _logger.error("recorder: not recording: %s", error)
             return
-        print(f"recorder: {error}", file=sys.stderr)
+        sys.stderr.write(f"recorder: {error}\n")
         raise SystemExit(2) from None
     os.environ[config.CHECKED_MARK] = "1"
     _current = Recorder(loaded, by_flag=True)

@@ -97,7 +97,7 @@ class Staged(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Statistics of one tensor over its finite values; None where they cannot be had (empty, or a kind without numbers)."""
+    """Statistics of one tensor over its finite values; None where they cannot be had (empty, or no numbers)."""
 
     mean: float | None = None
     std: float | None = None

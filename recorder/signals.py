@@ -24,9 +24,11 @@ class TerminationWatch:
     """The handler of SIGTERM while a recording runs."""
 
     def __init__(self, *, flush: Callable[[], object], finish: Callable[[], object]) -> None:
-        """Args:
-        flush: bring what is in memory to disk; bounded in time, any thread.
-        finish: the same and end the recording; the process is about to go.
+        """Nothing happens before `install`.
+
+        Args:
+            flush: bring what is in memory to disk; bounded in time, any thread.
+            finish: the same and end the recording; the process is about to go.
         """
         self._flush = flush
         self._finish = finish

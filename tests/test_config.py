@@ -36,12 +36,16 @@ def test_rules_read_the_same_from_text_and_from_toml(tmp_path: Path) -> None:
         "steps = '0:1000:100'\n[[rules]]\nclass = 'Linear'\nrank = 0\nleaf = true\n"
     )
     from_file = load_settings({}, {"RECORDER_CONFIG": str(file)}).settings.rules
-    text = "module=layers.*.mlp,!layers.0.* site=output,grad keep=tensor,stats steps=0:1000:100; class=Linear rank=0 leaf=yes"
+    text = "module=layers.*.mlp,!layers.0.* site=output,grad keep=tensor,stats steps=0:1000:100"
+    text += "; class=Linear rank=0 leaf=yes"
     assert from_file == parse_rules(text)
 
 
 def test_the_text_of_a_rule_reads_back_as_the_rule() -> None:
-    rules = [*DEFAULT_RULES, *parse_rules("module='a b','' class=re:(Linear|Conv).* rank=0,4:8 name=x.*; leaf=yes site=*")]
+    rules = [
+        *DEFAULT_RULES,
+        *parse_rules("module='a b','' class=re:(Linear|Conv).* rank=0,4:8 name=x.*; leaf=yes site=*"),
+    ]
     assert list(parse_rules("; ".join(rule.text for rule in rules))) == rules
 
 

@@ -129,7 +129,9 @@ class Capture:
         except UnsupportedKind as error:
             self._drop(str(error), 1)
             self.events.add(
-                "unsupported", f"{origin.module_path or origin.root}:{origin.site}:{origin.name}: {error}", key=str(error)
+                "unsupported",
+                f"{origin.module_path or origin.root}:{origin.site}:{origin.name}: {error}",
+                key=str(error),
             )
             return
         parts = -(-nbytes // PART_BYTES) if keep & KEEP_TENSOR and nbytes > PART_BYTES else 1
@@ -184,7 +186,7 @@ class Capture:
         return stager
 
     def _number(self, num_rows: int) -> int:
-        """Take ``num_rows`` consecutive sequence numbers; another thread's number in between makes those a counted hole."""
+        """Take ``num_rows`` consecutive numbers; where another thread takes one in between, ours are a counted hole."""
         first = last = next(self._sequence)
         while last - first + 1 < num_rows:
             following = next(self._sequence)
@@ -215,7 +217,7 @@ class Capture:
             self.keep_leaf_hook(handle)
 
     def keep_leaf_hook(self, handle: Any) -> None:
-        """A hook on a leaf outlives the graph: remember to remove it at the next step, or when too many wait for one."""
+        """A hook on a leaf outlives the graph: it is removed at the next step, or when too many wait for one."""
         self._leaf_hooks.append(handle)
         if len(self._leaf_hooks) > _MAX_LEAF_HOOKS:
             self._leaf_hooks.popleft().remove()

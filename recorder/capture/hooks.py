@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from .core import Capture, Root, Watch
-    from .clock import Slice
     from ..records import Moment, Origin
+    from .clock import Slice
+    from .core import Capture, Root, Watch
 
 WATCHES: dict[int, Watch] = {}
 ROOTS: dict[int, Root] = {}
@@ -134,9 +134,7 @@ class GradientArrives:
             capture = self._capture
             if not capture.is_open:
                 return
-            capture.observe(
-                self._origin, self._moment, "backward", self._call, self._repeat, self._keep, gradient
-            )
+            capture.observe(self._origin, self._moment, "backward", self._call, self._repeat, self._keep, gradient)
             self._repeat += 1
             if self.handle is not None:
                 self.handle.remove()

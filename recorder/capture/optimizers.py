@@ -90,9 +90,11 @@ class OptimizerWatch:
     """Hooks on all optimizers and on GradScaler, from the first root call to the end of the recording."""
 
     def __init__(self, capture: Capture, *, on_step: Callable[[Optimizer], None]) -> None:
-        """Args:
-        capture: where values go.
-        on_step: called after each step that was seen.
+        """Put the hooks on.
+
+        Args:
+            capture: where values go.
+            on_step: called after each step that was seen.
         """
         self._capture = capture
         self._on_step = on_step
@@ -216,7 +218,8 @@ class OptimizerWatch:
         capture = self._capture
         if not capture.has_seen_forward and self._counts(optimizer) and has_compiled_anything():
             # The root's own hooks are compiled away, so no forward can move the step.
-            if capture.clock.advance_if_stepped():
+            moved = capture.clock.advance_if_stepped()
+            if moved:
                 capture.step_changed()
         self._record_rates(optimizer)
         if (found_inf := getattr(optimizer, "found_inf", None)) is not None:

@@ -43,13 +43,15 @@ class PoolBlock:
 
 
 class Pool:
-    """Address-ordered first fit with coalescing: what is used stays at the low end, so untouched pages stay untouched."""
+    """Address-ordered first fit with coalescing: what is used stays at the low end, other pages stay untouched."""
 
     def __init__(self, capacity_bytes: int, *, progress_s: Callable[[], float], clock: Callable[[], float]) -> None:
-        """Args:
-        capacity_bytes: the whole budget.
-        progress_s: when the writer last finished a batch, on `clock`.
-        clock: a monotonic clock in seconds.
+        """Reserve address space; pages are touched as they are used.
+
+        Args:
+            capacity_bytes: the whole budget.
+            progress_s: when the writer last finished a batch, on `clock`.
+            clock: a monotonic clock in seconds.
         """
         self.capacity_bytes = capacity_bytes - capacity_bytes % _GRAIN_BYTES
         self._region = mmap.mmap(-1, self.capacity_bytes)

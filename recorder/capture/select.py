@@ -33,7 +33,7 @@ class Selection:
         """Rule sets whose mask also depends on the call; `mask_at_call` tells."""
 
     def rule_set(self, module_path: str, class_name: str, is_leaf: bool, site: str) -> int:
-        """The set of rules that can select anything of a module at a site; patterns are judged without the rank clause."""
+        """The rules that can select anything of a module at a site; patterns are judged without the rank clause."""
         members = []
         for i, rule in enumerate(self._rules):
             if site in rule.site and rule.matches_module(module_path, class_name, is_leaf):

@@ -15,7 +15,7 @@ from ..records import Ready
 from .pool import Pool, PoolBlock
 
 _MEMMOVE_BYTES = 1 << 20
-"""Below this memmove wins over the dispatcher (1.6 us against 6 us a call); above it torch copies with all its threads."""
+"""Below this memmove wins over the dispatcher (0.4 us a call against 6); above it torch copies with all its threads."""
 
 
 class Stager(Protocol):

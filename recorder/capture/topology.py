@@ -42,7 +42,7 @@ def _number(environ: Mapping[str, str], names: tuple[str, ...], default: int) ->
 
 
 def read(environ: Mapping[str, str] | None = None) -> Topology:
-    """The process group where there is one, else the environment of torchrun, Slurm or an MPI launcher, else one rank."""
+    """The process group where there is one, else the environment of torchrun, Slurm or MPI, else one rank."""
     environ = os.environ if environ is None else environ
     rank = _number(environ, ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"), 0)
     world_size = _number(environ, ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), 1)

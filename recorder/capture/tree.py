@@ -62,7 +62,7 @@ def _inner_name(module: nn.Module) -> str | None:
 
 
 def walk(model: nn.Module) -> list[Node]:
-    """Every path of the model once, parents before children, in ``named_modules()`` order; shared modules are aliases."""
+    """Every path of the model once, parents first, in ``named_modules()`` order; shared modules are aliases."""
     nodes: list[Node] = []
     seen: dict[int, Node] = {}
     stack = [("", model)]

@@ -56,7 +56,7 @@ def ls(
     raise typer.Exit(list_path(path, as_json=as_json))
 
 
-@app.command(epilog="Example: recorder show recordings layers.0.mlp --site grad_output --step 100:")
+@app.command(epilog="Example: recorder show recordings layers.0.mlp --site grad")
 def show(
     path: RunPath,
     module: Annotated[

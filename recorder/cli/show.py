@@ -20,7 +20,7 @@ from .spark import NOT_FINITE, spark_line
 
 _SERIES = ("root", "site", "name", "scope", "phase", "mode", "rank")
 """Rows that agree in these are one line in time."""
-_ALWAYS_SHOWN = ("site", "name", "rank")
+_ALWAYS_SHOWN = ("site", "rank")
 _MOMENT = ("attempt", "step", "micro_step", "call", "repeat")
 _SHOWN_STATISTICS = ("mean", "std", "min", "max", "absmax", "l2")
 _SHOWN_COUNTS = ("nan_count", "inf_count", "zero_count")
@@ -51,25 +51,22 @@ class Wanted:
                     schedule = Schedule.parse(text)
                 except ValueError as error:
                     raise LookupFailedError(f"--{column} {text}: {error}; examples: 7  0:100  ::10  0,5,7") from None
-                keep = [value is not None and value in schedule for value in table.column(column).to_pylist()]
-                table = table.filter(pa.array(keep, pa.bool_()))
+                values = table.column(column)
+                allowed = [value for value in values.unique().to_pylist() if value is not None and value in schedule]
+                table = table.filter(pc.is_in(values, pa.array(allowed, values.type)))
         return table
 
 
 def show_modules(path: Path, wanted: Wanted, *, as_json: bool) -> int:
     """Print a line for each module and return the exit code."""
     run = open_run(path)
-    columns = ["root", "module_path", "site", "step", "rank", "absmax", "nan_count", "inf_count"]
-    table = wanted.narrow(run.table(columns, wanted.filter()))
-    modules = [_describe_module(run, *keys, rows) for keys, rows in _groups(table, ("root", "module_path")).items()]
-    order = {module_path: place for place, module_path in enumerate(run.module_paths)}
-    modules.sort(key=lambda module: (module["root"], order.get(module["module"], 0)))
+    modules = _describe_modules(run, wanted)
     if as_json:
         print_json({"run": str(run.path), "modules": modules})
         return int(bool(run.problems))
     has_roots = len({module["root"] for module in modules}) > 1
     rows = [
-        ([module["root"]] if has_roots else [])
+        [module["root"]] * has_roots
         + [module["module"] or "''", module["class"], " ".join(module["sites"]), str(module["rows"])]
         + [str(module["last_step"]), number(module["last_absmax"])]
         + [str(module["nan_count"]), str(module["inf_count"])]
@@ -169,24 +166,36 @@ def _headline(run: Run, module_path: str) -> str:
     return ", ".join([f"{run.path.name}: {module_path!r}", *facts])
 
 
-def _describe_module(run: Run, root: str, module_path: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    info = run.modules.get((root, module_path))
-    main_site = "output" if any(row["site"] == "output" for row in rows) else rows[-1]["site"]
-    main_rows = [row for row in rows if row["site"] == main_site]
-    last_step = main_rows[-1]["step"]
-    newest = [row["absmax"] for row in main_rows if row["step"] == last_step and row["absmax"] is not None]
-    return {
-        "root": root,
-        "module": module_path,
-        "class": info.class_name if info else "",
-        "source": info.source if info else "",
-        "sites": sorted({row["site"] for row in rows}, key=_site_order),
-        "rows": len(rows),
-        "last_step": last_step,
-        "last_absmax": max(newest, default=None),
-        "nan_count": sum(row["nan_count"] or 0 for row in rows),
-        "inf_count": sum(row["inf_count"] or 0 for row in rows),
-    }
+def _describe_modules(run: Run, wanted: Wanted) -> list[dict[str, Any]]:
+    """One entry a module, in the order of execution; Arrow does the counting."""
+    sums = ["absmax", "nan_count", "inf_count"]
+    table = wanted.narrow(run.table(["root", "module_path", "site", "step", "rank", *sums], wanted.filter()))
+    keys = ["root", "module_path", "site"]
+    counts = table.group_by(keys).aggregate(
+        [("step", "count"), ("step", "max"), ("nan_count", "sum"), ("inf_count", "sum")]
+    )
+    newest = table.group_by([*keys, "step"]).aggregate([("absmax", "max")]).join(counts, keys)
+    newest = newest.filter(pc.field("step") == pc.field("step_max"))
+    order = {module_path: place for place, module_path in enumerate(run.module_paths)}
+    found = []
+    for (root, module_path), sites in _groups(newest, ("root", "module_path")).items():
+        sites.sort(key=lambda site: _site_order(site["site"]))
+        info = run.modules.get((root, module_path))
+        found.append(
+            {
+                "root": root,
+                "module": module_path,
+                "class": info.class_name if info else "",
+                "source": info.source if info else "",
+                "sites": [site["site"] for site in sites],
+                "rows": sum(site["step_count"] for site in sites),
+                "last_step": sites[0]["step"],
+                "last_absmax": sites[0]["absmax_max"],
+                "nan_count": sum(site["nan_count_sum"] or 0 for site in sites),
+                "inf_count": sum(site["inf_count_sum"] or 0 for site in sites),
+            }
+        )
+    return sorted(found, key=lambda module: (module["root"], order[module["module"]]))
 
 
 def _groups(table: Any, keys: Iterable[str]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
@@ -206,8 +215,12 @@ def _course(row: dict[str, Any]) -> float | None:
 
 def _varying(names: tuple[str, ...], keys: Iterable[tuple[Any, ...]]) -> list[str]:
     """Names that tell the keys apart, and those that are always worth a column."""
-    values = list(zip(*keys, strict=True))
-    return [name for name, column in zip(names, values, strict=True) if name in _ALWAYS_SHOWN or len(set(column)) > 1]
+    columns = {name: set(values) for name, values in zip(names, zip(*keys, strict=True), strict=True)}
+    return [
+        name
+        for name, values in columns.items()
+        if name in _ALWAYS_SHOWN or len(values) > 1 or (name == "name" and values != {""})
+    ]
 
 
 def _series_order(key: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -20,6 +20,8 @@ class ModuleInfo:
     """File and line of its class, or empty."""
     sites: tuple[str, ...]
     """Selected by a rule, recorded or not."""
+    has_values: bool
+    """Whether what is selected can exist: a module without parameters has no gradients of them to record."""
     is_compiled: bool
     """Its hooks step aside, so it leaves no rows."""
 
@@ -30,16 +32,24 @@ def read_modules(writers: Iterable[RecordedWriter]) -> dict[tuple[str, str], Mod
     for writer in writers:
         for root in _objects(writer.manifest.get("roots")):
             for module in _objects(root.get("modules")):
+                sites = tuple(site for site in _items(module.get("sites")) if isinstance(site, str))
                 info = ModuleInfo(
                     root=_text(root.get("name")),
                     path=_text(module.get("path")),
                     class_name=_text(module.get("class")),
                     source=_text(module.get("source")),
-                    sites=tuple(site for site in _items(module.get("sites")) if isinstance(site, str)),
+                    sites=sites,
+                    has_values=any(_has_values(site, module) for site in sites),
                     is_compiled=module.get("compiled") is True,
                 )
                 found[info.root, info.path] = info
     return found
+
+
+def _has_values(site: str, module: dict[str, Any]) -> bool:
+    if site in ("param", "grad", "optim"):
+        return bool(_items(module.get("params")))
+    return bool(_items(module.get("buffers"))) if site == "buffer" else site not in ("tap", "scalar")
 
 
 def _items(value: Any) -> list[Any]:

@@ -10,7 +10,7 @@ import sys
 import textwrap
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -154,7 +154,7 @@ def test_attach_with_other_settings_during_a_recording_is_refused(tmp_path: Path
 
 def test_no_graph_is_kept_alive(tmp_path: Path) -> None:
     class Square(torch.autograd.Function):
-        contexts: list[weakref.ref[Any]] = []
+        contexts: ClassVar[list[weakref.ref[Any]]] = []
 
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -164,8 +164,8 @@ def test_no_graph_is_kept_alive(tmp_path: Path) -> None:
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-            (x,) = ctx.saved_tensors
-            return 2 * x * gradients[0]
+            saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
+            return 2 * saved[0] * gradients[0]
 
     class Squared(Tiny):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -213,7 +213,12 @@ def compiled_run(how: str, counter: Any) -> list[torch.Tensor]:
         for block in model.blocks:
             block.compile(backend=counter, fullgraph=True)
     elif how == "function":
-        call = torch.compile(lambda x: model(x) * 2, backend=counter, fullgraph=True)
+
+        def doubled(x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = model(x)
+            return out * 2
+
+        call = torch.compile(doubled, backend=counter, fullgraph=True)
     if how in ("in place", "function"):
         with recorder.attach(model):  # the call of a compiled function does not show to discovery
             return train(call, parameters, 4)

@@ -153,7 +153,7 @@ class LateStager:
 @pytest.fixture
 def late_device() -> Iterator[None]:
     plain = staging.STAGERS["cpu"]
-    staging.STAGERS["cpu"] = LateStager  # type: ignore[assignment]
+    staging.STAGERS["cpu"] = LateStager
     yield
     staging.STAGERS["cpu"] = plain
 

@@ -85,7 +85,7 @@ def test_under_the_flag_an_unmatched_pattern_is_one_error_and_training_goes_on(
 
 
 def test_attach_refuses_a_wrong_setting(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'pool_byts' .*did you mean 'pool_bytes'"):
+    with pytest.raises(ConfigError, match=r"'pool_byts' .*did you mean 'pool_bytes'"):
         recorder.attach(Tiny(), enabled=True, dir=tmp_path, pool_byts=1)
 
 

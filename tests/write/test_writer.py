@@ -365,7 +365,8 @@ def test_two_writers_of_one_rank_write_side_by_side(tmp_path: Path) -> None:
 
 def test_the_manifest_holds_what_the_owner_says_and_what_the_writer_knows(rig: Rig) -> None:
     rig.writer.set_manifest({"host": "a", "state": "not the owner's to say"})
-    wait_until(lambda: rig.writer.directory and rig.manifest().get("host") == "a")
+    wait_until(lambda: rig.writer.directory and rig.files("_writer.json"))
+    wait_until(lambda: rig.manifest().get("host") == "a")
     assert rig.manifest()["state"] == "recording"
     rig.put()
     rig.writer.set_manifest({"host": "b"})
