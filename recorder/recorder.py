@@ -40,6 +40,8 @@ _package = sys.modules[__package__]
 _start_lock = threading.RLock()
 _MAX_LIVE_SCANS = 5
 """Scans of all objects for optimizers (0.1 s for 361,000 objects) before a process without one is left alone."""
+_SETTLE_S = 1.0
+"""How long the first forward waits for the writer to have its directory."""
 
 
 class Recorder:
@@ -169,8 +171,13 @@ class Recorder:
         self._termination = TerminationWatch(flush=lambda: self.flush(deadline_s), finish=self._finish)
         self._termination.install()
         writer.set_manifest(self._manifest())
+        unsettled_s = writer.last_progress_s
         writer.start()
         _package._active = self  # type: ignore[attr-defined]
+        # A disk that takes nothing is said before the first step; one that is merely slow holds nothing up.
+        until_s = time.monotonic() + _SETTLE_S
+        while writer.last_progress_s == unsettled_s and time.monotonic() < until_s:
+            time.sleep(0.001)
 
     def _resolve_place(self) -> Any:
         """Where to write; on the writer thread, for it may wait for the other ranks."""

@@ -2,7 +2,7 @@
 
 An ordinary training script: it knows nothing of any recorder. Start it with torchrun, on one rank or several:
 
-    torchrun --standalone --nproc-per-node 2 scripts/demo_train.py --layout fsdp2 --steps 40
+    torchrun --standalone --nproc-per-node 2 scripts/demo_train.py --layout fsdp2 --steps 36
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def wrap(model: nn.Module, layout: str) -> nn.Module:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", choices=("single", "ddp", "fsdp2"), default="single")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=36)
     args = parser.parse_args()
 
     rank = int(os.environ.get("RANK", "0"))

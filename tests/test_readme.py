@@ -78,3 +78,20 @@ def test_every_reader_has_a_snippet() -> None:
     text = "".join(PYTHON)
     for call in ("pd.read_feather", "ds.dataset", "pl.scan_ipc", "duckdb.sql", "recorder.open_run", "recorder.decode"):
         assert call in text
+
+
+def test_the_table_of_rules_names_every_key() -> None:
+    from recorder.config import Rule
+
+    table = README.partition("| key | value |\n")[2].partition("\n\n")[0]
+    named = [key for line in table.splitlines()[1:] for key in re.findall(r"`(\w+)`", line.split("|")[1])]
+    assert sorted(named) == sorted(Rule.KEYS)
+
+
+def test_settings_that_the_readme_states_are_the_defaults() -> None:
+    from recorder.config import Settings
+
+    defaults = Settings()
+    assert f"{defaults.max_bytes >> 30} GiB a rank on disk" in README
+    assert f"less than {defaults.min_free_bytes >> 30} GiB free" in README
+    assert (defaults.on_quota, defaults.wait_s_per_step) == ("retire", 1.0)

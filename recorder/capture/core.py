@@ -255,7 +255,7 @@ class Capture:
             return
         origin = Origin(root.name, path, "tap", name)
         self.observe(origin, slice_.moment, phase, call, 0, keep, tensor)
-        if tensor.requires_grad:
+        if tensor.requires_grad and torch.is_grad_enabled():
             self.watch_gradient(tensor, origin, slice_.moment, call, keep)
 
     def _name_rule_set(self, site: str, name: str) -> int:
@@ -468,6 +468,7 @@ class Watch:
     __slots__ = (
         "_calls",
         "_errors",
+        "_graphless_slice",
         "_handles",
         "_leaves",
         "_number",
@@ -505,6 +506,8 @@ class Watch:
         self._errors: dict[str, int] = {}
         self._handles: list[Any] = []
         self._was_called = False
+        self._graphless_slice: Slice | None = None
+        """The latest slice in which a forward ran without a graph, as a reentrant checkpoint does."""
         self._number = next(_numbers)
         self.pre_hook: hooks.BeforeForward | None = None
         if wants_hooks:
@@ -532,6 +535,18 @@ class Watch:
         self._calls[phase] += 1
         return self._calls[phase]
 
+    def _has_new_graph(self, slice_: Slice, phase: str) -> bool:
+        """Whether gradients of this call's values are seen here for the first time.
+
+        Without reentry, a recompute is given the very inputs of the forward, whose gradients are watched already.
+        """
+        with_grad = torch.is_grad_enabled()
+        if phase == "forward":
+            if not with_grad:
+                self._graphless_slice = slice_
+            return with_grad
+        return with_grad and self._graphless_slice is slice_
+
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The module is about to run."""
         capture = self.capture
@@ -546,9 +561,9 @@ class Watch:
             if module is None:
                 return
             self._signature = tree.Signature(module)
-        with_grad = gradient_mask and torch.is_grad_enabled()
+        with_grad = bool(gradient_mask) and self._has_new_graph(slice_, phase)
         for name, tensor in self._signature.leaves(args, kwargs):
-            self._see("input", "grad_input", name, tensor, slice_.moment, phase, call, bool(with_grad))
+            self._see("input", "grad_input", name, tensor, slice_.moment, phase, call, with_grad)
 
     def after_forward(self, output: Any) -> None:
         """The module's forward has returned."""
@@ -559,7 +574,7 @@ class Watch:
             return
         slice_, phase = self.root.slice_now()
         call = self._calls[phase] if self.pre_hook is not None else self._enter(slice_, phase)
-        with_grad = bool(gradient_mask) and torch.is_grad_enabled()
+        with_grad = bool(gradient_mask) and self._has_new_graph(slice_, phase)
         if value_mask or with_grad:
             for name, tensor in tree.tensor_leaves(output):
                 self._see("output", "grad_output", name, tensor, slice_.moment, phase, call, with_grad)

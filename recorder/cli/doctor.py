@@ -46,9 +46,8 @@ def examine(path: Path | None, *, as_json: bool) -> int:
 def _environment() -> Iterator[Check]:
     try:
         is_on = is_enabled()
-        yield Check(
-            "ok" if is_on else "note", f"{FLAG}: recording is {'on' if is_on else f'off; {FLAG}=1 turns it on'}"
-        )
+        off = f"off; {FLAG}=1 turns it on"
+        yield Check("ok" if is_on else "note", f"{FLAG}: recording is {'on' if is_on else off}")
     except ConfigError as error:
         yield Check("missing", str(error))
     if os.environ.get(_AUTOLOAD, "1") == "0":
@@ -74,10 +73,8 @@ def _shadows() -> Iterator[Check]:
     for name in (f"{own.name}.py", f"{own.name}/__init__.py"):
         shadow = Path.cwd() / name
         if shadow.exists() and shadow.resolve().parent != own:
-            yield Check(
-                "note",
-                f"{shadow}: hides the package from `import {own.name}` in this folder; recording by {FLAG}=1 is not affected",
-            )
+            hidden = f"hides the package from `import {own.name}` here; recording by {FLAG}=1 is not affected"
+            yield Check("note", f"{shadow}: {hidden}")
 
 
 def _settings() -> Iterator[Check]:
@@ -87,9 +84,7 @@ def _settings() -> Iterator[Check]:
         yield Check("missing", f"settings: {error}")
         return
     changed = [f"{one.name} ({one.source})" for one in loaded.explain() if one.source != "default"]
-    yield Check(
-        "ok", f"settings: {', '.join(changed) if changed else 'all defaults'}; recorder config --show lists them"
-    )
+    yield Check("ok", f"settings: {', '.join(changed) or 'all defaults'}; recorder config --show lists them")
     folder = Path(loaded.settings.dir).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -103,9 +98,8 @@ def _settings() -> Iterator[Check]:
 
 def _run(run: Run) -> Iterator[Check]:
     state = "ok" if run.num_rows else "missing"
-    yield Check(
-        state, f"{run.path.name}: {run.num_rows} rows, ranks {span(run.ranks) or 'none'}, steps {span(run.steps)}"
-    )
+    ranks, steps = span(run.ranks) or "none", span(run.steps) or "none"
+    yield Check(state, f"{run.path.name}: {run.num_rows} rows, ranks {ranks}, steps {steps}")
     for problem in run.problems:
         yield Check("missing", problem)
     if run.world_size:
@@ -128,7 +122,7 @@ def _recorded_settings(run: Run) -> Iterator[Check]:
         for name, one in (settings.items() if isinstance(settings, dict) else ())
         if isinstance(one, dict) and one.get("source") != "default" and name != "rules"
     ]
-    yield Check("ok", f"settings: {', '.join(changed) if changed else 'all defaults'}")
+    yield Check("ok", f"settings: {', '.join(changed) or 'all defaults'}")
     rules = manifest.get("rules")
     for rule in rules if isinstance(rules, list) else ():
         yield Check("ok", f"rule: {rule}")
@@ -145,9 +139,7 @@ def _recorded_modules(run: Run) -> Iterator[Check]:
     for root in dict.fromkeys(root for root, _ in run.modules):
         infos = [info for info in run.modules.values() if info.root == root]
         selected = [info for info in infos if info.has_values]
-        yield Check(
-            "ok", f"root {root}: {infos[0].class_name}, {len(infos)} modules, {len(selected)} selected by a rule"
-        )
+        yield Check("ok", f"root {root}: {infos[0].class_name}, {len(infos)} modules, {len(selected)} selected")
         silent = [info for info in selected if (info.root, info.path) not in recorded]
         for why, some in _by_reason(silent).items():
             names = [repr(info.path) for info in some]
@@ -185,13 +177,14 @@ def _accounts(run: Run) -> Iterator[Check]:
         if balance.retired_rows:
             yield Check("note", f"{where}: {balance.retired_rows} old rows removed to keep the quota")
         if writer.state == "unclosed":
-            lost = f"; {balance.num_missing} rows were on their way by its last accounts" if balance.num_missing else ""
+            is_lost = balance.num_missing > 0
+            lost = f"; {balance.num_missing} rows were on their way by its last accounts" if is_lost else ""
             yield Check("missing", f"{where}: did not close: killed, or on another host and quiet{lost}")
         elif writer.state == "recording":
             yield Check("note", f"{where}: is recording now")
         for shard in writer.shards:
-            if shard.state.num_trailing_bytes:
-                cut = f"{shard.path.name} ends with {shard.state.num_trailing_bytes} bytes of a write that was cut"
+            if shard.num_trailing_bytes:
+                cut = f"{shard.path.name} ends with {shard.num_trailing_bytes} bytes of a write that was cut"
                 yield Check("note", f"{where}: {cut}")
 
 

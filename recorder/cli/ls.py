@@ -39,10 +39,8 @@ def _list_runs(paths: list[Path], *, as_json: bool) -> int:
         exit_code = exit_code or int(bool(run.problems))
         found.append(summary)
         ranks = f"{len(run.ranks)} of {run.world_size}" if run.world_size else str(len(run.ranks))
-        rows.append(
-            [path.name, moment(summary["started_ns"]), ranks, span(run.steps), f"{run.num_rows}"]
-            + [size(summary["bytes"]), summary["state"]]
-        )
+        facts = [moment(summary["started_ns"]), ranks, span(run.steps), str(run.num_rows), size(summary["bytes"])]
+        rows.append([path.name, *facts, summary["state"]])
     if as_json:
         print_json(found)
         return exit_code
@@ -89,7 +87,7 @@ def _list_writers(run: Run, *, as_json: bool) -> int:
             size(writer["bytes"]),
             " ".join(f"{reason}={count}" for reason, count in writer["dropped"].items()) or "0",
             writer["state"],
-            ",".join(writer["sites"]),
+            " ".join(writer["sites"]),
         ]
         for writer in writers
     ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,12 +18,15 @@ from ..read.run import Run, open_run
 from .output import Column, Table, number, print_json, say, span
 from .spark import NOT_FINITE, spark_line
 
-_SERIES = ("root", "site", "name", "scope", "phase", "mode", "rank")
-"""Rows that agree in these are one line in time."""
-_ALWAYS_SHOWN = ("site", "rank")
+_KEY = ("site", "name", "root", "scope", "phase", "mode", "rank")
+"""Rows that agree in these are one series."""
 _MOMENT = ("attempt", "step", "micro_step", "call", "repeat")
+_ALWAYS_SHOWN = ("site", "step", "rank")
 _SHOWN_STATISTICS = ("mean", "std", "min", "max", "absmax", "l2")
-_SHOWN_COUNTS = ("nan_count", "inf_count", "zero_count")
+_SITES = ("output", *(site for site in SITES if site != "output"))
+"""`output` first: it is what most questions are about."""
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,13 @@ class Wanted:
         return table
 
 
+class Series(NamedTuple):
+    """The rows of one value in time."""
+
+    key: Row
+    rows: list[Row]
+
+
 def show_modules(path: Path, wanted: Wanted, *, as_json: bool) -> int:
     """Print a line for each module and return the exit code."""
     run = open_run(path)
@@ -65,7 +75,7 @@ def show_modules(path: Path, wanted: Wanted, *, as_json: bool) -> int:
         print_json({"run": str(run.path), "modules": modules})
         return int(bool(run.problems))
     has_roots = len({module["root"] for module in modules}) > 1
-    rows = [
+    lines = [
         [module["root"]] * has_roots
         + [module["module"] or "''", module["class"], " ".join(module["sites"]), str(module["rows"])]
         + [str(module["last_step"]), number(module["last_absmax"])]
@@ -73,78 +83,73 @@ def show_modules(path: Path, wanted: Wanted, *, as_json: bool) -> int:
         for module in modules
     ]
     titles = ["root"] * has_roots + ["module", "class", "sites", "rows", "last step", "absmax", "nan", "inf"]
-    numbers = ("rows", "last step", "absmax", "nan", "inf")
     facts = f"{run.path.name}: {len(modules)} modules, ranks {span(run.ranks)}, steps {span(run.steps) or 'none'}"
-    Table([Column(title=title, is_number=title in numbers) for title in titles], rows, title=facts).print()
+    _print(titles, lines, texts=("root", "module", "class", "sites"), title=facts)
     return int(bool(run.problems))
 
 
 def show_module(path: Path, module_path: str, wanted: Wanted, *, last: int, as_json: bool) -> int:
-    """Print one module's series, the last steps of its first site, and return the exit code."""
+    """Print one module's series and the last steps of its first site, and return the exit code."""
     run = open_run(path)
-    if module_path == "''":
-        module_path = ""
-    columns = [*_SERIES, *_MOMENT, "dtype", "shape", "encoding", *STATISTICS, *COUNTS, "fingerprint"]
+    module_path = "" if module_path == "''" else module_path
+    columns = [*_KEY, *_MOMENT, "dtype", "shape", "encoding", *STATISTICS, *COUNTS, "fingerprint"]
     everything = run.table(columns, wanted.filter(module_path))
     table = wanted.narrow(everything)
     if not table.num_rows:
         _explain_nothing(run, module_path, everything)
-    series = _groups(table, _SERIES)
-    ordered = sorted(series, key=_series_order)
+    series = sorted((Series(*group) for group in _groups(table, _KEY)), key=lambda one: _series_order(one.key))
     if as_json:
-        found = [dict(zip(_SERIES, key, strict=True)) | {"rows": series[key]} for key in ordered]
+        found = [one.key | {"rows": one.rows} for one in series]
         print_json({"run": str(run.path), "module": module_path, "series": found})
         return int(bool(run.problems))
-    say(_headline(run, module_path))
-    _print_series(ordered, series)
-    site = wanted.site or ordered[0][_SERIES.index("site")]
-    _print_steps([(key, series[key]) for key in ordered if key[_SERIES.index("site")] == site], site, last)
+    infos = [info for (_, info_path), info in run.modules.items() if info_path == module_path]
+    facts = [f"{info.class_name} {info.source}".strip() for info in infos[:1]]
+    say(", ".join([f"{run.path.name}: {module_path!r}", *facts]))
+    _print_series(series)
+    first_site = series[0].key["site"]
+    _print_steps([one for one in series if one.key["site"] == first_site], first_site, last)
     return int(bool(run.problems))
 
 
-def _print_series(ordered: list[tuple[Any, ...]], series: dict[tuple[Any, ...], list[dict[str, Any]]]) -> None:
+def _print_series(series: Sequence[Series]) -> None:
     """One line a series: its last values, and its course."""
-    keys = _varying(_SERIES, ordered)
+    keys = _worth_showing(_KEY, [one.key for one in series])
     lines = []
-    for key in ordered:
-        rows = series[key]
-        newest = rows[-1]
-        bad = [bool(row["nan_count"] or row["inf_count"]) for row in rows]
-        shown = dict(zip(_SERIES, key, strict=True))
-        lines.append(
-            [_text(shown[name]) for name in keys]
-            + [newest["dtype"], newest["shape"], str(len(rows)), span(sorted({row["step"] for row in rows}))]
-            + [number(newest["absmax"]), spark_line([_course(row) for row in rows], bad)]
-        )
+    for one in series:
+        newest = one.rows[-1]
+        steps = span(sorted({row["step"] for row in one.rows}))
+        bad = [bool(row["nan_count"] or row["inf_count"]) for row in one.rows]
+        course = spark_line([row["mean"] if row["shape"] == "[]" else row["absmax"] for row in one.rows], bad)
+        facts = [newest["dtype"], newest["shape"], str(len(one.rows)), steps, number(newest["absmax"]), course]
+        lines.append([_text(one.key[name]) for name in keys] + facts)
     titles = [*keys, "dtype", "shape", "rows", "steps", "last absmax", "course"]
-    numbers = ("rank", "rows", "last absmax")
-    marks = f" ({NOT_FINITE}: NaN or infinity)" if any(NOT_FINITE in line[-1] for line in lines) else ""
-    title = f"absmax over steps, of a scalar its value{marks}"
-    Table([Column(title=title_, is_number=title_ in numbers) for title_ in titles], lines, title=title).print()
+    marks = f"; {NOT_FINITE} stands for NaN or infinity" if any(NOT_FINITE in line[-1] for line in lines) else ""
+    title = f"course: absmax over steps, the value of a scalar{marks}"
+    _print(titles, lines, texts=(*_KEY[:-1], "dtype", "shape", "steps", "course"), title=title)
 
 
-def _print_steps(chosen: list[tuple[tuple[Any, ...], list[dict[str, Any]]]], site: str, last: int) -> None:
+def _print_steps(series: Sequence[Series], site: str, last: int) -> None:
     """The statistics of one site, a line for each moment and rank."""
-    lines = [dict(zip(_SERIES, key, strict=True)) | row for key, rows in chosen for row in rows]
-    steps = sorted({line["step"] for line in lines})
+    rows = [one.key | row for one in series for row in one.rows]
+    steps = sorted({row["step"] for row in rows})
     shown_steps = set(steps[-last:] if last else steps)
-    lines = [line for line in lines if line["step"] in shown_steps]
-    lines.sort(key=lambda line: [(line[name] is not None, line[name]) for name in (*_MOMENT, *_SERIES)])
-    keys = _varying(_SERIES[1:], [tuple(line[name] for name in _SERIES[1:]) for line in lines])
-    moments = _varying(_MOMENT, [tuple(line[name] for name in _MOMENT) for line in lines])
-    columns = [name for name in ("step", *moments, *keys) if name != "site"]
-    columns = list(dict.fromkeys(columns))
-    cells = [
-        [_text(line[name]) for name in columns]
-        + [number(line[name]) for name in (*_SHOWN_STATISTICS, *_SHOWN_COUNTS)]
-        + ["yes" if line["encoding"] is not None else "no"]
-        for line in lines
+    rows = [row for row in rows if row["step"] in shown_steps]
+    rows.sort(key=lambda row: [(row[name] is not None, row[name]) for name in (*_MOMENT, *_KEY)])
+    keys = [name for name in _worth_showing((*_MOMENT, *_KEY), rows) if name != "site"]
+    lines = [
+        [_text(row[name]) for name in keys]
+        + [number(row[name]) for name in (*_SHOWN_STATISTICS, *COUNTS)]
+        + ["yes" if row["encoding"] is not None else "no"]
+        for row in rows
     ]
-    texts = {"name", "scope", "phase", "mode", "root", "values"}
-    titles = [*columns, *_SHOWN_STATISTICS, *(name.removesuffix("_count") for name in _SHOWN_COUNTS), "values"]
-    missing = len(steps) - len(shown_steps)
-    rest = f", the last {len(shown_steps)} of {len(steps)} steps (--last 0 shows all)" if missing else ""
-    Table([Column(title=t, is_number=t not in texts) for t in titles], cells, title=f"{site}{rest}").print()
+    titles = [*keys, *_SHOWN_STATISTICS, *(name.removesuffix("_count") for name in COUNTS), "values"]
+    is_cut = len(shown_steps) < len(steps)
+    rest = f", the last {len(shown_steps)} of {len(steps)} steps (--last 0 shows all)" if is_cut else ""
+    _print(titles, lines, texts=(*_KEY[:-1], "values"), title=f"{site}{rest}")
+
+
+def _print(titles: Sequence[str], lines: list[list[str]], *, texts: Sequence[str], title: str) -> None:
+    Table([Column(title=name, is_number=name not in texts) for name in titles], lines, title=title).print()
 
 
 def _explain_nothing(run: Run, module_path: str, everything: Any) -> None:
@@ -160,13 +165,7 @@ def _explain_nothing(run: Run, module_path: str, everything: Any) -> None:
     raise LookupFailedError(f"no module {module_path!r} in this run{hint}")
 
 
-def _headline(run: Run, module_path: str) -> str:
-    infos = [info for (_, path), info in run.modules.items() if path == module_path]
-    facts = [f"{info.class_name} {info.source}".strip() for info in infos[:1]]
-    return ", ".join([f"{run.path.name}: {module_path!r}", *facts])
-
-
-def _describe_modules(run: Run, wanted: Wanted) -> list[dict[str, Any]]:
+def _describe_modules(run: Run, wanted: Wanted) -> list[Row]:
     """One entry a module, in the order of execution; Arrow does the counting."""
     sums = ["absmax", "nan_count", "inf_count"]
     table = wanted.narrow(run.table(["root", "module_path", "site", "step", "rank", *sums], wanted.filter()))
@@ -178,13 +177,13 @@ def _describe_modules(run: Run, wanted: Wanted) -> list[dict[str, Any]]:
     newest = newest.filter(pc.field("step") == pc.field("step_max"))
     order = {module_path: place for place, module_path in enumerate(run.module_paths)}
     found = []
-    for (root, module_path), sites in _groups(newest, ("root", "module_path")).items():
+    for key, sites in _groups(newest, ("root", "module_path")):
         sites.sort(key=lambda site: _site_order(site["site"]))
-        info = run.modules.get((root, module_path))
+        info = run.modules.get((key["root"], key["module_path"]))
         found.append(
             {
-                "root": root,
-                "module": module_path,
+                "root": key["root"],
+                "module": key["module_path"],
                 "class": info.class_name if info else "",
                 "source": info.source if info else "",
                 "sites": [site["site"] for site in sites],
@@ -198,41 +197,31 @@ def _describe_modules(run: Run, wanted: Wanted) -> list[dict[str, Any]]:
     return sorted(found, key=lambda module: (module["root"], order[module["module"]]))
 
 
-def _groups(table: Any, keys: Iterable[str]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
-    """Rows by key; without the keys' columns, in the order of the table."""
-    keys = tuple(keys)
-    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+def _groups(table: Any, names: Sequence[str]) -> list[tuple[Row, list[Row]]]:
+    """Rows by key and without its columns, in the order of the table."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
     for row in table.to_pylist():
-        found.setdefault(tuple(row.pop(name) for name in keys), []).append(row)
-    return found
+        found.setdefault(tuple(row.pop(name) for name in names), []).append(row)
+    return [(dict(zip(names, key, strict=True)), rows) for key, rows in found.items()]
 
 
-def _course(row: dict[str, Any]) -> float | None:
-    """What a spark line draws of a row."""
-    value: float | None = row["mean"] if row["shape"] == "[]" else row["absmax"]
-    return value
-
-
-def _varying(names: tuple[str, ...], keys: Iterable[tuple[Any, ...]]) -> list[str]:
-    """Names that tell the keys apart, and those that are always worth a column."""
-    columns = {name: set(values) for name, values in zip(names, zip(*keys, strict=True), strict=True)}
+def _worth_showing(names: Sequence[str], keys: Sequence[Row]) -> list[str]:
+    """Columns that are always wanted, that hold a name, or that tell lines of one site and name apart."""
+    values = {(key["site"], key["name"]) for key in keys}
+    always = (*_ALWAYS_SHOWN, *(["name"] if any(name for _, name in values) else []))
     return [
-        name
-        for name, values in columns.items()
-        if name in _ALWAYS_SHOWN or len(values) > 1 or (name == "name" and values != {""})
+        column
+        for column in names
+        if column in always or len({(key["site"], key["name"], key[column]) for key in keys}) > len(values)
     ]
 
 
-def _series_order(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    fields = dict(zip(_SERIES, key, strict=True))
-    rest = [(fields[name] is not None, fields[name]) for name in ("name", "root", "scope", "phase", "mode", "rank")]
-    return (_site_order(fields["site"]), *rest)
+def _series_order(key: Row) -> tuple[Any, ...]:
+    return (_site_order(key["site"]), *((key[name] is not None, key[name]) for name in _KEY[1:]))
 
 
 def _site_order(site: str) -> tuple[int, str]:
-    """`output` first: it is what most questions are about."""
-    order = ("output", *(other for other in SITES if other != "output"))
-    return (order.index(site) if site in order else len(order), site)
+    return (_SITES.index(site) if site in _SITES else len(_SITES), site)
 
 
 def _text(value: Any) -> str:

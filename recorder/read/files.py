@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -23,10 +24,10 @@ class ByteSource(Protocol):
     """What messages call this file."""
     size_bytes: int
 
-    def read(self, offset: int, num_bytes: int, hole: range | None = None) -> Any:
+    def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
         """Exactly these bytes as a `pa.Buffer`, or CorruptError where the file has no such range.
 
-        Bytes in `hole` (counted from `offset`) are not wanted: they may come as zeros.
+        Where only some ranges (counted from `offset`) are `wanted`, the bytes between may come as zeros.
         """
 
     def __enter__(self) -> Self: ...
@@ -61,7 +62,7 @@ class MappedFile:
         finally:
             os.close(descriptor)
 
-    def read(self, offset: int, num_bytes: int, hole: range | None = None) -> Any:
+    def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
         """A view of the mapping: costs nothing until it is touched."""
         _check_range(self, offset, num_bytes)
         return self._buffer.slice(offset, num_bytes)
@@ -81,14 +82,14 @@ class GrowingFile:
         self._descriptor = open_regular(path)
         self.size_bytes = os.fstat(self._descriptor).st_size
 
-    def read(self, offset: int, num_bytes: int, hole: range | None = None) -> Any:
-        """A copy; pages of the hole are neither read nor touched."""
+    def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
+        """A copy of what is wanted; the memory of the rest is never touched."""
         _check_range(self, offset, num_bytes)
         out = np.zeros(num_bytes, np.uint8)
-        hole = hole or range(num_bytes, num_bytes)
-        for start, stop in ((0, hole.start), (hole.stop, num_bytes)):
-            while start < stop:
-                got = os.preadv(self._descriptor, [out.data[start:stop]], offset + start)
+        for piece in [range(num_bytes)] if wanted is None else wanted:
+            start = piece.start
+            while start < piece.stop:
+                got = os.preadv(self._descriptor, [out.data[start : piece.stop]], offset + start)
                 if got == 0:
                     raise CorruptError(f"{self.where}: was cut to {offset + start} bytes while it was read")
                 start += got

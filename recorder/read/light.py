@@ -5,8 +5,7 @@ A row is known by its position: shards in the order of their writers, rows in fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +20,11 @@ from .writers import RecordedWriter
 Positions = npt.NDArray[np.int64]
 NONE = -1
 """Stands for null in columns of counts, none of which is negative."""
+
+
+TIME_ORDER = ("attempt", "step", "rank", "seq")
+PLACE_COLUMNS = ("seq", "batch", "row")
+"""What leads from a row to its payload."""
 
 
 class Keys(NamedTuple):
@@ -48,22 +52,37 @@ class LightRows:
     """Every column but the payload, over all shards of a run."""
 
     def __init__(self, writers: Sequence[RecordedWriter]) -> None:
+        self._writers = writers
         self._shards = [shard for writer in writers for shard in writer.shards]
+        self._forget()
+
+    def _forget(self) -> None:
         self._starts = np.cumsum([0, *(shard.num_rows for shard in self._shards)])
-        self._writer_starts = np.cumsum([0, *(writer.num_rows for writer in writers)])
+        self._writer_starts = np.cumsum([0, *(writer.num_rows for writer in self._writers)])
         self._columns: dict[str, Any] = {}
         self._numbers: dict[str, npt.NDArray[np.int64]] = {}
+        self._module_paths: Keys | None = None
 
     @property
     def num_rows(self) -> int:
         return int(self._starts[-1])
 
+    def load(self, names: Iterable[str]) -> None:
+        """Read and check columns. To be called for all that a question needs, before its first position is computed.
+
+        A damaged batch goes, in all columns, once one of them shows it: then positions move, and all is read again.
+        """
+        names = list(dict.fromkeys(names))
+        while missing := [name for name in names if name not in self._columns]:
+            batches = [batch for shard in self._shards for batch in shard.columns(missing)]
+            for name in missing:
+                kind = SCHEMA.field(name).type if name in SCHEMA.names else pa.int32()
+                self._columns[name] = pa.chunked_array([batch.column(name) for batch in batches], kind)
+            if sum(shard.num_rows for shard in self._shards) != self.num_rows:
+                self._forget()
+
     def column(self, name: str) -> Any:
-        """A light column, or `batch` or `row`, as `pa.ChunkedArray`."""
-        if name not in self._columns:
-            chunks = [chunk for shard in self._shards for chunk in shard.column(name)]
-            kind = SCHEMA.field(name).type if name in SCHEMA.names else pa.int32()
-            self._columns[name] = pa.chunked_array(chunks, kind)
+        """A loaded column as `pa.ChunkedArray`."""
         return self._columns[name]
 
     def numbers(self, name: str) -> npt.NDArray[np.int64]:
@@ -74,10 +93,11 @@ class LightRows:
             self._numbers[name] = filled.to_numpy().astype(np.int64, copy=False)
         return self._numbers[name]
 
-    @cached_property
     def module_paths(self) -> Keys:
         """The module path of every row; other texts are looked at only for the rows of one module."""
-        return _text_keys(self.column("module_path"))
+        if self._module_paths is None:
+            self._module_paths = _text_keys(self.column("module_path"))
+        return self._module_paths
 
     def take(self, name: str, positions: Positions) -> Any:
         """Some rows of a light column, as `pa.ChunkedArray`."""
@@ -103,8 +123,8 @@ class LightRows:
         return np.searchsorted(self._writer_starts, positions, side="right") - 1
 
     def in_order(self) -> Positions:
-        """All positions by attempt, step, rank and seq: file order is no order of time."""
-        keys = [self.numbers(name) for name in ("seq", "rank", "step", "attempt")]
+        """All positions by `TIME_ORDER`: file order is no order of time."""
+        keys = [self.numbers(name) for name in reversed(TIME_ORDER)]
         return np.lexsort(keys).astype(np.int64, copy=False)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import LookupFailedError
-from .light import NONE, Keys, LightRows, Positions
+from .light import NONE, PLACE_COLUMNS, Keys, LightRows, Positions
 from .writers import RecordedWriter
 
 QUALIFIERS = (
@@ -37,8 +37,9 @@ def find_tensor(
     Raises:
         LookupFailedError: no tensor, or more than one; the message lists the choices.
     """
+    rows.load([*QUALIFIERS, "module_path", "encoding", "part", *PLACE_COLUMNS])
     what = f"{module_path!r}"
-    positions = np.flatnonzero(rows.module_paths.codes == module_code(rows, module_path))
+    positions = np.flatnonzero(rows.module_paths().codes == module_code(rows, module_path))
     for name in QUALIFIERS:
         value = question.get(name)
         if value is None:
@@ -71,7 +72,7 @@ def module_code(rows: LightRows, module_path: str) -> int:
     Raises:
         LookupFailedError: no row is of that module; the message names the nearest.
     """
-    paths = rows.module_paths
+    paths = rows.module_paths()
     code = paths.code(module_path)
     if code < 0:
         near = nearest(module_path, paths.texts or [])
@@ -113,7 +114,7 @@ def _parts(rows: LightRows, positions: Positions, what: str) -> Positions:
     parts = rows.numbers("part")[positions]
     order = np.argsort(parts)
     if not np.array_equal(parts[order], np.arange(len(parts))):
-        raise LookupFailedError(f"{what}: of its parts only {sorted(map(int, parts))} were recorded")
+        raise LookupFailedError(f"{what}: of its parts only {sorted(map(int, parts))[:_MAX_CHOICES]} were recorded")
     return positions[order]
 
 

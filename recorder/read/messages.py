@@ -7,6 +7,7 @@ The tables are flatbuffers, laid out by Arrow's Message.fbs and File.fbs (format
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -181,15 +182,13 @@ def check_block(block: Block, source: ByteSource) -> None:
         raise CorruptError(f"{source.where}: the footer lists a batch at byte {block.offset} that cannot be there")
 
 
-def check_declared_sizes(message: Message, body: pa.Buffer, where: str) -> None:
-    """Refuse a batch whose buffers lie outside its body, or declare more than `MAX_BATCH_BYTES` once decompressed."""
+def check_declared_sizes(buffers: Sequence[tuple[int, int]], body: pa.Buffer, where: str) -> None:
+    """Refuse compressed buffers that declare more than `MAX_BATCH_BYTES` together."""
     total_bytes = 0
-    for offset, length in message.buffers:
-        if offset < 0 or length < 0 or offset + length > body.size:
-            raise CorruptError(f"{where}: a buffer lies outside its message")
-        if message.is_compressed and length:
-            if length < 8:
-                raise CorruptError(f"{where}: a compressed buffer of {length} bytes has no room for its length")
+    for offset, length in buffers:
+        if 0 < length < 8:
+            raise CorruptError(f"{where}: a compressed buffer of {length} bytes has no room for its length")
+        if length:
             (declared_bytes,) = struct.unpack("<q", body.slice(offset, 8))
             total_bytes += max(declared_bytes, 0)  # -1 marks a buffer that is stored as it is
     if total_bytes > MAX_BATCH_BYTES:

@@ -6,7 +6,6 @@ Must never write, and imports torch or pandas only inside the method that gives 
 from __future__ import annotations
 
 import difflib
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -24,7 +23,7 @@ from ..format.dtypes import item_bytes
 from ..format.rundir import RUN_MANIFEST, check_version, read_json
 from ..format.schema import LIGHT_COLUMNS, SCHEMA
 from .decode import as_array, check_bytes, count, decode_payload, parse_shape
-from .light import NONE, LightRows, Positions
+from .light import NONE, PLACE_COLUMNS, TIME_ORDER, LightRows, Positions
 from .lookup import find_tensor
 from .modules import ModuleInfo, read_modules
 from .rows import ShardRows
@@ -33,8 +32,6 @@ from .writers import RecordedWriter, find_writers, list_directory
 if TYPE_CHECKING:
     import pandas
     import torch
-
-logger = logging.getLogger(__name__)
 
 _PAYLOAD_COLUMNS = ("seq", "dtype", "shape", "encoding", "payload_bytes", "data")
 
@@ -68,8 +65,6 @@ class Run:
         self.writers: tuple[RecordedWriter, ...] = tuple(find_writers(path))
         """Process lifetimes by rank and start, each with its manifest, accounts and shards as they were found."""
         self._rows = LightRows(self.writers)
-        for problem in self.problems:
-            logger.warning("%s", problem)
 
     @property
     def run_id(self) -> str:
@@ -89,7 +84,11 @@ class Run:
 
     @property
     def problems(self) -> list[str]:
-        """What is damaged on disk, and so missing from the rows; one message each. Empty for a sound run."""
+        """What is damaged on disk, and so missing from the rows; one message each, each logged when it is found.
+
+        Damage shows where it is: in manifests and footers on opening, in a column when that is first read, in a
+        payload when it is asked for (that raises). `recorder verify` reads everything.
+        """
         return [problem for writer in self.writers for problem in writer.problems]
 
     @property
@@ -104,12 +103,14 @@ class Run:
     @cached_property
     def steps(self) -> list[int]:
         """Steps of which there is a row."""
+        self._rows.load(["step"])
         return [int(step) for step in np.unique(self._rows.numbers("step"))]
 
     @cached_property
     def module_paths(self) -> list[str]:
         """Modules of which there is a row, in the order in which they were first recorded."""
-        codes, texts = self._rows.module_paths
+        self._rows.load(["module_path", "rank", "seq"])
+        codes, texts = self._rows.module_paths()
         in_time = codes[np.lexsort([self._rows.numbers("rank"), self._rows.numbers("seq")])]
         present, first = np.unique(in_time, return_index=True)
         return [texts[code] for code in present[np.argsort(first)] if texts and code != NONE]
@@ -135,10 +136,15 @@ class Run:
                 near = difflib.get_close_matches(name, SCHEMA.names, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; columns are {', '.join(SCHEMA.names)}"
                 raise LookupFailedError(f"no column {name!r}{hint}")
+        # Only columns whose name occurs in the filter are read; one addressed by its place needs them all.
+        text = "" if filter is None else str(filter)
+        filtered = [name for name in LIGHT_COLUMNS if name in text or "FieldPath" in text]
+        light = [name for name in names if name != "data"]
+        self._rows.load([*light, *filtered, *TIME_ORDER, *(PLACE_COLUMNS if "data" in names else ())])
         positions = self._rows.in_order()
         if filter is not None:
-            positions = self._filter(positions, filter)
-        columns_of = {name: self._rows.take(name, positions) for name in names if name != "data"}
+            positions = self._filter(positions, filter, filtered)
+        columns_of = {name: self._rows.take(name, positions) for name in light}
         if "data" in names:
             columns_of["data"] = self._payload_column(positions)
         schema = pa.schema([SCHEMA.field(name) for name in names])
@@ -153,7 +159,7 @@ class Run:
         """The sealed shards as `pyarrow.dataset`: for scans that stream. What it reads is not checked."""
         import pyarrow.dataset
 
-        paths = [str(shard.path) for writer in self.writers for shard in writer.shards if shard.state.is_sealed]
+        paths = [str(shard.path) for writer in self.writers for shard in writer.shards if shard.is_sealed]
         return pyarrow.dataset.dataset(paths, schema=SCHEMA, format="ipc")
 
     def array(
@@ -207,15 +213,12 @@ class Run:
         problems = f", {len(self.problems)} problems" if self.problems else ""
         return f"<Run {self.run_id!r}: {len(self.ranks)} ranks, {steps}, {self.num_rows:,} rows{problems}>"
 
-    def _filter(self, positions: Positions, expression: Any) -> Positions:
-        # Only columns whose name occurs in the filter are read; one addressed by its place needs them all.
-        text = str(expression)
-        names = [name for name in LIGHT_COLUMNS if name in text or "FieldPath" in text]
+    def _filter(self, positions: Positions, expression: Any, names: Sequence[str]) -> Positions:
         columns = {name: self._rows.take(name, positions) for name in names}
         try:
             found = pa.table(columns | {"position": positions}).filter(expression).column("position")
         except (pa.ArrowException, TypeError) as error:
-            raise LookupFailedError(f"the filter {text} cannot be applied to the light columns: {error}") from error
+            raise LookupFailedError(f"filter {expression}: cannot be applied to the light columns: {error}") from error
         kept: Positions = found.to_numpy().astype(np.int64, copy=False)
         return kept
 
@@ -230,7 +233,7 @@ class Run:
         for places in np.split(in_file_order, ends_group) if len(positions) else ():
             shard, _ = self._rows.shard_of(int(positions[places[0]]))
             batch = int(batches[places[0]])
-            found = shard.shard.read(batch, ("seq", "data")).batch
+            found = shard.read(batch, ("seq", "data"))
             wanted = rows[places]
             if wanted.min() >= 0 and wanted.max() < found.num_rows:
                 found = found.take(pa.array(wanted))
@@ -279,7 +282,7 @@ class Run:
     def _fields(self, shard: ShardRows, position: int) -> dict[str, Any]:
         """What decoding needs of one row, out of the shard itself; the payload is not copied."""
         batch, row, seq = (int(self._rows.numbers(name)[position]) for name in ("batch", "row", "seq"))
-        found = shard.shard.read(batch, _PAYLOAD_COLUMNS).batch
+        found = shard.read(batch, _PAYLOAD_COLUMNS)
         if not 0 <= row < found.num_rows or found.column("seq")[row].as_py() != seq:
             raise CorruptError(f"{shard.path}: batch {batch} row {row} is not the row that its index names")
         scalars = {name: found.column(name)[row] for name in _PAYLOAD_COLUMNS}

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ..errors import CorruptError, RunError
+from ..format.integrity import BatchHeader
 from ..format.schema import LIGHT_COLUMNS, SCHEMA
 from .files import ByteSource
 from .messages import BATCH_MESSAGE, CONTINUATION, FIRST_MESSAGE, MAX_METADATA_BYTES, Block, block_at
-from .shard import CheckedBatch, Shard, read_batch, read_schema
+from .shard import CheckedBatch, Layout, read_batch, read_layout
 
 _SCAN_BYTES = 4 << 20
 _MAX_CANDIDATES = 10_000
@@ -28,14 +28,16 @@ _MAX_REREADS = 4
 class Salvaged:
     """What could be read of a shard without its footer."""
 
-    shard: Shard
-    batches: list[CheckedBatch]
-    """Light columns of every batch that passed all checks, in file order."""
-    seal: CheckedBatch | None
-    """The batch of 0 rows that ends a shard: all was written, only the footer or the final name is missing."""
+    layout: Layout
+    blocks: dict[int, Block]
+    """Every batch whose light columns passed all checks, by number and in file order."""
+    rows_of: dict[int, int]
+    """Rows of each of them."""
+    last_header: BatchHeader | None
+    """Of the last of them, or of the seal."""
     num_trailing_bytes: int
     """Bytes behind the last whole batch that are no zeros and no batch: a write that was cut, or damage."""
-    damage: tuple[str, ...]
+    damage: list[str]
     """What was skipped in front of the last whole batch, one message each."""
 
 
@@ -49,11 +51,12 @@ def salvage(open_source: Callable[[], ByteSource]) -> Salvaged:
         walk = _Walk(source)
         walk.run()
     return Salvaged(
-        shard=Shard(open_source, walk.schema, walk.blocks),
-        batches=walk.batches,
-        seal=walk.seal,
+        layout=walk.layout,
+        blocks=walk.blocks,
+        rows_of=walk.rows_of,
+        last_header=walk.last_header,
         num_trailing_bytes=walk.num_trailing_bytes,
-        damage=tuple(walk.damage),
+        damage=walk.damage,
     )
 
 
@@ -62,13 +65,12 @@ class _Walk:
 
     def __init__(self, source: ByteSource) -> None:
         self.source = source
-        self.schema: Any = SCHEMA
-        self.batches: list[CheckedBatch] = []
+        self.layout = Layout(SCHEMA)
         self.blocks: dict[int, Block] = {}
-        self.seal: CheckedBatch | None = None
+        self.rows_of: dict[int, int] = {}
+        self.last_header: BatchHeader | None = None
         self.damage: list[str] = []
         self.num_trailing_bytes = 0
-        self._last_number = -1
         self._candidates_left = _MAX_CANDIDATES
         self._bytes_left = _MAX_REREADS * source.size_bytes
 
@@ -77,7 +79,7 @@ class _Walk:
         if self.source.size_bytes <= offset:
             return
         try:
-            self.schema, block = read_schema(self.source)
+            self.layout, block = read_layout(self.source)
             offset = block.end
         except RunError as error:
             following = self._next_batch(offset)  # the schema of this version may still fit: checksums will tell
@@ -86,7 +88,7 @@ class _Walk:
                 return
             self.damage.append(str(error))
             offset = following
-        while self.seal is None and offset < self.source.size_bytes:
+        while not self._is_sealed and offset < self.source.size_bytes:
             try:
                 offset = self._take(offset)
             except CorruptError as error:
@@ -99,24 +101,26 @@ class _Walk:
                 self.damage.append(f"{error}; {following - offset} bytes skipped")
                 offset = following
 
+    @property
+    def _is_sealed(self) -> bool:
+        return self.last_header is not None and self.last_header.is_seal
+
     def _take(self, offset: int) -> int:
         """Keep the batch at `offset` and return where the next one begins."""
         block, checked = self._read(offset)
-        self._last_number = checked.header.number
-        if checked.header.is_seal:
-            self.seal = checked
-        else:
-            self.batches.append(checked)
+        self.last_header = checked.header
+        if not self._is_sealed:
             self.blocks[checked.header.number] = block
+            self.rows_of[checked.header.number] = checked.batch.num_rows
         return block.end
 
     def _read(self, offset: int) -> tuple[Block, CheckedBatch]:
         found = block_at(self.source, offset)
         if found is None or found[1].kind != BATCH_MESSAGE:
             raise CorruptError(f"{self.source.where}: no batch begins at byte {offset}")
-        checked = read_batch(self.source, found[0], self.schema, LIGHT_COLUMNS)
-        if checked.header.number <= self._last_number:
-            raise CorruptError(f"{self.source.where}: batch {checked.header.number} follows {self._last_number}")
+        checked = read_batch(self.source, found[0], self.layout, LIGHT_COLUMNS)
+        if self.last_header is not None and checked.header.number <= self.last_header.number:
+            raise CorruptError(f"{self.source.where}: batch {checked.header.number} follows {self.last_header.number}")
         return found[0], checked
 
     def _next_batch(self, offset: int) -> int | None:

@@ -6,12 +6,14 @@ Must never return a column whose bytes were not compared with their checksum.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from ..errors import CorruptError, UnsupportedError
+from ..errors import CorruptError, RunError, UnsupportedError
 from ..format.integrity import BatchHeader, check_batch
 from ..format.schema import SCHEMA
 from .files import ByteSource, MappedFile
@@ -28,8 +30,11 @@ from .messages import (
     parse_message,
 )
 
-HOLE_BYTES = 1 << 16
-"""A payload buffer below this is read along with the light columns around it."""
+_NEVER_NULL = frozenset(field.name for field in SCHEMA if not field.nullable) | {"batch", "row"}
+
+
+ARROW_ERRORS = (pa.ArrowException, OSError, EOFError, StopIteration, UnicodeDecodeError)
+"""What pyarrow raises over damaged bytes."""
 
 
 class CheckedBatch(NamedTuple):
@@ -39,30 +44,57 @@ class CheckedBatch(NamedTuple):
     header: BatchHeader
 
 
+class Layout:
+    """A schema, and which of a message's buffers belong to which column."""
+
+    def __init__(self, schema: Any) -> None:
+        self.schema = schema
+        self._ends = list(accumulate(_num_buffers(field.type) for field in schema))
+
+    def places(self, columns: Sequence[str]) -> list[int]:
+        """Where columns stand in the schema, ascending."""
+        return sorted(self.schema.get_field_index(name) for name in columns)
+
+    def buffers_of(self, places: Sequence[int], message: Message, where: str) -> list[tuple[int, int]]:
+        """Offset and length, in the body, of the buffers of some columns."""
+        if len(message.buffers) != self._ends[-1]:
+            raise CorruptError(f"{where}: has {len(message.buffers)} buffers, its columns need {self._ends[-1]}")
+        starts = [0, *self._ends]
+        buffers = [buffer for place in places for buffer in message.buffers[starts[place] : starts[place + 1]]]
+        if any(offset < 0 or size < 0 or offset + size > message.body_bytes for offset, size in buffers):
+            raise CorruptError(f"{where}: a buffer lies outside its message")
+        return buffers
+
+
 class Shard:
     """The batches of one file, by their number. The seal is none of them; a salvaged file may lack some."""
 
-    def __init__(self, open_source: Callable[[], ByteSource], schema: Any, blocks: Mapping[int, Block]) -> None:
+    def __init__(self, open_source: Callable[[], ByteSource], layout: Layout, blocks: Mapping[int, Block]) -> None:
         self._open_source = open_source
-        self.schema = schema
+        self._layout = layout
         self.blocks = blocks
+
+    @property
+    def schema(self) -> Any:
+        return self._layout.schema
 
     def read(self, number: int, columns: Sequence[str]) -> CheckedBatch:
         """Some columns of one batch, checked.
 
         Raises:
             CorruptError: the bytes are not those that were written, or there is no such batch.
+            FileNotFoundError: the file is gone.
         """
         with self._open_source() as source:
             if number not in self.blocks:
                 raise CorruptError(f"{source.where}: batch {number} is missing or damaged")
-            checked = read_batch(source, self.blocks[number], self.schema, columns)
+            checked = read_batch(source, self.blocks[number], self._layout, columns)
             if checked.header.number != number:
                 raise CorruptError(f"{source.where}: batch {checked.header.number} stands where {number} should")
             return checked
 
 
-def open_sealed(path: Path, extra: Sequence[Any] = (), without: Sequence[str] = ()) -> tuple[Shard, BatchHeader]:
+def open_sealed(path: Path, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()) -> tuple[Shard, BatchHeader]:
     """A sealed shard (or an index, which has other columns) by its footer, and its seal, which must agree.
 
     Raises:
@@ -70,17 +102,17 @@ def open_sealed(path: Path, extra: Sequence[Any] = (), without: Sequence[str] = 
         FileNotFoundError: it is gone.
     """
     source = MappedFile(path)
-    schema = read_schema(source, extra, without)[0]
+    layout = read_layout(source, extra, without)[0]
     blocks = footer_blocks(source)
     if not blocks:
         raise CorruptError(f"{path}: the footer lists no batches, not even the seal")
-    seal = read_batch(source, blocks[-1], schema, ()).header
+    seal = read_batch(source, blocks[-1], layout, ()).header
     if seal.num_batches != len(blocks):
         raise CorruptError(f"{path}: the footer lists {len(blocks)} batches, but the last one says {seal.num_batches}")
-    return Shard(lambda: source, schema, dict(enumerate(blocks[:-1]))), seal
+    return Shard(lambda: source, layout, dict(enumerate(blocks[:-1]))), seal
 
 
-def read_schema(source: ByteSource, extra: Sequence[Any] = (), without: Sequence[str] = ()) -> tuple[Any, Block]:
+def read_layout(source: ByteSource, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()) -> tuple[Layout, Block]:
     """The schema in the first message, compared with FORMAT.md's, and where that message lies.
 
     Args:
@@ -96,52 +128,62 @@ def read_schema(source: ByteSource, extra: Sequence[Any] = (), without: Sequence
     if found is None or found[1].kind != SCHEMA_MESSAGE:
         raise CorruptError(f"{source.where}: does not begin with a schema")
     block = found[0]
+    message = source.read(block.offset, block.end - block.offset).to_pybytes()
     try:
-        schema = pa.ipc.read_schema(source.read(block.offset, block.end - block.offset))
-    except (pa.ArrowException, OSError) as error:
-        raise CorruptError(f"{source.where}: the schema is damaged ({error})") from error
+        return _parse_layout(message, extra, without), block
+    except RunError as error:
+        raise type(error)(f"{source.where}: {error}") from error
+
+
+@lru_cache(maxsize=16)  # the shards of a run have the same few schemas
+def _parse_layout(message: bytes, extra: tuple[Any, ...], without: tuple[str, ...]) -> Layout:
+    try:
+        schema = pa.ipc.read_schema(pa.py_buffer(message))
+        schema.names  # noqa: B018 (text of a stranger, which may be no text)
+    except ARROW_ERRORS as error:
+        raise CorruptError(f"the schema is damaged ({error})") from error
     for field in [*(field for field in SCHEMA if field.name not in without), *extra]:
         places = schema.get_all_field_indices(field.name)
         if len(places) != 1 or schema.field(places[0]).type != field.type:
-            raise CorruptError(f"{source.where}: the schema has no single column {field.name!r} of type {field.type}")
+            raise CorruptError(f"the schema has no single column {field.name!r} of type {field.type}")
     for field in schema:
         if _num_buffers(field.type) == 0:
-            raise UnsupportedError(f"{source.where}: column {field.name!r} is of type {field.type}, which is not flat")
-    return schema, block
+            raise UnsupportedError(f"column {field.name!r} is of type {field.type}, which is not flat")
+    return Layout(schema)
 
 
-def read_batch(source: ByteSource, block: Block, schema: Any, columns: Sequence[str]) -> CheckedBatch:
-    """Read, decode and check some columns of one batch."""
+def read_batch(source: ByteSource, block: Block, layout: Layout, columns: Sequence[str]) -> CheckedBatch:
+    """Read, decode and check some columns of one batch; the bytes of the others are not touched."""
     check_block(block, source)
     where = f"{source.where}, batch at byte {block.offset}"
-    prefix = source.read(block.offset, block.metadata_bytes)
-    message = parse_message(prefix.slice(PREFIX_BYTES), where)
+    message = parse_message(source.read(block.offset, block.metadata_bytes).slice(PREFIX_BYTES), where)
     if message.body_bytes != block.body_bytes:
         raise CorruptError(f"{where}: has {message.body_bytes} bytes, the footer says {block.body_bytes}")
-    hole = None if "data" in columns else _payload_range(message, block, schema)
-    whole = source.read(block.offset, block.end - block.offset, hole)
-    check_declared_sizes(message, whole.slice(block.metadata_bytes), where)
+    places = layout.places(columns) or [0]  # Arrow takes no columns for all columns
+    buffers = layout.buffers_of(places, message, where)
+    wanted = [range(block.metadata_bytes + start, block.metadata_bytes + start + size) for start, size in buffers]
+    whole = source.read(block.offset, block.end - block.offset, [range(block.metadata_bytes), *wanted])
+    if message.is_compressed:
+        check_declared_sizes(buffers, whole.slice(block.metadata_bytes), where)
     try:
-        batch = pa.ipc.read_record_batch(pa.ipc.read_message(whole), schema).select(list(columns))
+        batch = _decode(whole, layout.schema, places, message).select(list(columns))
         batch.validate(full=True)
-    except (pa.ArrowException, OSError) as error:
+    except ARROW_ERRORS as error:
         raise CorruptError(f"{where}: {error}") from error
-    return CheckedBatch(batch, check_batch(batch, message.custom_metadata, where=where))
+    header = check_batch(batch, message.custom_metadata, where=where)
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if name in _NEVER_NULL and column.null_count:
+            raise CorruptError(f"{where}: column {name!r} has nulls, which it must not")
+    return CheckedBatch(batch, header)
 
 
-def _payload_range(message: Message, block: Block, schema: Any) -> range | None:
-    """Where in the message the payloads lie, if it is worth to leave them out."""
-    place = schema.get_field_index("data")
-    if place < 0 or message.is_compressed:
-        return None
-    index = sum(_num_buffers(field.type) for field in list(schema)[:place]) + 2  # behind validity and offsets
-    if index >= len(message.buffers):
-        return None
-    offset, length = message.buffers[index]
-    start = block.metadata_bytes + offset
-    if length < HOLE_BYTES or offset < 0 or start + length > block.end - block.offset:
-        return None
-    return range(start, start + length)
+def _decode(whole: Any, schema: Any, places: Sequence[int], message: Message) -> Any:
+    """The batch; of a compressed one only the wanted columns, since each costs its decompression."""
+    if not message.is_compressed:
+        return pa.ipc.read_record_batch(pa.ipc.read_message(whole), schema)
+    stream = pa.py_buffer(b"".join([schema.serialize(), whole]))
+    options = pa.ipc.IpcReadOptions(included_fields=list(places), use_threads=False)
+    return pa.ipc.open_stream(stream, options=options).read_next_batch()
 
 
 def _num_buffers(column_type: Any) -> int:

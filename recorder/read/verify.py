@@ -17,7 +17,7 @@ from .messages import CONTINUATION, PREFIX_BYTES, TAIL_BYTES, Block, footer_bloc
 from .rows import INDEX_COLUMNS, PLACE_FIELDS, SHARD_BYTES_KEY, ShardRows
 from .run import Run
 from .salvage import salvage
-from .shard import Shard, open_sealed, read_schema
+from .shard import ARROW_ERRORS, Shard, open_sealed, read_layout
 from .writers import RecordedWriter
 
 Report = Callable[[int], None]
@@ -37,8 +37,10 @@ def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[Findin
     for writer in run.writers:
         if writer.manifest_problem:
             yield Finding(True, writer.manifest_problem)
+        elif not writer.manifest:
+            yield Finding(False, f"{writer.directory}: has no manifest; its writer has only begun, or died at once")
         for shard in writer.shards:
-            check = _verify_sealed if shard.state.is_sealed else _verify_open
+            check = _verify_sealed if shard.is_sealed else _verify_open
             try:
                 found = list(check(shard, writer, report))
             except FileNotFoundError:
@@ -51,10 +53,10 @@ def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[Findin
 
 def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[Finding]:
     source = MappedFile(rows.path)
-    schema, schema_block = read_schema(source)
+    layout, schema_block = read_layout(source)
     blocks = footer_blocks(source)
     shard, _ = open_sealed(rows.path)
-    _check_footer(source, schema, schema_block, blocks)
+    _check_footer(source, layout.schema, schema_block, blocks)
     report(source.size_bytes - sum(block.body_bytes for block in shard.blocks.values()))
     yield from _read_all(shard, report)
     yield from _verify_index(rows, shard)
@@ -62,13 +64,14 @@ def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> I
 
 def _verify_open(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[Finding]:
     found = salvage(lambda: GrowingFile(rows.path))
+    shard = Shard(lambda: GrowingFile(rows.path), found.layout, found.blocks)
     for text in found.damage:
         yield Finding(True, text)
-    yield from _read_all(found.shard, lambda num_bytes: None)
-    report(rows.state.size_bytes)
-    num_rows = sum(batch.num_rows for batch, _ in found.batches)
+    yield from _read_all(shard, lambda num_bytes: None)
+    report(rows.size_bytes)
+    num_rows = sum(found.rows_of.values())
     rest = f", then {found.num_trailing_bytes} bytes that are no whole batch" if found.num_trailing_bytes else ""
-    text = f"{rows.path}: not sealed, {len(found.batches)} batches with {num_rows} rows are readable{rest}"
+    text = f"{rows.path}: not sealed, {len(found.blocks)} batches with {num_rows} rows are readable{rest}"
     if writer.state == "closed":
         yield Finding(True, f"{text}, although its writer closed")
     elif writer.state == "unclosed":
@@ -99,7 +102,7 @@ def _check_footer(source: MappedFile, schema: object, schema_block: Block, block
         raise CorruptError(f"{source.where}: the footer does not follow the last batch at byte {end}")
     try:
         schema_of_footer = pa.ipc.open_file(source.read(0, source.size_bytes)).schema
-    except (pa.ArrowException, OSError) as error:
+    except ARROW_ERRORS as error:
         raise CorruptError(f"{source.where}: Arrow cannot read the footer ({error})") from error
     if not schema_of_footer.equals(schema, check_metadata=True):
         raise CorruptError(f"{source.where}: the schema in the footer is not the one at the beginning")
@@ -111,12 +114,13 @@ def _verify_index(rows: ShardRows, shard: Shard) -> Iterator[Finding]:
         index, _ = open_sealed(path, extra=PLACE_FIELDS, without=("data",))
         batches = [index.read(number, INDEX_COLUMNS).batch for number in index.blocks]
     except FileNotFoundError:
-        yield Finding(False, f"{path}: missing; readers rebuild it in memory, more slowly")
+        if rows.path.name.startswith("tensors"):  # statistics are read as fast from the shard itself
+            yield Finding(False, f"{path}: missing; readers do without, more slowly")
         return
     except RunError as error:
         yield Finding(True, f"{error}; it is derived: readers go on without it")
         return
-    if (index.schema.metadata or {}).get(SHARD_BYTES_KEY) != b"%d" % rows.state.size_bytes:
+    if (index.schema.metadata or {}).get(SHARD_BYTES_KEY) != b"%d" % rows.size_bytes:
         yield Finding(True, f"{path}: was made for a shard of another size")
         return
     listed = pa.Table.from_batches(batches, pa.schema([index.schema.field(name) for name in INDEX_COLUMNS]))
@@ -152,10 +156,11 @@ def _verify_rows(writer: RecordedWriter) -> Iterator[Finding]:
     seqs = [np.zeros(0, np.int64)]
     for shard in writer.shards:
         try:
-            seqs += [chunk.to_numpy() for chunk in shard.column("seq")]
-            ranks = {rank for chunk in shard.column("rank") for rank in chunk.unique().to_pylist()}
+            batches = shard.columns(["seq", "rank"])
         except RunError:
             return  # found already
+        seqs += [batch.column("seq").to_numpy() for batch in batches]
+        ranks = {rank for batch in batches for rank in batch.column("rank").unique().to_pylist()}
         if ranks - {writer.rank}:
             yield Finding(True, f"{shard.path}: has rows of rank {ranks - {writer.rank}}, not of {writer.rank} alone")
     seq = np.concatenate(seqs)

@@ -76,11 +76,15 @@ class RecordedWriter:
         self.shards = shards
         self.manifest: dict[str, Any] = {}
         self.manifest_problem: str | None = None
+        path = directory / WRITER_MANIFEST
+        if not os.path.lexists(path):
+            return  # it has only just begun, or was killed before it could say more
         try:
-            self.manifest = read_json(directory / WRITER_MANIFEST)
-            check_version(self.manifest, str(directory / WRITER_MANIFEST))
+            self.manifest = read_json(path)
+            check_version(self.manifest, str(path))
         except RunError as error:
             self.manifest_problem = str(error)
+            logger.warning("%s", error)
 
     @property
     def attempt(self) -> int:
@@ -101,13 +105,13 @@ class RecordedWriter:
 
     def column(self, name: str) -> Any:
         """A light column of all its rows, as `pa.ChunkedArray`."""
-        kind = SCHEMA.field(name).type
-        return pa.chunked_array([chunk for shard in self.shards for chunk in shard.column(name)], kind)
+        batches = [batch for shard in self.shards for batch in shard.columns([name])]
+        return pa.chunked_array([batch.column(name) for batch in batches], SCHEMA.field(name).type)
 
     @property
     def shard_bytes(self) -> int:
         """Size of the shards when they were opened."""
-        return sum(shard.state.size_bytes for shard in self.shards)
+        return sum(shard.size_bytes for shard in self.shards)
 
     @property
     def disk_bytes(self) -> int:
@@ -132,7 +136,7 @@ class RecordedWriter:
         """What is damaged, and so missing from the rows; one message each."""
         found = [self.manifest_problem] if self.manifest_problem else []
         for shard in self.shards:
-            found += shard.state.damage
+            found += shard.damage
         return found
 
     def _newest_shards(self) -> Iterator[ShardRows]:

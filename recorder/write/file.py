@@ -179,11 +179,10 @@ class AppendFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or self._grain == 1:
                     raise
-                # A block size above ours, or a limit in the middle of a block: go on through the page cache.
+                # Larger blocks than ours, or a write that was cut short within one: go on through the page cache.
                 self._disk.set_direct(self._descriptor, False)
                 self._grain = 1
                 continue
-            num_written -= num_written % self._grain
             num_stalls = 0 if num_written else num_stalls + 1
             if num_stalls == _NO_PROGRESS_LIMIT:
                 raise OSError(errno.EIO, "writes make no progress", str(self.path))

@@ -57,6 +57,7 @@ class Layout:
         Returns:
             The block, with its offset counted from `start`.
         """
+        assert start >= self._schema_bytes, "the schema needs room before the message"
         sink = pa.FixedSizeBufferWriter(pa.py_buffer(memory[start - self._schema_bytes :]))
         pa.ipc.new_stream(sink, self.schema, options=self._options).write_batch(batch, custom_metadata=metadata)
         message_bytes = sink.tell() - self._schema_bytes

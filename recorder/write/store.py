@@ -18,7 +18,6 @@ from ..errors import WriteError
 from ..format.codec import Encoder
 from ..format.rundir import (
     RUN_MANIFEST,
-    SHARD_KINDS,
     WRITER_MANIFEST,
     create_json,
     index_name,
@@ -148,8 +147,8 @@ class Store:
             self._notices.say("claim", str(problem), level=logging.ERROR)
             return
         self._claiming.succeeded()
+        self.lanes = self._open_lanes(directory, place)
         self.directory = directory
-        self._open_lanes(directory, place)
         self.keep_up()
 
     def _make_directories(self, path: Path) -> None:
@@ -158,25 +157,20 @@ class Store:
             with contextlib.suppress(FileExistsError):
                 self._disk.make_directory(path)
 
-    def _open_lanes(self, directory: Path, place: RunPlace) -> None:
+    def _open_lanes(self, directory: Path, place: RunPlace) -> dict[str, Lane]:
         settings = self._settings
         quota = Quota(settings.max_bytes)
         memory = PageMemory(max_payload_bytes(settings.batch_bytes) + _LIGHT_BYTES)
-        encoder = Encoder(settings.codec, settings.codec_level)
-        for kind in SHARD_KINDS:
-            has_payload = kind == "tensors"
-            self.lanes[kind] = Lane(
+
+        def lane(kind: str, encoder: Encoder | None, compression: str | None) -> Lane:
+            return Lane(
                 kind,
                 directory=directory,
                 batch=RowBatch(
-                    attempt=place.attempt,
-                    rank=place.rank,
-                    encoder=encoder if has_payload else None,
-                    batch_bytes=settings.batch_bytes,
+                    attempt=place.attempt, rank=place.rank, encoder=encoder, batch_bytes=settings.batch_bytes
                 ),
-                # Payloads are compressed already, or not worth it.
-                layout=Layout(SCHEMA, None if has_payload else "zstd"),
-                has_payload=has_payload,
+                layout=Layout(SCHEMA, compression),
+                has_payload=encoder is not None,
                 settings=settings,
                 disk=self._disk,
                 memory=memory,
@@ -187,6 +181,10 @@ class Store:
                 notices=self._notices,
                 clock=self._clock,
             )
+
+        # Payloads are compressed before, or not worth it.
+        tensors = lane("tensors", Encoder(settings.codec, settings.codec_level), None)
+        return {"tensors": tensors, "stats": lane("stats", None, "zstd")}
 
     def _describe(self, *, state: str = "recording", **more: object) -> bool:
         """Write the manifest. True where it is on the disk."""
@@ -215,5 +213,5 @@ class Store:
         self._ledger.add_retired(shard.num_rows, shard.num_bytes)
         self._describe()
         for path in (shard.path, shard.path.with_name(index_name(shard.path.name))):
-            with contextlib.suppress(FileNotFoundError), self._notices.on_error(f"{path} cannot be deleted"):
+            with self._notices.on_error(f"{path} cannot be deleted"), contextlib.suppress(FileNotFoundError):
                 self._disk.unlink(path)

@@ -51,11 +51,12 @@ def test_a_recompute_is_marked_and_doubles_nothing(train: Train) -> None:
     assert len(forward) == len(plain)
     recomputed = checkpointed[checkpointed["phase"] == "recompute"]
     assert set(recomputed["site"]) == {"input", "output"}
-    again = recomputed[recomputed["module_path"] == "blocks.1.down"]
-    first = forward[(forward["module_path"] == "blocks.1.down") & (forward["mode"] == "train")]
+    again = recomputed[recomputed["module_path"] == "blocks.1.up"]
+    first = forward[(forward["module_path"] == "blocks.1.up") & (forward["mode"] == "train")]
     first = first[first["site"].isin(["input", "output"])]
     key = ["site", "step", "micro_step", "call", "fingerprint"]
-    assert again[key].to_records(index=False).tolist() == first[key].to_records(index=False).tolist()
+    assert len(again) > 0
+    assert sorted(again[key].itertuples(index=False, name=None)) == sorted(first[key].itertuples(index=False, name=None))
 
 
 def test_a_compiled_model_says_what_it_hides(train: Train) -> None:

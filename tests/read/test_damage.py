@@ -49,9 +49,9 @@ def check_nothing_is_wrong(path: Path, arrays: dict[int, Any], rows: dict[int, d
     except RunError:
         return True
     assert found.items() <= rows.items()
-    state = run.writers[0].shards[0].state
+    shard = run.writers[0].shards[0]
     if found != rows:
-        assert run.problems or state.num_trailing_bytes or not state.is_sealed
+        assert run.problems or shard.num_trailing_bytes or not shard.is_sealed
         is_amiss = True
     for step, expected in arrays.items():
         try:
@@ -78,6 +78,20 @@ def test_a_flipped_bit_never_gives_a_wrong_value(tmp_path: Path, kind: str) -> N
         assert num_seen == 0  # it is derived: whatever happens to it, the shard has the rows
     else:
         assert num_seen > NUM_FLIPS // 10
+
+
+@pytest.mark.parametrize("kind", ["sealed", "open", "index", "stats"])
+@pytest.mark.parametrize("num_zeros", [8, 4096])
+def test_a_hole_of_zeros_never_gives_a_wrong_value(tmp_path: Path, kind: str, num_zeros: int) -> None:
+    path, target = make_damaged_run(tmp_path, kind)
+    run = open_run(path)
+    arrays = {} if kind == "stats" else {step: run.array("layers.0", step=step) for step in STEPS}
+    rows = light(run)
+    data = target.read_bytes()
+    for start in range(0, len(data), 712):
+        target.write_bytes(data[:start] + bytes(num_zeros) + data[start + num_zeros :])
+        check_nothing_is_wrong(path, arrays, rows)
+        list(verify(open_run(path)))
 
 
 @pytest.mark.parametrize("kind", ["sealed", "open", "index"])
@@ -115,6 +129,21 @@ def test_one_damaged_shard_leaves_the_others_readable(tmp_path: Path) -> None:
     assert [writer.num_rows for writer in run.writers] == [0, 10]
     assert target.name in run.problems[0]
     assert run.array("layers.0", step=3).shape == (3, 5)
+
+
+def test_damage_found_late_takes_its_batch_out_of_every_column(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run")
+    writer = HandmadeWriter(path)
+    batches = [[make_row(10 * b + i, step=b, mean=b + i / 7, encoding=None) for i in range(3)] for b in range(3)]
+    shard = writer.add_shard(batches, with_index=False)
+    flip(shard, 8 * shard.read_bytes().index(np.float64(1 + 2 / 7).tobytes()))
+    run = open_run(path)
+    assert run.steps == [0, 1, 2]  # nothing of that batch has been looked at but its steps
+    assert (run.num_rows, run.problems) == (9, [])
+    assert run.table(["mean"]).column("mean").to_pylist() == [row["mean"] for b in (0, 2) for row in batches[b]]
+    assert run.table(["step"]).column("step").to_pylist() == [0, 0, 0, 2, 2, 2]
+    assert run.num_rows == 6
+    assert "'mean'" in run.problems[0]
 
 
 def test_an_index_damaged_after_opening_is_replaced_by_the_shard(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def batch_ends() -> list[int]:
 def test_an_open_shard_is_read_to_its_last_batch(tmp_path: Path) -> None:
     run = open_with(tmp_path, shard_bytes(BATCHES, is_sealed=False))
     (shard,) = run.writers[0].shards
-    assert (shard.state.is_sealed, shard.state.num_trailing_bytes, shard.state.damage) == (False, 0, ())
+    assert (shard.is_sealed, shard.num_trailing_bytes, shard.damage) == (False, 0, [])
     assert run.table(["seq"]).column("seq").to_pylist() == list(range(10))
     np.testing.assert_array_equal(run.array("layers.0", step=6), run.array("layers.0", step=5))
 
@@ -37,7 +37,7 @@ def test_an_open_shard_is_read_to_its_last_batch(tmp_path: Path) -> None:
 def test_a_zero_tail_is_no_damage(tmp_path: Path) -> None:
     run = open_with(tmp_path, shard_bytes(BATCHES, is_sealed=False) + bytes(5001))
     assert run.num_rows == 10
-    assert run.writers[0].shards[0].state.num_trailing_bytes == 0
+    assert run.writers[0].shards[0].num_trailing_bytes == 0
 
 
 def test_a_cut_at_any_byte_leaves_whole_batches(tmp_path: Path) -> None:
@@ -49,8 +49,8 @@ def test_a_cut_at_any_byte_leaves_whole_batches(tmp_path: Path) -> None:
         num_batches = max((n for n, end in enumerate(ends) if end <= cut), default=0)
         assert run.num_rows == num_rows[num_batches], cut
         assert run.problems == []
-        state = run.writers[0].shards[0].state
-        assert state.num_trailing_bytes == max(0, cut - (ends[num_batches] if cut >= ends[0] else 8))
+        shard = run.writers[0].shards[0]
+        assert shard.num_trailing_bytes == max(0, cut - (ends[num_batches] if cut >= ends[0] else 8))
 
 
 def test_a_cut_sealed_shard_is_salvaged_and_named(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_garbage_behind_the_last_batch_is_counted(tmp_path: Path) -> None:
     data = shard_bytes(BATCHES, is_sealed=False)
     run = open_with(tmp_path, data + b"\xff" * 100_000)
     assert run.num_rows == 10
-    assert run.writers[0].shards[0].state.num_trailing_bytes == 100_000
+    assert run.writers[0].shards[0].num_trailing_bytes == 100_000
 
 
 def test_an_end_of_stream_mark_before_the_seal_hides_no_batch(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_an_end_of_stream_mark_before_the_seal_hides_no_batch(tmp_path: Path) ->
 def test_a_seal_that_was_never_published_is_read(tmp_path: Path) -> None:
     run = open_with(tmp_path, shard_bytes(BATCHES))
     assert run.num_rows == 10
-    assert run.writers[0].shards[0].state.num_trailing_bytes == 0
+    assert run.writers[0].shards[0].num_trailing_bytes == 0
 
 
 def test_a_shard_under_both_names_counts_once(tmp_path: Path) -> None:

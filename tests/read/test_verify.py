@@ -28,7 +28,7 @@ def test_a_sound_run_has_no_findings_and_every_byte_is_reported(run_path: Path) 
 
 
 def test_a_missing_index_is_no_fault(run_path: Path) -> None:
-    next(run_path.glob("rank=00000/*/_*.index")).unlink()
+    next(run_path.glob("rank=00000/*/_tensors*.index")).unlink()
     (finding,) = findings(run_path)
     assert not finding.is_fault and "missing" in finding.text
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from recorder.records import KEEP_STATS
+from recorder.write import backoff
 from recorder.write.quota import Quota
 from recorder.write.shard import StoredShard
 from tests.fakes import FaultyDisk
@@ -86,6 +88,22 @@ def test_statistics_keep_their_quarter_when_tensors_have_used_up_theirs(tmp_path
     assert rig.close().ledger["written"] == before + 100
 
 
+def test_statistics_are_retired_within_their_own_part(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(tmp_path, max_bytes=MEGABYTE).start()
+    rig.put(VALUES)
+    for _ in range(60):
+        rig.put(VALUES, keep=KEEP_STATS)
+        rig.drain()
+        assert used_bytes(rig, "stats") <= MEGABYTE // 4
+    report = rig.close()
+    assert report.ledger["dropped"] == {}
+    seqs = [row["seq"] for row in rig.rows()]
+    assert len(seqs) == 61 - report.ledger["retired"]["rows"] < 61
+    assert seqs[:2] == [0, 1]
+    assert seqs[-1] == 60
+    assert caplog.text == ""
+
+
 def test_a_batch_above_the_whole_quota_is_dropped_and_nothing_is_retired_for_it(tmp_path: Path) -> None:
     rig = Rig(tmp_path, max_bytes=2 * MEGABYTE, codec="none", batch_bytes=1).start()
     for _ in range(10):
@@ -103,7 +121,7 @@ def test_an_abandoned_open_shard_is_retired_in_its_turn(tmp_path: Path) -> None:
     rig = Rig(tmp_path, disk=disk, max_bytes=4 * MEGABYTE, codec="none", batch_bytes=1).start()
     for number in range(60):
         if number == 6:
-            disk.fail("write", 5)
+            disk.fail("write", errno.EIO)
         rig.put(VALUES)
         rig.drain()
         assert used_bytes(rig, "tensors") <= 3 * MEGABYTE
@@ -113,11 +131,35 @@ def test_an_abandoned_open_shard_is_retired_in_its_turn(tmp_path: Path) -> None:
     assert len(rig.rows()) == 60 - report.ledger["retired"]["rows"]
 
 
+def test_the_quota_knows_what_is_on_the_disk_whatever_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backoff, "_FIRST_PAUSE_S", 0.0)
+    disk = FaultyDisk()
+    rig = Rig(tmp_path, disk=disk, max_bytes=8 * MEGABYTE, shard_bytes=150_000, codec="none", batch_bytes=1).start()
+    for number in range(40):
+        if number % 7 == 0:
+            disk.free_for_writes = 5000  # enough for the beginning of a shard, not for a batch
+        if number % 5 == 0:
+            disk.fail("write", errno.EIO, times=1 + number % 3)
+        if number % 10 == 0:
+            disk.fail("publish", errno.EIO)
+        rig.put(VALUES)
+        rig.drain()
+        disk.free_for_writes = None
+    disk.recover()
+    assert rig.close().ledger["retired"]["rows"] == 0
+    assert rig.files("_*.open")
+    assert len(rig.files("*.arrow")) > 2
+    lane = rig.writer._store.lanes["tensors"]
+    assert lane._quota.used_bytes("tensors") == used_bytes(rig, "tensors")
+
+
 def test_a_shard_that_cannot_be_deleted_does_not_stop_the_writer(tmp_path: Path) -> None:
     disk = FaultyDisk()
     rig = Rig(tmp_path, disk=disk, max_bytes=4 * MEGABYTE, codec="none", batch_bytes=1).start()
     rig.drain()
-    disk.fail("unlink", 13)
+    disk.fail("unlink", errno.EACCES)
     for _ in range(60):
         rig.put(VALUES)
     report = rig.close()

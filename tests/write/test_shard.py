@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from recorder.format.schema import SCHEMA
 from recorder.write.file import Disk, PageMemory
-from recorder.write.ipc import Layout
+from recorder.write.ipc import Block, Layout
 from recorder.write.shard import BatchFile
 from tests.write.rig import read_open, read_sealed
 
@@ -71,6 +72,26 @@ def test_direct_and_buffered_writes_make_the_same_file(tmp_path: Path) -> None:
             file.append(numbers(number * 131 % 2000 + 1), {})
         file.seal(tmp_path / name, {})
     assert (tmp_path / "direct").read_bytes() == (tmp_path / "buffered").read_bytes()
+
+
+def test_after_the_last_batch_an_open_file_holds_nothing_but_zeros(tmp_path: Path) -> None:
+    file = open_file(tmp_path / "open")
+    for count in (2000, 1, 500, 3):
+        file.append(numbers(count), {})
+        content = (tmp_path / "open").read_bytes()
+        assert set(content[file.num_bytes :]) <= {0}
+        assert file.num_bytes <= len(content) < file.num_bytes + 4096
+
+
+def test_the_blocks_of_a_footer_are_aligned_whatever_comes_before(tmp_path: Path) -> None:
+    for num_letters in range(0, 64, 4):
+        layout = Layout(NUMBERS.with_metadata({b"a": b"x" * num_letters}))
+        blocks = [Block(8 * number, 64, 128) for number in range(3)]
+        ending = layout.ending(blocks)
+        footer_bytes = int.from_bytes(ending[-10:-6], "little")
+        footer = ending[-10 - footer_bytes : -10]
+        assert (footer_bytes - 24 * len(blocks)) % 8 == 0
+        assert [Block(*fields) for fields in struct.iter_unpack("<qi4xq", footer[-24 * len(blocks) :])] == blocks
 
 
 def test_an_open_file_reads_as_a_stream_wherever_it_is_cut(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from recorder.records import (
     Chunk,
     Measured,
 )
+from recorder.write import shard as shard_module
 from recorder.write.writer import RunPlace
 from tests.fakes import FaultyDisk, fake_staged
 from tests.write.rig import PATIENCE_S, Rig, read_open, read_sealed, wait_until
@@ -168,7 +169,11 @@ def test_a_module_named_by_half_a_surrogate_pair_costs_no_row(rig: Rig) -> None:
     assert [row["module_path"] for row in rig.rows()] == ["fine", "half\\ud800"]
 
 
-def test_shards_end_at_their_size_and_an_index_fits_each(tmp_path: Path) -> None:
+@pytest.mark.parametrize("index_batch_rows", [1, 5, 8192])
+def test_shards_end_at_their_size_and_an_index_fits_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index_batch_rows: int
+) -> None:
+    monkeypatch.setattr(shard_module, "_INDEX_BATCH_ROWS", index_batch_rows)
     rig = Rig(tmp_path, shard_bytes=300_000, batch_bytes=50_000, codec="none").start()
     for _ in range(40):
         rig.put(np.zeros(5000, np.float32))
@@ -302,7 +307,8 @@ def test_a_block_is_released_before_its_batch_is_written(tmp_path: Path) -> None
     rig = Rig(tmp_path, flush_interval_s=60.0).start()
     rig.put()
     wait_until(lambda: rig.staged[0].block.num_releases)  # type: ignore[attr-defined]
-    assert rig.files("*") == rig.files("_writer.json")
+    time.sleep(0.1)
+    assert rig.files("*tensors*") == []
     rig.close()
 
 
@@ -475,6 +481,23 @@ def test_the_owner_may_end_the_writer_from_poll(tmp_path: Path, end: str) -> Non
     assert results == ([report] if end == "close" else [True])
 
 
+def test_the_owner_may_end_the_writer_between_the_parts_of_a_large_tensor(tmp_path: Path) -> None:
+    def poll() -> None:
+        if busy.num_observed and busy.writer.stats().ledger["written"]:
+            busy.writer.close(PATIENCE_S)
+
+    disk = FaultyDisk()
+    disk.delay_s = 0.15
+    busy = Rig(tmp_path, poll=poll, disk=disk, codec="none").start()
+    busy.put(np.zeros(5 * PART_BYTES, np.uint8))
+    wait_until(lambda: not busy.writer.stats().is_alive)
+    report = busy.close()
+    assert 1 <= report.ledger["written"] < 5
+    assert report.ledger["dropped"] == {"interrupted": 5 - report.ledger["written"]}
+    busy.assert_blocks_are_released()
+    assert [row["part"] for row in busy.rows()] == list(range(report.ledger["written"]))
+
+
 def test_a_forked_child_can_drop_a_busy_writer(tmp_path: Path) -> None:
     rig = Rig(tmp_path).start()
     for _ in range(200):
@@ -551,6 +574,22 @@ def test_a_place_that_cannot_be_resolved_is_said_and_everything_is_counted(
     assert report.directory is None
     assert "no answer from the store" in caplog.text
     rig.assert_blocks_are_released()
+
+
+def test_a_record_put_at_the_very_moment_the_thread_ends_is_released(rig: Rig) -> None:
+    class LateQueue:
+        def __init__(self, queue: Any) -> None:
+            self.get_nowait = queue.get_nowait
+            self._put = queue.put
+
+        def put(self, staged: Any) -> None:
+            rig.writer.close(PATIENCE_S)
+            self._put(staged)
+
+    rig.writer._queue = LateQueue(rig.writer._queue)  # type: ignore[assignment]
+    staged = rig.put()
+    assert rig.close().ledger["dropped"] == {"interrupted": 1}
+    assert staged.block.num_releases == 1  # type: ignore[attr-defined]
 
 
 def test_records_put_while_the_writer_closes_are_never_left_behind(tmp_path: Path) -> None:

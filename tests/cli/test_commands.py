@@ -1,0 +1,237 @@
+"""`ls`, `verify`, `config`, `doctor`: what they print and how they end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Cli
+from tests.read.handmade import HandmadeWriter, flip, make_row, make_run
+
+
+class TestLs:
+    def test_a_folder_is_a_table_of_runs(self, cli: Cli, recorded: Path) -> None:
+        make_run(recorded.parent / "run-b", created_ns=2)
+        found = cli("ls", recorded.parent)
+        assert found.exit_code == 0
+        titles, newest, older = (line.split() for line in found.out.splitlines())
+        assert titles == ["run", "started", "ranks", "steps", "rows", "size", "state"]
+        assert (newest[0], newest[-1]) == ("run-b", "empty")
+        assert (older[0], older[3:6], older[6], older[7], older[-1]) == (
+            "run-a",
+            ["2", "of", "2"],
+            "0..11",
+            "96",
+            "closed",
+        )
+
+    def test_a_run_is_a_table_of_writers(self, cli: Cli, recorded: Path) -> None:
+        lines = cli("ls", recorded).out.splitlines()
+        assert lines[0].startswith("run-a: 2 of 2 ranks, steps 0..11, 96 rows, ")
+        assert [line.split()[0] for line in lines[2:]] == ["0", "1"]
+        assert all("pool_full=3" in line and "closed" in line for line in lines[2:])
+
+    def test_json_holds_the_same(self, cli: Cli, recorded: Path) -> None:
+        (run,) = cli("ls", recorded.parent, "--json").json
+        assert (run["run"], run["ranks"], run["steps"][-1], run["rows"]) == ("run-a", [0, 1], 11, 96)
+        writers = cli("ls", recorded, "--json").json["writers"]
+        assert [writer["dropped"] for writer in writers] == [{"pool_full": 3}] * 2
+        assert writers[0]["bytes"] > 1000
+
+    def test_an_unreadable_run_is_listed_as_such(self, cli: Cli, recorded: Path) -> None:
+        broken = make_run(recorded.parent / "run-c")
+        (broken / "_run.json").write_text("{")
+        found = cli("ls", recorded.parent)
+        assert found.exit_code == 1
+        assert "unreadable" in found.out and "run-a" in found.out
+
+    def test_damage_is_a_finding(self, cli: Cli, recorded: Path) -> None:
+        shard = next(recorded.glob("rank=00001/*/stats-000000.arrow"))
+        shard.write_bytes(shard.read_bytes()[:-3])
+        for index in recorded.glob("rank=00001/*/_stats*.index"):
+            index.unlink()
+        found = cli("ls", recorded)
+        assert found.exit_code == 1
+        assert found.err.startswith("recorder: warning: ") and "stats-000000.arrow" in found.err
+
+
+class TestVerify:
+    def test_a_sound_run_ends_with_zero(self, cli: Cli, recorded: Path) -> None:
+        for writer in recorded.glob("rank=*/*"):
+            (writer / "_writer.json").write_text((writer / "_writer.json").read_text())
+        found = cli("verify", recorded)
+        assert (found.exit_code, found.err) == (0, "")
+        assert found.out.endswith("checked: no faults\n")
+        assert cli("verify", recorded, "--json").json["findings"] == []
+
+    def test_a_flipped_bit_is_a_finding_with_the_file(self, cli: Cli, recorded: Path) -> None:
+        shard = next(recorded.glob("rank=00001/*/tensors-000000.arrow"))
+        flip(shard, 8 * shard.read_bytes().rindex(b"layers.0"))
+        found = cli("verify", recorded)
+        assert found.exit_code == 1
+        assert any(line.startswith("fault: ") and str(shard) in line for line in found.out.splitlines())
+        (fault, *_) = cli("verify", recorded, "--json").json["findings"]
+        assert fault["fault"] is True
+
+
+class TestConfig:
+    def test_every_setting_is_shown_with_its_source(
+        self, cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        (tmp_path / "settings.toml").write_text('codec = "none"\n')
+        monkeypatch.setenv("RECORDER_CONFIG", str(tmp_path / "settings.toml"))
+        monkeypatch.setenv("RECORDER_MAX_BYTES", "4GB")
+        found = cli("config", "--show")
+        assert found.exit_code == 0
+        sources = {line.split()[0]: line for line in found.out.splitlines()}
+        assert "4000000000" in sources["max_bytes"] and "environment" in sources["max_bytes"]
+        assert "none" in sources["codec"] and "settings.toml" in sources["codec"]
+        assert "default" in sources["policy"]
+        settings = cli("config", "--json").json
+        assert settings["max_bytes"]["value"] == 4_000_000_000
+        assert settings["max_bytes"]["source"] == "environment"
+
+    def test_a_wrong_setting_is_one_line(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RECORDER_MAX_BITES", "4GB")
+        found = cli("config", "--show")
+        assert (found.exit_code, found.out, found.err.count("\n")) == (2, "", 1)
+        assert "RECORDER_MAX_BITES" in found.err
+
+
+class TestDoctor:
+    def test_the_environment_is_examined(self, cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "recorder.py").write_text("")
+        monkeypatch.setenv("RECORDER", "1")
+        monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+        found = cli("doctor")
+        assert found.exit_code == 1
+        assert "ok      RECORDER: recording is on" in found.out
+        assert "missing TORCH_DEVICE_BACKEND_AUTOLOAD=0" in found.out
+        assert "recorder.py: hides the package" in found.out
+        assert "torch: 2." in found.out
+        assert "free, recording pauses below" in found.out
+
+    def test_a_wrong_setting_and_a_folder_that_cannot_be_written_are_said(
+        self, cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("RECORDER_DIR", str(tmp_path / "file" / "below"))
+        monkeypatch.setenv("RECORDER", "perhaps")
+        found = cli("doctor")
+        assert found.exit_code == 1
+        assert "cannot be written; set RECORDER_DIR" in found.out
+        assert "'perhaps'" in found.out
+        monkeypatch.setenv("RECORDER_POLICY", "never")
+        assert "missing settings: RECORDER_POLICY" in cli("doctor").out
+
+    def test_a_run_tells_what_is_missing_and_why(self, cli: Cli, recorded: Path) -> None:
+        found = cli("doctor", recorded)
+        assert found.exit_code == 1
+        checks = found.out.splitlines()
+        assert "ok      run-a: 96 rows, ranks 0..1, steps 0..11" in checks
+        assert "ok      rule: site=output keep=tensor" in checks
+        assert "ok      root model: Net, 5 modules, 4 selected" in checks
+        silent = [check for check in checks if "left no rows" in check]
+        assert any("never called" in check and check.endswith("'layers.1'") for check in silent)
+        assert any("compiled" in check and check.endswith("'layers.2'") for check in silent)
+        assert "missing event compiled (rank 0, 1): values inside compiled modules are not recorded" in checks
+        assert sum("3 of 51 rows dropped: pool_full 3" in check for check in checks) == 2
+
+    def test_missing_ranks_and_a_killed_writer_are_named(self, cli: Cli, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run", world_size=3)
+        writer = HandmadeWriter(run, rank=1)
+        writer.add_shard([[make_row(0, [1.0], rank=1)]], is_sealed=False, tail=b"\xff" * 100)
+        dead = subprocess.Popen([sys.executable, "-c", ""])
+        dead.wait()
+        import os
+
+        writer.finish(state="recording", pid=dead.pid, host=os.uname().nodename)
+        found = cli("doctor", run)
+        assert "missing ranks: nothing of 0, 2 of 3" in found.out
+        assert "did not close: killed" in found.out
+        assert "ends with 100 bytes of a write that was cut" in found.out
+        assert "missing roots: none" in found.out
+
+    def test_json_is_a_list_of_checks(self, cli: Cli, recorded: Path) -> None:
+        states = {check["state"] for check in cli("doctor", recorded, "--json").json}
+        assert states == {"ok", "missing"}
+
+
+class TestEveryCommand:
+    @pytest.mark.parametrize("command", ["ls", "show", "verify", "config", "doctor"])
+    def test_help_has_an_example(self, cli: Cli, command: str) -> None:
+        found = cli(command, "--help")
+        assert found.exit_code == 0
+        assert (
+            f"Example: recorder {command}" in found.out
+            or f"Examples: recorder {command}" in found.out
+            or (command == "config" and "recorder config --show" in found.out)
+        )
+
+    def test_no_command_shows_the_help(self, cli: Cli) -> None:
+        found = cli()
+        assert found.exit_code == 2
+        assert "verify" in found.out + found.err
+
+    @pytest.mark.parametrize("command", ["ls", "show", "verify", "doctor"])
+    @pytest.mark.parametrize("kind", ["missing", "file", "foreign", "corrupt", "newer", "several", "linked"])
+    def test_unreadable_input_is_one_line_and_two(self, cli: Cli, tmp_path: Path, command: str, kind: str) -> None:
+        path = tmp_path / "input"
+        if kind == "file":
+            path.write_text("x")
+        elif kind == "foreign":
+            (path / "folder").mkdir(parents=True)
+        elif kind == "corrupt":
+            (make_run(path) / "_run.json").write_bytes(b"\0\xff")
+        elif kind == "newer":
+            make_run(path, version=[9, 0])
+        elif kind == "linked":
+            run = make_run(path)
+            (run / "_run.json").rename(tmp_path / "elsewhere.json")
+            (run / "_run.json").symlink_to(tmp_path / "elsewhere.json")
+        elif kind == "several":
+            make_run(path / "a")
+            make_run(path / "b")
+            if command == "ls":
+                return  # which lists them
+        found = cli(command, path)
+        assert (found.exit_code, found.out) == (2, "")
+        assert found.err.startswith("recorder: ") and found.err.count("\n") == 1
+        assert str(path) in found.err
+
+    def test_misuse_is_two(self, cli: Cli) -> None:
+        assert cli("verify").exit_code == 2
+        assert cli("nothing").exit_code == 2
+        assert cli("show", "x", "--last", "-3").exit_code == 2
+
+
+def test_recorder_run_loads_no_ui_package() -> None:
+    code = (
+        "import sys; sys.argv = ['recorder', 'run', '--help']\n"
+        "from recorder.__main__ import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert not {'typer', 'click', 'rich', 'torch', 'pyarrow'} & set(sys.modules)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert "recorder run train.py" in found.stdout
+
+
+def test_the_commands_load_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from recorder.cli import app, doctor, ls, settings, show, verify\n"
+        "assert not {'torch', 'pandas'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_reader_that_goes_away_is_no_error(recorded: Path) -> None:
+    command = f"{sys.executable} -m recorder show {recorded} layers.0 --json | head -1"
+    found = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (found.stdout, found.stderr) == ("{\n", "")

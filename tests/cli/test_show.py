@@ -1,0 +1,141 @@
+"""`recorder show`: the table that a person looks at first."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recorder.cli.spark import spark_line
+from recorder.read.run import open_run
+from tests.cli.conftest import Cli
+from tests.read.handmade import HandmadeWriter, make_row, make_run
+
+
+def cells(line: str) -> list[str]:
+    return line.split()
+
+
+def test_all_modules_in_brief(cli: Cli, recorded: Path) -> None:
+    found = cli("show", recorded)
+    assert found.exit_code == 0
+    head, titles, *lines = found.out.splitlines()
+    assert head == "run-a: 2 modules, ranks 0..1, steps 0..11"
+    assert cells(titles) == ["module", "class", "sites", "rows", "last", "step", "absmax", "nan", "inf"]
+    absmax = max(row["absmax"] for row in layer_rows(recorded, step=11))
+    assert cells(lines[0]) == ["layers.0", "Linear", "output", "grad", "48", "11", f"{absmax:.4g}", "2", "0"]
+    assert cells(lines[1])[:5] == ["''", "Net", "output", "scalar", "48"]
+
+
+def layer_rows(run: Path, **equal: Any) -> list[dict[str, Any]]:
+    rows = open_run(run).table().to_pylist()
+    wanted = {"module_path": "layers.0", "site": "output"} | equal
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
+def test_one_module_has_a_line_a_series_and_a_line_a_step(cli: Cli, recorded: Path) -> None:
+    found = cli("show", recorded.parent, "layers.0")
+    assert found.exit_code == 0
+    lines = found.out.splitlines()
+    assert lines[0] == "run-a: 'layers.0', Linear train.py:7"
+    assert "! stands for NaN" in lines[1]
+    assert cells(lines[2]) == ["site", "name", "rank", "dtype", "shape", "rows", "steps", "last", "absmax", "course"]
+    series = [cells(line) for line in lines[3:7]]
+    assert [line[:3] for line in series] == [
+        ["output", "-", "0"],
+        ["output", "-", "1"],
+        ["grad", "weight", "0"],
+        ["grad", "weight", "1"],
+    ]
+    assert series[0][3:7] == ["float32", "[2,4]", "12", "0..11"]
+    courses = [line[-1] for line in series]
+    assert [len(course) for course in courses] == [12] * 4
+    assert [course.find("!") for course in courses] == [-1, 9, -1, 9]
+    assert lines[7] == "output, the last 10 of 12 steps (--last 0 shows all)"
+    assert cells(lines[8]) == [
+        "step",
+        "rank",
+        "mean",
+        "std",
+        "min",
+        "max",
+        "absmax",
+        "l2",
+        "nan",
+        "inf",
+        "zero",
+        "values",
+    ]
+    assert [cells(line)[:2] for line in lines[9:]] == [[str(s), str(r)] for s in range(2, 12) for r in (0, 1)]
+    (row,) = layer_rows(recorded, step=9, rank=1)
+    line = next(cells(line) for line in lines[9:] if cells(line)[:2] == ["9", "1"])
+    names = ("mean", "std", "min", "max", "absmax", "l2")
+    assert line[2:] == [f"{row[name]:.4g}" for name in names] + ["1", "0", "0", "yes"]
+
+
+def test_options_narrow_what_is_shown(cli: Cli, recorded: Path) -> None:
+    found = cli("show", recorded, "layers.0", "--site", "grad", "--step", "3:5", "--rank", "1", "--json")
+    (series,) = found.json["series"]
+    assert (series["site"], series["name"], series["rank"]) == ("grad", "weight", 1)
+    assert [row["step"] for row in series["rows"]] == [3, 4]
+    assert series["rows"][0]["encoding"] is None
+
+
+def test_a_scalar_is_drawn_by_its_value(cli: Cli, recorded: Path) -> None:
+    found = cli("show", recorded, "", "--site", "scalar", "--name", "loss", "--rank", "0")
+    course = found.out.splitlines()[3].split()[-1]
+    assert course[0] == "█" and course[-1] == "▁"
+    assert cli("show", recorded, "''", "--site", "scalar", "--name", "loss", "--rank", "0").out == found.out
+
+
+def test_what_varies_gets_a_column(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    rows = [make_row(i, [1.0], step=0, micro_step=i % 2, phase=("forward", "recompute")[i // 2]) for i in range(4)]
+    HandmadeWriter(run).add_shard([rows])
+    lines = cli("show", run, "layers.0").out.splitlines()
+    assert cells(lines[2])[:3] == ["site", "phase", "rank"]
+    assert cells(lines[6])[:4] == ["step", "micro_step", "phase", "rank"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["layer.0"], "no module 'layer.0' in this run; nearest are 'layers.0'"),
+        (["layers.0", "--site", "input"], "'layers.0' has no such row; its sites are grad, output"),
+        (["layers.0", "--step", "50"], "no row of 'layers.0' at these steps and ranks; it has steps 0..11"),
+        (["layers.0", "--step", "x"], "--step x: 'x' is no number"),
+    ],
+)
+def test_what_is_not_there_is_said_in_one_line(cli: Cli, recorded: Path, arguments: list[str], message: str) -> None:
+    found = cli("show", recorded, *arguments)
+    assert (found.exit_code, found.out) == (2, "")
+    assert found.err.startswith(f"recorder: {message}")
+    assert found.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ([], ""),
+        ([1.0], "▁"),
+        ([0.0, 1.0], "▁█"),
+        ([0.0, None, 1.0], "▁ █"),
+        ([math.nan, math.inf], "  "),
+        ([-1e308, 1e308], "▁█"),
+        ([1e-300, 1e300], "▁█"),
+        ([1.0, 10.0, 100.0, 1e7], "▁▂▃█"),
+        ([5e-324, 1e308], "▁█"),
+    ],
+)
+def test_a_spark_line_takes_any_numbers(values: list[float | None], line: str) -> None:
+    assert spark_line(values, [False] * len(values)) == line
+
+
+def test_a_long_spark_line_keeps_the_peaks() -> None:
+    values: list[float | None] = [0.0] * 1000
+    values[777] = 1.0
+    line = spark_line(values, [index == 100 for index in range(1000)], width=20)
+    assert len(line) == 20
+    assert (line[15], line[2]) == ("█", "!")

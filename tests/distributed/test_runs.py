@@ -1,0 +1,94 @@
+"""Which processes make one run, however they were launched, and that no job touches the run of another."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+import recorder
+
+from . import jobs
+from .conftest import Train
+from .jobs import SCRIPTS
+
+LOOP, SPAWN = SCRIPTS / "loop.py", SCRIPTS / "spawn.py"
+
+
+def digests(folder: Path) -> dict[Path, str]:
+    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}
+
+
+def runs_in(folder: Path) -> list[recorder.Run]:
+    return [recorder.open_run(path) for path in sorted((folder / "recordings").iterdir())]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_the_ranks_of_one_torchrun_make_one_run(train: Train, layout: str) -> None:
+    (run,) = runs_in(train(layout, "everything", "--watch").folder)
+    assert run.ranks == [0, 1]
+    assert run.world_size == 2
+    assert [writer.rank for writer in run.writers] == [0, 1]
+    assert {writer.manifest["world_size"] for writer in run.writers} == {2}
+    assert {writer.manifest["step_source"] for writer in run.writers} == {"optimizer"}
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_spawned_ranks_agree_on_one_run_through_the_store(tmp_path: Path, kind: str) -> None:
+    address = f"tcp://127.0.0.1:{jobs.free_port()}" if kind == "tcp" else f"file://{tmp_path / 'rendezvous'}"
+    finished = jobs.succeeded(jobs.python(tmp_path, SPAWN, address, **jobs.recording()))
+    (run,) = runs_in(tmp_path)
+    assert run.ranks == [0, 1]
+    assert run.world_size == 2
+    assert len(run.writers) == 2, "the process that spawns them records nothing"
+    assert [writer.balance.dropped for writer in run.writers] == [{}, {}]
+    assert run.steps == [0, 1, 2]
+    assert finished.lines("recorder") == []
+
+
+def test_agents_of_a_static_rendezvous_make_one_run_and_touch_no_other(tmp_path: Path) -> None:
+    """Their run id says `none`."""
+    jobs.succeeded(jobs.python(tmp_path, LOOP, "--steps=3", **jobs.recording()))
+    (first,) = runs_in(tmp_path)
+    before = digests(first.path)
+    assert len(before) > 3
+
+    address = ("--rdzv-backend=static", "--nnodes=2", f"--master-addr=127.0.0.1", f"--master-port={jobs.free_port()}")
+    agents = [
+        jobs.torchrun(
+            tmp_path / f"agent{rank}",
+            LOOP,
+            "--steps=3",
+            options=(*address, f"--node-rank={rank}", "--nproc-per-node=1"),
+            **jobs.recording(dir=str(tmp_path / "recordings")),
+        )
+        for rank in (0, 1)
+    ]
+    for agent in agents:
+        jobs.succeeded(agent)
+    (second,) = [run for run in runs_in(tmp_path) if run.path != first.path]
+    assert second.ranks == [0, 1]
+    assert [writer.manifest["node_rank"] for writer in second.writers] == [0, 1]
+    assert second.run_id != "none"
+    assert digests(first.path) == before
+
+
+def test_a_restarted_job_stays_one_run_with_writers_of_their_own(tmp_path: Path) -> None:
+    finished = jobs.succeeded(
+        jobs.torchrun(
+            tmp_path,
+            LOOP,
+            *("--end=exception", "--attempt=0"),
+            options=("--standalone", "--max-restarts=1"),
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+            **jobs.recording(),
+        )
+    )
+    (run,) = runs_in(finished.folder)
+    assert [(writer.rank, writer.attempt) for writer in run.writers] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len({writer.name for writer in run.writers}) == 4
+    assert run.problems == []
+    frame = run.to_pandas()
+    last = frame[(frame["attempt"] == 1) & (frame["site"] == "output") & (frame["module_path"] == "0")]
+    assert sorted(zip(last["rank"], last["step"], strict=True)) == [(r, s) for r in (0, 1) for s in range(20)]

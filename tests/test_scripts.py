@@ -1,0 +1,64 @@
+"""The demo as a person starts it: wrong arguments are said plainly, and a short training is recorded and shown."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEMO = Path(__file__).parents[1] / "scripts" / "demo"
+
+
+def demo(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([DEMO, *arguments], env=os.environ | env, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--layout", "tensor"], "--layout 'tensor' is none of single, ddp, fsdp2"),
+        (["--steps=0"], "--steps '0' is no number from 1"),
+        (["--steps"], "--steps needs a value"),
+        (["--bogus"], "unknown argument '--bogus'"),
+    ],
+)
+def test_a_wrong_argument_is_said_before_anything_is_installed(arguments: list[str], said: str, tmp_path: Path) -> None:
+    done = demo(*arguments, VENV=str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("demo: ")
+    assert said in done.stderr
+
+
+def test_an_environment_that_is_none_is_said(tmp_path: Path) -> None:
+    done = demo(VENV=str(tmp_path))
+    assert done.returncode == 2
+    assert "holds no environment" in done.stderr
+
+
+@pytest.mark.skipif(
+    not Path(sys.prefix, "recorder-installed-test").exists(), reason="only in an environment that scripts/test made"
+)
+def test_the_demo_trains_records_and_shows(tmp_path: Path) -> None:
+    done = demo(
+        *["--layout", "ddp", "--steps", "2"],
+        VENV=sys.prefix,
+        RECORDER_DIR=str(tmp_path),
+        RECORDER_RULES="module=blocks.3.* site=output",
+    )
+    assert done.returncode == 0, done.stderr
+    (run,) = tmp_path.iterdir()
+    training, _, after = done.stdout.partition("The run: recorder ls ")
+    assert "held-out loss" in training
+    assert "2 of 2 ranks, steps 0..1" in after
+    assert "blocks.3.mlp.down" in after
+    shown, _, to_type = after.partition("What you would type next")
+    assert "absmax" in shown
+    commands = [line.strip() for line in to_type.splitlines() if line.strip()]
+    assert len(commands) == 3
+    for command in commands[:2]:
+        typed = subprocess.run(command, shell=True, cwd=DEMO.parents[1], capture_output=True, text=True, timeout=120)
+        assert typed.returncode == 0, typed.stdout + typed.stderr
+        assert str(run) in command
