@@ -21,8 +21,8 @@ CODECS = ("auto", "none", "zstd")
 
 _FRAME_BYTES = 1 << 20
 """Content of one zstd frame at most: bounds the scratch, and keeps a piece in cache between split and compression."""
-_MIN_BYTES = 4096
-"""Below, a payload is stored as it is: it is smaller than the row around it."""
+_MIN_BYTES = 16384
+"""Below, a payload is stored as it is: at 4 KiB, planes cost 22 us a row and save 7 %."""
 _SAMPLE_SLICES, _SAMPLE_ITEMS = 8, 256
 _PAYS = 0.92
 """A part is compressed if its sample shrinks below this: zstd and its decompression cost more than 8 % of a write."""

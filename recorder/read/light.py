@@ -22,6 +22,7 @@ NONE = -1
 """Stands for null in columns of counts, none of which is negative."""
 
 
+_FEW_CHUNKS = 64
 TIME_ORDER = ("attempt", "step", "rank", "seq")
 PLACE_COLUMNS = ("seq", "batch", "row")
 """What leads from a row to its payload."""
@@ -60,6 +61,7 @@ class LightRows:
         self._starts = np.cumsum([0, *(shard.num_rows for shard in self._shards)])
         self._writer_starts = np.cumsum([0, *(writer.num_rows for writer in self._writers)])
         self._columns: dict[str, Any] = {}
+        self._chunk_ends: dict[str, Positions] = {}
         self._numbers: dict[str, npt.NDArray[np.int64]] = {}
         self._module_paths: Keys | None = None
 
@@ -78,6 +80,7 @@ class LightRows:
             for name in missing:
                 kind = SCHEMA.field(name).type if name in SCHEMA.names else pa.int32()
                 self._columns[name] = pa.chunked_array([batch.column(name) for batch in batches], kind)
+                self._chunk_ends[name] = np.cumsum([batch.num_rows for batch in batches], dtype=np.int64)
             if sum(shard.num_rows for shard in self._shards) != self.num_rows:
                 self._forget()
 
@@ -101,7 +104,16 @@ class LightRows:
 
     def take(self, name: str, positions: Positions) -> Any:
         """Some rows of a light column, as `pa.ChunkedArray`."""
-        return pc.take(self.column(name), pa.array(positions))
+        column = self.column(name)
+        ends = self._chunk_ends[name]
+        chunk_numbers = np.searchsorted(ends, positions, side="right")
+        used = np.unique(chunk_numbers)
+        if len(used) > _FEW_CHUNKS or (np.diff(positions) < 0).any():
+            return pc.take(column, pa.array(positions))
+        # Arrow joins all chunks of a column before it takes a row of it: 0.2 ms for a short text of a million rows.
+        starts = [0, *ends]
+        pieces = [column.chunk(n).take(pa.array(positions[chunk_numbers == n] - starts[n])) for n in used.tolist()]
+        return pa.chunked_array(pieces, column.type)
 
     def keys(self, name: str, positions: Positions) -> Keys:
         """Some rows of a column of texts or whole numbers."""

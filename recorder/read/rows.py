@@ -157,7 +157,7 @@ class ShardRows:
             except CorruptError as error:
                 found = salvage(lambda: MappedFile(self.path))
                 self._shard = Shard(lambda: MappedFile(self.path), found.layout, found.blocks)
-                self._note(str(error), *found.damage)
+                self._note(*dict.fromkeys((str(error), *found.damage)))
         return self._shard
 
     def _note(self, *damage: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from ..format.rundir import open_name, shard_name
-from ..records import PART_BYTES, Measured, Staged
+from ..records import KEEP_TENSOR, PART_BYTES, Measured, Staged
 from .backoff import Backoff, drop_reason
 from .file import Disk, PageMemory
 from .ipc import Layout
@@ -33,7 +33,7 @@ class Lane:
         directory: Path,
         batch: RowBatch,
         layout: Layout,
-        has_payload: bool,
+        has_index: bool,
         settings: WriteSettings,
         disk: Disk,
         memory: PageMemory,
@@ -50,7 +50,7 @@ class Lane:
         self._batch = batch
         self._backoff = Backoff(clock)
         self._layout = layout
-        self._has_payload = has_payload
+        self._has_index = has_index
         self._settings = settings
         self._disk = disk
         self._memory = memory
@@ -79,11 +79,12 @@ class Lane:
 
     def add(self, staged: Staged, measured: Measured, part: int) -> None:
         """Take one row; the payload is copied. A batch without room for it is written first."""
-        if self._has_payload and not self._batch.has_room(min(len(staged.block.data), PART_BYTES)):
+        has_payload = bool(staged.keep & KEEP_TENSOR)
+        if has_payload and not self._batch.has_room(min(len(staged.block.data), PART_BYTES)):
             self.flush()
         if self._batch.num_rows == 0:
             self._oldest_row_s = self._clock()
-        if self._has_payload:
+        if has_payload:
             self._batch.add_part(staged, measured, part)
         else:
             self._batch.add(staged, measured)
@@ -199,7 +200,7 @@ class Lane:
         shard.append(batch, self._ledger.snapshot(about_to_write=batch.num_rows))
         self._ledger.add_written(batch.num_rows)
         self._add_bytes(shard.num_bytes - before)
-        if self._has_payload:
+        if self._has_index:
             self._index.add(batch)
         if self._oldest_unsynced_s is None:
             self._oldest_unsynced_s = self._clock()
@@ -235,7 +236,7 @@ class Lane:
 
     def _write_index(self, index: Index, shard: Path, shard_bytes: int) -> int:
         num_bytes = 0
-        if self._has_payload:
+        if self._has_index:
             with self._notices.on_error(f"{shard}: its index cannot be written; readers do without"):
                 num_bytes = index.write(self._disk, shard, shard_bytes, self._memory)
         return num_bytes

@@ -58,13 +58,13 @@ def max_payload_bytes(batch_bytes: int) -> int:
 class RowBatch:
     """Rows of one kind that will be written together."""
 
-    def __init__(self, *, attempt: int, rank: int, encoder: Encoder | None, batch_bytes: int) -> None:
+    def __init__(self, *, attempt: int, rank: int, encoder: Encoder, batch_bytes: int) -> None:
         """Start empty.
 
         Args:
             attempt: the column's value.
             rank: the column's value.
-            encoder: for rows with payload; None where rows have none.
+            encoder: for the payloads.
             batch_bytes: payload at which the batch is full.
         """
         self._constants = {"attempt": attempt, "rank": rank}
@@ -72,7 +72,7 @@ class RowBatch:
         self._batch_bytes = batch_bytes
         self._rows: list[_Row] = []
         self._ends = [0]
-        self._payload = PageMemory(max_payload_bytes(batch_bytes)).data if encoder else np.empty(0, np.uint8)
+        self._payload = PageMemory(max_payload_bytes(batch_bytes)).data
 
     @property
     def num_rows(self) -> int:
@@ -88,19 +88,19 @@ class RowBatch:
 
     def add(self, staged: Staged, measured: Measured) -> None:
         """Add a row without a payload."""
+        self._ends.append(self._ends[-1])
         self._add(staged, measured, 0, 0, None, None)
 
     def add_part(self, staged: Staged, measured: Measured, part: int) -> None:
         """Encode one part of the payload, and add its row; statistics go with part 0."""
-        assert self._encoder is not None, "this kind of row carries no payload"
         data = staged.block.data
         numel = _shape_columns(staged.shape)[1]
         item_bytes = len(data) // numel if numel else 1
         start = part * PART_BYTES
         piece = data[start : start + PART_BYTES]
         encoding, nbytes = self._encoder.encode(piece, item_bytes, self._payload[self._ends[-1] :])
-        self._add(staged, NOT_MEASURED if part else measured, part, start // item_bytes, encoding, len(piece))
         self._ends.append(self._ends[-1] + nbytes)
+        self._add(staged, NOT_MEASURED if part else measured, part, start // item_bytes, encoding, len(piece))
 
     def _add(
         self,
@@ -155,7 +155,7 @@ class RowBatch:
     def _array(self, field: tuple[str, pa.DataType], columns: Mapping[str, Sequence[Any]]) -> pa.Array:
         name, column_type = field
         if name == "data":
-            return self._payload_array()
+            return self._payload_array(columns["encoding"])
         if name in self._constants:
             return pa.repeat(pa.scalar(self._constants[name], column_type), self.num_rows)
         values = columns.get(name)
@@ -165,12 +165,16 @@ class RowBatch:
             return _text_array(values)
         return pa.array(values, column_type)
 
-    def _payload_array(self) -> pa.Array:
-        if self._encoder is None:
+    def _payload_array(self, encodings: Sequence[str | None]) -> pa.Array:
+        num_missing = encodings.count(None)
+        if num_missing == self.num_rows:
             return pa.nulls(self.num_rows, pa.large_binary())
+        validity = None
+        if num_missing:
+            validity = pa.py_buffer(np.packbits([e is not None for e in encodings], bitorder="little"))
         offsets = pa.py_buffer(np.array(self._ends, np.int64))
         payload = pa.py_buffer(self._payload[: self._ends[-1]])
-        return pa.Array.from_buffers(pa.large_binary(), self.num_rows, [None, offsets, payload])
+        return pa.Array.from_buffers(pa.large_binary(), self.num_rows, [validity, offsets, payload])
 
 
 def _spread(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> dict[str, Sequence[Any]]:

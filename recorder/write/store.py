@@ -162,7 +162,9 @@ class Store:
         quota = Quota(settings.max_bytes)
         memory = PageMemory(max_payload_bytes(settings.batch_bytes) + _LIGHT_BYTES)
 
-        def lane(kind: str, encoder: Encoder | None, compression: str | None) -> Lane:
+        encoder = Encoder(settings.codec, settings.codec_level)
+
+        def lane(kind: str, compression: str | None, *, has_index: bool) -> Lane:
             return Lane(
                 kind,
                 directory=directory,
@@ -170,7 +172,7 @@ class Store:
                     attempt=place.attempt, rank=place.rank, encoder=encoder, batch_bytes=settings.batch_bytes
                 ),
                 layout=Layout(SCHEMA, compression),
-                has_payload=encoder is not None,
+                has_index=has_index,
                 settings=settings,
                 disk=self._disk,
                 memory=memory,
@@ -182,9 +184,9 @@ class Store:
                 clock=self._clock,
             )
 
-        # Payloads are compressed before, or not worth it.
-        tensors = lane("tensors", Encoder(settings.codec, settings.codec_level), None)
-        return {"tensors": tensors, "stats": lane("stats", None, "zstd")}
+        # Large payloads are compressed before, or not worth it.
+        tensors = lane("tensors", None, has_index=True)
+        return {"tensors": tensors, "stats": lane("stats", "zstd", has_index=False)}
 
     def _describe(self, *, state: str = "recording", **more: object) -> bool:
         """Write the manifest. True where it is on the disk."""

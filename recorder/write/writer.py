@@ -283,7 +283,9 @@ class Writer:
 
     def _record(self, staged: Staged) -> None:
         """Take one record into its lane's batch, and write the batch where it is full."""
-        kind = "tensors" if staged.keep & KEEP_TENSOR else "stats"
+        # A scalar's payload is a few bytes: it stays with the statistics, which retention keeps longest.
+        is_light = not staged.keep & KEEP_TENSOR or staged.origin.site == "scalar"
+        kind = "stats" if is_light else "tensors"
         num_left = staged.num_parts
         drop_reason = WRITER_ERROR
         try:

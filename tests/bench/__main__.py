@@ -69,9 +69,11 @@ def run_process(name: str, threads: int, args: argparse.Namespace) -> Sample:
         if extra:
             env["RECORDER_DIR"] = directory
             env.setdefault("RECORDER_MAX_BYTES", "1TB")
-        result, exit_s, peak_rss_bytes = measure(recorder, directory, env, args)
+        result, exit_s, peak_rss_bytes, said = measure(recorder, directory, env, args)
         files = [path for path in Path(directory).rglob("*") if path.is_file()]
         written = sum(path.stat().st_size for path in files)
+        if extra and not any(path.name == "_writer.json" for path in files):
+            sys.exit(f"{name}: nothing was recorded; the process said: {said or 'nothing'}")
         num_tensors, num_bytes, drops = look_at_run(Path(directory), args) if extra else (None, None, {})
     return Sample(
         step_s=statistics.median(result["step_s"][args.warmup :]),
@@ -88,8 +90,8 @@ def run_process(name: str, threads: int, args: argparse.Namespace) -> Sample:
 
 def measure(
     recorder: str, directory: str, env: dict[str, str], args: argparse.Namespace
-) -> tuple[dict[str, Any], float, int]:
-    """What the process printed, the seconds from its last step to its end, and its peak memory in bytes."""
+) -> tuple[dict[str, Any], float, int, str]:
+    """The figures of the process, the seconds from its last step to its end, its peak memory in bytes, its stderr."""
     command = [sys.executable, "-m", "tests.bench.train", recorder, directory]
     command += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
@@ -99,10 +101,11 @@ def measure(
         process.returncode = os.waitstatus_to_exitcode(status)
         stdout.seek(0)
         stderr.seek(0)
+        said = stderr.read().decode(errors="replace")[-4000:]
         if process.returncode != 0:
-            sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{stderr.read().decode()[-4000:]}")
+            sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{said}")
         result: dict[str, Any] = json.loads(stdout.read().splitlines()[-1])
-    return result, ended - result["end_s"], usage.ru_maxrss * 1024
+    return result, ended - result["end_s"], usage.ru_maxrss * 1024, said
 
 
 def look_at_run(directory: Path, args: argparse.Namespace) -> tuple[int, int, dict[str, int]]:
@@ -226,7 +229,7 @@ def main() -> int:
     args = parse_args()
     names = [name for name in RECORDERS if name == "none" or not args.only or name in args.only]
     count_args = argparse.Namespace(steps=1, warmup=0)
-    counted, _, _ = measure(
+    counted, *_ = measure(
         "count", str(args.dir), {k: v for k, v in os.environ.items() if k[:8] != "RECORDER"}, count_args
     )
     seen = (counted["num_tensors"], counted["num_bytes"])

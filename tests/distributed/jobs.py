@@ -66,6 +66,7 @@ class Job:
     def __init__(self, command: Sequence[str], folder: Path, settings: Mapping[str, str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self._command = " ".join(command)
         self._output = folder / "output.txt"
         with self._output.open("wb") as file:
             self.process = subprocess.Popen(
@@ -83,13 +84,13 @@ class Job:
         try:
             returncode = self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.process.args} hangs; it said:\n{self._text()}") from None
+            raise AssertionError(f"{self._command} hangs; it said:\n{self._text()}") from None
         finally:
             self.kill()
         return Finished(folder=self.folder, returncode=returncode, output=self._text())
 
     def kill(self) -> None:
-        """Leave nothing of it behind: a launcher ends its ranks, which lead sessions of their own, where it is asked to."""
+        """Leave nothing of it behind. A launcher is asked first: its ranks lead sessions of their own."""
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

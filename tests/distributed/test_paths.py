@@ -22,7 +22,9 @@ def test_modules_are_named_as_in_the_bare_model(train: Train, layout: str) -> No
         (root,) = writer.manifest["roots"]
         assert [module["path"] for module in root["modules"]] == PATHS
         assert root["class"] == "Net"
-        assert {module["class"] for module in root["modules"] if module["path"] in ("blocks.0", "blocks.1")} == {"Block"}
+        assert {module["class"] for module in root["modules"] if module["path"] in ("blocks.0", "blocks.1")} == {
+            "Block"
+        }
 
 
 @pytest.mark.parametrize("layout", HOOKED)
@@ -56,7 +58,9 @@ def test_a_recompute_is_marked_and_doubles_nothing(train: Train) -> None:
     first = first[first["site"].isin(["input", "output"])]
     key = ["site", "step", "micro_step", "call", "fingerprint"]
     assert len(again) > 0
-    assert sorted(again[key].itertuples(index=False, name=None)) == sorted(first[key].itertuples(index=False, name=None))
+    assert sorted(again[key].itertuples(index=False, name=None)) == sorted(
+        first[key].itertuples(index=False, name=None)
+    )
 
 
 def test_a_compiled_model_says_what_it_hides(train: Train) -> None:

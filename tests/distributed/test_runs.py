@@ -54,7 +54,7 @@ def test_agents_of_a_static_rendezvous_make_one_run_and_touch_no_other(tmp_path:
     before = digests(first.path)
     assert len(before) > 3
 
-    address = ("--rdzv-backend=static", "--nnodes=2", f"--master-addr=127.0.0.1", f"--master-port={jobs.free_port()}")
+    address = ("--rdzv-backend=static", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={jobs.free_port()}")
     agents = [
         jobs.torchrun(
             tmp_path / f"agent{rank}",

@@ -1,16 +1,12 @@
-"""Starting: by the flag, by the launcher, beside a user's own ``recorder.py``, and with settings or disks that are wrong."""
+"""Starting by the flag and by the launcher, beside a user's own ``recorder.py``, with wrong settings or a full disk."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-
-import recorder
 
 from . import jobs
 from .jobs import SCRIPTS, Finished
@@ -75,18 +71,24 @@ def test_without_autoload_nothing_is_recorded_and_nothing_breaks(tmp_path: Path)
     assert not (tmp_path / "recordings").exists()
 
 
-def test_data_workers_record_nothing_and_disturb_nothing(tmp_path: Path) -> None:
+def test_forked_processes_record_nothing_and_disturb_nothing(tmp_path: Path) -> None:
+    """Values of theirs would fill the small pool, which nothing empties there, and wait for room."""
+    waiting = {"pool_bytes": "1MiB", "wait_s_per_step": "20", "wait_s_stalled": "20"}
     off = jobs.python(tmp_path / "off", WORKERS, tmp_path / "off.pt")
-    on = jobs.python(tmp_path / "on", WORKERS, tmp_path / "on.pt", **jobs.recording())
-    without, recorded = jobs.succeeded(off), jobs.succeeded(on)
-    assert recorded.output == without.output == "done\n"
+    on = jobs.python(tmp_path / "on", WORKERS, tmp_path / "on.pt", **jobs.recording(**waiting))
+    recorded = jobs.succeeded(on)
+    jobs.succeeded(off)
+    (slowest_s,) = recorded.output.splitlines()
+    assert float(slowest_s) < 10
     expected, actual = (torch.load(tmp_path / name) for name in ("off.pt", "on.pt"))
     assert all(torch.equal(expected[key], actual[key]) for key in expected)
     (writer,) = recorded.run.writers
+    assert writer.state == "closed"
     assert writer.balance.dropped == {}
     outputs = recorded.run.to_pandas()
     outputs = outputs[(outputs["site"] == "output") & (outputs["module_path"] == "0")]
-    assert list(zip(outputs["step"], outputs["mode"], outputs["call"], strict=True)) == [(i, "train", 0) for i in range(9)]
+    found = list(zip(outputs["step"], outputs["mode"], outputs["call"], strict=True))
+    assert found == [(step, "train", 0) for step in range(10)]
 
 
 WRONG = {
@@ -174,7 +176,9 @@ def test_a_disk_that_takes_nothing_is_said_at_once_and_training_goes_on(
 def test_recording_loads_no_data_frame_library(tmp_path: Path) -> None:
     """It takes a second of a training process's interpreter, and 50 MB."""
     script = write_script(tmp_path)
-    script.write_text(script.read_text() + "import recorder; recorder._active.flush(10); print('pandas' in sys.modules)\n")
+    script.write_text(
+        script.read_text() + "import recorder; recorder._active.flush(10); print('pandas' in sys.modules)\n"
+    )
     finished = jobs.succeeded(jobs.python(tmp_path, script, **jobs.recording()))
     assert finished.output.splitlines() == [*STEPS, "False"]
 

@@ -51,7 +51,8 @@ def tensor_of(run: recorder.Run, key: tuple[Any, ...], rank: int) -> torch.Tenso
 
 def is_early(what: str, key: tuple[Any, ...]) -> bool:
     """The very first input of a root is seen while it is discovered, which is before FSDP casts it."""
-    return what == "fsdp2 mixed" and key[:6] in {("input", "", name, 0, 0, 0) for name in ROOT_INPUTS} and key[7] == "train"
+    roots = {("input", "", name, 0, 0, 0) for name in ROOT_INPUTS}
+    return what == "fsdp2 mixed" and key[:6] in roots and key[7] == "train"
 
 
 @pytest.mark.parametrize("what", RECORDED)

@@ -114,7 +114,7 @@ def _each_encoding() -> list[tuple[str, bytes, Bytes, int]]:
     cases = [("normal", 4, "auto"), ("normal", 4, "zstd"), ("normal", 4, "none"), ("mask", 1, "auto")]
     made = []
     for kind, item_bytes, codec in cases:
-        data = _kind(kind, 8192)
+        data = _kind(kind, 1 << 14)
         encoding, payload = _encode(data, item_bytes, codec)
         made.append((encoding, payload, data, item_bytes))
     assert [case[0] for case in made] == ["planes_plain", "planes", "plain", "raw"]

@@ -21,12 +21,13 @@ from recorder.format.schema import SCHEMA
 from . import independent
 
 _RNG = np.random.default_rng(7)
-_NORMAL = _RNG.standard_normal((40, 60)).astype(np.float32)
+_NORMAL = _RNG.standard_normal((160, 60)).astype(np.float32)
+_NORMAL_BFLOAT16 = (_NORMAL.view(np.uint32) >> 16).astype(np.uint16)
 _MASK = np.tile(np.arange(8192, dtype=np.uint8) % 7 == 0, 2)
 _SMALL = np.arange(6, dtype=np.int64).reshape(2, 3)
 _VALUES: list[tuple[str, str, npt.NDArray[Any]]] = [
     ("auto", "planes_plain", _NORMAL),
-    ("auto", "planes_plain", _NORMAL.view(np.uint32).__rshift__(16).astype(np.uint16)),
+    ("auto", "planes_plain", _NORMAL_BFLOAT16),
     ("zstd", "planes", _NORMAL),
     ("auto", "raw", _MASK),
     ("auto", "plain", _SMALL),

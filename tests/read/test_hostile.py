@@ -255,7 +255,7 @@ class TestForeignSchemas:
     @pytest.mark.parametrize("word", [b"module_path", b"recorder_format"])
     def test_a_schema_whose_texts_are_no_texts_is_borne(self, writer: HandmadeWriter, word: bytes) -> None:
         shard = writer.add_shard([payload_rows()], with_index=False)
-        shard.write_bytes(shard.read_bytes().replace(word, b"\xff" + word[1:]))
+        shard.write_bytes(shard.read_bytes().replace(word, b"\xff" + word[1:], 1))
         run = open_run(run_of(writer))
         assert run.num_rows == 10  # salvaged by the schema of FORMAT.md, if need be
         assert len(run.problems) == (word == b"module_path")

@@ -50,6 +50,19 @@ def payload(row: dict[str, Any]) -> bytes:
 # -- what is written ----------------------------------------------------------------------------------------------
 
 
+def test_a_scalar_stays_with_the_statistics_and_keeps_its_value(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run").start()
+    rig.put(keep=KEEP_STATS)
+    rig.put(np.float64(0.25).reshape(()), site="scalar", name="loss")
+    rig.put(keep=KEEP_STATS)
+    assert rig.close().is_complete
+    (path,) = rig.files("*.arrow")
+    assert path.name == "stats-000000.arrow"
+    table = pa.ipc.open_file(path).read_all()
+    assert table.column("data").to_pylist() == [None, np.float64(0.25).tobytes(), None]
+    assert table.column("encoding").to_pylist() == [None, "plain", None]
+
+
 def test_a_written_run_reads_back_with_plain_pyarrow_and_equals(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "run", rank=3, attempt=2001).start()
     generator = np.random.default_rng(0)
@@ -63,7 +76,7 @@ def test_a_written_run_reads_back_with_plain_pyarrow_and_equals(tmp_path: Path) 
     ]
     rig.put(values[0], module_path="a.b", step=7, micro_step=1, note='{"taken":"total"}', time_ns=5)
     rig.put(values[1], site="grad", phase="optimizer", scope="final", chunk=chunk, micro_step=None, mode="eval")
-    rig.put(values[2], site="scalar", name="loss")
+    rig.put(values[2], name="loss")
     rig.put(values[3])
     rig.put(values[4], keep=KEEP_TENSOR)
     report = rig.close()

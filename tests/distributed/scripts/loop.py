@@ -13,6 +13,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 
 
 def stop(number: int, frame: FrameType | None) -> None:
@@ -56,7 +57,7 @@ def main() -> None:
     if end == "sys_exit":
         sys.exit(3)
     if end == "stuck":  # in C++, where no Python handler runs
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+        store = TCPStore("127.0.0.1", 0, is_master=True)
         os.write(progress, b"!")
         store.wait(["never"], datetime.timedelta(seconds=60))
     if dist.is_initialized():

@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Doubled(torch.autograd.Function):
-    contexts: list[weakref.ref[Any]] = []
+    contexts: ClassVar[list[weakref.ref[Any]]] = []
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ class Doubled(torch.autograd.Function):
         return x * 2
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient * 2
 
 
@@ -35,7 +35,7 @@ class Net(nn.Module):
         self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = recorder.tap("doubled", Doubled.apply(self.first(x)))
+        hidden: Tensor = recorder.tap("doubled", Doubled.apply(self.first(x)))  # type: ignore[no-untyped-call]
         return self.second(hidden.relu_())  # type: ignore[no-any-return]
 
 
@@ -59,7 +59,7 @@ def main() -> None:
         gate.wait()
         return real(*args)
 
-    measure.measure = stalled
+    measure.measure = stalled  # type: ignore[assignment]
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -6,8 +6,8 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 
 
 def work(rank: int, address: str, num_ranks: int) -> None:
@@ -23,4 +23,4 @@ def work(rank: int, address: str, num_ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    mp.spawn(work, args=(sys.argv[1], 2), nprocs=2)
+    spawn(work, args=(sys.argv[1], 2), nprocs=2)

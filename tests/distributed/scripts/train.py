@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import inspect
 import os
+import pickle
 import random
 import sys
 import threading
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 WIDTH, HIDDEN = 5, 7
 MICRO_BATCHES = 2
@@ -120,9 +122,9 @@ class Watch:
 
     def _read(self, site: str, path: str, name: str, tensor: Tensor) -> None:
         key = (site, path, name, self.step, None, 0, 0, "train", "optimizer")
-        if isinstance(tensor, dist.tensor.DTensor):
+        if isinstance(tensor, DTensor):
             self.layouts[key] = {
-                "full": tensor.detach().full_tensor().clone(),
+                "full": tensor.full_tensor().detach().clone(),
                 "placements": [(type(p).__name__, getattr(p, "dim", None)) for p in tensor.placements],
                 "mesh": list(tensor.device_mesh.shape),
                 "mesh_dim_names": list(tensor.device_mesh.mesh_dim_names or ()),
@@ -161,13 +163,16 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 class Collectives:
     """Counts what is issued: below Python by the groups' sequence numbers, above it by function and by who calls."""
 
-    KINDS = "all_ barrier batch_ broadcast gather irecv isend monitored_ new_ recv reduce scatter send shrink split".split()
+    KINDS = (
+        *("all_", "barrier", "batch_", "broadcast", "gather", "irecv", "isend", "monitored_", "new_", "recv"),
+        *("reduce", "scatter", "send", "shrink", "split"),
+    )
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.by_recorder: list[str] = []
         for name in dist.distributed_c10d.__all__:
-            if name.startswith(tuple(self.KINDS)):
+            if name.startswith(self.KINDS):
                 wrapped = self._wrap(name, getattr(dist.distributed_c10d, name))
                 setattr(dist, name, wrapped)
                 setattr(dist.distributed_c10d, name, wrapped)
@@ -186,7 +191,8 @@ class Collectives:
 
     def result(self) -> dict[str, Any]:
         groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
-        numbers = [g._get_backend(torch.device("cpu"))._get_sequence_number_for_group() for g in groups]
+        backends: list[Any] = [group._get_backend(torch.device("cpu")) for group in groups]
+        numbers = [backend._get_sequence_number_for_group() for backend in backends]
         return {"calls": dict(self.calls), "by_recorder": self.by_recorder, "sequence_numbers": numbers}
 
 
@@ -194,9 +200,10 @@ def wrap(model: Net, layout: str, *, mixed: bool) -> nn.Module:
     if layout == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if layout == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if mixed else MixedPrecisionPolicy()
         for block, reshard in zip(model.blocks, (True, False), strict=True):
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -220,17 +227,18 @@ def accumulating(model: nn.Module, is_last: bool) -> Iterator[None]:
             yield
     else:
         if hasattr(model, "set_requires_gradient_sync"):
-            model.set_requires_gradient_sync(is_last)
+            model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
         yield
 
 
 def make_batch() -> tuple[dict[str, Any], Tensor, Tensor]:
     shift, gain = random.random(), float(np.random.rand())
-    return {"features": torch.randn(4, WIDTH) + shift, "more": [torch.randn(WIDTH)]}, torch.tensor(gain), torch.randn(4, 1)
+    batch = {"features": torch.randn(4, WIDTH) + shift, "more": [torch.randn(WIDTH)]}
+    return batch, torch.tensor(gain), torch.randn(4, 1)
 
 
 def local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, dist.tensor.DTensor) else tensor).detach().clone()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def no_tap(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
@@ -262,7 +270,7 @@ def stall_writer() -> threading.Event:
         gate.wait()
         return real(*args)
 
-    measure.measure = stalled
+    measure.measure = stalled  # type: ignore[assignment]
     return gate
 
 
@@ -354,8 +362,7 @@ def main() -> None:
         "buffers": {name: local(b) for name, b in net.named_buffers()},
         "rng": {
             "torch": torch.get_rng_state(),
-            "numpy": torch.from_numpy(np.random.get_state()[1].copy().astype(np.int64)),
-            "numpy_position": np.random.get_state()[2],
+            "numpy": pickle.dumps(np.random.get_state()),
             "python": random.getstate(),
         },
         "collectives": collectives.result(),
