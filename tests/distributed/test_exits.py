@@ -66,11 +66,18 @@ def assert_quiet(finished: Finished) -> None:
         assert finished.lines(sign) == []
 
 
-@pytest.mark.parametrize(("end", "returncode"), [("normal", 0), ("exception", 1), ("sys_exit", 3)])
-def test_a_process_that_ends_by_itself_leaves_every_row(pair: Pair, end: str, returncode: int) -> None:
-    off, on = (job.wait() for job in pair(f"--end={end}"))
-    assert (off.returncode, on.returncode) == (returncode, returncode)
-    assert on.output == off.output
+@pytest.mark.parametrize(
+    ("end", "returncode", "last_words"),
+    [("normal", 0, ["done"]), ("sys_exit", 3, []), ("exception", 1, ["ArithmeticError: the end that was asked for"])],
+)
+def test_a_process_that_ends_by_itself_leaves_every_row(
+    tmp_path: Path, end: str, returncode: int, last_words: list[str]
+) -> None:
+    on = jobs.python(tmp_path, LOOP, f"--end={end}", **jobs.recording()).wait()
+    assert on.returncode == returncode
+    assert on.output.splitlines()[-1:] == last_words
+    assert_quiet(on)
+    assert on.lines("recorder/") == [], "no frame of ours in a traceback"
     assert_all_steps_are_written(on, 20)
     assert_balanced(on, dropped=set())
     assert [writer.state for writer in on.run.writers] == ["closed"]
@@ -128,6 +135,21 @@ def test_sigterm_ends_a_process_whose_main_thread_is_stuck_in_c(pair: Pair) -> N
     assert_quiet(recorded)
     assert_all_steps_are_written(recorded, 20)
     assert_balanced(recorded, dropped=set())
+
+
+def test_a_killed_process_loses_no_more_than_the_last_moments(tmp_path: Path) -> None:
+    job = jobs.python(tmp_path, LOOP, "--end=never", **jobs.recording())
+    wait_until(job, lambda text: len(text) > 30)
+    num_steps = len(progress(tmp_path))
+    time.sleep(3)
+    job.process.kill()
+    killed = job.wait()
+    assert killed.returncode == -signal.SIGKILL
+    assert_all_steps_are_written(killed, num_steps)
+    (writer,) = killed.run.writers
+    assert writer.state == "unclosed"
+    assert writer.balance.dropped == {}
+    assert killed.run.problems == []
 
 
 def test_a_healthy_rank_that_torchrun_ends_keeps_what_it_had(tmp_path: Path) -> None:

@@ -34,9 +34,8 @@ def test_the_ranks_of_one_torchrun_make_one_run(train: Train, layout: str) -> No
     assert {writer.manifest["step_source"] for writer in run.writers} == {"optimizer"}
 
 
-@pytest.mark.parametrize("kind", ["tcp", "file"])
-def test_spawned_ranks_agree_on_one_run_through_the_store(tmp_path: Path, kind: str) -> None:
-    address = f"tcp://127.0.0.1:{jobs.free_port()}" if kind == "tcp" else f"file://{tmp_path / 'rendezvous'}"
+def test_spawned_ranks_agree_on_one_run_through_the_store(tmp_path: Path) -> None:
+    address = f"tcp://127.0.0.1:{jobs.free_port()}"
     finished = jobs.succeeded(jobs.python(tmp_path, SPAWN, address, **jobs.recording()))
     (run,) = runs_in(tmp_path)
     assert run.ranks == [0, 1]

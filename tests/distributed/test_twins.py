@@ -67,6 +67,7 @@ def test_ranks_may_record_alone(train: Train) -> None:
     for without, recorded in zip(off.saved, on.saved, strict=True):
         assert_same_bits(without["params"], recorded["params"])
         assert recorded["collectives"] == without["collectives"]
+        assert recorded["seconds"] < 10
     rows = on.run.to_pandas()
     assert set(rows["rank"]) == {0}
     assert len(rows) == len(on.saved[0]["values"])

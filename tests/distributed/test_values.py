@@ -20,6 +20,7 @@ from .jobs import Finished
 KEY = ["site", "module_path", "name", "step", "micro_step", "call", "repeat", "mode", "phase"]
 SITES = ["input", "output", "grad_input", "grad_output", "param", "grad", "buffer", "optim", "scalar"]
 ROOT_INPUTS = ["batch.features", "batch.more.0", "gain"]
+TAPS = {(name, phase) for name in ("residual", "weight") for phase in ("forward", "backward")}
 RECORDED = {
     "plain": ("plain", "everything", "--watch"),
     "ddp": ("ddp", "everything", "--watch"),
@@ -80,7 +81,7 @@ def test_taps_and_their_gradients_are_bit_equal(train: Train, what: str) -> None
     finished = train(*RECORDED[what])
     for rank, saved in enumerate(finished.saved):
         wanted = {key: value for key, value in saved["values"].items() if key[0] == "tap"}
-        assert {key[-1] for key in wanted} == {"forward", "backward"}
+        assert {(key[2], key[-1]) for key in wanted} == TAPS
         wrong = [key for key, value in wanted.items() if bits(tensor_of(finished.run, key, rank)) != bits(value)]
         assert wrong == []
 

@@ -43,6 +43,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h: Tensor = self.down(self.drop(self.act(self.up(self.norm(x)))))
         h += x
+        tap(self, "weight", self.up.weight)  # FSDP frees its storage when this returns
         return tap(self, "residual", h)
 
 
@@ -109,8 +110,9 @@ class Watch:
                 key = (gradient_site, path, name, *when, "backward")
                 assert key not in self.values
                 self.values[key] = gradient.detach().clone()
+                handle.remove()
 
-            tensor.register_hook(arrived)
+            handle = tensor.register_hook(arrived)
 
     def tapped(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         self._see(module, "tap", "tap", name, tensor)

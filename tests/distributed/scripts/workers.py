@@ -1,4 +1,4 @@
-"""A data set that trains the model in forked workers, and a fork that ends as a program does. Prints the slowest item."""
+"""A data set that trains the model in forked workers, and a fork that ends as programs do. Prints the slowest item."""
 
 from __future__ import annotations
 
