@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..config import SITES, Settings
-from ..records import KEEP_TENSOR, PART_BYTES, Chunk, Moment, Origin, Staged
+from ..records import KEEP_STATS, KEEP_TENSOR, PART_BYTES, Chunk, Moment, Origin, Staged
 from . import hooks, staging, tree
 from .clock import Clock, RootClock, Slice
 from .events import Events
@@ -134,6 +134,9 @@ class Capture:
                 key=str(error),
             )
             return
+        if chunk is not None and keep & KEEP_STATS and '"Partial"' in chunk.placements:
+            keep &= ~KEEP_STATS  # statistics of summands say nothing of the sum
+            note = _NO_STATISTICS_OF_PARTIAL
         parts = -(-nbytes // PART_BYTES) if keep & KEEP_TENSOR and nbytes > PART_BYTES else 1
         settings = self.settings
         block = self.pool.take(nbytes)
@@ -307,6 +310,7 @@ class Capture:
             stager.close()
 
 
+_NO_STATISTICS_OF_PARTIAL = '{"no_statistics":"Partial"}'
 _NO_ROOM = {
     "too_large": "{origin.module_path}:{origin.site} has {nbytes} bytes, more than the pool ({pool.capacity_bytes}); "
     "raise RECORDER_POOL_BYTES or select less",

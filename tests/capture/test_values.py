@@ -267,6 +267,28 @@ def test_a_tap_carries_its_module_its_calls_and_its_gradient(tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_statistics_of_a_partial_tensor_are_left_out_with_the_reason(tmp_path: Path) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        with flagged(tmp_path) as recording:
+            Tiny()(batch())
+            recorder.tap("summand", DTensor.from_local(batch(), mesh, [Partial()]))
+            recorder.tap("piece", DTensor.from_local(batch(), mesh, [Shard(0)]))
+    finally:
+        dist.destroy_process_group()
+    rows = recording.rows(site="tap").set_index("name")
+    assert rows["mean"].isna()["summand"] and rows["mean"].notna()["piece"]
+    assert rows.note["summand"] == '{"no_statistics":"Partial"}'
+    assert (rows.global_shape == "[3,4]").all()
+    assert torch.equal(recording.run.tensor("", site="tap", name="summand"), batch())
+
+
 def test_scalars_are_numbers_of_their_step(tmp_path: Path) -> None:
     with flagged(tmp_path) as recording:
         model = Tiny()
