@@ -229,7 +229,8 @@ def _nearest(word: str, choices: Sequence[str]) -> str:
 
 _SPARSER = "0:100,100:10000:10,10000::100"
 DEFAULT_RULES = parse_rules(
-    f"site=output,grad_output,param,grad,buffer,tap,scalar steps={_SPARSER} keep=stats,fingerprint;"
+    f"site=output,grad_output,tap steps={_SPARSER} keep=stats;"
+    f"site=param,grad,buffer steps={_SPARSER} keep=stats,fingerprint;"
     f"module='' site=input steps={_SPARSER} keep=stats,fingerprint;"
     "site=output,grad,tap steps=pow2 call=0:4 keep=tensor;"
     "site=scalar keep=stats"

@@ -30,6 +30,7 @@ from .values import DTYPES, UnsupportedKind, plain
 _MAX_HOOK_ERRORS = 10
 """Errors of one module's site after which it is left alone."""
 _MAX_LEAF_HOOKS = 4096
+_NEVER_TAPPED = (None, -1, False)
 _numbers = itertools.count(1)
 
 
@@ -69,7 +70,7 @@ class Capture:
         self._sequence = itertools.count()
         self._stagers: dict[str, staging.Stager] = {}
         self._leaf_hooks: deque[Any] = deque()
-        self._taps: dict[tuple[str, str, str], tuple[Slice | None, int]] = {}
+        self._taps: dict[tuple[str, str, str], tuple[Slice | None, int, bool]] = {}
         self._scalar_repeats: dict[str, int] = {}
         self.step_changed()
 
@@ -250,15 +251,18 @@ class Capture:
             return
         slice_, phase = root.slice_now()
         key = (path, name, phase)
-        seen, call = self._taps.get(key, (None, -1))
+        seen, call, _ = self._taps.get(key, _NEVER_TAPPED)
         call = call + 1 if seen is slice_ else 0
-        self._taps[key] = (slice_, call)
+        with_graph = torch.is_grad_enabled()
+        if phase == "recompute":  # of what the forward saw with a graph, the gradient is watched already
+            with_graph = with_graph and not self._taps.get((path, name, "forward"), _NEVER_TAPPED)[2]
+        self._taps[key] = (slice_, call, with_graph)
         keep = self.keep_of(rule_set, call)
         if not keep:
             return
         origin = Origin(root.name, path, "tap", name)
         self.observe(origin, slice_.moment, phase, call, 0, keep, tensor)
-        if tensor.requires_grad and torch.is_grad_enabled():
+        if tensor.requires_grad and with_graph:
             self.watch_gradient(tensor, origin, slice_.moment, call, keep)
 
     def _name_rule_set(self, site: str, name: str) -> int:

@@ -191,7 +191,7 @@ class OptimizerWatch:
 
     def _counts(self, optimizer: Optimizer) -> bool:
         """Whether this is the optimizer whose steps are the steps."""
-        if self._counting is None:
+        if self._counting is None or self._counting() is None:  # none yet, or its training is over and it is gone
             wanted = self._capture.settings.step_optimizer
             if wanted and wanted not in (self.name_of(optimizer), type(optimizer).__name__):
                 return False

@@ -23,6 +23,7 @@ NOT_MEASURED = Measured()
 _LAYOUT_COLUMNS = ("global_shape", "offsets", "placements", "mesh", "layout_source")
 _TEXT = pa.string()
 _FIELDS = [(field.name, _TEXT if field.type == _TEXT else field.type) for field in SCHEMA]
+_NUMPY_TYPES = {pa.int32(): np.int32, pa.int64(): np.int64, pa.float64(): np.float64}
 _CACHED_TEXTS = 4096
 MAX_ROWS = 4096
 """Rows of one batch at most."""
@@ -157,24 +158,18 @@ class RowBatch:
         if name == "data":
             return self._payload_array(columns["encoding"])
         if name in self._constants:
-            return pa.repeat(pa.scalar(self._constants[name], column_type), self.num_rows)
+            return _number_array([self._constants[name]] * self.num_rows, column_type)
         values = columns.get(name)
         if values is None or values.count(None) == self.num_rows:
             return pa.nulls(self.num_rows, column_type)
-        if column_type is _TEXT:
-            return _text_array(values)
-        return pa.array(values, column_type)
+        return _text_array(values) if column_type is _TEXT else _number_array(values, column_type)
 
     def _payload_array(self, encodings: Sequence[str | None]) -> pa.Array:
-        num_missing = encodings.count(None)
-        if num_missing == self.num_rows:
+        if encodings.count(None) == self.num_rows:
             return pa.nulls(self.num_rows, pa.large_binary())
-        validity = None
-        if num_missing:
-            validity = pa.py_buffer(np.packbits([e is not None for e in encodings], bitorder="little"))
         offsets = pa.py_buffer(np.array(self._ends, np.int64))
         payload = pa.py_buffer(self._payload[: self._ends[-1]])
-        return pa.Array.from_buffers(pa.large_binary(), self.num_rows, [validity, offsets, payload])
+        return pa.Array.from_buffers(pa.large_binary(), self.num_rows, [_validity(encodings), offsets, payload])
 
 
 def _spread(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> dict[str, Sequence[Any]]:
@@ -182,12 +177,30 @@ def _spread(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> dict[str, Se
     return dict(zip(names, zip(*rows, strict=True), strict=True))
 
 
+# `pa.array` and `pa.scalar` import pandas to see whether they were given one of its types: a second of the training
+# process's interpreter, and 50 MB. So arrays are made from buffers.
+
+
+def _number_array(values: Sequence[Any], column_type: pa.DataType) -> pa.Array:
+    validity = _validity(values)
+    filled = values if validity is None else [0 if value is None else value for value in values]
+    data = np.array(filled, _NUMPY_TYPES[column_type])
+    return pa.Array.from_buffers(column_type, len(values), [validity, pa.py_buffer(data)])
+
+
 def _text_array(values: Sequence[str | None]) -> pa.Array:
-    try:
-        return pa.array(values, _TEXT)
-    except UnicodeEncodeError:
-        # A module may be named by half a surrogate pair; one such name must not cost the whole batch.
-        return pa.array([v and v.encode("utf-8", "backslashreplace").decode() for v in values], _TEXT)
+    # A module may be named by half a surrogate pair; one such name must not cost the whole batch.
+    pieces = [b"" if value is None else value.encode("utf-8", "backslashreplace") for value in values]
+    offsets = np.zeros(len(pieces) + 1, np.int32)
+    np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
+    buffers = [_validity(values), pa.py_buffer(offsets), pa.py_buffer(b"".join(pieces))]
+    return pa.Array.from_buffers(_TEXT, len(pieces), buffers)
+
+
+def _validity(values: Sequence[Any]) -> pa.Buffer | None:
+    if values.count(None) == 0:
+        return None
+    return pa.py_buffer(np.packbits([value is not None for value in values], bitorder="little"))
 
 
 @lru_cache(_CACHED_TEXTS)

@@ -72,7 +72,8 @@ class BatchFile:
     def seal(self, final: Path, ledger: Mapping[str, object]) -> None:
         """Write seal and footer, and publish the file as `final`."""
         number = self.num_batches
-        empty = pa.RecordBatch.from_pylist([], schema=self._layout.schema)
+        schema = self._layout.schema
+        empty = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
         self._append(empty, seal_metadata(number=number, num_batches=number + 1, ledger=ledger))
         self._file.append_bytes(self._layout.ending(self._blocks))
         self._file.publish(final)
@@ -150,7 +151,8 @@ class Index:
         sizes = [batch.num_rows for batch in self._pending]
         numbers = np.repeat(np.arange(self._num_batches, self._num_batches + len(sizes), dtype=np.int32), sizes)
         rows = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
-        columns = [*light.columns, pa.array(numbers), pa.array(rows)]
+        places = [pa.Array.from_buffers(pa.int32(), len(rows), [None, pa.py_buffer(n)]) for n in (numbers, rows)]
+        columns = [*light.columns, *places]
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, _INDEX_SCHEMA, options=_COMPRESS_ALONE) as stream:
             stream.write_batch(pa.RecordBatch.from_arrays(columns, schema=_INDEX_SCHEMA))

@@ -271,9 +271,11 @@ def test_a_tap_carries_its_module_its_calls_and_its_gradient(tmp_path: Path) -> 
 def test_statistics_of_a_partial_tensor_are_left_out_with_the_reason(tmp_path: Path) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.distributed_c10d import HashStore
     from torch.distributed.tensor import DTensor, Partial, Shard
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         with flagged(tmp_path) as recording:

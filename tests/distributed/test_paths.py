@@ -6,10 +6,11 @@ import pytest
 
 from .conftest import Train
 from .jobs import Finished
+from .test_values import KEY
 
 BLOCK = ["", ".norm", ".up", ".act", ".drop", ".down"]
 PATHS = ["", "blocks", *(f"blocks.{i}{part}" for i in (0, 1) for part in BLOCK), "shared", "head"]
-HOOKED = {"plain": ("--watch",), "ddp": ("--watch",), "fsdp2": ("--watch",), "compile": (), "checkpoint": ()}
+HOOKED = {"plain": ("--watch",), "ddp": ("--watch",), "fsdp2": ("--watch",), "compile": (), "checkpoint": ("--tap",)}
 
 
 def recorded(train: Train, layout: str) -> Finished:
@@ -49,10 +50,12 @@ def test_activations_lie_under_the_same_paths_as_in_a_plain_run(train: Train, la
 
 def test_a_recompute_is_marked_and_doubles_nothing(train: Train) -> None:
     plain, checkpointed = recorded(train, "plain").run.to_pandas(), recorded(train, "checkpoint").run.to_pandas()
+    assert not checkpointed.duplicated(KEY).any()
     forward = checkpointed[checkpointed["phase"] != "recompute"]
-    assert len(forward) == len(plain)
+    sites = ["tap", "scalar"]  # the checkpointed job taps and the plain one does not
+    assert len(forward[~forward["site"].isin(sites)]) == len(plain[~plain["site"].isin(sites)])
     recomputed = checkpointed[checkpointed["phase"] == "recompute"]
-    assert set(recomputed["site"]) == {"input", "output"}
+    assert set(recomputed["site"]) == {"input", "output", "tap"}
     again = recomputed[recomputed["module_path"] == "blocks.1.up"]
     first = forward[(forward["module_path"] == "blocks.1.up") & (forward["mode"] == "train")]
     first = first[first["site"].isin(["input", "output"])]

@@ -181,6 +181,28 @@ def test_recording_loads_no_data_frame_library(tmp_path: Path) -> None:
     assert finished.output.splitlines() == [*STEPS, "False"]
 
 
+def test_a_second_training_in_the_same_process_goes_on_with_the_steps(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "for width in (4, 5):\n"
+        "    model = torch.nn.Linear(width, 2)\n"
+        "    optimizer = torch.optim.AdamW(model.parameters())\n"
+        "    for _ in range(4):\n"
+        "        model(torch.ones(width)).sum().backward()\n"
+        "        optimizer.step()\n"
+        "    del model, optimizer\n"
+    )
+    finished = jobs.succeeded(jobs.python(tmp_path, script, **jobs.recording("site=grad keep=stats")))
+    rows = finished.run.to_pandas()
+    rows = rows[rows["name"] == "bias"]
+    # What a new optimizer trains is looked for once it has stepped.
+    assert list(zip(rows["root"], rows["step"], strict=True)) == [
+        *(("model", step) for step in range(4)),
+        *(("model_1", step) for step in range(4, 7)),
+    ]
+
+
 def test_the_flag_off_is_as_no_flag(tmp_path: Path) -> None:
     script = write_script(tmp_path)
     script.write_text(script.read_text() + "print('recorder' in sys.modules)\n")

@@ -20,7 +20,7 @@ from .jobs import Finished
 KEY = ["site", "module_path", "name", "step", "micro_step", "call", "repeat", "mode", "phase"]
 SITES = ["input", "output", "grad_input", "grad_output", "param", "grad", "buffer", "optim", "scalar"]
 ROOT_INPUTS = ["batch.features", "batch.more.0", "gain"]
-TAPS = {(name, phase) for name in ("residual", "weight") for phase in ("forward", "backward")}
+TAPS = {(name, phase) for name in ("given", "residual", "weight") for phase in ("forward", "backward")}
 RECORDED = {
     "plain": ("plain", "everything", "--watch"),
     "ddp": ("ddp", "everything", "--watch"),

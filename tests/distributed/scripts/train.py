@@ -41,6 +41,7 @@ class Block(nn.Module):
         self.down = nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
+        tap(self, "given", x)
         h: Tensor = self.down(self.drop(self.act(self.up(self.norm(x)))))
         h += x
         tap(self, "weight", self.up.weight)  # FSDP frees its storage when this returns
