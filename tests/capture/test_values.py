@@ -271,7 +271,6 @@ def test_a_tap_carries_its_module_its_calls_and_its_gradient(tmp_path: Path) -> 
 def test_statistics_of_a_partial_tensor_are_left_out_with_the_reason(tmp_path: Path) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.distributed_c10d import HashStore
     from torch.distributed.tensor import DTensor, Partial, Shard
 
     store = dist.HashStore()  # type: ignore[attr-defined]
