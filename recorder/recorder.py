@@ -28,7 +28,7 @@ from .attachment import Attachment
 from .capture import hooks, topology, tree
 from .capture.core import Capture, Root
 from .capture.discovery import Discovery, has_compiled_anything
-from .capture.events import Events
+from .capture.events import Events, comes_from_signal_handler
 from .capture.optimizers import OptimizerWatch, find_live, last_step, wrap_closure
 from .capture.pool import Pool, default_capacity_bytes
 from .config import Loaded
@@ -119,6 +119,8 @@ class Recorder:
 
     def discovery_failed(self, error: Exception) -> None:
         """An error of ours while a root was looked for."""
+        if comes_from_signal_handler(error):
+            raise error
         self.events.add("start_failed", f"not recording: {type(error).__name__}: {error}", exception=error)
         self.events.say()
         if self.discovery is not None:

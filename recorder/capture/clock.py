@@ -52,12 +52,13 @@ class Clock:
 class RootClock:
     """The slices of one root, one for each mode."""
 
-    __slots__ = ("_clock", "_first_training_flag", "_latest", "_slices", "active")
+    __slots__ = ("_clock", "_latest", "_slices", "_trained_mode", "active")
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._slices: dict[str, Slice] = {}
-        self._first_training_flag: bool | None = None
+        self._trained_mode: str | None = None
+        """The mode of the first forward that a gradient came back to; a look at shapes in eval mode is none."""
         self._latest: Slice | None = None
         self.active: Slice | None = None
         """The slice of the call of the root that is running, or None between calls."""
@@ -65,16 +66,12 @@ class RootClock:
     def begin(self, *, with_grad: bool, training: bool, every_call_is_a_step: bool, is_first_call: bool) -> bool:
         """A call of the root begins. Returns True where the step has moved."""
         moved = False
-        if every_call_is_a_step:
-            if not is_first_call and not self._clock.is_by_hand:
-                self._clock.step += 1
-                moved = True
-        elif with_grad:
-            if self._first_training_flag is None:
-                self._first_training_flag = training
-            if training == self._first_training_flag:
-                moved = self._clock.advance_if_stepped()
+        if every_call_is_a_step and not is_first_call and not self._clock.is_by_hand:
+            self._clock.step += 1
+            moved = True
         mode = _mode(with_grad, training)
+        if with_grad and not every_call_is_a_step and self._trained_mode in (None, mode):
+            moved = self._clock.advance_if_stepped()
         current = self._slices.get(mode)
         if current is None or current.moment.step != self._clock.step:
             current = Slice(Moment(self._clock.step, 0, mode))
@@ -84,6 +81,12 @@ class RootClock:
         if with_grad:
             self._latest = current
         return moved
+
+    def gradient_arrived(self, slice_: Slice) -> None:
+        """A gradient has come back to an output of the root."""
+        slice_.has_gradient = True
+        if self._trained_mode is None:
+            self._trained_mode = slice_.moment.mode
 
     def end(self) -> None:
         """The call of the root has returned or raised."""

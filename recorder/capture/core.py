@@ -22,7 +22,7 @@ from ..config import SITES, Settings
 from ..records import KEEP_STATS, KEEP_TENSOR, PART_BYTES, Chunk, Moment, Origin, Staged
 from . import hooks, staging, tree
 from .clock import Clock, RootClock, Slice
-from .events import Events
+from .events import Events, comes_from_signal_handler
 from .pool import Pool
 from .select import NOTHING, Selection, scalar_keep
 from .values import DTYPES, UnsupportedKind, plain
@@ -206,7 +206,13 @@ class Capture:
         self.channel.count_drop(reason, num_rows)
 
     def hook_failed(self, where: str, error: Exception) -> None:
-        """An exception of ours inside a hook: the value is counted as lost, training goes on."""
+        """An exception of ours inside a hook: the value is counted as lost, training goes on.
+
+        Raises:
+            Exception: it is the user's, out of a signal handler, and goes on as it would have without us.
+        """
+        if comes_from_signal_handler(error):
+            raise error
         self._drop("hook_error", 1)
         self.events.add(
             "hook_error", f"recording {where} failed: {type(error).__name__}: {error}", key=where, exception=error
@@ -415,7 +421,7 @@ class Root:
         if current is not None and torch.is_grad_enabled():
             for _, tensor in tree.tensor_leaves(output):
                 if tensor.requires_grad and not current.has_gradient:
-                    handle = tensor.register_hook(hooks.GradientSeen(current))
+                    handle = tensor.register_hook(hooks.GradientSeen(self.clock, current))
                     if tensor.is_leaf:
                         self.capture.keep_leaf_hook(handle)
         if current is not None and self.capture.every_call_is_a_step:

@@ -13,9 +13,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules import module as module_internals
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 _is_compiling = torch.compiler.is_compiling
+_OTHER_HOOKS = ("_global_backward_pre_hooks", "_global_backward_hooks", "_global_forward_hooks")
 
 
 class Owner(Protocol):
@@ -48,6 +50,19 @@ class Discovery:
         """Put the hook on."""
         self.reconsider()
         self._handle = register_module_forward_pre_hook(self._before_any_forward)
+        self._ask_torch: Any = getattr(module_internals, "_has_any_global_hook", None)
+        if self._ask_torch is not None:
+            module_internals._has_any_global_hook = self._has_other_global_hook
+
+    def _has_other_global_hook(self) -> bool:
+        """Torch warns of global hooks when a compiled module is called, an error in a process that makes it one.
+
+        Ours does nothing there that would deserve it; those of the user do as before.
+        """
+        hooks = module_internals._global_forward_pre_hooks
+        ours = self._handle.id if self._handle is not None else None
+        ours_alone = list(hooks) == [ours] and not any(getattr(module_internals, name) for name in _OTHER_HOOKS)
+        return not ours_alone and bool(self._ask_torch and self._ask_torch())
 
     def _before_any_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if _is_compiling():
@@ -83,6 +98,8 @@ class Discovery:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+            if getattr(module_internals, "_has_any_global_hook", None) == self._has_other_global_hook:
+                module_internals._has_any_global_hook = self._ask_torch
 
 
 def has_compiled_anything() -> bool:

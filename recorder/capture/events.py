@@ -7,6 +7,7 @@ or full disk.
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections import deque
 from typing import Any
@@ -14,6 +15,18 @@ from typing import Any
 _logger = logging.getLogger("recorder")
 _MAX_KEPT = 200
 """Events that the manifest keeps; later kinds are still counted."""
+
+
+def comes_from_signal_handler(error: BaseException) -> bool:
+    """Whether a signal handler of the user raised this while our code happened to run: it is not ours to catch."""
+    handlers = (signal.getsignal(number) for number in signal.valid_signals())
+    codes = {code for handler in handlers if (code := getattr(handler, "__code__", None)) is not None}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 class Events:
@@ -48,7 +61,7 @@ class Events:
         """Log what was added since the last call."""
         while self._unsaid:
             level, message, exception = self._unsaid.popleft()
-            _logger.log(level, "%s", message)
+            _logger.log(level, "recorder: %s", message)
             if exception is not None:
                 _logger.debug("where it happened", exc_info=exception)
 

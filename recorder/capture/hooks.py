@@ -9,6 +9,7 @@ Nothing here may raise into training.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from ..records import Moment, Origin
-    from .clock import Slice
+    from .clock import RootClock, Slice
     from .core import Capture, Root, Watch
 
 WATCHES: dict[int, Watch] = {}
@@ -36,6 +37,16 @@ class _Hook:
 
     def __init__(self, number: int) -> None:
         self.number = number
+
+    @property
+    def __name__(self) -> str:
+        """`torch.jit.script` asks for it, and cannot compile what it finds."""
+        if sys._getframe(1).f_globals.get("__name__") == "torch.jit._recursive":
+            raise RuntimeError(
+                "recorder: torch.jit.script cannot compile the hooks of a model that is being recorded; script it in a "
+                "process without RECORDER=1, or before its first call"
+            )
+        return str(type(self).__qualname__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _inert()
@@ -145,11 +156,12 @@ class GradientArrives:
 class GradientSeen:
     """Tensor hook on an output of a root: the slice has had its backward."""
 
-    __slots__ = ("_slice",)
+    __slots__ = ("_clock", "_slice")
 
-    def __init__(self, slice_: Slice) -> None:
+    def __init__(self, clock: RootClock, slice_: Slice) -> None:
+        self._clock = clock
         self._slice = slice_
 
     def __call__(self, gradient: torch.Tensor) -> None:
         if not _is_compiling():
-            self._slice.has_gradient = True
+            self._clock.gradient_arrived(self._slice)

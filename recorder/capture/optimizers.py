@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
+import sys
+import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -48,19 +51,63 @@ def wrap_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], returned: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Arguments of ``Optimizer.step`` (itself first) whose closure calls ``returned`` at its end; None without one."""
-    closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-    if not callable(closure):
-        return None
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _wrapped(kwargs["closure"], returned)}
+    # By position only what the signature calls a closure: somebody's step may take the model.
+    if len(args) > 1 and callable(args[1]) and not isinstance(args[1], torch.nn.Module):
+        names = list(inspect.signature(type(args[0]).step).parameters)
+        if names[1:2] == ["closure"]:
+            return (args[0], _wrapped(args[1], returned), *args[2:]), kwargs
+    return None
+
+
+def _wrapped(closure: Callable[..., Any], returned: Callable[[], None]) -> Callable[..., Any]:
+    if not isinstance(closure, (types.FunctionType, types.MethodType)):
+        return cast("Callable[..., Any]", _ClosureObject(closure, returned))
 
     @functools.wraps(closure)
-    def wrapped(*a: Any, **k: Any) -> Any:
-        loss = closure(*a, **k)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        loss = closure(*args, **kwargs)
         returned()
         return loss
 
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": wrapped}
-    return (args[0], wrapped, *args[2:]), kwargs
+    return wrapped
+
+
+class _ClosureObject:
+    """Stands for a closure that is an object with more than a call: everything else goes to it."""
+
+    def __init__(self, closure: Any, returned: Callable[[], None]) -> None:
+        self.__dict__.update(_closure=closure, _returned=returned)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.__dict__["_closure"])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        loss = self.__dict__["_closure"](*args, **kwargs)
+        self.__dict__["_returned"]()
+        return loss
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_closure"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_closure"], name, value)
+
+
+def _num_steps_under_way(optimizer: Optimizer) -> int:
+    """How many calls of this optimizer's step are on the stack: 2 where a subclass calls ``super().step()``.
+
+    The stack tells the truth also after a step that raised, of which no hook is told.
+    """
+    count = 0
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_locals.get("self") is optimizer:
+            count += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
 
 
 class Owned:
@@ -210,8 +257,8 @@ class OptimizerWatch:
 
     def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         active = self._active() if self._active is not None else None
-        if active is not None and active is not optimizer:
-            return None  # nested: a container's own optimizer
+        if active is not None and _num_steps_under_way(active) > (active is optimizer):
+            return None  # nested: a container's own optimizer, or a subclass that calls its base
         self._active = weakref.ref(optimizer)
         for call in self._scaler_calls:
             call["stepped"] = True
@@ -247,7 +294,7 @@ class OptimizerWatch:
         if _is_compiling() or not self._capture.is_open:
             return
         try:
-            if self._active is None or self._active() is not optimizer:
+            if self._active is None or self._active() is not optimizer or _num_steps_under_way(optimizer) > 1:
                 return
             self._active = None
             self._record_state(optimizer)
@@ -305,8 +352,8 @@ class OptimizerWatch:
     def _record_rates(self, optimizer: Optimizer) -> None:
         name = self.name_of(optimizer)
         for i, group in enumerate(optimizer.param_groups):
-            if "lr" in group:
-                rate = group["lr"]
+            rate = group.get("lr")
+            if isinstance(rate, (int, float, torch.Tensor)):  # None where the optimizer finds its own
                 self._capture.scalar(f"lr.{name}.{i}", rate if isinstance(rate, torch.Tensor) else float(rate))
 
     def _wrap_scaler(self, step: Callable[..., Any]) -> Callable[..., Any]:

@@ -41,7 +41,10 @@ class HostStager:
     def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
         nbytes = len(block.data)
         if nbytes < _MEMMOVE_BYTES and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-            ctypes.memmove(self._address + block.offset, tensor.data_ptr(), nbytes)
+            source = tensor.data_ptr()
+            if not source and nbytes:
+                raise ValueError("no memory stands behind the tensor")
+            ctypes.memmove(self._address + block.offset, source, nbytes)
             return None
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             block.as_tensor(tensor.dtype, tensor.shape).copy_(tensor.detach())

@@ -16,6 +16,7 @@ from torch import nn
 
 _TRANSPARENT = {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"}
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "AveragedModel"}
+_NO_CONTAINERS = (str, bytes, int, float, complex)
 _MAX_DEPTH = 32
 """Levels of nesting that are searched for tensors; deeper is a cycle or a mistake."""
 
@@ -98,23 +99,25 @@ def walk(model: nn.Module) -> list[Node]:
 def tensor_leaves(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor inside nested containers with its path, such as ``0.hidden``; a bare tensor keeps ``name``.
 
-    Tuples, lists, dicts, named tuples, dataclasses and whatever is registered as a pytree node are entered.
+    Tuples, lists, dicts, named tuples, dataclasses and whatever is registered as a pytree node are entered, each
+    container once: parents that know their children and children that know their parents make no end of paths.
     """
     if isinstance(value, torch.Tensor):
         yield name, value
-    elif value is not None and not isinstance(value, (str, bytes, int, float, complex)):
-        yield from _nested_leaves(value, name, _MAX_DEPTH)
+    elif value is not None and not isinstance(value, _NO_CONTAINERS):
+        yield from _nested_leaves(value, name, _MAX_DEPTH, set())
 
 
-def _nested_leaves(value: Any, name: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
-    if depth == 0:
+def _nested_leaves(value: Any, name: str, depth: int, entered: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    if depth == 0 or id(value) in entered:
         return
+    entered.add(id(value))
     for key, item in _children(value):
         path = f"{name}.{key}" if name else str(key)
         if isinstance(item, torch.Tensor):
             yield path, item
-        elif item is not None and not isinstance(item, (str, bytes, int, float, complex)):
-            yield from _nested_leaves(item, path, depth - 1)
+        elif item is not None and not isinstance(item, _NO_CONTAINERS):
+            yield from _nested_leaves(item, path, depth - 1, entered)
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:

@@ -49,6 +49,8 @@ def plain(tensor: torch.Tensor, chunk: Chunk | None = None) -> tuple[torch.Tenso
         raise UnsupportedKind("unsupported_type:" + ("quantized" if tensor.is_quantized else "nested"))
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise UnsupportedKind("unsupported_type:functorch")
+    if tensor._is_zerotensor():  # zeros that no memory stands behind, as autograd hands out
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"), chunk
     if tensor.is_cpu and tensor.numel() and tensor.untyped_storage().nbytes() == 0:
         raise UnsupportedKind("storage_freed")
     return tensor, chunk

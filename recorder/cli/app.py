@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from .. import __version__
 from ..errors import RecorderError
 from .output import LineHandler, printable_line
 
@@ -39,10 +40,25 @@ def run_command(arguments: list[str]) -> NoReturn:
     library.handlers = [LineHandler()]
     library.propagate = False
     try:
-        app(arguments, prog_name="recorder")
+        app(arguments, prog_name="recorder", obj=arguments)
     except (RecorderError, OSError, MemoryError) as error:
         print(f"recorder: {printable_line(error or 'out of memory')}", file=sys.stderr)
     sys.exit(2)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"recorder {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Look at what the recorder wrote while a model trained."""
 
 
 @app.command(epilog="Example: recorder ls recordings")
@@ -58,6 +74,7 @@ def ls(
 
 @app.command(epilog="Example: recorder show recordings layers.0.mlp --site grad")
 def show(
+    context: typer.Context,
     path: RunPath,
     module: Annotated[
         str | None, typer.Argument(metavar="MODULE", help="A module's path; '' is the root. Without: all modules.")
@@ -70,20 +87,22 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show one module over steps and ranks, or a summary of all modules."""
+    from .paths import open_typed
     from .show import Wanted, show_module, show_modules
 
     wanted = Wanted(site=site, name=name, step=step, rank=rank)
     if module is None:
-        raise typer.Exit(show_modules(path, wanted, as_json=as_json))
-    raise typer.Exit(show_module(path, module, wanted, last=last, as_json=as_json))
+        raise typer.Exit(show_modules(open_typed(path, context.obj), wanted, as_json=as_json))
+    raise typer.Exit(show_module(open_typed(path, context.obj), module, wanted, last=last, as_json=as_json))
 
 
 @app.command(epilog="Example: recorder verify recordings")
-def verify(path: RunPath, as_json: Json = False) -> None:
+def verify(context: typer.Context, path: RunPath, as_json: Json = False) -> None:
     """Check every byte of a run: checksums, seals, footers, indexes and accounts. Exit code 1: something is wrong."""
+    from .paths import open_typed
     from .verify import verify_run
 
-    raise typer.Exit(verify_run(path, as_json=as_json))
+    raise typer.Exit(verify_run(open_typed(path, context.obj), as_json=as_json))
 
 
 @app.command(epilog="Example: RECORDER_MAX_BYTES=4GB recorder config --show")
@@ -99,13 +118,15 @@ def config(
 
 @app.command(epilog="Examples: recorder doctor    recorder doctor recordings")
 def doctor(
+    context: typer.Context,
     path: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A run; without: this environment.")] = None,
     as_json: Json = False,
 ) -> None:
     """Say why something was not, or will not be, recorded. Exit code 1: something is missing."""
     from .doctor import examine
+    from .paths import open_typed
 
-    raise typer.Exit(examine(path, as_json=as_json))
+    raise typer.Exit(examine(None if path is None else open_typed(path, context.obj), as_json=as_json))
 
 
 @app.command(

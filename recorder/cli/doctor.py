@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 from ..config import FLAG, is_enabled, load_settings
 from ..errors import ConfigError
 from ..read.modules import ModuleInfo
-from ..read.run import Run, open_run
-from .output import print_json, printable, say, size, span
+from ..read.run import Run
+from .output import counted, print_json, printable, say_state, size, span
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _ENTRY_POINT_GROUP = "torch.backends"
 _HOOK = "recorder_autoload"
 _MAX_LISTED = 10
+_STATES = ("ok", "note", "missing")
+"""What matters most stands last, next to the prompt."""
 
 
 class Check(NamedTuple):
@@ -32,14 +34,14 @@ class Check(NamedTuple):
     text: str
 
 
-def examine(path: Path | None, *, as_json: bool) -> int:
+def examine(run: Run | None, *, as_json: bool) -> int:
     """Print the answers and return the exit code: 1 if something is missing."""
-    checks = list(_environment() if path is None else _run(open_run(path)))
+    checks = list(_environment() if run is None else _run(run))
     if as_json:
         print_json([check._asdict() for check in checks])
     else:
-        for check in checks:
-            say(f"{check.state:8}{check.text}")
+        for check in sorted(checks, key=lambda check: _STATES.index(check.state)):
+            say_state(check.state, check.text)
     return int(any(check.state == "missing" for check in checks))
 
 
@@ -99,7 +101,7 @@ def _settings() -> Iterator[Check]:
 def _run(run: Run) -> Iterator[Check]:
     state = "ok" if run.num_rows else "missing"
     ranks, steps = span(run.ranks) or "none", span(run.steps) or "none"
-    yield Check(state, f"{run.path.name}: {run.num_rows} rows, ranks {ranks}, steps {steps}")
+    yield Check(state, f"{run.path.name}: {counted(run.num_rows, 'row')}, ranks {ranks}, steps {steps}")
     for problem in run.problems:
         yield Check("missing", problem)
     if run.world_size:
@@ -139,11 +141,13 @@ def _recorded_modules(run: Run) -> Iterator[Check]:
     for root in dict.fromkeys(root for root, _ in run.modules):
         infos = [info for info in run.modules.values() if info.root == root]
         selected = [info for info in infos if info.has_values]
-        yield Check("ok", f"root {root}: {infos[0].class_name}, {len(infos)} modules, {len(selected)} selected")
+        yield Check(
+            "ok", f"root {root}: {infos[0].class_name}, {counted(len(infos), 'module')}, {len(selected)} selected"
+        )
         silent = [info for info in selected if (info.root, info.path) not in recorded]
         for why, some in _by_reason(silent).items():
             names = [repr(info.path) for info in some]
-            yield Check("missing", f"root {root}: {len(some)} modules left no rows, {why}: {_listed(names)}")
+            yield Check("missing", f"root {root}: {counted(len(some), 'module')} left no rows, {why}: {_listed(names)}")
 
 
 def _by_reason(silent: list[ModuleInfo]) -> dict[str, list[ModuleInfo]]:
@@ -173,13 +177,13 @@ def _accounts(run: Run) -> Iterator[Check]:
         balance = writer.balance
         if balance.dropped:
             reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(balance.dropped.items()))
-            yield Check("missing", f"{where}: {balance.num_dropped} of {balance.observed} rows dropped: {reasons}")
+            yield Check(
+                "missing", f"{where}: {balance.num_dropped} of {counted(balance.observed, 'row')} dropped: {reasons}"
+            )
         if balance.retired_rows:
-            yield Check("note", f"{where}: {balance.retired_rows} old rows removed to keep the quota")
+            yield Check("note", f"{where}: {counted(balance.retired_rows, 'old row')} removed to keep the quota")
         if writer.state == "unclosed":
-            is_lost = balance.num_missing > 0
-            lost = f"; {balance.num_missing} rows were on their way by its last accounts" if is_lost else ""
-            yield Check("missing", f"{where}: did not close: killed, or on another host and quiet{lost}")
+            yield Check("missing", writer.ending)
         elif writer.state == "recording":
             yield Check("note", f"{where}: is recording now")
         for shard in writer.shards:

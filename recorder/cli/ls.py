@@ -10,7 +10,8 @@ import numpy as np
 from ..errors import RunError
 from ..read.run import Run, find_runs, has_manifest, open_run
 from ..read.writers import RecordedWriter
-from .output import Column, Table, moment, print_json, printable, size, span
+from .output import Column, Table, counted, moment, print_json, printable, say, size, span
+from .paths import complete
 
 _STATES = ("unclosed", "recording", "closed")
 """A run is as bad as its worst writer."""
@@ -18,6 +19,7 @@ _STATES = ("unclosed", "recording", "closed")
 
 def list_path(path: Path, *, as_json: bool) -> int:
     """Print the listing and return the exit code."""
+    path = complete(path)
     if path.is_dir() and not has_manifest(path):
         runs = find_runs(path)
         if runs:
@@ -45,7 +47,17 @@ def _list_runs(paths: list[Path], *, as_json: bool) -> int:
         print_json(found)
         return exit_code
     titles = ("run", "started", "ranks", "steps", "rows", "size", "state")
-    columns = [Column(title=title, is_number=title in ("rows", "size")) for title in titles]
+    drops = {"size": 3, "rows": 2, "started": 1}
+    columns = [
+        Column(
+            title=title,
+            is_number=title in ("rows", "size"),
+            is_whole=title in ("started", "ranks", "steps"),
+            is_prose=title == "state",
+            drop=drops.get(title, 0),
+        )
+        for title in titles
+    ]
     Table(columns, rows).print()
     return exit_code
 
@@ -64,6 +76,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "bytes": sum(writer.disk_bytes for writer in run.writers),
         "state": next((state for state in _STATES if state in states), "empty"),
         "problems": run.problems,
+        "endings": run.endings,
     }
 
 
@@ -74,8 +87,9 @@ def _list_writers(run: Run, *, as_json: bool) -> int:
     if as_json:
         print_json(summary | {"writers": writers})
         return exit_code
-    ranks = f"{len(run.ranks)} of {run.world_size} ranks" if run.world_size else f"{len(run.ranks)} ranks"
-    facts = [ranks, f"steps {span(run.steps) or 'none'}", f"{run.num_rows} rows", size(summary["bytes"])]
+    some = f"{len(run.ranks)} of {counted(run.world_size, 'rank')}" if run.world_size else ""
+    ranks = some or counted(len(run.ranks), "rank")
+    facts = [ranks, f"steps {span(run.steps) or 'none'}", counted(run.num_rows, "row"), size(summary["bytes"])]
     rows = [
         [
             "global" if writer["rank"] is None else str(writer["rank"]),
@@ -93,8 +107,20 @@ def _list_writers(run: Run, *, as_json: bool) -> int:
     ]
     titles = ("rank", "writer", "attempt", "started", "steps", "rows", "size", "dropped", "state", "sites")
     numbers = ("rank", "attempt", "rows", "size")
-    columns = [Column(title=title, is_number=title in numbers) for title in titles]
+    drops = {"attempt": 5, "started": 4, "size": 3, "sites": 2, "rows": 1}
+    columns = [
+        Column(
+            title=title,
+            is_number=title in numbers,
+            is_whole=title in ("started", "steps", "state"),
+            is_prose=title in ("sites", "dropped"),
+            drop=drops.get(title, 0),
+        )
+        for title in titles
+    ]
     Table(columns, rows, title=f"{printable(run.path.name)}: {', '.join(facts)}").print()
+    for ending in run.endings:
+        say(ending)
     return exit_code
 
 

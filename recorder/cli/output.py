@@ -13,10 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 MAX_CELL = 200
 _DASH = "-"
+_COLORS = {"ok": "green", "note": "yellow", "missing": "bold red", "fault": "bold red"}
+_MIN_PROSE = 24
+_MIN_TEXT = 8
+"""Characters that a column keeps when it is folded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,44 +29,81 @@ class Column:
 
     title: str
     is_number: bool = False
-    """Numbers stand right."""
+    """Numbers stand right, and are never folded."""
+    is_whole: bool = False
+    """For a text that says nothing in pieces: never folded."""
+    is_prose: bool = False
+    """Folded between words before any column is left out."""
+    drop: int = 0
+    """On a terminal that is too narrow, columns go by this number, largest first; those with 0 stay."""
+    dull: str | None = None
+    """On a terminal, a column that holds nothing but this is left out."""
 
 
 @dataclass(slots=True)
 class Table:
-    """Rows of texts, shown by rich on a terminal and as aligned plain text in a pipe."""
+    """Rows of texts: fitted to the terminal, or as aligned plain text, complete, in a pipe."""
 
     columns: Sequence[Column]
     rows: list[list[str]]
     title: str = ""
+    subtitle: str = ""
 
     def print(self) -> None:
         """Print to stdout."""
         shown = [[printable(cell) or _DASH for cell in row] for row in self.rows]
         if sys.stdout.isatty():
-            self._print_rich(shown)
+            self._print_fitted(shown)
         else:
             self._print_plain(shown)
 
-    def _print_rich(self, rows: list[list[str]]) -> None:
-        from rich import box
+    def _print_fitted(self, rows: list[list[str]]) -> None:
+        """With lines; else without; else without the columns that matter least, which are named."""
+        from rich.cells import cell_len
         from rich.console import Console
+        from rich.text import Text
+
+        console = Console(highlight=False, soft_wrap=False)
+        natural = [max(map(cell_len, cells)) for cells in zip([c.title for c in self.columns], *rows, strict=True)]
+        cells_of = list(zip(*rows, strict=True)) or [()] * len(self.columns)
+        dull = [
+            number
+            for number, column in enumerate(self.columns)
+            if cells_of[number] and column.dull is not None and set(cells_of[number]) == {column.dull}
+        ]
+        kept = [number for number in range(len(self.columns)) if number not in dull]
+        widths = _fit([(number, self.columns[number], natural[number]) for number in kept], console.width)
+        kept = [number for number in kept if number in widths]
+        for title, style in ((self.title, "bold"), (self.subtitle, "")):
+            if title:
+                console.print(Text(printable_line(title), style=style))
+        has_lines = sum(natural[number] for number in kept) + 3 * len(kept) - 1 <= console.width
+        is_folded = any(widths[number] < natural[number] for number in kept)
+        console.print(self._rich_table(rows, kept, widths, has_lines=has_lines and not is_folded))
+        dropped = [column.title for number, column in enumerate(self.columns) if number not in (*kept, *dull)]
+        left_out = [f"{self.columns[number].title} (all {self.columns[number].dull})" for number in dull] + dropped
+        if left_out:
+            console.print(Text(f"left out: {', '.join(left_out)}; --json has all", style="dim"))
+
+    def _rich_table(self, rows: list[list[str]], kept: list[int], widths: dict[int, int], *, has_lines: bool) -> Any:
+        from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-        for column in self.columns:
-            table.add_column(Text(column.title), justify="right" if column.is_number else "left", overflow="fold")
+        padding = (0, 1) if has_lines else (0, 2, 0, 0)
+        table = RichTable(box=box.SIMPLE_HEAD if has_lines else None, pad_edge=False, padding=padding)
+        for number in kept:
+            column = self.columns[number]
+            justify: Literal["left", "right"] = "right" if column.is_number else "left"
+            table.add_column(Text(column.title), justify=justify, overflow="fold", width=widths[number])
         for row in rows:
-            table.add_row(*map(Text, row))
-        console = Console(highlight=False, soft_wrap=False)
-        if self.title:
-            console.print(Text(printable(self.title), style="bold"))
-        console.print(table)
+            table.add_row(*(Text(row[number]) for number in kept))
+        return table
 
     def _print_plain(self, rows: list[list[str]]) -> None:
-        if self.title:
-            print(printable(self.title))
+        for title in (self.title, self.subtitle):
+            if title:
+                print(printable_line(title))
         lines = [[column.title for column in self.columns], *rows]
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
         for line in lines:
@@ -71,6 +112,32 @@ class Table:
                 for cell, width, column in zip(line, widths, self.columns, strict=True)
             ]
             print("  ".join(cells).rstrip())
+
+
+def _fit(columns: Sequence[tuple[int, Column, int]], width: int) -> dict[int, int]:
+    """Widths by column, for lines with gaps of two: prose is folded, then columns are dropped, then texts folded."""
+    kept = list(columns)
+    while True:
+        widths = {number: natural for number, _, natural in kept}
+        _narrow(widths, [number for number, column, _ in kept if column.is_prose], _MIN_PROSE, width)
+        droppable = [one for one in kept if one[1].drop]
+        if _line_width(widths) <= width or not droppable:
+            break
+        kept.remove(max(droppable, key=lambda one: one[1].drop))
+    texts = [number for number, column, _ in kept if not column.is_number and not column.is_whole]
+    _narrow(widths, texts, _MIN_TEXT, width)
+    return widths
+
+
+def _narrow(widths: dict[int, int], numbers: Sequence[int], least: int, width: int) -> None:
+    """Take what a line is too long from the widest of some columns."""
+    for number in sorted(numbers, key=lambda number: -widths[number]):
+        excess = max(_line_width(widths) - width, 0)
+        widths[number] = max(widths[number] - excess, min(widths[number], least))
+
+
+def _line_width(widths: dict[int, int]) -> int:
+    return sum(widths.values()) + 2 * (len(widths) - 1)
 
 
 def printable(text: object) -> str:
@@ -82,6 +149,18 @@ def printable(text: object) -> str:
 def say(text: str) -> None:
     """One line for people on stdout."""
     print(printable_line(text))
+
+
+def say_state(state: str, text: str) -> None:
+    """One line that begins with a state, in the state's colour on a terminal."""
+    color = _COLORS.get(state)
+    if color is None or not sys.stdout.isatty():
+        say(f"{state:8}{text}")
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(highlight=False, soft_wrap=True).print(Text(f"{state:8}", style=color) + Text(printable_line(text)))
 
 
 def printable_line(text: object) -> str:
@@ -133,7 +212,12 @@ def number(value: float | int | None) -> str:
         return ""
     if isinstance(value, int):
         return f"{value}"
-    return f"{value:.4g}"
+    return f"{value + 0.0:.4g}"  # turns -0.0 into 0.0
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of things: ``1 fault``, ``2 faults``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def size(num_bytes: int) -> str:

@@ -16,15 +16,30 @@ def show_settings(*, as_json: bool) -> int:
         return 0
     rows = []
     for one in settings:
-        first, *others = lines(one.value)
+        first, *others = lines(one.value, one.name)
         rows.append([one.name, first, one.source, one.doc])
         rows += [["", other, "", ""] for other in others]
-    Table([Column(title=title) for title in ("setting", "value", "source", "what it does")], rows).print()
+    titles = ("setting", "value", "source", "what it does")
+    columns = [Column(title=title, is_prose=title in ("value", "what it does")) for title in titles]
+    Table(columns, rows).print()
     return 0
 
 
-def lines(value: Any) -> list[str]:
-    """A value for people: each rule on a line of its own."""
+def lines(value: Any, name: str = "") -> list[str]:
+    """A value for people: each rule on a line of its own, bytes also in the largest unit that holds them."""
+    if name.endswith("_bytes") and type(value) is int:
+        return ["0 (automatic)" if value == 0 and name == "pool_bytes" else _bytes(value)]
     if isinstance(value, list):
         return [str(item) for item in value] or ["none"]
     return [str(value) if value != "" else "(empty)"]
+
+
+def _bytes(value: int) -> str:
+    """In the unit in which it is a short number: ``16 GiB (17179869184)``, ``4 GB (4000000000)``."""
+    units = [(1000**power, name) for power, name in enumerate(("B", "kB", "MB", "GB", "TB"))]
+    units += [(1024**power, name) for power, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))]
+    count, name = min((value / scale, name) for scale, name in units if scale <= max(value, 1))
+    exact = [(value // scale, name) for scale, name in units if scale <= value and value % scale == 0]
+    if exact:
+        count, name = min(exact)
+    return str(value) if name == "B" else f"{count:.4g} {name} ({value})"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 from ..config import Schedule
 from ..errors import LookupFailedError
 from ..format.schema import COUNTS, SITES, STATISTICS
-from ..read.lookup import nearest
-from ..read.run import Run, open_run
-from .output import Column, Table, number, print_json, say, span
+from ..read.lookup import ended_before, nearest
+from ..read.run import Run
+from .output import Column, Table, counted, number, print_json, say, span
 from .spark import NOT_FINITE, spark_line
 
 _KEY = ("site", "name", "root", "scope", "phase", "mode", "rank")
@@ -23,6 +23,12 @@ _KEY = ("site", "name", "root", "scope", "phase", "mode", "rank")
 _MOMENT = ("attempt", "step", "micro_step", "call", "repeat")
 _ALWAYS_SHOWN = ("site", "step", "rank")
 _SHOWN_STATISTICS = ("mean", "std", "min", "max", "absmax", "l2")
+_DROPS = ("zero", "inf", "nan", "min", "max", "std", "values", "l2", "micro_step", "repeat", "attempt", "mode", "mean")
+"""Columns of the long table that a narrow terminal does without, the least important first."""
+_SERIES_DROPS = ("dtype", "rows", "shape", "root", "scope", "mode", "phase", "steps")
+_MODULE_DROPS = ("class", "rows", "last step", "inf", "nan", "sites")
+_MAX_LISTED = 20
+_LIBRARY = "site-packages/torch/"
 _SITES = ("output", *(site for site in SITES if site != "output"))
 """`output` first: it is what most questions are about."""
 
@@ -37,6 +43,11 @@ class Wanted:
     name: str | None
     step: str | None
     rank: str | None
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether anything is asked for in particular."""
+        return any(text is not None for text in (self.site, self.name, self.step, self.rank))
 
     def filter(self, module_path: str | None = None) -> Any:
         """The part of it that Arrow can do, and only rows that stand for a whole tensor."""
@@ -67,43 +78,70 @@ class Series(NamedTuple):
     rows: list[Row]
 
 
-def show_modules(path: Path, wanted: Wanted, *, as_json: bool) -> int:
+def show_modules(run: Run, wanted: Wanted, *, as_json: bool) -> int:
     """Print a line for each module and return the exit code."""
-    run = open_run(path)
-    modules = _describe_modules(run, wanted)
+    bad = _first_bad(run, wanted)
+    modules = _describe_modules(run, wanted, bad)
+    if not modules and wanted.is_narrow:
+        _explain_nothing(run, None, wanted)
     if as_json:
-        print_json({"run": str(run.path), "modules": modules})
+        print_json({"run": str(run.path), "first_bad": next(iter(bad.values()), None), "modules": modules})
         return int(bool(run.problems))
     has_roots = len({module["root"] for module in modules}) > 1
     lines = [
         [module["root"]] * has_roots
         + [module["module"] or "''", module["class"], " ".join(module["sites"]), str(module["rows"])]
         + [str(module["last_step"]), number(module["last_absmax"])]
-        + [str(module["nan_count"]), str(module["inf_count"])]
+        + [str(module["nan_count"]), str(module["inf_count"]), _text(module["first_bad"])]
         for module in modules
     ]
-    titles = ["root"] * has_roots + ["module", "class", "sites", "rows", "last step", "absmax", "nan", "inf"]
-    facts = f"{run.path.name}: {len(modules)} modules, ranks {span(run.ranks)}, steps {span(run.steps) or 'none'}"
-    _print(titles, lines, texts=("root", "module", "class", "sites"), title=facts)
+    titles = ["root"] * has_roots + [
+        "module",
+        "class",
+        "sites",
+        "rows",
+        "last step",
+        "absmax",
+        "nan",
+        "inf",
+        "first bad",
+    ]
+    counts = counted(len(modules), "module")
+    facts = f"{run.path.name}: {counts}, ranks {span(run.ranks)}, steps {span(run.steps) or 'none'}"
+    subtitle = _say_bad(next(iter(bad.values()))) if bad else ""
+    texts = ("root", "module", "class", "sites")
+    _print(titles, lines, texts=texts, title=facts, subtitle=subtitle, drops=_MODULE_DROPS)
     return int(bool(run.problems))
 
 
-def show_module(path: Path, module_path: str, wanted: Wanted, *, last: int, as_json: bool) -> int:
+def show_module(run: Run, module_path: str, wanted: Wanted, *, last: int, as_json: bool) -> int:
     """Print one module's series and the last steps of its first site, and return the exit code."""
-    run = open_run(path)
     module_path = "" if module_path == "''" else module_path
-    columns = [*_KEY, *_MOMENT, "dtype", "shape", "encoding", *STATISTICS, *COUNTS, "fingerprint"]
-    everything = run.table(columns, wanted.filter(module_path))
-    table = wanted.narrow(everything)
+    columns = [
+        *_KEY,
+        *_MOMENT,
+        "seq",
+        "dtype",
+        "shape",
+        "global_shape",
+        "encoding",
+        *STATISTICS,
+        *COUNTS,
+        "fingerprint",
+    ]
+    table = wanted.narrow(run.table(columns, wanted.filter(module_path)))
     if not table.num_rows:
-        _explain_nothing(run, module_path, everything)
+        _explain_nothing(run, module_path, wanted)
     series = sorted((Series(*group) for group in _groups(table, _KEY)), key=lambda one: _series_order(one.key))
     if as_json:
         found = [one.key | {"rows": one.rows} for one in series]
         print_json({"run": str(run.path), "module": module_path, "series": found})
         return int(bool(run.problems))
     infos = [info for (_, info_path), info in run.modules.items() if info_path == module_path]
-    facts = [f"{info.class_name} {info.source}".strip() for info in infos[:1]]
+    facts = [
+        info.class_name if _LIBRARY in info.source.replace("\\", "/") else f"{info.class_name} {info.source}".strip()
+        for info in infos[:1]
+    ]
     say(", ".join([f"{run.path.name}: {module_path!r}", *facts]))
     _print_series(series)
     first_site = series[0].key["site"]
@@ -120,12 +158,13 @@ def _print_series(series: Sequence[Series]) -> None:
         steps = span(sorted({row["step"] for row in one.rows}))
         bad = [bool(row["nan_count"] or row["inf_count"]) for row in one.rows]
         course = spark_line([row["mean"] if row["shape"] == "[]" else row["absmax"] for row in one.rows], bad)
-        facts = [newest["dtype"], newest["shape"], str(len(one.rows)), steps, number(newest["absmax"]), course]
+        facts = [newest["dtype"], _shape(newest), str(len(one.rows)), steps, number(newest["absmax"]), course]
         lines.append([_text(one.key[name]) for name in keys] + facts)
     titles = [*keys, "dtype", "shape", "rows", "steps", "last absmax", "course"]
     marks = f"; {NOT_FINITE} stands for NaN or infinity" if any(NOT_FINITE in line[-1] for line in lines) else ""
     title = f"course: absmax over steps, the value of a scalar{marks}"
-    _print(titles, lines, texts=(*_KEY[:-1], "dtype", "shape", "steps", "course"), title=title)
+    texts = (*_KEY[:-1], "dtype", "shape", "steps", "course")
+    _print(titles, lines, texts=texts, title=title, drops=_SERIES_DROPS)
 
 
 def _print_steps(series: Sequence[Series], site: str, last: int) -> None:
@@ -134,7 +173,7 @@ def _print_steps(series: Sequence[Series], site: str, last: int) -> None:
     steps = sorted({row["step"] for row in rows})
     shown_steps = set(steps[-last:] if last else steps)
     rows = [row for row in rows if row["step"] in shown_steps]
-    rows.sort(key=lambda row: [(row[name] is not None, row[name]) for name in (*_MOMENT, *_KEY)])
+    rows = _as_observed(rows)
     keys = [name for name in _worth_showing((*_MOMENT, *_KEY), rows) if name != "site"]
     lines = [
         [_text(row[name]) for name in keys]
@@ -145,27 +184,109 @@ def _print_steps(series: Sequence[Series], site: str, last: int) -> None:
     titles = [*keys, *_SHOWN_STATISTICS, *(name.removesuffix("_count") for name in COUNTS), "values"]
     is_cut = len(shown_steps) < len(steps)
     rest = f", the last {len(shown_steps)} of {len(steps)} steps (--last 0 shows all)" if is_cut else ""
-    _print(titles, lines, texts=(*_KEY[:-1], "values"), title=f"{site}{rest}")
+    _print(titles, lines, texts=(*_KEY[:-1], "values"), title=f"{site}{rest}", drops=_DROPS, dull=True)
 
 
-def _print(titles: Sequence[str], lines: list[list[str]], *, texts: Sequence[str], title: str) -> None:
-    Table([Column(title=name, is_number=name not in texts) for name in titles], lines, title=title).print()
+def _print(
+    titles: Sequence[str],
+    lines: list[list[str]],
+    *,
+    texts: Sequence[str],
+    title: str,
+    subtitle: str = "",
+    drops: Sequence[str] = (),
+    dull: bool = False,
+) -> None:
+    """Print a table; `drops` are the columns to do without, first to last, `dull` leaves counts out where all are 0."""
+    counts = [name.removesuffix("_count") for name in COUNTS]
+    columns = [
+        Column(
+            title=name,
+            is_number=name not in texts,
+            is_whole=name in ("course", "shape", "steps", "dtype", "site", "phase", "mode", "values"),
+            is_prose=name == "sites",
+            drop=len(drops) - drops.index(name) if name in drops else 0,
+            dull="0" if dull and name in counts else None,
+        )
+        for name in titles
+    ]
+    Table(columns, lines, title=title, subtitle=subtitle).print()
 
 
-def _explain_nothing(run: Run, module_path: str, everything: Any) -> None:
+def _as_observed(rows: Sequence[Row]) -> list[Row]:
+    """By step, within a step as the values were seen; the ranks of one value stay together."""
+    seen: dict[tuple[Any, ...], int] = {}
+    places: dict[tuple[Any, ...], int] = {}
+    for row in sorted(rows, key=lambda row: row["seq"]):
+        counter = tuple(row[name] for name in ("attempt", "step", "rank"))
+        place = seen[counter] = seen.get(counter, -1) + 1
+        value = _value(row)
+        places[value] = min(place, places.get(value, place))
+
+    def order(row: Row) -> list[tuple[bool, Any]]:
+        when = [row["attempt"], row["step"], places[_value(row)], *_value(row), row["rank"]]
+        return [(one is not None, one) for one in when]
+
+    return sorted(rows, key=order)
+
+
+def _value(row: Row) -> tuple[Any, ...]:
+    """What is the same on every rank."""
+    return tuple(row[name] for name in (*_MOMENT, *_KEY) if name != "rank")
+
+
+def _shape(row: Row) -> str:
+    """A chunk's shape with that of the whole."""
+    whole = row["global_shape"]
+    return f"{row['shape']} of {whole}" if whole not in (None, row["shape"]) else str(row["shape"])
+
+
+def _say_bad(bad: Row) -> str:
+    where = " ".join(text for text in (repr(bad["module_path"]), bad["site"], bad["name"]) if text)
+    rank = "" if bad["rank"] is None else f", rank {bad['rank']}"
+    return f"first NaN or infinity: {where}, step {bad['step']}{rank}"
+
+
+def _explain_nothing(run: Run, module_path: str | None, wanted: Wanted) -> NoReturn:
     """Raise the most helpful reason why there is nothing to show."""
-    if everything.num_rows:
-        steps = span(sorted(set(everything.column("step").to_pylist())))
-        raise LookupFailedError(f"no row of {module_path!r} at these steps and ranks; it has steps {steps}")
-    if module_path in run.module_paths:
-        sites = run.table(["site"], pc.field("module_path") == module_path).column("site").unique().to_pylist()
-        raise LookupFailedError(f"{module_path!r} has no such row; its sites are {', '.join(sorted(sites))}")
-    near = nearest(module_path, run.module_paths)
-    hint = f"; nearest are {', '.join(map(repr, near))}" if near else "; recorder show RUN lists the modules"
-    raise LookupFailedError(f"no module {module_path!r} in this run{hint}")
+    if module_path is not None and module_path not in run.module_paths:
+        near = nearest(module_path, run.module_paths)
+        hint = (
+            f"; nearest are {', '.join(map(repr, near))}" if near else f"; recorder show {run.path} lists the modules"
+        )
+        raise LookupFailedError(f"no module {module_path!r} in this run{hint}")
+    what = "this run" if module_path is None else repr(module_path)
+    is_there = None if module_path is None else pc.field("module_path") == module_path
+    table = run.table(["site", "name", "step", "rank"], is_there)
+    for column, text in (("site", wanted.site), ("name", wanted.name)):
+        if text is None:
+            continue
+        there = sorted(table.column(column).unique().to_pylist())
+        table = table.filter(pc.equal(table.column(column), text))
+        if not table.num_rows:
+            near = difflib.get_close_matches(text, there, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            more = f" and {len(there) - _MAX_LISTED} more" if len(there) > _MAX_LISTED else ""
+            names = ", ".join(name or "''" for name in there[:_MAX_LISTED])
+            raise LookupFailedError(f"{what} has no such row; its {column}s are {names}{more}{hint}")
+    steps, ranks = (sorted(set(table.column(name).drop_null().to_pylist())) for name in ("step", "rank"))
+    there_are = f"it has steps {span(steps) or 'none'} and ranks {span(ranks) or 'none'}"
+    ended = ended_before(run.writers, int(wanted.step)) if (wanted.step or "").isdecimal() else ""
+    raise LookupFailedError(f"no row of {what} at these steps and ranks; {there_are}{'; ' if ended else ''}{ended}")
 
 
-def _describe_modules(run: Run, wanted: Wanted) -> list[Row]:
+def _first_bad(run: Run, wanted: Wanted) -> dict[tuple[str, str], Row]:
+    """The first row with a NaN or an infinity, by root and module, the very first one first."""
+    columns = ["root", "module_path", "site", "name", "phase", "attempt", "step", "rank", "seq"]
+    is_bad = (pc.field("nan_count") > 0) | (pc.field("inf_count") > 0)
+    table = wanted.narrow(run.table(columns, wanted.filter() & is_bad))
+    found: dict[tuple[str, str], Row] = {}
+    for row in table.sort_by([(name, "ascending") for name in ("attempt", "step", "seq", "rank")]).to_pylist():
+        found.setdefault((row["root"], row["module_path"]), row)
+    return found
+
+
+def _describe_modules(run: Run, wanted: Wanted, bad: dict[tuple[str, str], Row]) -> list[Row]:
     """One entry a module, in the order of execution; Arrow does the counting."""
     sums = ["absmax", "nan_count", "inf_count"]
     table = wanted.narrow(run.table(["root", "module_path", "site", "step", "rank", *sums], wanted.filter()))
@@ -192,6 +313,7 @@ def _describe_modules(run: Run, wanted: Wanted) -> list[Row]:
                 "last_absmax": sites[0]["absmax_max"],
                 "nan_count": sum(site["nan_count_sum"] or 0 for site in sites),
                 "inf_count": sum(site["inf_count_sum"] or 0 for site in sites),
+                "first_bad": bad[name]["step"] if (name := (key["root"], key["module_path"])) in bad else None,
             }
         )
     return sorted(found, key=lambda module: (module["root"], order[module["module"]]))

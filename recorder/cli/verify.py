@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from ..read.run import open_run
+from ..read.run import Run
 from ..read.verify import verify
-from .output import print_json, progress, say, size
+from .output import counted, print_json, progress, say, size
 
 
-def verify_run(path: Path, *, as_json: bool) -> int:
+def verify_run(run: Run, *, as_json: bool) -> int:
     """Print what is wrong and return the exit code: 1 if any of it is a fault."""
-    run = open_run(path)
     total_bytes = sum(writer.shard_bytes for writer in run.writers)
     with progress("verify", total_bytes) as report:
         findings = list(verify(run, report))
@@ -22,7 +19,8 @@ def verify_run(path: Path, *, as_json: bool) -> int:
     else:
         for finding in findings:
             say(f"{'fault' if finding.is_fault else 'note'}: {finding.text}")
-        verdict = f"{num_faults} faults" if num_faults else "no faults"
+        verdict = counted(num_faults, "fault") if num_faults else "no faults"
         num_shards = sum(len(writer.shards) for writer in run.writers)
-        say(f"{run.path.name}: {num_shards} shards, {run.num_rows} rows, {size(total_bytes)} checked: {verdict}")
+        found_text = f"{counted(num_shards, 'shard')}, {counted(run.num_rows, 'row')}, {size(total_bytes)} checked"
+        say(f"{run.path.name}: {found_text}: {verdict}")
     return int(num_faults > 0)

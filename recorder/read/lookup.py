@@ -47,7 +47,10 @@ def find_tensor(
         keys = rows.keys(name, positions)
         is_meant = keys.codes == keys.code(value)
         if not is_meant.any():
-            raise LookupFailedError(f"{what} has no row with {name}={value!r}; choose {_choices(name, keys)}")
+            ended = ended_before(writers, value, question.get("rank")) if name == "step" else ""
+            raise LookupFailedError(
+                f"{what} has no row with {name}={value!r}; choose {_choices(name, keys)}{'; ' if ended else ''}{ended}"
+            )
         positions = positions[is_meant]
         what += f" {name}={value!r}"
     if question.get("attempt") is None:
@@ -79,6 +82,27 @@ def module_code(rows: LightRows, module_path: str) -> int:
         hint = f"; nearest are {', '.join(map(repr, near))}" if near else ""
         raise LookupFailedError(f"no module {module_path!r} in this run{hint}")
     return code
+
+
+def ended_before(writers: Sequence[RecordedWriter], step: int, rank: int | None = None) -> str:
+    """Which ranks' records end, by a kill, before a step: ``rank 0's record ends in step 23``; empty if none does.
+
+    Args:
+        writers: of a run, those of one rank in the order of their start.
+        step: what was asked for.
+        rank: the only rank that was asked for.
+    """
+    of_rank: dict[int, list[RecordedWriter]] = {}
+    for writer in writers:
+        if writer.rank is not None and rank in (None, writer.rank):
+            of_rank.setdefault(writer.rank, []).append(writer)
+    ends = []
+    for number, lives in of_rank.items():
+        last_step = max((life.last_step for life in lives if life.last_step is not None), default=None)
+        if lives[-1].state == "unclosed" and last_step is not None and step > last_step:
+            ends.append(f"rank {number}'s record ends in step {last_step}")
+    more = f" and {len(ends) - _MAX_CHOICES} more" if len(ends) > _MAX_CHOICES else ""
+    return ", ".join(ends[:_MAX_CHOICES]) + more
 
 
 def nearest(path: str, paths: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ Must never write, and imports torch or pandas only inside the method that gives 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -92,6 +93,11 @@ class Run:
         return [problem for writer in self.writers for problem in writer.problems]
 
     @property
+    def endings(self) -> list[str]:
+        """From where on data is missing: a sentence for each writer that did not close and is not at work any more."""
+        return [writer.ending for writer in self.writers if writer.state == "unclosed"]
+
+    @property
     def num_rows(self) -> int:
         return self._rows.num_rows
 
@@ -151,7 +157,13 @@ class Run:
         return pa.Table.from_arrays([columns_of[name] for name in names], schema=schema)
 
     def to_pandas(self, columns: Sequence[str] | None = None, filter: Any = None) -> pandas.DataFrame:
-        """The same as `table`, as a pandas frame."""
+        """The same as `table`, as a pandas frame.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        if importlib.util.find_spec("pandas") is None:
+            raise ImportError("Run.to_pandas needs pandas, and it is not installed: pip install 'recorder[analysis]'")
         frame: pandas.DataFrame = self.table(columns, filter).to_pandas()
         return frame
 
@@ -210,8 +222,10 @@ class Run:
 
     def __repr__(self) -> str:
         steps = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no steps"
-        problems = f", {len(self.problems)} problems" if self.problems else ""
-        return f"<Run {self.run_id!r}: {len(self.ranks)} ranks, {steps}, {self.num_rows:,} rows{problems}>"
+        counts = {"unclosed writer": len(self.endings), "problem": len(self.problems)}
+        rest = "".join(f", {_counted(number, noun)}" for noun, number in counts.items() if number)
+        ranks, rows = _counted(len(self.ranks), "rank"), _counted(self.num_rows, "row")
+        return f"<Run {self.run_id!r}: {ranks}, {steps}, {rows}{rest}>"
 
     def _filter(self, positions: Positions, expression: Any, names: Sequence[str]) -> Positions:
         columns = {name: self._rows.take(name, positions) for name in names}
@@ -290,6 +304,10 @@ class Run:
         return {name: scalar.as_py() for name, scalar in scalars.items()} | {"data": data.as_buffer()}
 
 
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def open_run(path: str | PathLike[str]) -> Run:
     """Open a recorded run for reading, also one that is still being written or was left by a kill.
 
@@ -335,11 +353,12 @@ def _only_run_in(folder: Path) -> Path:
         return runs[0]
     if runs:
         newest = ", ".join(run.name for run in runs[:5]) + (", ..." if len(runs) > 5 else "")
-        raise NotARunError(f"{folder}: holds {len(runs)} runs ({newest}); name one, the newest: recorder ls {runs[0]}")
+        raise NotARunError(f"{folder}: holds {len(runs)} runs ({newest}); name one, the newest is {runs[0]}")
     for parent in _parents(folder):
         if has_manifest(parent):
             raise NotARunError(f"{folder}: is a part of a run; open the run: recorder ls {parent}")
-    raise NotARunError(f"{folder}: no run here ({RUN_MANIFEST} is missing); recorder ls FOLDER lists runs")
+    why = "RECORDER=1 in front of a training command records one, recorder doctor says what keeps it from it"
+    raise NotARunError(f"{folder}: no run here ({RUN_MANIFEST} is missing); {why}")
 
 
 def _parents(path: Path) -> Iterator[Path]:

@@ -49,6 +49,8 @@ def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[Findin
                 found = [Finding(True, str(error))]
             yield from found
         yield from _verify_rows(writer)
+        if writer.ending:
+            yield Finding(False, writer.ending)
 
 
 def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[Finding]:

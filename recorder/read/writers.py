@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ..errors import NotARunError, RunError
 from ..format.rundir import WRITER_MANIFEST, check_version, parse_rank_dir, parse_shard_name, read_json, shard_name
@@ -131,6 +132,27 @@ class RecordedWriter:
             return "closed"
         return "recording" if self._is_alive() else "unclosed"
 
+    @cached_property
+    def last_step(self) -> int | None:
+        """The largest step of its rows; None without rows."""
+        steps = [pc.max(batch.column("step")).as_py() for shard in self.shards for batch in shard.columns(["step"])]
+        return max((step for step in steps if step is not None), default=None)
+
+    @property
+    def ending(self) -> str:
+        """Where the record of an ``unclosed`` writer stops, as a sentence; empty for any other."""
+        if self.state != "unclosed":
+            return ""
+        who = "global" if self.rank is None else f"rank {self.rank}"
+        how = "its process ended without closing" if self._is_here else "not closed, on another host and quiet"
+        end = "there are no rows of it" if self.last_step is None else f"the record ends in step {self.last_step}"
+        num_lost = self.balance.num_missing
+        rows = (
+            "1 row that was on its way is lost" if num_lost == 1 else f"{num_lost} rows that were on their way are lost"
+        )
+        lost = f", and {rows}" if num_lost > 0 else "; rows of the last steps may be missing"
+        return f"{who} (writer {self.name}): {how}; {end}{lost}"
+
     @property
     def problems(self) -> list[str]:
         """What is damaged, and so missing from the rows; one message each."""
@@ -147,9 +169,16 @@ class RecordedWriter:
                 seen.add(kind)
                 yield shard
 
+    @property
+    def _is_here(self) -> bool:
+        """Whether it says of itself that it ran on this host."""
+        return self.manifest.get("host") == os.uname().nodename
+
     def _is_alive(self) -> bool:
         pid = self.manifest.get("pid")
-        if self.manifest.get("host") == os.uname().nodename and type(pid) is int and pid > 0:
+        if self._is_here and type(pid) is int and pid > 0:
+            if _is_zombie(pid):
+                return False
             try:
                 os.kill(pid, 0)
             except (ProcessLookupError, OverflowError):
@@ -216,6 +245,14 @@ def _list_shards(directory: Path) -> list[tuple[str, int, bool]]:
             key = (shard.number, shard.kind)
             found[key] = shard.is_open and found.get(key, True)  # sealed a moment ago, it may still have both names
     return [(kind, number, is_open) for (number, kind), is_open in sorted(found.items())]
+
+
+def _is_zombie(pid: int) -> bool:
+    """Whether a process has ended and merely waits for its parent to ask how; signals still reach it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[:1] == ["Z"]
+    except (OSError, ValueError):
+        return False  # not Linux, or gone
 
 
 def _changed_s(path: Path) -> float:

@@ -27,7 +27,7 @@ class Notices:
             return
         self._last_s[kind] = now
         with contextlib.suppress(Exception):
-            self._logger.log(level, "%s", message)
+            self._logger.log(level, "recorder: %s", message)
 
     def failed(self, what: str, error: BaseException) -> None:
         """Log that something failed, once for each kind of failure."""

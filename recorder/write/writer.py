@@ -203,7 +203,14 @@ class Writer:
         )
         if not report.is_complete:
             with contextlib.suppress(Exception):
-                _log.warning("the recording is incomplete (deadline %s s): %s", deadline_s, report.ledger)
+                accounts = report.ledger
+                lost = ", ".join(f"{count} {reason}" for reason, count in accounts["dropped"].items()) or "none dropped"
+                _log.warning(
+                    "recorder: the recording is incomplete: %s of %s rows were written (%s)",
+                    accounts["written"],
+                    accounts["observed"],
+                    lost,
+                )
         self._report = report
         return report
 

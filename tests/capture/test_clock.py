@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -393,3 +395,96 @@ def test_a_module_that_contains_a_root_takes_it_over(tmp_path: Path) -> None:
     assert root["name"] == "model"
     assert {"0.first", "first", "1"} <= set(recording.rows(site="output").module_path)
     assert len(recording.rows(site="output", module_path="0.first")) == 1
+
+
+def test_a_look_at_shapes_in_eval_mode_before_training_does_not_stop_the_steps(tmp_path: Path) -> None:
+    with flagged(tmp_path) as recording:
+        model = Tiny()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.eval()
+        model(batch())
+        model.train()
+        for i in range(3):
+            train_step(model, optimizer, i)
+            model.eval()
+            model(batch(9))
+            model.train()
+    assert list(recording.rows(site="output", module_path="", mode="train").step) == [0, 1, 2]
+    assert list(recording.rows(site="output", module_path="", mode="eval").step) == [0, 0, 1, 2]
+
+
+class OwnSGD(torch.optim.Optimizer):
+    """An optimizer whose step takes what its author liked."""
+
+    def __init__(self, parameters: Any, lr: float | None = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.fails = False
+
+    @torch.no_grad()
+    def step(self, model: Any = None) -> Any:
+        if self.fails:
+            raise ArithmeticError("no step")
+        assert model is None or isinstance(model, nn.Module)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= 0.1 * parameter.grad
+
+
+def test_a_step_that_takes_the_model_is_given_the_model_and_a_rate_of_none_is_no_rate(tmp_path: Path) -> None:
+    with flagged(tmp_path) as recording:
+        model = Tiny()
+        optimizer = OwnSGD(model.parameters(), lr=None)
+        for i in range(2):
+            model(batch(i)).sum().backward()
+            optimizer.step(model)
+            optimizer.zero_grad()
+    assert list(recording.rows(site="grad", module_path="first", name="bias").step) == [0, 1]
+    assert recording.manifest["ledger"]["dropped"] == {}
+
+
+def test_a_closure_that_is_an_object_keeps_all_that_it_has(tmp_path: Path) -> None:
+    class Closure:
+        num_calls = 0
+
+        def __init__(self, model: nn.Module) -> None:
+            self.model = model
+
+        def __call__(self) -> torch.Tensor:
+            self.num_calls += 1
+            loss: torch.Tensor = self.model(batch()).square().sum()
+            loss.backward()
+            return loss
+
+    class Asks(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            assert isinstance(closure, Closure)
+            closure.model.zero_grad()
+            with torch.enable_grad():
+                loss = closure()
+            super().step()
+            return loss
+
+    with flagged(tmp_path) as recording:
+        model = Tiny()
+        optimizer, closure = Asks(model.parameters(), lr=0.1), Closure(model)
+        for _ in range(2):
+            optimizer.step(closure)
+    assert closure.num_calls == 2
+    gradients = recording.rows(site="grad", module_path="first", name="bias")
+    assert keys(gradients, "step", "repeat") == [(0, 0), (1, 0)]
+
+
+def test_an_optimizer_whose_step_raised_does_not_hide_another(tmp_path: Path) -> None:
+    with flagged(tmp_path) as recording:
+        model = Tiny()
+        first, second = OwnSGD(model.first.parameters()), torch.optim.SGD(model.second.parameters(), lr=0.1)
+        for i in range(4):
+            model(batch(i)).sum().backward()
+            first.fails = i == 1
+            if i <= 1:
+                with contextlib.suppress(ArithmeticError):
+                    first.step()
+            second.step()
+            first.zero_grad()
+            second.zero_grad()
+    assert len(recording.rows(site="grad", module_path="second", name="bias")) == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import signal
 import subprocess
 import sys
 import textwrap
@@ -255,3 +256,61 @@ def test_a_model_compiled_in_place_is_not_seen_and_one_line_says_what_to_do(
         train(model, list(model.parameters()))
     (line,) = [r.getMessage() for r in caplog.records if r.name == "recorder"]
     assert "SGD stepped, but no module with its parameters was seen to run" in line and "attach" in line
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_compiled_module_is_called_without_a_warning_of_torch(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    with flagged(tmp_path):
+        model = Stack()
+        compiled: Any = torch.compile(model, backend="eager")
+        train(compiled, list(model.parameters()))
+        train(compiled, list(model.parameters()))
+
+
+def test_the_users_own_global_hook_is_still_warned_of(tmp_path: Path) -> None:
+    from torch.nn.modules.module import register_module_forward_hook
+
+    torch._dynamo.reset()
+    handle = register_module_forward_hook(lambda module, args, output: None)
+    try:
+        with flagged(tmp_path), pytest.warns(UserWarning, match="global hooks on modules"):
+            torch.compile(Stack(), backend="eager")(batch())
+    finally:
+        handle.remove()
+
+
+def test_an_exception_of_the_users_signal_handler_is_never_caught(tmp_path: Path) -> None:
+    class TimeIsUpError(Exception):
+        pass
+
+    num_raised = num_seen = 0
+
+    def ring(*args: Any) -> None:
+        nonlocal num_raised
+        num_raised += 1
+        raise TimeIsUpError
+
+    previous = signal.signal(signal.SIGALRM, ring)
+    try:
+        with flagged(tmp_path, rules="site=output keep=stats"):
+            model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(30)])
+            model(batch())
+            for _ in range(300):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0.002)
+                    while True:
+                        model(batch())
+                except TimeIsUpError:
+                    num_seen += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert num_seen == num_raised == 300
+
+
+def test_scripting_a_recorded_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    with flagged(tmp_path):
+        train(model := Tiny(), list(model.parameters()), 1)
+        with pytest.warns(DeprecationWarning), pytest.raises(RuntimeError, match="without RECORDER=1"):
+            torch.jit.script(model)

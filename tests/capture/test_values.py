@@ -315,3 +315,30 @@ def test_nothing_is_recorded_and_taps_are_the_identity_when_off() -> None:
     recorder.step(3)
     with recorder.attach(Tiny()) as attachment:
         assert attachment.run_dir is None
+
+
+def test_arguments_with_cycles_are_walked_once(tmp_path: Path) -> None:
+    @dataclass
+    class Node:
+        value: torch.Tensor
+        parent: Any = None
+        children: Any = None
+
+    class OverTree(Tiny):
+        def forward(self, x: Any) -> torch.Tensor:
+            return self.second(self.act(self.first(x.value)))  # type: ignore[no-any-return]
+
+    top = Node(batch(0))
+    top.children = [Node(batch(i), top) for i in range(1, 9)]
+    with flagged(tmp_path, rules="module='' site=input keep=tensor") as recording:
+        OverTree()(top)
+    names = ["x.value", *(f"x.children.{i}.value" for i in range(8))]
+    assert list(recording.rows().name) == names
+    assert torch.equal(recording.run.tensor("", site="input", name="x.children.7.value"), batch(8))
+
+
+def test_zeros_without_memory_are_recorded_as_zeros(tmp_path: Path) -> None:
+    with flagged(tmp_path) as recording:
+        Tiny()(batch())
+        recorder.tap("zeros", torch._efficientzerotensor((2, 3)))
+    assert torch.equal(recording.run.tensor("", site="tap", name="zeros"), torch.zeros(2, 3))

@@ -1,0 +1,63 @@
+"""Owns the way from what was typed to the run that is meant: a path, a folder with one run, the beginning of a name."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from ..errors import NotARunError
+from ..read.run import Run, find_runs, has_manifest, open_run
+
+_MAX_LISTED = 8
+
+
+def open_typed(path: Path, typed: list[str]) -> Run:
+    """Open the run that is meant.
+
+    Args:
+        path: the argument RUN.
+        typed: all arguments of the command line, so that a message can say what to type instead.
+
+    Raises:
+        RunError: there is no such run, or there are several, or it cannot be read.
+    """
+    path = complete(path)
+    if path.is_dir() and not has_manifest(path):
+        runs = find_runs(path)
+        if len(runs) > 1:
+            newest = _retyped(typed, path, runs[0])
+            raise NotARunError(f"{path}: holds {len(runs)} runs ({_listed(runs)}); name one, the newest: {newest}")
+    if typed[:1] == ["show"] and not path.exists() and len(path.parts) == 1:
+        hint = f"the run comes before the module: {shlex.join(['recorder', 'show', 'RUN', *typed[1:]])}"
+        raise NotARunError(f"{path}: no such directory; {hint}")
+    return open_run(path)
+
+
+def complete(path: Path) -> Path:
+    """The run whose name begins with the last part of a path that does not exist; else the path as it is.
+
+    Raises:
+        NotARunError: several runs' names begin so.
+    """
+    try:
+        if path.exists() or not path.name or not path.parent.is_dir():
+            return path
+    except OSError:
+        return path
+    runs = [run for run in find_runs(path.parent) if run.name.startswith(path.name)]
+    if len(runs) > 1:
+        raise NotARunError(f"{path}: {len(runs)} runs begin so: {_listed(runs)}; type more of the name")
+    return runs[0] if runs else path
+
+
+def _retyped(typed: list[str], path: Path, run: Path) -> str:
+    """The command line with the run in the place of the folder."""
+    places = [place for place, text in enumerate(typed) if place and Path(text) == path]
+    words = list(typed)
+    if places:
+        words[places[0]] = str(run)
+    return shlex.join(["recorder", *words]) if places else f"recorder ls {shlex.quote(str(run))}"
+
+
+def _listed(runs: list[Path]) -> str:
+    return ", ".join(run.name for run in runs[:_MAX_LISTED]) + (", ..." if len(runs) > _MAX_LISTED else "")
