@@ -72,14 +72,16 @@ class Table:
             if cells_of[number] and column.dull is not None and set(cells_of[number]) == {column.dull}
         ]
         kept = [number for number in range(len(self.columns)) if number not in dull]
-        widths = _fit([(number, self.columns[number], natural[number]) for number in kept], console.width)
+        words = [max((cell_len(word) for cell in cells for word in cell.split()), default=0) for cells in cells_of]
+        sizes = [(number, self.columns[number], natural[number], max(words[number], _MIN_PROSE)) for number in kept]
+        widths = _fit(sizes, console.width)
         kept = [number for number in kept if number in widths]
         for title, style in ((self.title, "bold"), (self.subtitle, "")):
             if title:
                 console.print(Text(printable_line(title), style=style))
-        has_lines = sum(natural[number] for number in kept) + 3 * len(kept) - 1 <= console.width
-        is_folded = any(widths[number] < natural[number] for number in kept)
-        console.print(self._rich_table(rows, kept, widths, has_lines=has_lines and not is_folded))
+        fits = sum(natural[number] for number in kept) + 3 * len(kept) - 1 <= console.width
+        has_lines = fits and len(kept) + len(dull) == len(self.columns)
+        console.print(self._rich_table(rows, kept, widths, has_lines=has_lines))
         dropped = [column.title for number, column in enumerate(self.columns) if number not in (*kept, *dull)]
         left_out = [f"{self.columns[number].title} (all {self.columns[number].dull})" for number in dull] + dropped
         if left_out:
@@ -114,26 +116,31 @@ class Table:
             print("  ".join(cells).rstrip())
 
 
-def _fit(columns: Sequence[tuple[int, Column, int]], width: int) -> dict[int, int]:
-    """Widths by column, for lines with gaps of two: prose is folded, then columns are dropped, then texts folded."""
+def _fit(columns: Sequence[tuple[int, Column, int, int]], width: int) -> dict[int, int]:
+    """Widths by column, for lines with gaps of two: prose is folded, then columns are dropped, then texts folded.
+
+    Args:
+        columns: number, column, its natural width, and the least to which prose is folded.
+        width: of the terminal.
+    """
     kept = list(columns)
     while True:
-        widths = {number: natural for number, _, natural in kept}
-        _narrow(widths, [number for number, column, _ in kept if column.is_prose], _MIN_PROSE, width)
+        widths = {number: natural for number, _, natural, _ in kept}
+        _narrow(widths, {number: least for number, column, _, least in kept if column.is_prose}, width)
         droppable = [one for one in kept if one[1].drop]
         if _line_width(widths) <= width or not droppable:
             break
         kept.remove(max(droppable, key=lambda one: one[1].drop))
-    texts = [number for number, column, _ in kept if not column.is_number and not column.is_whole]
-    _narrow(widths, texts, _MIN_TEXT, width)
+    texts = {number: _MIN_TEXT for number, column, *_ in kept if not column.is_number and not column.is_whole}
+    _narrow(widths, texts, width)
     return widths
 
 
-def _narrow(widths: dict[int, int], numbers: Sequence[int], least: int, width: int) -> None:
-    """Take what a line is too long from the widest of some columns."""
-    for number in sorted(numbers, key=lambda number: -widths[number]):
+def _narrow(widths: dict[int, int], leasts: dict[int, int], width: int) -> None:
+    """Take what a line is too long from the widest of some columns, each down to its least."""
+    for number in sorted(leasts, key=lambda number: -widths[number]):
         excess = max(_line_width(widths) - width, 0)
-        widths[number] = max(widths[number] - excess, min(widths[number], least))
+        widths[number] = max(widths[number] - excess, min(widths[number], leasts[number]))
 
 
 def _line_width(widths: dict[int, int]) -> int:

@@ -20,7 +20,10 @@ def show_settings(*, as_json: bool) -> int:
         rows.append([one.name, first, one.source, one.doc])
         rows += [["", other, "", ""] for other in others]
     titles = ("setting", "value", "source", "what it does")
-    columns = [Column(title=title, is_prose=title in ("value", "what it does")) for title in titles]
+    columns = [
+        Column(title=title, is_prose=title in ("value", "what it does"), drop=int(title == titles[-1]))
+        for title in titles
+    ]
     Table(columns, rows).print()
     return 0
 

@@ -23,10 +23,10 @@ _KEY = ("site", "name", "root", "scope", "phase", "mode", "rank")
 _MOMENT = ("attempt", "step", "micro_step", "call", "repeat")
 _ALWAYS_SHOWN = ("site", "step", "rank")
 _SHOWN_STATISTICS = ("mean", "std", "min", "max", "absmax", "l2")
-_DROPS = ("zero", "inf", "nan", "min", "max", "std", "values", "l2", "micro_step", "repeat", "attempt", "mode", "mean")
+_DROPS = ("min", "max", "std", "values", "l2", "zero", "micro_step", "repeat", "attempt", "mode", "mean", "inf", "nan")
 """Columns of the long table that a narrow terminal does without, the least important first."""
 _SERIES_DROPS = ("dtype", "rows", "shape", "root", "scope", "mode", "phase", "steps")
-_MODULE_DROPS = ("class", "rows", "last step", "inf", "nan", "sites")
+_MODULE_DROPS = ("class", "rows", "last step", "sites", "inf", "nan")
 _MAX_LISTED = 20
 _LIBRARY = "site-packages/torch/"
 _SITES = ("output", *(site for site in SITES if site != "output"))
@@ -271,7 +271,8 @@ def _explain_nothing(run: Run, module_path: str | None, wanted: Wanted) -> NoRet
             raise LookupFailedError(f"{what} has no such row; its {column}s are {names}{more}{hint}")
     steps, ranks = (sorted(set(table.column(name).drop_null().to_pylist())) for name in ("step", "rank"))
     there_are = f"it has steps {span(steps) or 'none'} and ranks {span(ranks) or 'none'}"
-    ended = ended_before(run.writers, int(wanted.step)) if (wanted.step or "").isdecimal() else ""
+    is_one_step = wanted.step is not None and wanted.step.isdecimal()
+    ended = ended_before(run.writers, int(wanted.step or 0)) if is_one_step else ""
     raise LookupFailedError(f"no row of {what} at these steps and ranks; {there_are}{'; ' if ended else ''}{ended}")
 
 

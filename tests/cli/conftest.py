@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,3 +94,29 @@ def recorded(tmp_path: Path) -> Path:
             events=[{"kind": "compiled", "message": "values inside compiled modules are not recorded", "count": 1}],
         )
     return run
+
+
+def on_a_terminal(*arguments: str, width: int = 200, is_plain: bool = False) -> str:
+    """What a command writes to a terminal; plain is without colours and carriage returns."""
+    own, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    environment = {"TERM": "xterm-256color", "PATH": os.environ["PATH"], "PYTHONPATH": os.getcwd()}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "recorder", *arguments], stdin=its, stdout=its, stderr=its, env=environment
+    )
+    os.close(its)
+    output, deadline_s = b"", time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        if not select.select([own], [], [], 1)[0]:
+            continue
+        try:
+            piece = os.read(own, 1 << 16)
+        except OSError:  # the other end is closed
+            break
+        if not piece:
+            break
+        output += piece
+    os.close(own)
+    child.wait(timeout=60)
+    text = output.decode()
+    return re.sub(r"\x1b\[[0-9;]*m", "", text).replace("\r", "") if is_plain else text

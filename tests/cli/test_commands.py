@@ -73,6 +73,7 @@ class TestVerify:
         found = cli("verify", recorded)
         assert found.exit_code == 1
         assert any(line.startswith("fault: ") and str(shard) in line for line in found.out.splitlines())
+        assert found.out.endswith("checked: 1 fault\n")
         (fault, *_) = cli("verify", recorded, "--json").json["findings"]
         assert fault["fault"] is True
 
@@ -93,6 +94,13 @@ class TestConfig:
         settings = cli("config", "--json").json
         assert settings["max_bytes"]["value"] == 4_000_000_000
         assert settings["max_bytes"]["source"] == "environment"
+
+    def test_bytes_are_readable(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RECORDER_MIN_FREE_BYTES", "4GB")
+        out = " ".join(cli("config").out.split())
+        assert "max_bytes 16 GiB (17179869184)" in out
+        assert "min_free_bytes 4 GB (4000000000)" in out
+        assert "pool_bytes 0 (automatic)" in out
 
     def test_a_wrong_setting_is_one_line(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RECORDER_MAX_BITES", "4GB")
@@ -152,9 +160,15 @@ class TestDoctor:
         writer.finish(state="recording", pid=dead.pid, host=os.uname().nodename)
         found = cli("doctor", run)
         assert "missing ranks: nothing of 0, 2 of 3" in found.out
-        assert "did not close: killed" in found.out
+        ending = "its process ended without closing; the record ends in step 0; rows of the last steps may be missing"
+        assert f"missing rank 1 (writer {writer.directory.name}): {ending}" in found.out
         assert "ends with 100 bytes of a write that was cut" in found.out
         assert "missing roots: none" in found.out
+
+    def test_what_is_missing_stands_last(self, cli: Cli, recorded: Path) -> None:
+        states = [line.split()[0] for line in cli("doctor", recorded).out.splitlines()]
+        assert states == sorted(states, key=["ok", "note", "missing"].index)
+        assert {"ok", "missing"} == set(states)
 
     def test_json_is_a_list_of_checks(self, cli: Cli, recorded: Path) -> None:
         states = {check["state"] for check in cli("doctor", recorded, "--json").json}

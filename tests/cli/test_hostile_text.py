@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import select
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from recorder.cli.output import MAX_CELL, printable
-from tests.cli.conftest import Cli
+from tests.cli.conftest import Cli, on_a_terminal
 from tests.read.handmade import HandmadeWriter, make_row, make_run
 
 NAMES = ["\x1b[2J\x1b]0;owned\x07", "[red]x[/red]", "[/]", "a\nb\tc\rd", "\u202eevil", "\x9b31m", "\ud800", "n" * 300]
@@ -74,30 +68,6 @@ def test_printable_says_what_was_there(name: str) -> None:
     shown = printable(name)
     assert shown.isprintable() and len(shown) <= MAX_CELL
     assert "\\x1b" in shown or "\x1b" not in name
-
-
-def on_a_terminal(*arguments: str) -> str:
-    """What a command writes to a terminal."""
-    own, its = pty.openpty()
-    environment = {"TERM": "xterm-256color", "COLUMNS": "200", "PATH": os.environ["PATH"], "PYTHONPATH": os.getcwd()}
-    child = subprocess.Popen(
-        [sys.executable, "-m", "recorder", *arguments], stdin=its, stdout=its, stderr=its, env=environment
-    )
-    os.close(its)
-    output, deadline_s = b"", time.monotonic() + 60
-    while time.monotonic() < deadline_s:
-        if not select.select([own], [], [], 1)[0]:
-            continue
-        try:
-            piece = os.read(own, 1 << 16)
-        except OSError:  # the other end is closed
-            break
-        if not piece:
-            break
-        output += piece
-    os.close(own)
-    child.wait(timeout=60)
-    return output.decode()
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "doctor", "verify"])

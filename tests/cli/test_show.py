@@ -6,11 +6,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from recorder.cli.output import number
 from recorder.cli.spark import spark_line
 from recorder.read.run import open_run
-from tests.cli.conftest import Cli
+from tests.cli.conftest import Cli, module, on_a_terminal
 from tests.read.handmade import HandmadeWriter, make_row, make_run
 
 
@@ -21,11 +23,12 @@ def cells(line: str) -> list[str]:
 def test_all_modules_in_brief(cli: Cli, recorded: Path) -> None:
     found = cli("show", recorded)
     assert found.exit_code == 0
-    head, titles, *lines = found.out.splitlines()
+    head, bad, titles, *lines = found.out.splitlines()
     assert head == "run-a: 2 modules, ranks 0..1, steps 0..11"
-    assert cells(titles) == ["module", "class", "sites", "rows", "last", "step", "absmax", "nan", "inf"]
+    assert bad == "first NaN or infinity: 'layers.0' output, step 9, rank 1"
+    assert cells(titles) == ["module", "class", "sites", "rows", "last", "step", "absmax", "nan", "inf", "first", "bad"]
     absmax = max(row["absmax"] for row in layer_rows(recorded, step=11))
-    assert cells(lines[0]) == ["layers.0", "Linear", "output", "grad", "48", "11", f"{absmax:.4g}", "2", "0"]
+    assert cells(lines[0]) == ["layers.0", "Linear", "output", "grad", "48", "11", f"{absmax:.4g}", "2", "0", "9"]
     assert cells(lines[1])[:5] == ["''", "Net", "output", "scalar", "48"]
 
 
@@ -104,7 +107,20 @@ def test_what_varies_gets_a_column(cli: Cli, tmp_path: Path) -> None:
     [
         (["layer.0"], "no module 'layer.0' in this run; nearest are 'layers.0'"),
         (["layers.0", "--site", "input"], "'layers.0' has no such row; its sites are grad, output"),
-        (["layers.0", "--step", "50"], "no row of 'layers.0' at these steps and ranks; it has steps 0..11"),
+        (
+            ["layers.0", "--step", "50"],
+            "no row of 'layers.0' at these steps and ranks; it has steps 0..11 and ranks 0..1",
+        ),
+        (
+            ["layers.0", "--rank", "7"],
+            "no row of 'layers.0' at these steps and ranks; it has steps 0..11 and ranks 0..1",
+        ),
+        (["--rank", "7"], "no row of this run at these steps and ranks; it has steps 0..11 and ranks 0..1"),
+        (
+            ["layers.0", "--name", "wieght"],
+            "'layers.0' has no such row; its names are '', weight; did you mean 'weight'?",
+        ),
+        (["--site", "outputs"], "this run has no such row; its sites are grad, output, scalar; did you mean 'output'?"),
         (["layers.0", "--step", "x"], "--step x: 'x' is no number"),
     ],
 )
@@ -139,3 +155,72 @@ def test_a_long_spark_line_keeps_the_peaks() -> None:
     line = spark_line(values, [index == 100 for index in range(1000)], width=20)
     assert len(line) == 20
     assert (line[15], line[2]) == ("█", "!")
+
+
+def test_rows_of_a_step_stand_as_they_were_observed(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for rank in (0, 1):
+        rows = [make_row(0, [1.0], rank=rank, mode="train"), make_row(1, [2.0], rank=rank, mode="eval")]
+        rows += [make_row(2, [3.0], rank=rank, mode="no_grad"), make_row(3, [4.0], rank=rank, step=1)]
+        HandmadeWriter(run, rank).add_shard([rows[::-1]])
+    lines = cli("show", run, "layers.0").out.splitlines()
+    start = next(place for place, line in enumerate(lines) if line.startswith("step"))
+    modes = [(line.split()[0], line.split()[1], line.split()[2]) for line in lines[start + 1 :]]
+    expected = [("0", mode, rank) for mode in ("train", "eval", "no_grad") for rank in ("0", "1")]
+    assert modes == [*expected, ("1", "train", "0"), ("1", "train", "1")]
+
+
+def test_the_first_bad_value_is_the_first_that_was_observed(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run)
+    rows = [make_row(0, [1.0], module_path="a", step=0), make_row(1, [np.inf], module_path="z", step=1, name="x")]
+    rows += [make_row(2, [np.nan], module_path="a", step=1), make_row(3, [1.0], module_path="m", step=1)]
+    writer.add_shard([rows[::-1]])
+    found = cli("show", run, "--json").json
+    assert [(module["module"], module["first_bad"]) for module in found["modules"]] == [("a", 1), ("z", 1), ("m", None)]
+    assert (found["first_bad"]["module_path"], found["first_bad"]["step"]) == ("z", 1)
+    lines = cli("show", run).out.splitlines()
+    assert lines[1] == "first NaN or infinity: 'z' output x, step 1, rank 0"
+    assert [line.split()[-1] for line in lines[3:]] == ["1", "1", "-"]
+
+
+def test_a_chunk_is_shown_with_the_shape_of_the_whole(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run)
+    writer.add_shard([[make_row(0, np.zeros((1, 2)), global_shape="[2,2]"), make_row(1, [0.0], site="param")]])
+    source = "/v/lib/python3.11/site-packages/torch/nn/modules/linear.py:50"
+    writer.finish(roots=[{"name": "model", "modules": [module("layers.0", "Linear", source=source)]}])
+    lines = cli("show", run, "layers.0").out.splitlines()
+    assert lines[0] == "run: 'layers.0', Linear"
+    assert "[1,2] of [2,2]" in lines[3] and " of " not in lines[4]
+    assert " -0 " not in "\n".join(lines)
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+@pytest.mark.parametrize("arguments", [["show"], ["show", "layers.0", "--last", "2"], ["ls"], ["config"]])
+def test_nothing_is_wrapped_or_cut_on_a_terminal(recorded: Path, width: int, arguments: list[str]) -> None:
+    command, *rest = arguments
+    paths = [] if command == "config" else [str(recorded)]
+    lines = on_a_terminal(command, *paths, *rest, width=width, is_plain=True).splitlines()
+    assert max(map(len, lines)) <= width
+    assert not any("\u2026" in line for line in lines)
+    if command == "config":
+        assert any("steps=0:100,100:10000:10,10000::100" in line for line in lines)
+    if rest:
+        course = next(line.split()[-1] for line in lines if line.split()[:1] == ["output"])
+        assert len(course) == 12
+        step = next(line.split() for line in lines if line.split()[:2] == ["10", "0"])
+        (row,) = layer_rows(recorded, step=10, rank=0)
+        assert {f"{row['mean']:.4g}", f"{row['absmax']:.4g}"} <= set(step)
+        assert "left out: nan (all 0), inf (all 0), zero (all 0)" in lines[-1] and "--json has all" in lines[-1]
+
+
+def test_a_narrow_terminal_does_without_the_least_columns_and_says_which(recorded: Path) -> None:
+    wide, narrow = (on_a_terminal("show", str(recorded), "layers.0", width=width, is_plain=True) for width in (160, 60))
+    assert "dtype" in wide and "\u2500" in wide
+    assert "left out: dtype" in narrow and "\u2500" not in narrow
+    assert "(all 0), min" in " ".join(narrow.split())
+
+
+def test_a_negative_zero_is_a_zero() -> None:
+    assert (number(-0.0), number(-0.5), number(0)) == ("0", "-0.5", "0")

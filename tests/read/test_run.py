@@ -222,7 +222,7 @@ class TestOpening:
 
     def test_a_folder_with_several_runs_lists_them_newest_first(self, run_path: Path) -> None:
         make_run(run_path.parent / "second", created_ns=2)
-        with pytest.raises(NotARunError, match=r"holds 2 runs \(second, first\); .* recorder ls .*second"):
+        with pytest.raises(NotARunError, match=r"holds 2 runs \(second, first\); name one, .*second"):
             open_run(run_path.parent)
 
     def test_a_part_of_a_run_names_the_run(self, run_path: Path) -> None:
