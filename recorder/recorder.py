@@ -40,6 +40,8 @@ _package = sys.modules[__package__]
 _start_lock = threading.RLock()
 _MAX_LIVE_SCANS = 5
 """Scans of all objects for optimizers (0.1 s for 361,000 objects) before a process without one is left alone."""
+_MAX_RENEWALS = 20
+"""Looks for modules that came after the first call, at steps that update parameters of unknown origin."""
 _SETTLE_S = 1.0
 """How long the first forward waits for the writer to have its directory."""
 
@@ -51,6 +53,7 @@ class Recorder:
         self.loaded = loaded
         self.settings = loaded.settings
         self.by_flag = by_flag
+        self._dir = Path(loaded.settings.dir).absolute()  # the program may change its working directory later
         self.events = Events()
         self.capture: Capture | None = None
         self._pid = os.getpid()
@@ -64,6 +67,7 @@ class Recorder:
         self._live: list[Optimizer] = []
         self._has_stepped = False
         self._num_optimizers = 0
+        self._num_renewals = 0
         self._turned_down = (0, "")
         """The largest module that ran under no root, by its number of parameters."""
         self._manifest_key: object = None
@@ -155,7 +159,7 @@ class Recorder:
         pool = Pool(capacity, progress_s=lambda: writer.last_progress_s, clock=time.monotonic)
         self._writer = writer
         self.capture = Capture(settings=self.settings, rank=here.rank, pool=pool, channel=writer, events=self.events)
-        self._optimizers = OptimizerWatch(self.capture, on_step=self._optimizer_stepped)
+        self._optimizers = OptimizerWatch(self.capture, on_step=self._optimizer_stepped, on_new=self._optimizer_made)
         live = self._live or find_live()
         self._live = []  # known from now on by weak references
         for optimizer in live:
@@ -202,9 +206,7 @@ class Recorder:
             "created_ns": self._started_ns,
             "asked": {item.name: item.value for item in self.loaded.explain() if item.source != "default"},
         }
-        return RunPlace(
-            run_dir=Path(self.settings.dir) / name, run_manifest=manifest, rank=here.rank, attempt=here.attempt
-        )
+        return RunPlace(run_dir=self._dir / name, run_manifest=manifest, rank=here.rank, attempt=here.attempt)
 
     def _manifest(self) -> dict[str, Any]:
         """What `_writer.json` says; any thread."""
@@ -252,6 +254,11 @@ class Recorder:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
+    def _optimizer_made(self, optimizer: Optimizer) -> None:
+        """A new optimizer may train a model that is not known yet."""
+        if self.discovery is not None and not self.discovery.is_on and not self._is_closed:
+            self.discovery.start()
+
     def _optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Once every parameter has a root, nothing is left to discover; a new optimizer starts the search again."""
         capture, discovery, optimizers = self.capture, self.discovery, self._optimizers
@@ -262,11 +269,11 @@ class Recorder:
             if has_compiled_anything():
                 for root in capture.roots:
                     root.mark_silent_as_compiled()
-        if discovery is None:
-            return
-        if not discovery.is_on:
-            if not optimizers.has_root(optimizer):
-                discovery.start()
+        if not optimizers.has_root(optimizer) and self._num_renewals < _MAX_RENEWALS:
+            self._num_renewals += 1
+            if capture.renew_grown_roots():
+                optimizers.rescan()
+        if discovery is None or not discovery.is_on:
             return
         if len(optimizers.known) != self._num_optimizers:
             self._num_optimizers = len(optimizers.known)

@@ -30,6 +30,7 @@ from .values import DTYPES, UnsupportedKind, plain
 _MAX_HOOK_ERRORS = 10
 """Errors of one module's site after which it is left alone."""
 _MAX_LEAF_HOOKS = 4096
+_MAX_LEAVES = 4096
 _NEVER_TAPPED = (None, -1, False)
 _numbers = itertools.count(1)
 
@@ -46,6 +47,7 @@ class Nesting(threading.local):
     """How deep this thread is inside calls of roots."""
 
     depth = 0
+    outermost: Root | None = None
 
 
 class Capture:
@@ -160,6 +162,9 @@ class Capture:
             block.release()
             self.hook_failed(f"{origin.module_path or origin.root}:{origin.site}", error)
             return
+        except BaseException:
+            block.release()
+            raise
         sequence = self._number(parts)
         self.channel.put(
             Staged(
@@ -232,7 +237,7 @@ class Capture:
         if len(self._leaf_hooks) > _MAX_LEAF_HOOKS:
             self._leaf_hooks.popleft().remove()
 
-    def scalar(self, name: str, value: Any) -> None:
+    def scalar(self, name: str, value: Any, root_name: str | None = None) -> None:
         """Record a number of this step: a float or a tensor of one element, which is not synced."""
         rule_set = self._name_rule_set("scalar", name)
         keep = scalar_keep(self.masks[rule_set])
@@ -245,9 +250,9 @@ class Capture:
             value = value.detach().reshape(())
         repeat = self._scalar_repeats.get(name, 0)
         self._scalar_repeats[name] = repeat + 1
-        root = self.roots[0].name if self.roots else ""
+        root_name = root_name or (self.roots[0].name if self.roots else "")
         moment = Moment(self.clock.step, None, "train")
-        self.observe(Origin(root, "", "scalar", name), moment, "forward", 0, repeat, keep, value)
+        self.observe(Origin(root_name, "", "scalar", name), moment, "forward", 0, repeat, keep, value)
 
     def tap(self, name: str, tensor: torch.Tensor, module: nn.Module | None) -> None:
         """Record a tensor by name, and the gradient that arrives at it (the same row with phase ``backward``)."""
@@ -293,6 +298,18 @@ class Capture:
         root = Root(self, module, name)
         self.roots.append(root)
         return root
+
+    def renew_grown_roots(self) -> bool:
+        """Put hooks on modules that joined a model after its first call. True where there were any."""
+        grown = [root for root in self.roots if root.has_grown()]
+        for root in grown:
+            module = root.module()
+            if module is not None:
+                root.remove()
+                renewed = Root(self, module, root.name)
+                renewed.clock, renewed.num_calls, renewed.num_attached = root.clock, root.num_calls, root.num_attached
+                self.roots[self.roots.index(root)] = renewed
+        return bool(grown)
 
     def remove_root(self, root: Root) -> None:
         """Take a root's hooks off; the manifest still tells of it."""
@@ -352,6 +369,11 @@ class Root:
         self.modules = [_describe(node, watch) for node, watch in zip(nodes, self.watches, strict=True)]
         """What the manifest says of each module; nothing here keeps the model alive."""
 
+    def has_grown(self) -> bool:
+        """Whether the model has modules that it had not when it was attached."""
+        module = self.module()
+        return module is not None and any(self.path_of(inner) is None for inner in module.modules())
+
     def path_of(self, module: nn.Module) -> str | None:
         """The path of a module of this root, or None."""
         reference, path = self._located.get(id(module), (None, ""))
@@ -393,9 +415,12 @@ class Root:
         if torch._C._current_graph_task_id() != -1:
             return
         nesting = self.capture.nesting
+        if nesting.depth == 1 and nesting.outermost is self:
+            nesting.depth = 0  # its last call was interrupted, as by Ctrl-C in a notebook, and told nobody
         nesting.depth += 1
         if nesting.depth > 1:
             return
+        nesting.outermost = self
         moved = self.clock.begin(
             with_grad=torch.is_grad_enabled(),
             training=module.training,
@@ -486,6 +511,7 @@ class Watch:
         "_handles",
         "_leaves",
         "_number",
+        "_open_calls",
         "_owner",
         "_phase_slice",
         "_signature",
@@ -516,6 +542,8 @@ class Watch:
         self._leaves: dict[tuple[str, str], tuple[Origin, int]] = {}
         self._calls = {"forward": 0, "recompute": 0}
         self._phase_slice: dict[str, Slice | None] = {"forward": None, "recompute": None}
+        self._open_calls: dict[int, list[int]] = {}
+        """By thread, the calls that have begun and not returned: a module may call itself."""
         self._signature: tree.Signature | None = None
         self._errors: dict[str, int] = {}
         self._handles: list[Any] = []
@@ -537,6 +565,8 @@ class Watch:
         key = (site, name)
         found = self._leaves.get(key)
         if found is None:
+            if len(self._leaves) >= _MAX_LEAVES:
+                self._leaves.clear()  # names that change with the data, such as keys of samples
             origin = Origin(self.root.name, self.node_path, site, name)
             found = self._leaves[key] = origin, self.capture.selection.narrow(self.rule_sets[site], name)
         return found
@@ -546,6 +576,8 @@ class Watch:
         if self._phase_slice[phase] is not slice_:
             self._phase_slice[phase] = slice_
             self._calls[phase] = -1
+            if phase == "forward":
+                self._open_calls.clear()  # left behind by forwards that raised
         self._calls[phase] += 1
         return self._calls[phase]
 
@@ -566,6 +598,7 @@ class Watch:
         capture = self.capture
         slice_, phase = self.root.slice_now()
         call = self._enter(slice_, phase)
+        self._open_calls.setdefault(threading.get_ident(), []).append(call)
         masks = capture.masks
         value_mask, gradient_mask = masks[self.rule_sets["input"]], masks[self.rule_sets["grad_input"]]
         if not value_mask and not gradient_mask:
@@ -587,7 +620,8 @@ class Watch:
         if not value_mask and not gradient_mask and self.pre_hook is None:
             return
         slice_, phase = self.root.slice_now()
-        call = self._calls[phase] if self.pre_hook is not None else self._enter(slice_, phase)
+        begun = self._open_calls.get(threading.get_ident()) if self.pre_hook is not None else None
+        call = begun.pop() if begun else self._enter(slice_, phase)
         with_grad = bool(gradient_mask) and self._has_new_graph(slice_, phase)
         if value_mask or with_grad:
             for name, tensor in tree.tensor_leaves(output):

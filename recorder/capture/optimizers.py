@@ -12,7 +12,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -96,6 +96,10 @@ class _ClosureObject:
         setattr(self.__dict__["_closure"], name, value)
 
 
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
 def _num_steps_under_way(optimizer: Optimizer) -> int:
     """How many calls of this optimizer's step are on the stack: 2 where a subclass calls ``super().step()``.
 
@@ -136,15 +140,19 @@ class Owned:
 class OptimizerWatch:
     """Hooks on all optimizers and on GradScaler, from the first root call to the end of the recording."""
 
-    def __init__(self, capture: Capture, *, on_step: Callable[[Optimizer], None]) -> None:
+    def __init__(
+        self, capture: Capture, *, on_step: Callable[[Optimizer], None], on_new: Callable[[Optimizer], None]
+    ) -> None:
         """Put the hooks on.
 
         Args:
             capture: where values go.
             on_step: called after each step that was seen.
+            on_new: called when an optimizer is made.
         """
         self._capture = capture
         self._on_step = on_step
+        self._on_new = on_new
         self._owned: dict[int, Owned] = {}
         self._strangers: dict[int, weakref.ref[torch.Tensor]] = {}
         self._learned_at = -1
@@ -161,6 +169,9 @@ class OptimizerWatch:
         self._scaler_step = GradScaler.step
         self._wrapper = self._wrap_scaler(GradScaler.step)
         GradScaler.step = self._wrapper  # type: ignore[method-assign]
+        self._plain_init = Optimizer.__init__
+        self._init = self._wrap_init(Optimizer.__init__)
+        Optimizer.__init__ = self._init  # type: ignore[method-assign]
 
     def names(self) -> list[dict[str, str]]:
         """For the manifest: every optimizer that was seen."""
@@ -200,7 +211,7 @@ class OptimizerWatch:
 
     def has_root(self, optimizer: Optimizer) -> bool:
         """Whether every parameter of an optimizer is under a root."""
-        return all(self._owner(p) is not None for group in optimizer.param_groups for p in group["params"])
+        return all(self._owner(p) is not None for p in _parameters(optimizer))
 
     def _owner(self, parameter: torch.Tensor) -> Owned | None:
         found = self._owned.get(id(parameter))
@@ -351,10 +362,11 @@ class OptimizerWatch:
 
     def _record_rates(self, optimizer: Optimizer) -> None:
         name = self.name_of(optimizer)
+        root = next((o.watch.root.name for o in map(self._owner, _parameters(optimizer)) if o is not None), None)
         for i, group in enumerate(optimizer.param_groups):
             rate = group.get("lr")
             if isinstance(rate, (int, float, torch.Tensor)):  # None where the optimizer finds its own
-                self._capture.scalar(f"lr.{name}.{i}", rate if isinstance(rate, torch.Tensor) else float(rate))
+                self._capture.scalar(f"lr.{name}.{i}", rate if isinstance(rate, torch.Tensor) else float(rate), root)
 
     def _wrap_scaler(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """`GradScaler.step` has no hook, and a step that it skips fires none of the optimizer's."""
@@ -377,6 +389,23 @@ class OptimizerWatch:
 
         return wrapped
 
+    def _wrap_init(self, init: Callable[..., None]) -> Callable[..., None]:
+        """No hook tells of a new optimizer, and the first forward of its model comes before its first step."""
+        watch = self
+
+        @functools.wraps(init)
+        def wrapped(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            init(optimizer, *args, **kwargs)
+            if not watch._capture.is_open:
+                return
+            try:
+                watch.name_of(optimizer)
+                watch._on_new(optimizer)
+            except Exception as error:
+                watch._capture.hook_failed(type(optimizer).__name__, error)
+
+        return wrapped
+
     def _scaler_begins(self, scaler: GradScaler) -> None:
         try:
             scale = getattr(scaler, "_scale", None)
@@ -396,8 +425,10 @@ class OptimizerWatch:
             self._capture.hook_failed("GradScaler.step", error)
 
     def close(self) -> None:
-        """Take every hook off; a later wrapper around `GradScaler.step` keeps working through ours."""
+        """Take every hook off; a later wrapper around one of ours keeps working through it."""
         for handle in self._handles:
             handle.remove()
         if GradScaler.step is self._wrapper:
             GradScaler.step = self._scaler_step  # type: ignore[method-assign]
+        if Optimizer.__init__ is self._init:
+            Optimizer.__init__ = self._plain_init  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 
@@ -19,6 +20,10 @@ import torch
 
 _GRAIN_BYTES = 1024
 """Every record takes a multiple of this: about what its Python objects weigh, so that the pool bounds those too."""
+
+
+_NAP_S = 0.002
+"""A thread that waits for room looks again after this."""
 
 
 class PoolBlock:
@@ -35,7 +40,6 @@ class PoolBlock:
     def release(self) -> None:
         """Give the bytes back; any thread, once."""
         self._pool._returned.append((self.offset, self._size))
-        self._pool._room.set()
 
     def as_tensor(self, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         """The block as a tensor of the pool's memory; shape and dtype must fit its bytes."""
@@ -58,12 +62,10 @@ class Pool:
         self._bytes = np.frombuffer(self._region, dtype=np.uint8)
         self.tensor = torch.from_numpy(self._bytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._region))
-        self._lock = threading.Lock()
-        self._holder = 0
-        self._starts = [0]
-        self._sizes = [self.capacity_bytes]
+        self._lock = threading.RLock()
+        self._is_taking = False
+        self._free = [(0, self.capacity_bytes)]
         self._returned: deque[tuple[int, int]] = deque()
-        self._room = threading.Event()
         self._used_bytes = 0
         self.peak_bytes = 0
         self._progress_s = progress_s
@@ -84,56 +86,46 @@ class Pool:
         A call from a signal handler or finalizer that interrupts another take in the same thread gets None.
         """
         size = max(_GRAIN_BYTES, -(-nbytes // _GRAIN_BYTES) * _GRAIN_BYTES)
-        me = threading.get_ident()
-        if not self._lock.acquire(blocking=False):
-            if self._holder == me:
+        # `with` and plain stores, no calls: Ctrl-C and handlers that raise come between calls, never in here.
+        with self._lock:
+            if self._is_taking:
                 return None
-            self._lock.acquire()
-        self._holder = me
-        try:
-            if self._returned:
-                self._collect()
-            for i, free in enumerate(self._sizes):
-                if free >= size:
-                    offset = self._starts[i]
-                    if free == size:
-                        del self._starts[i], self._sizes[i]
-                    else:
-                        self._starts[i] += size
-                        self._sizes[i] -= size
-                    self._used_bytes += size
-                    self.peak_bytes = max(self.peak_bytes, self._used_bytes)
-                    return PoolBlock(self, offset, size, self._bytes[offset : offset + nbytes])
-            return None
-        finally:
-            self._holder = 0
-            self._lock.release()
+            self._is_taking = True
+            try:
+                return self._first_fit(nbytes, size)
+            finally:
+                self._is_taking = False
+
+    def _first_fit(self, nbytes: int, size: int) -> PoolBlock | None:
+        if self._returned:
+            self._collect()
+        for i, (offset, free) in enumerate(self._free):
+            if free >= size:
+                # One store an entry, so that an interrupt can lose a piece but never hand it out twice.
+                if free == size:
+                    del self._free[i]
+                else:
+                    self._free[i] = offset + size, free - size
+                self._used_bytes += size
+                self.peak_bytes = max(self.peak_bytes, self._used_bytes)
+                return PoolBlock(self, offset, size, self._bytes[offset : offset + nbytes])
+        return None
 
     def _collect(self) -> None:
         """Put what was given back into the free list, joined with its neighbours."""
+        free = self._free
         while self._returned:
             start, size = self._returned.popleft()
             self._used_bytes -= size
-            low, high = 0, len(self._starts)
-            while low < high:
-                middle = (low + high) // 2
-                if self._starts[middle] < start:
-                    low = middle + 1
-                else:
-                    high = middle
-            joins_before = low > 0 and self._starts[low - 1] + self._sizes[low - 1] == start
-            joins_after = low < len(self._starts) and start + size == self._starts[low]
-            if joins_before and joins_after:
-                self._sizes[low - 1] += size + self._sizes[low]
-                del self._starts[low], self._sizes[low]
-            elif joins_before:
-                self._sizes[low - 1] += size
-            elif joins_after:
-                self._starts[low] = start
-                self._sizes[low] += size
-            else:
-                self._starts.insert(low, start)
-                self._sizes.insert(low, size)
+            first = last = bisect_left(free, (start, 0))
+            whole_start, whole_size = start, size
+            if first > 0 and sum(free[first - 1]) == start:
+                first -= 1
+                whole_start, whole_size = free[first][0], free[first][1] + size
+            if last < len(free) and start + size == free[last][0]:
+                whole_size += free[last][1]
+                last += 1
+            free[first:last] = [(whole_start, whole_size)]
 
     def take_or_wait(
         self, nbytes: int, *, step: int, per_step_s: float, stalled_s: float, per_run_s: float
@@ -143,7 +135,7 @@ class Pool:
         After a wait that was in vain nothing waits until half of the pool is free: a dead disk must not stop training.
         """
         block = self.take(nbytes)
-        if block is not None or nbytes > self.capacity_bytes or self._holder == threading.get_ident():
+        if block is not None or nbytes > self.capacity_bytes or self._is_taking:
             return block
         if self._is_dropping:
             if self.used_bytes > self.capacity_bytes // 2:
@@ -162,12 +154,11 @@ class Pool:
             ):
                 self._is_dropping = True
                 break
-            self._room.clear()
+            time.sleep(_NAP_S)  # an Event's lock could be left held by an interrupt, and the writer would wait for it
             block = self.take(nbytes)
+            now = self._clock()
             if block is not None:
                 break
-            self._room.wait(0.05)
-            now = self._clock()
         self.waited_s += now - began
         self._waited_this_step_s += now - began
         return block

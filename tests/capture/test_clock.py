@@ -488,3 +488,66 @@ def test_an_optimizer_whose_step_raised_does_not_hide_another(tmp_path: Path) ->
             first.zero_grad()
             second.zero_grad()
     assert len(recording.rows(site="grad", module_path="second", name="bias")) == 4
+
+
+def test_a_module_that_calls_itself_numbers_each_call(tmp_path: Path) -> None:
+    class Countdown(Tiny):
+        def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+            return self.first(x).sum() * depth + (self(x + 1, depth - 1) if depth else 0)  # type: ignore[no-any-return]
+
+    with flagged(tmp_path, rules="module='' site=input,output keep=tensor") as recording:
+        Countdown()(batch())
+    for call in range(3):
+        assert torch.equal(recording.run.tensor("", site="input", name="x", call=call), batch() + call)
+    inner = recording.run.tensor("", site="output", call=2)
+    assert inner == 0
+
+
+def test_a_module_that_joins_later_is_recorded_once_it_is_trained(tmp_path: Path) -> None:
+    with flagged(tmp_path) as recording:
+        model = nn.Sequential(nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train_step(model, optimizer)
+        model.append(nn.Linear(4, 2))
+        optimizer.add_param_group({"params": model[1].parameters()})
+        for i in range(3):
+            train_step(model, optimizer, i)
+    assert list(recording.rows(site="output", module_path="0").step) == [0, 1, 2, 3]
+    assert list(recording.rows(site="output", module_path="1").step) == [2, 3]
+    assert list(recording.rows(site="grad", module_path="1", name="bias").step) == [2, 3]
+
+
+def test_the_run_stays_where_the_program_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("RECORDER", "1")
+    monkeypatch.setenv("RECORDER_DIR", "relative")
+    model = Tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorder.attach(model):
+        train_step(model, optimizer)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        train_step(model, optimizer)
+    assert recorder.open_run(tmp_path / "relative").steps == [0, 1]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_an_interrupted_forward_leaves_no_trace_in_the_next(tmp_path: Path) -> None:
+    class Interrupted(Tiny):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x)
+            if x.isnan().any():
+                raise KeyboardInterrupt
+            return self.second(hidden)  # type: ignore[no-any-return]
+
+    with flagged(tmp_path) as recording:
+        model = Interrupted()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train_step(model, optimizer)
+        with pytest.raises(KeyboardInterrupt):
+            model(batch() * float("nan"))
+        with torch.no_grad():
+            model(batch(5))
+        train_step(model, optimizer)
+    rows = recording.rows(site="output", module_path="second")
+    assert keys(rows, "step", "mode", "call") == [(0, "train", 0), (1, "no_grad", 0), (1, "train", 0)]

@@ -303,8 +303,8 @@ def test_an_exception_of_the_users_signal_handler_is_never_caught(tmp_path: Path
                         model(batch())
                 except TimeIsUpError:
                     num_seen += 1
-            signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
     assert num_seen == num_raised == 300
 

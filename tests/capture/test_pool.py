@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -114,10 +115,49 @@ def test_a_wait_ends_when_the_writer_gives_back() -> None:
 
 def test_a_call_that_interrupts_another_in_the_same_thread_gets_nothing_and_no_deadlock() -> None:
     pool = make_pool(64)
-    with pool._lock:
-        pool._holder = threading.get_ident()
-        assert pool.take(KIB) is None
-        assert pool.take_or_wait(KIB, **WAITS) is None
+    inner: list[object] = []
+    plain = pool._first_fit
+
+    def interrupted(nbytes: int, size: int) -> PoolBlock | None:
+        inner.extend([pool.take(KIB), pool.take_or_wait(KIB, **WAITS)])
+        return plain(nbytes, size)
+
+    pool._first_fit = interrupted  # type: ignore[method-assign]
+    assert pool.take(KIB) is not None
+    assert inner == [None, None]
+
+
+def test_interrupts_at_any_instant_neither_deadlock_nor_hand_out_bytes_twice() -> None:
+    class InterruptError(Exception):
+        pass
+
+    def ring(*args: Any) -> None:
+        raise InterruptError
+
+    pool = make_pool(64 * 1024)  # a take that is interrupted may lose its piece
+    live: dict[int, PoolBlock] = {}
+    num_interrupts = 0
+    previous = signal.signal(signal.SIGALRM, ring)
+    try:
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0005)
+                while True:
+                    block = pool.take(3 * KIB)
+                    if block is not None:
+                        ends = block.offset + len(block.data)
+                        overlaps = [b for b in live.values() if b.offset < ends and block.offset < b.offset + 3 * KIB]
+                        assert not overlaps
+                        live[block.offset] = block
+                    if block is None or len(live) > 20:
+                        live.popitem()[1].release()
+            except InterruptError:
+                num_interrupts += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert num_interrupts > 100
 
 
 class LateStager:
