@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import threading
 import time
@@ -32,7 +31,6 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _SHORT_NAP_S, _LONG_NAP_S = 0.002, 0.02
 """An idle writer looks for work this often. A thread that blocks on the queue costs each `put` 8 us, not 0.1."""
-_NICENESS = 10
 _MAX_FAILURES = 3
 _SEAL_SHARE = 0.25
 """Of the deadline of `close`, kept for the last batch and the seals."""
@@ -231,8 +229,8 @@ class Writer:
 
     def _run(self) -> None:
         try:
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            # At the priority of training: a writer at nice 10 starves where all cores train, until the pool is full
+            # and training waits for it (a step 1.53 times as long, against 1.40, and 1 GiB of memory against 0.1).
             place = self._resolve_dir()
             self._take_manifest()
             self._store.settle(place)
