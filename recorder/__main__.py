@@ -5,6 +5,7 @@ Must never import a UI package for ``recorder run``, which becomes the user's tr
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -17,7 +18,13 @@ def main() -> None:
         launch(arguments[1:])
     from .cli.app import run_command
 
-    run_command(arguments)
+    try:
+        run_command(arguments)
+    finally:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # `recorder ... | head`: nobody reads the rest, and the interpreter must not try again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":
