@@ -100,7 +100,7 @@ class Recorder:
             return True
         if self._is_trained({id(p) for p in parameters}):
             return True
-        if self.settings.roots == "any" and not self._live:
+        if self.settings.roots == "any" and not self._live and not (self._optimizers and self._optimizers.known):
             return True
         self._turned_down = max(self._turned_down, (len(parameters), tree.class_name(module)))
         return False
@@ -244,7 +244,7 @@ class Recorder:
             capture = self.capture
             if capture is None or self._is_closed:
                 return
-            key = (self.events.has_changed, capture.clock.source, tuple(capture.roots), self._optimizers is not None)
+            key = (self.events.has_changed, capture.clock.source, tuple(capture.roots))
             if key != self._manifest_key:
                 self.events.has_changed = False
                 self._manifest_key = (False, *key[1:])

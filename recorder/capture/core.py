@@ -288,6 +288,8 @@ class Capture:
 
     def add_root(self, module: nn.Module, name: str | None) -> Root:
         """Put hooks on a model. A root that it contains is taken over, with its name."""
+        for gone in [root for root in self.roots if root.module() is None]:
+            self.remove_root(gone)
         inside = {id(m) for m in module.modules()}
         taken = [root for root in self.roots if (inner := root.module()) is not None and id(inner) in inside]
         for root in taken:
@@ -303,12 +305,7 @@ class Capture:
         """Put hooks on modules that joined a model after its first call. True where there were any."""
         grown = [root for root in self.roots if root.has_grown()]
         for root in grown:
-            module = root.module()
-            if module is not None:
-                root.remove()
-                renewed = Root(self, module, root.name)
-                renewed.clock, renewed.num_calls, renewed.num_attached = root.clock, root.num_calls, root.num_attached
-                self.roots[self.roots.index(root)] = renewed
+            root.renew()
         return bool(grown)
 
     def remove_root(self, root: Root) -> None:
@@ -354,20 +351,30 @@ class Root:
         self.name = name
         self.module: Callable[[], nn.Module | None] = weakref.ref(module)
         self.clock = RootClock(capture.clock)
-        self.watches: list[Watch] = []
         self.num_calls = 0
         self.num_attached = 0
-        self._handles: list[Any] = []
         self._number = next(_numbers)
+        self._install(module)
+
+    def _install(self, module: nn.Module) -> None:
         nodes = tree.walk(module)
         self.class_name = nodes[0].class_name
         self.paths = [node.path for node in nodes]
         self._located = {id(m): (weakref.ref(m), n.path) for n in nodes for m in (n.module, n.owner)}
         self._located[id(module)] = weakref.ref(module), ""
+        self.watches: list[Watch] = []
+        self._handles: list[Any] = []
         hooks.ROOTS[self._number] = self
-        self._install(module, nodes)
+        self._add_hooks(module, nodes)
         self.modules = [_describe(node, watch) for node, watch in zip(nodes, self.watches, strict=True)]
         """What the manifest says of each module; nothing here keeps the model alive."""
+
+    def renew(self) -> None:
+        """Take the hooks off and put them on again, on the modules that there are now."""
+        module = self.module()
+        if module is not None:
+            self.remove()
+            self._install(module)
 
     def has_grown(self) -> bool:
         """Whether the model has modules that it had not when it was attached."""
@@ -379,7 +386,7 @@ class Root:
         reference, path = self._located.get(id(module), (None, ""))
         return path if reference is not None and reference() is module else None
 
-    def _install(self, module: nn.Module, nodes: list[tree.Node]) -> None:
+    def _add_hooks(self, module: nn.Module, nodes: list[tree.Node]) -> None:
         compiled: list[str] = []
         for node in nodes:
             wrapper = node.module is not node.owner
@@ -485,6 +492,7 @@ class Root:
             handle.remove()
         for watch in self.watches:
             watch.remove()
+        self.watches.clear()
         hooks.ROOTS.pop(self._number, None)
 
 

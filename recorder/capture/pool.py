@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
 import time
 from bisect import bisect_left
@@ -166,10 +167,5 @@ class Pool:
 
 def default_capacity_bytes(local_world_size: int) -> int:
     """1 GiB, at most 5 % of the host's memory shared by the local ranks, at least 256 MiB."""
-    import os
-
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(256 << 20, min(1 << 30, host_bytes // 20 // max(1, local_world_size)))
-
-
-monotonic_s = time.monotonic

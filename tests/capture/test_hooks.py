@@ -314,3 +314,29 @@ def test_scripting_a_recorded_model_is_refused_in_one_sentence(tmp_path: Path) -
         train(model := Tiny(), list(model.parameters()), 1)
         with pytest.warns(DeprecationWarning), pytest.raises(RuntimeError, match="without RECORDER=1"):
             torch.jit.script(model)
+
+
+def test_a_model_that_grew_while_attached_is_let_go_with_its_attachment(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with recorder.attach(model, enabled=True, dir=tmp_path, rules=EVERYTHING):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(3):
+            model(batch(i)).sum().backward()
+            if i == 1:
+                model.append(nn.Linear(4, 4))
+                optimizer.add_param_group({"params": model[1].parameters()})
+            optimizer.step()
+    assert not hooks.WATCHES and not hooks.ROOTS
+    assert not any(module._forward_hooks for module in model.modules())
+    run = recorder.open_run(tmp_path)
+    assert "1" in run.module_paths
+    assert [writer.state for writer in run.writers] == ["closed"]
+
+
+def test_models_that_are_gone_leave_nothing_but_their_description(tmp_path: Path) -> None:
+    with flagged(tmp_path, rules="site=grad keep=stats") as recording:
+        for _ in range(3):
+            train(model := Tiny(), list(model.parameters()), 2)
+            del model
+        assert len(hooks.ROOTS) == 1
+    assert [root["name"] for root in recording.manifest["roots"]] == ["model", "model_1", "model_2"]
