@@ -280,11 +280,15 @@ def test_the_users_own_global_hook_is_still_warned_of(tmp_path: Path) -> None:
         handle.remove()
 
 
-def test_an_exception_of_the_users_signal_handler_is_never_caught(tmp_path: Path) -> None:
+def test_an_exception_of_the_users_signal_handler_is_never_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class TimeIsUpError(Exception):
         pass
 
     num_raised = num_seen = 0
+    lost: list[object] = []  # raised while Python freed an object: it drops those, with or without a recorder
+    monkeypatch.setattr(sys, "unraisablehook", lost.append)
 
     def ring(*args: Any) -> None:
         nonlocal num_raised
@@ -299,14 +303,15 @@ def test_an_exception_of_the_users_signal_handler_is_never_caught(tmp_path: Path
             for _ in range(300):
                 try:
                     signal.setitimer(signal.ITIMER_REAL, 0.002)
-                    while True:
+                    for _ in range(300):
                         model(batch())
                 except TimeIsUpError:
                     num_seen += 1
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-    assert num_seen == num_raised == 300
+    assert num_seen + len(lost) == num_raised == 300
+    assert len(lost) < 30
 
 
 def test_scripting_a_recorded_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
