@@ -244,7 +244,8 @@ class Recorder:
             capture = self.capture
             if capture is None or self._is_closed:
                 return
-            key = (self.events.has_changed, capture.clock.source, tuple(capture.roots))
+            roots = tuple((root, root.data_parallel is None) for root in capture.roots)
+            key = (self.events.has_changed, capture.clock.source, roots)
             if key != self._manifest_key:
                 self.events.has_changed = False
                 self._manifest_key = (False, *key[1:])
@@ -433,7 +434,8 @@ class Recorder:
 
 
 def _describe_root(root: Root) -> dict[str, Any]:
-    return {"name": root.name, "class": root.class_name, "modules": root.modules}
+    facts = {} if root.data_parallel is None else {"data_parallel": root.data_parallel}
+    return {"name": root.name, "class": root.class_name, **facts, "modules": root.modules}
 
 
 def _write_settings(settings: config.Settings) -> Any:

@@ -23,6 +23,7 @@ from ..records import KEEP_STATS, KEEP_TENSOR, PART_BYTES, Chunk, Moment, Origin
 from . import hooks, staging, tree
 from .clock import Clock, RootClock, Slice
 from .events import Events, comes_from_signal_handler
+from .parallel import DataParallel, find_data_parallel
 from .pool import Pool
 from .select import NOTHING, Selection, scalar_keep
 from .values import DTYPES, UnsupportedKind, plain
@@ -31,6 +32,8 @@ _MAX_HOOK_ERRORS = 10
 """Errors of one module's site after which it is left alone."""
 _MAX_LEAF_HOOKS = 4096
 _MAX_LEAVES = 4096
+_MAX_LATE_LOOKS = 100
+"""Calls of a root in which a data-parallel wrapper is looked for: it may be made after an evaluation or an attach."""
 _NEVER_TAPPED = (None, -1, False)
 _numbers = itertools.count(1)
 
@@ -354,7 +357,17 @@ class Root:
         self.num_calls = 0
         self.num_attached = 0
         self._number = next(_numbers)
+        self.data_parallel: DataParallel | None = None
+        """The ranks that share its batch, for the manifest; None where no wrapper says so."""
+        self._learn_data_parallel(module, thorough=True)
         self._install(module)
+
+    def _learn_data_parallel(self, module: nn.Module, *, thorough: bool = False) -> None:
+        try:
+            self.data_parallel = find_data_parallel(module, thorough=thorough)
+        except Exception as error:
+            text = f"{self.name}: the ranks that share its batch are not known: {type(error).__name__}: {error}"
+            self.capture.events.add("data_parallel_unknown", text, key=self.name, exception=error)
 
     def _install(self, module: nn.Module) -> None:
         nodes = tree.walk(module)
@@ -434,6 +447,8 @@ class Root:
             every_call_is_a_step=self.capture.every_call_is_a_step,
             is_first_call=self.num_calls == 0,
         )
+        if self.data_parallel is None and self.num_calls < _MAX_LATE_LOOKS:
+            self._learn_data_parallel(module)
         self.num_calls += 1
         if torch.is_grad_enabled():
             self.capture.has_seen_forward = True

@@ -1,0 +1,62 @@
+"""The manifest says which ranks share a root's batch, in their order, whatever wrapper does it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from . import jobs
+from .conftest import Train
+from .jobs import SCRIPTS, Finished
+
+WORLD = [0, 1, 2, 3]
+EXPECTED: dict[str, tuple[str, list[list[int]]]] = {
+    "ddp": ("ddp", [WORLD] * 4),
+    "ddp_of_two": ("ddp", [[0, 2], [1, 3], [0, 2], [1, 3]]),
+    "ddp_inside": ("ddp", [WORLD] * 4),
+    "evaluated_inside_ddp": ("ddp", [WORLD] * 4),
+    "wrapped_after_attach": ("ddp", [WORLD] * 4),
+    "fsdp1": ("fsdp1", [WORLD] * 4),
+    "fsdp1_hybrid_of_mesh": ("fsdp1", [WORLD] * 4),
+    "fsdp1_hybrid_of_groups": ("fsdp1", [[0, 2, 1, 3]] * 4),
+    "fsdp2": ("fsdp2", [WORLD] * 4),
+    "fsdp2_inside": ("fsdp2", [WORLD] * 4),
+    "fsdp2_of_larger_mesh": ("fsdp2", [[0, 2], [1, 3], [0, 2], [1, 3]]),
+    "hsdp": ("fsdp2", [WORLD] * 4),
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("groups")
+    options = ("--standalone", "--nproc-per-node=4")
+    return jobs.succeeded(jobs.torchrun(folder, SCRIPTS / "groups.py", options=options))
+
+
+def facts(finished: Finished, name: str) -> list[Any]:
+    roots = [{root["name"]: root for root in writer.manifest["roots"]} for writer in finished.run.writers]
+    return [by_name[name].get("data_parallel") for by_name in roots]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_ranks_stand_in_data_parallel_order(finished: Finished, name: str) -> None:
+    kind, ranks = EXPECTED[name]
+    assert facts(finished, name) == [{"kind": kind, "ranks": expected} for expected in ranks]
+
+
+def test_a_model_without_a_wrapper_says_nothing(finished: Finished) -> None:
+    assert facts(finished, "plain") == [None] * 4
+
+
+@pytest.mark.parametrize(("layout", "kind"), [("ddp", "ddp"), ("fsdp2", "fsdp2")])
+def test_training_under_the_flag_says_it_too(train: Train, layout: str, kind: str) -> None:
+    """Rank 0 of the ddp job also evaluates the inner model by itself."""
+    for writer in train(layout, "everything", "--watch").run.writers:
+        (root,) = writer.manifest["roots"]
+        assert root["data_parallel"] == {"kind": kind, "ranks": [0, 1]}
+
+
+def test_a_single_process_says_nothing(train: Train) -> None:
+    ((root,),) = [writer.manifest["roots"] for writer in train("plain", "everything", "--watch").run.writers]
+    assert "data_parallel" not in root
