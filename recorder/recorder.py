@@ -26,11 +26,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from . import __version__, config
 from .attachment import Attachment
 from .capture import hooks, topology, tree
-from .capture.core import Capture, Root
+from .capture.core import Capture
 from .capture.discovery import Discovery, has_compiled_anything
 from .capture.events import Events, comes_from_signal_handler
 from .capture.optimizers import OptimizerWatch, find_live, last_step, wrap_closure
 from .capture.pool import Pool, default_capacity_bytes
+from .capture.root import Root
 from .config import Loaded
 from .errors import AttachError, ConfigError
 from .signals import TerminationWatch

@@ -19,7 +19,9 @@ from torch import nn
 if TYPE_CHECKING:
     from ..records import Moment, Origin
     from .clock import RootClock, Slice
-    from .core import Capture, Root, Watch
+    from .core import Capture
+    from .root import Root
+    from .watch import Watch
 
 WATCHES: dict[int, Watch] = {}
 ROOTS: dict[int, Root] = {}

@@ -24,9 +24,10 @@ from torch.optim.optimizer import (
 )
 
 from ..records import Chunk, Moment
-from .core import Capture, Watch
+from .core import Capture
 from .discovery import has_compiled_anything
 from .values import dtensor_chunk
+from .watch import Watch
 
 _is_compiling = torch.compiler.is_compiling
 

@@ -100,7 +100,7 @@ def test_a_site_that_keeps_failing_is_left_alone(tmp_path: Path, monkeypatch: py
         calls.append(1)
         raise RuntimeError("always")
 
-    from recorder.capture.core import Watch
+    from recorder.capture.watch import Watch
 
     monkeypatch.setattr(Watch, "_enter", broken)
     with flagged(tmp_path, rules="module=first site=output keep=stats") as recording:

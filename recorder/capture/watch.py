@@ -1,0 +1,232 @@
+"""One module under hooks: what is selected of it, and what its hooks do when they fire.
+
+Nothing here may raise into training or keep a module alive.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..config import SITES
+from ..records import Chunk, Moment, Origin
+from . import hooks, tree
+from .clock import Slice
+from .select import NOTHING
+
+if TYPE_CHECKING:
+    from .root import Root
+
+_MAX_HOOK_ERRORS = 10
+"""Errors of one module's site after which it is left alone."""
+_MAX_LEAVES = 4096
+_numbers = itertools.count(1)
+
+
+class Watch:
+    """One module under hooks: what is selected of it, and the n-th call it is in."""
+
+    __slots__ = (
+        "_calls",
+        "_errors",
+        "_graphless_slice",
+        "_handles",
+        "_leaves",
+        "_number",
+        "_open_calls",
+        "_owner",
+        "_phase_slice",
+        "_signature",
+        "_was_called",
+        "capture",
+        "class_name",
+        "module",
+        "node_path",
+        "pre_hook",
+        "root",
+        "rule_sets",
+    )
+
+    def __init__(self, root: Root, node: tree.Node, *, wants_hooks: bool) -> None:
+        self.capture = root.capture
+        self.root = root
+        self.node_path = node.path
+        self.class_name = node.class_name
+        self.module: Callable[[], nn.Module | None] = weakref.ref(node.module)
+        self._owner: Callable[[], nn.Module | None] = weakref.ref(node.owner)
+        selection = self.capture.selection
+        self.rule_sets = {
+            site: selection.rule_set(node.path, node.class_name, node.is_leaf, site)
+            if node.is_callable or site in ("param", "grad", "buffer", "optim")
+            else NOTHING
+            for site in SITES
+        }
+        self._leaves: dict[tuple[str, str], tuple[Origin, int]] = {}
+        self._calls = {"forward": 0, "recompute": 0}
+        self._phase_slice: dict[str, Slice | None] = {"forward": None, "recompute": None}
+        self._open_calls: dict[int, list[int]] = {}
+        """By thread, the calls that have begun and not returned: a module may call itself."""
+        self._signature: tree.Signature | None = None
+        self._errors: dict[str, int] = {}
+        self._handles: list[Any] = []
+        self._was_called = False
+        self._graphless_slice: Slice | None = None
+        """The latest slice in which a forward ran without a graph, as a reentrant checkpoint does."""
+        self._number = next(_numbers)
+        self.pre_hook: hooks.BeforeForward | None = None
+        if wants_hooks:
+            hooks.WATCHES[self._number] = self
+            if self.rule_sets["input"] or self.rule_sets["grad_input"]:
+                self.pre_hook = hooks.BeforeForward(self._number)
+                self._handles.append(node.module.register_forward_pre_hook(self.pre_hook, with_kwargs=True))
+            if self.pre_hook or self.rule_sets["output"] or self.rule_sets["grad_output"]:
+                self._handles.append(node.module.register_forward_hook(hooks.AfterForward(self._number), prepend=True))
+
+    def _leaf(self, site: str, name: str) -> tuple[Origin, int]:
+        """The origin of a leaf and the rules that select it; made at its first sight."""
+        key = (site, name)
+        found = self._leaves.get(key)
+        if found is None:
+            if len(self._leaves) >= _MAX_LEAVES:
+                self._leaves.clear()  # names that change with the data, such as keys of samples
+            origin = Origin(self.root.name, self.node_path, site, name)
+            found = self._leaves[key] = origin, self.capture.selection.narrow(self.rule_sets[site], name)
+        return found
+
+    def _enter(self, slice_: Slice, phase: str) -> int:
+        """The number of the call that begins, within its slice."""
+        if self._phase_slice[phase] is not slice_:
+            self._phase_slice[phase] = slice_
+            self._calls[phase] = -1
+            if phase == "forward":
+                self._open_calls.clear()  # left behind by forwards that raised
+        self._calls[phase] += 1
+        return self._calls[phase]
+
+    def _has_new_graph(self, slice_: Slice, phase: str) -> bool:
+        """Whether gradients of this call's values are seen here for the first time.
+
+        Without reentry, a recompute is given the very inputs of the forward, whose gradients are watched already.
+        """
+        with_grad = torch.is_grad_enabled()
+        if phase == "forward":
+            if not with_grad:
+                self._graphless_slice = slice_
+            return with_grad
+        return with_grad and self._graphless_slice is slice_
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The module is about to run."""
+        capture = self.capture
+        slice_, phase = self.root.slice_now()
+        call = self._enter(slice_, phase)
+        self._open_calls.setdefault(threading.get_ident(), []).append(call)
+        masks = capture.masks
+        value_mask, gradient_mask = masks[self.rule_sets["input"]], masks[self.rule_sets["grad_input"]]
+        if not value_mask and not gradient_mask:
+            return
+        if self._signature is None:
+            module = self._owner()
+            if module is None:
+                return
+            self._signature = tree.Signature(module)
+        with_grad = bool(gradient_mask) and self._has_new_graph(slice_, phase)
+        for name, tensor in self._signature.leaves(args, kwargs):
+            self._see("input", "grad_input", name, tensor, slice_.moment, phase, call, with_grad)
+
+    def after_forward(self, output: Any) -> None:
+        """The module's forward has returned."""
+        self._was_called = True
+        masks = self.capture.masks
+        value_mask, gradient_mask = masks[self.rule_sets["output"]], masks[self.rule_sets["grad_output"]]
+        if not value_mask and not gradient_mask and self.pre_hook is None:
+            return
+        slice_, phase = self.root.slice_now()
+        begun = self._open_calls.get(threading.get_ident()) if self.pre_hook is not None else None
+        call = begun.pop() if begun else self._enter(slice_, phase)
+        with_grad = bool(gradient_mask) and self._has_new_graph(slice_, phase)
+        if value_mask or with_grad:
+            for name, tensor in tree.tensor_leaves(output):
+                self._see("output", "grad_output", name, tensor, slice_.moment, phase, call, with_grad)
+
+    def _see(
+        self,
+        site: str,
+        gradient_site: str,
+        name: str,
+        tensor: torch.Tensor,
+        moment: Moment,
+        phase: str,
+        call: int,
+        with_grad: bool,
+    ) -> None:
+        keep_of = self.capture.keep_of
+        origin, rule_set = self._leaf(site, name)
+        if keep := keep_of(rule_set, call):
+            self.capture.observe(origin, moment, phase, call, 0, keep, tensor)
+        if with_grad and tensor.requires_grad:
+            origin, rule_set = self._leaf(gradient_site, name)
+            if keep := keep_of(rule_set, call):
+                self.capture.watch_gradient(tensor, origin, moment, call, keep)
+
+    def own(self, kind: str) -> Iterator[tuple[str, Any]]:
+        """The module's own parameters or buffers by name."""
+        module = self._owner()
+        if module is not None:
+            yield from ((name, value) for name, value in getattr(module, kind).items() if value is not None)
+
+    def record_state(self, site: str, moment: Moment, phase: str, repeat: int) -> None:
+        """Record the module's own parameters or buffers."""
+        for name, tensor in self.own("_parameters" if site == "param" else "_buffers"):
+            self.record(site, name, tensor, moment, phase, repeat)
+
+    def record(
+        self,
+        site: str,
+        name: str,
+        tensor: torch.Tensor,
+        moment: Moment,
+        phase: str,
+        repeat: int,
+        *,
+        scope: str | None = None,
+        chunk: Chunk | None = None,
+        note: str | None = None,
+    ) -> None:
+        """Record one named tensor of the module where a rule selects it."""
+        if self.rule_sets[site] == NOTHING:
+            return
+        origin, rule_set = self._leaf(site, name)
+        if keep := self.capture.keep_of(rule_set, 0):
+            try:
+                self.capture.observe(
+                    origin, moment, phase, 0, repeat, keep, tensor, scope=scope, chunk=chunk, note=note
+                )
+            except Exception as error:
+                self.failed(site, error)
+
+    def failed(self, site: str, error: Exception) -> None:
+        """Count an error of ours; a site that keeps failing is left alone."""
+        self.capture.hook_failed(f"{self.node_path or self.root.name}:{site}", error)
+        self._errors[site] = self._errors.get(site, 0) + 1
+        if self._errors[site] == _MAX_HOOK_ERRORS:
+            gradient_site = {"input": "grad_input", "output": "grad_output"}.get(site, site)
+            self.rule_sets[site] = self.rule_sets[gradient_site] = NOTHING
+            self._leaves.clear()
+
+    @property
+    def is_silent(self) -> bool:
+        """It has hooks, and its module was never seen to run."""
+        return bool(self._handles) and not self._was_called
+
+    def remove(self) -> None:
+        """Take the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+        hooks.WATCHES.pop(self._number, None)
