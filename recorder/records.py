@@ -66,6 +66,8 @@ class Chunk(NamedTuple):
     placements: str
     mesh: str
     layout_source: str
+    flat_start: int | None = None
+    """Where the piece is a run of the flattened (C order) global tensor: its first element there."""
 
 
 class Staged(NamedTuple):
@@ -124,6 +126,6 @@ class Measure(Protocol):
         data: npt.NDArray[np.uint8],
         dtype: str,
         shape: tuple[int, ...],
-        offsets: tuple[int, ...] | None,
+        chunk: Chunk | None,
         keep: int,
     ) -> Measured: ...

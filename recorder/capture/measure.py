@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..format.dtypes import item_bytes, numpy_dtype
-from ..format.fingerprint import fingerprint
-from ..records import KEEP_FINGERPRINT, KEEP_STATS, Measured
+from ..format.fingerprint import fingerprint, flat_fingerprint
+from ..records import KEEP_FINGERPRINT, KEEP_STATS, Chunk, Measured
 
 _CHUNK_ITEMS = 1 << 15
 """Elements looked at together: with their float64 copy they stay in the second-level cache."""
@@ -25,7 +25,7 @@ _Values = npt.NDArray[Any]
 
 
 def measure(
-    data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...], offsets: tuple[int, ...] | None, keep: int
+    data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...], chunk: Chunk | None, keep: int
 ) -> Measured:
     """Statistics where `keep` has `KEEP_STATS`, the fingerprint where it has `KEEP_FINGERPRINT`; see `records.Measure`.
 
@@ -34,8 +34,16 @@ def measure(
     """
     measured = _statistics(data, dtype) if keep & KEEP_STATS else Measured()
     if keep & KEEP_FINGERPRINT:
-        measured = measured._replace(fingerprint=fingerprint(data, item_bytes(dtype), shape, offsets))
+        measured = measured._replace(fingerprint=_fingerprint(data, item_bytes(dtype), shape, chunk))
     return measured
+
+
+def _fingerprint(data: npt.NDArray[np.uint8], item_bytes: int, shape: tuple[int, ...], chunk: Chunk | None) -> int:
+    if chunk is None:
+        return fingerprint(data, item_bytes, shape)
+    if chunk.flat_start is not None:
+        return flat_fingerprint(data, item_bytes, chunk.global_shape, chunk.flat_start)
+    return fingerprint(data, item_bytes, shape, chunk.offsets)
 
 
 def _statistics(data: npt.NDArray[np.uint8], dtype: str) -> Measured:

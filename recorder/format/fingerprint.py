@@ -7,6 +7,7 @@ counts from the last dim and indices are those in the whole tensor. FORMAT.md, s
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -38,6 +39,13 @@ def fingerprint(
         shape, offsets = (*shape, item_bytes // word_bytes), (*offsets, 0)
     words = data.view(np.dtype(f"<i{word_bytes}"))
     return _fingerprint_at_origin(words, shape) * _product_of_powers(offsets) % MODULUS
+
+
+def moved(value: int, item_bytes: int, offsets: tuple[int, ...]) -> int:
+    """The fingerprint of a chunk at `offsets` of a tensor, out of the one that it has at the origin."""
+    if item_bytes > _WORD_BYTES:
+        offsets = (*offsets, 0)
+    return value * _product_of_powers(offsets) % MODULUS
 
 
 def to_text(value: int) -> str:
@@ -112,3 +120,40 @@ def _product_of_powers(indices: tuple[int, ...]) -> int:
     for dim, index in enumerate(reversed(indices)):
         product = product * pow(constant(dim), index, MODULUS) % MODULUS
     return product
+
+
+def flat_fingerprint(data: npt.NDArray[np.uint8], item_bytes: int, global_shape: tuple[int, ...], start: int) -> int:
+    """The fingerprint of a run of elements of the flattened (C order) tensor, each weighed by its place in the whole.
+
+    Args:
+        data: the run's little-endian bytes, contiguous.
+        item_bytes: bytes of one element.
+        global_shape: the shape of the whole tensor.
+        start: the run's first element, counted in the flattened tensor.
+    """
+    total = done = 0
+    for shape, offsets in _boxes(global_shape, start, len(data) // item_bytes):
+        num_bytes = math.prod(shape) * item_bytes
+        total += fingerprint(data[done : done + num_bytes], item_bytes, shape, offsets)
+        done += num_bytes
+    return total % MODULUS
+
+
+def _boxes(shape: tuple[int, ...], start: int, count: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Shape and offsets of the boxes that a run of elements consists of, in order; at most 2 x dims - 1."""
+    if not count:
+        return
+    if not shape:
+        yield (), ()
+        return
+    inner = shape[1:]
+    row_items = math.prod(inner)
+    row, begin = divmod(start, row_items)
+    if begin or count < row_items:  # a row that is not whole
+        in_row = min(count, row_items - begin)
+        yield from (((1, *box), (row, *at)) for box, at in _boxes(inner, begin, in_row))
+        yield from _boxes(shape, start + in_row, count - in_row)
+        return
+    num_rows = count // row_items
+    yield (num_rows, *inner), (row,) + (0,) * len(inner)
+    yield from _boxes(shape, start + num_rows * row_items, count % row_items)

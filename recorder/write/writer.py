@@ -319,9 +319,8 @@ class Writer:
     def _measured(self, staged: Staged) -> Measured:
         if not staged.keep & (KEEP_STATS | KEEP_FINGERPRINT):
             return NOT_MEASURED
-        offsets = None if staged.chunk is None else staged.chunk.offsets
         try:
-            return self._measure(staged.block.data, staged.dtype, staged.shape, offsets, staged.keep)
+            return self._measure(staged.block.data, staged.dtype, staged.shape, staged.chunk, staged.keep)
         except Exception as error:
             self._notices.failed("statistics could not be computed; rows go without them", error)
             return _UNMEASURABLE

@@ -17,7 +17,8 @@ from recorder.capture import measure as module
 from recorder.capture.measure import measure
 from recorder.errors import UnsupportedError
 from recorder.format.dtypes import ITEM_BYTES
-from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR, Measured
+from recorder.format.fingerprint import MODULUS
+from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR, Chunk, Measured
 from tests.format import independent
 
 _REAL = [name for name in ITEM_BYTES if not name.startswith(("complex", "float4"))]
@@ -194,4 +195,18 @@ def test_only_what_is_asked_for_is_computed() -> None:
 def test_the_fingerprint_is_the_specifications(dtype: str, offsets: tuple[int, ...] | None) -> None:
     tensor = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(2)).to(getattr(torch, dtype))
     expected = independent.fingerprint(_bytes(tensor).tobytes(), ITEM_BYTES[dtype], (4, 3, 5), offsets)
-    assert measure(_bytes(tensor), dtype, (4, 3, 5), offsets, KEEP_FINGERPRINT).fingerprint == expected
+    chunk = None if offsets is None else Chunk((9, 9, 99), offsets, "[]", "{}", "dtensor")
+    assert measure(_bytes(tensor), dtype, (4, 3, 5), chunk, KEEP_FINGERPRINT).fingerprint == expected
+
+
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float32", "float64", "complex128"])
+def test_slices_of_the_flattened_tensor_add_up_to_its_fingerprint(dtype: str) -> None:
+    tensor = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(2)).to(getattr(torch, dtype))
+    total = 0
+    for start, stop in ((0, 7), (7, 7), (7, 41), (41, 60)):
+        piece = tensor.reshape(-1)[start:stop]
+        chunk = Chunk((4, 3, 5), None, "[]", "{}", "fsdp", start)
+        found = measure(_bytes(piece), dtype, tuple(piece.shape), chunk, KEEP_FINGERPRINT).fingerprint
+        assert found is not None
+        total += found
+    assert total % MODULUS == independent.fingerprint(_bytes(tensor).tobytes(), ITEM_BYTES[dtype], (4, 3, 5), None)
