@@ -15,19 +15,39 @@ from .errors import RecorderError as RecorderError
 if TYPE_CHECKING:
     from torch import nn
 
+    from .analyze.first import first as first
+    from .analyze.stats import stats as stats
     from .attachment import Attachment
     from .read.decode import decode as decode
     from .read.run import Run as Run
     from .read.run import open_run as open_run
 
 __version__ = "0.1.0"
-__all__ = ["RecorderError", "Run", "attach", "decode", "errors", "open_run", "scalar", "step", "tap"]
+__all__ = [
+    "RecorderError",
+    "Run",
+    "attach",
+    "decode",
+    "errors",
+    "first",
+    "open_run",
+    "scalar",
+    "stats",
+    "step",
+    "tap",
+]
 
 _T = TypeVar("_T")
 _active: Any = None
 """The recorder that is recording in this process, set by `recorder.recorder`; None: `tap` and the others do nothing."""
 
-_LAZY = {"open_run": "read.run", "Run": "read.run", "decode": "read.decode"}
+_LAZY = {
+    "open_run": "read.run",
+    "Run": "read.run",
+    "decode": "read.decode",
+    "first": "analyze.first",
+    "stats": "analyze.stats",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -96,6 +96,15 @@ def show(
     raise typer.Exit(show_module(open_typed(path, context.obj), module, wanted, last=last, as_json=as_json))
 
 
+@app.command(epilog="Example: recorder first recordings")
+def first(context: typer.Context, path: RunPath, as_json: Json = False) -> None:
+    """Name the first NaN or infinity and the first replica that differs. Exit code 1: there is one."""
+    from .first import show_first
+    from .paths import open_typed
+
+    raise typer.Exit(show_first(open_typed(path, context.obj), as_json=as_json))
+
+
 @app.command(epilog="Example: recorder verify recordings")
 def verify(context: typer.Context, path: RunPath, as_json: Json = False) -> None:
     """Check every byte of a run: checksums, seals, footers, indexes and accounts. Exit code 1: something is wrong."""

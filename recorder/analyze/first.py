@@ -1,0 +1,61 @@
+"""Owns the question what went wrong first in a run. Never prints; `recorder.cli.first` does."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..read.run import Run
+from .nonfinite import NonFinite, find_nonfinite
+from .replicas import Differing, find_differing
+from .timeline import Timeline
+
+
+class First(NamedTuple):
+    """What went wrong first."""
+
+    nonfinite: NonFinite | None
+    """The first NaN or infinity."""
+    num_nonfinite: int
+    """How many values are not finite, from the first on."""
+    num_nonfinite_modules: int
+    replica: Differing | None
+    """The first parameter, gradient or optimizer state that ranks should share and do not."""
+    differing: list[tuple[str, str, str]]
+    """Module, site and name of every value that does so, in the order in which each first did."""
+    buffers: list[Differing]
+    """Buffers that differ between ranks; no finding of its own."""
+    num_compared: int
+    """Replicas that were compared."""
+    notes: list[str]
+    """What the search saw and does not count, or could not look at."""
+
+    @property
+    def is_found(self) -> bool:
+        """Whether something went wrong."""
+        return self.nonfinite is not None or self.replica is not None
+
+
+def first(run: Run) -> First:
+    """The first value that is not finite, and the first replica that differs.
+
+    Time is the step, then the order of execution on each rank. Infinities that were there from a value's first record
+    on and do not grow, as in an attention mask, are a note; NaN always counts. Replicas are parameters, gradients and
+    optimizer state of data-parallel ranks; buffers are told apart, because a forward may update each rank's own until
+    DDP broadcasts the first rank's.
+    """
+    timeline = Timeline(run)
+    nonfinite = find_nonfinite(timeline)
+    replicas = find_differing(run, timeline)
+    notes = [*nonfinite.notes, *replicas.notes]
+    if timeline.num_superseded:
+        notes.append(f"{timeline.num_superseded} rows of steps that a restart did again were left out")
+    return First(
+        nonfinite=nonfinite.first,
+        num_nonfinite=nonfinite.num_values,
+        num_nonfinite_modules=nonfinite.num_modules,
+        replica=replicas.first,
+        differing=replicas.values,
+        buffers=replicas.buffers,
+        num_compared=replicas.num_compared,
+        notes=notes,
+    )

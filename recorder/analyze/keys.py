@@ -1,0 +1,112 @@
+"""Owns rows as numbers: which rows agree in some columns, and which rows of two tables belong together.
+
+Never loops over rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+Integers = npt.NDArray[np.int64]
+
+VALUE_KEY = (
+    "root", "module_path", "site", "name", "phase", "mode", "step", "micro_step", "call", "repeat",
+)  # fmt: skip
+"""What names a value in a run, its rank aside (FORMAT.md, section "Time")."""
+SERIES_KEY = ("root", "module_path", "site", "name", "phase", "mode", "micro_step", "call", "repeat")
+"""What names the same value over the steps."""
+
+
+class Groups(NamedTuple):
+    """Rows that agree, numbered in the order in which their first row stands."""
+
+    ids: Integers
+    """Of each row, the number of its group."""
+    firsts: Integers
+    """Of each group, its first row."""
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.firsts)
+
+
+def codes(column: Any) -> Integers:
+    """A column of texts or whole numbers as small numbers from 0, equal where the values are; null is a value."""
+    if pa.types.is_integer(column.type):
+        values = column.cast(pa.int64())
+        if values.null_count:
+            return _shifted(values.fill_null(0).to_numpy(), values.is_null().to_numpy())
+        numbers = np.asarray(values.to_numpy(), np.int64)
+        return numbers - numbers.min() if len(numbers) else numbers
+    return encode(column)[0] + 1
+
+
+def encode(column: Any) -> tuple[Integers, list[str]]:
+    """A column of texts as numbers of its distinct texts, -1 for null, and these."""
+    chunked = column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])
+    encoded = chunked.dictionary_encode().unify_dictionaries()
+    pieces = [chunk.indices.fill_null(-1).to_numpy(zero_copy_only=False) for chunk in encoded.chunks]
+    texts = encoded.chunk(0).dictionary.to_pylist() if encoded.num_chunks else []
+    return np.concatenate([np.zeros(0, np.int64), *pieces]).astype(np.int64), texts
+
+
+def holds(column: Any, test: Callable[[str], bool]) -> npt.NDArray[np.bool_]:
+    """Which rows of a column of texts pass a test, which is made once a distinct text; null does not."""
+    ids, texts = encode(column)
+    return np.array([*map(test, texts), False], np.bool_)[ids]
+
+
+def group(columns: Sequence[Integers]) -> Groups:
+    """Group rows by columns of codes, all of one length."""
+    ids = np.zeros(len(columns[0]), np.int64)
+    span = 1
+    for column in columns:
+        width = int(column.max(initial=0)) + 1
+        if span * width >= 1 << 62:  # keep the mixed number within 64 bits
+            distinct, ids = np.unique(ids, return_inverse=True)
+            span = len(distinct)
+        if span * width >= 1 << 62:
+            distinct, column = np.unique(column, return_inverse=True)
+            width = len(distinct)
+        ids = ids * width + column
+        span *= width
+    _, firsts, ids = np.unique(ids, return_index=True, return_inverse=True)
+    by_appearance = np.argsort(firsts)
+    rank = np.empty(len(firsts), np.int64)
+    rank[by_appearance] = np.arange(len(firsts))
+    return Groups(rank[ids], firsts[by_appearance].astype(np.int64))
+
+
+def group_rows(table: Any, names: Sequence[str]) -> Groups:
+    """Group the rows of a `pa.Table` by columns."""
+    return group([codes(table.column(name)) for name in names] or [np.zeros(table.num_rows, np.int64)])
+
+
+def common_ids(a: Any, b: Any, names: Sequence[str]) -> tuple[Integers, Integers]:
+    """Numbers of the rows of two tables that are equal where the rows agree in columns, across the tables."""
+    both = pa.concat_tables([a.select(list(names)), b.select(list(names))])
+    ids = group_rows(both, names).ids
+    return ids[: a.num_rows], ids[a.num_rows :]
+
+
+def join(a: Integers, b: Integers) -> tuple[Integers, Integers]:
+    """Every pair of positions with equal numbers, by the position in `a`."""
+    order = np.argsort(b, kind="stable")
+    in_order = b[order]
+    begins, ends = np.searchsorted(in_order, a, "left"), np.searchsorted(in_order, a, "right")
+    counts = ends - begins
+    left = np.repeat(np.arange(len(a)), counts)
+    within = np.arange(len(left)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return left, order[np.repeat(begins, counts) + within].astype(np.int64)
+
+
+def _shifted(numbers: Integers, is_null: npt.NDArray[np.bool_]) -> Integers:
+    """From 0 for null; the others from 1."""
+    known = numbers[~is_null]
+    low = int(known.min()) if len(known) else 0
+    return np.where(is_null, 0, numbers - low + 1).astype(np.int64)

@@ -1,0 +1,181 @@
+"""Owns the first value that is not finite, and what was last healthy before it. Reads a payload only where counts lack.
+
+An infinity that was there from a value's first record on, and does not grow, is how the program masks; it is a note.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import RunError
+from .keys import codes, group, holds
+from .moments import integers, measure
+from .timeline import Place, Timeline
+
+_MAY_MASK = ("input", "output", "param", "buffer", "tap", "scalar")
+"""Sites at which a program may mean its infinities. A gradient or a state of the optimizer never does."""
+_FIRST_BATCH = 16
+_HAVE_NO_INFINITY = ("bool", "int", "uint", "float4")
+_MAX_NOTED = 5
+_MAX_PROBLEMS = 3
+
+
+class NonFinite(NamedTuple):
+    """A tensor with NaN or infinite elements."""
+
+    place: Place
+    nan_count: int
+    inf_count: int
+    numel: int
+    num_before: int
+    """How many values its rank had seen before it in the step."""
+    before: Place | None
+    """The healthy value that its rank saw last before it, in the order of execution."""
+    last_healthy: Place | None
+    """The last record of this very value on this rank, at an earlier step, that was healthy."""
+    num_steps_healthy: int
+    """Steps at which this very value was recorded healthy before."""
+    is_skipped: bool
+    """Whether GradScaler skipped the update of this step, as it does where gradients overflow."""
+
+
+class NonFiniteSearch(NamedTuple):
+    """What was found, and what the search says beside it."""
+
+    first: NonFinite | None
+    num_values: int
+    """Rows that are not finite and are not excused."""
+    num_modules: int
+    notes: list[str]
+
+
+def find_nonfinite(timeline: Timeline) -> NonFiniteSearch:
+    """The first NaN or infinity, by step and then in the order of execution of each rank."""
+    state = _Counts(timeline)
+    first = state.search()
+    bad = state.bad()
+    notes = state.notes()
+    if first is None:
+        return NonFiniteSearch(None, 0, 0, notes)
+    modules = group([timeline.codes["root"][bad], timeline.codes["module_path"][bad]]).num_groups
+    return NonFiniteSearch(_describe(timeline, state, first), int(bad.sum()), modules, notes)
+
+
+class _Counts:
+    """Counts of every row of a timeline, completed from payloads as far as the search needs them."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        table = timeline.table
+        self._timeline = timeline
+        self.nan, self.inf = (integers(table.column(name)).copy() for name in ("nan_count", "inf_count"))
+        self.is_known: npt.NDArray[np.bool_] = (self.nan >= 0) & (self.inf >= 0)
+        is_float = ~holds(table.column("dtype"), lambda dtype: dtype.startswith(_HAVE_NO_INFINITY))
+        numel = integers(table.column("numel"))
+        has_payload = table.column("encoding").is_valid().to_numpy()
+        lacks = ~self.is_known & is_float & (numel > 0)
+        self.is_known |= ~lacks
+        self.unchecked = int((lacks & ~has_payload).sum())
+        self.problems: list[str] = []
+        self._todo = np.flatnonzero(lacks & has_payload)
+        self.nan[self.nan < 0] = 0
+        self.inf[self.inf < 0] = 0
+        self._may_mask = holds(table.column("site"), _MAY_MASK.__contains__)
+        series = timeline.series
+        self._same_shape = group([series.ids, codes(table.column("shape"))])
+        self._begins = series.firsts[series.ids]
+        self._begins_in_shape = self._same_shape.firsts[self._same_shape.ids]
+
+    def bad(self) -> npt.NDArray[np.bool_]:
+        """Rows that are not finite, without those that are excused."""
+        return np.asarray(((self.nan > 0) | (self.inf > 0)) & ~self.excused())
+
+    def excused(self) -> npt.NDArray[np.bool_]:
+        """Infinite from the first record on, and no more so than the first of this shape."""
+        was_infinite = (self.inf[self._begins] > 0) & (self.nan[self._begins] == 0)
+        grows = self.inf > self.inf[self._begins_in_shape]
+        return np.asarray((self.inf > 0) & (self.nan == 0) & self._may_mask & was_infinite & ~grows)
+
+    def search(self) -> int | None:
+        """The first bad row, once every row before it is known."""
+        size = _FIRST_BATCH
+        while True:
+            found = np.flatnonzero(self.bad())
+            limit = int(found[0]) if len(found) else self._timeline.num_rows
+            batch = self._todo[: np.searchsorted(self._todo, limit)][:size]
+            if not len(batch):
+                return limit if len(found) else None
+            for row in batch.tolist():
+                self._look_at(row)
+            self._todo = self._todo[len(batch) :]
+            size *= 2
+
+    def _look_at(self, row: int) -> None:
+        try:
+            counts = measure(self._timeline.array(row))
+        except RunError as error:
+            self.problems.append(str(error))
+            return
+        self.nan[row], self.inf[row] = counts["nan_count"] or 0, counts["inf_count"] or 0
+        self.is_known[row] = True
+
+    def notes(self) -> list[str]:
+        """What is not a finding and should be known."""
+        found = []
+        excused = np.flatnonzero(self.excused())
+        series = self._timeline.series
+        kinds = group([self._timeline.codes[name][excused] for name in ("root", "module_path", "site", "name")])
+        for number in kinds.firsts[:_MAX_NOTED].tolist():
+            row = int(excused[number])
+            place = self._timeline.place(row)
+            since = int(self._timeline.table.column("step")[int(series.firsts[series.ids[row]])].as_py())
+            what = f"{place.module_path!r} {place.site}{' ' + place.name if place.name else ''}"
+            found.append(
+                f"{what} holds {int(self.inf[row])} infinite values from its first record on (step {since}), "
+                "as masks do; not counted as a finding"
+            )
+        if kinds.num_groups > _MAX_NOTED:
+            found.append(f"{kinds.num_groups - _MAX_NOTED} more values are infinite from their first record on")
+        if self.unchecked:
+            why = "have neither statistics nor values and could not be looked at; keep=stats records them"
+            found.append(f"{self.unchecked} rows {why}")
+        found += [f"could not be looked at: {problem}" for problem in self.problems[:_MAX_PROBLEMS]]
+        if len(self.problems) > _MAX_PROBLEMS:
+            found.append(f"{len(self.problems) - _MAX_PROBLEMS} more values could not be read")
+        return found
+
+
+def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFinite:
+    is_healthy = state.is_known & (state.nan == 0) & (state.inf == 0)
+    rank, step = timeline.codes["rank"], timeline.codes["step"]
+    series = timeline.series.ids
+    earlier = np.arange(timeline.num_rows) < row
+    before = np.flatnonzero(earlier & is_healthy & (rank == rank[row]))
+    same = np.flatnonzero(earlier & is_healthy & (series == series[row]) & (step < step[row]))
+    place = timeline.place(row)
+    return NonFinite(
+        place=place,
+        nan_count=int(state.nan[row]),
+        inf_count=int(state.inf[row]),
+        numel=int(timeline.table.column("numel")[row].as_py()),
+        num_before=int(timeline.places[row]),
+        before=timeline.place(int(before[-1])) if len(before) else None,
+        last_healthy=timeline.place(int(same[-1])) if len(same) else None,
+        num_steps_healthy=len(np.unique(step[same])),
+        is_skipped=_is_skipped(timeline, row),
+    )
+
+
+def _is_skipped(timeline: Timeline, row: int) -> bool:
+    """The scalar ``skipped`` of the step, on this rank."""
+    here = (timeline.codes["step"] == timeline.codes["step"][row]) & (
+        timeline.codes["rank"] == timeline.codes["rank"][row]
+    )
+    rows = np.flatnonzero(here)
+    table = timeline.table.take(rows)
+    return any(
+        site == "scalar" and name == "skipped" and (mean or 0) > 0
+        for site, name, mean in zip(*(table.column(c).to_pylist() for c in ("site", "name", "mean")), strict=True)
+    )

@@ -1,0 +1,264 @@
+"""Owns the first replica that differs: values that data-parallel ranks must share bit by bit.
+
+By fingerprint, else by statistics, else by the bytes. Who is a replica the manifests say; where they do not, it
+is assumed, and the finding says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..errors import RunError
+from ..format.schema import COUNTS, STATISTICS
+from ..read.run import Run
+from .keys import VALUE_KEY, Integers, codes, group, holds
+from .moments import integers, numbers
+from .timeline import Place, Timeline
+
+STATE_SITES = ("param", "grad", "optim")
+"""Sites at which ranks that differ are a finding."""
+
+
+class RankValue(NamedTuple):
+    """What one rank holds."""
+
+    rank: int
+    fingerprint: str | None
+    mean: float | None
+    l2: float | None
+    absmax: float | None
+    shape: str
+    dtype: str
+
+
+class Differing(NamedTuple):
+    """A value of which replicas differ."""
+
+    place: Place
+    """Of the lowest rank that differs from most; of equal numbers, from the lowest rank."""
+    groups: list[list[int]]
+    """Ranks that agree, the most of them first."""
+    by: str
+    """How it was seen: ``fingerprint``, ``statistics``, ``values`` or ``merge``."""
+    ranks: list[RankValue]
+    is_assumed: bool
+    """Whether nothing says that these ranks are data-parallel: no DDP or FSDP was seen around the model."""
+    last_equal: Place | None
+    """The last record of this very value, at an earlier step, at which all ranks agreed."""
+
+
+class ReplicaSearch(NamedTuple):
+    """What was found, and what the search says beside it."""
+
+    first: Differing | None
+    """Of parameters, gradients and optimizer state."""
+    values: list[tuple[str, str, str]]
+    """Module, site and name of all of these that ever differ, in the order in which they first did."""
+    buffers: list[Differing]
+    """The first difference of each buffer."""
+    num_compared: int
+    """Values that were compared over ranks."""
+    notes: list[str]
+
+
+def find_differing(run: Run, timeline: Timeline) -> ReplicaSearch:
+    """The first difference of replicas, by step and then in the order of execution."""
+    replicas = _Replicas(run, timeline)
+    is_buffer = replicas.is_of(("buffer",))
+    first = replicas.search(~is_buffer)
+    replicas.search(is_buffer)
+    places = [timeline.place(int(row)) for row in replicas.first_rows(~is_buffer)]
+    buffers = [replicas.describe(number) for number in replicas.first_numbers(is_buffer).tolist()]
+    return ReplicaSearch(
+        None if first is None else replicas.describe(first),
+        [(place.module_path, place.site, place.name) for place in places],
+        sorted([*buffers, *_noted_by_merge(timeline)], key=lambda one: one.place.step),
+        replicas.num_compared,
+        replicas.notes(~is_buffer),
+    )
+
+
+class _Replicas:
+    """Groups of rows that must be equal, in the order of time; each is equal, differs, or is not known yet."""
+
+    def __init__(self, run: Run, timeline: Timeline) -> None:
+        self._timeline = timeline
+        table = timeline.table
+        is_candidate = holds(table.column("site"), (*STATE_SITES, "buffer").__contains__)
+        is_candidate &= table.column("placements").is_null().to_numpy()
+        leaders, self._assumed = _leaders(run, timeline)
+        is_candidate &= leaders >= 0
+        self._rows = np.flatnonzero(is_candidate)
+        keys = [timeline.codes[name][self._rows] for name in VALUE_KEY]
+        self._groups = group([*keys, leaders[self._rows]])
+        self._sizes = np.bincount(self._groups.ids, minlength=self._groups.num_groups)
+        self._table = table.take(pa.array(self._rows))
+        self._judge()
+        self._problems: list[str] = []
+
+    @property
+    def num_compared(self) -> int:
+        """Values held by several ranks, of which it is known whether they agree."""
+        return int(((self._sizes > 1) & ~self._is_open & ~self._is_unknown).sum())
+
+    def _judge(self) -> None:
+        """By what the rows say, for all groups at once."""
+        layouts = self._disagree(group([codes(self._table.column(name)) for name in ("dtype", "shape")]).ids)
+        prints = codes(self._table.column("fingerprint"))
+        lacks_print = self._any(prints == 0)
+        by_print = self._disagree(prints) & ~lacks_print
+        lacks_numbers = self._any(integers(self._table.column("nan_count")) < 0)
+        by_numbers = self._disagree(_statistics_ids(self._table)) & lacks_print & ~lacks_numbers
+        lacks_payload = self._any(self._table.column("encoding").is_null().to_numpy())
+        self._differs = layouts | by_print | by_numbers
+        undecided = lacks_print & lacks_numbers & ~self._differs & (self._sizes > 1)
+        self._is_open = undecided & ~lacks_payload
+        self._is_unknown = undecided & lacks_payload
+        self._by = np.where(layouts, "shape", np.where(by_print, "fingerprint", "statistics")).astype(object)
+
+    def is_of(self, sites: tuple[str, ...]) -> npt.NDArray[np.bool_]:
+        """Which groups are of these sites."""
+        return holds(self._table.column("site"), sites.__contains__)[self._groups.firsts]
+
+    def search(self, asked: npt.NDArray[np.bool_]) -> int | None:
+        """The first of the groups asked for that differs, once every one before it is known."""
+        found = np.flatnonzero(self._differs & asked)
+        limit = int(found[0]) if len(found) else self._groups.num_groups
+        for number in np.flatnonzero(self._is_open[:limit] & asked[:limit]).tolist():
+            if self._read(number):
+                return int(number)
+        return limit if len(found) else None
+
+    def first_numbers(self, asked: npt.NDArray[np.bool_]) -> Integers:
+        """Of each value that ever differs its first group that does."""
+        numbers = np.flatnonzero(self._differs & asked)
+        rows = self._rows[self._groups.firsts[numbers]]
+        values = group([self._timeline.codes[name][rows] for name in ("root", "module_path", "site", "name")])
+        return np.asarray(numbers[values.firsts])
+
+    def first_rows(self, asked: npt.NDArray[np.bool_]) -> Integers:
+        """The same as rows of the timeline."""
+        return np.asarray(self._rows[self._groups.firsts[self.first_numbers(asked)]])
+
+    def describe(self, number: int) -> Differing:
+        """One group that differs."""
+        members = np.flatnonzero(self._groups.ids == number)
+        columns = ("rank", "fingerprint", "mean", "l2", "absmax", "shape", "dtype")
+        values = sorted(RankValue(**row) for row in self._table.select(columns).take(pa.array(members)).to_pylist())
+        signatures: dict[Any, list[int]] = {}
+        order = members[np.argsort(integers(self._table.column("rank"))[members])]
+        for rank, member in zip((value.rank for value in values), order.tolist(), strict=True):
+            signatures.setdefault(self._signature(number, member), []).append(rank)
+        groups = sorted(signatures.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+        odd = min(rank for ranks in groups[1:] for rank in ranks)
+        member = next(m for value, m in zip(values, order.tolist(), strict=True) if value.rank == odd)
+        row = int(self._rows[member])
+        place = self._timeline.place(row)
+        return Differing(
+            place=place,
+            groups=groups,
+            by=str(self._by[number]),
+            ranks=values,
+            is_assumed=place.root in self._assumed,
+            last_equal=self._last_equal(row, number),
+        )
+
+    def notes(self, asked: npt.NDArray[np.bool_]) -> list[str]:
+        """What could not be compared."""
+        unknown = int((self._is_unknown & asked).sum())
+        found = (
+            [f"{unknown} replicas have neither fingerprints nor statistics nor values to compare"] if unknown else []
+        )
+        if not self.num_compared:
+            found.append(
+                "no replicas to compare: no parameter, gradient or state is recorded on several ranks of one DDP"
+            )
+        return found + self._problems
+
+    def _signature(self, number: int, member: int) -> Any:
+        row = self._table.slice(member, 1).to_pylist()[0]
+        if self._by[number] == "values":
+            return self._timeline.array(int(self._rows[member])).tobytes()
+        names = ("fingerprint",) if self._by[number] == "fingerprint" else (*STATISTICS, *COUNTS)
+        return (row["dtype"], row["shape"], *(repr(row[name]) for name in names))
+
+    def _read(self, number: int) -> bool:
+        """Compare the bytes of one group, and say whether they differ."""
+        self._is_open[number] = False
+        first, *others = self._rows[np.flatnonzero(self._groups.ids == number)].tolist()
+        try:
+            whole = self._timeline.array(first).tobytes()
+            differs = any(self._timeline.array(row).tobytes() != whole for row in others)
+        except RunError as error:
+            self._is_unknown[number] = True
+            self._problems.append(f"could not be compared: {error}")
+            return False
+        if differs:
+            self._differs[number], self._by[number] = True, "values"
+        return differs
+
+    def _last_equal(self, row: int, number: int) -> Place | None:
+        timeline = self._timeline
+        same = np.ones(timeline.num_rows, np.bool_)
+        for name in VALUE_KEY:
+            if name != "step":
+                same &= timeline.codes[name] == timeline.codes[name][row]
+        same &= timeline.codes["step"] < timeline.codes["step"][row]
+        agrees = timeline.table.column("rank").is_null().to_numpy()  # merged: one row is what all ranks had
+        is_equal = ~self._differs & ~self._is_open & ~self._is_unknown & (self._sizes > 1)
+        agrees[self._rows] |= is_equal[self._groups.ids]
+        found = np.flatnonzero(same & agrees)
+        return timeline.place(int(found[-1])) if len(found) else None
+
+    def _disagree(self, signatures: Integers) -> npt.NDArray[np.bool_]:
+        return self._any(signatures != signatures[self._groups.firsts[self._groups.ids]])
+
+    def _any(self, rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        return np.bincount(self._groups.ids, rows, self._groups.num_groups) > 0
+
+
+def _statistics_ids(table: Any) -> Integers:
+    """Numbers that are equal where all statistics are, bit by bit."""
+    columns = [numbers(table.column(name)).view(np.int64) for name in STATISTICS]
+    columns += [integers(table.column(name)) for name in COUNTS]
+    return group([np.unique(column, return_inverse=True)[1] for column in columns]).ids
+
+
+def _leaders(run: Run, timeline: Timeline) -> tuple[Integers, set[str]]:
+    """Of each row the lowest rank that holds a replica of it (-1: of no rank); and roots where that is assumed."""
+    found: dict[tuple[str, int], int] = {}
+    for writer in run.writers:
+        for root in writer.manifest.get("roots") or ():
+            facts = root.get("data_parallel") if isinstance(root, dict) else None
+            ranks = facts.get("ranks") if isinstance(facts, dict) else None
+            if writer.rank is not None and isinstance(ranks, list) and writer.rank in ranks:
+                found[str(root.get("name")), writer.rank] = min(rank for rank in ranks if type(rank) is int)
+    table = timeline.table
+    cells = group([timeline.codes["root"], timeline.codes["rank"]])
+    roots, ranks = (table.column(name).take(pa.array(cells.firsts)).to_pylist() for name in ("root", "rank"))
+    pairs = list(zip(roots, ranks, strict=True))
+    of_cell = [-1 if rank is None else found.get((root, rank), 0) for root, rank in pairs]
+    # A merge leaves a replica with its rank only where it differs from the others.
+    is_merged = "merged_from" in run.manifest
+    assumed = {root for root, rank in pairs if rank is not None and (root, rank) not in found and not is_merged}
+    return np.array([*of_cell, -1], np.int64)[cells.ids], assumed
+
+
+def _noted_by_merge(timeline: Timeline) -> Iterator[Differing]:
+    """Buffers of a merged run: one row, with the ranks that held another value in its note."""
+    notes = timeline.table.column("note")
+    rows = np.flatnonzero(pc.match_substring(notes, "replicas_differ").fill_null(False).to_numpy())
+    names = ("root", "module_path", "site", "name")
+    for number in group([timeline.codes[name][rows] for name in names]).firsts.tolist():
+        row = int(rows[number])
+        ranks = json.loads(notes[row].as_py()).get("replicas_differ")
+        if isinstance(ranks, list) and ranks:
+            place = timeline.place(row)._replace(rank=ranks[0])
+            yield Differing(place=place, groups=[ranks], by="merge", ranks=[], is_assumed=False, last_equal=None)

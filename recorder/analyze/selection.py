@@ -1,0 +1,124 @@
+"""Owns which rows of a table are asked for: by module, site, name, step and rank. Never loops over rows."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..config import Schedule
+from ..errors import LookupFailedError
+from ..format.schema import SITES
+
+_MAX_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What is asked for; None asks for all."""
+
+    module: str | None = None
+    """A module's path, or a glob over paths; ``''`` is the root."""
+    site: str | None = None
+    """One site, or several with commas."""
+    name: str | None = None
+    """A name at the site, or a glob."""
+    step: int | str | None = None
+    """A step, or several as in rules: ``0:100``, ``::10``, ``0,5,7``, ``pow2``."""
+    rank: int | str | None = None
+    """Ranks, written like steps."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that `narrow` looks at."""
+        asked = {"module_path": self.module, "site": self.site, "name": self.name, "step": self.step, "rank": self.rank}
+        return tuple(column for column, value in asked.items() if value is not None)
+
+    def check(self) -> None:
+        """Refuse what can match nothing in any run.
+
+        Raises:
+            LookupFailedError: the schedule of steps or ranks cannot be read, or there is no such site.
+        """
+        for column, value in (("step", self.step), ("rank", self.rank)):
+            if value is not None:
+                _schedule(column, value)
+        for site in self._sites:
+            if site not in SITES:
+                near = difflib.get_close_matches(site, SITES, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"sites are {', '.join(SITES)}"
+                raise LookupFailedError(f"no site {site!r}; {hint}")
+
+    def narrow(self, table: Any) -> Any:
+        """The rows of a `pa.Table` that are asked for. Each distinct value is judged once."""
+        tests: list[tuple[str, Callable[[Any], bool]]] = []
+        if self.module is not None:
+            tests.append(("module_path", _pattern(self.module)))
+        if self.site is not None:
+            tests.append(("site", self._sites.__contains__))
+        if self.name is not None:
+            tests.append(("name", _pattern(self.name)))
+        for column, value in (("step", self.step), ("rank", self.rank)):
+            if value is not None:
+                tests.append((column, _schedule(column, value).__contains__))
+        for column, matches in tests:
+            values = table.column(column)
+            distinct = [value for value in values.unique().to_pylist() if value is not None]
+            kept = _exact_first(self.module, distinct) if column == "module_path" else None
+            kept = [value for value in distinct if matches(value)] if kept is None else kept
+            if len(kept) < len(distinct) or values.null_count:
+                table = table.filter(pc.is_in(values, pa.array(kept, values.type)))
+        return table
+
+    def explain_nothing(self, table: Any, what: str) -> LookupFailedError:
+        """The error for a selection that left no row of `table`, which has the columns of `columns`."""
+        for column in self.columns:
+            asked = getattr(self, "module" if column == "module_path" else column)
+            if self._only(column).narrow(table).num_rows:
+                continue
+            there = sorted(value for value in table.column(column).unique().to_pylist() if value is not None)
+            near = difflib.get_close_matches(str(asked), [str(one) for one in there], n=3, cutoff=0.5)
+            choices = f"nearest are {_listed(near)}" if near else f"there are {_listed(there)}"
+            return LookupFailedError(f"{what} has no row with {column}={asked!r}; {choices}")
+        asked = ", ".join(f"{column}={getattr(self, 'module' if column == 'module_path' else column)!r}"
+                          for column in self.columns)  # fmt: skip
+        return LookupFailedError(f"{what} has no row with {asked}; each of these occurs, but never together"
+                                 if asked else f"{what} has no rows")  # fmt: skip
+
+    def _only(self, column: str) -> Selection:
+        field = "module" if column == "module_path" else column
+        return Selection(**{field: getattr(self, field)})
+
+    @property
+    def _sites(self) -> tuple[str, ...]:
+        return tuple(self.site.split(",")) if self.site is not None else ()
+
+
+def _exact_first(module: str | None, paths: Iterable[str]) -> list[str] | None:
+    """A path that exists means itself, whatever it means as a glob: paths may hold brackets."""
+    path = "" if module == "''" else module
+    return [path] if path is not None and path in set(paths) else None
+
+
+def _pattern(glob: str) -> Callable[[str], bool]:
+    wanted = "" if glob == "''" else glob
+    return lambda text: fnmatchcase(text, wanted)
+
+
+def _schedule(column: str, value: int | str) -> Schedule:
+    try:
+        return Schedule.parse(str(value))
+    except ValueError as error:
+        raise LookupFailedError(f"--{column} {value}: {error}; examples: 7  0:100  ::10  0,5,7") from None
+
+
+def _listed(values: Iterable[Any]) -> str:
+    shown = [repr(value) for value in values]
+    return ", ".join(shown[:_MAX_LISTED]) + (
+        f" and {len(shown) - _MAX_LISTED} more" if len(shown) > _MAX_LISTED else ""
+    )

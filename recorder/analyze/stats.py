@@ -1,0 +1,186 @@
+"""Owns statistics over steps, ranks and modules, combined from those of the rows. Never reads a payload."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..errors import LookupFailedError
+from ..format.schema import COUNTS, STATISTICS
+from ..read.run import Run
+from .keys import VALUE_KEY, group_rows
+from .moments import combine
+from .selection import Selection
+
+if TYPE_CHECKING:
+    import pandas
+
+GROUPS = {"step": ("step",), "module": ("root", "module_path"), "site": ("site",), "rank": ("rank",), "name": ("name",)}
+"""Columns by the word that groups by them."""
+_NEVER_MIXED = ("site", "phase", "mode", "scope")
+"""Numbers of different kinds, and those of a value computed twice, are never added up."""
+_VALUE = (
+    "step", "micro_step", "call", "repeat", "attempt", "rank", "mode", "phase", "scope", "root", "module_path", "site",
+    "name", "dtype", "shape", "numel",
+)  # fmt: skip
+_NUMBERS = (*STATISTICS, *COUNTS)
+_MAX_NAMED = 3
+LONG_COLUMNS = ("step", "rank", "root", "module_path", "site", "name", "statistic", "value")
+
+
+class Statistics(NamedTuple):
+    """What `statistics` found."""
+
+    table: Any
+    """A `pa.Table`. Ungrouped: one row a value. Grouped: the keys, `rows`, `rows_without` (rows that have none and so
+    are not in it), `numel`, the statistics and the counts."""
+    notes: list[str]
+    """What is not in the table, and why."""
+
+
+def stats(
+    run: Run,
+    module: str | None = None,
+    *,
+    site: str | None = None,
+    name: str | None = None,
+    step: int | str | None = None,
+    rank: int | str | None = None,
+    by: str | Sequence[str] = (),
+    across_ranks: bool = False,
+    long: bool = False,
+) -> pandas.DataFrame:
+    """Statistics as a pandas frame; see `statistics`. What it leaves out is said in ``frame.attrs["notes"]``.
+
+    Args:
+        run: from `open_run`.
+        module: a module's path, or a glob over paths; all modules without.
+        site: one site, or several with commas.
+        name: a name at the site, or a glob.
+        step: a step, or several as in rules: ``"0:100"``, ``"::10"``.
+        rank: ranks, written like steps.
+        by: ``step``, ``module``, ``site``, ``name``, ``rank``: combine the rows that agree in these. What is computed
+            in another phase or mode is never mixed, and ranks only with `across_ranks`.
+        across_ranks: the statistics of the global tensors, replicas counted once.
+        long: one row a number, for plotting: columns step, rank, root, module_path, site, name, statistic, value, and
+            micro_step, call, repeat, mode, phase where they tell rows apart.
+
+    Raises:
+        LookupFailedError: nothing is selected; the message says what there is.
+        ImportError: pandas is not installed.
+    """
+    if importlib.util.find_spec("pandas") is None:
+        raise ImportError("stats gives a pandas frame, and pandas is not installed: pip install 'recorder[analysis]'")
+    selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
+    found = statistics(run, selection, by=(by,) if isinstance(by, str) else by, across_ranks=across_ranks)
+    frame: pandas.DataFrame = (as_long(found.table) if long else found.table).to_pandas()
+    frame.attrs["notes"] = found.notes
+    return frame
+
+
+def statistics(run: Run, selection: Selection, *, by: Sequence[str] = (), across_ranks: bool = False) -> Statistics:
+    """The statistics of values, or combined over all values that agree in `by`, as `pa.Table`.
+
+    Raises:
+        LookupFailedError: nothing is selected, or a word in `by` is unknown.
+    """
+    words = [word.strip() for one in by for word in one.split(",")]
+    for word in words:
+        if word not in GROUPS:
+            raise LookupFailedError(f"by {word!r}: choose of {', '.join(GROUPS)}")
+    if across_ranks and ("rank" in words or selection.rank is not None):
+        raise LookupFailedError("statistics across ranks have no rank; leave one of the two out")
+    selection.check()
+    if across_ranks:
+        return _across_ranks(run, selection, words)
+    everything = run.table([*_VALUE, *_NUMBERS], pc.field("part") == 0)
+    table = selection.narrow(everything)
+    if not table.num_rows:
+        raise selection.explain_nothing(everything, f"run {run.path.name}")
+    if not words:
+        return Statistics(table, [])
+    table = _combined(table, _keys([*words, "rank"]))
+    return Statistics(table, _say_without(table))
+
+
+def as_long(table: Any) -> Any:
+    """One row a number, without those that are null."""
+    keys = [name for name in table.column_names if name in (*LONG_COLUMNS, *_NEVER_MIXED)]
+    keys += [name for name in ("micro_step", "call", "repeat") if name in table.column_names]
+    pieces = []
+    for statistic in _NUMBERS:
+        known = table.filter(pc.field(statistic).is_valid())
+        values = known.column(statistic).cast(pa.float64())
+        named = pa.chunked_array([pa.DictionaryArray.from_arrays(np.zeros(known.num_rows, np.int32), [statistic])])
+        piece = known.select(keys).append_column("statistic", named.cast(pa.string())).append_column("value", values)
+        pieces.append(piece)
+    return pa.concat_tables(pieces)
+
+
+def _across_ranks(run: Run, selection: Selection, words: Sequence[str]) -> Statistics:
+    """The same of the global view, window by window: groups of groups combine like groups of rows."""
+    view = run.view()
+    keys, pieces, left_out = _keys(words), [], []
+    seen = []
+    for first, last in view.windows():
+        everything = view.rows(first, last).table
+        table = selection.narrow(everything)
+        seen.append(everything.select(list(selection.columns)).group_by(list(selection.columns)).aggregate([]))
+        if words:
+            table, stays = _without_rank_rows(table)
+            left_out.append(stays)
+            table = _combined(table, keys)
+        else:
+            table = table.select([*_VALUE, *_NUMBERS])
+        pieces.append(table)
+    if not sum(piece.num_rows for piece in pieces) + sum(stays.num_rows for stays in left_out):
+        raise selection.explain_nothing(pa.concat_tables(seen), f"run {run.path.name}")
+    table = pa.concat_tables(pieces)
+    if not words:
+        return Statistics(table, [])
+    table = _combined(table, keys)
+    return Statistics(table, _say_without(table) + _say_left_out(pa.concat_tables(left_out)))
+
+
+def _keys(words: Iterable[str]) -> list[str]:
+    wanted = [column for word in GROUPS if word in words for column in GROUPS[word]]
+    return list(dict.fromkeys([*wanted, *_NEVER_MIXED]))
+
+
+def _combined(table: Any, keys: Sequence[str]) -> Any:
+    """One row a group, in the order in which they first appear."""
+    groups = group_rows(table, keys)
+    columns = {name: table.column(name).take(pa.array(groups.firsts)) for name in keys}
+    return pa.table(columns | combine(table, groups.ids, groups.num_groups))
+
+
+def _without_rank_rows(table: Any) -> tuple[Any, Any]:
+    """The rows of global values, and of those without one the values that stay per rank."""
+    is_rank = table.column("rank").is_valid().to_numpy()
+    groups = group_rows(table, VALUE_KEY)
+    has_global = np.zeros(groups.num_groups, np.bool_)
+    has_global[groups.ids[~is_rank]] = True
+    stays = table.filter(pa.array(is_rank & ~has_global[groups.ids])).select(["module_path", "site", "name"])
+    return table.filter(pa.array(~is_rank)), stays.group_by(["module_path", "site", "name"]).aggregate([])
+
+
+def _say_without(table: Any) -> list[str]:
+    without, total = (pc.sum(table.column(name)).as_py() or 0 for name in ("rows_without", "rows"))
+    if not without:
+        return []
+    return [f"{without} of {total} rows have no statistics and are not in these; see their note, or record keep=stats"]
+
+
+def _say_left_out(stays: Any) -> list[str]:
+    values = stays.group_by(["module_path", "site", "name"]).aggregate([]).to_pylist()
+    if not values:
+        return []
+    named = [" ".join(filter(None, (repr(v["module_path"]), v["site"], v["name"]))) for v in values[:_MAX_NAMED]]
+    more = f" and {len(values) - _MAX_NAMED} more" if len(values) > _MAX_NAMED else ""
+    why = "differing replicas, or no layout fits"
+    return [f"left out, because they stay per rank ({why}): {', '.join(named)}{more}; show them with --by rank"]

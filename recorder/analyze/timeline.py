@@ -1,0 +1,126 @@
+"""Owns the rows of a run in the order of time, and where in the run one of them is. Never reads a payload unasked."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..format.schema import COUNTS, STATISTICS
+from ..read.facts import RunFacts
+from ..read.run import Run
+from .keys import SERIES_KEY, VALUE_KEY, Groups, Integers, codes, group
+from .moments import integers
+
+_KEY = ("step", "micro_step", "call", "repeat", "mode", "phase", "rank", "attempt", "scope",
+        "root", "module_path", "site", "name")  # fmt: skip
+_COLUMNS = (
+    *_KEY,
+    "seq",
+    "dtype",
+    "shape",
+    "numel",
+    "placements",
+    "note",
+    *STATISTICS,
+    *COUNTS,
+    "fingerprint",
+    "encoding",
+)
+
+
+class Place(NamedTuple):
+    """Which value this is, and where it was seen."""
+
+    step: int
+    module_path: str
+    site: str
+    name: str
+    rank: int | None
+    """None for a value of all ranks, in a merged run."""
+    micro_step: int | None
+    call: int
+    repeat: int
+    mode: str
+    phase: str
+    scope: str | None
+    root: str
+    attempt: int
+    dtype: str
+    shape: str
+    module_class: str
+    """Class of the module, where the run says it."""
+    source: str
+    """File and line of that class, where the run says it."""
+
+
+class Timeline:
+    """The rows of whole tensors by step, then in each rank's order of execution; of two lives the newer."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        table = run.table(list(_COLUMNS), pc.field("part") == 0)
+        counts = _counting(run, table)
+        self.num_superseded = int((~counts).sum())
+        """Rows of steps that a restart did again; not in the timeline."""
+        if self.num_superseded:
+            table = table.filter(pa.array(counts))
+        steps, ranks = codes(table.column("step")), codes(table.column("rank"))
+        # The table is in each rank's order: a row's place in its rank's step is the time that ranks share.
+        starts = np.flatnonzero(np.r_[True, (np.diff(steps) != 0) | (np.diff(ranks) != 0)])
+        lengths = np.diff(np.r_[starts, len(steps)])
+        places = np.arange(len(steps)) - np.repeat(starts, lengths) if len(steps) else np.zeros(0, np.int64)
+        order = np.lexsort((ranks, places, steps))
+        self.table = table.take(pa.array(order))
+        self.places: Integers = places[order]
+        """Of each row, how many its rank saw before it in the step."""
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.table.num_rows)
+
+    @cached_property
+    def codes(self) -> dict[str, Integers]:
+        """Columns of the key as numbers."""
+        return {name: codes(self.table.column(name)) for name in dict.fromkeys((*VALUE_KEY, *SERIES_KEY, "rank"))}
+
+    @cached_property
+    def series(self) -> Groups:
+        """Rows of the same value on the same rank, over the steps."""
+        return group([self.codes[name] for name in (*SERIES_KEY, "rank")])
+
+    def place(self, row: int) -> Place:
+        """Where a row is."""
+        values = {name: self.table.column(name)[row].as_py() for name in (*_KEY, "dtype", "shape")}
+        info = self._run.modules.get((values["root"], values["module_path"]))
+        return Place(**values, module_class=info.class_name if info else "", source=info.source if info else "")
+
+    def array(self, row: int) -> npt.NDArray[Any]:
+        """The tensor of a row.
+
+        Raises:
+            RunError: it was not recorded, or cannot be read.
+        """
+        question = {name: self.table.column(name)[row].as_py() for name in _KEY}
+        return self._run.array(question.pop("module_path"), **question)
+
+
+def _counting(run: Run, table: Any) -> npt.NDArray[np.bool_]:
+    """Which rows count: of several attempts at a step those of the newest that completed it."""
+    steps, ranks, attempts = (integers(table.column(name)) for name in ("step", "rank", "attempt"))
+    if len(steps) and attempts.min() == attempts.max():
+        return np.ones(len(steps), np.bool_)
+    facts = RunFacts(run.writers, run.run_id, run.world_size)
+    steps_of = {}
+    for number, writer in enumerate(run.writers):
+        own = (attempts == writer.attempt) & (ranks == (-1 if writer.rank is None else writer.rank))
+        steps_of[number] = np.unique(steps[own]).tolist()
+    attempt_at = {place: run.writers[number].attempt for number, place in enumerate(facts.launch_places())}
+    winners = {step: attempt_at[place] for step, place in facts.winners(steps_of).items()}
+    distinct, places = np.unique(steps, return_inverse=True)
+    newest = np.array([winners.get(step, -1) for step in distinct.tolist()], np.int64)[places]
+    return np.asarray((attempts == newest) | (newest < 0))

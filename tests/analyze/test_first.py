@@ -1,0 +1,285 @@
+"""`first`: the first value that is not finite, and the first replica that differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import recorder
+from recorder.analyze.first import First
+from tests.read.handmade import HandmadeWriter, Row, make_parts, make_row, make_run
+
+DDP = {"kind": "ddp", "ranks": [0, 1]}
+MODULES = [{"path": "up", "class": "Linear", "source": "train.py:7", "sites": ["output"]}]
+
+
+def write(path: Path, *ranks: list[Row], data_parallel: Any = DDP, **manifest: Any) -> recorder.Run:
+    run = make_run(path, world_size=len(ranks))
+    for rank, rows in enumerate(ranks):
+        writer = HandmadeWriter(run, rank)
+        writer.add_shard([rows])
+        roots = [{"name": "model", "class": "Net", "modules": MODULES, "data_parallel": data_parallel}]
+        writer.finish(roots=roots, **manifest)
+    return recorder.open_run(run)
+
+
+def steps(rank: int, *modules: str, num_steps: int = 4, **columns: Any) -> list[Row]:
+    """Statistics of an output of each module at each step, all healthy."""
+    places = [(step, module) for step in range(num_steps) for module in modules]
+    return [
+        make_row(
+            seq, np.full(4, seq + 1, np.float32), encoding=None, rank=rank, step=step, module_path=module, **columns
+        )
+        for seq, (step, module) in enumerate(places)
+    ]
+
+
+def spoil(row: Row, value: float = np.nan, count: int = 1) -> None:
+    values = np.ones(4, np.float32)
+    values[:count] = value
+    row |= {k: v for k, v in make_row(row["seq"], values).items() if k.endswith("_count")}
+
+
+def found(run: recorder.Run) -> First:
+    return recorder.first(run)
+
+
+def test_a_healthy_run_has_no_finding(tmp_path: Path) -> None:
+    nothing = found(write(tmp_path / "run", steps(0, "up", "down"), steps(1, "up", "down")))
+    assert not nothing.is_found
+    assert (nothing.nonfinite, nothing.replica, nothing.buffers) == (None, None, [])
+
+
+def test_the_earliest_step_wins_then_the_order_on_the_rank(tmp_path: Path) -> None:
+    one, two = steps(0, "up", "down"), steps(1, "up", "down")
+    for row in (one[5], two[5], two[4], one[6]):  # step 2 down, step 2 down, step 2 up, step 3 up
+        spoil(row)
+    bad = found(write(tmp_path / "run", one, two)).nonfinite
+    assert bad is not None
+    assert (bad.place.step, bad.place.module_path, bad.place.site, bad.place.rank) == (2, "up", "output", 1)
+    assert (bad.nan_count, bad.inf_count, bad.numel, bad.num_before) == (1, 0, 4, 0)
+    assert (bad.place.module_class, bad.place.source) == ("Linear", "train.py:7")
+    assert bad.before is not None and (bad.before.step, bad.before.module_path, bad.before.rank) == (1, "down", 1)
+    assert bad.last_healthy is not None and (bad.last_healthy.step, bad.last_healthy.module_path) == (1, "up")
+    assert bad.num_steps_healthy == 2
+
+
+def test_how_far_it_spread_is_counted(tmp_path: Path) -> None:
+    rows = steps(0, "up", "down")
+    for row in rows[3:]:
+        spoil(row)
+    result = found(write(tmp_path / "run", rows))
+    assert (result.num_nonfinite, result.num_nonfinite_modules) == (5, 2)
+
+
+def test_a_nan_in_the_very_first_value_has_nothing_before_it(tmp_path: Path) -> None:
+    rows = steps(0, "up")
+    spoil(rows[0])
+    bad = found(write(tmp_path / "run", rows)).nonfinite
+    assert bad is not None and (bad.before, bad.last_healthy, bad.place.step) == (None, None, 0)
+
+
+def test_a_mask_that_is_infinite_from_its_first_record_on_is_a_note(tmp_path: Path) -> None:
+    rows = steps(0, "mask", "up")
+    for row in rows[::2]:
+        spoil(row, -np.inf, count=2)
+    result = found(write(tmp_path / "run", rows))
+    assert result.nonfinite is None and not result.is_found
+    (note,) = [note for note in result.notes if "mask" in note]
+    assert note.startswith("'mask' output holds 2 infinite values from its first record on (step 0)")
+
+
+def test_a_mask_of_another_shape_is_measured_by_its_own_first_record(tmp_path: Path) -> None:
+    rows = steps(0, "mask")
+    for row, count in zip(rows, (1, 3, 1, 3), strict=True):
+        spoil(row, -np.inf, count=count)
+        row["shape"] = f"[{count},4]"
+    assert found(write(tmp_path / "run", rows)).nonfinite is None
+
+
+def test_infinities_that_grow_are_a_finding(tmp_path: Path) -> None:
+    rows = steps(0, "mask")
+    for row, count in zip(rows, (2, 2, 3, 2), strict=True):
+        spoil(row, -np.inf, count=count)
+    bad = found(write(tmp_path / "run", rows)).nonfinite
+    assert bad is not None and (bad.place.step, bad.inf_count) == (2, 3)
+
+
+@pytest.mark.parametrize(("site", "value"), [("grad", np.inf), ("optim", np.inf), ("output", np.nan)])
+def test_what_no_mask_can_be_counts_from_the_first_record(tmp_path: Path, site: str, value: float) -> None:
+    rows = steps(0, "up", site=site)
+    for row in rows:
+        spoil(row, value)
+    bad = found(write(tmp_path / "run", rows)).nonfinite
+    assert bad is not None and bad.place.step == 0
+
+
+def test_an_infinity_after_healthy_records_is_a_finding(tmp_path: Path) -> None:
+    rows = steps(0, "up")
+    spoil(rows[2], np.inf)
+    bad = found(write(tmp_path / "run", rows)).nonfinite
+    assert bad is not None and (bad.place.step, bad.inf_count, bad.nan_count) == (2, 1, 0)
+
+
+def without_statistics(row: Row) -> Row:
+    names = ("mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", "nan_count", "inf_count", "zero_count")
+    return row | dict.fromkeys(names)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "complex64", "bfloat16", "float8_e5m2"])
+def test_values_without_statistics_are_decoded(tmp_path: Path, dtype: str) -> None:
+    numpy = pytest.importorskip("ml_dtypes")
+    kind = np.dtype(getattr(numpy, dtype, dtype))
+    values = [np.array([1, 2, np.nan if step == 1 else 3]).astype(kind) for step in range(3)]
+    rows = [without_statistics(make_row(step, values[step], step=step, dtype=dtype)) for step in range(3)]
+    bad = found(write(tmp_path / "run", rows)).nonfinite
+    assert bad is not None and (bad.place.step, bad.nan_count, bad.place.dtype) == (1, 1, dtype)
+    assert bad.last_healthy is not None and bad.last_healthy.step == 0
+
+
+def test_a_decoded_value_comes_before_a_counted_one_of_a_later_step(tmp_path: Path) -> None:
+    rows = steps(0, "up")
+    spoil(rows[3])
+    values = np.array([np.nan, 1], np.float32)
+    rows.append(without_statistics(make_row(9, values, step=1, module_path="down")))
+    bad = found(write(tmp_path / "run", rows)).nonfinite
+    assert bad is not None and (bad.place.step, bad.place.module_path) == (1, "down")
+
+
+def test_payloads_after_the_finding_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = steps(0, "up")
+    spoil(rows[1])
+    rows.append(without_statistics(make_row(9, np.ones(2, np.float32), step=3, module_path="down")))
+    run = write(tmp_path / "run", rows)
+    monkeypatch.setattr(recorder.Run, "array", lambda *args, **more: pytest.fail("read"))
+    assert found(run).nonfinite is not None
+
+
+def test_all_parts_of_a_large_tensor_are_looked_at(tmp_path: Path) -> None:
+    values = np.ones(12, np.float32)
+    values[11] = np.inf
+    healthy = make_parts(0, np.ones(12, np.float32), 3, step=0)
+    rows = [without_statistics(row) for row in [*healthy, *make_parts(3, values, 3, step=1)]]
+    bad = found(write(tmp_path / "run", rows)).nonfinite
+    assert bad is not None and (bad.place.step, bad.inf_count, bad.numel) == (1, 1, 12)
+
+
+def test_rows_that_cannot_be_looked_at_are_told(tmp_path: Path) -> None:
+    rows = [without_statistics(row) for row in steps(0, "up")]
+    result = found(write(tmp_path / "run", rows))
+    assert result.nonfinite is None
+    assert any(note.startswith("4 rows have neither statistics nor values") for note in result.notes)
+
+
+def test_a_step_that_the_scaler_skipped_says_so(tmp_path: Path) -> None:
+    rows = steps(0, "up", site="grad")
+    spoil(rows[2], np.inf)
+    rows.append(make_row(9, np.float64(1), step=2, module_path="", site="scalar", name="skipped"))
+    bad = found(write(tmp_path / "run", rows)).nonfinite
+    assert bad is not None and bad.is_skipped
+
+
+def test_a_step_done_again_by_a_later_attempt_does_not_count(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", world_size=1)
+    for attempt, bad_step in ((0, 2), (1, 3)):
+        writer = HandmadeWriter(run, 0, name=f"writer-{attempt}")
+        rows = [row | {"attempt": attempt} for row in steps(0, "up")]
+        spoil(rows[bad_step])
+        writer.add_shard([rows])
+        writer.finish(attempt=attempt, started_ns=1_700_000_000_000_000_000 + attempt)
+    result = found(recorder.open_run(run))
+    assert result.nonfinite is not None and result.nonfinite.place[0] == 3
+    assert "4 rows of steps that a restart did again were left out" in result.notes
+
+
+PARAM: dict[str, Any] = {"site": "param", "name": "weight", "phase": "optimizer", "micro_step": None}
+
+
+def params(rank: int, values: list[float], *, seq: int = 0, **columns: Any) -> list[Row]:
+    return [
+        make_row(
+            seq + step, np.full(3, value, np.float32), step=step, rank=rank, **(PARAM | {"encoding": None} | columns)
+        )
+        for step, value in enumerate(values)
+    ]
+
+
+@pytest.mark.parametrize("by", ["fingerprint", "statistics", "values"])
+def test_the_first_replica_that_differs(tmp_path: Path, by: str) -> None:
+    ranks = []
+    for rank, values in enumerate(([1.0, 2, 3, 4], [1.0, 2, 5, 6])):
+        rows = params(rank, values, encoding="plain" if by == "values" else None)
+        if by == "fingerprint":
+            rows = [without_statistics(row) | {"fingerprint": f"{int(row['mean']):016x}"} for row in rows]
+        ranks.append([without_statistics(row) for row in rows] if by == "values" else rows)
+    result = found(write(tmp_path / "run", *ranks))
+    differing = result.replica
+    assert differing is not None and result.is_found
+    place = differing.place
+    assert (place.step, place.module_path, place.site, place.name, place.rank) == (2, "layers.0", "param", "weight", 1)
+    assert (differing.by, differing.groups, differing.is_assumed) == (by, [[0], [1]], False)
+    assert differing.last_equal is not None and differing.last_equal.step == 1
+    assert result.differing == [("layers.0", "param", "weight")]
+
+
+def test_the_rank_that_differs_from_most_is_named(tmp_path: Path) -> None:
+    ranks = [params(rank, [1.0, 7.0 if rank == 0 else 2.0]) for rank in range(4)]
+    differing = found(write(tmp_path / "run", *ranks, data_parallel=DDP | {"ranks": [0, 1, 2, 3]})).replica
+    assert differing is not None and (differing.groups, differing.place.rank) == ([[1, 2, 3], [0]], 0)
+    assert [value.mean for value in differing.ranks] == [7, 2, 2, 2]
+
+
+def test_groups_of_replicas_are_compared_apart(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", world_size=4)
+    for rank in range(4):
+        writer = HandmadeWriter(run, rank)
+        writer.add_shard([params(rank, [float(rank // 2)])])
+        facts = {"kind": "ddp", "ranks": [rank // 2 * 2, rank // 2 * 2 + 1]}
+        writer.finish(roots=[{"name": "model", "modules": [], "data_parallel": facts}])
+    result = found(recorder.open_run(run))
+    assert result.replica is None and result.num_compared == 2
+
+
+def test_shards_and_activations_are_no_replicas(tmp_path: Path) -> None:
+    shards = [params(rank, [float(rank)], placements='[{"kind":"Shard","dim":0}]') for rank in range(2)]
+    outputs = [[make_row(5, [float(rank)], rank=rank)] for rank in range(2)]
+    ranks = [shard + output for shard, output in zip(shards, outputs, strict=True)]
+    assert not found(write(tmp_path / "run", *ranks)).is_found
+
+
+def test_without_a_wrapper_replicas_are_assumed(tmp_path: Path) -> None:
+    differing = found(write(tmp_path / "run", params(0, [1.0]), params(1, [2.0]), data_parallel=None)).replica
+    assert differing is not None and differing.is_assumed and differing.last_equal is None
+
+
+def test_a_buffer_that_differs_is_told_apart(tmp_path: Path) -> None:
+    ranks = [params(rank, [1.0, 1.0 + rank, 2.0 + rank], site="buffer", name="running_mean") for rank in range(2)]
+    result = found(write(tmp_path / "run", *ranks))
+    assert not result.is_found
+    (buffer,) = result.buffers
+    assert (buffer.place.step, buffer.place.name, buffer.groups) == (1, "running_mean", [[0], [1]])
+
+
+def test_a_merged_run_keeps_its_findings(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", merged_from={"run_id": "a", "path": "a"})
+    writer = HandmadeWriter(run, 0, name="merge")
+    writer.directory.rename(run / "global-away")
+    (run / "global").mkdir()
+    (run / "global-away").rename(run / "global" / "merge")
+    writer.directory = run / "global" / "merge"
+    note = '{"replicas_differ":[1]}'
+    rows = params(0, [1.0]) + params(0, [1.0, 1.0], seq=4, site="buffer", name="mean", note=note)
+    writer.add_shard([[row | {"rank": None} for row in rows]])
+    writer.finish(rank=None)
+    for rank in (0, 1):
+        apart = HandmadeWriter(run, rank, name="merge")
+        apart.add_shard([[row | {"step": 1} for row in params(rank, [float(rank)], seq=9)]])
+        apart.finish()
+    result = found(recorder.open_run(run))
+    assert result.replica is not None
+    assert (result.replica.place.step, result.replica.groups, result.replica.is_assumed) == (1, [[0], [1]], False)
+    assert result.replica.last_equal is not None and result.replica.last_equal.step == 0
+    assert [(buffer.place.name, buffer.place.step, buffer.groups) for buffer in result.buffers] == [("mean", 0, [[1]])]
