@@ -92,6 +92,11 @@ class ShardRows:
             return found
         return pa.Table.from_batches(found).combine_chunks().to_batches()  # type: ignore[no-any-return]
 
+    def let_go(self) -> None:
+        """Unmap a sealed shard until it is read again: mapped pages that were read count as memory of the process."""
+        if self.is_sealed:
+            self._shard = None
+
     def last_ledger(self) -> dict[str, Any]:
         """The writer's accounts at the end of this shard; empty where they cannot be read."""
         if self._last_header is None and self.is_sealed:
@@ -162,8 +167,9 @@ class ShardRows:
 
     def _note(self, *damage: str) -> None:
         for text in damage:
-            logger.warning("%s", text)
-        self.damage += damage
+            if text not in self.damage:  # a shard that is mapped again is found damaged again
+                logger.warning("%s", text)
+                self.damage.append(text)
 
     @contextmanager
     def _said_if_gone(self) -> Iterator[None]:
