@@ -114,6 +114,55 @@ def verify(context: typer.Context, path: RunPath, as_json: Json = False) -> None
     raise typer.Exit(verify_run(open_typed(path, context.obj), as_json=as_json))
 
 
+@app.command(epilog="Example: recorder merge recordings -o merged")
+def merge(
+    context: typer.Context,
+    path: RunPath,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "-o",
+            "--out",
+            metavar="OUT",
+            help="Where: a new or empty directory, or an earlier merge of this run, which is brought up to date.",
+        ),
+    ],
+    loss: Annotated[
+        str,
+        typer.Option(
+            help="What a rank's loss is of its batch: mean (activation gradients are divided by the ranks), "
+            "sum (they are taken as they are) or weighted (mean over ragged batches)."
+        ),
+    ] = "mean",
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN=LAYOUT",
+            help="How the ranks' values of some leaves lie, whatever was found: PATTERN is a glob over "
+            "module_path:site:name, LAYOUT is shard(DIM), replicate, partial or per_rank. Repeatable.",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes; by default the cores that this one may use.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the global view of a run as a run of its own, which every command reads.
+
+    A merge that was interrupted goes on where it was, and one of a run that has grown adds what is new: type the same
+    command again. Rows that cannot be assembled stay per rank.
+
+    Exit code 1: merged, but something is wrong or missing. Pieces that do not fit, parameters, gradients or optimizer
+    states that differ between replicas, ranks missing at a step, damaged shards. Not: buffers that differ (the next
+    forward broadcasts them), rows that stay per rank, older attempts. Exit code 2: nothing was published.
+    """
+    from .merge import merge_typed
+    from .paths import open_typed
+
+    run = open_typed(path, context.obj)
+    raise typer.Exit(merge_typed(run, out, loss=loss, layouts=layout or [], jobs=jobs, as_json=as_json))
+
+
 @app.command(epilog="Example: RECORDER_MAX_BYTES=4GB recorder config --show")
 def config(
     show: Annotated[bool, typer.Option("--show", help="Print the settings in force (the default).")] = True,
@@ -125,17 +174,28 @@ def config(
     raise typer.Exit(show_settings(as_json=as_json))
 
 
-@app.command(epilog="Examples: recorder doctor    recorder doctor recordings")
+@app.command(epilog="Examples: recorder doctor    recorder doctor recordings --strict")
 def doctor(
     context: typer.Context,
     path: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A run; without: this environment.")] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit code 1 also for what only may be a loss; see above.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Say why something was not, or will not be, recorded. Exit code 1: something is missing."""
+    """Say why something was not, or will not be, recorded.
+
+    Of a run: what its rules and modules promise against what is there, for all ranks and steps, and why each hole is.
+
+    Exit code 1: something is lost or was never recorded (lines that begin with "missing"). With --strict also: a hole
+    that nothing recorded explains, values removed for the quota, a rank that ends in another step than the others, a
+    writer that is still recording.
+    """
     from .doctor import examine
     from .paths import open_typed
 
-    raise typer.Exit(examine(None if path is None else open_typed(path, context.obj), as_json=as_json))
+    run = None if path is None else open_typed(path, context.obj)
+    raise typer.Exit(examine(run, as_json=as_json, is_strict=strict))
 
 
 @app.command(

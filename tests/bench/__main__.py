@@ -2,6 +2,7 @@
 
     python -m tests.bench                      both core settings, 5 rounds of 30 steps
     python -m tests.bench --cores spare --rounds 15 --json bench.json
+    python -m tests.bench merge --help         what merging costs
 
 Every leaf module's output and every parameter's gradient at every step. Each round runs every recorder once, in an
 order that moves on from round to round; a ratio is that of the median step times of one round, so that slow changes of
@@ -273,4 +274,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["merge"]:
+        from tests.bench.merge import main as main_of_merge
+
+        sys.exit(main_of_merge(sys.argv[2:]))
     sys.exit(main())

@@ -1,0 +1,126 @@
+"""Owns ``recorder merge``: the workers of a merge, its progress bar and its summary."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from ..merge.merge import MergeReport, merge_run
+from ..read.run import Run
+from .output import counted, print_json, progress, say, size
+
+_MAX_SHOWN = 3
+_KINDS = {
+    "corrupt": "not readable",
+    "inconsistent": "refused, the ranks' pieces do not fit",
+    "replicas_differ": "replicas that differ",
+    "partial": "partial, ranks are missing",
+    "per_rank": "kept per rank",
+    "superseded": "of an attempt that a newer one replaced",
+}
+"""How findings are called; another kind by its own name."""
+
+
+def merge_typed(run: Run, out: Path, *, loss: str, layouts: Sequence[str], jobs: int | None, as_json: bool) -> int:
+    """Merge a run and return the exit code: 1 if rows were refused, are missing or differ."""
+    with _workers(available_cores() if jobs is None else jobs) as executor:
+        report = merge_run(run, out, executor=executor, loss=loss, layouts=layouts, progress=progress)
+    if as_json:
+        print_json(_as_json(run, report))
+    else:
+        for line in _lines(run, report):
+            say(line)
+    return int(report.num_problems > 0)
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def _workers(jobs: int) -> Iterator[Executor | None]:
+    """Processes that merge; none for a single job. They are fresh ones: a fork would inherit Arrow's locks."""
+    if jobs < 2:
+        yield None
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin_worker) as executor:
+        yield executor
+
+
+def _begin_worker() -> None:
+    """End with the merge: quietly on an interrupt, and also where it was killed, which a pool's workers do not see."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), name="merge-parent", daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)
+
+
+def _lines(run: Run, report: MergeReport) -> Iterator[str]:
+    for kind, entry in report.findings.items():
+        count = entry["count"]
+        yield f"{'finding' if entry['num_problems'] else 'note'}: {counted(count, 'row')} {_KINDS.get(kind, kind)}"
+        for example in entry["first"][:_MAX_SHOWN]:
+            yield f"  {_describe(example)}"
+        if count > _MAX_SHOWN:
+            yield f"  and {count - _MAX_SHOWN} more; --json names some, `note` of each row says why"
+    recording = [writer for writer in run.writers if writer.state == "recording"]
+    if recording:
+        yield f"note: {counted(len(recording), 'writer')} of it at work; merge again for what comes"
+    for ending in run.endings:
+        yield f"note: {ending}"
+    num_dropped = sum(writer.balance.num_dropped for writer in run.writers)
+    if num_dropped:
+        yield f"note: {counted(num_dropped, 'row')} had been dropped while it was recorded; recorder doctor says why"
+    kept = f", {report.num_kept_units} of {counted(report.num_units, 'unit')} kept" if report.num_kept_units else ""
+    rate = f"{report.merged_bytes / 1e6 / max(report.elapsed_s, 1e-9):.0f} MB/s"
+    yield (
+        f"{report.path}: {counted(report.num_tensors, 'tensor')} of {counted(len(run.ranks), 'rank')}, "
+        f"{size(report.source_bytes)} of values, {size(_shard_bytes(run))} in, {size(report.written_bytes)} out{kept}; "
+        f"{size(report.merged_bytes)} merged in {report.elapsed_s:.1f} s, {rate}"
+    )
+    verdict = counted(report.num_problems, "finding") if report.num_problems else "no findings"
+    yield f"{report.path.name}: {verdict}"
+
+
+def _describe(example: dict[str, Any]) -> str:
+    if example["step"] is None:
+        return str(example["text"])
+    where = ":".join(str(example[name]) for name in ("module_path", "site", "name") if example[name])
+    return f"step {example['step']} {where}: {example['text']}"
+
+
+def _as_json(run: Run, report: MergeReport) -> dict[str, Any]:
+    return {
+        "run": str(run.path),
+        "out": str(report.path),
+        "tensors": report.num_tensors,
+        "rows": report.num_rows,
+        "payload_bytes": report.source_bytes,
+        "bytes_in": _shard_bytes(run),
+        "bytes_out": report.written_bytes,
+        "merged_bytes": report.merged_bytes,
+        "seconds": report.elapsed_s,
+        "units": report.num_units,
+        "kept_units": report.num_kept_units,
+        "problems": report.num_problems,
+        "findings": report.findings,
+    }
+
+
+def _shard_bytes(run: Run) -> int:
+    return sum(writer.shard_bytes for writer in run.writers)

@@ -1,0 +1,203 @@
+"""Owns a merge from beginning to end: plan, workers, resumption, publication, and what it has to report.
+
+Must never change the source, and never hand a run to a worker: each opens its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, Executor, Future, as_completed, wait
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import WriteError
+from ..read.run import Run, open_run
+from .findings import Summary, combine, num_problems, of_damage
+from .manifests import of_run, of_source, of_units
+from .output import Output, open_output
+from .plan import Inputs, Unit
+from .unit import UNKNOWN, UnitBuilder, UnitReport, read_report
+
+Report = Callable[[int], None]
+"""Told how many bytes were merged since the last call."""
+Progress = Callable[[str, int], AbstractContextManager[Report]]
+"""Makes a report from a title and the number of bytes to come."""
+
+_SHARDS_PER_UNIT = 200
+"""A worker opens the run once for a task: 0.3 ms a shard, so tasks grow with the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeReport:
+    """How a merge went. Sizes are in bytes."""
+
+    path: Path
+    num_units: int
+    num_kept_units: int
+    """Finished by an earlier call, from the same rows."""
+    num_tensors: int
+    num_rows: int
+    source_bytes: int
+    """Payload of the source, decoded."""
+    merged_bytes: int
+    """The part of it that this call merged."""
+    written_bytes: int
+    """Size of the merged shards, those kept included."""
+    elapsed_s: float
+    findings: Summary
+
+    @property
+    def num_problems(self) -> int:
+        """Findings that mean that something is wrong or missing."""
+        return num_problems(self.findings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What a worker needs to know beside its units."""
+
+    run: Path
+    out: Path
+    loss: str
+    layouts: tuple[str, ...]
+    manifest: Mapping[str, Any]
+    num_shards: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"loss": self.loss, "layouts": list(self.layouts)}
+
+
+@contextmanager
+def silent(title: str, total_bytes: int) -> Iterator[Report]:
+    """No progress bar."""
+    yield lambda num_bytes: None
+
+
+def merge_run(
+    run: Run,
+    out: Path,
+    *,
+    executor: Executor | None = None,
+    loss: str = "mean",
+    layouts: Sequence[str] = (),
+    progress: Progress = silent,
+) -> MergeReport:
+    """Write the global view of a run as a run of its own, or bring such a run up to date.
+
+    Args:
+        run: what to merge; it is not changed, and may still be recorded.
+        out: a directory that does not exist yet, is empty, or is a merge of this run with these options.
+        executor: does the work, where there is more than a task of it; None works here. It is not shut down.
+        loss: as in `Run.view`.
+        layouts: as in `Run.view`.
+        progress: makes the progress bar.
+
+    Raises:
+        WriteError: `out` is something else, or cannot be written. What is finished is kept for the next call.
+        RunError: the run cannot be read at all, or an option makes no sense.
+    """
+    started_s = time.monotonic()
+    view = run.view(loss=loss, layouts=layouts)
+    job = _Job(
+        run=run.path.absolute(),
+        out=Path(os.path.abspath(out)),
+        loss=loss,
+        layouts=tuple(layouts),
+        manifest=of_units(run),
+        num_shards=sum(len(writer.shards) for writer in run.writers),
+    )
+    with open_output(job.out, run, job.options) as output:
+        inputs = Inputs(run, job.options)
+        found = {name for name in output.units() if not _report_of(output, name).is_damaged}
+        units = [unit for window in inputs.windows(inputs.kept_windows(found)) for unit in inputs.units(window)]
+        missing = [unit for unit in units if unit.name not in found]
+        merged_bytes = sum(unit.payload_bytes for unit in missing)
+        try:
+            output.clear({unit.name for unit in units if unit.name in found})
+            with progress("merge", merged_bytes) as report:
+                left = missing if executor is None or len(missing) < 2 else _hand_out(executor, job, missing, report)
+                builder = UnitBuilder(run, view, inputs, job.manifest)
+                for unit in left:
+                    _build(builder, output, unit)
+                    report(unit.payload_bytes)
+            reports = [_report_of(output, unit.name) for unit in units]
+            manifest = of_run(run, {"path": str(run.path.absolute()), **job.options})
+            output.publish([unit.name for unit in units], of_source(run), manifest)
+        except (OSError, BrokenExecutor) as error:
+            raise WriteError(
+                f"{job.out}: the merge stopped ({error or type(error).__name__}); "
+                "what is finished is kept: run the same command again once the cause is gone"
+            ) from error
+    damage = [*run.problems, *(text for one in reports for text in one.damage)]
+    return MergeReport(
+        path=job.out,
+        num_units=len(units),
+        num_kept_units=len(units) - len(missing),
+        num_tensors=sum(one.num_tensors for one in reports),
+        num_rows=sum(one.num_rows for one in reports),
+        source_bytes=sum(one.source_bytes for one in reports),
+        merged_bytes=merged_bytes,
+        written_bytes=sum(one.written_bytes for one in reports),
+        elapsed_s=time.monotonic() - started_s,
+        findings=combine([of_damage(damage), *(one.findings for one in reports)]),
+    )
+
+
+def _hand_out(executor: Executor, job: _Job, units: Sequence[Unit], report: Report) -> list[Unit]:
+    """Have units built elsewhere. Returns those that were not: the run has changed since it was opened here."""
+    left: list[Unit] = []
+    futures: dict[Future[list[Unit]], Sequence[Unit]] = {}
+    size = 1 + job.num_shards // _SHARDS_PER_UNIT
+    for start in range(0, len(units), size):
+        task = units[start : start + size]
+        futures[executor.submit(_work, job, task)] = task
+    try:
+        for future in as_completed(futures):
+            undone = future.result()
+            left += undone
+            report(sum(unit.payload_bytes for unit in futures[future]) - sum(unit.payload_bytes for unit in undone))
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        wait(futures)  # those at work still write there
+        raise
+    return sorted(left, key=units.index)
+
+
+def _work(job: _Job, units: Sequence[Unit]) -> list[Unit]:
+    """Build units with a run of our own; any process or thread. Returns those that this run does not hold so."""
+    run = open_run(job.run)
+    inputs = Inputs(run, job.options)
+    builder = UnitBuilder(run, run.view(loss=job.loss, layouts=job.layouts), inputs, job.manifest)
+    output = Output(job.out)
+    left = []
+    for unit in units:
+        if builder.is_as_planned(unit):
+            _build(builder, output, unit)
+        else:
+            left.append(unit)
+    return left
+
+
+def _build(builder: UnitBuilder, output: Output, unit: Unit) -> None:
+    folder = output.begin()
+    try:
+        builder.build(unit, folder)
+        output.finish(folder, unit.name)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _report_of(output: Output, name: str) -> UnitReport:
+    """What became of a finished unit; one whose manifest says nothing of it counts as damaged."""
+    try:
+        return read_report(output.manifest_of(name))
+    except (KeyError, TypeError):
+        return UNKNOWN

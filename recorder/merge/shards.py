@@ -1,0 +1,276 @@
+"""Owns how rows of the global view become checked shards: batches of some MiB, sealed files, one writer directory.
+
+Must never hold more payload than one batch, and never write outside the directory that it was given.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ..format.rundir import WRITER_MANIFEST, open_name, shard_name, write_json_atomically
+from ..format.schema import COUNTS, FORMAT_NAME, FORMAT_VERSION, SCHEMA, STATISTICS
+from ..read.assembler import Part
+from ..write.file import Disk, PageMemory
+from ..write.ipc import Layout
+from ..write.shard import BatchFile, Index
+
+BATCH_BYTES = 8 << 20
+"""Payload at which a batch is written."""
+_BATCH_ROWS = 4096
+_SHARD_BYTES = 256 << 20
+_SHARD_ROWS = 65536
+_LAYOUTS = {"tensors": Layout(SCHEMA), "stats": Layout(SCHEMA, "zstd")}
+_SMALL_BYTES = 1024
+"""A scalar's payload of up to so many bytes stands with the statistics."""
+_OF_FIRST_PART = frozenset((*STATISTICS, *COUNTS, "fingerprint"))
+
+
+class Memory:
+    """What a process writes from: used by one directory after the other."""
+
+    def __init__(self) -> None:
+        self.payloads = {"tensors": PageMemory(BATCH_BYTES), "stats": PageMemory(_SMALL_BYTES * _BATCH_ROWS)}
+        self.message = PageMemory(BATCH_BYTES + (2 << 20))
+
+
+class Directory:
+    """One writer directory in the making: add rows, finish, describe."""
+
+    def __init__(self, path: Path, rows: Any, memory: Memory) -> None:
+        """Create the directory.
+
+        Args:
+            path: must not exist.
+            rows: the view's rows as one record batch.
+            memory: nothing else may use it before `finish`.
+        """
+        self.path = path
+        self.num_rows = 0
+        self.written_bytes = 0
+        self.num_written_rows = 0
+        self.rows = rows
+        self.memory = memory
+        self.disk = Disk()
+        self._sites = rows.column("site")
+        self._attempts = rows.column("attempt").to_numpy()
+        self._max_attempt = 0
+        self._started_ns = time.time_ns()
+        self.disk.make_directory(path)
+        self._lanes = {kind: _Lane(self, kind) for kind in _LAYOUTS}
+
+    def add(self, row: int, part: Part | None, number: int = 0) -> None:
+        """Take one part of a row, or the row without a payload; the payload is copied.
+
+        Args:
+            row: number of the row in the view's.
+            part: its payload, or a piece of it.
+            number: which piece.
+        """
+        is_light = part is None or (part.payload_bytes <= _SMALL_BYTES and self._sites[row].as_py() == "scalar")
+        self._max_attempt = max(self._max_attempt, int(self._attempts[row]))
+        self.num_rows += 1
+        self._lanes["stats" if is_light else "tensors"].add(self.num_rows - 1, row, part, number)
+
+    def finish(self) -> None:
+        """Write what is left, and seal."""
+        for lane in self._lanes.values():
+            lane.close()
+
+    def describe(self, manifest: Mapping[str, Any]) -> None:
+        """Write the manifest: what is given, and the accounts. The names in the directory are durable afterwards."""
+        own = {
+            "format": FORMAT_NAME,
+            "version": list(FORMAT_VERSION),
+            "host": os.uname().nodename,
+            "pid": os.getpid(),
+            "attempt": self._max_attempt,
+            "started_ns": self._started_ns,
+            "closed_ns": time.time_ns(),
+            "state": "closed",
+            "ledger": self.ledger(),
+        }
+        write_json_atomically(self.path / WRITER_MANIFEST, {**manifest, **own})
+
+    def abandon(self) -> None:
+        """Let go of the open files; what is left of them is for whoever removes the directory."""
+        for lane in self._lanes.values():
+            lane.abandon()
+
+    def ledger(self, about_to_write: int = 0) -> dict[str, Any]:
+        """The accounts, with rows that are written if the ledger itself is."""
+        written = self.num_written_rows + about_to_write
+        retired = {"rows": 0, "bytes": 0}
+        return {"observed": self.num_rows, "written": written, "dropped": {}, "retired": retired}
+
+
+class _Lane:
+    """Rows of one kind, on their way into the shards of a directory."""
+
+    def __init__(self, directory: Directory, kind: str) -> None:
+        self._directory = directory
+        self._kind = kind
+        self._layout = _LAYOUTS[kind]
+        self._payload = directory.memory.payloads[kind]
+        self._has_index = kind == "tensors"
+        self._next_number = 0
+        self._file: BatchFile | None = None
+        self._index = Index()
+        self._borrowed: Any = None
+        self._clear()
+
+    def add(self, seq: int, row: int, part: Part | None, number: int) -> None:
+        """Take one row of the shard."""
+        if part is None:
+            self._note(seq, row, number, 0, None, 0, self._ends[-1])
+        else:
+            buffers = [np.frombuffer(piece, np.uint8) for piece in part.data]
+            num_bytes = sum(map(len, buffers))
+            if self._ends[-1] and self._ends[-1] + num_bytes > BATCH_BYTES:
+                self._flush()
+            start = self._ends[-1]
+            if len(buffers) == 1 and start == 0 and num_bytes >= BATCH_BYTES:
+                self._borrowed = buffers[0]
+            else:
+                if start == 0:
+                    self._payload.reserve(num_bytes)
+                for buffer in buffers:
+                    self._payload.data[start : start + len(buffer)] = buffer
+                    start += len(buffer)
+            end = self._ends[-1] + num_bytes
+            self._note(seq, row, number, part.flat_offset, part.encoding, part.payload_bytes, end)
+        if self._ends[-1] >= BATCH_BYTES or len(self._rows) >= _BATCH_ROWS:
+            self._flush()
+
+    def close(self) -> None:
+        """Write and seal what there is."""
+        self._flush()
+        self._seal()
+
+    def abandon(self) -> None:
+        """Stop writing."""
+        if self._file is not None:
+            self._file.abandon()
+            self._file = None
+
+    def _note(
+        self, seq: int, row: int, number: int, flat_offset: int, encoding: str | None, payload_bytes: int, end: int
+    ) -> None:
+        self._seqs.append(seq)
+        self._rows.append(row)
+        self._numbers.append(number)
+        self._flat_offsets.append(flat_offset)
+        self._encodings.append(encoding)
+        self._payload_bytes.append(payload_bytes)
+        self._ends.append(end)
+
+    def _clear(self) -> None:
+        self._seqs: list[int] = []
+        self._rows: list[int] = []
+        self._numbers: list[int] = []
+        self._flat_offsets: list[int] = []
+        self._encodings: list[str | None] = []
+        self._payload_bytes: list[int] = []
+        self._ends = [0]
+        self._borrowed = None
+
+    def _flush(self) -> None:
+        if not self._rows:
+            return
+        directory = self._directory
+        if self._file is None:
+            path = directory.path / open_name(shard_name(self._kind, self._next_number))
+            # Through the page cache: whoever merges reads the result next, and the kernel writes behind our back.
+            self._file = BatchFile(directory.disk, path, self._layout, directory.memory.message, is_direct=False)
+        batch = self._batch()
+        self._file.append(batch, directory.ledger(about_to_write=batch.num_rows))
+        directory.num_written_rows += batch.num_rows
+        if self._has_index:
+            self._index.add(batch)
+        self._clear()
+        if self._file.num_bytes >= _SHARD_BYTES or self._file.num_rows >= _SHARD_ROWS:
+            self._seal()
+
+    def _seal(self) -> None:
+        if self._file is None:
+            return
+        directory, file = self._directory, self._file
+        final = directory.path / shard_name(self._kind, self._next_number)
+        file.seal(final, directory.ledger())
+        directory.written_bytes += file.num_bytes
+        if self._has_index:
+            directory.written_bytes += self._index.write(
+                directory.disk, final, file.num_bytes, directory.memory.message
+            )
+        self._file, self._index = None, Index()
+        self._next_number += 1
+
+    def _batch(self) -> pa.RecordBatch:
+        """The waiting rows. The batch borrows the payload: write it before anything is added."""
+        taken = self._directory.rows.take(_array(pa.int64(), self._rows))
+        is_later = np.array(self._numbers) > 0
+        own = {
+            "seq": _array(pa.int64(), self._seqs),
+            "part": _array(pa.int32(), self._numbers),
+            "flat_offset": _array(pa.int64(), self._flat_offsets),
+            "encoding": _texts(self._encodings),
+            "payload_bytes": _array(pa.int64(), self._payload_bytes, [one is not None for one in self._encodings]),
+            "data": self._data(),
+        }
+        columns = []
+        for field in SCHEMA:
+            column = own.get(field.name)
+            if column is None:
+                column = taken.column(field.name)
+                if field.name in _OF_FIRST_PART and is_later.any():
+                    column = pa.compute.if_else(_mask(~is_later), column, pa.scalar(None, field.type))
+                column = _clean(column)
+            columns.append(column)
+        return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+    def _data(self) -> pa.Array:
+        is_there = [one is not None for one in self._encodings]
+        if not any(is_there):
+            return pa.nulls(len(is_there), pa.large_binary())
+        content = self._payload.data[: self._ends[-1]] if self._borrowed is None else self._borrowed
+        buffers = [_bits(is_there), pa.py_buffer(np.array(self._ends, np.int64)), pa.py_buffer(content)]
+        return pa.Array.from_buffers(pa.large_binary(), len(is_there), buffers)
+
+
+def as_batch(table: Any) -> pa.RecordBatch:
+    """A table as one record batch."""
+    batches = table.combine_chunks().to_batches()
+    return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
+
+
+def _bits(is_there: Any) -> pa.Buffer | None:
+    """A validity bitmap whose unused bits are zero; None where all are there."""
+    return None if all(is_there) else pa.py_buffer(np.packbits(is_there, bitorder="little"))
+
+
+def _array(kind: pa.DataType, values: list[int], is_there: list[bool] | None = None) -> pa.Array:
+    data = pa.py_buffer(np.array(values, np.int32 if kind == pa.int32() else np.int64))
+    return pa.Array.from_buffers(kind, len(values), [None if is_there is None else _bits(is_there), data])
+
+
+def _texts(values: list[str | None]) -> pa.Array:
+    return pa.array(values, pa.string())
+
+
+def _mask(values: Any) -> pa.Array:
+    return pa.array(values)
+
+
+def _clean(column: pa.Array) -> pa.Array:
+    """The same values, from the first bit of the first byte on, and with zeros in the unused bits of the validity."""
+    if column.null_count == 0:
+        return column
+    validity, *rest = column.buffers()
+    bits = np.unpackbits(np.frombuffer(validity, np.uint8), count=len(column), bitorder="little")
+    return pa.Array.from_buffers(column.type, len(column), [pa.py_buffer(np.packbits(bits, bitorder="little")), *rest])
