@@ -5,7 +5,7 @@ Measured on one core (float32 activations): splitting into byte planes 9 to 16 G
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,6 +146,38 @@ def decode(encoding: str, payload: Any, payload_bytes: int, item_bytes: int) -> 
     rest = np.frombuffer(source[8 + compressed_bytes :], np.uint8)
     top = _read_frames(source[8 : 8 + compressed_bytes], num_items)
     return _join([top, rest], num_items, item_bytes)
+
+
+class Payload(NamedTuple):
+    """An encoded payload: the columns `encoding`, `data` and `payload_bytes` of one row."""
+
+    encoding: str
+    data: Any
+    """Any contiguous buffer."""
+    payload_bytes: int
+
+
+def concatenate(payloads: Sequence[Payload], item_bytes: int) -> tuple[str, list[memoryview]] | None:
+    """The payload of several ones' content end to end, without decoding: frames and planes are laid side by side.
+
+    Returns:
+        The encoding, and the pieces of ``data`` in order; None where encodings differ, or are not to be joined so.
+    """
+    encodings = {payload.encoding for payload in payloads if payload.payload_bytes} or {PLAIN}
+    encoding = min(encodings)
+    if len(encodings) != 1 or encoding not in (PLAIN, RAW, PLANES_PLAIN):
+        return None
+    sources = [(memoryview(p.data).cast("B"), p.payload_bytes) for p in payloads if p.payload_bytes]
+    if encoding != PLANES_PLAIN:
+        return encoding, [source for source, _ in sources]
+    tops, rests = [], []
+    for source, payload_bytes in sources:
+        top_bytes, num_items = int.from_bytes(source[:8], "little"), payload_bytes // item_bytes
+        _expect_bytes("payload", len(source), 8 + top_bytes + payload_bytes - num_items)
+        tops.append(source[8 : 8 + top_bytes])
+        rests.append([source[8 + top_bytes + k * num_items :][:num_items] for k in range(item_bytes - 1)])
+    head = memoryview(sum(map(len, tops)).to_bytes(8, "little"))
+    return encoding, [head, *tops, *(rest[k] for k in range(item_bytes - 1) for rest in rests)]
 
 
 def encode_ref(seq: int) -> bytes:

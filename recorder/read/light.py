@@ -38,6 +38,8 @@ class Keys(NamedTuple):
 
     def code(self, value: Any) -> int:
         """The number that stands for a value, or one that no row has."""
+        if value is None:
+            return NONE
         if self.texts is None:
             return int(value)
         return self.texts.index(value) if value in self.texts else NONE - 1
@@ -52,14 +54,20 @@ class Keys(NamedTuple):
 class LightRows:
     """Every column but the payload, over all shards of a run."""
 
-    def __init__(self, writers: Sequence[RecordedWriter]) -> None:
-        self._writers = writers
-        self._shards = [shard for writer in writers for shard in writer.shards]
+    def __init__(self, writers: Sequence[RecordedWriter], shards: Sequence[Sequence[ShardRows]] | None = None) -> None:
+        """Rows of a run.
+
+        Args:
+            writers: all of them.
+            shards: of each writer, those that are meant; all by default.
+        """
+        self._shards_of = [writer.shards for writer in writers] if shards is None else shards
+        self._shards = [shard for shards in self._shards_of for shard in shards]
         self._forget()
 
     def _forget(self) -> None:
         self._starts = np.cumsum([0, *(shard.num_rows for shard in self._shards)])
-        self._writer_starts = np.cumsum([0, *(writer.num_rows for writer in self._writers)])
+        self._writer_starts = np.cumsum([0, *(sum(shard.num_rows for shard in shards) for shards in self._shards_of)])
         self._columns: dict[str, Any] = {}
         self._chunk_ends: dict[str, Positions] = {}
         self._numbers: dict[str, npt.NDArray[np.int64]] = {}
@@ -120,6 +128,13 @@ class LightRows:
         if pa.types.is_string(SCHEMA.field(name).type):
             return _text_keys(self.take(name, positions))
         return Keys(self.numbers(name)[positions], None)
+
+    def text(self, name: str, position: int) -> str | None:
+        """One value of a column of texts."""
+        chunk = int(np.searchsorted(self._chunk_ends[name], position, side="right"))
+        start = int(self._chunk_ends[name][chunk - 1]) if chunk else 0
+        found: str | None = self.column(name).chunk(chunk)[position - start].as_py()
+        return found
 
     def shard_of(self, position: int) -> tuple[ShardRows, int]:
         """The shard of a row, and the position of its first row."""

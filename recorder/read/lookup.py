@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,16 +23,35 @@ _MAX_CHOICES = 8
 _MAX_COMPARED = 20_000
 
 
+class Found(NamedTuple):
+    """The rows of the one tensor that a question means."""
+
+    positions: Positions
+    """The row or its parts in order; with several ranks those of part 0, of each."""
+    related: Positions
+    """All rows of the module at that step."""
+    is_merged: bool
+    """The row is a global one already."""
+    what: str
+    """The question, for messages."""
+
+
 def find_tensor(
-    rows: LightRows, writers: Sequence[RecordedWriter], module_path: str, question: Mapping[str, Any]
-) -> Positions:
-    """Positions of the rows (one, or its parts in order) of the one tensor with a payload that the question means.
+    rows: LightRows,
+    writers: Sequence[RecordedWriter],
+    module_path: str,
+    question: Mapping[str, Any],
+    *,
+    any_rank: bool = False,
+) -> Found:
+    """The rows of the one tensor with a payload that the question means.
 
     Args:
         rows: the run's rows.
         writers: its writers, as `rows` counts them.
         module_path: exact path of the module.
         question: value by qualifier; None where it is left open.
+        any_rank: rows of several ranks are one tensor, whose payload may be missing on some.
 
     Raises:
         LookupFailedError: no tensor, or more than one; the message lists the choices.
@@ -40,6 +59,7 @@ def find_tensor(
     rows.load([*QUALIFIERS, "module_path", "encoding", "part", *PLACE_COLUMNS])
     what = f"{module_path!r}"
     positions = np.flatnonzero(rows.module_paths().codes == module_code(rows, module_path))
+    of_module = positions
     for name in QUALIFIERS:
         value = question.get(name)
         if value is None:
@@ -55,18 +75,33 @@ def find_tensor(
         what += f" {name}={value!r}"
     if question.get("attempt") is None:
         positions = _of_newest_attempt(rows, writers, positions)
+    if question.get("rank") is None and (rows.numbers("rank")[positions] == NONE).any():
+        positions = positions[rows.numbers("rank")[positions] == NONE]  # merged: the ranks' own rows stand beside it
     has_payload = rows.keys("encoding", positions).codes != NONE
     if not has_payload.any():
         steps = _choices("step", rows.keys("step", positions))
         raise LookupFailedError(f"{what} was recorded without values at {steps}; a rule with keep=tensor keeps them")
-    positions = positions[has_payload]
-    found = {name: rows.keys(name, positions) for name in QUALIFIERS}
-    choices = [_choices(name, keys) for name, keys in found.items() if len(np.unique(keys.codes)) > 1]
+    found = {name: rows.keys(name, positions[has_payload]) for name in QUALIFIERS}
+    single = {name: keys for name, keys in found.items() if not (any_rank and name == "rank")}
+    choices = [_choices(name, keys) for name, keys in single.items() if len(np.unique(keys.codes)) > 1]
     if choices:
-        is_global = any(choice.startswith("rank=") for choice in choices)
-        hint = " (the global view of several ranks is not part of this version)" if is_global else ""
-        raise LookupFailedError(f"{what} means several tensors; choose {', '.join(choices)}{hint}")
-    return _parts(rows, positions, what)
+        raise LookupFailedError(f"{what} means several tensors; choose {', '.join(choices)}")
+    is_merged = bool((found["rank"].codes == NONE).any())
+    steps_meant = np.unique(rows.numbers("step")[positions[has_payload]])
+    related = of_module[np.isin(rows.numbers("step")[of_module], steps_meant)]
+    if any_rank and not is_merged:
+        for name, keys in single.items():  # rows without values, as of another rank, that differ in what was left open
+            positions = positions[rows.keys(name, positions).codes == rows.keys(name, positions).code(_value(keys))]
+        return Found(positions[rows.numbers("part")[positions] == 0], related, is_merged, what)
+    return Found(_parts(rows, positions[has_payload], what), related, is_merged, what)
+
+
+def _value(keys: Keys) -> Any:
+    """The one value of a column."""
+    code = int(keys.codes[0])
+    if keys.texts is None:
+        return code
+    return None if code == NONE else keys.texts[code]
 
 
 def module_code(rows: LightRows, module_path: str) -> int:

@@ -12,29 +12,27 @@ from contextlib import suppress
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from ..errors import CorruptError, LookupFailedError, NotARunError, RunError, UnsupportedError
-from ..format.codec import REF, ref_target
 from ..format.dtypes import item_bytes
 from ..format.rundir import RUN_MANIFEST, check_version, read_json
 from ..format.schema import LIGHT_COLUMNS, SCHEMA
-from .decode import as_array, check_bytes, count, decode_payload, parse_shape
+from .decode import as_array, check_bytes, count, parse_shape
 from .light import NONE, PLACE_COLUMNS, TIME_ORDER, LightRows, Positions
 from .lookup import find_tensor
 from .modules import ModuleInfo, read_modules
-from .rows import ShardRows
+from .payload import Payloads
+from .view import GlobalView, global_tensor, is_partial
 from .writers import RecordedWriter, find_writers, list_directory
 
 if TYPE_CHECKING:
     import pandas
     import torch
-
-_PAYLOAD_COLUMNS = ("seq", "dtype", "shape", "encoding", "payload_bytes", "data")
 
 
 class MoreQualifiers(TypedDict, total=False):
@@ -46,14 +44,8 @@ class MoreQualifiers(TypedDict, total=False):
     root: str | None
     scope: str | None
     attempt: int | None
-
-
-class _Payload(NamedTuple):
-    """The content of one row."""
-
-    data: npt.NDArray[np.uint8]
-    dtype: str
-    shape: str
+    partial: bool
+    """With ``rank=None``: answer also where some ranks have no such row, with what there is."""
 
 
 class Run:
@@ -66,6 +58,7 @@ class Run:
         self.writers: tuple[RecordedWriter, ...] = tuple(find_writers(path))
         """Process lifetimes by rank and start, each with its manifest, accounts and shards as they were found."""
         self._rows = LightRows(self.writers)
+        self._payloads = Payloads(self._rows, len(self.writers))
 
     @property
     def run_id(self) -> str:
@@ -82,6 +75,11 @@ class Run:
         """Ranks that the run was started with, where it says so."""
         found = self.manifest.get("world_size")
         return found if type(found) is int and found > 0 else None
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether this is the output of a merge: its rows are global tensors already."""
+        return isinstance(self.manifest.get("merged_from"), dict)
 
     @property
     def problems(self) -> list[str]:
@@ -167,6 +165,18 @@ class Run:
         frame: pandas.DataFrame = self.table(columns, filter).to_pandas()
         return frame
 
+    def view(self, loss: str = "mean", layouts: Sequence[str] = ()) -> GlobalView:
+        """The rows as tensors of the whole model, whatever ranks held them.
+
+        Args:
+            loss: what each rank's loss is of its samples: ``mean``, ``weighted`` or ``sum``; see `GlobalView`.
+            layouts: ``PATTERN=LAYOUT`` overrides; see `GlobalView`.
+
+        Raises:
+            LookupFailedError: `loss` or a layout is none.
+        """
+        return GlobalView(self, loss=loss, layouts=layouts)
+
     def dataset(self) -> Any:
         """The sealed shards as `pyarrow.dataset`: for scans that stream. What it reads is not checked."""
         import pyarrow.dataset
@@ -185,12 +195,15 @@ class Run:
         call: int | None = None,
         **more: Unpack[MoreQualifiers],
     ) -> npt.NDArray[Any]:
-        """One tensor as it was on its rank; bfloat16 and the 8-bit floats come in ml_dtypes' types.
+        """One tensor; bfloat16 and the 8-bit floats come in ml_dtypes' types.
 
-        What is left open must be unambiguous; of several attempts at a step the newest is meant.
+        With `rank` it is the tensor as that rank held it. Without, it is the global one, put together from the ranks
+        that recorded it as `view()` says (activation gradients are divided by the number of ranks; see `GlobalView`).
+        What else is left open must be unambiguous; of several attempts at a step the newest is meant.
 
         Raises:
-            LookupFailedError: no such tensor with its values, or several; the message lists the choices.
+            LookupFailedError: no such tensor with its values, or several, or the ranks' tensors make no single one;
+                the message lists the choices.
             CorruptError: the bytes are not those that were written.
         """
         question = {"site": site, "step": step, "name": name, "rank": rank, "micro_step": micro_step, "call": call}
@@ -238,33 +251,26 @@ class Run:
 
     def _payload_column(self, positions: Positions) -> Any:
         """The payloads of some rows: every batch is read once, however its rows are spread."""
-        batches, rows, seqs = (self._rows.numbers(name)[positions] for name in ("batch", "row", "seq"))
-        shards = self._rows.shard_numbers(positions)
-        in_file_order = np.lexsort([batches, shards])
-        keys = np.stack([shards, batches])[:, in_file_order]
-        ends_group = np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(axis=0)) + 1
-        pieces = [pa.array([], pa.large_binary())]
-        for places in np.split(in_file_order, ends_group) if len(positions) else ():
-            shard, _ = self._rows.shard_of(int(positions[places[0]]))
-            batch = int(batches[places[0]])
-            found = shard.read(batch, ("seq", "data"))
-            wanted = rows[places]
-            if wanted.min() >= 0 and wanted.max() < found.num_rows:
-                found = found.take(pa.array(wanted))
-            if not np.array_equal(found.column("seq").to_numpy(), seqs[places]):
-                raise CorruptError(f"{shard.path}: its index names other rows than batch {batch} holds")
-            pieces.append(found.column("data"))
-        return pa.chunked_array(pieces).take(pa.array(np.argsort(in_file_order)))
+        *pieces, order = self._payloads.column(positions)
+        return pa.chunked_array([*pieces, pa.array([], pa.large_binary())]).take(pa.array(order))
 
     def _tensor_bytes(
         self, module_path: str, question: dict[str, Any]
     ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
-        positions = find_tensor(self._rows, self.writers, module_path, question)
-        parts = [self._payload(int(position)) for position in positions]
+        partial = bool(question.pop("partial", False))
+        is_global = question.get("rank") is None and max(len(self.ranks), self.world_size or 1) > 1
+        found = find_tensor(self._rows, self.writers, module_path, question, any_rank=is_global)
+        if is_global and not found.is_merged:
+            return global_tensor(
+                self.view(), self._rows, found.positions, found.related, partial=partial, what=found.what
+            )
+        if not partial and is_partial(self._rows, found.positions):
+            raise LookupFailedError(f"{found.what} lacks the rows of some ranks; partial=True gives what there is")
+        parts = [self._payloads.described(position) for position in found.positions.tolist()]
         _, dtype, shape = parts[0]
-        if any((part.dtype, part.shape) != (dtype, shape) for part in parts):
+        if any(part[1:] != (dtype, shape) for part in parts):
             raise CorruptError(f"{module_path!r}: the parts of one tensor differ in dtype or shape")
-        data = parts[0].data if len(parts) == 1 else np.concatenate([part.data for part in parts])
+        data = parts[0][0] if len(parts) == 1 else np.concatenate([part[0] for part in parts])
         sizes = parse_shape(shape)
         whole_bytes = count(sizes) * item_bytes(dtype)
         if data.nbytes < whole_bytes:
@@ -272,37 +278,6 @@ class Run:
                 f"{module_path!r}: only {data.nbytes} of the {whole_bytes} bytes of this tensor were recorded"
             )
         return data, dtype, sizes
-
-    def _payload(self, position: int) -> _Payload:
-        """The bytes of one row; a ``ref`` is followed to the row that holds them."""
-        shard, start = self._rows.shard_of(position)
-        fields = self._fields(shard, position)
-        source = fields
-        if fields["encoding"] == REF:
-            target = ref_target(fields["data"])
-            seqs = self._rows.numbers("seq")[start:position]
-            found = np.flatnonzero(seqs == target)
-            source = self._fields(shard, start + int(found[0])) if len(found) == 1 else {}
-            if any(source.get(name) != fields[name] for name in ("dtype", "payload_bytes")):
-                raise CorruptError(
-                    f"{shard.path}: row seq={fields['seq']} refers to row seq={target}, which does not hold its content"
-                )
-        try:
-            data = decode_payload(source["encoding"], source["data"], source["payload_bytes"], source["dtype"])
-        except RunError as error:
-            raise type(error)(f"{shard.path}, row seq={source['seq']}: {error}") from error
-        return _Payload(data, fields["dtype"], fields["shape"])
-
-    def _fields(self, shard: ShardRows, position: int) -> dict[str, Any]:
-        """What decoding needs of one row, out of the shard itself; the payload is not copied."""
-        batch, row, seq = (int(self._rows.numbers(name)[position]) for name in ("batch", "row", "seq"))
-        found = shard.read(batch, _PAYLOAD_COLUMNS)
-        if not 0 <= row < found.num_rows or found.column("seq")[row].as_py() != seq:
-            raise CorruptError(f"{shard.path}: batch {batch} row {row} is not the row that its index names")
-        scalars = {name: found.column(name)[row] for name in _PAYLOAD_COLUMNS}
-        data = scalars.pop("data")
-        return {name: scalar.as_py() for name, scalar in scalars.items()} | {"data": data.as_buffer()}
-
 
 def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -135,6 +135,7 @@ class HandmadeWriter:
         self.rank = rank
         self.directory = run / rank_dir(rank) / name
         self.directory.mkdir(parents=True)
+        _grow_world(run / "_run.json", rank + 1)
         self.num_rows = 0
         self._num_shards = {"tensors": 0, "stats": 0}
         self.manifest: dict[str, Any] = {
@@ -193,11 +194,20 @@ class HandmadeWriter:
 
 
 def make_run(path: Path, **changes: Any) -> Path:
-    """An empty run directory."""
+    """An empty run directory, of as many ranks as get writers, if nothing else is said."""
     path.mkdir(parents=True)
-    manifest = {"format": "recorder", "version": [1, 0], "run_id": path.name, "world_size": 2, "created_ns": 1}
+    manifest = {"format": "recorder", "version": [1, 0], "run_id": path.name, "world_size": 1, "created_ns": 1}
     (path / "_run.json").write_text(json.dumps(manifest | changes))
     return path
+
+
+def _grow_world(manifest: Path, world_size: int) -> None:
+    try:
+        found = json.loads(manifest.read_text())
+        if found["world_size"] < world_size:
+            manifest.write_text(json.dumps(found | {"world_size": world_size}))
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # a test of that
 
 
 def flip(path: Path, bit: int) -> None:

@@ -128,7 +128,7 @@ def test_one_damaged_shard_leaves_the_others_readable(tmp_path: Path) -> None:
     run = open_run(path)
     assert [writer.num_rows for writer in run.writers] == [0, 10]
     assert target.name in run.problems[0]
-    assert run.array("layers.0", step=3).shape == (3, 5)
+    assert run.array("layers.0", step=3, rank=1).shape == (3, 5)
 
 
 def test_damage_found_late_takes_its_batch_out_of_every_column(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_an_index_of_another_shard_is_not_used(run_path: Path, caplog: pytest.Lo
 
 class TestLookup:
     def test_an_open_question_lists_the_choices(self, run_path: Path) -> None:
-        with pytest.raises(LookupFailedError, match=r"choose step=0\|1\|2\|3\|4\|5\|6\|7, rank=0\|1 .*global view"):
+        with pytest.raises(LookupFailedError, match=r"choose step=0\|1\|2\|3\|4\|5\|6\|7$"):
             open_run(run_path).array("layers.0")
 
     def test_many_choices_are_listed_compactly(self, tmp_path: Path) -> None:

@@ -1,0 +1,171 @@
+"""Owns the geometry: which elements of a global tensor a rank's local tensor holds, and how they get there.
+
+A region is what one local tensor covers: a run of the flattened tensor (FSDP1), or boxes (DTensor shards; several where
+a shard is strided). Must never look at values, and never trust a region before `check_cover` has seen it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+Ints = tuple[int, ...]
+Range = tuple[int, int]
+"""Begin and end (exclusive), in elements."""
+
+
+class Box(NamedTuple):
+    """A box of the global tensor, and where it begins in the local one."""
+
+    start: Ints
+    shape: Ints
+    local_start: Ints
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Region(NamedTuple):
+    """What one local tensor holds: either `run` or `boxes`."""
+
+    run: Range | None
+    """Elements of the flattened global tensor, of a local tensor with a single dim."""
+    boxes: tuple[Box, ...]
+    local_shape: Ints
+
+    @property
+    def numel(self) -> int:
+        return self.run[1] - self.run[0] if self.run is not None else sum(box.numel for box in self.boxes)
+
+    def as_run(self, global_shape: Ints) -> Range | None:
+        """The run of the flattened tensor that this is, or None where it is none."""
+        if self.run is not None:
+            return self.run
+        if len(self.boxes) != 1:
+            return (0, 0) if not self.boxes else None
+        box = self.boxes[0]
+        is_free = True
+        for size, whole in zip(reversed(box.shape), reversed(global_shape), strict=True):
+            if not is_free and size != 1:
+                return None
+            is_free = is_free and size == whole
+        start = flat_index(box.start, global_shape)
+        return start, start + box.numel
+
+
+def whole(shape: Ints) -> Region:
+    """The region of a tensor that is nowhere cut."""
+    return box_region((0,) * len(shape), shape)
+
+
+def box_region(start: Ints, shape: Ints) -> Region:
+    """The region of a local tensor that is one box."""
+    empty = math.prod(shape) == 0
+    return Region(None, () if empty else (Box(start, shape, (0,) * len(shape)),), shape)
+
+
+def flat_region(start: int, numel: int) -> Region:
+    """The region of a slice of the flattened tensor."""
+    return Region((start, start + numel), (), (numel,))
+
+
+def ranges_region(ranges: Sequence[Sequence[Range]]) -> Region:
+    """The region of a local tensor that holds, along each dim, some ranges laid end to end."""
+    local_starts = [list(itertools.accumulate((stop - start for start, stop in dim), initial=0)) for dim in ranges]
+    boxes = []
+    for choice in itertools.product(*(range(len(dim)) for dim in ranges)):
+        picked = [dim[i] for dim, i in zip(ranges, choice, strict=True)]
+        shape = tuple(stop - start for start, stop in picked)
+        if math.prod(shape):
+            local = tuple(starts[i] for starts, i in zip(local_starts, choice, strict=True))
+            boxes.append(Box(tuple(start for start, _ in picked), shape, local))
+    return Region(None, tuple(boxes), tuple(starts[-1] for starts in local_starts))
+
+
+def shard(ranges: Sequence[Range], num_pieces: int, index: int) -> list[Range]:
+    """The piece `index` of some ranges cut as `torch.chunk` cuts: equal sizes, the last ones shorter or empty."""
+    total = sum(stop - start for start, stop in ranges)
+    size = -(-total // num_pieces)
+    begin, end = min(index * size, total), min((index + 1) * size, total)
+    found, position = [], 0
+    for start, stop in ranges:
+        length = stop - start
+        low, high = max(begin - position, 0), min(end - position, length)
+        if low < high:
+            found.append((start + low, start + high))
+        position += length
+    return found
+
+
+def strided_shard(ranges: Sequence[Range], num_pieces: int, index: int, split_factor: int) -> list[Range]:
+    """DTensor's ``_StridedShard``: cut into `split_factor` parts first, and take piece `index` of each."""
+    parts = [shard(ranges, split_factor, i) for i in range(split_factor)]
+    return [piece for part in parts for piece in shard(part, num_pieces, index)]
+
+
+def flat_index(index: Ints, shape: Ints) -> int:
+    """Where an element lies in the flattened (C order) tensor."""
+    flat = 0
+    for i, size in zip(index, shape, strict=True):
+        flat = flat * size + i
+    return flat
+
+
+def flat_boxes(shape: Ints, start: int, stop: int) -> Iterator[tuple[Ints, Ints]]:
+    """Boxes (start, shape) that are, in order, the elements from `start` to `stop` of the flattened tensor."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last and (start != first * row or stop != (first + 1) * row):
+        for inner_start, inner_shape in flat_boxes(shape[1:], start - first * row, stop - first * row):
+            yield (first, *inner_start), (1, *inner_shape)
+        return
+    head_stop = first + (start > first * row)
+    tail_start = last + (stop == (last + 1) * row)
+    if head_stop > first:
+        for inner_start, inner_shape in flat_boxes(shape[1:], start - first * row, row):
+            yield (first, *inner_start), (1, *inner_shape)
+    if tail_start > head_stop:
+        yield (head_stop, *(0,) * (len(shape) - 1)), (tail_start - head_stop, *shape[1:])
+    if tail_start == last:
+        for inner_start, inner_shape in flat_boxes(shape[1:], 0, stop - last * row):
+            yield (last, *inner_start), (1, *inner_shape)
+
+
+def overlap(regions: Sequence[Region], global_shape: Ints) -> tuple[int, int] | None:
+    """Two regions that share an element, by their numbers; None where no two do."""
+    runs = [region.as_run(global_shape) for region in regions]
+    known = sorted((run[0], run[1], i) for i, run in enumerate(runs) if run is not None and run[0] < run[1])
+    for (_, stop, i), (start, _, j) in itertools.pairwise(known):
+        if start < stop:
+            return i, j
+    if len(known) == sum(region.numel > 0 for region in regions):
+        return None
+    boxes = [(i, box) for i, region in enumerate(regions) for box in _boxes(region, global_shape)]
+    for (i, one), (j, other) in itertools.combinations(boxes, 2):
+        if i != j and intersection(one.start, one.shape, other.start, other.shape) is not None:
+            return i, j
+    return None
+
+
+def _boxes(region: Region, global_shape: Ints) -> list[Box]:
+    if region.run is None:
+        return list(region.boxes)
+    return [Box(start, shape, ()) for start, shape in flat_boxes(global_shape, *region.run)]
+
+
+def intersection(start: Ints, shape: Ints, other_start: Ints, other_shape: Ints) -> tuple[Ints, Ints] | None:
+    """The box (start, shape) that two boxes share; None where they share nothing."""
+    low = tuple(map(max, start, other_start))
+    high = tuple(
+        min(a + n, b + m) for a, n, b, m in zip(start, shape, other_start, other_shape, strict=True)
+    )  # exclusive
+    sizes = tuple(h - s for s, h in zip(low, high, strict=True))
+    return (low, sizes) if all(size > 0 for size in sizes) else None

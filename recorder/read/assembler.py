@@ -1,0 +1,286 @@
+"""Owns the payload of a global tensor: rows of several ranks, by their plan, to parts of one.
+
+Must never decode where frames can be laid side by side, and never hold more than a few parts at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CorruptError
+from ..format.codec import Encoder, Payload, concatenate, max_encoded_bytes
+from ..format.dtypes import item_bytes, numpy_dtype
+from ..layout.assemble import Items, Source, assemble
+from ..layout.regions import Ints
+from ..layout.rules import Part as PlannedPart
+from ..layout.rules import Plan
+from ..records import PART_BYTES
+from .decode import as_array, parse_shape
+from .light import NONE, LightRows, Positions
+from .payload import Payloads
+
+_CACHE_BYTES = 512 << 20
+"""Decoded parts kept at once: one of each rank, where a tensor is cut along an inner dim."""
+
+
+class Part(NamedTuple):
+    """A row's worth of a tensor's payload."""
+
+    encoding: str
+    data: list[memoryview]
+    """To be laid end to end."""
+    payload_bytes: int
+    flat_offset: int
+    """First element in the flattened tensor."""
+
+
+class Tensor(NamedTuple):
+    """A recorded local tensor: its rows and what they hold."""
+
+    dtype: str
+    shape: Ints
+    positions: tuple[int, ...]
+    """Of its parts, in order."""
+    ends: tuple[int, ...]
+    """Elements of the flattened tensor up to the end of each part."""
+
+
+class Assembler:
+    """Payloads of values, of some loaded rows. Not thread-safe."""
+
+    def __init__(self, rows: LightRows, payloads: Payloads) -> None:
+        self._rows = rows
+        self._payloads = payloads
+        self._tensors: dict[int, Tensor | None] = {}
+        self._decoded: OrderedDict[int, npt.NDArray[np.uint8]] = OrderedDict()
+        self._encoder = Encoder("auto")
+        self._further = self._find_further_parts()
+
+    def tensor(self, position: int) -> Tensor | None:
+        """The local tensor whose part 0 is at a position; None where some of its payload was not recorded."""
+        if position not in self._tensors:
+            self._tensors[position] = self._find_tensor(position)
+        return self._tensors[position]
+
+    def has_payload(self, plan: Plan, positions: Sequence[int]) -> bool:
+        """Whether every piece that goes into a value has its values."""
+        return plan.is_complete and all(
+            self.tensor(positions[term.piece]) is not None for part in plan.parts for term in part.terms
+        )
+
+    def dtype(self, plan: Plan, positions: Sequence[int]) -> str:
+        """Of the global tensor."""
+        return plan.dtype or self._rows.text("dtype", positions[0]) or ""
+
+    def array(self, plan: Plan, positions: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """All bytes of a global tensor, little-endian, in C order."""
+        dtype = self.dtype(plan, positions)
+        out = np.empty(math.prod(plan.global_shape) * item_bytes(dtype), np.uint8)
+        self._fill(out.view(_items(dtype)), 0, plan, positions, dtype)
+        return out
+
+    def local(self, position: int) -> npt.NDArray[np.uint8]:
+        """All bytes of a rank's own tensor."""
+        tensor = self.tensor(position)
+        assert tensor is not None, "has_payload comes first"
+        pieces = [self._payloads.decoded(part) for part in tensor.positions]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def local_parts(self, position: int) -> Iterator[Part]:
+        """The payload of a rank's own tensor as it is."""
+        tensor = self.tensor(position)
+        assert tensor is not None, "has_payload comes first"
+        for part, start in zip(tensor.positions, (0, *tensor.ends), strict=False):
+            found = self._payloads.encoded(part)
+            yield Part(found.encoding, [memoryview(found.data)], found.payload_bytes, start)
+
+    def parts(self, plan: Plan, positions: Sequence[int]) -> Iterator[Part]:
+        """The payload of a global tensor, part by part."""
+        in_order = _as_runs(plan)
+        if in_order is None:
+            yield from self._computed(plan, positions, 0, math.prod(plan.global_shape))
+            return
+        pieces = [self.tensor(positions[part.terms[0].piece]) for part in in_order]
+        sources = [position for tensor in pieces if tensor is not None for position in tensor.positions]
+        width = item_bytes(self.dtype(plan, positions))
+        start, waiting = 0, list[Payload]()
+        for position in sources:
+            payload = self._payloads.encoded(position)
+            if waiting and _num_bytes(waiting) + payload.payload_bytes > PART_BYTES:
+                yield from self._joined(waiting, start, width)
+                start, waiting = start + _num_bytes(waiting) // width, []
+            waiting.append(payload)
+        if waiting:
+            yield from self._joined(waiting, start, width)
+
+    def _joined(self, payloads: list[Payload], start: int, width: int) -> Iterator[Part]:
+        num_bytes = _num_bytes(payloads)
+        joined = concatenate(payloads, width)
+        if joined is None:
+            data = np.concatenate([self._decode(payload, width) for payload in payloads])
+            yield self._encoded(data, width, start)
+        else:
+            yield Part(joined[0], joined[1], num_bytes, start)
+
+    def _decode(self, payload: Payload, width: int) -> npt.NDArray[np.uint8]:
+        from ..format.codec import decode
+
+        return decode(payload.encoding, payload.data, payload.payload_bytes, width)
+
+    def _computed(self, plan: Plan, positions: Sequence[int], start: int, stop: int) -> Iterator[Part]:
+        dtype = self.dtype(plan, positions)
+        width = item_bytes(dtype)
+        step = PART_BYTES // width
+        for low in range(start, max(stop, start + 1), step):
+            out = np.empty((min(stop, low + step) - low) * width, np.uint8)
+            self._fill(out.view(_items(dtype)), low, plan, positions, dtype)
+            yield self._encoded(out, width, low)
+
+    def _encoded(self, data: npt.NDArray[np.uint8], width: int, start: int) -> Part:
+        out = np.empty(max_encoded_bytes(len(data)), np.uint8)
+        encoding, num_bytes = self._encoder.encode(data, width, out)
+        return Part(encoding, [out[:num_bytes].data], len(data), start)
+
+    def _fill(self, out: Items, start: int, plan: Plan, positions: Sequence[int], dtype: str) -> None:
+        sources = []
+        for part in plan.parts:
+            if part.is_copy:
+                fetch = partial(self._fetch, positions[part.terms[0].piece])
+            else:
+                fetch = partial(self._reduce, part, plan.op, positions, dtype)
+            sources.append(Source(part.region, fetch))
+        assemble(out, start, plan.global_shape, sources)
+
+    def _fetch(self, position: int, low: int, high: int) -> Items:
+        """Elements of a rank's flattened tensor."""
+        tensor = self.tensor(position)
+        assert tensor is not None, "has_payload comes first"
+        items = _items(tensor.dtype)
+        pieces, start = [], 0
+        for part, end in zip(tensor.positions, tensor.ends, strict=True):
+            if low < end and start < high:
+                data = self._decoded_part(part).view(items)
+                pieces.append(data[max(low - start, 0) : high - start])
+            start = end
+        return pieces[0] if len(pieces) == 1 else np.concatenate([*pieces, np.empty(0, items)])
+
+    def _reduce(self, part: PlannedPart, op: str, positions: Sequence[int], dtype: str, low: int, high: int) -> Items:
+        """Elements of a sum (or so) over ranks, computed in float64 and rounded once; whole numbers stay whole."""
+        total: npt.NDArray[Any] | None = None
+        for piece, factor in part.terms:
+            tensor = self.tensor(positions[piece])
+            assert tensor is not None, "has_payload comes first"
+            values = self._fetch(positions[piece], low, high).view(numpy_dtype(tensor.dtype))
+            values = _widened(values, tensor.dtype, is_scaled=factor != 1.0)
+            if factor != 1.0:
+                values = values * factor
+            total = values if total is None else _OPS[op](total, values)
+        assert total is not None
+        with np.errstate(over="ignore", invalid="ignore"):
+            return total.astype(numpy_dtype(dtype)).view(_items(dtype))
+
+    def _decoded_part(self, position: int) -> npt.NDArray[np.uint8]:
+        found = self._decoded.get(position)
+        if found is None:
+            found = self._decoded[position] = self._payloads.decoded(position)
+            while len(self._decoded) > 1 and sum(map(len, self._decoded.values())) > _CACHE_BYTES:
+                self._decoded.popitem(last=False)
+        else:
+            self._decoded.move_to_end(position)
+        return found
+
+    def forget(self) -> None:
+        """Drop decoded parts; the next value has none of them."""
+        self._decoded.clear()
+
+    def _find_further_parts(self) -> dict[tuple[int, int], list[int]]:
+        """Positions of parts above 0, by their writer and the seq of their part 0."""
+        rows = self._rows
+        parts = rows.numbers("part")
+        at: Positions = np.flatnonzero(parts > 0)
+        writers = rows.writer_numbers(at).tolist()
+        bases = (rows.numbers("seq")[at] - parts[at]).tolist()
+        found: dict[tuple[int, int], list[int]] = {}
+        for position, writer, base in zip(at.tolist(), writers, bases, strict=True):
+            found.setdefault((writer, base), []).append(position)
+        return found
+
+    def _find_tensor(self, position: int) -> Tensor | None:
+        rows = self._rows
+        num_bytes = int(rows.numbers("payload_bytes")[position])
+        if num_bytes == NONE:
+            return None
+        dtype, shape = rows.text("dtype", position) or "", parse_shape(rows.text("shape", position))
+        width, total = item_bytes(dtype), math.prod(shape)
+        positions, ends = [position], [num_bytes // width]
+        if ends[-1] < total:
+            writer = int(rows.writer_numbers(np.array([position]))[0])
+            further = self._further.get((writer, int(rows.numbers("seq")[position])), [])
+            for part in sorted(further, key=lambda at: int(rows.numbers("part")[at])):
+                if int(rows.numbers("part")[part]) != len(positions) or rows.numbers("payload_bytes")[part] == NONE:
+                    return None
+                positions.append(part)
+                ends.append(ends[-1] + int(rows.numbers("payload_bytes")[part]) // width)
+        if ends[-1] < total:
+            return None
+        if ends[-1] > total or num_bytes % width:
+            path = rows.shard_of(position)[0].path
+            raise CorruptError(f"{path}, row seq={int(rows.numbers('seq')[position])}: payload and shape do not agree")
+        return Tensor(dtype, shape, tuple(positions), tuple(ends))
+
+
+_OPS: dict[str, Any] = {
+    "sum": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "product": np.multiply,
+}
+
+
+def _as_runs(plan: Plan) -> list[PlannedPart] | None:
+    """The parts in order where the flattened tensor is nothing but their content end to end; else None."""
+    if not all(part.is_copy for part in plan.parts):
+        return None
+    runs = []
+    for part in plan.parts:
+        run = part.region.as_run(plan.global_shape)
+        if run is None:
+            return None
+        runs.append((run, part))
+    runs.sort(key=lambda pair: pair[0])
+    end = 0
+    for (start, stop), _ in runs:
+        if start != end and start != stop:
+            return None
+        end = max(end, stop)
+    return [part for _, part in runs] if end == math.prod(plan.global_shape) else None
+
+
+def _widened(values: npt.NDArray[Any], dtype: str, *, is_scaled: bool) -> npt.NDArray[Any]:
+    if dtype.startswith("complex"):
+        return values.astype(np.complex128)
+    if dtype.startswith(("float", "bfloat")) or is_scaled:
+        return values.astype(np.float64)
+    return values.astype(np.uint64 if dtype.startswith("uint") else np.int64)
+
+
+def _items(dtype: str) -> np.dtype[Any]:
+    """Elements as plain bits: copied, never computed with."""
+    width = item_bytes(dtype)
+    return np.dtype(f"<u{width}") if width <= 8 else np.dtype(f"V{width}")
+
+
+def _num_bytes(payloads: Sequence[Payload]) -> int:
+    return sum(payload.payload_bytes for payload in payloads)
+
+
+def to_array(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> npt.NDArray[Any]:
+    """Bytes of a tensor as numpy array of torch's dtype."""
+    return as_array(data, dtype, shape)

@@ -1,0 +1,534 @@
+"""Owns which rows of several ranks are one value, and the plan that makes it one tensor. Light rows alone.
+
+Must never mix two launches within a step. Payloads are compared only where rows say nothing that could be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..format.schema import COUNTS, STATISTICS
+from ..layout.rules import (
+    Apart,
+    Batch,
+    NeedsEquality,
+    Piece,
+    Plan,
+    decide_activation,
+    decide_gradient,
+    decide_override,
+    decide_state,
+    parse_override,
+)
+from .decode import parse_shape
+from .facts import Group, RunFacts
+from .light import NONE, Keys, LightRows, Positions
+
+STATE_SITES = ("param", "grad", "buffer", "optim")
+_FORWARD_OF = {"grad_input": "input", "grad_output": "output", "tap": "tap"}
+_KEY = ("root", "module_path", "site", "name", "phase", "mode", "step", "micro_step", "call", "repeat")
+_LABELS = ("root", "module_path", "site", "name", "mode")
+_NO_BATCH = (Batch(None),)
+_MAX_BATCHES = 4
+_PIECE = ("dtype", "shape", "global_shape", "offsets", "placements", "mesh")
+COLUMNS = (
+    *_KEY, *_PIECE, *STATISTICS, *COUNTS, "fingerprint", "rank", "seq", "part", "attempt", "encoding", "payload_bytes",
+    "numel", "batch", "row",
+)  # fmt: skip
+"""What must be loaded of the rows."""
+
+Ints = npt.NDArray[np.int64]
+
+
+class Finding(NamedTuple):
+    """Something about the ranks' rows that the reader should know."""
+
+    kind: str
+    """``replicas_differ``, ``inconsistent``, ``partial``, ``per_rank``, ``superseded`` or ``stranger``."""
+    step: int
+    """The first step where it shows."""
+    module_path: str
+    site: str
+    name: str
+    ranks: tuple[int, ...]
+    text: str
+    num_rows: int = 1
+    """Values of which the same was found."""
+
+
+class Value(NamedTuple):
+    """Rows of several ranks that are one value, in data-parallel order."""
+
+    positions: tuple[int, ...]
+    """Of each rank's part 0."""
+    plan: Plan | Apart
+    present: tuple[int, ...]
+    expected: tuple[int, ...]
+    differing: tuple[int, ...] = ()
+    """Ranks whose replica differs from the first one's."""
+    batch_sizes: tuple[int, ...] | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        return isinstance(self.plan, Apart)
+
+
+class Grouping:
+    """Plans for some rows of a run."""
+
+    def __init__(
+        self,
+        rows: LightRows,
+        facts: RunFacts,
+        *,
+        loss: str,
+        overrides: Sequence[tuple[str, str]],
+        is_same: Callable[[Sequence[int]], bool | None],
+    ) -> None:
+        """Load what is needed.
+
+        Args:
+            rows: of a run or of a window of steps of it.
+            facts: of the run.
+            loss: see `layout.rules.decide_gradient`.
+            overrides: pattern over ``module_path:site:name`` and layout, the last that fits wins.
+            is_same: whether the tensors of some rows hold the same values; None where a payload is missing.
+        """
+        rows.load(COLUMNS)
+        self.findings: list[Finding] = []
+        self._rows = rows
+        self._facts = facts
+        self._loss = loss
+        self._overrides = overrides
+        self._is_same = is_same
+        self._decided: dict[Any, tuple[Plan | Apart, Plan | Apart | None]] = {}
+        """Decisions by all that they hang on; with the plan whose identity is a part of the key, so that it lives."""
+        self._batches_of: dict[Any, tuple[Batch, ...]] = {}
+        self._found: dict[Any, int] = {}
+        self._counting = self._positions_that_count()
+
+    def values(self, positions: Positions | None = None) -> Iterator[Value]:
+        """The values of some rows (all by default), in the order of execution; rows that do not count are skipped."""
+        chosen = self._counting if positions is None else np.intersect1d(positions, self._counting)
+        rows = self._rows
+        chosen = chosen[(rows.numbers("part")[chosen] == 0) & ~np.isin(chosen, self._of_strangers)]
+        if not len(chosen):
+            return
+        groups, twins = self._group_numbers(chosen)
+        ranks = rows.numbers("rank")[chosen]
+        order = np.lexsort([ranks, groups])
+        chosen, groups, twins = chosen[order], groups[order], twins[order]
+        starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
+        described = self._describe(chosen, starts)
+        sequence = np.lexsort([rows.numbers("seq")[chosen[starts]], rows.numbers("step")[chosen[starts]]])
+        is_gradient = twins[starts] >= 0
+        of_group: dict[int, Value] = {}
+        place_of = {int(groups[start]): number for number, start in enumerate(starts)}
+
+        def value_of(number: int) -> Value:
+            found = of_group.get(number)
+            if found is None:
+                forward = None
+                if is_gradient[number] and (twin := place_of.get(int(twins[starts[number]]))) is not None:
+                    forward = value_of(twin).plan
+                found = of_group[number] = self._value(
+                    described, number, forward, is_gradient=bool(is_gradient[number])
+                )
+            return found
+
+        for number in sequence.tolist():
+            yield value_of(number)
+
+    def _positions_that_count(self) -> Positions:
+        """Without rows of launches that a later one recorded again, and of writers of another run."""
+        rows, facts = self._rows, self._facts
+        everything = np.arange(rows.num_rows, dtype=np.int64)
+        writers = rows.writer_numbers(everything)
+        self._of_strangers = everything[np.isin(writers, facts.strangers)]
+        for number in facts.strangers:
+            if (writers == number).any():
+                self._note(
+                    "stranger",
+                    None,
+                    (),
+                    f"writer {facts.describe(number)} belongs to another run; its rows are left out",
+                )
+        steps = rows.numbers("step")
+        used = np.unique(writers).tolist()
+        winners = facts.winners({n: np.unique(steps[writers == n]).tolist() for n in used if n not in facts.strangers})
+        if not winners:
+            return everything
+        places = np.array(facts.launch_places())[writers]
+        known = np.array(sorted(winners))
+        wins = np.array([winners[step] for step in known.tolist()])
+        counts = places == wins[np.minimum(np.searchsorted(known, steps), len(known) - 1)]
+        if not counts.all():
+            number = int((~counts).sum())
+            text = f"{number} rows of earlier attempts at steps that a later one recorded are left out"
+            self._note("superseded", int(np.flatnonzero(~counts)[0]), (), text)
+        counting: Positions = everything[counts]
+        return counting
+
+    def _group_numbers(self, chosen: Positions) -> tuple[Ints, Ints]:
+        """The number of each row's value, and of the value that it is the gradient of (-1: none)."""
+        keys = {name: self._keys(name, chosen) for name in _KEY}
+        columns = {name: key.codes.copy() for name, key in keys.items()}
+        sites = keys["site"]
+        forward_site = np.full(len(sites.texts or ()) + 1, NONE)
+        for code, site in enumerate(sites.texts or ()):
+            if site in _FORWARD_OF:
+                forward_site[code] = sites.code(_FORWARD_OF[site])
+        backward, forward = keys["phase"].code("backward"), keys["phase"].code("forward")
+        is_gradient = (forward_site[columns["site"]] >= 0) & (columns["phase"] == backward) & (forward >= 0)
+        at = np.flatnonzero(is_gradient)
+        changed = {
+            "site": forward_site[columns["site"][at]],
+            "phase": np.full(len(at), forward),
+            "repeat": np.zeros(len(at)),
+        }
+        both = [np.concatenate([columns[name], changed.get(name, columns[name][at])]) for name in _KEY]
+        numbers = _pack(both)
+        twins = np.full(len(chosen), -1)
+        twins[at] = numbers[len(chosen) :]
+        is_backward = (columns["phase"] == backward) & (forward_site[columns["site"]] >= NONE)
+        is_backward &= np.isin(columns["site"], [sites.code(s) for s in ("grad_input", "grad_output", "tap")])
+        twins[is_backward & (twins < 0)] = np.iinfo(np.int64).max  # a gradient whose value was not recorded
+        return numbers[: len(chosen)], twins
+
+    def _keys(self, name: str, positions: Positions) -> Keys:
+        return self._rows.keys(name, positions)
+
+    def _describe(self, chosen: Positions, starts: Ints) -> _Described:
+        """Per row a number that stands for its piece, and per value whether all its rows are equal."""
+        rows = self._rows
+        ends = np.r_[starts[1:], len(chosen)]
+        columns = [self._keys(name, chosen).codes for name in _PIECE]
+        codes = _pack([*columns, rows.numbers("rank")[chosen]])
+        _, first_of_code = np.unique(codes, return_index=True)
+        of_row = np.repeat(np.arange(len(starts)), ends - starts)
+        fingerprints = self._keys("fingerprint", chosen).codes
+        firsts = starts[of_row]
+        has_fingerprint = np.logical_and.reduceat(fingerprints != NONE, starts)
+        same_fingerprint = np.logical_and.reduceat(fingerprints == fingerprints[firsts], starts)
+        bits = [_bits(rows.take(name, chosen)) for name in (*STATISTICS, *COUNTS)]
+        has_statistics = np.logical_and.reduceat(bits[-1] != _NULL, starts)
+        same = np.ones(len(chosen), bool)
+        for column in bits:
+            same &= column == column[firsts]
+        same_statistics = np.logical_and.reduceat(same, starts)
+        low, high, nans, infs = (
+            bits[[*STATISTICS, *COUNTS].index(n)] for n in ("min", "max", "nan_count", "inf_count")
+        )
+        constant = (low == high) & (nans == 0) & (infs == 0) & (low == low[firsts])
+        return _Described(
+            chosen=chosen,
+            starts=starts,
+            ends=ends,
+            codes=codes,
+            pieces=[self._piece(int(chosen[at])) for at in first_of_code],
+            equal=np.where(has_fingerprint, same_fingerprint, np.where(has_statistics, same_statistics, NONE)),
+            is_constant=np.logical_and.reduceat(constant, starts),
+            fingerprints=fingerprints,
+            labels={name: self._keys(name, chosen[starts]) for name in _LABELS},
+        )
+
+    def _piece(self, position: int) -> Piece:
+        texts = {name: self._rows.text(name, position) for name in _PIECE}
+        global_shape, offsets = (texts[name] and parse_shape(texts[name]) for name in ("global_shape", "offsets"))
+        return Piece(
+            int(self._rows.numbers("rank")[position]),
+            texts["dtype"] or "",
+            parse_shape(texts["shape"]),
+            global_shape or (() if texts["global_shape"] else None),
+            offsets or (() if texts["offsets"] else None),
+            texts["placements"],
+            texts["mesh"],
+        )
+
+    def _value(self, described: _Described, number: int, forward: Plan | Apart | None, *, is_gradient: bool) -> Value:
+        start, end = int(described.starts[number]), int(described.ends[number])
+        positions = described.chosen[start:end]
+        first = int(positions[0])
+        root, path, site, name, mode = (_text_of(described.labels[label], number) for label in _LABELS)
+        group = self._facts.group(root, path)
+        places = list(range(start, end))
+        if len(places) > 1 and group.ranks != tuple(sorted(group.ranks)):
+            order = {rank: i for i, rank in enumerate(group.ranks)}
+            places.sort(key=lambda at: order.get(described.pieces[described.codes[at]].rank, len(order)))
+        codes = tuple(described.codes[places].tolist())
+        pieces = [described.pieces[code] for code in codes]
+        rows_at = tuple(described.chosen[places].tolist())
+        ranks = tuple(piece.rank for piece in pieces)
+        expected = group.ranks if set(ranks) <= set(group.ranks) else tuple(dict.fromkeys((*group.ranks, *ranks)))
+        equal = described.equal_of(number)
+        batch_choices = _NO_BATCH if site in STATE_SITES else self._batches(first, ranks, root, mode)
+        override = self._override(path, site, name)
+        plan: Plan | Apart
+        is_constant = bool(described.is_constant[number])
+        key = (codes, group, expected, site, equal, is_constant, override, batch_choices, id(forward), is_gradient)
+        known = self._decided.get(key)
+        if known is None:
+            decided = self._decide(
+                pieces, rows_at, site, group, len(expected), equal, is_constant,
+                override, batch_choices, forward, is_gradient=is_gradient,
+            )  # fmt: skip
+            known = decided, forward
+            if equal is not None:  # else it may hang on payloads
+                self._decided[key] = known
+        plan = known[0]
+        differing = self._differing(described, places, plan, rows_at) if isinstance(plan, Plan) and plan.copies else ()
+        differing_ranks = tuple(ranks[i] for i in differing)
+        present = tuple(dict.fromkeys(ranks))
+        missing = tuple(rank for rank in expected if rank not in present)
+        if missing:
+            self._note(
+                "partial", first, missing, f"no row of rank {listed(missing)} of {listed(expected)}", path, site, name
+            )
+        if differing:
+            text = f"rank {listed(differing_ranks)} differs from rank {ranks[0]}"
+            if group.source == "assumed":
+                text += (
+                    " (assumed to be replicas: neither DDP nor FSDP was seen; --layout '...=per_rank' if they are not)"
+                )
+            self._note("replicas_differ", first, (ranks[0], *differing_ranks), text, path, site, name)
+            if site != "buffer":
+                plan = Apart("replicas_differ", text)
+        elif isinstance(plan, Apart):
+            self._note(plan.kind, first, present, plan.why, path, site, name)
+        sizes = batch_choices[0].sizes if batch_choices else None
+        return Value(rows_at, plan, present, expected, differing_ranks, sizes)
+
+    def _decide(
+        self,
+        pieces: list[Piece],
+        positions: tuple[int, ...],
+        site: str,
+        group: Group,
+        num_expected: int,
+        equal: bool | None,
+        is_constant: bool,
+        override: str | None,
+        batches: tuple[Batch, ...],
+        forward: Plan | Apart | None,
+        *,
+        is_gradient: bool,
+    ) -> Plan | Apart:
+        if len({piece.rank for piece in pieces}) < len(pieces):
+            twice = next(p.rank for i, p in enumerate(pieces) if p.rank in {q.rank for q in pieces[:i]})
+            return Apart("inconsistent", f"rank {twice} has two rows of this value")
+        if override is not None:
+            return decide_override(pieces, override)
+        if site in STATE_SITES:
+            return decide_state(pieces, source=group.source, num_expected=num_expected)
+        for batch in batches:
+            if is_gradient:
+                plan = decide_gradient(pieces, forward, batch=batch, loss=self._loss, num_expected=num_expected)
+            else:
+                try:
+                    plan = decide_activation(
+                        pieces, batch=batch, are_equal=equal, is_constant=is_constant, num_expected=num_expected
+                    )
+                except NeedsEquality:
+                    equal = bool(self._is_same(positions))
+                    plan = decide_activation(
+                        pieces, batch=batch, are_equal=equal, is_constant=is_constant, num_expected=num_expected
+                    )
+            if isinstance(plan, Plan):
+                break
+        return plan
+
+    def _differing(
+        self, described: _Described, places: list[int], plan: Plan, positions: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Numbers of the pieces that differ from the one they should be a copy of."""
+        found = []
+        for first, *others in plan.copies:
+            for other in others:
+                one, two = described.fingerprints[places[first]], described.fingerprints[places[other]]
+                if one != NONE and two != NONE:
+                    is_same = bool(one == two)
+                else:
+                    is_same = self._is_same((positions[first], positions[other])) is not False
+                if not is_same:
+                    found.append(other)
+        return tuple(found)
+
+    def _override(self, path: str, site: str, name: str) -> str | None:
+        found = None
+        for pattern, wanted in self._overrides:
+            if fnmatchcase(f"{path}:{site}:{name}", pattern):
+                found = wanted
+        return found
+
+    def _batches(self, position: int, ranks: tuple[int, ...], root: str, mode: str) -> tuple[Batch, ...]:
+        """What the root's input says of the batch, likeliest first."""
+        step, micro_step, call = (int(self._rows.numbers(n)[position]) for n in ("step", "micro_step", "call"))
+        key = root, mode, step, micro_step, call, ranks
+        known = self._batches_of.get(key)
+        if known is None:
+            known = self._batches_of[key] = self._find_batches(ranks, root, mode, (step, micro_step), call)
+        return known
+
+    def _find_batches(
+        self, ranks: tuple[int, ...], root: str, mode: str, when: tuple[int, int], call: int
+    ) -> tuple[Batch, ...]:
+        calls = self._root_calls.get((root, mode, *when)) or self._root_defaults.get((root, mode))
+        calls = calls or self._root_defaults.get((root, "")) or {}
+        found: list[Batch] = []
+        for wanted in (call, *sorted({c for of_rank in calls.values() for c in of_rank} - {call})):
+            leaves = [leaf for rank in ranks if (leaf := calls.get(rank, {}).get(wanted)) is not None]
+            if len(leaves) == len(ranks) and (batch := _batch(leaves)) not in found:
+                found.append(batch)
+        return tuple(found[:_MAX_BATCHES]) or _NO_BATCH
+
+    @cached_property
+    def _root_defaults(self) -> dict[tuple[str, str], _Calls]:
+        """Where a slice's own root input was not recorded: any other one of the root and mode, or of the root."""
+        found: dict[tuple[str, str], _Calls] = {}
+        for (root, mode, *_), calls in self._root_calls.items():
+            for key in ((root, mode), (root, "")):
+                for rank, of_rank in calls.items():
+                    found.setdefault(key, {}).setdefault(rank, {0: min(of_rank.items())[1]})
+        return found
+
+    @cached_property
+    def _root_calls(self) -> dict[tuple[str, str, int, int], _Calls]:
+        """Each call of a root by root, mode, step and micro-step, then rank, then number of the call."""
+        rows, positions = self._rows, self._counting
+        paths = rows.module_paths()
+        positions = positions[paths.codes[positions] == paths.code("")] if "" in (paths.texts or ()) else positions[:0]
+        sites = rows.keys("site", positions)
+        phases = rows.keys("phase", positions)
+        is_input = (sites.codes == sites.code("input")) & (phases.codes == phases.code("forward"))
+        positions = positions[is_input & (rows.numbers("part")[positions] == 0)]
+        positions = positions[np.argsort(rows.numbers("seq")[positions], kind="stable")]
+        found: dict[tuple[str, str, int, int], _Calls] = {}
+        columns = {name: rows.keys(name, positions) for name in ("root", "mode", "shape", "fingerprint")}
+        numbers = {name: rows.numbers(name)[positions].tolist() for name in ("step", "micro_step", "call", "rank")}
+        for i in range(len(positions)):
+            root, mode, shape, fingerprint = (_text_of(columns[n], i) for n in ("root", "mode", "shape", "fingerprint"))
+            sizes = parse_shape(shape)
+            if sizes:
+                key = root, mode, numbers["step"][i], numbers["micro_step"][i]
+                of_rank = found.setdefault(key, {}).setdefault(numbers["rank"][i], {})
+                of_rank.setdefault(numbers["call"][i], _Leaf(sizes, fingerprint))
+        return found
+
+    def _note(
+        self,
+        kind: str,
+        position: int | None,
+        ranks: tuple[int, ...],
+        text: str,
+        path: str = "",
+        site: str = "",
+        name: str = "",
+    ) -> None:
+        """Remember a finding; the same of many values, or of one value at many steps, once."""
+        key = (kind, ranks, text) if kind == "partial" else (kind, ranks, text, path, site, name)
+        at = self._found.get(key)
+        if at is not None:
+            self.findings[at] = self.findings[at]._replace(num_rows=self.findings[at].num_rows + 1)
+            return
+        self._found[key] = len(self.findings)
+        step = int(self._rows.numbers("step")[position]) if position is not None else NONE
+        self.findings.append(Finding(kind, step, path, site, name, ranks, text))
+
+
+class _Leaf(NamedTuple):
+    """The first argument with dims of one call of a root."""
+
+    shape: tuple[int, ...]
+    fingerprint: str
+
+
+_Calls = dict[int, dict[int, _Leaf]]
+
+
+class _Described(NamedTuple):
+    chosen: Positions
+    starts: Ints
+    ends: Ints
+    codes: Ints
+    pieces: list[Piece]
+    equal: Ints
+    is_constant: npt.NDArray[np.bool_]
+    fingerprints: Ints
+    labels: dict[str, Keys]
+    """Of each value, the texts that name it."""
+
+    def equal_of(self, number: int) -> bool | None:
+        return None if self.equal[number] == NONE else bool(self.equal[number])
+
+
+_NULL = np.iinfo(np.int64).min + 7
+"""Stands for null among the bits of statistics; as a float64 it is a denormal that no statistic is."""
+
+
+def parse_overrides(layouts: Sequence[str]) -> list[tuple[str, str]]:
+    """``PATTERN=LAYOUT`` as pattern and layout.
+
+    Raises:
+        ValueError: one of them is not of this form.
+    """
+    found = []
+    for layout in layouts:
+        pattern, equals, wanted = layout.rpartition("=")
+        if not equals or not pattern:
+            raise ValueError(f"layout {layout!r}: expected PATTERN=LAYOUT, such as 'layers.*:output:=shard(1)'")
+        parse_override(wanted)
+        found.append((pattern if ":" in pattern else f"{pattern}:*", wanted))
+    return found
+
+
+def _batch(leaves: Sequence[_Leaf]) -> Batch:
+    sizes = tuple(leaf.shape[0] for leaf in leaves)
+    is_ambiguous = any(leaf.shape[0] in leaf.shape[1:] for leaf in leaves)
+    is_shared = len(leaves) > 1 and len({leaf.fingerprint for leaf in leaves}) == 1 and bool(leaves[0].fingerprint)
+    return Batch(sizes, is_ambiguous, is_shared)
+
+
+def _pack(columns: Sequence[npt.NDArray[Any]]) -> Ints:
+    """One number per row, equal where all columns are; numbers count up in the order of the columns."""
+    packed, size = np.zeros(len(columns[0]), np.int64), 1
+    for column in columns:
+        values = column.astype(np.int64)
+        low = int(values.min()) if len(values) else 0
+        span = int(values.max()) - low + 1 if len(values) else 1
+        if size * span >= 1 << 62:
+            packed = np.unique(packed, return_inverse=True)[1].reshape(-1)
+            size = int(packed.max()) + 1
+        if size * span >= 1 << 62:
+            values = np.unique(values, return_inverse=True)[1].reshape(-1)
+            low, span = 0, int(values.max()) + 1
+        packed = packed * span + (values - low)
+        size *= span
+    numbers: Ints = np.unique(packed, return_inverse=True)[1].reshape(-1)
+    return numbers
+
+
+def _bits(column: Any) -> Ints:
+    """A column of numbers as integers that are equal where the values are, NaN and null included."""
+    values = (column.fill_null(0) if column.null_count else column).to_numpy()
+    found: Ints = values.view(np.int64).copy()
+    if column.null_count:
+        found[column.is_null().to_numpy()] = _NULL
+    return found
+
+
+def _text_of(keys: Keys, i: int) -> str:
+    code = int(keys.codes[i])
+    return "" if code == NONE or keys.texts is None else keys.texts[code]
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks for people."""
+    if len(ranks) > 8:
+        return f"{', '.join(map(str, ranks[:6]))}, ... ({len(ranks)})"
+    return ", ".join(map(str, ranks))

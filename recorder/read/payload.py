@@ -1,0 +1,124 @@
+"""Owns the way from a row to its payload: the batch that holds it, checked, and the row that a ``ref`` means."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CorruptError, RunError
+from ..format.codec import REF, Payload, ref_target
+from .decode import decode_payload
+from .light import LightRows
+from .rows import ShardRows
+
+_COLUMNS = ("seq", "dtype", "shape", "encoding", "payload_bytes", "data")
+_SPARE_BATCHES = 8
+
+
+class Payloads:
+    """Payloads by position in `LightRows`, whose `PLACE_COLUMNS` must be loaded."""
+
+    def __init__(self, rows: LightRows, num_writers: int = 1) -> None:
+        self._rows = rows
+        self._max_batches = 2 * num_writers + _SPARE_BATCHES
+        self._batches: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        """Rows are asked for in the order of time: the next one lies in the same batch of its writer, mostly."""
+
+    def encoded(self, position: int) -> Payload:
+        """The payload of one row as it is stored; a ``ref`` is followed to the row that holds it.
+
+        Raises:
+            CorruptError: the bytes are not those that were written.
+        """
+        source = self._source(position)
+        return Payload(source["encoding"], source["data"], source["payload_bytes"])
+
+    def described(self, position: int) -> tuple[npt.NDArray[np.uint8], str, str]:
+        """The bytes of one row, and its own dtype and shape, as texts."""
+        fields = self._fields(self._rows.shard_of(position)[0], position)
+        return self.decoded(position), fields["dtype"], fields["shape"]
+
+    def decoded(self, position: int) -> npt.NDArray[np.uint8]:
+        """The bytes of one row, new and writable.
+
+        Raises:
+            CorruptError: the bytes are not those that were written.
+            UnsupportedError: the encoding is unknown.
+        """
+        source = self._source(position)
+        try:
+            return decode_payload(source["encoding"], source["data"], source["payload_bytes"], source["dtype"])
+        except RunError as error:
+            path = self._rows.shard_of(position)[0].path
+            raise type(error)(f"{path}, row seq={source['seq']}: {error}") from error
+
+    def column(self, positions: npt.NDArray[np.int64]) -> list[Any]:
+        """The column `data` of some rows, one Arrow array a batch; and their order, as last item."""
+        batches, rows, seqs = (self._rows.numbers(name)[positions] for name in ("batch", "row", "seq"))
+        shards = self._rows.shard_numbers(positions)
+        in_file_order = np.lexsort([batches, shards])
+        keys = np.stack([shards, batches])[:, in_file_order]
+        ends_group = np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(axis=0)) + 1
+        pieces: list[Any] = []
+        for places in np.split(in_file_order, ends_group) if len(positions) else ():
+            shard, _ = self._rows.shard_of(int(positions[places[0]]))
+            batch = int(batches[places[0]])
+            found = shard.read(batch, ("seq", "data"))
+            wanted = rows[places]
+            if wanted.min() >= 0 and wanted.max() < found.num_rows:
+                found = found.take(wanted)
+            if not np.array_equal(found.column("seq").to_numpy(), seqs[places]):
+                raise CorruptError(f"{shard.path}: its index names other rows than batch {batch} holds")
+            pieces.append(found.column("data"))
+        return [*pieces, np.argsort(in_file_order)]
+
+    def _source(self, position: int) -> dict[str, Any]:
+        shard, start = self._rows.shard_of(position)
+        fields = self._fields(shard, position)
+        if fields["encoding"] != REF:
+            return fields
+        target = ref_target(fields["data"])
+        found = np.flatnonzero(self._rows.numbers("seq")[start:position] == target)
+        source = self._fields(shard, start + int(found[0])) if len(found) == 1 else {}
+        if any(source.get(name) != fields[name] for name in ("dtype", "payload_bytes")):
+            raise CorruptError(
+                f"{shard.path}: row seq={fields['seq']} refers to row seq={target}, which does not hold its content"
+            )
+        return source
+
+    def _fields(self, shard: ShardRows, position: int) -> dict[str, Any]:
+        """What decoding needs of one row, out of the shard itself; the payload is not copied."""
+        batch, row, seq = (int(self._rows.numbers(name)[position]) for name in ("batch", "row", "seq"))
+        found = self._batch(shard, position, batch)
+        if not 0 <= row < found.num_rows or found.column("seq")[row].as_py() != seq:
+            raise CorruptError(f"{shard.path}: batch {batch} row {row} is not the row that its index names")
+        scalars = {name: found.column(name)[row] for name in _COLUMNS}
+        data = scalars.pop("data")
+        return {name: scalar.as_py() for name, scalar in scalars.items()} | {"data": data.as_buffer()}
+
+    def _batch(self, shard: ShardRows, position: int, batch: int) -> Any:
+        key = int(self._rows.shard_numbers(np.array([position]))[0]), batch
+        found = self._batches.get(key)
+        if found is None:
+            found = self._batches[key] = shard.read(batch, _COLUMNS)
+            if len(self._batches) > self._max_batches:
+                self._batches.popitem(last=False)
+        else:
+            self._batches.move_to_end(key)
+        return found
+
+
+def is_same(payloads: Payloads, tensors: Sequence[Sequence[int]]) -> bool:
+    """Whether tensors, each given by the positions of its parts, hold the same bytes."""
+    first, *others = tensors
+    for other in others:
+        if len(first) != len(other):
+            return False
+        for one, two in zip(first, other, strict=True):
+            if not np.array_equal(payloads.decoded(one), payloads.decoded(two)):
+                return False
+    return True

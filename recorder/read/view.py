@@ -1,0 +1,448 @@
+"""Owns the global view of a run: its rows as the tensors of the whole model, whatever ranks held them.
+
+A merged run is passed through as it is. Must never show a tensor as whole of which a piece is missing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ..errors import LookupFailedError, RunError
+from ..format.dtypes import ITEM_BYTES, item_bytes
+from ..format.schema import COUNTS, LIGHT_COLUMNS, SCHEMA, STATISTICS
+from ..layout.rules import LOSSES, Plan, Term
+from .assembler import Assembler, Part
+from .combine import combine, combine_fingerprints
+from .decode import as_array
+from .facts import RunFacts
+from .groups import COLUMNS, Finding, Grouping, Value, listed, parse_overrides
+from .light import NONE, LightRows, Positions
+from .payload import Payloads, is_same
+from .rows import ShardRows
+
+if TYPE_CHECKING:
+    from .run import Run
+
+_LAYOUT_COLUMNS = ("global_shape", "offsets", "placements", "mesh")
+
+
+class GlobalView:
+    """How the rows of a run are put together. Made by `Run.view`."""
+
+    def __init__(self, run: Run, *, loss: str = "mean", layouts: Sequence[str] = ()) -> None:
+        """Decide how.
+
+        Args:
+            run: recorded or merged.
+            loss: what each rank's loss is of its samples: ``mean`` (activation gradients of W ranks are divided by W),
+                ``weighted`` (by the ranks' batch sizes) or ``sum`` (not scaled).
+            layouts: ``PATTERN=LAYOUT``, where PATTERN is a glob over ``module_path:site:name`` and LAYOUT one of
+                ``shard(DIM)``, ``replicate``, ``partial(sum)`` and ``per_rank``; the last that fits wins.
+
+        Raises:
+            LookupFailedError: `loss` or a layout is none of these.
+        """
+        if loss not in LOSSES:
+            raise LookupFailedError(f"loss {loss!r}: expected one of {', '.join(LOSSES)}")
+        try:
+            self._overrides = parse_overrides(layouts)
+        except ValueError as error:
+            raise LookupFailedError(str(error)) from error
+        self._run = run
+        self._loss = loss
+        self._facts = RunFacts(run.writers, run.run_id, run.world_size)
+        self._spans: dict[int, tuple[int, int] | None] = {}
+
+    def windows(self, max_rows: int = 200_000) -> list[tuple[int, int]]:
+        """Half-open ranges of steps that cover every recorded one, in order; found from the indexes.
+
+        Args:
+            max_rows: a range of several steps has at most so many rows of all ranks.
+        """
+        rows_of: dict[int, int] = {}
+        for shard in self._shards():
+            for step, num_rows in zip(*_steps_of(shard), strict=True):
+                rows_of[step] = rows_of.get(step, 0) + num_rows
+        found: list[tuple[int, int]] = []
+        first, num_rows = None, 0
+        for step in sorted(rows_of):
+            if first is not None and num_rows + rows_of[step] > max_rows:
+                found.append((first, step))
+                first, num_rows = None, 0
+            first = step if first is None else first
+            num_rows += rows_of[step]
+        return [*found, (first, max(rows_of) + 1)] if first is not None else []
+
+    def rows(self, first: int | None = None, last: int | None = None) -> GlobalRows:
+        """The global rows of the steps from `first` up to, but not including, `last`."""
+        light = self._light(first, last)
+        light.load((*LIGHT_COLUMNS, *COLUMNS))
+        steps = light.numbers("step")
+        is_wanted = (steps >= (first if first is not None else NONE)) & (
+            steps < (last if last is not None else 1 << 62)
+        )
+        positions = np.flatnonzero(is_wanted)
+        if self._run.is_merged:
+            return GlobalRows(light, None, [], positions)
+        grouping, payloads = self.grouping(light)
+        values = list(grouping.values(positions))
+        return GlobalRows(light, payloads, values, positions, grouping.findings)
+
+    def grouping(self, light: LightRows) -> tuple[Grouping, Assembler]:
+        """Plans for loaded rows, and the way to their payloads."""
+        light.load(COLUMNS)
+        payloads = Payloads(light, len(self._run.writers))
+        assembler = Assembler(light, payloads)
+
+        def same(positions: Sequence[int]) -> bool | None:
+            tensors = [assembler.tensor(position) for position in positions]
+            if any(tensor is None for tensor in tensors):
+                return None
+            return is_same(payloads, [tensor.positions for tensor in tensors if tensor is not None])
+
+        return Grouping(light, self._facts, loss=self._loss, overrides=self._overrides, is_same=same), assembler
+
+    def _shards(self) -> Iterator[ShardRows]:
+        for writer in self._run.writers:
+            yield from writer.shards
+
+    def _light(self, first: int | None, last: int | None) -> LightRows:
+        """The rows of the shards that hold some of these steps."""
+        if first is None and last is None:
+            return LightRows(self._run.writers)
+
+        def overlaps(shard: ShardRows) -> bool:
+            if id(shard) not in self._spans:
+                steps, _ = _steps_of(shard)
+                self._spans[id(shard)] = (steps[0], steps[-1]) if steps else None
+            span = self._spans[id(shard)]
+            return span is not None and (last is None or span[0] < last) and (first is None or span[1] >= first)
+
+        return LightRows(
+            self._run.writers, [[shard for shard in writer.shards if overlaps(shard)] for writer in self._run.writers]
+        )
+
+
+def _steps_of(shard: ShardRows) -> tuple[list[int], list[int]]:
+    """The steps of which a shard has rows, ascending, and how many."""
+    columns = [batch.column("step").to_numpy() for batch in shard.columns(["step"])]
+    steps, counts = np.unique(np.concatenate([*columns, np.zeros(0, np.int64)]), return_counts=True)
+    return steps.tolist(), counts.tolist()
+
+
+class GlobalRows:
+    """Rows of the global view; the i-th row of `table` is the i-th of everything else."""
+
+    def __init__(
+        self,
+        light: LightRows,
+        assembler: Assembler | None,
+        values: Sequence[Value],
+        positions: Positions,
+        findings: Sequence[Finding] = (),
+    ) -> None:
+        self.findings = list(findings)
+        """What the reader should know; the same of many values once."""
+        self._light = light
+        self._is_merged = assembler is None
+        self._assembler = assembler or Assembler(light, Payloads(light))
+        if self._is_merged:
+            part_0 = positions[light.numbers("part")[positions] == 0]
+            order = np.lexsort([light.numbers(name)[part_0] for name in ("seq", "rank", "step")])
+            self._sources: list[Value | int] = part_0[order].tolist()
+        else:
+            self._sources = list(_spread(values))
+        self.table = self._make_table()
+        """Light columns, one row per tensor in the order of execution; `rank` is null where it is global."""
+        self.payload_bytes: npt.NDArray[np.int64] = self._count_bytes()
+        """Bytes of each row's tensor once decoded; 0 where its values cannot be had."""
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def array(self, i: int) -> npt.NDArray[Any]:
+        """The tensor of a row; bfloat16 and the 8-bit floats come in ml_dtypes' types.
+
+        Raises:
+            LookupFailedError: it has no values.
+            CorruptError: the bytes are not those that were written.
+        """
+        shape = json.loads(self.table.column("shape")[i].as_py())
+        dtype = self.table.column("dtype")[i].as_py()
+        source = self._with_payload(i)
+        if isinstance(source, int):
+            return as_array(self._assembler.local(source), dtype, shape)
+        assert isinstance(source.plan, Plan)
+        data = self._assembler.array(source.plan, source.positions)
+        self._assembler.forget()
+        return as_array(data, dtype, shape)
+
+    def parts(self, i: int) -> Iterator[Part]:
+        """The encoded payload of a row, in parts of at most 32 MiB; frames are copied where nothing is computed.
+
+        Raises:
+            LookupFailedError: it has no values.
+            CorruptError: the bytes are not those that were written.
+        """
+        source = self._with_payload(i)
+        if isinstance(source, int):
+            yield from self._assembler.local_parts(source)
+            return
+        assert isinstance(source.plan, Plan)
+        yield from self._assembler.parts(source.plan, source.positions)
+        self._assembler.forget()
+
+    def coverage(self, i: int) -> tuple[list[int], list[int]]:
+        """Ranks that a row was made of, and those that it should have been made of."""
+        texts = [self.table.column(name)[i].as_py() for name in ("ranks_present", "ranks_expected")]
+        present, expected = (json.loads(text) if text else [] for text in texts)
+        return present, expected
+
+    def _with_payload(self, i: int) -> Value | int:
+        if self.table.column("encoding")[i].as_py() is None:
+            row = {n: self.table.column(n)[i].as_py() for n in ("module_path", "site", "name", "step", "note")}
+            note = f" ({row['note']})" if row["note"] else ""
+            what = f"{row['module_path']!r} site={row['site']!r} name={row['name']!r} step={row['step']}"
+            raise LookupFailedError(f"{what} has no values in the global view{note}")
+        return self._sources[i]
+
+    def _count_bytes(self) -> npt.NDArray[np.int64]:
+        has_payload = self.table.column("encoding").is_valid().to_numpy()
+        widths = [ITEM_BYTES.get(dtype, 0) for dtype in self.table.column("dtype").to_pylist()]
+        numel = self.table.column("numel").to_numpy()
+        return np.where(has_payload, numel * np.array(widths, np.int64), 0)
+
+    def _make_table(self) -> Any:
+        light, sources = self._light, self._sources
+        firsts = np.array([s if isinstance(s, int) else s.positions[0] for s in sources], np.int64)
+        at = [i for i, source in enumerate(sources) if not isinstance(source, int)]
+        values = [source for source in sources if not isinstance(source, int)]
+        changed = _Columns(light, self._assembler, values).by_name() if values else {}
+        columns = {}
+        for name in LIGHT_COLUMNS:
+            column = light.take(name, firsts)
+            if name in changed:
+                found = column.to_pylist()
+                for i, value in zip(at, changed[name], strict=True):
+                    found[i] = value
+                column = pa.array(found, SCHEMA.field(name).type)
+            columns[name] = column
+        table = pa.table(columns, schema=pa.schema([_nullable(SCHEMA.field(name)) for name in LIGHT_COLUMNS]))
+        return table
+
+
+def _nullable(field: Any) -> Any:
+    return field if field.name != "rank" else field.with_nullable(True)
+
+
+def _spread(values: Sequence[Value]) -> Iterator[Value | int]:
+    """The rows that a value becomes: one, or its ranks' own, or both where the global row does not say all."""
+    for value in values:
+        if value.is_refused:
+            yield from value.positions
+            continue
+        yield value
+        assert isinstance(value.plan, Plan)
+        if value.plan.scale == "assumed_mean" or value.differing or not value.plan.is_complete:
+            yield from value.positions
+
+
+class _Columns:
+    """The columns in which global rows differ from their first piece's."""
+
+    def __init__(self, light: LightRows, assembler: Assembler, values: Sequence[Value]) -> None:
+        self._light = light
+        self._assembler = assembler
+        self._values = values
+        self._plans: list[Plan] = [value.plan for value in values if isinstance(value.plan, Plan)]
+
+    def by_name(self) -> dict[str, list[Any]]:
+        values, plans = self._values, self._plans
+        dtypes = [
+            plan.dtype or self._light.text("dtype", v.positions[0]) for plan, v in zip(plans, values, strict=True)
+        ]
+        encodings = [self._encoding(plan, value) for plan, value in zip(plans, values, strict=True)]
+        numels = [_numel(plan.global_shape) for plan in plans]
+        columns: dict[str, list[Any]] = {
+            "rank": [None] * len(values),
+            "dtype": dtypes,
+            "shape": [_json(plan.global_shape) for plan in plans],
+            "numel": numels,
+            **{name: [None] * len(values) for name in _LAYOUT_COLUMNS},
+            "part": [0] * len(values),
+            "flat_offset": [0] * len(values),
+            "layout_source": [plan.source for plan in plans],
+            "scale": [plan.scale for plan in plans],
+            "ranks_present": [_json(value.present) for value in values],
+            "ranks_expected": [_json(value.expected) for value in values],
+            "encoding": encodings,
+            "payload_bytes": [
+                None if encoding is None else numel * ITEM_BYTES.get(kind, 0)
+                for encoding, numel, kind in zip(encodings, numels, dtypes, strict=True)
+            ],
+            "fingerprint": [self._fingerprint(plan, value) for plan, value in zip(plans, values, strict=True)],
+        }
+        statistics, missing = self._statistics()
+        columns |= statistics
+        columns["note"] = [self._note(*args) for args in zip(plans, values, missing, encodings, strict=True)]
+        return columns
+
+    def _encoding(self, plan: Plan, value: Value) -> str | None:
+        if not self._assembler.has_payload(plan, value.positions):
+            return None
+        return self._light.text("encoding", value.positions[0]) or "plain"
+
+    def _fingerprint(self, plan: Plan, value: Value) -> str | None:
+        if not plan.is_complete or not all(part.is_copy for part in plan.parts):
+            return None
+        pieces = [value.positions[part.terms[0].piece] for part in plan.parts]
+        texts = [self._light.text("fingerprint", position) for position in pieces]
+        if plan.dim is None:
+            moves: list[Any] = [None] * len(texts)
+        else:  # taken at the origin of each rank's batch
+            moves = [part.region.boxes[0].start if part.region.boxes else None for part in plan.parts]
+        dtype = self._light.text("dtype", value.positions[0]) or ""
+        return combine_fingerprints(texts, moves, ITEM_BYTES.get(dtype, 1))
+
+    def _statistics(self) -> tuple[dict[str, list[Any]], list[str | None]]:
+        """Combined statistics by name, and why some values have none."""
+        light, positions, factors, starts = self._light, list[int](), list[float](), list[int]()
+        reasons: list[str | None] = []
+        for plan, value in zip(self._plans, self._values, strict=True):
+            starts.append(len(positions))
+            reason = None if plan.is_complete else "partial"
+            if reason is None and any(len(part.terms) > 1 for part in plan.parts):
+                numel = _numel(plan.global_shape)
+                reason = None if numel == 1 and plan.op == "sum" else "reduced over ranks"
+            reasons.append(reason)
+            terms = [part.terms[0] for part in plan.parts] or ([] if reason else [Term(0)])
+            positions += [value.positions[term.piece] for term in terms] or [value.positions[0]]
+            factors += [term.factor for term in terms] or [1.0]
+        at = np.array(positions, np.int64)
+        pieces = {name: _floats(light.take(name, at)) for name in (*STATISTICS, *COUNTS)}
+        numels = light.numbers("numel")[at].astype(np.float64)
+        found = combine(pieces, numels, np.array(factors), np.array(starts, np.int64))
+        columns: dict[str, list[Any]] = {}
+        for name, column in found.items():
+            has_none = np.isnan(column) | np.array([reason is not None for reason in reasons])
+            kind: Any = int if name in COUNTS else float
+            columns[name] = [
+                None if gone else kind(x) for x, gone in zip(column.tolist(), has_none.tolist(), strict=True)
+            ]
+        for i, plan in enumerate(self._plans):
+            if reasons[i] is None and any(len(part.terms) > 1 for part in plan.parts):
+                self._set_single(columns, i, plan)
+        return columns, reasons
+
+    def _set_single(self, columns: dict[str, list[Any]], i: int, plan: Plan) -> None:
+        """Statistics of a value of one element that is a sum over ranks: its `mean` is the value itself."""
+        value, terms = self._values[i], plan.parts[0].terms
+        means = self._light.take("mean", np.array([value.positions[term.piece] for term in terms])).to_pylist()
+        known = [mean for mean in means if mean is not None]
+        for name in (*STATISTICS, *COUNTS):
+            columns[name][i] = None
+        if len(known) < len(means):
+            return
+        x = float(sum(mean * term.factor for mean, term in zip(known, terms, strict=True)))
+        sets = {"mean": x, "std": 0.0, "min": x, "max": x, "absmax": abs(x), "l2": abs(x), "sum": x, "sum_sq": x * x}
+        for name, number in (sets | {"nan_count": 0, "inf_count": 0, "zero_count": int(x == 0)}).items():
+            columns[name][i] = number
+
+    def _note(self, plan: Plan, value: Value, reason: str | None, encoding: str | None) -> str | None:
+        text = self._light.text("note", value.positions[0])
+        try:
+            note = json.loads(text) if text else {}
+        except ValueError:
+            note = {}
+        note = note if isinstance(note, dict) else {}
+        note |= {key: list(item) if isinstance(item, tuple) else item for key, item in plan.note}
+        if reason is not None:
+            note["no_statistics"] = reason
+        missing = [rank for rank in value.expected if rank not in value.present]
+        if missing and not plan.is_replica:
+            note["partial"] = missing
+        if value.differing:
+            note["replicas_differ"] = list(value.differing)
+        if plan.dim is not None:
+            note["batch_dim"] = plan.dim
+        if encoding is None and not plan.is_complete:
+            note["no_values"] = "pieces of some ranks are missing"
+        elif encoding is None and self._light.text("encoding", value.positions[0]) is not None:
+            note["no_values"] = "the values of some ranks were not recorded"
+        return _json(note) if note else None
+
+
+def _floats(column: Any) -> npt.NDArray[np.float64]:
+    values: npt.NDArray[np.float64] = column.cast(pa.float64()).to_numpy()
+    return values
+
+
+def _numel(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def is_partial(light: LightRows, positions: Positions) -> bool:
+    """Whether a row of a merged run says that ranks are missing in it."""
+    light.load(["note"])
+    note = light.text("note", int(positions[0]))
+    return note is not None and '"partial":[' in note
+
+
+def global_tensor(
+    view: GlobalView, light: LightRows, positions: Positions, related: Positions, *, partial: bool, what: str
+) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
+    """Bytes, dtype and shape of the one global tensor that some ranks' rows are.
+
+    Args:
+        view: of the run.
+        light: its rows.
+        positions: rows of that value, of all ranks.
+        related: rows that may tell its layout: all of the module at that step.
+        partial: answer also where ranks are missing.
+        what: the question, for messages.
+
+    Raises:
+        LookupFailedError: they make no single tensor, or ranks are missing; the message says why.
+    """
+    grouping, assembler = view.grouping(light)
+    wanted = set(positions.tolist())
+    found = [value for value in grouping.values(related) if wanted & set(value.positions)]
+    if len(found) != 1:
+        raise LookupFailedError(f"{what}: {len(found)} values of the newest attempt are meant")
+    value = found[0]
+    ranks = listed(value.present)
+    if not isinstance(value.plan, Plan):
+        raise LookupFailedError(f"{what} makes no single tensor: {value.plan.why}; ask for one of rank={ranks}")
+    plan = value.plan
+    missing = [rank for rank in value.expected if rank not in value.present]
+    if not plan.is_complete:
+        raise LookupFailedError(f"{what}: the pieces of rank {listed(missing)} are missing; rank= gives one rank's")
+    if missing and not plan.is_replica and not partial:
+        raise LookupFailedError(
+            f"{what} was recorded on rank {ranks} alone, not on rank {listed(missing)}; "
+            f"partial=True gives what there is, rank= one rank's"
+        )
+    if not assembler.has_payload(plan, value.positions):
+        lacking = [rank for rank, p in zip(value.present, value.positions, strict=False) if assembler.tensor(p) is None]
+        raise LookupFailedError(
+            f"{what}: rank {lacking} was recorded without values; a rule with keep=tensor keeps them"
+        )
+    dtype = assembler.dtype(plan, value.positions)
+    item_bytes(dtype)
+    try:
+        return assembler.array(plan, value.positions), dtype, plan.global_shape
+    except RunError as error:
+        raise type(error)(f"{what}: {error}") from error
