@@ -23,11 +23,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ..records import Chunk, Moment
+from ..records import Moment
 from .core import Capture
 from .discovery import has_compiled_anything
-from .values import dtensor_chunk
-from .watch import Watch
+from .flat import Original
+from .owned import Owned, owned_parameters
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -113,29 +113,6 @@ def _num_steps_under_way(optimizer: Optimizer) -> int:
             count += 1
         frame = frame.f_back  # type: ignore[assignment]
     return count
-
-
-class Owned:
-    """A parameter that an optimizer updates: whose it is, and its place in the global tensor."""
-
-    __slots__ = ("_chunks", "name", "reference", "watch")
-
-    def __init__(self, parameter: torch.Tensor, watch: Watch, name: str) -> None:
-        self.reference = weakref.ref(parameter)
-        self.watch = watch
-        self.name = name
-        self._chunks: dict[Any, Chunk] = {}
-
-    def chunk_of(self, tensor: torch.Tensor) -> Chunk | None:
-        """The place of a parameter, gradient or state tensor; worked out once for each layout (40 us)."""
-        placements = getattr(tensor, "placements", None)
-        if placements is None:
-            return None
-        key = placements, tensor.shape
-        known = self._chunks.get(key)
-        if known is None:
-            known = self._chunks[key] = dtensor_chunk(tensor)
-        return known
 
 
 class OptimizerWatch:
@@ -230,9 +207,7 @@ class OptimizerWatch:
     def _learn(self) -> None:
         self._learned_at = self.num_steps
         self._owned = {
-            id(parameter): Owned(parameter, watch, name)
-            for root in self._capture.roots
-            for watch, name, parameter in root.parameters()
+            id(parameter): owned for root in self._capture.roots for parameter, owned in owned_parameters(root)
         }
 
     def rescan(self) -> None:
@@ -335,14 +310,9 @@ class OptimizerWatch:
                 owned = self._owner(parameter)
                 if owned is None:
                     continue
-                watch, name = owned.watch, owned.name
-                watch.record("param", name, parameter, moment, "optimizer", repeat, chunk=owned.chunk_of(parameter))
-                gradient = parameter.grad
-                if gradient is not None:
-                    chunk = owned.chunk_of(gradient)
-                    watch.record(
-                        "grad", name, gradient, moment, "optimizer", repeat, scope="final", chunk=chunk, note=note
-                    )
+                owned.record("param", "", parameter, moment, "optimizer", repeat)
+                if (gradient := owned.gradient(parameter)) is not None:
+                    owned.record("grad", "", gradient, moment, "optimizer", repeat, scope="final", note=note)
         if self._counts(optimizer):
             for root in capture.roots:
                 root.record_state(("buffer",), moment, "optimizer", repeat)
@@ -357,13 +327,30 @@ class OptimizerWatch:
                 continue
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    chunk = owned.chunk_of(value)
-                    name = f"{owned.name}.{key}"
-                    owned.watch.record("optim", name, value, moment, "optimizer", repeat, chunk=chunk)
+                    owned.record("optim", f".{key}", value, moment, "optimizer", repeat)
+        self._record_empty_state(optimizer, moment, repeat)
+
+    def _record_empty_state(self, optimizer: Optimizer, moment: Moment, repeat: int) -> None:
+        """FSDP1: of a parameter that lies on other ranks the optimizer has no state here, so it is present and empty.
+
+        Which state that is on the other ranks, the optimizer's other parameters tell.
+        """
+        slices = {
+            key: value
+            for parameter, state in optimizer.state.items()
+            if isinstance(parameter, torch.Tensor) and isinstance(state, dict)
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == parameter.shape
+        }
+        for parameter in _parameters(optimizer) if slices else ():
+            owned = self._owner(parameter) if parameter not in optimizer.state else None
+            if isinstance(owned, Original) and owned.gradient(parameter) is not None and not parameter.numel():
+                for key, value in slices.items():
+                    owned.record("optim", f".{key}", value.detach()[:0], moment, "optimizer", repeat)
 
     def _record_rates(self, optimizer: Optimizer) -> None:
         name = self.name_of(optimizer)
-        root = next((o.watch.root.name for o in map(self._owner, _parameters(optimizer)) if o is not None), None)
+        root = next((o.root_name for o in map(self._owner, _parameters(optimizer)) if o is not None), None)
         for i, group in enumerate(optimizer.param_groups):
             rate = group.get("lr")
             if isinstance(rate, (int, float, torch.Tensor)):  # None where the optimizer finds its own

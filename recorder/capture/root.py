@@ -16,7 +16,8 @@ from torch import nn
 from ..records import Moment
 from . import hooks, tree
 from .clock import RootClock, Slice
-from .parallel import DataParallel, find_data_parallel
+from .flat import FlatParameter, find_flat_parameters
+from .parallel import DataParallel, find_data_parallel, wrappers_around
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -40,12 +41,16 @@ class Root:
         self._number = next(_numbers)
         self.data_parallel: DataParallel | None = None
         """The ranks that share its batch, for the manifest; None where no wrapper says so."""
-        self._learn_data_parallel(module, thorough=True)
+        self._around = [weakref.ref(wrapper) for wrapper in wrappers_around(module)]
+        self._learn_data_parallel(module)
         self._install(module)
 
-    def _learn_data_parallel(self, module: nn.Module, *, thorough: bool = False) -> None:
+    def _wrappers_around(self) -> list[nn.Module]:
+        return [wrapper for reference in self._around if (wrapper := reference()) is not None]
+
+    def _learn_data_parallel(self, module: nn.Module) -> None:
         try:
-            self.data_parallel = find_data_parallel(module, thorough=thorough)
+            self.data_parallel = find_data_parallel(module, self._wrappers_around())
         except Exception as error:
             text = f"{self.name}: the ranks that share its batch are not known: {type(error).__name__}: {error}"
             self.capture.events.add("data_parallel_unknown", text, key=self.name, exception=error)
@@ -60,8 +65,24 @@ class Root:
         self._handles: list[Any] = []
         hooks.ROOTS[self._number] = self
         self._add_hooks(module, nodes)
-        self.modules = [_describe(node, watch) for node, watch in zip(nodes, self.watches, strict=True)]
+        self.flats = self._find_flats(module)
+        self.modules = [self._describe(node, watch) for node, watch in zip(nodes, self.watches, strict=True)]
         """What the manifest says of each module; nothing here keeps the model alive."""
+
+    def _find_flats(self, module: nn.Module) -> list[FlatParameter]:
+        """FSDP1's flat parameters: their values are split as soon as they are seen."""
+        watches = {watch.node_path: watch for watch in self.watches}
+
+        def watch_of(owner: nn.Module) -> Watch | None:
+            path = self.path_of(owner)
+            return None if path is None else watches.get(path)
+
+        try:
+            return list(find_flat_parameters([*module.modules(), *self._wrappers_around()], watch_of))
+        except Exception as error:
+            text = f"{self.name}: flat parameters are recorded whole: {type(error).__name__}: {error}"
+            self.capture.events.add("flat_parameters_unknown", text, key=self.name, exception=error)
+            return []
 
     def renew(self) -> None:
         """Take the hooks off and put them on again, on the modules that there are now."""
@@ -168,19 +189,28 @@ class Root:
 
     def record_state(self, sites: tuple[str, ...], moment: Moment, phase: str, repeat: int) -> None:
         """Record parameters or buffers of every module that a rule selects."""
+        flat_ids = self._flat_ids()
         for watch in self.watches:
             for site in sites:
                 if watch.capture.masks[watch.rule_sets[site]]:
-                    watch.record_state(site, moment, phase, repeat)
+                    watch.record_state(site, moment, phase, repeat, without=flat_ids)
+        for flat in self.flats if "param" in sites else ():
+            if (parameter := flat.reference()) is not None:
+                flat.record("param", "", parameter, moment, phase, repeat)
 
     def parameters(self) -> Iterator[tuple[Watch, str, nn.Parameter]]:
-        """Every parameter once, with the watch of the module that owns it and its name there."""
-        seen: set[int] = set()
+        """Every parameter once, with the watch of the module that owns it and its name there; flat ones are not."""
+        seen = self._flat_ids()
         for watch in self.watches:
             for name, parameter in watch.own("_parameters"):
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield watch, name, parameter
+
+    def _flat_ids(self) -> set[int]:
+        found = [flat.reference for flat in self.flats]
+        found += [original.reference for flat in self.flats for original in flat.originals]
+        return {id(parameter) for reference in found if (parameter := reference()) is not None}
 
     def remove(self) -> None:
         """Take every hook off again."""
@@ -191,15 +221,16 @@ class Root:
         self.watches.clear()
         hooks.ROOTS.pop(self._number, None)
 
-
-def _describe(node: tree.Node, watch: Watch) -> dict[str, Any]:
-    return {
-        "path": node.path,
-        "class": node.class_name,
-        "source": tree.source_line(node.owner),
-        "aliases": node.aliases,
-        "sites": [site for site, rule_set in watch.rule_sets.items() if rule_set],
-        "params": [name for name, _ in watch.own("_parameters")],
-        "buffers": [name for name, _ in watch.own("_buffers")],
-        "compiled": node.is_compiled,
-    }
+    def _describe(self, node: tree.Node, watch: Watch) -> dict[str, Any]:
+        flat_ids = self._flat_ids()
+        flat_names = [name for flat in self.flats for owner, name in flat.names if owner is watch]
+        return {
+            "path": node.path,
+            "class": node.class_name,
+            "source": tree.source_line(node.owner),
+            "aliases": node.aliases,
+            "sites": [site for site, rule_set in watch.rule_sets.items() if rule_set],
+            "params": flat_names + [name for name, value in watch.own("_parameters") if id(value) not in flat_ids],
+            "buffers": [name for name, _ in watch.own("_buffers")],
+            "compiled": node.is_compiled,
+        }

@@ -80,8 +80,8 @@ def dtensor_chunk(tensor: Any) -> Chunk:
     return Chunk(
         global_shape=tuple(tensor.shape),
         offsets=offsets,
-        placements=_compact([_placement(p) for p in placements]),
-        mesh=_compact(
+        placements=compact([_placement(p) for p in placements]),
+        mesh=compact(
             {
                 "shape": list(mesh.shape),
                 "dim_names": list(mesh.mesh_dim_names) if mesh.mesh_dim_names else None,
@@ -98,5 +98,6 @@ def _placement(placement: Any) -> dict[str, Any]:
     return {"kind": kind, **details}
 
 
-def _compact(value: object) -> str:
+def compact(value: object) -> str:
+    """JSON as the columns hold it."""
     return json.dumps(value, separators=(",", ":"), default=str)

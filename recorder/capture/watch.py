@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -181,10 +181,11 @@ class Watch:
         if module is not None:
             yield from ((name, value) for name, value in getattr(module, kind).items() if value is not None)
 
-    def record_state(self, site: str, moment: Moment, phase: str, repeat: int) -> None:
-        """Record the module's own parameters or buffers."""
+    def record_state(self, site: str, moment: Moment, phase: str, repeat: int, *, without: Container[int] = ()) -> None:
+        """Record the module's own parameters or buffers, but not those with these ids."""
         for name, tensor in self.own("_parameters" if site == "param" else "_buffers"):
-            self.record(site, name, tensor, moment, phase, repeat)
+            if id(tensor) not in without:
+                self.record(site, name, tensor, moment, phase, repeat)
 
     def record(
         self,

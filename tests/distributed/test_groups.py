@@ -49,7 +49,7 @@ def test_a_model_without_a_wrapper_says_nothing(finished: Finished) -> None:
     assert facts(finished, "plain") == [None] * 4
 
 
-@pytest.mark.parametrize(("layout", "kind"), [("ddp", "ddp"), ("fsdp2", "fsdp2")])
+@pytest.mark.parametrize(("layout", "kind"), [("ddp", "ddp"), ("fsdp1", "fsdp1"), ("fsdp2", "fsdp2")])
 def test_training_under_the_flag_says_it_too(train: Train, layout: str, kind: str) -> None:
     """Rank 0 of the ddp job also evaluates the inner model by itself."""
     for writer in train(layout, "everything", "--watch").run.writers:

@@ -10,7 +10,13 @@ from .test_values import KEY
 
 BLOCK = ["", ".norm", ".up", ".act", ".drop", ".down"]
 PATHS = ["", "blocks", *(f"blocks.{i}{part}" for i in (0, 1) for part in BLOCK), "shared", "head"]
-HOOKED = {"plain": ("--watch",), "ddp": ("--watch",), "fsdp2": ("--watch",), "compile": (), "checkpoint": ("--tap",)}
+SHARDED = ["ddp", "fsdp1", "fsdp1 orig", "fsdp2"]
+HOOKED = {
+    "plain": ("--watch",),
+    **dict.fromkeys(SHARDED, ("--watch",)),
+    "compile": (),
+    "checkpoint": ("--tap",),
+}
 
 
 def recorded(train: Train, layout: str) -> Finished:
@@ -38,7 +44,7 @@ def test_parameters_are_named_by_the_module_that_owns_them(train: Train, layout:
     assert names == {(owner, name) for owner in owners for name in ("weight", "bias")}
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "checkpoint"])
+@pytest.mark.parametrize("layout", [*SHARDED, "checkpoint"])
 def test_activations_lie_under_the_same_paths_as_in_a_plain_run(train: Train, layout: str) -> None:
     def places(finished: Finished) -> set[tuple[str, str, str]]:
         frame = finished.run.to_pandas()
@@ -46,6 +52,28 @@ def test_activations_lie_under_the_same_paths_as_in_a_plain_run(train: Train, la
         return set(zip(frame["site"], frame["module_path"], frame["name"], strict=True))
 
     assert places(recorded(train, layout)) == places(recorded(train, "plain"))
+
+
+@pytest.mark.parametrize("layout", ["fsdp1", "fsdp1 orig"])
+def test_parameters_of_modules_are_listed_as_in_the_bare_model(train: Train, layout: str) -> None:
+    def listed(finished: Finished) -> list[tuple[str, list[str], list[str]]]:
+        (root,) = finished.run.writers[0].manifest["roots"]
+        return [(module["path"], module["params"], module["buffers"]) for module in root["modules"]]
+
+    assert listed(recorded(train, layout)) == listed(recorded(train, "plain"))
+
+
+@pytest.mark.parametrize("layout", ["fsdp1", "fsdp1 orig", "fsdp2"])
+@pytest.mark.parametrize("site", ["param", "grad", "optim"])
+def test_every_rank_has_every_tensor_of_a_parameter(train: Train, layout: str, site: str) -> None:
+    """A rank with an empty slice is present; only numbers such as the step may be missing where nothing is updated."""
+
+    def names(finished: Finished, rank: int) -> set[tuple[str, str]]:
+        frame = finished.run.to_pandas()
+        frame = frame[(frame["rank"] == rank) & (frame["site"] == site)]
+        return {key for key in zip(frame["module_path"], frame["name"], strict=True) if not key[1].endswith(".step")}
+
+    assert names(recorded(train, layout), 0) == names(recorded(train, layout), 1) == names(recorded(train, "plain"), 0)
 
 
 def test_a_recompute_is_marked_and_doubles_nothing(train: Train) -> None:

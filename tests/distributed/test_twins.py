@@ -9,8 +9,9 @@ import torch
 
 from .conftest import Train
 
-LAYOUTS = ["plain", "ddp", "fsdp2", "fsdp2 mixed"]
-TWINS = [(layout, recorded) for layout in LAYOUTS for recorded in ("everything", "default")][:-1]
+LAYOUTS = ["plain", "ddp", "fsdp1", "fsdp1 orig", "fsdp2", "fsdp2 mixed"]
+BY_DEFAULT = ["plain", "ddp", "fsdp1", "fsdp2"]
+TWINS = [(layout, "everything") for layout in LAYOUTS] + [(layout, "default") for layout in BY_DEFAULT]
 
 
 def twins(train: Train, layout: str, recorded: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -53,7 +54,7 @@ def test_what_hooks_of_the_user_see_is_bit_equal(train: Train, layout: str) -> N
         assert_same_bits(off["values"], on["values"])
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "fsdp2 mixed"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp1", "fsdp1 orig", "fsdp2", "fsdp2 mixed"])
 def test_not_one_collective_more_is_issued(train: Train, layout: str) -> None:
     for off, on in twins(train, layout, "everything"):
         assert off["collectives"]["sequence_numbers"][0] > 10

@@ -5,7 +5,9 @@ The scripts' models overwrite values after hooks have seen them, zero gradients 
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from typing import Any
 
 import pandas as pd
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 import recorder
+from recorder.format.fingerprint import MODULUS, fingerprint
 
 from .conftest import Train
 from .jobs import Finished
@@ -24,6 +27,9 @@ TAPS = {(name, phase) for name in ("given", "residual", "weight") for phase in (
 RECORDED = {
     "plain": ("plain", "everything", "--watch"),
     "ddp": ("ddp", "everything", "--watch"),
+    "fsdp1": ("fsdp1", "everything", "--watch"),
+    "fsdp1 orig": ("fsdp1 orig", "everything", "--watch"),
+    "fsdp1 mixed": ("fsdp1 mixed", "everything", "--watch"),
     "fsdp2": ("fsdp2", "everything", "--watch"),
     "fsdp2 mixed": ("fsdp2 mixed", "everything", "--watch"),
     "plain, stalled writer": ("plain", "everything", "--watch", "--tap", "--stall"),
@@ -138,7 +144,49 @@ def test_local_shards_say_where_they_lie(train: Train, what: str, site: str) -> 
     assert {(0, 4, 7), (1, 3, 7), (0, 1, 1), (1, 0, 1)} <= sizes, "uneven and empty shards are among them"
 
 
-@pytest.mark.parametrize("what", ["plain", "ddp", "fsdp2"])
+@pytest.mark.parametrize("what", ["fsdp1", "fsdp1 orig", "fsdp1 mixed"])
+@pytest.mark.parametrize("site", ["param", "grad", "optim"])
+def test_slices_say_where_they_lie(train: Train, what: str, site: str) -> None:
+    """Laid end to end by their offsets, the ranks' slices are the parameter, and their fingerprints add up to its."""
+    finished = train(*RECORDED[what])
+    frame = finished.run.to_pandas()
+    frame = frame[frame["site"] == site]
+    found: dict[tuple[Any, ...], list[tuple[int, torch.Tensor, int]]] = {}
+    sizes = set()
+    for rank, saved in enumerate(finished.saved):
+        for _, row in frame[frame["rank"] == rank].iterrows():
+            key = key_of(row[KEY])
+            layout, value = saved["layouts"].get(key), saved["values"][key]
+            if value.dim() == 0:
+                assert site == "optim" and key[2].endswith(".step") and pd.isna(row["global_shape"])
+                continue
+            if layout is None:  # with use_orig_params the script reads state as it is
+                layout = saved["layouts"]["param", key[1], key[2].split(".")[0], *key[3:]]
+            assert row["layout_source"] == "fsdp"
+            assert pd.isna(row["offsets"])
+            assert json.loads(row["global_shape"]) == layout["shape"]
+            assert json.loads(row["shape"]) == list(value.shape)
+            assert json.loads(row["mesh"]) == {"shape": [2], "dim_names": None, "coordinate": [rank]}
+            ((kind, start),) = [(p["kind"], p["offset"]) for p in json.loads(row["placements"])]
+            assert kind == "FlatShard"
+            assert start == layout["start"] or not value.numel()
+            found.setdefault(key, []).append((start, value, int(row["fingerprint"], 16)))
+            sizes.add((rank, value.numel(), math.prod(layout["shape"])))
+    assert found
+    for key, slices in found.items():
+        layout = finished.saved[0]["layouts"]["param", key[1], key[2].split(".")[0], *key[3:]]
+        starts = [start for start, _, _ in sorted(slices, key=lambda piece: piece[0])]
+        assert starts == list(itertools.accumulate((v.numel() for _, v, _ in slices), initial=0))[:-1]
+        whole = torch.cat([value for _, value, _ in slices]).reshape(layout["shape"])
+        if site == "param":
+            assert torch.equal(whole, layout["full"])
+        data = whole.reshape(-1).view(torch.uint8).numpy()
+        assert sum(mark for _, _, mark in slices) % MODULUS == fingerprint(data, 4, tuple(whole.shape))
+    assert {rank for rank, numel, _ in sizes if numel == 0} == {0, 1}, "empty slices are among them"
+    assert any(0 < numel < whole for _, numel, whole in sizes), "and parameters that two ranks share"
+
+
+@pytest.mark.parametrize("what", ["plain", "ddp", "fsdp1", "fsdp2"])
 def test_activations_have_no_global_place(train: Train, what: str) -> None:
     frame = train(*RECORDED[what]).run.to_pandas()
     activations = frame[frame["site"].isin(["input", "output", "grad_input", "grad_output"])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -23,7 +24,7 @@ def test_slices_add_up_to_the_whole(item_bytes: int, shape: tuple[int, ...], cut
     edges = [0, *sorted(min(cut, count) for cut in cuts), count]
     slices = [
         flat_fingerprint(whole[start * item_bytes : stop * item_bytes], item_bytes, shape, start)
-        for start, stop in zip(edges, edges[1:], strict=False)
+        for start, stop in itertools.pairwise(edges)
     ]
     assert sum(slices) % MODULUS == fingerprint(whole, item_bytes, shape)
 

@@ -25,8 +25,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+LAYOUTS = ("plain", "ddp", "fsdp1", "fsdp1 orig", "fsdp2", "compile", "checkpoint")
 WIDTH, HIDDEN = 5, 7
 MICRO_BATCHES = 2
 
@@ -80,6 +82,7 @@ class Watch:
         self.paths = {module: path for path, module in model.named_modules()}
         self.values: dict[tuple[Any, ...], Tensor] = {}
         self.layouts: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self.model = model  # what is trained: the wrapper, once there is one
         self.step, self.micro_step, self.mode = 0, 0, "train"
         self.has_gradient = False
         self._calls: Counter[tuple[Any, ...]] = Counter()
@@ -136,10 +139,55 @@ class Watch:
             tensor = tensor.to_local()
         self.values[key] = tensor.detach().clone()
 
+    def _read_slices(self, site: str, wrapper: Any, flat: Tensor, suffix: str = "") -> None:
+        """A flat tensor of FSDP1, cut by the metadata that FSDP itself uses for checkpoints."""
+        parameter = wrapper._handle.flat_param
+        for info, shape, shard in zip(
+            parameter._param_infos, parameter._shapes, parameter._shard_param_infos, strict=True
+        ):
+            path, value = self.paths[info.module], flat
+            if flat.dim():
+                start, count = (shard.offset_in_shard, shard.numel_in_shard) if shard.in_shard else (0, 0)
+                value = flat[start : start + count]
+                full = self.full[f"{path}.{info.param_name}"] if site == "param" else None
+                key = (site, path, info.param_name + suffix, self.step, None, 0, 0, "train", "optimizer")
+                self.layouts[key] = {"shape": list(shape), "start": shard.intra_param_start_idx, "full": full}
+            self._read(site, path, info.param_name + suffix, value)
+
+    def _flat_parameters(self) -> Iterator[tuple[Any, Any]]:
+        for module in self.model.modules():
+            handle: Any = getattr(module, "_handle", None)
+            if handle is not None:
+                yield module, handle.flat_param
+
+    def _read_flat_parameters(self) -> None:
+        with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
+            self.full = {
+                f"{path}.{name}": parameter.detach().clone()
+                for module, path in self.paths.items()
+                for name in ("weight", "bias")
+                if isinstance(parameter := getattr(module, name, None), Tensor)
+            }
+        for wrapper, flat in self._flat_parameters():
+            self._read_slices("param", wrapper, flat)
+            self._read_slices("grad", wrapper, flat.grad)
+
+    def _read_flat_state(self, optimizer: torch.optim.Optimizer) -> None:
+        for wrapper, flat in self._flat_parameters():
+            for key, value in optimizer.state.get(flat, {}).items():
+                self._read_slices("optim", wrapper, value, f".{key}")
+            for parameter, info in zip(flat._params or (), flat._param_infos, strict=False):
+                state = optimizer.state.get(parameter, {"exp_avg": torch.empty(0), "exp_avg_sq": torch.empty(0)})
+                assert parameter.numel() or "step" not in state
+                for key, value in state.items():
+                    self._read("optim", self.paths[info.module], f"{info.param_name}.{key}", value)
+
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(self.model, FullyShardedDataParallel):
+            self._read_flat_parameters()
         for module, path in self.paths.items():
             for name, parameter in module._parameters.items():
-                if parameter is not None:
+                if parameter is not None and not isinstance(self.model, FullyShardedDataParallel):
                     self._read("param", path, name, parameter)
                     if parameter.grad is not None:
                         self._read("grad", path, name, parameter.grad)
@@ -149,6 +197,9 @@ class Watch:
         self.scalar("lr.AdamW.0", torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64))
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(self.model, FullyShardedDataParallel):
+            self._read_flat_state(optimizer)
+            return
         for module, path in self.paths.items():
             for name, parameter in module._parameters.items():
                 for key, value in optimizer.state.get(parameter, {}).items():
@@ -199,9 +250,23 @@ class Collectives:
         return {"calls": dict(self.calls), "by_recorder": self.by_recorder, "sequence_numbers": numbers}
 
 
+def shard_flat(model: Net, *, use_orig_params: bool, mixed: bool) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+    options: dict[str, Any] = {"use_orig_params": use_orig_params, "device_id": torch.device("cpu")}
+    if mixed:
+        options["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    strategies = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+    for i, strategy in enumerate(strategies):
+        model.blocks[i] = FullyShardedDataParallel(model.blocks[i], sharding_strategy=strategy, **options)
+    return FullyShardedDataParallel(model, **options)
+
+
 def wrap(model: Net, layout: str, *, mixed: bool) -> nn.Module:
     if layout == "ddp":
         return nn.parallel.DistributedDataParallel(model)
+    if layout.startswith("fsdp1"):
+        return shard_flat(model, use_orig_params=layout == "fsdp1 orig", mixed=mixed)
     if layout == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -225,7 +290,7 @@ def wrap(model: Net, layout: str, *, mixed: bool) -> nn.Module:
 @contextlib.contextmanager
 def accumulating(model: nn.Module, is_last: bool) -> Iterator[None]:
     """Each layout's word for `do not reduce yet`."""
-    if isinstance(model, nn.parallel.DistributedDataParallel) and not is_last:
+    if isinstance(model, (nn.parallel.DistributedDataParallel, FullyShardedDataParallel)) and not is_last:
         with model.no_sync():
             yield
     else:
@@ -253,7 +318,7 @@ tap: Callable[[nn.Module, str, Tensor], Tensor] = no_tap
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--layout", default="plain", choices=("plain", "ddp", "fsdp2", "compile", "checkpoint"))
+    parser.add_argument("--layout", default="plain", choices=LAYOUTS)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--watch", action="store_true")
@@ -289,7 +354,7 @@ def fail_hooks() -> None:
 def main() -> None:
     global tap
     options = arguments()
-    is_distributed = options.layout in ("ddp", "fsdp2")
+    is_distributed = options.layout.startswith(("ddp", "fsdp"))
     rank = int(os.environ.get("RANK", 0)) if is_distributed else 0
     collectives = Collectives()
     if is_distributed:
@@ -303,6 +368,7 @@ def main() -> None:
     watch = Watch(net) if options.watch else None
     model = wrap(net, options.layout, mixed=options.mixed)
     if watch is not None:
+        watch.model = model
         watch.install()
     if options.tap:
         import recorder
@@ -315,7 +381,7 @@ def main() -> None:
     torch.manual_seed(100 + rank)
     np.random.seed(200 + rank)
     random.seed(300 + rank)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     losses: list[Tensor] = []
     began = time.perf_counter()
@@ -335,7 +401,10 @@ def main() -> None:
                 recorder.scalar("loss", loss)
                 if watch is not None:
                     watch.scalar("loss", loss)
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        if isinstance(model, FullyShardedDataParallel):
+            model.clip_grad_norm_(1.0)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if watch is not None:
             watch.before_step(optimizer)
         optimizer.step()
@@ -361,7 +430,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     saved = {
         "losses": torch.stack(losses),
-        "params": {name: local(p) for name, p in net.named_parameters()},
+        "params": {name: local(p) for name, p in model.named_parameters()},
         "buffers": {name: local(b) for name, b in net.named_buffers()},
         "rng": {
             "torch": torch.get_rng_state(),

@@ -1,0 +1,241 @@
+"""Flat parameters of FSDP1: which elements of which original parameters a rank holds, and values split accordingly.
+
+Reads the wrapper's metadata only: never issues a collective, never keeps a wrapper, a module or a parameter.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..records import Chunk, Moment
+from .parallel import loaded
+from .values import compact
+from .watch import Watch
+
+_NAME = "_flat_param"
+"""What FSDP1 calls it."""
+
+
+class Piece(NamedTuple):
+    """An original parameter within a flat one."""
+
+    watch: Watch
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    place: int
+    """Its first element in the unsharded flat parameter."""
+    begin: int
+    """First and one past the last of its own elements in this rank's shard; equal where it has none there."""
+    end: int
+    chunk: Chunk | None
+    """None where the rank holds all of it, or where a slice is no run of elements in C order."""
+    note: str | None
+
+
+class FlatParameter:
+    """One flat parameter: what an optimizer updates where ``use_orig_params`` is False.
+
+    Its tensors (values, gradient, optimizer state) become a row for each original parameter.
+    """
+
+    def __init__(self, wrapper: Any, watch_of: Callable[[nn.Module], Watch | None]) -> None:
+        """Read the metadata of a wrapper that has a handle.
+
+        Args:
+            wrapper: the FullyShardedDataParallel module.
+            watch_of: the watch of a module, or None where it is not under the root.
+        """
+        handle = wrapper._handle
+        flat = handle.flat_param
+        self.reference: Callable[[], torch.Tensor | None] = weakref.ref(flat)
+        self.is_sharded = bool(handle.uses_sharded_strategy)
+        self.uses_original = bool(handle._use_orig_params)
+        self._num_sharded = math.prod(flat._sharded_size)
+        self._shard_start = handle.rank * self._num_sharded if self.is_sharded else 0
+        self._unsharded = {math.prod(flat._unpadded_unsharded_size), self._num_sharded * handle.world_size}
+        self._watch = watch_of(handle._fully_sharded_module)
+        self.names = [
+            (watch, info.param_name)
+            for info in (*flat._param_infos, *flat._shared_param_infos)
+            if (watch := watch_of(info.module)) is not None
+        ]
+        """Every name under which a module of the root knows an original parameter, ties included."""
+        originals = flat._params or [None] * len(flat._shapes)
+        mesh, is_hybrid = _mesh(wrapper)
+        self.pieces: list[Piece] = []
+        self.originals: list[Original] = []
+        for index, (place, info) in enumerate(zip(_places(flat), flat._param_infos, strict=True)):
+            watch = watch_of(info.module)
+            if watch is None:
+                continue  # of a module outside the root
+            shape, numel = tuple(flat._shapes[index]), flat._numels[index]
+            begin, end = (
+                min(max(edge - place, 0), numel) for edge in (self._shard_start, self._shard_start + self._num_sharded)
+            )
+            reason = None
+            if self.is_sharded and not flat._contiguities[index]:
+                reason = "memory_format"
+            elif flat._param_extensions[index] is not None:
+                reason = "tensor_parallel"
+            chunk = None
+            if self.is_sharded and reason is None:
+                placements = [{"kind": "FlatShard", "offset": begin}]
+                if is_hybrid:
+                    placements.insert(0, {"kind": "Replicate"})
+                chunk = Chunk(shape, None, compact(placements), mesh, "fsdp", begin)
+            note = None if reason is None else compact({"no_layout": reason})
+            piece = Piece(watch, info.param_name, shape, tuple(flat._strides[index]), place, begin, end, chunk, note)
+            self.pieces.append(piece)
+            if originals[index] is not None:
+                self.originals.append(Original(self, piece, index, originals[index]))
+
+    @property
+    def root_name(self) -> str | None:
+        return self.pieces[0].watch.root.name if self.pieces else None
+
+    def holds_slices(self, tensor: torch.Tensor) -> bool:
+        """Whether a flat tensor has this rank's shard alone."""
+        return self.is_sharded and tensor.dim() == 1 and tensor.numel() == self._num_sharded
+
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return parameter.grad
+
+    def record(
+        self,
+        site: str,
+        suffix: str,
+        tensor: torch.Tensor,
+        moment: Moment,
+        phase: str,
+        repeat: int,
+        *,
+        scope: str | None = None,
+        note: str | None = None,
+    ) -> None:
+        """Record a tensor of the flat parameter's kind, split; one number stands for every original parameter."""
+        values = tensor.detach()
+        is_slices, is_whole = self.holds_slices(values), values.dim() == 1 and values.numel() in self._unsharded
+        if values.dim() and not is_slices and not is_whole:
+            watch = self._watch or (self.pieces[0].watch if self.pieces else None)
+            if watch is not None:  # state of a shape of its own, which only the optimizer can tell apart
+                watch.record(site, _NAME + suffix, values, moment, phase, repeat, scope=scope, note=note)
+            return
+        if is_whole and self.is_sharded:
+            scope = unsharded_scope(site, scope)
+        for piece in self.pieces:
+            part = values
+            if is_slices:
+                start = piece.place + piece.begin - self._shard_start if piece.begin < piece.end else 0
+                part = values[start : start + piece.end - piece.begin]
+            elif is_whole:
+                part = values.as_strided(piece.shape, piece.stride, values.storage_offset() + piece.place)
+            chunk = piece.chunk if is_slices else None
+            note_ = merged(note, piece.note if is_slices else None)
+            piece.watch.record(
+                site, piece.name + suffix, part, moment, phase, repeat, scope=scope, chunk=chunk, note=note_
+            )
+
+
+class Original:
+    """An original parameter that an optimizer updates slice by slice: ``use_orig_params`` is True."""
+
+    def __init__(self, flat: FlatParameter, piece: Piece, index: int, parameter: torch.Tensor) -> None:
+        self.reference: Callable[[], torch.Tensor | None] = weakref.ref(parameter)
+        self._flat = flat
+        self._piece = piece
+        self._index = index
+
+    @property
+    def root_name(self) -> str:
+        return self._piece.watch.root.name
+
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The gradient; an empty slice of it where this rank has none of the parameter, but others do."""
+        gradient, flat = parameter.grad, self._flat.reference()
+        if gradient is not None or flat is None or flat.grad is None or self._piece.begin < self._piece.end:
+            return gradient
+        mask = flat._is_grad_none_mask  # type: ignore[attr-defined]
+        is_none = mask is not None and mask[self._index]
+        return None if is_none or not parameter.requires_grad else flat.grad.detach()[:0]
+
+    def record(
+        self,
+        site: str,
+        suffix: str,
+        tensor: torch.Tensor,
+        moment: Moment,
+        phase: str,
+        repeat: int,
+        *,
+        scope: str | None = None,
+        note: str | None = None,
+    ) -> None:
+        """Record the parameter's slice, that of its gradient, or its state."""
+        piece, flat = self._piece, self._flat.reference()
+        is_slice = self._flat.is_sharded and tuple(tensor.shape) == (piece.end - piece.begin,)
+        if site == "grad" and flat is not None and flat.grad is not None:
+            is_slice = is_slice and self._flat.holds_slices(flat.grad)
+        if not is_slice and self._flat.is_sharded and tensor.dim():
+            scope = unsharded_scope(site, scope)
+        piece.watch.record(
+            site,
+            piece.name + suffix,
+            tensor,
+            moment,
+            phase,
+            repeat,
+            scope=scope,
+            chunk=piece.chunk if is_slice else None,
+            note=merged(note, piece.note if is_slice else None),
+        )
+
+
+def find_flat_parameters(
+    wrappers: Sequence[nn.Module], watch_of: Callable[[nn.Module], Watch | None]
+) -> Iterator[FlatParameter]:
+    """The flat parameters of FSDP1 wrappers among some modules."""
+    kind = loaded("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+    for module in wrappers:
+        if kind is not None and isinstance(module, kind) and getattr(module, "_handle", None) is not None:
+            yield FlatParameter(module, watch_of)
+
+
+def unsharded_scope(site: str, scope: str | None) -> str | None:
+    """Under `no_sync` the gradients of a step are whole and this rank's own; parameters are whole when gathered."""
+    return {"grad": "local", "param": "unsharded"}.get(site, scope)
+
+
+def merged(note: str | None, more: str | None) -> str | None:
+    """Two JSON objects as one."""
+    if note is None or more is None:
+        return note or more
+    return f"{note[:-1]},{more[1:]}"
+
+
+def _places(flat: Any) -> Iterator[int]:
+    """Where each original parameter begins in the unsharded flat parameter; between them there may be padding."""
+    place = 0
+    for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not is_padding:
+            yield place
+        place += numel
+
+
+def _mesh(wrapper: Any) -> tuple[str, bool]:
+    """The row's ``mesh``, and whether shards are replicated across a second group."""
+    across = getattr(wrapper, "_inter_node_pg", None)
+    groups = [wrapper.process_group] if across is None else [across, wrapper.process_group]
+    names = getattr(getattr(wrapper, "_device_mesh", None), "mesh_dim_names", None)
+    mesh = {
+        "shape": [group.size() for group in groups],
+        "dim_names": list(names[: len(groups)]) if names else None,
+        "coordinate": [group.rank() for group in groups],
+    }
+    return compact(mesh), across is not None
