@@ -1,27 +1,33 @@
 """Owns ``recorder doctor``: why something will not be recorded here, or was not in a run.
 
-Must never import torch or the package's training side: it answers also where those are broken.
+Must never import torch or the package's training side: it answers also where those are broken. What a run lacks is
+worked out in `analyze.expected`; here it becomes lines, what matters most last, next to the prompt.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ..analyze.expected import Expectation, compare
+from ..analyze.holes import Hole
 from ..config import FLAG, is_enabled, load_settings
 from ..errors import ConfigError
-from ..read.modules import ModuleInfo
 from ..read.run import Run
+from .module_names import grouped
 from .output import counted, print_json, printable, say_state, size, span
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _ENTRY_POINT_GROUP = "torch.backends"
 _HOOK = "recorder_autoload"
 _MAX_LISTED = 10
+_MAX_HOLES = 40
+"""Lines about holes of one state; ``--json`` has all."""
 _STATES = ("ok", "note", "missing")
 """What matters most stands last, next to the prompt."""
 
@@ -32,17 +38,25 @@ class Check(NamedTuple):
     state: str
     """``ok``, ``note``, or ``missing``: something is not, or will not be, recorded."""
     text: str
+    is_strict: bool = False
+    """A finding under ``--strict``."""
+    facts: Mapping[str, Any] = MappingProxyType({})
+    """The same for programs."""
+    is_listed: bool = True
+    """Printed for people; programs get all."""
 
 
-def examine(run: Run | None, *, as_json: bool) -> int:
-    """Print the answers and return the exit code: 1 if something is missing."""
+def examine(run: Run | None, *, as_json: bool, is_strict: bool = False) -> int:
+    """Print the answers and return the exit code: 1 if something is missing, or is not as strictness wants it."""
     checks = list(_environment() if run is None else _run(run))
     if as_json:
-        print_json([check._asdict() for check in checks])
+        print_json([{"state": check.state, "text": check.text, **check.facts} for check in checks])
     else:
-        for check in sorted(checks, key=lambda check: _STATES.index(check.state)):
-            say_state(check.state, check.text)
-    return int(any(check.state == "missing" for check in checks))
+        for state in _STATES:
+            for check in checks:
+                if check.state == state and check.is_listed:
+                    say_state(state, check.text)
+    return int(any(check.state == "missing" or (is_strict and check.is_strict) for check in checks))
 
 
 def _environment() -> Iterator[Check]:
@@ -99,19 +113,37 @@ def _settings() -> Iterator[Check]:
 
 
 def _run(run: Run) -> Iterator[Check]:
+    found = compare(run)
     state = "ok" if run.num_rows else "missing"
     ranks, steps = span(run.ranks) or "none", span(run.steps) or "none"
     yield Check(state, f"{run.path.name}: {counted(run.num_rows, 'row')}, ranks {ranks}, steps {steps}")
+    yield from _recorded_settings(run)
+    yield from _filters(found)
+    yield from _recorded_modules(run, found)
+    yield from _totals(found)
+    yield from _holes(found)
+    yield from _merged(run, found)
+    yield from _events(run)
+    yield from _accounts(run, found)
     for problem in run.problems:
         yield Check("missing", problem)
-    if run.world_size:
-        absent = sorted(set(range(run.world_size)) - set(run.ranks)) if run.world_size <= 1 << 20 else []
-        if absent and run.ranks:
-            yield Check("missing", f"ranks: nothing of {_listed(list(map(str, absent)))} of {run.world_size}")
-    yield from _recorded_settings(run)
-    yield from _recorded_modules(run)
-    yield from _events(run)
-    yield from _accounts(run)
+    yield from _absent_ranks(run)
+    yield from _endings(run, found)
+
+
+def _absent_ranks(run: Run) -> Iterator[Check]:
+    if not run.world_size or run.world_size > 1 << 20 or not run.ranks:
+        return
+    absent = sorted(set(range(run.world_size)) - set(run.ranks))
+    if not absent or any(writer.rank is None for writer in run.writers):
+        return
+    why = f"they called no root, were killed before the first row, or had it off ({_AUTOLOAD}=0, or no {FLAG}=1)"
+    if not any(writer.manifest.get("autoload") is True for writer in run.writers):
+        why = "the program attached the others and not these, or they were killed before the first row"
+    if any(event.get("kind") == "unjoined" for writer in run.writers for event in _events_of(writer.manifest)):
+        why = "ranks that cannot agree on a name write a run each: look for unjoined-* beside this one"
+    listed = _listed(list(map(str, absent)))
+    yield Check("missing", f"ranks: nothing of {listed} of {run.world_size}: {why}", facts={"absent_ranks": absent})
 
 
 def _recorded_settings(run: Run) -> Iterator[Check]:
@@ -132,48 +164,142 @@ def _recorded_settings(run: Run) -> Iterator[Check]:
     yield Check("ok", f"started: {start}, steps by {manifest.get('step_source')}")
 
 
-def _recorded_modules(run: Run) -> Iterator[Check]:
+def _filters(found: Expectation) -> Iterator[Check]:
+    """What the rules leave out: no hole, since nobody asked for it."""
+    for problem in found.problems:
+        yield Check("note", problem, is_strict=True)
+    for reach in found.reaches:
+        if reach.others:
+            where = f"on ranks {span(reach.ranks)}" if reach.ranks else "on no rank"
+            yield Check("ok", f"filtered by rank=: recorded {where}, not on {span(reach.others)}: {reach.rule}")
+    left_out = found.num_steps_lived - found.num_steps_expected
+    if left_out and found.num_steps_lived:
+        yield Check("ok", f"filtered by steps=: {found.num_steps_expected} of {found.num_steps_lived} steps are wanted")
+    if unselected := found.num_modules - found.num_selected:
+        modules = counted(found.num_modules, "module")
+        yield Check("ok", f"filtered by module=, class= or site=: {unselected} of {modules}")
+    if found.num_filtered:
+        yield Check("ok", f"filtered by steps=, name= or call=: {counted(found.num_filtered, 'selected module')}")
+    if found.shared:
+        names = [f"{alias!r} as {path!r}" for path, alias in found.shared]
+        yield Check("ok", f"shared modules are recorded once, under their first path: {_listed(names)}")
+
+
+def _recorded_modules(run: Run, found: Expectation) -> Iterator[Check]:
     if not run.modules:
         yield Check("missing", "roots: none, so no module was watched; no module that an optimizer trains was called")
         return
-    pairs = run.table(["root", "module_path"]).group_by(["root", "module_path"]).aggregate([])
-    recorded = set(zip(*(pairs.column(name).to_pylist() for name in ("root", "module_path")), strict=True))
-    for root in dict.fromkeys(root for root, _ in run.modules):
-        infos = [info for info in run.modules.values() if info.root == root]
-        selected = [info for info in infos if info.has_values]
+    roots: dict[str, list[Any]] = {}
+    for info in run.modules.values():
+        roots.setdefault(info.root, []).append(info)
+    for root, infos in roots.items():
+        num_selected = sum(info.has_values for info in infos)
         yield Check(
-            "ok", f"root {root}: {infos[0].class_name}, {counted(len(infos), 'module')}, {len(selected)} selected"
+            "ok", f"root {root}: {infos[0].class_name}, {counted(len(infos), 'module')}, {num_selected} selected"
         )
-        silent = [info for info in selected if (info.root, info.path) not in recorded]
-        for why, some in _by_reason(silent).items():
-            names = [repr(info.path) for info in some]
-            yield Check("missing", f"root {root}: {counted(len(some), 'module')} left no rows, {why}: {_listed(names)}")
+        for key, (state, why) in _SILENT.items():
+            paths = [path for its_root, path in found.silent.get(key, ()) if its_root == root]
+            if paths:
+                text = f"root {root}: {counted(len(paths), 'module')} left no rows, {why}: {_named(paths)}"
+                yield Check(state, text, facts={"reason": key, "root": root, "modules": paths})
 
 
-def _by_reason(silent: list[ModuleInfo]) -> dict[str, list[ModuleInfo]]:
-    found: dict[str, list[ModuleInfo]] = {}
-    for info in silent:
-        why = "compiled (their hooks step aside)" if info.is_compiled else "never called at a recorded step"
-        found.setdefault(why, []).append(info)
-    return found
+_SILENT = {
+    "children": ("note", "only their children were called, or they return no tensor"),
+    "compiled": ("missing", "compiled (their hooks step aside)"),
+    "never_called": ("missing", "never called at a recorded step"),
+}
+"""State and words for modules without any row."""
+
+
+def _totals(found: Expectation) -> Iterator[Check]:
+    """The table: a value is counted once for each module (or parameter), rank and step, however often it was seen."""
+    if not found.totals:
+        return
+    width = max(len(f"{total.expected:,}") for total in found.totals)
+    for total in found.totals:
+        missing = total.expected - total.found
+        numbers = f"{total.expected:>{width},} expected  {total.found:>{width},} found  {missing:>{width},} missing"
+        if missing:
+            numbers += f"  {total.explained:>{width},} of these explained"
+        facts = {**total._asdict(), "missing": missing}
+        yield Check("ok", f"{total.site:12}{numbers}", facts=facts)
+
+
+def _holes(found: Expectation) -> Iterator[Check]:
+    checks = [_hole(hole) for hole in found.holes]
+    for state in _STATES:
+        some = [check for check in checks if check.state == state]
+        hidden = len(some) - _MAX_HOLES
+        if hidden > 0:
+            yield Check(state, f"{counted(hidden, 'hole')} smaller than the following; --json has all")
+        for number, check in enumerate(some):
+            yield check._replace(is_listed=check.is_listed and number >= hidden)
+
+
+def _hole(hole: Hole) -> Check:
+    state = "missing" if hole.reason.is_loss else "note"
+    ranks = [rank for rank in hole.ranks if rank is not None]
+    where = f"rank{'s' * (len(ranks) > 1)} {span(ranks)}, " if ranks else ""
+    steps = f"step{'s' * (len(hole.steps) > 1)} {span(hole.steps)}"
+    why = hole.reason.text + (f" ({hole.detail})" if hole.detail else "")
+    values = counted(hole.num_missing, "value")
+    text = f"{', '.join(hole.sites)}: {values} missing, {where}{steps}: {why}: {_named(hole.modules)}"
+    facts = {
+        "reason": hole.reason.key,
+        "detail": hole.detail,
+        "is_harmless": hole.reason.is_harmless,
+        "root": hole.root,
+        "sites": hole.sites,
+        "modules": hole.modules,
+        "steps": hole.steps,
+        "ranks": hole.ranks,
+        "missing": hole.num_missing,
+    }
+    said_as_a_whole = hole.reason.key in ("silent", "absent")
+    return Check(state, text, is_strict=not hole.reason.is_harmless, facts=facts, is_listed=not said_as_a_whole)
+
+
+def _merged(run: Run, found: Expectation) -> Iterator[Check]:
+    for uneven in found.uneven:
+        ranks = [rank for rank in uneven.ranks if rank is not None]
+        what = "evaluation" if uneven.mode in ("eval", "no_grad") else "training"
+        who = f"rank {span(ranks)} alone ran" if uneven.is_alone else f"ranks {span(ranks)} ran another number of"
+        steps = f"step{'s' * (len(uneven.steps) > 1)} {span(uneven.steps)}"
+        yield Check("note", f"{who} {what} forwards (mode {uneven.mode}) in {steps}; no row is lost by it")
+    if found.num_incomplete:
+        text = f"{counted(found.num_incomplete, 'tensor')} in several parts of which some were dropped"
+        yield Check("missing", text)
+    for partial in found.partial:
+        rows, steps = counted(partial.num_rows, "global row"), span(partial.steps)
+        facts = {"reason": "partial", "ranks": partial.missing, "steps": partial.steps, "rows": partial.num_rows}
+        text = f"merged run partial: {rows} in steps {steps} lack ranks {span(partial.missing)}"
+        yield Check("missing", text, facts=facts)
+    source = run.manifest.get("merged_from")
+    if isinstance(source, dict):
+        yield Check("ok", f"merged from {source.get('path')}: recorder doctor tells of that run what each rank lost")
+
+
+def _events_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    events = manifest.get("events")
+    return [event for event in events if isinstance(event, dict)] if isinstance(events, list) else []
 
 
 def _events(run: Run) -> Iterator[Check]:
     """What the recorder itself had to say; the same event of many ranks once."""
     ranks_of: dict[tuple[str, str], list[str]] = {}
     for writer in run.writers:
-        events: Any = writer.manifest.get("events")
-        for event in events if isinstance(events, list) else ():
-            if isinstance(event, dict):
-                key = (str(event.get("kind")), str(event.get("message")))
-                ranks_of.setdefault(key, []).append(str(writer.rank))
+        for event in _events_of(writer.manifest):
+            key = (str(event.get("kind")), str(event.get("message")))
+            ranks_of.setdefault(key, []).append("" if writer.rank is None else str(writer.rank))
     for (kind, message), ranks in ranks_of.items():
-        yield Check("missing", f"event {kind} (rank {_listed(sorted(set(ranks), key=int))}): {message}")
+        listed = _listed(sorted(set(ranks) - {""}, key=int))
+        yield Check("missing", f"event {kind}{f' (rank {listed})' if listed else ''}: {message}")
 
 
-def _accounts(run: Run) -> Iterator[Check]:
+def _accounts(run: Run, found: Expectation) -> Iterator[Check]:
     for writer in run.writers:
-        where = f"rank {writer.rank}, {writer.name}"
+        where = f"{'global' if writer.rank is None else f'rank {writer.rank}'}, {writer.name}"
         balance = writer.balance
         if balance.dropped:
             reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(balance.dropped.items()))
@@ -181,15 +307,31 @@ def _accounts(run: Run) -> Iterator[Check]:
                 "missing", f"{where}: {balance.num_dropped} of {counted(balance.observed, 'row')} dropped: {reasons}"
             )
         if balance.retired_rows:
-            yield Check("note", f"{where}: {counted(balance.retired_rows, 'old row')} removed to keep the quota")
-        if writer.state == "unclosed":
-            yield Check("missing", writer.ending)
-        elif writer.state == "recording":
-            yield Check("note", f"{where}: is recording now")
+            text = f"{where}: {counted(balance.retired_rows, 'old row')} removed to keep the quota"
+            yield Check("note", text, is_strict=True)
+        if writer.state == "recording":
+            yield Check("note", f"{where}: is recording now", is_strict=True)
         for shard in writer.shards:
             if shard.num_trailing_bytes:
                 cut = f"{shard.path.name} ends with {shard.num_trailing_bytes} bytes of a write that was cut"
-                yield Check("note", f"{where}: {cut}")
+                yield Check("note", f"{where}: {cut}", is_strict=True)
+
+
+def _endings(run: Run, found: Expectation) -> Iterator[Check]:
+    ends: dict[int, list[int]] = {}
+    for rank, last in found.last_steps.items():
+        if rank is not None and last is not None:
+            ends.setdefault(last, []).append(rank)
+    if len(ends) > 1:
+        shown = [f"rank{'s' * (len(ranks) > 1)} {span(ranks)} in step {last}" for last, ranks in sorted(ends.items())]
+        yield Check("note", f"unequal steps: the record ends on {_listed(shown)}", is_strict=True)
+    for writer in run.writers:
+        if writer.state == "unclosed":
+            yield Check("missing", writer.ending)
+
+
+def _named(paths: list[str]) -> str:
+    return _listed(grouped(paths))
 
 
 def _listed(names: list[str]) -> str:

@@ -1,0 +1,482 @@
+"""Owns why an expected value is not there: one rank's rows against its slots and steps, each hole with its reason.
+
+Works in blocks of modules, so that memory stays bounded. Never reads a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..read.writers import RecordedWriter
+from .losses import CAUSES, CUT, DAMAGED, DROPPED, LIVE, RETIRED, UNACCOUNTED
+from .slots import FORWARD, SLOT_SITES, Flags, Slots, Told
+
+Integers = npt.NDArray[np.int64]
+
+_MAX_CELLS = 4_000_000
+"""Slots x steps of a block."""
+
+
+class Reason(NamedTuple):
+    """Why a value is not there."""
+
+    key: str
+    text: str
+    is_loss: bool
+    """It was there and is gone, or should have been and was not: somebody should look."""
+    is_harmless: bool
+    """What was recorded explains it: there was no such value."""
+
+
+REASONS = (
+    Reason("corrupt", "in a damaged shard", True, False),
+    Reason("retired", "removed to keep the disk quota", False, False),
+    Reason("dropped", "seen and dropped", True, False),
+    Reason("died", "the process ended without closing", True, False),
+    Reason("live", "not recorded yet", False, False),
+    Reason("unaccounted", "rows are missing that no account explains", True, False),
+    Reason("absent", "no rows of the rank at all", True, False),
+    Reason("ended", "the rank closed its record before the others did", False, False),
+    Reason("later", "the rank began to record after the others had", False, False),
+    Reason("no_step", "no module's values at these steps", False, True),
+    Reason("root_idle", "the root was not called at these steps", False, True),
+    Reason("evaluation", "called without gradients only, as in an evaluation", False, True),
+    Reason("not_called", "not called at these steps, at others it was", False, True),
+    Reason("other_ranks", "called on other ranks, never on this one", False, False),
+    Reason("elsewhere", "called on other ranks alone, without gradients, as in an evaluation", False, True),
+    Reason("compiled", "compiled: its hooks step aside", False, True),
+    Reason("silent", "its module left no rows at all", True, False),
+    Reason("bypassed", "never called by its own forward, though its parameters have gradients", False, True),
+    Reason("unused", "never called, and its parameters had no gradient", False, True),
+    Reason("children", "its children were called, and itself never, or it returns no tensor", False, True),
+    Reason("never_called", "never called at a recorded step", False, False),
+    Reason("no_tensor", "called, with no tensor at this site", False, True),
+    Reason("no_gradient", "no gradient came to it: not required, or not used in the loss", False, True),
+    Reason("no_update", "no optimizer stepped at these steps", False, True),
+    Reason("not_optimized", "not updated by an optimizer that stepped: frozen, or shared and recorded elsewhere",
+           False, True),
+    Reason("no_param_gradient", "the parameter had no gradient: unused in these steps, or frozen", False, True),
+    Reason("no_state", "the optimizer kept no tensors for it", False, True),
+    Reason("no_buffer", "it was not there", False, False),
+    Reason("not_merged", "not in the merged run, which keeps no account of why", False, False),
+)  # fmt: skip
+_CODE = {reason.key: number + 1 for number, reason in enumerate(REASONS)}
+_OF_CAUSE = {DAMAGED: "corrupt", RETIRED: "retired", DROPPED: "dropped", CUT: "died", LIVE: "live"}
+_OF_CAUSE |= {UNACCOUNTED: "unaccounted"}
+_OF_MODULE = {
+    "not_called", "other_ranks", "elsewhere", "compiled", "silent", "bypassed", "unused", "children", "never_called",
+    "no_tensor", "no_gradient", "not_optimized", "no_param_gradient", "no_state", "no_buffer",
+}  # fmt: skip
+"""Reasons that differ from module to module: sites with the same modules make one hole, others one each."""
+
+
+class Hole(NamedTuple):
+    """Values that are not there for one reason."""
+
+    reason: Reason
+    detail: str
+    """What is known beyond the reason: where a record ends, which shard is damaged, why rows were dropped."""
+    root: str
+    sites: list[str]
+    modules: list[str]
+    """In the order of the tree."""
+    steps: list[int]
+    ranks: list[int | None]
+    num_missing: int
+    """Values; at most modules x sites x steps x ranks, for not each module need lack at each step."""
+
+
+class RankView:
+    """What one rank was expected to record, and what is there of it, by slots and steps."""
+
+    def __init__(self, **members: Any) -> None:
+        self.rank: int | None = members["rank"]
+        self.writers: Sequence[RecordedWriter] = members["writers"]
+        self.code: Integers = members["code"]
+        """Of each slot a row of `when`."""
+        self.when: Flags = members["when"]
+        self.selected: Flags = members["selected"]
+        self.compiled: Flags = members["compiled"]
+        self.is_merged: bool = members["is_merged"]
+        num_roots, num_steps = members["num_roots"], self.when.shape[1]
+        self.bits = np.zeros(num_steps, np.uint8)
+        """Causes of `losses` by step."""
+        self.alive = np.zeros(num_steps, bool)
+        """Some module's value is there."""
+        self.called = np.zeros((num_roots, num_steps), bool)
+        self.called_with_grad = np.zeros((num_roots, num_steps), bool)
+        self.updated = np.zeros((num_roots, num_steps), bool)
+        self._found: list[Integers] = []
+        self._found_with_grad: list[Integers] = []
+        self.found = np.zeros(0, np.int64)
+        """Slot x steps + step of what is there, sorted."""
+        self.found_with_grad = np.zeros(0, np.int64)
+        self.called_ever = np.zeros(members["num_modules"], bool)
+        self.graded_ever = np.zeros(members["num_modules"], bool)
+        """Of each module, whether it ran with gradients."""
+        self.first_step: int | None = None
+        self.last_step: int | None = None
+
+    @classmethod
+    def empty(
+        cls, rank: int | None, writers: Sequence[RecordedWriter], slots: Slots, axis: Integers, code: Integers,
+        when: Flags, selected: Flags, compiled: Flags, *, is_merged: bool = False,
+    ) -> RankView:  # fmt: skip
+        """Before any row is added."""
+        return cls(
+            rank=rank, writers=writers, code=code, when=when, selected=selected, compiled=compiled,
+            is_merged=is_merged, num_roots=len(slots.roots), num_modules=len(slots.modules),
+        )  # fmt: skip
+
+    def add(
+        self, slots: Slots, axis: Integers, *, slot: Integers, step: Integers, root: Integers, site: Integers,
+        with_grad: Flags, is_update: Flags,
+    ) -> None:  # fmt: skip
+        """Rows of one writer."""
+        if not len(step):
+            return
+        self.first_step = min(int(step.min()), int(step.max() if self.first_step is None else self.first_step))
+        self.last_step = max(int(step.max()), int(step.min() if self.last_step is None else self.last_step))
+        if not len(axis):
+            return
+        place = np.minimum(np.searchsorted(axis, step), len(axis) - 1)
+        there = axis[place] == step
+        in_tree = there & (slot >= 0)
+        self.alive[place[in_tree]] = True
+        of_root = there & (root >= 0)
+        forward = of_root & (site >= 0) & (site < len(FORWARD))
+        self.called[root[forward], place[forward]] = True
+        forward &= with_grad
+        self.called_with_grad[root[forward], place[forward]] = True
+        update = of_root & is_update
+        self.updated[root[update], place[update]] = True
+        self._found.append(np.unique(slot[in_tree] * len(axis) + place[in_tree]))
+        graded = in_tree & with_grad & (site < len(FORWARD))
+        self._found_with_grad.append(np.unique(slot[graded] * len(axis) + place[graded]))
+
+    def finish(self, slots: Slots) -> None:
+        """All rows are added."""
+        empty = np.zeros(0, np.int64)
+        self.found = np.unique(np.concatenate([*self._found, empty]))
+        self.found_with_grad = np.unique(np.concatenate([*self._found_with_grad, empty]))
+        self._found, self._found_with_grad = [], []
+        if len(self.found):
+            slot = np.unique(self.found // self.when.shape[1])
+            self.called_ever[slots.module[slot[slots.site[slot] < len(FORWARD)]]] = True
+            self.graded_ever[slots.module[np.unique(self.found_with_grad // self.when.shape[1])]] = True
+
+    def cells(self, keys: Integers, low: int, high: int, columns: Integers) -> Flags:
+        """Slots of a block x some steps: whether the value is in sorted `keys`."""
+        num_steps = self.when.shape[1]
+        found = np.zeros((high - low, len(columns)), bool)
+        begin, end = np.searchsorted(keys, [low * num_steps, high * num_steps])
+        slot, step = np.divmod(keys[begin:end], num_steps)
+        column = np.full(num_steps, -1)
+        column[columns] = np.arange(len(columns))
+        there = column[step] >= 0
+        found[slot[there] - low, column[step[there]]] = True
+        return found
+
+
+class Holes:
+    """Holes as they are found, added up over modules, steps and ranks."""
+
+    def __init__(self, slots: Slots, axis: Integers) -> None:
+        self._slots = slots
+        self._axis = axis
+        self.expected = np.zeros(len(SLOT_SITES), np.int64)
+        """Values by site."""
+        self.found = np.zeros(len(SLOT_SITES), np.int64)
+        self.explained = np.zeros(len(SLOT_SITES), np.int64)
+        """Values that are not there, and need not be."""
+        self._sums: dict[tuple[int, str, int, int], _Sum] = {}
+        self._silent: dict[str, dict[int, None]] = {}
+
+    def add(
+        self, code: int, detail: str, root: int, site: int, modules: Integers, steps: Flags, rank: int | None,
+        num_missing: int,
+    ) -> None:  # fmt: skip
+        """Values of one site on one rank."""
+        key = code, detail, root, site
+        known = self._sums.get(key)
+        if known is None:
+            known = self._sums[key] = _Sum(
+                np.zeros(len(self._slots.modules), bool), np.zeros(len(self._axis), bool), {}, [0]
+            )
+        known.modules[modules] = True
+        known.steps[:] |= steps
+        known.ranks[rank] = None
+        known.total[0] += num_missing
+        if REASONS[code - 1].is_harmless:
+            self.explained[site] += num_missing
+
+    def silent(
+        self, wanted: Flags, has_rows: Flags, called: Flags, told: Sequence[Told]
+    ) -> dict[str, list[tuple[str, str]]]:
+        """Of the modules of which something is expected, those that left no row on any rank, by the reason."""
+        slots = self._slots
+        compiled = np.zeros(len(slots.modules), bool)
+        for one in told:
+            compiled |= one.compiled
+        below = _above(slots, called)
+        found: dict[str, list[tuple[str, str]]] = {}
+        for number in np.flatnonzero(wanted & ~has_rows).tolist():
+            module = slots.modules[number]
+            key = "compiled" if compiled[number] else "children" if below[number] else "never_called"
+            found.setdefault(key, []).append((module.root, module.path))
+        return found
+
+    def collected(self) -> list[Hole]:
+        """The holes, harmless ones first; sites that lack for the same reason together."""
+        groups: dict[Any, list[tuple[int, _Sum]]] = {}
+        for (code, detail, root, site), one in self._sums.items():
+            reason = REASONS[code - 1]
+            modules = one.modules.tobytes() if reason.key in _OF_MODULE else b""
+            groups.setdefault((code, detail, root, modules), []).append((site, one))
+        found = []
+        for (code, detail, root, _), members in groups.items():
+            modules = np.any([one.modules for _, one in members], axis=0)
+            steps = np.any([one.steps for _, one in members], axis=0)
+            ranks = dict.fromkeys(rank for _, one in members for rank in one.ranks)
+            found.append(
+                Hole(
+                    reason=REASONS[code - 1],
+                    detail=detail,
+                    root=self._slots.roots[root],
+                    sites=[SLOT_SITES[site] for site, _ in sorted(members, key=lambda member: member[0])],
+                    modules=[self._slots.modules[number].path for number in np.flatnonzero(modules).tolist()],
+                    steps=self._axis[steps].tolist(),
+                    ranks=sorted(ranks, key=lambda rank: -1 if rank is None else rank),
+                    num_missing=sum(one.total[0] for _, one in members),
+                )
+            )
+        return sorted(found, key=lambda hole: (hole.reason.is_loss, not hole.reason.is_harmless, hole.num_missing))
+
+
+class _Sum(NamedTuple):
+    modules: Flags
+    steps: Flags
+    ranks: dict[int | None, None]
+    total: list[int]
+
+
+def explain(holes: Holes, view: RankView, *, has_rows: Flags, called: Flags, graded: Flags) -> None:
+    """Add one rank's holes.
+
+    Args:
+        holes: where to.
+        view: what the rank was to record and did.
+        has_rows: of each module, whether any rank left a row of it.
+        called: of each module, whether any rank saw it run.
+        graded: of each module, whether any rank saw it run with gradients.
+    """
+    slots, when = holes._slots, view.when
+    per_slot = when.sum(axis=1)[view.code]
+    np.add.at(holes.expected, slots.site, per_slot)
+    details = _details(view)
+    _explain_empty_steps(holes, view, details)
+    module_reason = _module_reasons(slots, view, has_rows, called, graded)
+    first = slots.first
+    columns_of = [np.flatnonzero(row & view.alive) for row in when]
+    size = max(1, _MAX_CELLS // (10 * max(1, int(view.alive.sum()))))
+    for begin in range(0, len(slots.modules), size):
+        end = min(begin + size, len(slots.modules))
+        low, high = int(first[begin]), int(first[end])
+        used = [columns_of[code] for code in np.unique(view.code[low:high]).tolist() if len(columns_of[code])]
+        if used:
+            columns = np.unique(np.concatenate(used))
+            _explain_block(holes, view, details, module_reason, (begin, end), columns)
+
+
+def _explain_block(
+    holes: Holes, view: RankView, details: dict[int, str], module_reason: Integers, modules: tuple[int, int],
+    columns: Integers,
+) -> None:  # fmt: skip
+    slots = holes._slots
+    begin, end = modules
+    low, high = int(slots.first[begin]), int(slots.first[end])
+    site, module = slots.site[low:high], slots.module[low:high] - begin
+    found = view.cells(view.found, low, high, columns)
+    expected = view.when[view.code[low:high]][:, columns]
+    np.add.at(holes.found, site, (expected & found).sum(axis=1))
+    missing = expected & ~found
+    rows = np.flatnonzero(missing.any(axis=1))
+    if not len(rows):
+        return
+    reason = _reasons(view, slots, (low, high), columns, found, module_reason, rows)
+    free = view.bits[columns] == 0
+    some, there = missing[rows], found[rows]
+    lost = np.zeros(len(columns), np.uint8)
+    for cause in reversed(CAUSES):
+        lost[view.bits[columns] & cause > 0] = _CODE[_OF_CAUSE[cause]]
+    # What never came where nothing was lost would not have come where something was.
+    never = (expected[rows] & free).any(axis=1) & ~(expected[rows] & there & free).any(axis=1)
+    usual = reason[np.arange(len(rows)), np.argmax(some & free, axis=1)]
+    reason[:, ~free] = np.where(never[:, None], usual[:, None], lost[~free][None, :])
+    reason[~some] = 0
+    for code in np.unique(reason[some]).tolist():
+        hits = reason == code
+        counts = hits.sum(axis=1)
+        of = np.flatnonzero(counts)
+        groups = slots.root_of[module[rows[of]] + begin] * len(SLOT_SITES) + site[rows[of]]
+        for group in np.unique(groups).tolist():
+            members = of[groups == group]
+            steps = np.zeros(view.when.shape[1], bool)
+            steps[columns[hits[members].any(axis=0)]] = True
+            root, kind = divmod(group, len(SLOT_SITES))
+            numbers = module[rows[members]] + begin
+            holes.add(code, details.get(code, ""), root, kind, numbers, steps, view.rank, int(counts[members].sum()))
+
+
+def _reasons(
+    view: RankView, slots: Slots, block: tuple[int, int], columns: Integers, found: Flags,
+    module_reason: Integers, rows: Integers,
+) -> npt.NDArray[np.uint8]:  # fmt: skip
+    """Of some slots x steps, why there is no value, were nothing lost."""
+    low, high = block
+    site, module = slots.site[low:high][rows], slots.module[low:high][rows]
+    root = slots.root_of[module]
+    first = slots.first[module] - low
+    called = np.any([found[first + place] for place in range(len(FORWARD))], axis=0)
+    graded = view.cells(view.found_with_grad, low, high, columns)
+    with_grad = np.any([graded[first + place] for place in range(len(FORWARD))], axis=0)
+    root_called, root_graded = view.called[root][:, columns], view.called_with_grad[root][:, columns]
+    updated = view.updated[root][:, columns]
+    codes = np.zeros((len(rows), len(columns)), np.uint8)
+
+    def put(key: str, flags: Flags) -> None:
+        codes[(codes == 0) & flags] = _CODE[key]
+
+    is_forward = (site < len(FORWARD))[:, None]
+    is_value = (site < 2)[:, None]
+    watched = (view.selected[slots.first[module]] | view.selected[slots.first[module] + 1])[:, None]
+    put("root_idle", is_forward & ~root_called)
+    put("evaluation", is_forward & ~is_value & ~root_graded)
+    put("no_tensor", is_value & called)
+    put("evaluation", is_forward & ~is_value & called & ~with_grad)
+    put("no_gradient", is_forward & ~is_value & (called | ~watched))
+    of_module = np.broadcast_to(module_reason[module][:, None].astype(np.uint8), codes.shape)
+    codes[:] = np.where((codes == 0) & is_forward, of_module, codes)
+
+    def of_site(name: str) -> Flags:
+        found: Flags = (site == SLOT_SITES.index(name))[:, None]
+        return found
+
+    def neighbour(name: str, distance: int) -> tuple[Flags, Flags]:
+        """Whether the parameter's other slot is there, and whether it was selected."""
+        is_site = site == SLOT_SITES.index(name)
+        there, chosen = np.zeros_like(updated), np.zeros((len(rows), 1), bool)
+        there[is_site] = found[rows[is_site] - distance]
+        chosen[is_site, 0] = view.selected[low:high][rows[is_site] - distance]
+        return there, chosen
+
+    put("no_update", ~is_forward & ~updated)
+    put("not_optimized", of_site("param"))
+    param_there, param_selected = neighbour("grad", 1)
+    put("no_param_gradient", of_site("grad") & (param_there | ~param_selected))
+    put("not_optimized", of_site("grad"))
+    grad_there, grad_selected = neighbour("optim", 1)
+    param_there, param_selected = neighbour("optim", 2)
+    put("no_state", of_site("optim") & (grad_there | param_there | ~(grad_selected | param_selected)))
+    put("not_optimized", of_site("optim"))
+    put("no_buffer", of_site("buffer"))
+    return codes
+
+
+def _module_reasons(slots: Slots, view: RankView, has_rows: Flags, called: Flags, graded: Flags) -> Integers:
+    """Of each module, why its call was not seen at a step at which its root was called."""
+    has_param, has_grad, wants_grad = (np.zeros(len(slots.modules), bool) for _ in range(3))
+    if len(view.found):
+        slot = np.unique(view.found // view.when.shape[1])
+        has_param[slots.module[slot[slots.site[slot] == SLOT_SITES.index("param")]]] = True
+        has_grad[slots.module[slot[slots.site[slot] == SLOT_SITES.index("grad")]]] = True
+    wants_grad[slots.module[view.selected & (slots.site == SLOT_SITES.index("grad"))]] = True
+    order = (
+        ("not_called", view.called_ever),
+        ("compiled", view.compiled),
+        ("other_ranks", graded),
+        ("elsewhere", called),
+        ("children", _above(slots, view.called_ever)),
+        ("bypassed", has_grad),
+        ("unused", has_param & wants_grad),
+    )
+    found = np.full(len(slots.modules), _CODE["never_called"])
+    for key, flags in reversed(order):
+        found[flags] = _CODE[key]
+    found[~has_rows] = _CODE["silent"]
+    return found
+
+
+def _above(slots: Slots, flags: Flags) -> Flags:
+    """Modules with a flagged one somewhere below them."""
+    found = np.zeros(len(flags), bool)
+    layer = slots.parent_of[flags]
+    while len(layer := np.unique(layer[layer >= 0])):
+        layer = layer[~found[layer]]
+        found[layer] = True
+        layer = slots.parent_of[layer]
+    return found
+
+
+def _explain_empty_steps(holes: Holes, view: RankView, details: dict[int, str]) -> None:
+    """Steps at which the rank has no module's value: one reason a step."""
+    axis = holes._axis
+    codes = np.full(len(axis), _CODE["not_merged" if view.is_merged else "no_step"], np.uint8)
+    if not view.is_merged:
+        if view.last_step is None or view.first_step is None:
+            codes[:] = _CODE["ended"]
+        else:
+            codes[axis > view.last_step] = _CODE["ended"]
+            codes[axis < view.first_step] = _CODE["later"]
+    for cause in reversed(CAUSES):
+        codes[view.bits & cause > 0] = _CODE[_OF_CAUSE[cause]]
+    _add_steps(holes, view, codes, ~view.alive, details, [view.rank])
+
+
+def absent(holes: Holes, view: RankView, ranks: Sequence[int]) -> None:
+    """Add what was expected of ranks that left nothing, all with the same rules."""
+    per_slot = view.when.sum(axis=1)[view.code] * len(ranks)
+    np.add.at(holes.expected, holes._slots.site, per_slot)
+    codes = np.full(len(holes._axis), _CODE["absent"], np.uint8)
+    _add_steps(holes, view, codes, np.ones(len(codes), bool), {}, ranks)
+
+
+def _add_steps(
+    holes: Holes, view: RankView, codes: npt.NDArray[np.uint8], steps: Flags, details: dict[int, str],
+    ranks: Sequence[int | None],
+) -> None:  # fmt: skip
+    slots = holes._slots
+    group = (view.code * len(slots.roots) + slots.root_of[slots.module]) * len(SLOT_SITES) + slots.site
+    for number in np.unique(group[view.code > 0]).tolist():
+        members = np.flatnonzero(group == number)
+        rest, site = divmod(number, len(SLOT_SITES))
+        kind, root = divmod(rest, len(slots.roots))
+        wanted = view.when[kind] & steps
+        for code in np.unique(codes[wanted]).tolist():
+            hits = wanted & (codes == code)
+            count = int(hits.sum()) * len(members)
+            for rank in ranks:
+                holes.add(code, details.get(code, ""), root, site, slots.module[members], hits, rank, count)
+
+
+def _details(view: RankView) -> dict[int, str]:
+    """What the accounts and the shards of a rank say beyond the reason."""
+    found: dict[int, str] = {}
+    dropped = sorted({reason for writer in view.writers for reason in writer.balance.dropped})
+    if dropped:
+        found[_CODE["dropped"]] = ", ".join(dropped)
+    damaged = [shard.path.name for writer in view.writers for shard in writer.shards if shard.damage]
+    if damaged:
+        found[_CODE["corrupt"]] = ", ".join(damaged)
+    ends = [writer.last_step for writer in view.writers if writer.state == "unclosed"]
+    if ends:
+        known = [str(end) for end in ends if end is not None]
+        found[_CODE["died"]] = f"the record ends in step {', '.join(known)}" if known else "there are no rows"
+    if view.last_step is not None:
+        found[_CODE["ended"]] = f"its last step is {view.last_step}"
+        found[_CODE["later"]] = f"its first step is {view.first_step}"
+    return found

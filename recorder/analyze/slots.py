@@ -1,0 +1,269 @@
+"""Owns what manifests promise: a slot for each module's value at a site, and the rules that select it.
+
+Never looks at rows, and never raises over a stranger's JSON or rules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..config import Rule, parse_rules
+from ..errors import ConfigError
+
+Flags = npt.NDArray[np.bool_]
+Integers = npt.NDArray[np.int64]
+
+FORWARD = ("input", "output", "grad_input", "grad_output")
+STATE = ("param", "grad", "optim", "buffer")
+SLOT_SITES = (*FORWARD, *STATE)
+"""Sites at which a module tree says what should exist; what is tapped, and scalars, are up to the program."""
+_EACH_PARAM = 3
+"""Slots of a parameter: itself, its gradient, its optimizer state, one after the other."""
+
+
+class Module(NamedTuple):
+    """A module of one root, as all writers together describe it."""
+
+    root: str
+    path: str
+    class_name: str
+    params: list[str]
+    buffers: list[str]
+    aliases: list[str]
+
+
+class Told(NamedTuple):
+    """What one writer's manifest says of the slots."""
+
+    selected: Flags
+    """Of each slot: a rule selects its site, on the writer's rank."""
+    compiled: Flags
+    """Of each module: its hooks step aside."""
+
+
+class Slots:
+    """Every value that could exist once a step: modules in the order of the tree, and the slots of each together."""
+
+    def __init__(self, manifests: Iterable[dict[str, Any]]) -> None:
+        trees: list[Any] = []
+        numbers = []
+        for manifest in manifests:
+            tree = manifest.get("roots")
+            number = next((n for n, known in enumerate(trees) if known == tree), len(trees))
+            if number == len(trees):
+                trees.append(tree)
+            numbers.append(number)
+        described = [list(_described(tree)) for tree in trees]
+        self.modules = _join(described)
+        self.place = {(module.root, module.path): number for number, module in enumerate(self.modules)}
+        """Number of a module by root and path."""
+        self.roots = list(dict.fromkeys(module.root for module in self.modules))
+        root_number = {root: number for number, root in enumerate(self.roots)}
+        self.root_of = np.array([root_number[module.root] for module in self.modules], np.int64)
+        self.parent_of = self._parents()
+        """Of each module the one above it, -1 for a root."""
+        self._lay_out()
+        told = [self._told(modules) for modules in described]
+        self.told = [told[number] for number in numbers]
+        """Of each manifest, as they were given."""
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.module)
+
+    def _parents(self) -> Integers:
+        found = np.full(len(self.modules), -1, np.int64)
+        for number, module in enumerate(self.modules):
+            path = module.path
+            while path:
+                path = path.rpartition(".")[0]
+                if (above := self.place.get((module.root, path))) is not None:
+                    found[number] = above
+                    break
+        return found
+
+    def _lay_out(self) -> None:
+        names: dict[str, int] = {"": 0}
+        module: list[int] = []
+        site: list[int] = []
+        name: list[int] = []
+        first: list[int] = []
+        for number, one in enumerate(self.modules):
+            first.append(len(module))
+            kinds = [(SLOT_SITES.index(kind), 0) for kind in FORWARD]
+            for param in one.params:
+                code = names.setdefault(param, len(names))
+                kinds += [(SLOT_SITES.index(kind), code) for kind in STATE[:_EACH_PARAM]]
+            kinds += [(SLOT_SITES.index("buffer"), names.setdefault(buffer, len(names))) for buffer in one.buffers]
+            module += [number] * len(kinds)
+            site += [kind for kind, _ in kinds]
+            name += [code for _, code in kinds]
+        self.module = np.array(module, np.int64)
+        """Of each slot, its module."""
+        self.site = np.array(site, np.int64)
+        """Of each slot, its site in `SLOT_SITES`."""
+        self.name = np.array(name, np.int64)
+        self.names = list(names)
+        self.first = np.array([*first, len(module)], np.int64)
+        """Of each module its first slot, and the end."""
+        self._name_codes = names
+        self._named = np.flatnonzero(self.site >= len(FORWARD))
+        keys = self._key(self.module[self._named], self.site[self._named], self.name[self._named])
+        order = np.argsort(keys)
+        self._named, self._named_keys = self._named[order], keys[order]
+
+    def _key(self, module: Integers, site: Integers, name: Integers) -> Integers:
+        return (module * len(SLOT_SITES) + site) * len(self.names) + name
+
+    def of_rows(self, module: Integers, site: Integers, name: Integers) -> Integers:
+        """The slot of each row, -1 for none.
+
+        Args:
+            module: its number, -1 where it is in no tree.
+            site: its place in `SLOT_SITES`, -1 for another.
+            name: of a parameter or buffer by `name_code`, -1 for one that no module has.
+        """
+        found = np.full(len(module), -1, np.int64)
+        known = (module >= 0) & (site >= 0)
+        forward = known & (site < len(FORWARD))
+        found[forward] = self.first[module[forward]] + site[forward]
+        named = np.flatnonzero(known & (site >= len(FORWARD)) & (name >= 0))
+        if len(named) and len(self._named):
+            keys = self._key(module[named], site[named], name[named])
+            at = np.minimum(np.searchsorted(self._named_keys, keys), len(self._named) - 1)
+            found[named] = np.where(self._named_keys[at] == keys, self._named[at], -1)
+        return found
+
+    def name_code(self, name: str) -> int:
+        """The number of a parameter's or buffer's name; of optimizer state (``weight.exp_avg``) the parameter's."""
+        code = self._name_codes.get(name)
+        return self._name_codes.get(name.partition(".")[0], -1) if code is None else code
+
+    def _told(self, modules: list[dict[str, Any]]) -> Told:
+        selected = np.zeros((len(self.modules), len(SLOT_SITES)), bool)
+        compiled = np.zeros(len(self.modules), bool)
+        for module in modules:
+            number = self.place[module["root"], module["path"]]
+            sites = module["sites"]
+            selected[number] = [site in sites for site in SLOT_SITES]
+            compiled[number] = module["compiled"]
+        return Told(selected[self.module, self.site] if self.modules else np.zeros(0, bool), compiled)
+
+
+def _described(tree: Any) -> Iterable[dict[str, Any]]:
+    """The modules of a manifest's roots, each with every member there and of its type."""
+    for root in _objects(tree):
+        for module in _objects(root.get("modules")):
+            yield {
+                "root": _text(root.get("name")),
+                "path": _text(module.get("path")),
+                "class": _text(module.get("class")),
+                "params": _texts(module.get("params")),
+                "buffers": _texts(module.get("buffers")),
+                "aliases": _texts(module.get("aliases")),
+                "sites": _texts(module.get("sites")),
+                "compiled": module.get("compiled") is True,
+            }
+
+
+def _join(described: Sequence[Sequence[dict[str, Any]]]) -> list[Module]:
+    found: dict[tuple[str, str], Module] = {}
+    for modules in described:
+        for one in modules:
+            key = one["root"], one["path"]
+            known = found.get(key)
+            if known is None:
+                found[key] = Module(*key, one["class"], *(list(dict.fromkeys(one[kind])) for kind in _LISTS))
+                continue
+            for kept, kind in zip((known.params, known.buffers, known.aliases), _LISTS, strict=True):
+                kept += [name for name in one[kind] if name not in kept]
+    return list(found.values())
+
+
+_LISTS = ("params", "buffers", "aliases")
+
+
+class RuleMatch(NamedTuple):
+    """One rule, and the slots that it can select on any rank."""
+
+    rule: Rule
+    slots: Flags
+    is_limited: Flags
+    """Slots of which the rule wants only some names or calls: whether there are such, rows alone can tell."""
+
+
+def read_rules(manifest: dict[str, Any]) -> tuple[list[Rule], list[str]]:
+    """The rules of a manifest, and what is wrong with those that cannot be read."""
+    rules: list[Rule] = []
+    problems: list[str] = []
+    for text in _texts(manifest.get("rules")):
+        try:
+            rules += parse_rules(text)
+        except (ConfigError, RecursionError) as error:
+            problems.append(f"rule {text!r} cannot be read, so nothing is expected by it: {error}")
+    return rules, problems
+
+
+def match_rule(slots: Slots, rule: Rule) -> RuleMatch | None:
+    """The slots of one rule; None where it has a regular expression that cannot be judged in bounded time."""
+    paths = [module.path for module in slots.modules]
+    by_path = _matches(rule.module, paths)
+    by_class = _matches(rule.cls, [module.class_name for module in slots.modules])
+    by_name = _matches(rule.name, slots.names)
+    if by_path is None or by_class is None or by_name is None:
+        return None
+    modules = by_path & by_class
+    if rule.leaf:
+        has_children = np.zeros(len(modules), bool)
+        has_children[slots.parent_of[slots.parent_of >= 0]] = True
+        for module in slots.modules:
+            for alias in module.aliases:
+                above = slots.place.get((module.root, alias.rpartition(".")[0]))
+                if above is not None and alias:
+                    has_children[above] = True
+        modules &= ~has_children
+    sites = np.array([site in rule.site for site in SLOT_SITES])
+    own_name = (slots.site >= len(FORWARD)) & (slots.site != SLOT_SITES.index("optim"))
+    chosen = modules[slots.module] & sites[slots.site] & (by_name[slots.name] | ~own_name)
+    limited = np.full(slots.num_slots, 0 not in rule.call) | (rule.name != ("*",)) & ~own_name
+    return RuleMatch(rule, chosen, chosen & limited)
+
+
+def _matches(patterns: tuple[str, ...], texts: list[str]) -> Flags | None:
+    """`config`'s meaning of patterns for many texts; regular expressions of a stranger by RE2, which never hangs."""
+    if patterns == ("*",) or not texts:
+        return np.ones(len(texts), bool)
+    wanted = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
+    unwanted = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
+    found = [np.zeros(len(texts), bool), np.zeros(len(texts), bool)]
+    for which, group in enumerate((wanted, unwanted)):
+        for pattern in group:
+            if pattern.startswith("re:"):
+                try:
+                    hits = pc.match_substring_regex(pa.array(texts), pattern=f"^(?:{pattern[3:]})$").to_numpy(False)
+                except (pa.ArrowInvalid, re.error):
+                    return None
+            else:
+                hits = np.array([fnmatchcase(text, pattern) for text in texts])
+            found[which] |= hits.astype(bool)
+    return found[0] & ~found[1]
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _texts(value: Any) -> list[str]:
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
