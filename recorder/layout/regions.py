@@ -40,6 +40,11 @@ class Region(NamedTuple):
     def numel(self) -> int:
         return self.run[1] - self.run[0] if self.run is not None else sum(box.numel for box in self.boxes)
 
+    @property
+    def start(self) -> Ints | None:
+        """Where a single box begins; None for any other region."""
+        return self.boxes[0].start if len(self.boxes) == 1 else None
+
     def as_run(self, global_shape: Ints) -> Range | None:
         """The run of the flattened tensor that this is, or None where it is none."""
         if self.run is not None:

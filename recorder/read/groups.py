@@ -218,10 +218,8 @@ class Grouping:
         same_fingerprint = np.logical_and.reduceat(fingerprints == fingerprints[firsts], starts)
         bits = [_bits(rows.take(name, chosen)) for name in (*STATISTICS, *COUNTS)]
         has_statistics = np.logical_and.reduceat(bits[-1] != _NULL, starts)
-        same = np.ones(len(chosen), bool)
-        for column in bits:
-            same &= column == column[firsts]
-        same_statistics = np.logical_and.reduceat(same, starts)
+        digests = _digest(bits)
+        same_statistics = np.logical_and.reduceat(digests == digests[firsts], starts)
         low, high, nans, infs = (
             bits[[*STATISTICS, *COUNTS].index(n)] for n in ("min", "max", "nan_count", "inf_count")
         )
@@ -235,6 +233,7 @@ class Grouping:
             equal=np.where(has_fingerprint, same_fingerprint, np.where(has_statistics, same_statistics, NONE)),
             is_constant=np.logical_and.reduceat(constant, starts),
             fingerprints=fingerprints,
+            statistics=np.where(bits[-1] == _NULL, NONE, digests & _POSITIVE),
             labels={name: self._keys(name, chosen[starts]) for name in _LABELS},
         )
 
@@ -282,7 +281,9 @@ class Grouping:
             if equal is not None:  # else it may hang on payloads
                 self._decided[key] = known
         plan = known[0]
-        differing = self._differing(described, places, plan, rows_at) if isinstance(plan, Plan) and plan.copies else ()
+        differing: tuple[int, ...] = ()
+        if isinstance(plan, Plan) and plan.copies:
+            differing = self._differing(described, number, places, plan, rows_at)
         differing_ranks = tuple(ranks[i] for i in differing)
         present = tuple(dict.fromkeys(ranks))
         missing = tuple(rank for rank in expected if rank not in present)
@@ -344,18 +345,22 @@ class Grouping:
         return plan
 
     def _differing(
-        self, described: _Described, places: list[int], plan: Plan, positions: tuple[int, ...]
+        self, described: _Described, number: int, places: list[int], plan: Plan, positions: tuple[int, ...]
     ) -> tuple[int, ...]:
         """Numbers of the pieces that differ from the one they should be a copy of."""
+        if described.equal_of(number):
+            return ()
         found = []
         for first, *others in plan.copies:
             for other in others:
-                one, two = described.fingerprints[places[first]], described.fingerprints[places[other]]
-                if one != NONE and two != NONE:
-                    is_same = bool(one == two)
+                at = [places[first], places[other]]
+                for known in (described.fingerprints[at], described.statistics[at]):
+                    if (known != NONE).all():
+                        is_same: bool | None = bool(known[0] == known[1])
+                        break
                 else:
-                    is_same = self._is_same((positions[first], positions[other])) is not False
-                if not is_same:
+                    is_same = self._is_same((positions[first], positions[other]))
+                if is_same is False:
                     found.append(other)
         return tuple(found)
 
@@ -460,6 +465,8 @@ class _Described(NamedTuple):
     equal: Ints
     is_constant: npt.NDArray[np.bool_]
     fingerprints: Ints
+    statistics: Ints
+    """Of each row, a number that is equal where all statistics are; `NONE` without any."""
     labels: dict[str, Keys]
     """Of each value, the texts that name it."""
 
@@ -467,6 +474,7 @@ class _Described(NamedTuple):
         return None if self.equal[number] == NONE else bool(self.equal[number])
 
 
+_POSITIVE = np.int64((1 << 63) - 1)
 _NULL = np.iinfo(np.int64).min + 7
 """Stands for null among the bits of statistics; as a float64 it is a denormal that no statistic is."""
 
@@ -520,6 +528,14 @@ def _bits(column: Any) -> Ints:
     if column.null_count:
         found[column.is_null().to_numpy()] = _NULL
     return found
+
+
+def _digest(columns: Sequence[Ints]) -> Ints:
+    """One number per row out of several, equal where all are (and, one time in 2^64, where they are not)."""
+    total = np.zeros(len(columns[0]), np.uint64)
+    for column in columns:
+        total = (total ^ (total >> np.uint64(29)) ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+    return total.view(np.int64)
 
 
 def _text_of(keys: Keys, i: int) -> str:

@@ -279,6 +279,7 @@ class Run:
             )
         return data, dtype, sizes
 
+
 def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 

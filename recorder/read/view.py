@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -260,55 +261,66 @@ class _Columns:
         self._light = light
         self._assembler = assembler
         self._values = values
+        self._positions = [value.positions for value in values]
         self._plans: list[Plan] = [value.plan for value in values if isinstance(value.plan, Plan)]
 
     def by_name(self) -> dict[str, list[Any]]:
         values, plans = self._values, self._plans
-        dtypes = [
-            plan.dtype or self._light.text("dtype", v.positions[0]) for plan, v in zip(plans, values, strict=True)
-        ]
-        encodings = [self._encoding(plan, value) for plan, value in zip(plans, values, strict=True)]
+        own: dict[str, list[Any]] = {name: self._of_firsts(name) for name in ("dtype", "encoding", "note")}
+        dtypes = [plan.dtype or dtype for plan, dtype in zip(plans, own["dtype"], strict=True)]
+        has_values = [self._assembler.has_payload(*one) for one in zip(plans, self._positions, strict=True)]
+        encodings = [(own["encoding"][i] or "plain") if found else None for i, found in enumerate(has_values)]
         numels = [_numel(plan.global_shape) for plan in plans]
         columns: dict[str, list[Any]] = {
             "rank": [None] * len(values),
             "dtype": dtypes,
-            "shape": [_json(plan.global_shape) for plan in plans],
+            "shape": [_sizes_text(plan.global_shape) for plan in plans],
             "numel": numels,
             **{name: [None] * len(values) for name in _LAYOUT_COLUMNS},
             "part": [0] * len(values),
             "flat_offset": [0] * len(values),
             "layout_source": [plan.source for plan in plans],
             "scale": [plan.scale for plan in plans],
-            "ranks_present": [_json(value.present) for value in values],
-            "ranks_expected": [_json(value.expected) for value in values],
+            "ranks_present": [_sizes_text(value.present) for value in values],
+            "ranks_expected": [_sizes_text(value.expected) for value in values],
             "encoding": encodings,
             "payload_bytes": [
                 None if encoding is None else numel * ITEM_BYTES.get(kind, 0)
                 for encoding, numel, kind in zip(encodings, numels, dtypes, strict=True)
             ],
-            "fingerprint": [self._fingerprint(plan, value) for plan, value in zip(plans, values, strict=True)],
+            "fingerprint": self._fingerprints(own["dtype"]),
         }
         statistics, missing = self._statistics()
         columns |= statistics
-        columns["note"] = [self._note(*args) for args in zip(plans, values, missing, encodings, strict=True)]
+        notes = zip(plans, values, missing, has_values, own["encoding"], own["note"], strict=True)
+        columns["note"] = [_note(*args) for args in notes]
         return columns
 
-    def _encoding(self, plan: Plan, value: Value) -> str | None:
-        if not self._assembler.has_payload(plan, value.positions):
-            return None
-        return self._light.text("encoding", value.positions[0]) or "plain"
+    def _of_firsts(self, name: str) -> list[Any]:
+        """A column of the first pieces."""
+        at = np.array([positions[0] for positions in self._positions], np.int64)
+        found: list[Any] = self._light.take(name, at).to_pylist()
+        return found
 
-    def _fingerprint(self, plan: Plan, value: Value) -> str | None:
-        if not plan.is_complete or not all(part.is_copy for part in plan.parts):
-            return None
-        pieces = [value.positions[part.terms[0].piece] for part in plan.parts]
-        texts = [self._light.text("fingerprint", position) for position in pieces]
-        if plan.dim is None:
-            moves: list[Any] = [None] * len(texts)
-        else:  # taken at the origin of each rank's batch
-            moves = [part.region.boxes[0].start if part.region.boxes else None for part in plan.parts]
-        dtype = self._light.text("dtype", value.positions[0]) or ""
-        return combine_fingerprints(texts, moves, ITEM_BYTES.get(dtype, 1))
+    def _fingerprints(self, dtypes: Sequence[str]) -> list[str | None]:
+        used = [
+            [positions[part.terms[0].piece] for part in plan.parts] if _is_copied(plan) else []
+            for plan, positions in zip(self._plans, self._positions, strict=True)
+        ]
+        texts = self._light.take("fingerprint", np.array([at for one in used for at in one], np.int64)).to_pylist()
+        found: list[str | None] = []
+        start = 0
+        for plan, positions, dtype in zip(self._plans, used, dtypes, strict=True):
+            own = texts[start : start + len(positions)]
+            start += len(positions)
+            if not _is_copied(plan):
+                found.append(None)
+            elif len(own) == 1 and plan.dim is None:
+                found.append(own[0])
+            else:  # a batch's fingerprints were taken at the origin of each rank's own
+                moves = [part.region.start if plan.dim is not None else None for part in plan.parts]
+                found.append(combine_fingerprints(own, moves, ITEM_BYTES.get(dtype, 1)))
+        return found
 
     def _statistics(self) -> tuple[dict[str, list[Any]], list[str | None]]:
         """Combined statistics by name, and why some values have none."""
@@ -354,28 +366,35 @@ class _Columns:
         for name, number in (sets | {"nan_count": 0, "inf_count": 0, "zero_count": int(x == 0)}).items():
             columns[name][i] = number
 
-    def _note(self, plan: Plan, value: Value, reason: str | None, encoding: str | None) -> str | None:
-        text = self._light.text("note", value.positions[0])
-        try:
-            note = json.loads(text) if text else {}
-        except ValueError:
-            note = {}
-        note = note if isinstance(note, dict) else {}
-        note |= {key: list(item) if isinstance(item, tuple) else item for key, item in plan.note}
-        if reason is not None:
-            note["no_statistics"] = reason
-        missing = [rank for rank in value.expected if rank not in value.present]
-        if missing and not plan.is_replica:
-            note["partial"] = missing
-        if value.differing:
-            note["replicas_differ"] = list(value.differing)
-        if plan.dim is not None:
-            note["batch_dim"] = plan.dim
-        if encoding is None and not plan.is_complete:
-            note["no_values"] = "pieces of some ranks are missing"
-        elif encoding is None and self._light.text("encoding", value.positions[0]) is not None:
-            note["no_values"] = "the values of some ranks were not recorded"
-        return _json(note) if note else None
+
+def _is_copied(plan: Plan) -> bool:
+    return plan.is_complete and all(part.is_copy for part in plan.parts)
+
+
+def _note(
+    plan: Plan, value: Value, reason: str | None, has_values: bool, encoding: str | None, text: str | None
+) -> str | None:
+    """The row's note: what its first piece says, and what became of it here."""
+    try:
+        own = json.loads(text) if text else {}
+    except ValueError:
+        own = {}
+    note: dict[str, Any] = dict(own) if isinstance(own, dict) else {}
+    note |= {key: list(item) if isinstance(item, tuple) else item for key, item in plan.note}
+    if reason is not None:
+        note["no_statistics"] = reason
+    missing = [rank for rank in value.expected if rank not in value.present]
+    if missing and not plan.is_replica:
+        note["partial"] = missing
+    if value.differing:
+        note["replicas_differ"] = list(value.differing)
+    if plan.dim is not None:
+        note["batch_dim"] = plan.dim
+    if not has_values and not plan.is_complete:
+        note["no_values"] = "pieces of some ranks are missing"
+    elif not has_values and encoding is not None:
+        note["no_values"] = "the values of some ranks were not recorded"
+    return _json(note) if note else None
 
 
 def _floats(column: Any) -> npt.NDArray[np.float64]:
@@ -388,6 +407,11 @@ def _numel(shape: Sequence[int]) -> int:
     for size in shape:
         total *= size
     return total
+
+
+@lru_cache(maxsize=4096)
+def _sizes_text(numbers: tuple[int, ...]) -> str:
+    return _json(numbers)
 
 
 def _json(value: object) -> str:
