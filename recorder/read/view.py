@@ -155,7 +155,9 @@ class GlobalRows:
         self._assembler = assembler or Assembler(light, Payloads(light))
         if self._is_merged:
             part_0 = positions[light.numbers("part")[positions] == 0]
-            order = np.lexsort([light.numbers(name)[part_0] for name in ("seq", "rank", "step")])
+            # A step that was merged in pieces has a writer for each, in the order of execution.
+            keys = (light.numbers("seq")[part_0], light.writer_numbers(part_0), light.numbers("rank")[part_0])
+            order = np.lexsort([*keys, light.numbers("step")[part_0]])
             self._sources: list[Value | int] = part_0[order].tolist()
         else:
             self._sources = list(_spread(values))
