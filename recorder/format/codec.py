@@ -165,11 +165,14 @@ def concatenate(payloads: Sequence[Payload], item_bytes: int) -> tuple[str, list
     """
     encodings = {payload.encoding for payload in payloads if payload.payload_bytes} or {PLAIN}
     encoding = min(encodings)
-    if len(encodings) != 1 or encoding not in (PLAIN, RAW, PLANES_PLAIN):
+    if len(encodings) != 1 or encoding not in (PLAIN, RAW, PLANES, PLANES_PLAIN):
         return None
     sources = [(memoryview(p.data).cast("B"), p.payload_bytes) for p in payloads if p.payload_bytes]
-    if encoding != PLANES_PLAIN:
+    if encoding in (PLAIN, RAW) or len(sources) == 1:
         return encoding, [source for source, _ in sources]
+    if encoding == PLANES:
+        planes = [_find_planes(source, payload_bytes, item_bytes) for source, payload_bytes in sources]
+        return encoding, [of_one[k] for k in range(item_bytes) for of_one in planes]
     tops, rests = [], []
     for source, payload_bytes in sources:
         top_bytes, num_items = int.from_bytes(source[:8], "little"), payload_bytes // item_bytes
@@ -178,6 +181,25 @@ def concatenate(payloads: Sequence[Payload], item_bytes: int) -> tuple[str, list
         rests.append([source[8 + top_bytes + k * num_items :][:num_items] for k in range(item_bytes - 1)])
     head = memoryview(sum(map(len, tops)).to_bytes(8, "little"))
     return encoding, [head, *tops, *(rest[k] for k in range(item_bytes - 1) for rest in rests)]
+
+
+def _find_planes(source: memoryview, payload_bytes: int, item_bytes: int) -> list[memoryview]:
+    """The frames of each plane: every plane begins a frame."""
+    planes: list[memoryview] = []
+    num_items = payload_bytes // item_bytes
+    begin = position = total = 0
+    while position < len(source) and total < payload_bytes:
+        frame = _measure_frame(source[position:])
+        position += frame.frame_bytes
+        total += frame.content_bytes
+        if total == num_items * (len(planes) + 1):
+            planes.append(source[begin:position])
+            begin = position
+    _expect_bytes("zstd content", total, payload_bytes)
+    _expect_bytes("payload", len(source), position)
+    if len(planes) != item_bytes:
+        raise CorruptError(f"payload of {len(planes)} planes that begin a frame: expected {item_bytes}")
+    return planes
 
 
 def encode_ref(seq: int) -> bytes:
