@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ..read.writers import RecordedWriter
 from .losses import CAUSES, CUT, DAMAGED, DROPPED, LIVE, RETIRED, UNACCOUNTED
-from .slots import FORWARD, SLOT_SITES, Flags, Slots, Told
+from .slots import FORWARD, SLOT_SITES, Flags, Slots, Told, distinct
 
 Integers = npt.NDArray[np.int64]
 
@@ -154,20 +154,19 @@ class RankView:
         self.called_with_grad[root[forward], place[forward]] = True
         update = of_root & is_update
         self.updated[root[update], place[update]] = True
-        self._found.append(np.unique(slot[in_tree] * len(axis) + place[in_tree]))
+        self._found.append(distinct(slot[in_tree] * len(axis) + place[in_tree]))
         graded = in_tree & with_grad & (site < len(FORWARD))
-        self._found_with_grad.append(np.unique(slot[graded] * len(axis) + place[graded]))
+        self._found_with_grad.append(distinct(slot[graded] * len(axis) + place[graded]))
 
     def finish(self, slots: Slots) -> None:
         """All rows are added."""
-        empty = np.zeros(0, np.int64)
-        self.found = np.unique(np.concatenate([*self._found, empty]))
-        self.found_with_grad = np.unique(np.concatenate([*self._found_with_grad, empty]))
+        self.found = _joined(self._found)
+        self.found_with_grad = _joined(self._found_with_grad)
         self._found, self._found_with_grad = [], []
         if len(self.found):
-            slot = np.unique(self.found // self.when.shape[1])
+            slot = self.found // self.when.shape[1]
             self.called_ever[slots.module[slot[slots.site[slot] < len(FORWARD)]]] = True
-            self.graded_ever[slots.module[np.unique(self.found_with_grad // self.when.shape[1])]] = True
+            self.graded_ever[slots.module[self.found_with_grad // self.when.shape[1]]] = True
 
     def cells(self, keys: Integers, low: int, high: int, columns: Integers) -> Flags:
         """Slots of a block x some steps: whether the value is in sorted `keys`."""
@@ -180,6 +179,10 @@ class RankView:
         there = column[step] >= 0
         found[slot[there] - low, column[step[there]]] = True
         return found
+
+
+def _joined(pieces: Sequence[Integers]) -> Integers:
+    return pieces[0] if len(pieces) == 1 else distinct(np.concatenate([*pieces, np.zeros(0, np.int64)]))
 
 
 class Holes:
@@ -286,7 +289,7 @@ def explain(holes: Holes, view: RankView, *, has_rows: Flags, called: Flags, gra
     for begin in range(0, len(slots.modules), size):
         end = min(begin + size, len(slots.modules))
         low, high = int(first[begin]), int(first[end])
-        used = [columns_of[code] for code in np.unique(view.code[low:high]).tolist() if len(columns_of[code])]
+        used = [columns_of[code] for code in distinct(view.code[low:high]).tolist() if len(columns_of[code])]
         if used:
             columns = np.unique(np.concatenate(used))
             _explain_block(holes, view, details, module_reason, (begin, end), columns)
@@ -391,7 +394,7 @@ def _module_reasons(slots: Slots, view: RankView, has_rows: Flags, called: Flags
     """Of each module, why its call was not seen at a step at which its root was called."""
     has_param, has_grad, wants_grad = (np.zeros(len(slots.modules), bool) for _ in range(3))
     if len(view.found):
-        slot = np.unique(view.found // view.when.shape[1])
+        slot = view.found // view.when.shape[1]
         has_param[slots.module[slot[slots.site[slot] == SLOT_SITES.index("param")]]] = True
         has_grad[slots.module[slot[slots.site[slot] == SLOT_SITES.index("grad")]]] = True
     wants_grad[slots.module[view.selected & (slots.site == SLOT_SITES.index("grad"))]] = True
@@ -451,7 +454,7 @@ def _add_steps(
 ) -> None:  # fmt: skip
     slots = holes._slots
     group = (view.code * len(slots.roots) + slots.root_of[slots.module]) * len(SLOT_SITES) + slots.site
-    for number in np.unique(group[view.code > 0]).tolist():
+    for number in distinct(group[view.code > 0]).tolist():
         members = np.flatnonzero(group == number)
         rest, site = divmod(number, len(SLOT_SITES))
         kind, root = divmod(rest, len(slots.roots))

@@ -257,6 +257,12 @@ def _matches(patterns: tuple[str, ...], texts: list[str]) -> Flags | None:
     return found[0] & ~found[1]
 
 
+def distinct(numbers: Integers) -> Integers:
+    """Sorted, each once. By sorting: numpy's own looks integers up in a hash table, at a fifth of the speed."""
+    found = np.sort(numbers)
+    return found[np.insert(np.diff(found) > 0, 0, True)] if len(found) else found
+
+
 def _objects(value: Any) -> list[dict[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
