@@ -1,0 +1,155 @@
+"""Owns how far two arrays are apart. Pure: knows of no runs. Looks at a bounded number of elements at once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+_CHUNK_ITEMS = 1 << 20
+_ULP_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
+
+Array = npt.NDArray[Any]
+
+
+class Tolerance(NamedTuple):
+    """How far apart two elements may be and still count as equal: within any one of these."""
+
+    rtol: float = 0.0
+    """Relative to the larger magnitude of the two, as `math.isclose` has it."""
+    atol: float = 0.0
+    ulp: int = 0
+    """Units in the last place: representable numbers between the two. Only where both are of one float type."""
+
+    @property
+    def is_exact(self) -> bool:
+        return not (self.rtol or self.atol or self.ulp)
+
+
+class Distance(NamedTuple):
+    """How far two arrays of one shape are apart. Elements that are not finite are counted, and not in the rest."""
+
+    numel: int
+    num_outside: int
+    """Elements that differ by more than the tolerance; a NaN equals a NaN, an infinity one of its sign."""
+    max_abs: float
+    """Largest |b - a|."""
+    max_rel: float
+    """Largest |b - a| / max(|a|, |b|): from 0 to 2."""
+    max_ulp: int | None
+    """Largest distance in units in the last place; None where the types differ or are no floats of 16 bits or more."""
+    cosine: float | None
+    """Of the two as vectors; None where one is zero."""
+    nonfinite_a: int
+    nonfinite_b: int
+
+
+def compare(a: Array, b: Array, tolerance: Tolerance) -> Distance:
+    """Compare element by element, in the wider of the two types.
+
+    Args:
+        a: any array of numbers or flags, of torch's types as numpy and ml_dtypes have them.
+        b: of the same shape.
+        tolerance: what counts as equal.
+    """
+    assert a.shape == b.shape
+    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
+    bits = _ULP_BITS.get(str(a.dtype)) if a.dtype == b.dtype else None
+    found = [
+        _compare(flat_a[at : at + _CHUNK_ITEMS], flat_b[at : at + _CHUNK_ITEMS], bits, tolerance)
+        for at in range(0, flat_a.size, _CHUNK_ITEMS)
+    ]
+    dot, squares_a, squares_b = (math.fsum(chunk.products[i] for chunk in found) for i in range(3))
+    norm = math.sqrt(squares_a) * math.sqrt(squares_b)
+    return Distance(
+        numel=flat_a.size,
+        num_outside=sum(chunk.num_outside for chunk in found),
+        max_abs=max((chunk.max_abs for chunk in found), default=0.0),
+        max_rel=max((chunk.max_rel for chunk in found), default=0.0),
+        max_ulp=None if bits is None else max((chunk.max_ulp for chunk in found), default=0),
+        cosine=min(max(dot / norm, -1.0), 1.0) if norm and math.isfinite(norm) else None,
+        nonfinite_a=sum(chunk.nonfinite_a for chunk in found),
+        nonfinite_b=sum(chunk.nonfinite_b for chunk in found),
+    )
+
+
+class _Chunk(NamedTuple):
+    num_outside: int
+    max_abs: float
+    max_rel: float
+    max_ulp: int
+    products: tuple[float, float, float]
+    nonfinite_a: int
+    nonfinite_b: int
+
+
+def _compare(a: Array, b: Array, bits: int | None, tolerance: Tolerance) -> _Chunk:
+    wide_a, wide_b = _wide(a), _wide(b)
+    is_equal = _equal(a, b, wide_a, wide_b)
+    is_finite_a, is_finite_b = np.isfinite(wide_a), np.isfinite(wide_b)
+    nonfinite_a, nonfinite_b = (int(flags.size - np.count_nonzero(flags)) for flags in (is_finite_a, is_finite_b))
+    is_outside = ~is_equal
+    both = is_finite_a & is_finite_b
+    if nonfinite_a or nonfinite_b:
+        wide_a, wide_b = wide_a[both], wide_b[both]
+    with np.errstate(all="ignore"):
+        dot = np.vdot(wide_a, wide_b)
+        products = (float(dot.real), float(np.vdot(wide_a, wide_a).real), float(np.vdot(wide_b, wide_b).real))
+    if is_equal.all():
+        return _Chunk(0, 0.0, 0.0, 0, products, nonfinite_a, nonfinite_b)
+    with np.errstate(all="ignore"):
+        apart = np.abs(wide_b - wide_a)
+        apart[is_equal[both]] = 0  # of integers beyond float64, what is equal stays equal
+        scale = np.maximum(np.abs(wide_a), np.abs(wide_b))
+        relative = np.divide(apart, scale, out=np.zeros_like(apart), where=scale > 0)
+        within = (apart <= tolerance.atol) | (apart <= tolerance.rtol * scale)
+    if tolerance.is_exact:
+        within[:] = False
+    max_ulp = 0
+    if bits is not None:
+        steps = _steps(a[both], b[both], bits)
+        max_ulp = int(steps.max(initial=0))
+        if tolerance.ulp:
+            within |= steps <= tolerance.ulp
+    is_outside[both] &= ~within
+    return _Chunk(
+        num_outside=int(np.count_nonzero(is_outside)),
+        max_abs=float(apart.max(initial=0.0)),
+        max_rel=float(relative.max(initial=0.0)),
+        max_ulp=max_ulp,
+        products=products,
+        nonfinite_a=nonfinite_a,
+        nonfinite_b=nonfinite_b,
+    )
+
+
+def _wide(values: Array) -> Array:
+    """In float64, or complex128."""
+    if values.dtype.names:  # complex32, as pairs of halves
+        return values["real"].astype(np.float64) + 1j * values["imag"].astype(np.float64)
+    return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
+
+
+def _equal(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.bool_]:
+    """Exactly; float64 holds every type but the 64-bit integers."""
+    if a.dtype.kind in "iu" and b.dtype.kind in "iu":
+        return np.asarray(a == b)
+    both_nan = np.isnan(wide_a) & np.isnan(wide_b)
+    return np.asarray((wide_a == wide_b) | both_nan)
+
+
+def _steps(a: Array, b: Array, bits: int) -> npt.NDArray[np.uint64]:
+    """How many representable numbers lie between finite floats of one type; -0 and 0 are one number."""
+    one, two = (_ordered(values, bits) for values in (a, b))
+    return np.where(one > two, one - two, two - one)
+
+
+def _ordered(values: Array, bits: int) -> npt.NDArray[np.uint64]:
+    """Floats as whole numbers in the same order: the magnitude up or down from 2^63."""
+    codes = np.ascontiguousarray(values).view(f"<u{bits // 8}").astype(np.uint64)
+    sign = np.uint64(1 << (bits - 1))
+    magnitude = codes & (sign - np.uint64(1))
+    middle = np.uint64(1 << 63)
+    return np.where(codes & sign, middle - magnitude, middle + magnitude)

@@ -1,0 +1,293 @@
+"""Owns where two runs differ: value by value, whatever their layouts, in bounded memory. Never prints.
+
+Equal fingerprints spare the payloads; statistics are asked only where there is no payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..errors import LookupFailedError
+from ..read.run import Run
+from .align import align
+from .compare import Tolerance
+from .keys import Integers, group_rows
+from .moments import Floats, integers, numbers
+from .pairs import Side, judge
+from .selection import Selection
+
+_MODULE = ["root", "module_path"]
+_VALUE = [*_MODULE, "site", "name"]
+_ONLY = [*_VALUE, "rows", "first_step", "last_step"]
+_MAX_LISTED = 6
+
+
+class Difference(NamedTuple):
+    """One value that differs."""
+
+    step: int
+    module_path: str
+    site: str
+    name: str
+    kind: str
+    """``values``, ``statistics`` (no values to compare), ``fingerprint`` (nothing else to compare), ``shape``, or
+    ``dtype`` (the values are equal)."""
+    micro_step: int | None
+    call: int
+    rank_a: int | None
+    """None: of all ranks."""
+    rank_b: int | None
+    max_abs: float | None
+    max_rel: float | None
+    max_ulp: int | None
+
+
+class Diff(NamedTuple):
+    """How two runs compare."""
+
+    is_equal: bool
+    """Within the tolerance, and neither has a value at a common step that the other lacks (unless only common values
+    were asked for)."""
+    first: Difference | None
+    """The first value that differs, in the order of execution of the first run."""
+    table: Any
+    """`pa.Table` of the values that differ, in that order: place, kind, dtypes, shapes and distances."""
+    modules: Any
+    """`pa.Table`: a row for each module that differs, the first that does so on top."""
+    only_a: Any
+    """`pa.Table`: values of common steps that the second run lacks, by root, module_path, site, name."""
+    only_b: Any
+    num_compared: int
+    num_by_fingerprint: int
+    """Pairs that are equal by fingerprint; their payloads were not read."""
+    num_by_values: int
+    num_by_statistics: int
+    num_incomparable: int
+    """Pairs without anything on both sides to compare."""
+    steps_only_a: list[int]
+    steps_only_b: list[int]
+
+
+def diff(
+    a: Run,
+    b: Run,
+    module: str | None = None,
+    *,
+    site: str | None = None,
+    name: str | None = None,
+    step: int | str | None = None,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    ulp: int = 0,
+    common: bool = False,
+    report: Callable[[int], None] = lambda num_bytes: None,
+) -> Diff:
+    """Compare two runs value by value: the global tensors, whatever the layouts.
+
+    Values are paired by root, step, module path, site, name, micro-step, call, repeat, mode and phase. Elements are
+    equal if their values are (a NaN equals a NaN), or within any of the tolerances; types are compared in the wider.
+
+    Args:
+        a: from `open_run`; its order of execution counts.
+        b: from `open_run`.
+        module: a module's path, or a glob over paths.
+        site: one site, or several with commas.
+        name: a name at the site, or a glob.
+        step: a step, or several as in rules: ``"0:100"``, ``"::10"``.
+        rtol: difference allowed, relative to the larger magnitude, as in `math.isclose`.
+        atol: absolute difference allowed.
+        ulp: representable numbers allowed between two floats of one type.
+        common: what only one of them has does not count.
+        report: called with payload bytes done.
+
+    Raises:
+        LookupFailedError: nothing is selected, or the runs have no value in common; the message says why.
+        RunError: a payload cannot be read.
+    """
+    selection = Selection(module=module, site=site, name=name, step=step)
+    selection.check()
+    comparison = _Comparison(Tolerance(rtol, atol, ulp), report)
+    view_a, view_b = a.view(), b.view()
+    for first, last in _ranges(view_a.windows(), view_b.windows()):
+        comparison.add(*(Side.read(view, selection, first, last) for view in (view_a, view_b)))
+    comparison.refuse_nothing(a, b, selection)
+    return comparison.result(common=common)
+
+
+def payload_bytes(run: Run) -> int:
+    """How many bytes all payloads of a run come to: what `report` is called with in sum, for each of the two."""
+    column = run.table(["payload_bytes"]).column("payload_bytes")
+    return int(pc.sum(column).as_py() or 0)
+
+
+def _ranges(*windows: list[tuple[int, int]]) -> Iterator[tuple[int | None, int | None]]:
+    """Ranges of steps that cover both runs, none larger than a window of either."""
+    starts = sorted({first for some in windows for first, _ in some})
+    bounds = [None, *starts[1:], None]
+    yield from pairwise(bounds)
+
+
+class _Seen:
+    """What one run has."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self.num_selected = 0
+        self.steps: set[int] = set()
+        """Of what is selected."""
+        self._values: dict[str, dict[Any, None]] = {name: {} for name in ("step", *_VALUE)}
+
+    def add(self, side: Side) -> None:
+        self.num_rows += side.rows.table.num_rows
+        self.num_selected += side.table.num_rows
+        self.steps.update(side.table.column("step").unique().to_pylist())
+        for name, known in self._values.items():
+            known.update(dict.fromkeys(side.rows.table.column(name).unique().to_pylist()))
+
+    def table(self) -> Any:
+        """Its distinct values, each column by itself: the rows mean nothing."""
+        length = max(map(len, self._values.values()))
+        return pa.table({name: [*known, *[None] * (length - len(known))] for name, known in self._values.items()})
+
+    def known(self, column: str, selection: Selection) -> list[Any]:
+        """The values of a column that are selected."""
+        table = pa.table({column: list(self._values[column])})
+        narrowed = selection.narrow(table) if column in selection.columns else table
+        return sorted(narrowed.column(column).to_pylist())
+
+
+class _Comparison:
+    """What is found, range by range of steps."""
+
+    def __init__(self, tolerance: Tolerance, report: Callable[[int], None]) -> None:
+        self._tolerance = tolerance
+        self._report = report
+        self._differing: list[Any] = []
+        self._compared: list[Any] = []
+        self._only: tuple[list[Any], list[Any]] = ([], [])
+        self._seen = (_Seen(), _Seen())
+        self._counts = np.zeros(4, np.int64)
+
+    def add(self, a: Side, b: Side) -> None:
+        pairs = align(a.table, b.table)
+        steps = pc.unique(a.table.column("step")), pc.unique(b.table.column("step"))
+        for side, others, places, only, seen in zip(
+            (a, b), reversed(steps), (pairs.only_a, pairs.only_b), self._only, self._seen, strict=True
+        ):
+            seen.add(side)
+            alone = side.table.take(pa.array(places))
+            only.append(_by_value(alone.filter(pc.is_in(alone.column("step"), others))))
+            self._report(side.payload_bytes(places))
+        if len(pairs.a):
+            found = judge(a, b, pairs, self._tolerance, self._report)
+            self._differing.append(found.differing)
+            self._counts += np.array(found[1:])
+            compared = a.table.select(_MODULE).take(pa.array(pairs.a))
+            self._compared.append(compared.group_by(_MODULE).aggregate([([], "count_all")]))
+
+    def refuse_nothing(self, a: Run, b: Run, selection: Selection) -> None:
+        """Say why there is nothing to compare, if there is not.
+
+        Raises:
+            LookupFailedError: nothing is selected, or the runs have nothing in common.
+        """
+        if self._compared:
+            return
+        for run, seen in zip((a, b), self._seen, strict=True):
+            if not seen.num_rows:
+                raise LookupFailedError(f"{run.path}: has no rows, so there is nothing to compare")
+            if not seen.num_selected:
+                raise selection.explain_nothing(seen.table(), f"{run.path}")
+        raise LookupFailedError(f"{a.path} and {b.path} have no value in common: {self._reason(selection)}")
+
+    def _reason(self, selection: Selection) -> str:
+        for column, what in (("step", "steps"), ("root", "roots"), ("module_path", "modules"), ("site", "sites")):
+            one, two = (seen.known(column, selection) for seen in self._seen)
+            if not set(one) & set(two):
+                return f"{what} are {_listed(one)} in the one, {_listed(two)} in the other"
+        return "no step has the same module, site, name, phase and mode in both"
+
+    def result(self, *, common: bool) -> Diff:
+        """All of it, once every range is in."""
+        table = pa.concat_tables(self._differing)
+        steps = [seen.steps for seen in self._seen]
+        only = [_joined(found) for found in self._only]
+        lacks = sum(found.num_rows for found in only)
+        by_fingerprint, by_values, by_statistics, by_nothing = map(int, self._counts)
+        return Diff(
+            is_equal=not table.num_rows and (common or not lacks),
+            first=_first(table),
+            table=table,
+            modules=_by_module(table, pa.concat_tables(self._compared)),
+            only_a=only[0],
+            only_b=only[1],
+            num_compared=by_fingerprint + by_values + by_statistics + by_nothing,
+            num_by_fingerprint=by_fingerprint,
+            num_by_values=by_values,
+            num_by_statistics=by_statistics,
+            num_incomparable=by_nothing,
+            steps_only_a=sorted(steps[0] - steps[1]),
+            steps_only_b=sorted(steps[1] - steps[0]),
+        )
+
+
+def _by_value(rows: Any) -> Any:
+    """How many rows each value has, and at which steps, in their order."""
+    aggregates = [([], "count_all"), ("step", "min"), ("step", "max")]
+    return rows.group_by(_VALUE, use_threads=False).aggregate(aggregates).rename_columns(_ONLY)
+
+
+def _joined(pieces: Sequence[Any]) -> Any:
+    """The same of several ranges."""
+    aggregates = [("rows", "sum"), ("first_step", "min"), ("last_step", "max")]
+    return pa.concat_tables(pieces).group_by(_VALUE, use_threads=False).aggregate(aggregates).rename_columns(_ONLY)
+
+
+def _by_module(table: Any, compared: Any) -> Any:
+    """Differing modules in the order in which they first differ."""
+    groups = group_rows(table, _MODULE)
+    firsts = table.take(pa.array(groups.firsts))
+    order = np.argsort(groups.ids, kind="stable")
+    starts = np.searchsorted(groups.ids[order], np.arange(groups.num_groups))
+    columns = {name: firsts.column(name) for name in (*_MODULE, "step", "site", "name", "kind")}
+    columns["differing"] = pa.array(np.bincount(groups.ids, minlength=groups.num_groups))
+    totals = compared.group_by(_MODULE).aggregate([("count_all", "sum")]).to_pylist()
+    of_module = {tuple(total[name] for name in _MODULE): total["count_all_sum"] for total in totals}
+    keys = zip(*(firsts.column(name).to_pylist() for name in _MODULE), strict=True)
+    columns["compared"] = pa.array([of_module[key] for key in keys], pa.int64())
+    for name in ("max_abs", "max_rel", "max_ulp"):
+        values = numbers(table.column(name))
+        columns[name] = _extreme(np.fmax, values, order, starts)
+    columns["min_cosine"] = _extreme(np.fmin, numbers(table.column("cosine")), order, starts)
+    for name in ("nonfinite_a", "nonfinite_b"):
+        counts = integers(table.column(name), 0)
+        columns[name] = pa.array(np.add.reduceat(counts[order], starts) if len(starts) else counts)
+    return pa.table(columns).rename_columns(
+        ["first_step" if n == "step" else f"first_{n}" if n in ("site", "name", "kind") else n for n in columns]
+    )
+
+
+def _extreme(function: np.ufunc, values: Floats, order: Integers, starts: Integers) -> Any:
+    """Of each group, without nulls; null where there is nothing else."""
+    found = function.reduceat(values[order], starts) if len(starts) else values
+    return pa.array(found, mask=np.isnan(found))
+
+
+def _first(table: Any) -> Difference | None:
+    if not table.num_rows:
+        return None
+    row = table.slice(0, 1).to_pylist()[0]
+    return Difference(**{name: row[name] for name in Difference._fields})
+
+
+def _listed(values: Sequence[Any]) -> str:
+    shown = [repr(value) for value in values]
+    if len(shown) > _MAX_LISTED:
+        shown = [*shown[: _MAX_LISTED - 1], "...", shown[-1]]
+    return ", ".join(shown)

@@ -1,0 +1,181 @@
+"""Owns how far the paired rows of two runs are apart: by fingerprint, else by values, else by statistics.
+
+Must never read the payloads of a pair whose fingerprints are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ..format.schema import COUNTS
+from .align import Alignment
+from .compare import Distance, Tolerance, compare
+from .keys import Integers, common_ids
+from .moments import Floats, integers, numbers
+from .selection import Selection
+
+PLACE = ("step", "root", "module_path", "site", "name", "phase", "mode", "micro_step", "call", "repeat")
+_BOTH = ("rank", "dtype", "shape", "mean", "l2", "absmax", "nan_count", "inf_count")
+_DISTANCES = {
+    "num_outside": pa.int64(), "max_abs": pa.float64(), "max_rel": pa.float64(), "max_ulp": pa.uint64(),
+    "cosine": pa.float64(), "nonfinite_a": pa.int64(), "nonfinite_b": pa.int64(),
+}  # fmt: skip
+_EXACT = ("min", "max", "absmax")
+_ROUNDED = ("mean", "std", "l2")
+_ROUNDING = 1e-12
+"""Sums of the same elements in another order differ by less, of the largest magnitude."""
+
+Flags = npt.NDArray[np.bool_]
+
+
+class Side(NamedTuple):
+    """Some steps of one run."""
+
+    rows: Any
+    """`GlobalRows`."""
+    table: Any
+    """What of it is selected, with a column `at`: the place in `rows`."""
+
+    @classmethod
+    def read(cls, view: Any, selection: Selection, first: int | None, last: int | None) -> Side:
+        """The rows of the steps from `first` up to, but not including, `last`."""
+        rows = view.rows(first, last)
+        return cls(rows, selection.narrow(rows.table.append_column("at", pa.array(np.arange(rows.table.num_rows)))))
+
+    def payload_bytes(self, rows: Integers) -> int:
+        """Of some rows of `table`, each once."""
+        return int(self.rows.payload_bytes[integers(self.table.column("at"))[np.unique(rows)]].sum())
+
+    def array(self, row: int) -> npt.NDArray[Any]:
+        """The tensor of a row of `table`."""
+        found: npt.NDArray[Any] = self.rows.array(self.table.column("at")[row].as_py())
+        return found
+
+
+class Judged(NamedTuple):
+    """What came of some pairs."""
+
+    differing: Any
+    """`pa.Table` of the pairs that differ, in their order."""
+    by_fingerprint: int
+    """Pairs that are equal by it."""
+    by_values: int
+    """Pairs whose values were compared."""
+    by_statistics: int
+    by_nothing: int
+    """Pairs that have nothing on both sides to compare."""
+
+
+def judge(a: Side, b: Side, pairs: Alignment, tolerance: Tolerance, report: Callable[[int], None]) -> Judged:
+    """Compare pairs of rows.
+
+    Args:
+        a: rows of the one run.
+        b: of the other.
+        pairs: which belong together.
+        tolerance: what counts as equal.
+        report: called with payload bytes done.
+    """
+    left, right = a.table.take(pa.array(pairs.a)), b.table.take(pa.array(pairs.b))
+    same_dtype, same_shape, same_print = (_same(left, right, name) for name in ("dtype", "shape", "fingerprint"))
+    has_prints, has_values, has_numbers = (_both(left, right, n) for n in ("fingerprint", "encoding", "nan_count"))
+    is_equal = same_dtype & same_shape & same_print & has_prints
+    is_open = same_shape & ~is_equal
+    prints_differ = is_open & same_dtype & has_prints & tolerance.is_exact
+    by_values = is_open & has_values
+    by_statistics = is_open & ~has_values & has_numbers
+    report(a.payload_bytes(pairs.a[~by_values]) + b.payload_bytes(pairs.b[~by_values]))
+    distances = []
+    for pair in np.flatnonzero(by_values).tolist():
+        distances.append(compare(a.array(int(pairs.a[pair])), b.array(int(pairs.b[pair])), tolerance))
+        report(a.payload_bytes(pairs.a[pair : pair + 1]) + b.payload_bytes(pairs.b[pair : pair + 1]))
+    statistics = _Statistics.compare(left, right, tolerance)
+    kinds = np.full(left.num_rows, "", object)
+    if tolerance.is_exact:
+        kinds[is_open & ~same_dtype] = "dtype"
+    kinds[prints_differ & ~has_values] = "fingerprint"
+    kinds[by_statistics & statistics.is_outside] = "statistics"
+    kinds[by_values] = np.where([distance.num_outside > 0 for distance in distances], "values", kinds[by_values])
+    kinds[~same_shape] = "shape"
+    return Judged(
+        _table(left, right, kinds, np.flatnonzero(by_values), distances, statistics, by_statistics),
+        by_fingerprint=int(is_equal.sum()),
+        by_values=int(by_values.sum()),
+        by_statistics=int(by_statistics.sum()),
+        by_nothing=int((is_open & ~has_values & ~has_numbers & ~prints_differ).sum()),
+    )
+
+
+class _Statistics(NamedTuple):
+    """How far the statistics of pairs are apart."""
+
+    is_outside: Flags
+    name: npt.NDArray[np.object_]
+    """The one that is farthest apart."""
+    apart: Floats
+    """By how much, of the larger magnitude."""
+
+    @classmethod
+    def compare(cls, left: Any, right: Any, tolerance: Tolerance) -> _Statistics:
+        length = left.num_rows
+        is_outside, apart, farthest = np.zeros(length, np.bool_), np.zeros(length), np.full(length, "", object)
+        for name in (*_EXACT, *_ROUNDED):
+            one, two = numbers(left.column(name)), numbers(right.column(name))
+            # Both null: nothing finite on either side. One alone: as far apart as can be.
+            far = np.where(np.isnan(one) & np.isnan(two), 0.0, np.nan_to_num(np.abs(two - one), nan=np.inf))
+            of = "l2" if name == "l2" else "absmax"
+            scale = np.fmax(np.abs(numbers(left.column(of))), np.abs(numbers(right.column(of))))
+            relative = np.divide(far, scale, out=np.where(far > 0, np.inf, 0.0), where=scale > 0)
+            allowed = max(tolerance.rtol, 0.0 if name in _EXACT else _ROUNDING)
+            is_outside |= (far > tolerance.atol) & (relative > allowed)
+            farthest[relative > apart] = name
+            apart = np.fmax(apart, relative)
+        for name in COUNTS[:2]:
+            differs = integers(left.column(name)) != integers(right.column(name))
+            is_outside |= differs
+            farthest[differs] = name
+        return cls(is_outside, farthest, apart)
+
+
+def _table(
+    left: Any,
+    right: Any,
+    kinds: npt.NDArray[np.object_],
+    compared: Integers,
+    distances: Sequence[Distance],
+    statistics: _Statistics,
+    by_statistics: Flags,
+) -> Any:
+    """The pairs that have a kind, with all that is known of them."""
+    differs = np.flatnonzero(kinds != "")
+    chosen = pa.array(differs)
+    columns = {name: left.column(name).take(chosen) for name in PLACE}
+    columns["kind"] = pa.array(kinds[differs].tolist(), pa.string())
+    columns["numel"] = left.column("numel").take(chosen)
+    for name in _BOTH:
+        for side, table in (("a", left), ("b", right)):
+            columns[f"{name}_{side}"] = table.column(name).take(chosen)
+    place = np.full(len(kinds), -1, np.int64)
+    place[compared] = np.arange(len(compared))
+    of_distance = pa.array(place[differs], mask=place[differs] < 0)
+    for name, kind in _DISTANCES.items():
+        values = pa.array([getattr(distance, name) for distance in distances], kind)
+        columns[name] = values.take(of_distance)
+    says = by_statistics[differs] & (statistics.name[differs] != "")
+    columns["statistic"] = pa.array(statistics.name[differs].tolist(), pa.string(), mask=~says)
+    columns["statistic_rel"] = pa.array(statistics.apart[differs], mask=~says)
+    return pa.table(columns)
+
+
+def _same(left: Any, right: Any, name: str) -> Flags:
+    one, two = common_ids(left, right, (name,))
+    return np.asarray(one == two)
+
+
+def _both(left: Any, right: Any, name: str) -> Flags:
+    return np.asarray(left.column(name).is_valid().to_numpy() & right.column(name).is_valid().to_numpy())

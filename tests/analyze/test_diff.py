@@ -1,0 +1,306 @@
+"""`diff`: where two runs differ, pair by pair, over layouts and without reading what need not be read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import recorder
+from recorder.analyze import pairs
+from recorder.analyze.diff import diff, payload_bytes
+from recorder.errors import LookupFailedError
+from recorder.format.dtypes import item_bytes
+from recorder.format.fingerprint import fingerprint, to_text
+from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
+
+MODULES = ("up", "act", "down")
+DDP = {"kind": "ddp", "ranks": [0, 1]}
+
+
+def with_fingerprint(row: Row, values: npt.NDArray[Any]) -> Row:
+    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    return row | {"fingerprint": to_text(fingerprint(data, item_bytes(row["dtype"]), values.shape))}
+
+
+def row(seq: int, values: npt.NDArray[Any], **columns: Any) -> Row:
+    return with_fingerprint(make_row(seq, values, **columns), values)
+
+
+def write(path: Path, *ranks: list[Row]) -> recorder.Run:
+    run = make_run(path, world_size=len(ranks))
+    for rank, rows in enumerate(ranks):
+        writer = HandmadeWriter(run, rank)
+        writer.add_shard([rows])
+        facts = DDP if len(ranks) == 2 else None
+        writer.finish(roots=[{"name": "model", "modules": [], "data_parallel": facts}], world_size=len(ranks))
+    return recorder.open_run(run)
+
+
+def values_of(step: int, number: int) -> npt.NDArray[np.float32]:
+    return np.random.default_rng([step, number]).standard_normal((4, 3)).astype(np.float32)
+
+
+Change = Callable[[int, str, npt.NDArray[np.float32]], npt.NDArray[Any] | None]
+
+
+def training(
+    path: Path, change: Change = lambda step, module, values: values, num_steps: int = 3, **columns: Any
+) -> recorder.Run:
+    """Outputs of three modules at each step, in one process."""
+    rows: list[Row] = []
+    for step in range(num_steps):
+        for number, module in enumerate(MODULES):
+            values = change(step, module, values_of(step, number))
+            if values is not None:
+                rows.append(row(len(rows), values, step=step, module_path=module, **columns))
+    return write(path, rows)
+
+
+def at(where: tuple[int, str], value: Any) -> Change:
+    """One element changed at one place."""
+
+    def change(step: int, module: str, values: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+        if (step, module) == where:
+            values = values.copy()
+            values[1, 2] = value(values[1, 2]) if callable(value) else value
+        return values
+
+    return change
+
+
+def test_equal_runs_are_equal_and_no_payload_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = training(tmp_path / "a"), training(tmp_path / "b")
+    monkeypatch.setattr(pairs, "compare", lambda *args: pytest.fail("read"))
+    found = diff(a, b)
+    assert found.is_equal and found.first is None and found.table.num_rows == found.modules.num_rows == 0
+    assert (found.num_compared, found.num_by_fingerprint) == (9, 9)
+
+
+def test_the_first_divergence_is_the_earliest_in_the_order_of_execution(tmp_path: Path) -> None:
+    def change(step: int, module: str, values: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+        return values + np.float32(0.5) if step >= 1 and module != "up" else values
+
+    found = diff(training(tmp_path / "a"), training(tmp_path / "b", change))
+    assert not found.is_equal and found.first is not None
+    assert (found.first.step, found.first.module_path, found.first.site, found.first.kind) == (
+        1,
+        "act",
+        "output",
+        "values",
+    )
+    assert found.first.max_abs == pytest.approx(0.5, rel=1e-6)
+    assert found.table.column("module_path").to_pylist() == ["act", "down"] * 2
+    modules = found.modules.to_pylist()
+    assert [(m["module_path"], m["first_step"], m["differing"], m["compared"]) for m in modules] == [
+        ("act", 1, 2, 3),
+        ("down", 1, 2, 3),
+    ]
+    assert (found.num_by_fingerprint, found.num_by_values) == (5, 4)
+
+
+def test_distances_are_those_of_the_values(tmp_path: Path) -> None:
+    a = training(tmp_path / "a")
+    b = training(tmp_path / "b", at((1, "act"), lambda x: np.nextafter(x, np.float32(9), dtype=np.float32)))
+    (line,) = diff(a, b).table.to_pylist()
+    one, two = (run.array("act", step=1).astype(np.float64) for run in (a, b))
+    assert (line["numel"], line["num_outside"], line["max_ulp"]) == (12, 1, 1)
+    assert line["max_abs"] == abs(one - two).max()
+    assert (line["dtype_a"], line["shape_b"], line["statistic"]) == ("float32", "[4,3]", None)
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "is_equal"),
+    [({"ulp": 1}, True), ({"ulp": 0}, False), ({"rtol": 1e-6}, True), ({"atol": 1e-6}, True), ({"atol": 1e-9}, False)],
+)
+def test_a_tolerance_decides(tmp_path: Path, tolerance: dict[str, Any], is_equal: bool) -> None:
+    a = training(tmp_path / "a")
+    b = training(tmp_path / "b", at((1, "act"), lambda x: np.nextafter(x, np.float32(9), dtype=np.float32)))
+    assert diff(a, b, **tolerance).is_equal == is_equal
+
+
+def test_non_finite_values_on_one_side_are_outside_any_tolerance(tmp_path: Path) -> None:
+    found = diff(training(tmp_path / "a"), training(tmp_path / "b", at((2, "up"), math.nan)), atol=1e9)
+    (line,) = found.table.to_pylist()
+    assert (line["nonfinite_a"], line["nonfinite_b"], line["num_outside"]) == (0, 1, 1)
+
+
+def test_shapes_and_types(tmp_path: Path) -> None:
+    def change(step: int, module: str, values: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+        if step == 0:
+            return values
+        return (
+            values[:3]
+            if module == "up"
+            else values.astype(np.float64)
+            if module == "act"
+            else values.astype(np.float16)
+        )
+
+    a, b = training(tmp_path / "a", num_steps=2), training(tmp_path / "b", change, num_steps=2)
+    found = diff(a, b)
+    assert [line["kind"] for line in found.table.to_pylist()] == ["shape", "dtype", "values"]
+    assert found.table.column("shape_b").to_pylist()[0] == "[3,3]"
+    assert found.table.column("dtype_b").to_pylist()[1] == "float64"
+    wider = diff(a, b, atol=0.01)
+    assert [line["kind"] for line in wider.table.to_pylist()] == ["shape"]
+
+
+def test_what_one_side_alone_has_is_grouped(tmp_path: Path) -> None:
+    def without_act(step: int, module: str, values: npt.NDArray[np.float32]) -> npt.NDArray[Any] | None:
+        return None if module == "act" and step > 0 else values
+
+    a, b = training(tmp_path / "a", num_steps=5), training(tmp_path / "b", without_act, num_steps=4)
+    found = diff(a, b)
+    assert not found.is_equal and found.first is None
+    assert found.only_a.to_pylist() == [
+        {
+            "root": "model",
+            "module_path": "act",
+            "site": "output",
+            "name": "",
+            "rows": 3,
+            "first_step": 1,
+            "last_step": 3,
+        }
+    ]
+    assert found.only_b.num_rows == 0
+    assert (found.steps_only_a, found.steps_only_b) == ([4], [])
+    assert diff(a, b, common=True).is_equal
+
+
+def test_steps_that_one_side_alone_has_are_told_and_do_not_differ(tmp_path: Path) -> None:
+    found = diff(training(tmp_path / "a", num_steps=2), training(tmp_path / "b", num_steps=3))
+    assert found.is_equal and found.steps_only_b == [2]
+
+
+@pytest.mark.parametrize("has_fingerprint", [True, False])
+def test_without_payloads_statistics_are_compared(tmp_path: Path, has_fingerprint: bool) -> None:
+    def run(name: str, value: float) -> recorder.Run:
+        rows = []
+        for step in range(2):
+            values = np.full((2, 2), value if step else 1, np.float32)
+            one = row(step, values, step=step, encoding=None)
+            rows.append(one if has_fingerprint else one | {"fingerprint": None})
+        return write(tmp_path / name, rows)
+
+    found = diff(run("a", 2), run("b", 3))
+    (line,) = found.table.to_pylist()
+    assert (line["step"], line["kind"], line["max_abs"]) == (1, "statistics", None)
+    assert (line["statistic"], line["mean_a"], line["mean_b"]) == ("min", 2, 3)
+    assert line["statistic_rel"] == pytest.approx(1 / 3)
+    assert found.num_by_statistics == (1 if has_fingerprint else 2)
+    assert diff(run("c", 2), run("d", 3), rtol=0.34).is_equal
+
+
+def test_a_fingerprint_alone_tells_that_values_differ(tmp_path: Path) -> None:
+    rows = [[make_row(0, fingerprint=f"{number:016x}", encoding=None) | {"nan_count": None}] for number in (1, 2)]
+    a, b = write(tmp_path / "a", rows[0]), write(tmp_path / "b", rows[1])
+    assert diff(a, b).table.column("kind").to_pylist() == ["fingerprint"]
+    assert diff(a, b, atol=1).num_incomparable == 1
+
+
+def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
+    """The same training: the batch cut in two, parameters replicated."""
+    batches = {
+        (step, module): np.arange(24, dtype=np.float32).reshape(8, 3) * (step + 1)
+        for step in range(2)
+        for module in ("", "up")
+    }
+    weight = np.ones((3, 3), np.float32)
+    param: dict[str, Any] = {
+        "site": "param",
+        "name": "weight",
+        "phase": "optimizer",
+        "micro_step": None,
+        "module_path": "up",
+    }
+
+    def rows(rank: int, cut: slice, broken: float = 1.0) -> list[Row]:
+        found: list[Row] = []
+        for step in range(2):
+            for module, site, name in (("", "input", "x"), ("up", "output", "")):
+                values = batches[step, module][cut]
+                found.append(row(len(found), values, step=step, rank=rank, module_path=module, site=site, name=name))
+            found.append(row(len(found), weight * (broken if step else 1), step=step, rank=rank, **param))
+        return found
+
+    one = write(tmp_path / "one", rows(0, slice(None)))
+    two = write(tmp_path / "two", rows(0, slice(0, 4)), rows(1, slice(4, 8)))
+    found = diff(one, two)
+    assert found.is_equal and found.num_compared == 6
+    broken = write(tmp_path / "broken", rows(0, slice(0, 4)), rows(1, slice(4, 8), broken=2.0))
+    found = diff(two, broken)
+    (line,) = found.table.to_pylist()
+    assert (line["step"], line["module_path"], line["site"], line["name"]) == (1, "up", "param", "weight")
+    assert (line["rank_a"], line["rank_b"], line["max_abs"]) == (None, 1, 1)
+    assert found.only_a.num_rows == found.only_b.num_rows == 0
+    assert [(r["rank_a"], r["rank_b"]) for r in diff(broken, two).table.to_pylist()] == [(1, None)]
+
+
+def test_windows_of_steps_find_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = training(tmp_path / "a", num_steps=6), training(tmp_path / "b", at((4, "act"), 7), num_steps=5)
+    whole = diff(a, b)
+    from recorder.read.view import GlobalView
+
+    real = GlobalView.windows
+    monkeypatch.setattr(GlobalView, "windows", lambda self, max_rows=0: real(self, 4))
+    cut = diff(a, b)
+    assert len(a.view().windows()) == 6
+    assert (cut.table, cut.modules, cut.steps_only_a) == (whole.table, whole.modules, [5])
+    assert cut.first == whole.first is not None
+
+
+def test_every_payload_byte_is_reported(tmp_path: Path) -> None:
+    a = training(tmp_path / "a", num_steps=4)
+    b = training(tmp_path / "b", at((1, "act"), 7))
+    told: list[int] = []
+    diff(a, b, report=told.append)
+    assert sum(told) == payload_bytes(a) + payload_bytes(b) == (12 + 9) * 48
+
+
+def test_a_selection_narrows_both(tmp_path: Path) -> None:
+    a, b = training(tmp_path / "a"), training(tmp_path / "b", at((1, "act"), 7))
+    assert diff(a, b, "up").num_compared == 3
+    assert diff(a, b, "*", step="2:").is_equal
+    assert not diff(a, b, "a*", site="output", step=1).is_equal
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"step": 7}, "steps are 0 in the one, 7 in the other"),
+        ({"root": "net"}, "roots are 'model' in the one, 'net' in the other"),
+        ({"module_path": "other"}, "modules are 'layers.0' in the one, 'other' in the other"),
+        ({"site": "grad"}, "sites are 'output' in the one, 'grad' in the other"),
+        ({"mode": "eval"}, "no step has the same module, site, name, phase and mode in both"),
+    ],
+)
+def test_nothing_in_common_says_why(tmp_path: Path, columns: dict[str, Any], reason: str) -> None:
+    a, b = (write(tmp_path / name, [make_row(0, [1.0], **more)]) for name, more in (("a", {}), ("b", columns)))
+    with pytest.raises(LookupFailedError, match="have no value in common: ") as error:
+        diff(a, b)
+    assert str(error.value).endswith(reason)
+
+
+def test_nothing_selected_says_what_there_is(tmp_path: Path) -> None:
+    a, b = training(tmp_path / "a"), training(tmp_path / "b")
+    with pytest.raises(LookupFailedError, match="has no row with module_path='ap'; nearest are 'up'"):
+        diff(a, b, "ap")
+    with pytest.raises(LookupFailedError, match="no site 'outptu'; did you mean 'output'"):
+        diff(a, b, site="outptu")
+    empty = make_run(tmp_path / "empty")
+    with pytest.raises(LookupFailedError, match="has no rows"):
+        diff(a, recorder.open_run(empty))
+
+
+def test_a_payload_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    good = training(tmp_path / "a")
+    rows = [row(0, values_of(0, 1), step=0, module_path="up") | {"data": b"short"}]
+    with pytest.raises(recorder.errors.CorruptError):
+        diff(good, write(tmp_path / "b", rows))

@@ -1,0 +1,256 @@
+"""`stats`: statistics combined from those of rows, against numpy over the very values."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import recorder
+from recorder.analyze.moments import combine, measure
+from recorder.analyze.selection import Selection
+from recorder.analyze.stats import as_long, statistics
+from recorder.errors import LookupFailedError
+from recorder.format.schema import COUNTS, STATISTICS
+from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
+
+NUMBERS = (*STATISTICS, *COUNTS)
+DDP = {"kind": "ddp", "ranks": [0, 1]}
+
+
+def of_values(values: npt.NDArray[Any]) -> dict[str, Any]:
+    """What the specification says, by plain numpy."""
+    wide = values.astype(np.float64).reshape(-1)
+    finite = wide[np.isfinite(wide)]
+    counts = {"nan_count": np.isnan(wide).sum(), "inf_count": np.isinf(wide).sum(), "zero_count": (wide == 0).sum()}
+    if not finite.size:
+        return dict.fromkeys(STATISTICS) | counts
+    found = {"mean": finite.mean(), "std": finite.std(), "min": finite.min(), "max": finite.max()}
+    found |= {"absmax": abs(finite).max(), "l2": np.linalg.norm(finite)}
+    return found | {"sum": finite.sum(), "sum_sq": (finite**2).sum()} | counts
+
+
+def agrees(found: dict[str, Any], values: npt.NDArray[Any]) -> None:
+    for name, expected in of_values(values).items():
+        assert found[name] == (None if expected is None else pytest.approx(expected, rel=1e-9, abs=1e-12)), name
+
+
+def write(path: Path, *ranks: list[Row]) -> recorder.Run:
+    run = make_run(path, world_size=len(ranks))
+    for rank, rows in enumerate(ranks):
+        writer = HandmadeWriter(run, rank)
+        writer.add_shard([rows])
+        writer.finish(roots=[{"name": "model", "modules": [], "data_parallel": DDP}])
+    return recorder.open_run(run)
+
+
+@pytest.fixture
+def values() -> dict[tuple[int, int, str], npt.NDArray[np.float32]]:
+    """Batches by step, rank and module; some not finite."""
+    rng = np.random.default_rng(0)
+    found = {}
+    for step in range(3):
+        for rank in range(2):
+            for number, module in enumerate(("up", "down")):
+                found[step, rank, module] = (rng.standard_normal((4, 2 + number)) * 9 + 1000).astype(np.float32)
+    found[1, 0, "up"][0, 0] = np.nan
+    found[1, 1, "up"][0, :] = np.inf
+    found[2, 0, "up"][:] = np.nan
+    found[2, 1, "down"][0, 0] = 0
+    return found
+
+
+@pytest.fixture
+def run(tmp_path: Path, values: dict[tuple[int, int, str], npt.NDArray[np.float32]]) -> recorder.Run:
+    """Outputs of two modules, a replicated parameter, and a scalar, on two ranks, as statistics alone."""
+    ranks: list[list[Row]] = [[], []]
+    for step in range(3):
+        for rank, rows in enumerate(ranks):
+            common: dict[str, Any] = {"step": step, "rank": rank, "encoding": None}
+            x = np.ones((4, 1), np.float32)
+            rows.append(make_row(len(rows), x, module_path="", site="input", name="x", **common))
+            for module in ("up", "down"):
+                rows.append(make_row(len(rows), values[step, rank, module], module_path=module, **common))
+            state: dict[str, Any] = {"site": "param", "phase": "optimizer", "micro_step": None}
+            weight = np.arange(6, dtype=np.float32) + step
+            for name in ("weight", "bias"):
+                rows.append(make_row(len(rows), weight, module_path="up", name=name, **common, **state))
+    return write(tmp_path / "run", *ranks)
+
+
+def joined(values: dict[tuple[int, int, str], npt.NDArray[np.float32]], **wanted: Any) -> npt.NDArray[np.float32]:
+    places = {"step": 0, "rank": 1, "module": 2}
+    chosen = [key for key in values if all(key[places[name]] == value for name, value in wanted.items())]
+    return np.concatenate([values[key].reshape(-1) for key in chosen])
+
+
+def test_without_a_grouping_each_value_has_its_row(run: recorder.Run) -> None:
+    table = statistics(run, Selection(module="up", site="output")).table
+    assert table.num_rows == 6
+    assert set(NUMBERS) <= set(table.column_names)
+    assert table.column("step").to_pylist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_steps_and_modules_combine_rank_by_rank(run: recorder.Run, values: Any) -> None:
+    found = statistics(run, Selection(site="output"), by=("module",)).table.to_pylist()
+    assert [(line["module_path"], line["rank"], line["rows"]) for line in found] == [
+        ("up", 0, 3),
+        ("down", 0, 3),
+        ("up", 1, 3),
+        ("down", 1, 3),
+    ]
+    for line in found:
+        agrees(line, joined(values, rank=line["rank"], module=line["module_path"]))
+        assert line["numel"] == joined(values, rank=line["rank"], module=line["module_path"]).size
+
+
+@pytest.mark.parametrize("by", [("step",), ("step", "module"), ("module",), ("site",)])
+def test_across_ranks_the_global_tensors_are_combined(run: recorder.Run, values: Any, by: tuple[str, ...]) -> None:
+    found = statistics(run, Selection(site="output"), by=by, across_ranks=True).table.to_pylist()
+    keys = {"step": "step", "module": "module_path", "site": "site"}
+    assert len(found) == {("step",): 3, ("step", "module"): 6, ("module",): 2, ("site",): 1}[by]
+    for line in found:
+        agrees(line, joined(values, **{word: line[keys[word]] for word in by if word != "site"}))
+
+
+def test_replicas_count_once(run: recorder.Run) -> None:
+    found = statistics(run, Selection(site="param"), by=("step",), across_ranks=True).table.to_pylist()
+    assert [line["rows"] for line in found] == [2, 2, 2]
+    for step, line in enumerate(found):
+        agrees(line, np.tile(np.arange(6.0) + step, 2))
+    assert statistics(run, Selection(site="param"), by=("step",)).table.num_rows == 6
+
+
+def test_replicas_that_differ_are_left_out_and_named(tmp_path: Path) -> None:
+    ranks = [
+        [make_row(i, np.full(2, 1.0 + i * rank), site="grad", name=name, rank=rank) for i, name in enumerate("ab")]
+        for rank in range(2)
+    ]
+    found = statistics(write(tmp_path / "run", *ranks), Selection(), by=("step",), across_ranks=True)
+    assert found.table.column("rows").to_pylist() == [1]
+    (note,) = found.notes
+    assert note.startswith("left out, because they stay per rank") and "'layers.0' grad b" in note
+
+
+def test_phases_and_modes_are_never_mixed(tmp_path: Path) -> None:
+    kinds = [("train", "forward"), ("train", "recompute"), ("eval", "forward")]
+    rows = [make_row(i, [1.0 * i], mode=mode, phase=phase) for i, (mode, phase) in enumerate(kinds)]
+    table = statistics(write(tmp_path / "run", rows), Selection(), by=("module",)).table
+    assert table.column("mean").to_pylist() == [0, 1, 2]
+
+
+def test_rows_without_statistics_are_counted(tmp_path: Path) -> None:
+    bare = make_row(1, [5.0], encoding=None) | dict.fromkeys(NUMBERS)
+    found = statistics(write(tmp_path / "run", [make_row(0, [1.0]), bare | {"call": 1}]), Selection(), by=("step",))
+    (line,) = found.table.to_pylist()
+    assert (line["rows"], line["rows_without"], line["mean"], line["numel"]) == (2, 1, 1, 1)
+    assert found.notes == ["1 of 2 rows have no statistics and are not in these; see their note, or record keep=stats"]
+
+
+def test_a_group_of_nothing_finite_has_counts_alone(tmp_path: Path) -> None:
+    rows = [make_row(i, np.full(2, np.nan, np.float32), call=i) for i in range(2)]
+    (line,) = statistics(write(tmp_path / "run", rows), Selection(), by=("step",)).table.to_pylist()
+    assert (line["nan_count"], line["mean"], line["min"], line["sum"]) == (4, None, None, None)
+
+
+def test_complex_rows_add_to_the_counts(tmp_path: Path) -> None:
+    counts = {"zero_count": 3, "nan_count": 0, "inf_count": 0}
+    rows = [make_row(0, [1.0]), make_row(1, np.zeros(3, np.complex64), call=1) | counts]
+    (line,) = statistics(write(tmp_path / "run", rows), Selection(), by=("step",)).table.to_pylist()
+    assert (line["zero_count"], line["mean"], line["numel"]) == (3, 1, 4)
+
+
+def test_the_spread_survives_a_large_mean(tmp_path: Path) -> None:
+    pieces = [1e9 + np.random.default_rng(i).standard_normal(100) for i in range(5)]
+    rows = [make_row(i, piece, call=i) for i, piece in enumerate(pieces)]
+    (line,) = statistics(write(tmp_path / "run", rows), Selection(), by=("step",)).table.to_pylist()
+    assert line["std"] == pytest.approx(np.concatenate(pieces).std(), rel=1e-6)
+
+
+def test_a_frame_in_long_form(run: recorder.Run) -> None:
+    frame = recorder.stats(run, "up", site="output", long=True)
+    assert {"step", "rank", "root", "module_path", "site", "name", "statistic", "value"} <= set(frame.columns)
+    means = frame[(frame["statistic"] == "mean") & (frame["step"] == 0)]
+    rows = statistics(run, Selection(module="up", site="output", step=0)).table
+    assert means["value"].tolist() == rows.column("mean").to_pylist()
+    assert not frame["value"].isna().any()
+    wide = statistics(run, Selection(module="up"), by=("step", "site")).table
+    assert as_long(wide).num_rows == sum(wide.column(name).is_valid().to_numpy().sum() for name in NUMBERS)
+
+
+def test_notes_come_with_the_frame(tmp_path: Path) -> None:
+    bare = make_row(1, [5.0], encoding=None) | dict.fromkeys(NUMBERS)
+    frame = recorder.stats(write(tmp_path / "run", [make_row(0, [1.0]), bare | {"call": 1}]), by="step")
+    assert len(frame.attrs["notes"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"module": "upp"}, "module_path='upp'; nearest are 'up'"),
+        ({"site": "grads"}, "no site 'grads'; did you mean 'grad'"),
+        ({"step": "x"}, "--step x"),
+        ({"step": 9}, r"step=9; there are 0, 1, 2"),
+        ({"module": "down", "site": "param"}, "each of these occurs, but never together"),
+        ({"by": "modul"}, "by 'modul': choose of step, module"),
+        ({"by": "rank", "across_ranks": True}, "have no rank"),
+        ({"module": "upp", "across_ranks": True}, "nearest are 'up'"),
+    ],
+)
+def test_what_cannot_be_answered_says_what_there_is(run: recorder.Run, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(LookupFailedError, match=message):
+        recorder.stats(run, **arguments)
+
+
+def test_a_glob_and_an_exact_path(run: recorder.Run, tmp_path: Path) -> None:
+    assert set(statistics(run, Selection(module="*")).table.column("module_path").to_pylist()) == {"", "up", "down"}
+    assert set(statistics(run, Selection(module="''")).table.column("module_path").to_pylist()) == {""}
+    odd = write(tmp_path / "odd", [make_row(i, [1.0], module_path=path) for i, path in enumerate(("a[0]", "a0"))])
+    assert statistics(odd, Selection(module="a[0]")).table.column("module_path").to_pylist() == ["a[0]"]
+
+
+@given(
+    st.lists(
+        st.lists(st.floats(width=32) | st.sampled_from([0.0, -0.0, math.nan, math.inf]), max_size=6),
+        min_size=1,
+        max_size=8,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_any_cut_combines_to_the_whole(pieces: list[list[float]], random: Any) -> None:
+    groups = np.array([random.randrange(3) for _ in pieces])
+    _, groups = np.unique(groups, return_inverse=True)
+    rows = [{"numel": len(piece)} | of_values(np.array(piece, np.float32)) for piece in pieces]
+    schema = pa.schema(
+        [("numel", pa.int64()), *((n, pa.float64()) for n in STATISTICS), *((n, pa.int64()) for n in COUNTS)]
+    )
+    columns = combine(pa.Table.from_pylist(rows, schema), groups, int(groups.max()) + 1)
+    for number in range(int(groups.max()) + 1):
+        whole = np.concatenate([np.array(p, np.float32) for p, g in zip(pieces, groups, strict=True) if g == number])
+        expected = of_values(whole)
+        for name in NUMBERS:
+            found = columns[name][number].as_py()
+            scale = 1e-9 * (float(expected["sum_sq"] or 0) if name == "sum_sq" else float(expected["absmax"] or 0) * 10)
+            assert found == (None if expected[name] is None else pytest.approx(expected[name], rel=1e-6, abs=scale)), (
+                name
+            )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32, np.bool_])
+def test_an_array_is_measured_as_the_specification_says(dtype: Any) -> None:
+    array = (np.random.default_rng(0).standard_normal((30, 40)) * 3).astype(dtype)
+    agrees(measure(array), array)
+
+
+def test_an_array_that_is_not_all_finite() -> None:
+    array = np.array([1, np.nan, np.inf, 0, -3])
+    agrees(measure(array), array)
+    assert measure(np.zeros((0, 4)))["nan_count"] == 0
+    assert measure(np.array([1 + 2j, complex(math.nan, 1), 0]))["zero_count"] == 1
