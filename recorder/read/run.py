@@ -26,6 +26,7 @@ from .decode import as_array, check_bytes, count, parse_shape
 from .light import NONE, PLACE_COLUMNS, TIME_ORDER, LightRows, Positions
 from .lookup import find_tensor
 from .modules import ModuleInfo, read_modules
+from .notebook import ModuleView, known_paths, narrow, run_html, to_long
 from .payload import Payloads
 from .view import GlobalView, global_tensor, is_partial
 from .writers import RecordedWriter, find_writers, list_directory
@@ -165,6 +166,23 @@ class Run:
         frame: pandas.DataFrame = self.table(columns, filter).to_pandas()
         return frame
 
+    def to_long(self, statistics: Sequence[str] | None = None, filter: Any = None) -> pandas.DataFrame:
+        """Statistics as a pandas frame in long form, one value a row, ready for plotting and `pivot_table`.
+
+        Args:
+            statistics: names of columns, such as ``["l2", "absmax"]``; by default all statistics and counts.
+            filter: as in `table`.
+
+        Returns:
+            Columns step, rank, root, module_path, site, name, micro_step, call, repeat, mode, phase, statistic, value.
+            Rows without the statistic are left out.
+
+        Raises:
+            ImportError: pandas is not installed.
+            LookupFailedError: there is no such statistic.
+        """
+        return to_long(self, statistics, filter)
+
     def view(self, loss: str = "mean", layouts: Sequence[str] = ()) -> GlobalView:
         """The rows as tensors of the whole model, whatever ranks held them.
 
@@ -232,6 +250,20 @@ class Run:
         if data.size == 0:
             return torch.empty(shape, dtype=torch_dtype)
         return torch.from_numpy(data).view(torch_dtype).reshape(shape)
+
+    def __getitem__(self, module_path: str) -> ModuleView:
+        """The run narrowed to one module and what is below it: ``run["layers.0.mlp"]``; ``run[""]`` is the root.
+
+        Raises:
+            LookupFailedError: there is no such module; the message names the nearest.
+        """
+        return narrow(self, module_path)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(known_paths(self))
+
+    def _repr_html_(self) -> str:
+        return run_html(self)
 
     def __repr__(self) -> str:
         steps = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no steps"
