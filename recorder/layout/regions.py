@@ -79,6 +79,7 @@ def flat_region(start: int, numel: int) -> Region:
 
 def ranges_region(ranges: Sequence[Sequence[Range]]) -> Region:
     """The region of a local tensor that holds, along each dim, some ranges laid end to end."""
+    ranges = [_joined(dim) for dim in ranges]
     local_starts = [list(itertools.accumulate((stop - start for start, stop in dim), initial=0)) for dim in ranges]
     boxes = []
     for choice in itertools.product(*(range(len(dim)) for dim in ranges)):
@@ -88,6 +89,17 @@ def ranges_region(ranges: Sequence[Sequence[Range]]) -> Region:
             local = tuple(starts[i] for starts, i in zip(local_starts, choice, strict=True))
             boxes.append(Box(tuple(start for start, _ in picked), shape, local))
     return Region(None, tuple(boxes), tuple(starts[-1] for starts in local_starts))
+
+
+def _joined(ranges: Sequence[Range]) -> list[Range]:
+    """Ranges, of which those that touch are one."""
+    found: list[Range] = []
+    for start, stop in ranges:
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], stop
+        else:
+            found.append((start, stop))
+    return found
 
 
 def shard(ranges: Sequence[Range], num_pieces: int, index: int) -> list[Range]:
