@@ -31,9 +31,10 @@ def combine(pieces: Mapping[str, Floats], numels: Floats, factors: Floats, start
     """
     if not len(starts):
         return {name: np.zeros(0) for name in (*STATISTICS, *COUNTS)}
-    counts = {name: np.add.reduceat(pieces[name], starts) for name in COUNTS}
-    num_finite = numels - pieces["nan_count"] - pieces["inf_count"]
-    is_known = np.logical_and.reduceat(~np.isnan(pieces["nan_count"]), starts)
+    own_counts = {name: np.where(numels == 0, 0.0, pieces[name]) for name in COUNTS}
+    counts = {name: np.add.reduceat(column, starts) for name, column in own_counts.items()}
+    num_finite = numels - own_counts["nan_count"] - own_counts["inf_count"]
+    is_known = np.logical_and.reduceat(~np.isnan(own_counts["nan_count"]), starts)
     has_values = (num_finite > 0) & ~np.isnan(pieces["sum"])
     lacks = np.logical_or.reduceat((num_finite > 0) & np.isnan(pieces["sum"]), starts)  # such as complex numbers
     negative = factors < 0

@@ -154,7 +154,7 @@ class ModuleView:
             "steps": _span(self.steps),
             "children": ", ".join(children) + (f" and {more} more" if more else ""),
         }
-        counts = self.table(["site", "step", "rank"])
+        counts = self.table(["site", "step"])
         return _html(facts) + _html_sites(counts)
 
 
@@ -232,7 +232,7 @@ def run_html(run: Run) -> str:
         "writers": ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)),
         "problems": "; ".join([*run.problems, *run.endings]),
     }
-    return _html(facts) + _html_sites(run.table(["site", "step", "rank"]))
+    return _html(facts) + _html_sites(run.table(["site", "step"]))
 
 
 def _html(facts: dict[str, str]) -> str:
@@ -242,9 +242,7 @@ def _html(facts: dict[str, str]) -> str:
 
 def _html_sites(rows: Any) -> str:
     """A table of the sites of some rows."""
-    found = rows.group_by("site").aggregate(
-        [("step", "count"), ("step", "min"), ("step", "max"), ("rank", "count_distinct")]
-    )
+    found = rows.group_by("site").aggregate([("step", "count"), ("step", "min"), ("step", "max")])
     of = {row["site"]: row for row in found.to_pylist()}
     lines = [
         (site, f"{of[site]['step_count']:,}", f"{of[site]['step_min']} to {of[site]['step_max']}")

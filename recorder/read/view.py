@@ -464,7 +464,7 @@ def global_tensor(
     if not assembler.has_payload(plan, value.positions):
         lacking = [rank for rank, p in zip(value.present, value.positions, strict=False) if assembler.tensor(p) is None]
         raise LookupFailedError(
-            f"{what}: rank {lacking} was recorded without values; a rule with keep=tensor keeps them"
+            f"{what}: of rank {listed(lacking)} there are no values; a rule with keep=tensor keeps them"
         )
     dtype = assembler.dtype(plan, value.positions)
     item_bytes(dtype)

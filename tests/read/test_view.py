@@ -1,0 +1,427 @@
+"""The global view of runs made by hand: what becomes one tensor, what stays with its ranks, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from recorder.errors import LookupFailedError
+from recorder.format.codec import decode
+from recorder.format.dtypes import item_bytes
+from recorder.format.fingerprint import fingerprint, to_text
+from recorder.read.run import Run, open_run
+from recorder.read.view import GlobalRows
+
+from .handmade import HandmadeWriter, Row, make_parts, make_row, make_run
+
+Array = npt.NDArray[Any]
+RNG = np.random.default_rng(5)
+DDP = {"kind": "ddp", "ranks": [0, 1]}
+
+
+def values(*shape: int) -> Array:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def finger(array: Array) -> str:
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return to_text(fingerprint(data, array.dtype.itemsize, array.shape))
+
+
+def row(seq: int, array: Array, **columns: Any) -> Row:
+    return make_row(seq, array, **({"fingerprint": finger(array)} | columns))
+
+
+def root_input(seq: int, array: Array, **columns: Any) -> Row:
+    return row(seq, array, **({"module_path": "", "site": "input", "name": "x"} | columns))
+
+
+def run_of(path: Path, rows: Sequence[Sequence[Row]], parallel: Mapping[str, Any] | None = DDP, **manifest: Any) -> Run:
+    """A run of as many ranks as there are lists of rows."""
+    make_run(path)
+    for rank, own in enumerate(rows):
+        writer = HandmadeWriter(path, rank=rank)
+        writer.add_shard([[one | {"rank": rank} for one in own]])
+        paths = sorted({one["module_path"] for some in rows for one in some} | {""})
+        root: dict[str, Any] = {"name": "model", "modules": [{"path": module} for module in paths]}
+        writer.finish(roots=[root | ({"data_parallel": dict(parallel)} if parallel else {})], **manifest)
+    return open_run(path)
+
+
+def view_row(rows: GlobalRows, number: int = -1, **wanted: Any) -> tuple[int, dict[str, Any]]:
+    """The one row, or one of several, with these columns."""
+    table = rows.table.to_pylist()
+    found = [i for i, one in enumerate(table) if all(one[name] == value for name, value in wanted.items())]
+    assert number >= 0 or len(found) == 1, [table[i] for i in found]
+    return found[number], table[found[number]]
+
+
+def decoded(rows: GlobalRows, i: int) -> Array:
+    """A row's parts, decoded and laid end to end."""
+    width = item_bytes(rows.table.column("dtype")[i].as_py())
+    end, pieces = 0, []
+    for part in rows.parts(i):
+        assert part.flat_offset == end and part.payload_bytes <= 32 << 20
+        pieces.append(decode(part.encoding, b"".join(part.data), part.payload_bytes, width))
+        end += part.payload_bytes // width
+    return np.concatenate([*pieces, np.zeros(0, np.uint8)])
+
+
+def same(one: Array, two: Array) -> bool:
+    return one.dtype == two.dtype and one.shape == two.shape and one.tobytes() == two.tobytes()
+
+
+class TestBatches:
+    @pytest.mark.parametrize("sizes", [(4, 4), (4, 3), (3, 0)], ids=["even", "ragged", "one is empty"])
+    def test_the_batch_is_laid_end_to_end_in_the_order_of_ranks(self, tmp_path: Path, sizes: tuple[int, int]) -> None:
+        inputs, outputs = [values(n, 5) for n in sizes], [values(n, 2, 3) for n in sizes]
+        run = run_of(tmp_path / "run", [[root_input(0, x), row(1, y)] for x, y in zip(inputs, outputs, strict=True)])
+        whole = np.concatenate(outputs)
+        assert same(run.array("layers.0", step=0), whole)
+        rows = run.view().rows()
+        i, found = view_row(rows, module_path="layers.0")
+        assert (found["rank"], found["layout_source"]) == (None, "assumed")
+        assert json.loads(found["shape"]) == list(whole.shape) and found["numel"] == whole.size
+        assert found["ranks_present"] == found["ranks_expected"] == "[0,1]"
+        assert found["fingerprint"] == finger(whole)
+        assert same(rows.array(i), whole) and decoded(rows, i).tobytes() == whole.tobytes()
+        wide = whole.astype(np.float64)
+        assert (found["min"], found["max"], found["zero_count"]) == (wide.min(), wide.max(), 0)
+        assert found["mean"] == pytest.approx(wide.mean(), rel=1e-12)
+        assert found["std"] == pytest.approx(wide.std(), rel=1e-12)
+
+    def test_a_tensor_with_the_sequence_first_is_laid_along_its_batch_dim(self, tmp_path: Path) -> None:
+        inputs, outputs = [values(3, 7) for _ in range(2)], [values(7, 3, 2) for _ in range(2)]
+        run = run_of(tmp_path / "run", [[root_input(0, x), row(1, y)] for x, y in zip(inputs, outputs, strict=True)])
+        whole = np.concatenate(outputs, axis=1)
+        assert same(run.array("layers.0", step=0), whole)
+        rows = run.view().rows()
+        i, found = view_row(rows, module_path="layers.0")
+        assert json.loads(found["note"])["batch_dim"] == 1
+        assert decoded(rows, i).tobytes() == whole.tobytes() and found["fingerprint"] == finger(whole)
+
+    def test_batch_and_sequence_in_one_dim_are_laid_end_to_end(self, tmp_path: Path) -> None:
+        inputs, outputs = [values(3, 7) for _ in range(2)], [values(21, 2) for _ in range(2)]
+        run = run_of(tmp_path / "run", [[root_input(0, x), row(1, y)] for x, y in zip(inputs, outputs, strict=True)])
+        assert same(run.array("layers.0", step=0), np.concatenate(outputs))
+
+    def test_what_is_equal_on_all_ranks_and_has_no_batch_dim_is_one_tensor(self, tmp_path: Path) -> None:
+        positions = values(8, 2)
+        run = run_of(tmp_path / "run", [[root_input(0, values(4, 3)), row(1, positions)] for _ in range(2)])
+        assert same(run.array("layers.0", step=0), positions)
+        assert view_row(run.view().rows(), module_path="layers.0")[1]["layout_source"] == "inferred"
+
+    def test_its_gradient_is_the_mean_over_ranks(self, tmp_path: Path) -> None:
+        positions, gradients = values(8, 2), [values(8, 2) for _ in range(2)]
+        back = {"site": "grad_output", "phase": "backward"}
+        run = run_of(
+            tmp_path / "run",
+            [[root_input(0, values(4, 3)), row(1, positions), row(2, g, **back)] for g in gradients],
+        )
+        wanted = ((gradients[0].astype(np.float64) + gradients[1]) / 2).astype(np.float32)
+        assert np.array_equal(run.array("layers.0", site="grad_output", step=0), wanted)
+
+    def test_equal_batches_on_all_ranks_are_still_batches(self, tmp_path: Path) -> None:
+        x, y = values(4, 3), values(4, 2)
+        run = run_of(tmp_path / "run", [[root_input(0, x), row(1, y)]] * 2)
+        assert run.array("layers.0", step=0).shape == (8, 2)
+
+    def test_where_no_dim_fits_the_rows_stay_with_their_ranks(self, tmp_path: Path) -> None:
+        run = run_of(tmp_path / "run", [[root_input(0, values(4, 3)), row(1, values(5, 2))] for _ in range(2)])
+        with pytest.raises(LookupFailedError, match=r"no dim of \[5, 2\] is the batch of 4; ask for one of rank=0, 1"):
+            run.array("layers.0", step=0)
+        rows = run.view().rows()
+        assert [one["rank"] for one in rows.table.to_pylist() if one["module_path"] == "layers.0"] == [0, 1]
+        (finding,) = rows.findings
+        assert (finding.kind, finding.module_path, finding.site) == ("per_rank", "layers.0", "output")
+
+    @pytest.mark.parametrize(
+        ("loss", "factors"), [("mean", (1 / 2, 1 / 2)), ("weighted", (3 / 4, 1 / 4)), ("sum", (1.0, 1.0))]
+    )
+    def test_activation_gradients_are_scaled_to_the_whole_batch(
+        self, tmp_path: Path, loss: str, factors: tuple[float, float]
+    ) -> None:
+        back = {"site": "grad_output", "phase": "backward"}
+        gradients = [values(n, 2) for n in (3, 1)]
+        run = run_of(
+            tmp_path / "run",
+            [[root_input(0, values(len(g), 3)), row(1, values(len(g), 2)), row(2, g, **back)] for g in gradients],
+        )
+        rows = run.view(loss=loss).rows()
+        i, found = view_row(rows, site="grad_output")
+        wanted = np.concatenate(
+            [(g.astype(np.float64) * f).astype(np.float32) for g, f in zip(gradients, factors, strict=True)]
+        )
+        assert same(rows.array(i), wanted)
+        assert decoded(rows, i).tobytes() == wanted.tobytes()
+        assert found["scale"] == {"mean": "assumed_mean_loss", "weighted": "weighted_mean_loss", "sum": None}[loss]
+        assert found["mean"] == pytest.approx(wanted.mean(dtype=np.float64), rel=1e-6)
+        assert found["l2"] == pytest.approx(np.linalg.norm(wanted.astype(np.float64)), rel=1e-6)
+
+    def test_bfloat16_gradients_are_rounded_once(self, tmp_path: Path) -> None:
+        gradients = [values(2, 9).astype(ml_dtypes.bfloat16) for _ in range(3)]
+        back = {"site": "grad_output", "phase": "backward", "dtype": "bfloat16"}
+        run = run_of(
+            tmp_path / "run",
+            [[root_input(0, values(2, 3)), make_row(1, values(2, 9)), make_row(2, g, **back)] for g in gradients],
+            {"kind": "ddp", "ranks": [0, 1, 2]},
+        )
+        wanted = (np.concatenate(gradients).astype(np.float64) / 3).astype(ml_dtypes.bfloat16)
+        assert same(run.array("layers.0", site="grad_output", step=0), wanted)
+
+    def test_ranks_in_another_order_are_laid_in_theirs(self, tmp_path: Path) -> None:
+        inputs, outputs = [values(n, 3) for n in (2, 3)], [values(n, 2) for n in (2, 3)]
+        run = run_of(
+            tmp_path / "run",
+            [[root_input(0, x), row(1, y)] for x, y in zip(inputs, outputs, strict=True)],
+            {"kind": "fsdp2", "ranks": [1, 0]},
+        )
+        assert same(run.array("layers.0", step=0), np.concatenate(outputs[::-1]))
+
+    def test_a_rank_that_did_not_run_makes_it_partial_and_is_named(self, tmp_path: Path) -> None:
+        x, y = values(4, 3), values(4, 2)
+        run = run_of(tmp_path / "run", [[root_input(0, x), row(1, y)], [root_input(0, x, step=1)]])
+        with pytest.raises(LookupFailedError, match="rank 0 alone, not on rank 1; partial=True"):
+            run.array("layers.0", step=0)
+        assert same(run.array("layers.0", step=0, partial=True), y)
+        rows = run.view().rows()
+        _, found = view_row(rows, module_path="layers.0")
+        assert (found["ranks_present"], found["ranks_expected"]) == ("[0]", "[0,1]")
+        assert json.loads(found["note"])["partial"] == [1]
+        assert ("partial", (1,)) in {(finding.kind, finding.ranks) for finding in rows.findings}
+
+    def test_values_of_only_some_ranks_make_no_global_ones(self, tmp_path: Path) -> None:
+        pairs = [(values(4, 3), values(4, 2)) for _ in range(2)]
+        rows = [
+            [root_input(0, x), row(1, y, **({} if r == 0 else {"encoding": None}))] for r, (x, y) in enumerate(pairs)
+        ]
+        run = run_of(tmp_path / "run", rows)
+        with pytest.raises(LookupFailedError, match="of rank 1 there are no values"):
+            run.array("layers.0", step=0)
+        _, found = view_row(run.view().rows(), module_path="layers.0")
+        assert found["encoding"] is None and found["mean"] is not None
+        assert "values of some ranks" in found["note"]
+
+    @pytest.mark.parametrize(
+        ("layout", "wanted"),
+        [("shard(1)", (2, 8)), ("shard(0)", (4, 4)), ("replicate", None), ("partial(sum)", (2, 4)), ("per_rank", None)],
+    )
+    def test_a_layout_can_be_said_afterwards(self, tmp_path: Path, layout: str, wanted: tuple[int, int] | None) -> None:
+        outputs = [values(2, 4) for _ in range(2)]
+        run = run_of(tmp_path / "run", [[root_input(0, values(9, 3)), row(1, y)] for y in outputs])
+        rows = run.view(layouts=["layers.*=per_rank", f"layers.0:output:={layout}"]).rows()
+        if wanted is None:
+            assert {one["rank"] for one in rows.table.to_pylist() if one["module_path"]} == {0, 1}
+            assert rows.findings[0].kind == ("per_rank" if layout == "per_rank" else "replicas_differ")
+            return
+        i, found = view_row(rows, module_path="layers.0")
+        assert found["layout_source"] == "override"
+        whole = outputs[0] + outputs[1] if "partial" in layout else np.concatenate(outputs, axis=int(layout[6]))
+        assert rows.array(i).shape == wanted and np.array_equal(rows.array(i), whole)
+
+    @pytest.mark.parametrize("layout", ["nonsense", "a=shard", "a=shard(-1)", "a=partial(median)", "=replicate"])
+    def test_a_layout_that_is_none_is_refused(self, tmp_path: Path, layout: str) -> None:
+        run = run_of(tmp_path / "run", [[row(0, values(2))]])
+        with pytest.raises(LookupFailedError, match="layout"):
+            run.view(layouts=[layout])
+        with pytest.raises(LookupFailedError, match="expected one of mean, sum, weighted"):
+            run.view(loss="median")
+
+
+class TestState:
+    PARAM: ClassVar[dict[str, Any]] = {"site": "param", "name": "weight", "phase": "optimizer", "micro_step": None}
+
+    def test_replicas_are_stored_once(self, tmp_path: Path) -> None:
+        weight = values(300, 70)
+        run = run_of(tmp_path / "run", [[row(0, weight, **self.PARAM, encoding="compressed")]] * 2)
+        rows = run.view().rows()
+        i, found = view_row(rows)
+        assert (found["rank"], found["layout_source"], found["fingerprint"]) == (None, "ddp", finger(weight))
+        assert same(rows.array(i), weight) and same(run.array("layers.0", site="param", step=0), weight)
+        (part,) = rows.parts(i)
+        assert part.encoding == "planes", "the frames are copied"
+        assert rows.findings == []
+
+    @pytest.mark.parametrize("known_by", ["fingerprint", "statistics", "values"])
+    def test_a_replica_that_differs_is_a_finding_and_no_average(self, tmp_path: Path, known_by: str) -> None:
+        weights = [values(4, 3), values(4, 3)]
+        empty: dict[str, Any] = dict.fromkeys(("mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq"))
+        empty |= dict.fromkeys(("nan_count", "inf_count", "zero_count", "fingerprint"))
+        hidden = {"fingerprint": {}, "statistics": {"fingerprint": None, "encoding": None}, "values": empty}[known_by]
+        run = run_of(tmp_path / "run", [[row(0, weight, **self.PARAM, **hidden)] for weight in weights])
+        rows = run.view().rows()
+        assert [one["rank"] for one in rows.table.to_pylist()] == [0, 1]
+        (finding,) = rows.findings
+        assert finding.kind == "replicas_differ" and finding.ranks == (0, 1)
+        assert (finding.module_path, finding.site, finding.name, finding.step) == ("layers.0", "param", "weight", 0)
+        if known_by != "statistics":
+            with pytest.raises(LookupFailedError, match="rank 1 differs from rank 0; ask for one of rank=0, 1"):
+                run.array("layers.0", site="param", step=0)
+
+    def test_of_a_buffer_that_differs_the_first_ranks_is_taken_and_said(self, tmp_path: Path) -> None:
+        buffers = [values(4), values(4)]
+        buffer = self.PARAM | {"site": "buffer", "name": "running_mean"}
+        run = run_of(tmp_path / "run", [[row(0, value, **buffer)] for value in buffers])
+        assert same(run.array("layers.0", site="buffer", step=0), buffers[0])
+        rows = run.view().rows()
+        table = rows.table.to_pylist()
+        assert [one["rank"] for one in table] == [None, 0, 1]
+        assert json.loads(table[0]["note"])["replicas_differ"] == [1]
+        assert [finding.kind for finding in rows.findings] == ["replicas_differ"]
+
+    def test_a_0_dim_value_is_shown_as_the_mean_beside_the_ranks_own(self, tmp_path: Path) -> None:
+        losses = [np.float32(1.0), np.float32(2.0)]
+        scalar = {"site": "scalar", "name": "loss", "module_path": "", "micro_step": None}
+        run = run_of(tmp_path / "run", [[row(0, np.array(loss), **scalar)] for loss in losses])
+        assert run.array("", site="scalar", step=0) == np.float32(1.5)
+        assert run.array("", site="scalar", step=0, rank=1) == np.float32(2.0)
+        table = run.view().rows().table.to_pylist()
+        assert [(one["rank"], one["mean"]) for one in table] == [(None, 1.5), (0, 1.0), (1, 2.0)]
+        assert (table[0]["layout_source"], table[0]["scale"]) == ("assumed", "assumed_mean")
+
+    def test_a_count_that_differs_is_not_rounded_to_one(self, tmp_path: Path) -> None:
+        scalar = {"site": "scalar", "name": "tokens", "module_path": "", "micro_step": None}
+        run = run_of(tmp_path / "run", [[row(0, np.array(n), **scalar)] for n in (1, 2)])
+        assert run.array("", site="scalar", step=0) == 1.5
+
+    def shards(
+        self, *, mesh: Sequence[Mapping[str, Any]] | None = None, number: int = 0, **columns: Any
+    ) -> tuple[Array, list[list[Row]]]:
+        whole = values(7, 4)
+        rows = []
+        for rank, (start, stop) in enumerate([(0, 4), (4, 7)]):
+            layout = {
+                "global_shape": "[7,4]",
+                "offsets": f"[{start},0]",
+                "placements": '[{"kind":"Shard","dim":0}]',
+                "mesh": json.dumps(mesh[rank] if mesh else {"shape": [2], "coordinate": [rank]}),
+                "layout_source": "dtensor",
+            }
+            own = whole[start:stop]
+            data = np.ascontiguousarray(own).reshape(-1).view(np.uint8)
+            mark = to_text(fingerprint(data, 4, own.shape, (start, 0)))
+            rows.append([make_row(number, own, **(self.PARAM | layout | {"fingerprint": mark} | columns))])
+        return whole, rows
+
+    def test_uneven_shards_are_one_tensor(self, tmp_path: Path) -> None:
+        whole, rows = self.shards()
+        run = run_of(tmp_path / "run", rows, {"kind": "fsdp2", "ranks": [0, 1]})
+        i, found = view_row(run.view().rows())
+        assert (found["layout_source"], found["offsets"], found["placements"]) == ("dtensor", None, None)
+        assert found["fingerprint"] == finger(whole)
+        assert same(run.array("layers.0", site="param", step=0), whole)
+        assert decoded(run.view().rows(), i).tobytes() == whole.tobytes()
+
+    def test_a_missing_shard_leaves_no_tensor_but_says_so(self, tmp_path: Path) -> None:
+        _, rows = self.shards()
+        run = run_of(tmp_path / "run", [rows[0], []], {"kind": "fsdp2", "ranks": [0, 1]})
+        with pytest.raises(LookupFailedError, match="the pieces of rank 1 are missing"):
+            run.array("layers.0", site="param", step=0)
+        table = run.view().rows().table.to_pylist()
+        assert [(one["rank"], one["encoding"]) for one in table] == [(None, None), (0, "plain")]
+        assert (table[0]["ranks_present"], table[0]["mean"], table[0]["shape"]) == ("[0]", None, "[7,4]")
+
+    def test_pieces_that_contradict_each_other_are_refused_and_the_rest_is_not(self, tmp_path: Path) -> None:
+        _, rows = self.shards(mesh=[{"shape": [2], "coordinate": [0]}, {"shape": [4], "coordinate": [1]}])
+        sound, more = self.shards(module_path="layers.1", number=1)
+        run = run_of(tmp_path / "run", [[*a, *b] for a, b in zip(rows, more, strict=True)])
+        view = run.view().rows()
+        (finding,) = view.findings
+        assert finding.kind == "inconsistent" and "rank 0 [2], rank 1 [4]" in finding.text
+        assert same(view.array(view_row(view, module_path="layers.1")[0]), sound)
+        assert [one["rank"] for one in view.table.to_pylist() if one["module_path"] == "layers.0"] == [0, 1]
+
+    def test_large_tensors_are_copied_part_by_part(self, tmp_path: Path) -> None:
+        pieces = [values(6, 1 << 8), values(2, 1 << 8)]
+        rows = []
+        for rank, (start, own) in enumerate(zip((0, 6), pieces, strict=True)):
+            layout = {
+                "global_shape": "[8,256]",
+                "offsets": f"[{start},0]",
+                "placements": '[{"kind":"Shard","dim":0}]',
+                "mesh": json.dumps({"shape": [2], "coordinate": [rank]}),
+            }
+            rows.append(make_parts(0, own, 3, **(self.PARAM | layout)))
+        run = run_of(tmp_path / "run", rows, {"kind": "fsdp2", "ranks": [0, 1]})
+        found = run.view().rows()
+        assert len(found) == 2, "the shards are not what torch.chunk makes of 8"
+        assert found.findings[0].kind == "inconsistent"
+
+    def test_parts_of_one_rank_come_back_as_one(self, tmp_path: Path) -> None:
+        whole = values(8, 256)
+        run = run_of(tmp_path / "run", [make_parts(0, whole, 3, **self.PARAM)] * 2)
+        found = run.view().rows()
+        assert same(found.array(0), whole) and decoded(found, 0).tobytes() == whole.tobytes()
+
+
+class TestAttempts:
+    def restarted(self, path: Path, *, source: str = "optimizer", is_complete: bool) -> Run:
+        """Attempt 0 records steps 0 to 3 on both ranks; attempt 1 steps 2 to 4, of which 4 may not be complete."""
+        make_run(path)
+        for rank in range(2):
+            for attempt, steps in enumerate([range(4), range(2, 5)]):
+                writer = HandmadeWriter(path, rank=rank, name=f"w{attempt}")
+                rows = [
+                    row(i, np.full(3, attempt, np.float32), step=s, rank=rank, attempt=attempt, site="param")
+                    for i, s in enumerate(steps)
+                ]
+                writer.add_shard([rows])
+                state = "closed" if attempt == 1 and is_complete else "recording"
+                writer.finish(attempt=attempt, state=state, step_source=source)
+        return open_run(path)
+
+    @pytest.mark.parametrize("is_complete", [True, False])
+    def test_the_newest_attempt_that_completed_a_step_wins(self, tmp_path: Path, is_complete: bool) -> None:
+        run = self.restarted(tmp_path / "run", is_complete=is_complete)
+        rows = run.view().rows()
+        found = {one["step"]: one["mean"] for one in rows.table.to_pylist()}
+        assert found == {0: 0, 1: 0, 2: 1, 3: 1, 4: 1}
+        assert [finding.kind for finding in rows.findings] == ["superseded"]
+        assert run.array("layers.0", site="param", step=2)[0] == 1
+        assert run.array("layers.0", site="param", step=2, rank=0, attempt=0)[0] == 0
+
+    def test_counted_steps_are_not_joined(self, tmp_path: Path) -> None:
+        run = self.restarted(tmp_path / "run", source="counted", is_complete=True)
+        assert {one["step"]: one["mean"] for one in run.view().rows().table.to_pylist()} == {2: 1, 3: 1, 4: 1}
+
+    def test_a_writer_of_another_run_is_left_out_and_named(self, tmp_path: Path) -> None:
+        run = run_of(tmp_path / "run", [[row(0, values(3), site="param")]])
+        stranger = HandmadeWriter(tmp_path / "run", rank=1, name="stranger")
+        stranger.add_shard([[row(0, values(3), site="param", rank=1)]])
+        stranger.finish(run_id="another")
+        rows = open_run(run.path).view().rows()
+        assert len(rows) == 1
+        assert any("stranger" in finding.text and "another run" in finding.text for finding in rows.findings)
+
+
+def test_windows_cover_every_step_once(tmp_path: Path) -> None:
+    rows = [[row(i, values(2), step=step, site="param") for i, step in enumerate([0, 1, 2, 5, 9])] for _ in range(2)]
+    run = run_of(tmp_path / "run", rows)
+    view = run.view()
+    assert view.windows(max_rows=4) == [(0, 2), (2, 9), (9, 10)]
+    assert view.windows() == [(0, 10)]
+    steps = [step for window in view.windows(4) for step in view.rows(*window).table.column("step").to_pylist()]
+    assert sorted(set(steps)) == [0, 1, 2, 5, 9] and len(steps) == 10, "the replicas differ, so both ranks' stay"
+
+
+def test_a_run_of_one_rank_is_its_own_view(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    y = values(4, 2)
+    with caplog.at_level(logging.WARNING):
+        run = run_of(tmp_path / "run", [[root_input(0, values(4, 3)), row(1, y)]], None)
+        rows = run.view().rows()
+    i, found = view_row(rows, module_path="layers.0")
+    assert (found["rank"], found["layout_source"], found["scale"]) == (None, "single", None)
+    assert same(rows.array(i), y) and rows.findings == [] and not caplog.records
+
+
+def test_an_empty_run_has_an_empty_view(tmp_path: Path) -> None:
+    view = open_run(make_run(tmp_path / "run")).view()
+    assert view.windows() == [] and len(view.rows()) == 0 and view.rows().table.num_rows == 0
