@@ -15,7 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recorder.errors import CorruptError, UnsupportedError
-from recorder.format.codec import CODECS, Encoder, decode, encode_ref, max_encoded_bytes, ref_target
+from recorder.format.codec import (
+    CODECS,
+    PLANES,
+    Encoder,
+    Payload,
+    concatenate,
+    decode,
+    encode_ref,
+    max_encoded_bytes,
+    ref_target,
+)
 from recorder.format.dtypes import ITEM_BYTES
 
 Bytes = npt.NDArray[np.uint8]
@@ -252,3 +262,36 @@ def test_a_ref_names_a_row(seq: int) -> None:
     assert ref_target(encode_ref(seq)) == seq
     with pytest.raises(CorruptError):
         ref_target(encode_ref(seq) + b"\0")
+
+
+@pytest.mark.parametrize("kind", ["normal", "normal_bfloat16", "random", "zeros", "token_ids"])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("item_bytes", [1, 2, 4, 8, 16])
+def test_payloads_laid_side_by_side_are_the_content_end_to_end(kind: str, codec: str, item_bytes: int) -> None:
+    pieces = [_kind(kind, num_bytes, seed) for seed, num_bytes in enumerate([1 << 16, 0, 3 << 16, 1 << 20])]
+    payloads = []
+    for piece in pieces:
+        encoding, data = _encode(piece, item_bytes, codec)
+        payloads.append(Payload(encoding, data, len(piece)))
+    joined = concatenate(payloads, item_bytes)
+    encodings = {payload.encoding for payload in payloads if payload.payload_bytes}
+    if joined is None:
+        assert len(encodings) > 1 or encodings == {PLANES}
+        return
+    whole = np.concatenate(pieces)
+    encoding, buffers = joined
+    assert encodings == {encoding}
+    assert np.array_equal(decode(encoding, b"".join(buffers), len(whole), item_bytes), whole)
+    assert sum(map(len, buffers)) <= sum(len(payload.data) for payload in payloads)
+
+
+def test_a_cut_payload_is_not_laid_beside_another() -> None:
+    piece = _kind("normal", 1 << 16)
+    encoding, data = _encode(piece, 4)
+    assert encoding == "planes_plain"
+    with pytest.raises(CorruptError):
+        concatenate([Payload(encoding, data[:-1], len(piece))], 4)
+
+
+def test_nothing_at_all_is_a_plain_payload() -> None:
+    assert concatenate([], 4) == ("plain", [])

@@ -339,7 +339,34 @@ class TestState:
         assert same(view.array(view_row(view, module_path="layers.1")[0]), sound)
         assert [one["rank"] for one in view.table.to_pylist() if one["module_path"] == "layers.0"] == [0, 1]
 
-    def test_large_tensors_are_copied_part_by_part(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("encoding", ["plain", "compressed"])
+    @pytest.mark.parametrize("dim", [0, 1, 2])
+    def test_large_tensors_are_put_together_part_by_part(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dim: int, encoding: str
+    ) -> None:
+        monkeypatch.setattr("recorder.read.assembler.PART_BYTES", 256)
+        monkeypatch.setattr("recorder.read.assembler._CACHE_BYTES", 600)
+        whole = values(8, 6, 4)
+        rows = []
+        for rank, own in enumerate(np.split(whole, 2, axis=dim)):
+            offsets = [0, 0, 0]
+            offsets[dim] = rank * own.shape[dim]
+            layout = {
+                "global_shape": "[8,6,4]",
+                "offsets": json.dumps(offsets),
+                "placements": json.dumps([{"kind": "Shard", "dim": dim}]),
+                "mesh": json.dumps({"shape": [2], "coordinate": [rank]}),
+            }
+            rows.append(make_parts(0, np.ascontiguousarray(own), 3, encoding=encoding, **(self.PARAM | layout)))
+        run = run_of(tmp_path / "run", rows, {"kind": "fsdp2", "ranks": [0, 1]})
+        found = run.view().rows()
+        assert len(found) == 1 and found.payload_bytes[0] == whole.nbytes
+        assert same(found.array(0), whole)
+        assert decoded(found, 0).tobytes() == whole.tobytes()
+        sizes = [part.payload_bytes for part in found.parts(0)]
+        assert max(sizes) <= 256 and len(sizes) >= 3
+
+    def test_shards_that_are_not_what_their_mesh_makes_are_refused(self, tmp_path: Path) -> None:
         pieces = [values(6, 1 << 8), values(2, 1 << 8)]
         rows = []
         for rank, (start, own) in enumerate(zip((0, 6), pieces, strict=True)):
