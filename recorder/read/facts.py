@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from .writers import RecordedWriter
 
 
@@ -65,31 +63,35 @@ class RunFacts:
         return any(writer.is_counted for writer in self._writers)
 
     def winners(self, steps_of: Mapping[int, Sequence[int]]) -> dict[int, int]:
-        """Which launch (its place in the order of starts) counts at a step, where several recorded it.
+        """Which launch (its place in the order of starts) counts at a step, where there were several.
 
         The newest that completed the step, else the newest. Where steps were merely counted, the newest alone.
 
         Args:
             steps_of: steps of which there are rows, by number of the writer.
         """
-        order = sorted(set(self.launches))
-        if len(order) < 2:
+        if len(set(self.launches)) < 2:
             return {}
-        place = [order.index(launch) for launch in self.launches]
+        place = self.launch_places()
         if self.counting():
-            newest = max((place[number] for number, steps in steps_of.items() if len(steps)), default=0)
-            return {int(step): newest for steps in steps_of.values() for step in steps}
-        complete_to = [np.inf] * len(order)
-        for number, steps in steps_of.items():
-            if len(steps):
-                last = max(steps) + (self._writers[number].state == "closed")
-                complete_to[place[number]] = min(complete_to[place[number]], last)
+            newest = max((place[n] for n, writer in enumerate(self._writers) if writer.num_rows), default=0)
+            return {step: newest for steps in steps_of.values() for step in steps}
         found: dict[int, tuple[bool, int]] = {}
         for number, steps in steps_of.items():
             for step in steps:
-                rank = step < complete_to[place[number]], place[number]
-                found[int(step)] = max(found.get(int(step), rank), rank)
+                rank = step < self._complete_to[place[number]], place[number]
+                found[step] = max(found.get(step, rank), rank)
         return {step: launch for step, (_, launch) in found.items()}
+
+    @cached_property
+    def _complete_to(self) -> dict[int, int]:
+        """The first step that a launch did not complete on all its ranks, by its place in the order of starts."""
+        found: dict[int, int] = {}
+        for place, writer in zip(self.launch_places(), self._writers, strict=True):
+            if writer.last_step is not None:
+                end = writer.last_step + (writer.state == "closed")
+                found[place] = min(found.get(place, end), end)
+        return found
 
     def launch_places(self) -> list[int]:
         """By number of the writer, the place of its launch in the order of starts."""

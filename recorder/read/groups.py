@@ -111,13 +111,13 @@ class Grouping:
         """Decisions by all that they hang on; with the plan whose identity is a part of the key, so that it lives."""
         self._batches_of: dict[Any, tuple[Batch, ...]] = {}
         self._found: dict[Any, int] = {}
-        self._counting = self._positions_that_count()
+        self._counts = self._which_count()
 
     def values(self, positions: Positions | None = None) -> Iterator[Value]:
         """The values of some rows (all by default), in the order of execution; rows that do not count are skipped."""
-        chosen = self._counting if positions is None else np.intersect1d(positions, self._counting)
         rows = self._rows
-        chosen = chosen[(rows.numbers("part")[chosen] == 0) & ~np.isin(chosen, self._of_strangers)]
+        chosen = np.flatnonzero(self._counts) if positions is None else positions[self._counts[positions]]
+        chosen = chosen[rows.numbers("part")[chosen] == 0]
         if not len(chosen):
             return
         groups, twins = self._group_numbers(chosen)
@@ -145,35 +145,28 @@ class Grouping:
         for number in sequence.tolist():
             yield value_of(number)
 
-    def _positions_that_count(self) -> Positions:
-        """Without rows of launches that a later one recorded again, and of writers of another run."""
+    def _which_count(self) -> npt.NDArray[np.bool_]:
+        """By position: not of a launch whose step a later one recorded again, nor of a writer of another run."""
         rows, facts = self._rows, self._facts
-        everything = np.arange(rows.num_rows, dtype=np.int64)
-        writers = rows.writer_numbers(everything)
-        self._of_strangers = everything[np.isin(writers, facts.strangers)]
+        writers = rows.writer_numbers(np.arange(rows.num_rows, dtype=np.int64))
+        counts: npt.NDArray[np.bool_] = ~np.isin(writers, facts.strangers)
         for number in facts.strangers:
             if (writers == number).any():
-                self._note(
-                    "stranger",
-                    None,
-                    (),
-                    f"writer {facts.describe(number)} belongs to another run; its rows are left out",
-                )
+                text = f"writer {facts.describe(number)} belongs to another run; its rows are left out"
+                self._note("stranger", None, (), text)
         steps = rows.numbers("step")
-        used = np.unique(writers).tolist()
-        winners = facts.winners({n: np.unique(steps[writers == n]).tolist() for n in used if n not in facts.strangers})
+        of_writer = {number: steps[counts & (writers == number)] for number in np.unique(writers[counts]).tolist()}
+        winners = facts.winners({number: np.unique(own).tolist() for number, own in of_writer.items()})
         if not winners:
-            return everything
+            return counts
         places = np.array(facts.launch_places())[writers]
         known = np.array(sorted(winners))
         wins = np.array([winners[step] for step in known.tolist()])
-        counts = places == wins[np.minimum(np.searchsorted(known, steps), len(known) - 1)]
-        if not counts.all():
-            number = int((~counts).sum())
-            text = f"{number} rows of earlier attempts at steps that a later one recorded are left out"
-            self._note("superseded", int(np.flatnonzero(~counts)[0]), (), text)
-        counting: Positions = everything[counts]
-        return counting
+        is_superseded = counts & (places != wins[np.minimum(np.searchsorted(known, steps), len(known) - 1)])
+        if is_superseded.any():
+            text = f"{is_superseded.sum()} rows of earlier attempts at steps that a later one recorded are left out"
+            self._note("superseded", int(np.flatnonzero(is_superseded)[0]), (), text)
+        return counts & ~is_superseded
 
     def _group_numbers(self, chosen: Positions) -> tuple[Ints, Ints]:
         """The number of each row's value, and of the value that it is the gradient of (-1: none)."""
@@ -405,9 +398,8 @@ class Grouping:
     @cached_property
     def _root_calls(self) -> dict[tuple[str, str, int, int], _Calls]:
         """Each call of a root by root, mode, step and micro-step, then rank, then number of the call."""
-        rows, positions = self._rows, self._counting
-        paths = rows.module_paths()
-        positions = positions[paths.codes[positions] == paths.code("")] if "" in (paths.texts or ()) else positions[:0]
+        rows, paths = self._rows, self._rows.module_paths()
+        positions = np.flatnonzero(self._counts & (paths.codes == paths.code("")))
         sites = rows.keys("site", positions)
         phases = rows.keys("phase", positions)
         is_input = (sites.codes == sites.code("input")) & (phases.codes == phases.code("forward"))

@@ -195,6 +195,10 @@ class Run:
         """
         return GlobalView(self, loss=loss, layouts=layouts)
 
+    @cached_property
+    def _view(self) -> GlobalView:
+        return self.view()
+
     def dataset(self) -> Any:
         """The sealed shards as `pyarrow.dataset`: for scans that stream. What it reads is not checked."""
         import pyarrow.dataset
@@ -294,7 +298,7 @@ class Run:
         found = find_tensor(self._rows, self.writers, module_path, question, any_rank=is_global)
         if is_global and not found.is_merged:
             return global_tensor(
-                self.view(), self._rows, found.positions, found.related, partial=partial, what=found.what
+                self._view, self._rows, found.positions, found.related, partial=partial, what=found.what
             )
         if not partial and is_partial(self._rows, found.positions):
             raise LookupFailedError(f"{found.what} lacks the rows of some ranks; partial=True gives what there is")

@@ -58,6 +58,7 @@ class GlobalView:
         self._run = run
         self._loss = loss
         self._facts = RunFacts(run.writers, run.run_id, run.world_size)
+        self._kept: tuple[tuple[int, int], tuple[Grouping, Assembler]] | None = None
         self._spans: dict[int, tuple[int, int] | None] = {}
 
     def windows(self, max_rows: int = 200_000) -> list[tuple[int, int]]:
@@ -94,6 +95,13 @@ class GlobalView:
         grouping, payloads = self.grouping(light)
         values = list(grouping.values(positions))
         return GlobalRows(light, payloads, values, positions, grouping.findings)
+
+    def grouping_of_all(self, light: LightRows) -> tuple[Grouping, Assembler]:
+        """The same, kept for the next question as long as no damage has moved the rows."""
+        light.load(COLUMNS)
+        if self._kept is None or self._kept[0] != (id(light), light.num_rows):
+            self._kept = (id(light), light.num_rows), self.grouping(light)
+        return self._kept[1]
 
     def grouping(self, light: LightRows) -> tuple[Grouping, Assembler]:
         """Plans for loaded rows, and the way to their payloads."""
@@ -443,7 +451,7 @@ def global_tensor(
     Raises:
         LookupFailedError: they make no single tensor, or ranks are missing; the message says why.
     """
-    grouping, assembler = view.grouping(light)
+    grouping, assembler = view.grouping_of_all(light)
     wanted = set(positions.tolist())
     found = [value for value in grouping.values(related) if wanted & set(value.positions)]
     if len(found) != 1:
@@ -472,3 +480,5 @@ def global_tensor(
         return assembler.array(plan, value.positions), dtype, plan.global_shape
     except RunError as error:
         raise type(error)(f"{what}: {error}") from error
+    finally:
+        assembler.forget()
