@@ -1,0 +1,157 @@
+"""The jobs of the proof: layouts, world sizes, ways to train; each is a recorded run and its reference."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import recorder
+from recorder.read.view import GlobalRows
+from tests.distributed import jobs
+
+from .reference import Key
+from .scripts import train
+
+SCRIPT = Path(__file__).parent / "scripts" / "train.py"
+REPOSITORY = Path(__file__).parents[2]
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "ddp": ("--layout=ddp",),
+    "fsdp1": ("--layout=fsdp1",),
+    "fsdp1 flat": ("--layout=fsdp1-flat",),
+    "fsdp2": ("--layout=fsdp2",),
+    "fsdp2 no reshard": ("--layout=fsdp2", "--keep-unsharded"),
+    "fsdp2 Shard(1)": ("--layout=fsdp2", "--columns"),
+    "fsdp2 bf16": ("--layout=fsdp2", "--mixed"),
+    "hsdp": ("--layout=hsdp",),
+    "hsdp Shard(1)": ("--layout=hsdp", "--columns"),
+    "hsdp fsdp1": ("--layout=hsdp1",),
+}
+WAYS: dict[str, tuple[str, ...]] = {
+    "": (),
+    "accumulate": ("--accumulate",),
+    "checkpoint": ("--checkpoint",),
+    "ragged": ("--ragged",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training job."""
+
+    layout: str
+    world_size: int
+    way: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.layout, f"x{self.world_size}", self.way)))
+
+    @property
+    def options(self) -> argparse.Namespace:
+        return train.arguments([*LAYOUTS[self.layout], *WAYS[self.way]])
+
+    def start(self, folder: Path) -> Started:
+        """Start the recorded job and its reference."""
+        arguments = (*LAYOUTS[self.layout], *WAYS[self.way])
+        reference, size = folder / "reference.pt", str(self.world_size)
+        options = ("--standalone", "--nproc-per-node", size)
+        return Started(
+            job=jobs.torchrun(folder, SCRIPT, *arguments, options=options, **jobs.recording()),
+            reference=jobs.python(
+                folder / "one", "-m", "tests.roundtrip.reference", reference, "--world-size", size, "--", *arguments,
+                PYTHONPATH=str(REPOSITORY),
+            ),
+            case=self,
+        )  # fmt: skip
+
+
+def matrix() -> list[Case]:
+    """Every layout on 2 and on 4 ranks in every way; a 2-D mesh needs 4."""
+    return [
+        Case(layout=layout, world_size=world_size, way=way)
+        for layout in LAYOUTS
+        for world_size in (2, 4)
+        for way in WAYS
+        if world_size == 4 or not layout.startswith("hsdp")
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """A job and its reference, both running."""
+
+    case: Case
+    job: jobs.Job
+    reference: jobs.Job
+
+    def finished(self) -> Proof:
+        """Both ends, which must be good ones."""
+        try:
+            jobs.succeeded(self.reference)
+            finished = jobs.succeeded(self.job)
+        finally:
+            self.job.kill()
+            self.reference.kill()
+        return Proof(self.case, finished.folder)
+
+
+class Proof:
+    """A recorded run beside what one process saw."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case = case
+        self.folder = folder
+        self.run = recorder.open_run(folder / "recordings")
+        found = torch.load(folder / "reference.pt", weights_only=False)
+        self.values: dict[Key, torch.Tensor] = found["values"]
+        """What the reference saw."""
+        self.bounds: dict[Key, float] = found["bounds"]
+        """How far rounding may move each of them; 0 where the bits must be equal."""
+        self.lacking: set[Key] = found["lacking"]
+        """Those in which the last rank has no part."""
+        self._tensors: dict[Key, torch.Tensor] = {}
+
+    @cached_property
+    def rows(self) -> GlobalRows:
+        return self.run.view().rows()
+
+    @cached_property
+    def table(self) -> list[dict[str, Any]]:
+        """The global view's rows; those that stay per rank have a `rank`."""
+        rows: list[dict[str, Any]] = self.rows.table.to_pylist()
+        return rows
+
+    def tensor(self, key: Key) -> torch.Tensor:
+        """The global tensor, by the look-up that users have."""
+        if key not in self._tensors:
+            self._tensors[key] = tensor_of(self.run, key, partial=key in self.lacking)
+        return self._tensors[key]
+
+    @cached_property
+    def merged(self) -> recorder.Run:
+        """The same run after ``recorder merge``."""
+        out = self.folder / "merged"
+        jobs.succeeded(jobs.python(self.folder / "merge", "-m", "recorder", "merge", self.run.path, "-o", out))
+        return recorder.open_run(out)
+
+    def merged_tensor(self, key: Key) -> torch.Tensor:
+        """The same tensor from the merged run."""
+        return tensor_of(self.merged, key, partial=key in self.lacking)
+
+    def is_early(self, key: Key) -> bool:
+        """A root's very first own inputs are seen before FSDP casts them."""
+        site, path, _, step, micro_step, call, _, mode, _ = key
+        return (
+            self.case.options.mixed and (site, path, mode) == ("input", "", "train") and step == micro_step == call == 0
+        )
+
+
+def tensor_of(run: recorder.Run, key: Key, rank: int | None = None, *, partial: bool = False) -> torch.Tensor:
+    site, path, name, step, micro_step, call, repeat, mode, phase = key
+    return run.tensor(
+        path, site, step, name, rank, micro_step, call, repeat=repeat, mode=mode, phase=phase, partial=partial
+    )

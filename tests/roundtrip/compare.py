@@ -1,0 +1,95 @@
+"""The comparison: each value that one process saw against the global tensor of a recorded run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from recorder.errors import RecorderError
+
+from .cases import Proof
+from .reference import KEY, Key
+
+SITES = ("input", "output", "grad_input", "grad_output", "param", "grad", "buffer", "optim", "scalar", "tap")
+
+
+@dataclass
+class SiteResult:
+    """What became of the values of one site."""
+
+    expected: int = 0
+    equal: int = 0
+    """Bit-equal."""
+    within: int = 0
+    """Not bit-equal, and within the bound that rounding has there."""
+    missing: list[Key] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    extra: list[Key] = field(default_factory=list)
+    worst: float = 0.0
+    """The largest difference, as a part of its bound."""
+    loosest: float = 0.0
+    """The largest bound, as a part of the largest magnitude in its tensor."""
+
+
+def key_of(row: dict[str, object]) -> Key:
+    return tuple(row[name] for name in KEY)  # type: ignore[return-value]
+
+
+def compare(proof: Proof, look_up: Callable[[Key], torch.Tensor] | None = None) -> dict[str, SiteResult]:
+    """Results by site.
+
+    Args:
+        proof: run and reference.
+        look_up: how to get a global tensor; by default `Proof.tensor`.
+    """
+    found = {site: SiteResult() for site in SITES}
+    for row in proof.table:
+        if row["rank"] is None and key_of(row) not in proof.values:
+            found[str(row["site"])].extra.append(key_of(row))
+    for key, value in proof.values.items():
+        result = found[key[0]]
+        result.expected += 1
+        try:
+            recorded = look_up(key) if look_up is not None else proof.tensor(key)
+        except RecorderError:
+            result.missing.append(key)
+            continue
+        if proof.is_early(key) and recorded.dtype == torch.float32:
+            recorded = recorded.to(value.dtype)
+        _judge(result, key, recorded, value, proof.bounds[key])
+    return found
+
+
+def _judge(result: SiteResult, key: Key, recorded: torch.Tensor, value: torch.Tensor, bound: float) -> None:
+    if (recorded.dtype, recorded.shape) != (value.dtype, value.shape):
+        result.wrong.append(f"{key}: {recorded.dtype} {list(recorded.shape)}, not {value.dtype} {list(value.shape)}")
+        return
+    magnitude = float(value.double().abs().nan_to_num(0).max()) if value.numel() else 0.0
+    if bound:
+        result.loosest = max(result.loosest, bound / magnitude)
+    if is_same(recorded, value):
+        result.equal += 1
+        return
+    if bool((recorded.isfinite() != value.isfinite()).any()):
+        result.wrong.append(f"{key}: finite elsewhere")
+        return
+    difference = float((recorded.double() - value.double()).abs().nan_to_num(0).max())
+    if difference > bound:
+        result.wrong.append(
+            f"{key}: differs by {difference:.3g}, the bound is {bound:.3g}, the largest {magnitude:.3g}"
+        )
+        return
+    result.within += 1
+    result.worst = max(result.worst, difference / bound)
+
+
+def is_same(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Bit-equal, but that a zero or a NaN may have either sign."""
+    return one.dtype == two.dtype and one.shape == two.shape and torch.equal(_plain(one), _plain(two))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Without NaNs, which equal nothing, in a type that knows how to compare."""
+    return tensor.double().nan_to_num(nan=1e300) if tensor.is_floating_point() else tensor
