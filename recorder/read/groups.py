@@ -166,7 +166,8 @@ class Grouping:
         if is_superseded.any():
             text = f"{is_superseded.sum()} rows of earlier attempts at steps that a later one recorded are left out"
             self._note("superseded", int(np.flatnonzero(is_superseded)[0]), (), text)
-        return counts & ~is_superseded
+        counts &= ~is_superseded
+        return counts
 
     def _group_numbers(self, chosen: Positions) -> tuple[Ints, Ints]:
         """The number of each row's value, and of the value that it is the gradient of (-1: none)."""
