@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from ..config import EVERY, Rule
 from ..read.run import Run
-from ..read.writers import RecordedWriter
+from ..read.writers import Balance, RecordedWriter
 from .holes import Hole, Holes, RankView, absent, explain
 from .losses import lost_steps
 from .observed import MODES, SlotRows, read_slots
-from .slots import SLOT_SITES, Flags, RuleMatch, Slots, Told, match_rule, read_rules
+from .slots import SLOT_SITES, Flags, RuleMatch, Slots, Told, distinct, match_rule, read_rules
 
 Integers = npt.NDArray[np.int64]
 
@@ -55,6 +55,8 @@ class Partial(NamedTuple):
     missing: list[int]
     num_rows: int
     steps: list[int]
+    mode: str
+    """``train``, or how the ranks that are there evaluated alone."""
 
 
 class RuleReach(NamedTuple):
@@ -106,7 +108,7 @@ class _Rank(NamedTuple):
 def compare(run: Run) -> Expectation:
     """Compare what a run's manifests promise with its rows."""
     slots = Slots(writer.manifest for writer in run.writers)
-    is_merged = any(writer.rank is None for writer in run.writers) or "merged_from" in run.manifest
+    is_merged = run.is_merged
     ranks = _ranks(run, slots, is_merged)
     rules, problems = _rules(run)
     matches: list[RuleMatch] = []
@@ -121,7 +123,7 @@ def compare(run: Run) -> Expectation:
         for rows in one.rows:
             seen[rows.slot[rows.slot >= 0]] = True
     axis, num_lived = _axis([match.rule for match in matches], ranks)
-    masks = [_at_steps(match.rule, axis) for match in matches]
+    masks = [at_steps(match.rule, axis) for match in matches]
     holes = Holes(slots, axis)
     known: dict[Any, tuple[Integers, Flags]] = {}
     views = [_view(one, slots, matches, masks, seen, axis, known, is_merged) for one in ranks]
@@ -221,20 +223,19 @@ def _axis(rules: Sequence[Rule], ranks: Sequence[_Rank]) -> tuple[Integers, int]
 def _at_any(rules: Sequence[Rule], steps: Integers) -> Flags:
     found = np.zeros(len(steps), bool)
     for rule in rules:
-        found |= _at_steps(rule, steps)
+        found |= at_steps(rule, steps)
     return found
 
 
-def _at_steps(rule: Rule, steps: Integers) -> Flags:
+def at_steps(rule: Rule, steps: Integers) -> Flags:
     """`Schedule`'s meaning for many steps at once."""
     schedule = rule.steps
     found = np.zeros(len(steps), bool)
     for start, stop, stride in schedule.slices:
-        found |= (
-            (steps >= start)
-            & (steps < (_LARGEST if stop is None else min(stop, _LARGEST)))
-            & ((steps - min(start, _LARGEST)) % min(stride, _LARGEST) == 0)
-        )
+        if start > _LARGEST:
+            continue
+        chosen = (steps >= start) & ((steps - start) % min(stride, _LARGEST) == 0)
+        found |= chosen if stop is None or stop > _LARGEST else chosen & (steps < stop)
     if schedule.powers_of_two:
         found |= (steps >= 0) & (steps & (steps - 1) == 0)
     return found
@@ -290,8 +291,22 @@ def _view(
         view.add(slots, axis, slot=rows.slot, step=rows.step, root=rows.root, site=rows.site,
                  with_grad=rows.with_grad, is_update=rows.is_update)  # fmt: skip
     view.finish(slots)
+    view.is_lossy = is_merged and any(
+        _lost_any(account) for writer in one.writers for account in source_accounts(writer)
+    )
     view.bits[:] = lost_steps(one.writers, [rows.numbered for rows in one.rows], axis)
     return view
+
+
+def source_accounts(writer: RecordedWriter) -> list[dict[str, Any]]:
+    """In a merged run, the accounts of the writers that it was merged from, as a manifest holds them."""
+    accounts = writer.manifest.get("merged_writers")
+    return [account for account in accounts if isinstance(account, dict)] if isinstance(accounts, list) else []
+
+
+def _lost_any(account: dict[str, Any]) -> bool:
+    balance = Balance.read(account)
+    return bool(balance.dropped or balance.retired_rows or account.get("state") != "closed")
 
 
 def _any_selected(ranks: Sequence[_Rank], slots: Slots) -> Flags:
@@ -358,15 +373,15 @@ def _uneven(ranks: Sequence[_Rank], views: Sequence[RankView], axis: Integers) -
 
 
 def _partial(ranks: Sequence[_Rank]) -> list[Partial]:
-    found: dict[tuple[int, ...], list[Integers]] = {}
+    found: dict[tuple[tuple[int, ...], str], list[Integers]] = {}
     for one in ranks:
         for rows in one.rows:
-            for present, expected, steps in rows.partial:
+            for present, expected, mode, steps in rows.partial:
                 missing = sorted(_rank_list(expected) - _rank_list(present))
-                found.setdefault(tuple(missing), []).append(steps)
+                found.setdefault((tuple(missing), mode), []).append(steps)
     return [
-        Partial(list(missing), sum(map(len, steps)), np.unique(np.concatenate(steps)).tolist())
-        for missing, steps in found.items()
+        Partial(list(missing), sum(map(len, steps)), distinct(np.concatenate(steps)).tolist(), mode)
+        for (missing, mode), steps in found.items()
     ]
 
 

@@ -62,7 +62,7 @@ REASONS = (
     Reason("no_param_gradient", "the parameter had no gradient: unused in these steps, or frozen", False, True),
     Reason("no_state", "the optimizer kept no tensors for it", False, True),
     Reason("no_buffer", "it was not there", False, False),
-    Reason("not_merged", "not in the merged run, which keeps no account of why", False, False),
+    Reason("not_merged", "not called, or lost: the run that this was merged from has lost rows", False, False),
 )  # fmt: skip
 _CODE = {reason.key: number + 1 for number, reason in enumerate(REASONS)}
 _OF_CAUSE = {DAMAGED: "corrupt", RETIRED: "retired", DROPPED: "dropped", CUT: "died", LIVE: "live"}
@@ -102,6 +102,8 @@ class RankView:
         self.selected: Flags = members["selected"]
         self.compiled: Flags = members["compiled"]
         self.is_merged: bool = members["is_merged"]
+        self.is_lossy = False
+        """A merged run whose source had lost rows: at which steps, it does not say."""
         num_roots, num_steps = members["num_roots"], self.when.shape[1]
         self.bits = np.zeros(num_steps, np.uint8)
         """Causes of `losses` by step."""
@@ -320,6 +322,8 @@ def _explain_block(
     never = (expected[rows] & free).any(axis=1) & ~(expected[rows] & there & free).any(axis=1)
     usual = reason[np.arange(len(rows)), np.argmax(some & free, axis=1)]
     reason[:, ~free] = np.where(never[:, None], usual[:, None], lost[~free][None, :])
+    if view.is_lossy:
+        reason[there.any(axis=1)] = _CODE["not_merged"]
     reason[~some] = 0
     for code in np.unique(reason[some]).tolist():
         hits = reason == code

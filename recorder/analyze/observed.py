@@ -35,7 +35,8 @@ class SlotRows(NamedTuple):
     mode: npt.NDArray[Any]
     is_forward: Flags
     num_incomplete: int
-    partial: list[tuple[str, str, Integers]]
+    partial: list[tuple[str, str, str, Integers]]
+    """Ranks present, ranks expected, mode, and the steps of such rows."""
 
 
 def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
@@ -139,14 +140,15 @@ def _incomplete(numbers: dict[str, Integers], dtypes: _Codes, payload: Any) -> i
     return int((there < whole).sum())
 
 
-def _lacking(columns: dict[str, Any], step: Integers) -> list[tuple[str, str, Integers]]:
-    """Steps of the rows of a merged run that lack ranks, by the texts of those present and expected."""
+def _lacking(columns: dict[str, Any], step: Integers) -> list[tuple[str, str, str, Integers]]:
+    """Steps of the rows of a merged run that lack ranks, by the texts of those present and expected, and by mode."""
     present, expected = columns["ranks_present"], columns["ranks_expected"]
     if present.null_count == len(present):
         return []
     lacks = pc.fill_null(pc.not_equal(present, expected), False).to_numpy()
     if not lacks.any():
         return []
-    some = pa.table({"present": present, "expected": expected, "step": step}).filter(pa.array(lacks))
-    found = some.group_by(["present", "expected"]).aggregate([("step", "list")]).to_pylist()
-    return [(row["present"], row["expected"], np.array(row["step_list"], np.int64)) for row in found]
+    named = {"present": present, "expected": expected, "mode": columns["mode"], "step": step}
+    some = pa.table(named).filter(pa.array(lacks))
+    found = some.group_by(["present", "expected", "mode"]).aggregate([("step", "list")]).to_pylist()
+    return [(row["present"], row["expected"], row["mode"], np.array(row["step_list"], np.int64)) for row in found]

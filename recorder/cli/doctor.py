@@ -14,11 +14,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..analyze.expected import Expectation, compare
+from ..analyze.expected import Expectation, compare, source_accounts
 from ..analyze.holes import Hole
 from ..config import FLAG, is_enabled, load_settings
 from ..errors import ConfigError
 from ..read.run import Run
+from ..read.writers import Balance
 from .module_names import grouped
 from .output import counted, print_json, printable, say_state, size, span
 
@@ -124,7 +125,7 @@ def _run(run: Run) -> Iterator[Check]:
     yield from _holes(found)
     yield from _merged(run, found)
     yield from _events(run)
-    yield from _accounts(run, found)
+    yield from _accounts(run)
     for problem in run.problems:
         yield Check("missing", problem)
     yield from _absent_ranks(run)
@@ -240,8 +241,8 @@ def _holes(found: Expectation) -> Iterator[Check]:
 def _hole(hole: Hole) -> Check:
     state = "missing" if hole.reason.is_loss else "note"
     ranks = [rank for rank in hole.ranks if rank is not None]
-    where = f"rank{'s' * (len(ranks) > 1)} {span(ranks)}, " if ranks else ""
-    steps = f"step{'s' * (len(hole.steps) > 1)} {span(hole.steps)}"
+    where = f"{_many('rank', ranks)}, " if ranks else ""
+    steps = _many("step", hole.steps)
     why = hole.reason.text + (f" ({hole.detail})" if hole.detail else "")
     values = counted(hole.num_missing, "value")
     text = f"{', '.join(hole.sites)}: {values} missing, {where}{steps}: {why}: {_named(hole.modules)}"
@@ -262,22 +263,29 @@ def _hole(hole: Hole) -> Check:
 
 def _merged(run: Run, found: Expectation) -> Iterator[Check]:
     for uneven in found.uneven:
-        ranks = [rank for rank in uneven.ranks if rank is not None]
+        who = _many("rank", [rank for rank in uneven.ranks if rank is not None])
         what = "evaluation" if uneven.mode in ("eval", "no_grad") else "training"
-        who = f"rank {span(ranks)} alone ran" if uneven.is_alone else f"ranks {span(ranks)} ran another number of"
-        steps = f"step{'s' * (len(uneven.steps) > 1)} {span(uneven.steps)}"
-        yield Check("note", f"{who} {what} forwards (mode {uneven.mode}) in {steps}; no row is lost by it")
+        ran = f"{who} alone ran" if uneven.is_alone else f"{who} ran another number of"
+        steps = _many("step", uneven.steps)
+        yield Check("note", f"{ran} {what} forwards (mode {uneven.mode}) in {steps}; no row is lost by it")
     if found.num_incomplete:
-        text = f"{counted(found.num_incomplete, 'tensor')} in several parts of which some were dropped"
-        yield Check("missing", text)
+        yield Check("missing", f"{counted(found.num_incomplete, 'tensor')} in several parts of which some are lost")
     for partial in found.partial:
-        rows, steps = counted(partial.num_rows, "global row"), span(partial.steps)
         facts = {"reason": "partial", "ranks": partial.missing, "steps": partial.steps, "rows": partial.num_rows}
-        text = f"merged run partial: {rows} in steps {steps} lack ranks {span(partial.missing)}"
-        yield Check("missing", text, facts=facts)
+        rows, steps = counted(partial.num_rows, "global row"), _many("step", partial.steps)
+        text = f"merged run partial: {rows} in {steps} without {_many('rank', partial.missing)}"
+        if partial.mode == "train":
+            yield Check("missing", text, facts=facts)
+        else:
+            yield Check("note", f"{text}, in an evaluation (mode {partial.mode})", facts=facts)
     source = run.manifest.get("merged_from")
     if isinstance(source, dict):
-        yield Check("ok", f"merged from {source.get('path')}: recorder doctor tells of that run what each rank lost")
+        yield Check("ok", f"merged from {source.get('path')}")
+    for account in (account for writer in run.writers for account in source_accounts(writer)):
+        where = f"merged from rank {account.get('rank')}, {account.get('writer')}"
+        yield from _balance(where, Balance.read(account))
+        if account.get("state") != "closed":
+            yield Check("missing", f"merged from {account.get('ending') or 'a writer that had not closed'}")
 
 
 def _events_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
@@ -297,18 +305,10 @@ def _events(run: Run) -> Iterator[Check]:
         yield Check("missing", f"event {kind}{f' (rank {listed})' if listed else ''}: {message}")
 
 
-def _accounts(run: Run, found: Expectation) -> Iterator[Check]:
+def _accounts(run: Run) -> Iterator[Check]:
     for writer in run.writers:
         where = f"{'global' if writer.rank is None else f'rank {writer.rank}'}, {writer.name}"
-        balance = writer.balance
-        if balance.dropped:
-            reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(balance.dropped.items()))
-            yield Check(
-                "missing", f"{where}: {balance.num_dropped} of {counted(balance.observed, 'row')} dropped: {reasons}"
-            )
-        if balance.retired_rows:
-            text = f"{where}: {counted(balance.retired_rows, 'old row')} removed to keep the quota"
-            yield Check("note", text, is_strict=True)
+        yield from _balance(where, writer.balance)
         if writer.state == "recording":
             yield Check("note", f"{where}: is recording now", is_strict=True)
         for shard in writer.shards:
@@ -317,17 +317,31 @@ def _accounts(run: Run, found: Expectation) -> Iterator[Check]:
                 yield Check("note", f"{where}: {cut}", is_strict=True)
 
 
+def _balance(where: str, balance: Balance) -> Iterator[Check]:
+    if balance.dropped:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(balance.dropped.items()))
+        text = f"{where}: {balance.num_dropped} of {counted(balance.observed, 'row')} dropped: {reasons}"
+        yield Check("missing", text)
+    if balance.retired_rows:
+        text = f"{where}: {counted(balance.retired_rows, 'old row')} removed to keep the quota"
+        yield Check("note", text, is_strict=True)
+
+
 def _endings(run: Run, found: Expectation) -> Iterator[Check]:
     ends: dict[int, list[int]] = {}
     for rank, last in found.last_steps.items():
         if rank is not None and last is not None:
             ends.setdefault(last, []).append(rank)
     if len(ends) > 1:
-        shown = [f"rank{'s' * (len(ranks) > 1)} {span(ranks)} in step {last}" for last, ranks in sorted(ends.items())]
+        shown = [f"{_many('rank', ranks)} in step {last}" for last, ranks in sorted(ends.items())]
         yield Check("note", f"unequal steps: the record ends on {_listed(shown)}", is_strict=True)
     for writer in run.writers:
         if writer.state == "unclosed":
             yield Check("missing", writer.ending)
+
+
+def _many(noun: str, numbers: list[int]) -> str:
+    return f"{noun}{'s' * (len(numbers) > 1)} {span(numbers)}"
 
 
 def _named(paths: list[str]) -> str:
