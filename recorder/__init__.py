@@ -15,6 +15,8 @@ from .errors import RecorderError as RecorderError
 if TYPE_CHECKING:
     from torch import nn
 
+    from .analyze.diff import diff as diff
+    from .analyze.export import export as export
     from .analyze.first import first as first
     from .analyze.stats import stats as stats
     from .attachment import Attachment
@@ -28,7 +30,9 @@ __all__ = [
     "Run",
     "attach",
     "decode",
+    "diff",
     "errors",
+    "export",
     "first",
     "open_run",
     "scalar",
@@ -45,6 +49,8 @@ _LAZY = {
     "open_run": "read.run",
     "Run": "read.run",
     "decode": "read.decode",
+    "diff": "analyze.diff",
+    "export": "analyze.export",
     "first": "analyze.first",
     "stats": "analyze.stats",
 }

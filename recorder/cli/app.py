@@ -30,6 +30,11 @@ app = typer.Typer(
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or a folder that holds exactly one.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
+ModuleGlob = Annotated[str | None, typer.Argument(metavar="MODULE", help="A module's path or a glob; '' is the root.")]
+SiteOption = Annotated[str | None, typer.Option(help="Only these sites: output, grad, param,... with commas.")]
+NameOption = Annotated[str | None, typer.Option(help="Only this name at the site, or a glob: weight, *.exp_avg.")]
+StepOption = Annotated[str | None, typer.Option(help="Steps: 7, 0:100, ::10, 0,5,7 or pow2.")]
+RankOption = Annotated[str | None, typer.Option(help="Ranks, written like steps.")]
 
 
 def run_command(arguments: list[str]) -> NoReturn:
@@ -103,6 +108,104 @@ def first(context: typer.Context, path: RunPath, as_json: Json = False) -> None:
     from .paths import open_typed
 
     raise typer.Exit(show_first(open_typed(path, context.obj), as_json=as_json))
+
+
+@app.command(epilog="Example: recorder stats recordings 'layers.*' --site grad --by step --global")
+def stats(
+    context: typer.Context,
+    path: RunPath,
+    module: ModuleGlob = None,
+    site: SiteOption = None,
+    name: NameOption = None,
+    step: StepOption = None,
+    rank: RankOption = None,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Combine over all that agree in these: step, module, site, name, rank, with commas. Sites, phases and "
+            "modes are never mixed; ranks only with --global."
+        ),
+    ] = None,
+    across_ranks: Annotated[
+        bool, typer.Option("--global", help="Of the global tensors: all ranks together, replicas counted once.")
+    ] = False,
+    last: Annotated[int, typer.Option(min=0, help="Rows to show, counted from the end; 0: all.")] = 50,
+    as_json: Json = False,
+) -> None:
+    """Statistics over steps, ranks and modules; --by and --global combine them exactly, without reading a tensor."""
+    from ..analyze.selection import Selection
+    from .paths import open_typed
+    from .stats import show_stats
+
+    selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
+    run = open_typed(path, context.obj)
+    raise typer.Exit(show_stats(run, selection, by=by or [], across_ranks=across_ranks, last=last, as_json=as_json))
+
+
+@app.command(epilog="Example: recorder diff run-ddp run-fsdp --rtol 1e-5")
+def diff(
+    context: typer.Context,
+    a: Annotated[Path, typer.Argument(metavar="A", help="A run; its order of execution counts.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The run to compare with it.")],
+    rtol: Annotated[float, typer.Option(min=0, help="Allowed difference, relative to the larger magnitude.")] = 0.0,
+    atol: Annotated[float, typer.Option(min=0, help="Allowed absolute difference.")] = 0.0,
+    ulp: Annotated[int, typer.Option(min=0, help="Allowed representable numbers between two floats.")] = 0,
+    module: Annotated[str | None, typer.Option(help="Only this module, or those that a glob matches.")] = None,
+    site: SiteOption = None,
+    name: NameOption = None,
+    step: StepOption = None,
+    common: Annotated[bool, typer.Option("--common", help="What only one of them has does not count.")] = False,
+    limit: Annotated[int, typer.Option(min=0, help="Lines of each table; 0: all.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Compare two runs of any layouts value by value, the first module that differs on top.
+
+    The global tensors are compared: one process, DDP and FSDP of any number of ranks. Exactly, unless a tolerance is
+    given; an element within any of them is equal. Exit code 1: they differ. 2: they have nothing in common.
+    """
+    from ..analyze.compare import Tolerance
+    from ..analyze.selection import Selection
+    from .diff import show_diff
+    from .paths import open_typed
+
+    selection = Selection(module=module, site=site, name=name, step=step)
+    runs = (open_typed(a, context.obj), open_typed(b, context.obj))
+    tolerance = Tolerance(rtol, atol, ulp)
+    raise typer.Exit(show_diff(*runs, selection, tolerance, common=common, limit=limit, as_json=as_json))
+
+
+@app.command(epilog="Example: recorder export recordings -o grads.parquet --site grad")
+def export(
+    context: typer.Context,
+    path: RunPath,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="PATH", help="The file to write.")],
+    to: Annotated[str | None, typer.Option(help="parquet, npz or safetensors; by default what PATH ends with.")] = None,
+    module: Annotated[str | None, typer.Option(help="Only this module, or those that a glob matches.")] = None,
+    site: SiteOption = None,
+    name: NameOption = None,
+    step: StepOption = None,
+    rank: RankOption = None,
+    across_ranks: Annotated[
+        bool, typer.Option("--global", help="The global tensors instead of each rank's own.")
+    ] = False,
+    payload: Annotated[
+        bool, typer.Option("--payload", help="Parquet with the tensors' bytes, too, in the column data.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write statistics as Parquet, or tensors as npz or safetensors, under names such as step=3/layers.0.mlp/output.
+
+    numpy has no bfloat16 and no 8-bit floats: in npz they are float32, which holds them exactly.
+    """
+    from ..analyze.selection import Selection
+    from .export import export_run, plan_export
+    from .paths import open_typed
+
+    selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
+    run = open_typed(path, context.obj)
+    planned = plan_export(run, out, selection, to=to, across_ranks=across_ranks, payload=payload)
+    raise typer.Exit(export_run(planned, out, force=force, as_json=as_json))
 
 
 @app.command(epilog="Example: recorder verify recordings")

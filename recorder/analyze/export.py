@@ -1,0 +1,229 @@
+"""Owns runs in other formats: statistics as Parquet, tensors as npz or safetensors. Never overwrites unasked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from os import PathLike
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..errors import LookupFailedError, WriteError
+from ..format.schema import COUNTS, LIGHT_COLUMNS, SCHEMA, STATISTICS
+from ..read.run import Run
+from .selection import Selection
+from .tensorfiles import write_npz, write_safetensors
+from .tensors import Entry, Tensors, row_pieces
+
+FORMATS = ("parquet", "npz", "safetensors")
+_ROWS_A_GROUP = 65_536
+_BYTES_A_GROUP = 64 << 20
+_WRITERS = {"npz": write_npz, "safetensors": write_safetensors}
+_OF_PART_0 = (*STATISTICS, *COUNTS, "fingerprint")
+
+
+class Exported(NamedTuple):
+    """What was written."""
+
+    path: Path
+    num_rows: int
+    """Rows of a table, or tensors."""
+    num_bytes: int
+    """Size of the file."""
+
+
+class Export:
+    """One export, planned; `write` does it."""
+
+    def __init__(
+        self, run: Run, to: str, selection: Selection, *, across_ranks: bool = False, payload: bool = False
+    ) -> None:
+        """Find what is to be written.
+
+        Raises:
+            LookupFailedError: nothing is selected or has values, or there is no such format.
+        """
+        if to not in FORMATS:
+            raise LookupFailedError(f"format {to!r}: choose of {', '.join(FORMATS)}")
+        if payload and to != "parquet":
+            raise LookupFailedError(f"{to} holds tensors anyway; payload is for parquet")
+        self.to = to
+        self._run = run
+        self._selection = selection
+        self._payload = payload
+        self._across_ranks = across_ranks
+        self._tensors = Tensors(run, selection, across_ranks=across_ranks)
+        self._entries: list[Entry] = self._tensors.entries() if to != "parquet" else []
+        self.total_bytes = sum(entry.payload_bytes for entry in self._entries)
+        """Payload bytes that `report` will be called with in sum; 0 where that is not known before."""
+
+    def write(self, path: Path, *, force: bool = False, report: Callable[[int], None] = lambda done: None) -> Exported:
+        """Write the file, under its name only once it is whole.
+
+        Raises:
+            WriteError: the file exists and `force` is not given, or it cannot be written.
+            CorruptError: a payload is not what was written.
+        """
+        with _published(path, force=force) as file:
+            if self.to == "parquet":
+                num_rows = self._write_parquet(file, report)
+            else:
+                num_rows = len(self._entries)
+                _WRITERS[self.to](file, self._tensors, self._entries, report)
+        return Exported(path, num_rows, path.stat().st_size)
+
+    def _write_parquet(self, file: BinaryIO, report: Callable[[int], None]) -> int:
+        num_rows = 0
+        names = [*LIGHT_COLUMNS, *(["data"] if self._payload else [])]
+        metadata = {b"recorder_run_id": self._run.run_id.encode(), b"recorder_format": b"1.0"}
+        schema = pa.schema([SCHEMA.field(name).with_nullable(True) for name in names], metadata=metadata)
+        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+            for table in self._with_payload(report) if self._payload else self._light():
+                writer.write_table(table.cast(schema), row_group_size=_ROWS_A_GROUP)
+                num_rows += table.num_rows
+        if not num_rows:
+            raise self._tensors.explain_nothing()
+        return num_rows
+
+    def _light(self) -> Iterator[Any]:
+        """Rows without payloads; without the global view they are those on disk, of all attempts."""
+        if not self._across_ranks:
+            yield self._selection.narrow(self._run.table(list(LIGHT_COLUMNS)))
+            return
+        for window in range(self._tensors.num_windows):
+            yield self._tensors.table(window).select(list(LIGHT_COLUMNS))
+
+    def _with_payload(self, report: Callable[[int], None]) -> Iterator[Any]:
+        """Rows with their decoded bytes, some megabytes at once; large tensors in several rows, as on disk."""
+        for window in range(self._tensors.num_windows):
+            table, rows = self._tensors.table(window), self._tensors.rows(window)
+            waiting: list[dict[str, Any]] = []
+            num_bytes = 0
+            for batch in table.to_batches(max_chunksize=1024):
+                for row in batch.to_pylist():
+                    at = row.pop("at")
+                    for values in _parts(row, rows, at):
+                        waiting.append(values)
+                        num_bytes += values["payload_bytes"] or 0
+                        report(values["payload_bytes"] or 0)
+                        if num_bytes >= _BYTES_A_GROUP or len(waiting) >= _ROWS_A_GROUP:
+                            yield _as_table(waiting)
+                            waiting, num_bytes = [], 0
+            yield _as_table(waiting)
+
+
+def export(
+    run: Run,
+    path: str | PathLike[str],
+    module: str | None = None,
+    *,
+    to: str | None = None,
+    site: str | None = None,
+    name: str | None = None,
+    step: int | str | None = None,
+    rank: int | str | None = None,
+    across_ranks: bool = False,
+    payload: bool = False,
+    force: bool = False,
+) -> Exported:
+    """Write a part of a run in another format.
+
+    Args:
+        run: from `open_run`.
+        path: the file to write; it appears once it is whole.
+        module: a module's path, or a glob over paths; all modules without.
+        to: ``parquet`` (a row a value, with its statistics), ``npz`` or ``safetensors`` (the tensors, under names such
+            as ``step=3/layers.0.mlp/output/rank=1``); by default what the path ends with.
+        site: one site, or several with commas.
+        name: a name at the site, or a glob.
+        step: a step, or several as in rules: ``"0:100"``, ``"::10"``.
+        rank: ranks, written like steps.
+        across_ranks: the global tensors instead of the ranks' own.
+        payload: parquet with the values, too: column `data` holds each tensor's decoded bytes, so that
+            `recorder.decode` takes a row.
+        force: replace a file that exists.
+
+    Raises:
+        LookupFailedError: nothing is selected or has values; the message says what there is.
+        WriteError: the file exists, or cannot be written.
+    """
+    path = Path(path)
+    selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
+    planned = Export(run, to or format_of(path), selection, across_ranks=across_ranks, payload=payload)
+    return planned.write(path, force=force)
+
+
+def format_of(path: Path) -> str:
+    """The format that a file's name means.
+
+    Raises:
+        LookupFailedError: it means none.
+    """
+    found = path.suffix.removeprefix(".").lower()
+    if found not in FORMATS:
+        raise LookupFailedError(f"{path}: the name does not say which format; choose of {', '.join(FORMATS)}")
+    return found
+
+
+def _parts(row: dict[str, Any], rows: Any, at: int) -> Iterator[dict[str, Any]]:
+    """A row as it is, or with its bytes; a large tensor as several, whose statistics stand in the first."""
+    if row["encoding"] is None:
+        yield row | {"payload_bytes": None, "data": None}
+        return
+    for part, piece in enumerate(row_pieces(rows, at, row["dtype"])):
+        values = {
+            "part": part,
+            "flat_offset": piece.flat_offset,
+            "encoding": "plain",
+            "payload_bytes": piece.data.nbytes,
+        }
+        rest = dict.fromkeys(_OF_PART_0) if part else {}
+        yield row | rest | values | {"data": piece.data.tobytes()}
+
+
+def _as_table(rows: list[dict[str, Any]]) -> Any:
+    schema = pa.schema(
+        [SCHEMA.field(name).with_nullable(True) for name in SCHEMA.names if name in (*LIGHT_COLUMNS, "data")]
+    )
+    return pa.Table.from_pylist(rows, schema).select([*LIGHT_COLUMNS, "data"])
+
+
+@contextmanager
+def _published(path: Path, *, force: bool) -> Iterator[BinaryIO]:
+    """A new file that gets its name when the block ends well, and else leaves nothing behind."""
+    if not force and os.path.lexists(path):
+        raise WriteError(f"{path}: exists; choose another name, or --force to replace it")
+    if path.is_dir():
+        raise WriteError(f"{path}: is a directory; name the file to write")
+    temporary = path.with_name(f".recorder-{os.getpid()}.tmp")
+    try:
+        file = temporary.open("xb")
+    except OSError as error:
+        raise WriteError(f"{path}: cannot be written ({error.strerror}); choose a folder that exists") from error
+    try:
+        with file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        _name(temporary, path, force=force)
+    except OSError as error:
+        raise WriteError(f"{path}: cannot be written ({error.strerror})") from error
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def _name(temporary: Path, path: Path, *, force: bool) -> None:
+    if force:
+        os.replace(temporary, path)
+        return
+    try:
+        os.link(temporary, path)  # unlike a rename, never replaces what came since
+    except FileExistsError:
+        raise WriteError(f"{path}: exists by now; choose another name, or --force to replace it") from None
+    except OSError:  # a file system without hard links
+        os.rename(temporary, path)

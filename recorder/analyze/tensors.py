@@ -1,0 +1,132 @@
+"""Owns the tensors of a run one after the other: which are selected, and their bytes in bounded pieces."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ..errors import CorruptError, LookupFailedError
+from ..format.dtypes import item_bytes
+from ..read.decode import count, decode_payload, parse_shape
+from ..read.run import Run
+from .names import NAMING, tensor_name
+from .selection import Selection
+
+_PER_RANK = ("*=per_rank",)
+
+
+class Piece(NamedTuple):
+    """Consecutive elements of one tensor."""
+
+    data: npt.NDArray[np.uint8]
+    """At most 32 MiB, little-endian."""
+    flat_offset: int
+    """Of the first element, in the flattened tensor."""
+
+
+class Entry(NamedTuple):
+    """One tensor."""
+
+    window: int
+    row: int
+    name: str
+    """Unique; see `names`."""
+    dtype: str
+    shape: tuple[int, ...]
+    payload_bytes: int
+    place: dict[str, Any]
+    """The columns of `NAMING`."""
+
+
+class Tensors:
+    """The selected rows of a run, as the ranks recorded them or of the global view, window by window of steps."""
+
+    def __init__(self, run: Run, selection: Selection, *, across_ranks: bool) -> None:
+        """Nothing is read yet.
+
+        Raises:
+            LookupFailedError: the selection can match nothing in any run.
+        """
+        if across_ranks and selection.rank is not None:
+            raise LookupFailedError("the global view has no ranks; leave one of the two out")
+        selection.check()
+        self._run = run
+        self._selection = selection
+        self._view = run.view(layouts=() if across_ranks else _PER_RANK)
+        self._windows = self._view.windows()
+        self._held: tuple[int, Any] | None = None
+
+    @property
+    def num_windows(self) -> int:
+        return len(self._windows)
+
+    def rows(self, window: int) -> Any:
+        """`GlobalRows` of a window; the last one asked for is kept."""
+        if self._held is None or self._held[0] != window:
+            self._held = None
+            self._held = window, self._view.rows(*self._windows[window])
+        return self._held[1]
+
+    def table(self, window: int) -> Any:
+        """The selected rows of a window, with the column `at`: their place in `rows`."""
+        table = self.rows(window).table
+        return self._selection.narrow(table.append_column("at", pa.array(np.arange(table.num_rows))))
+
+    def entries(self) -> list[Entry]:
+        """The selected tensors that have values, in the order of execution.
+
+        Raises:
+            LookupFailedError: nothing is selected, or nothing of it has values.
+        """
+        found: list[Entry] = []
+        times: Counter[str] = Counter()
+        num_selected = 0
+        for window in range(self.num_windows):
+            table = self.table(window)
+            num_selected += table.num_rows
+            table = table.filter(table.column("encoding").is_valid())
+            for row in table.select([*NAMING, "at", "dtype", "shape"]).to_pylist():
+                at, dtype, shape = row.pop("at"), row.pop("dtype"), parse_shape(row.pop("shape"))
+                name = tensor_name(row)
+                times[name] += 1
+                if times[name] > 1:  # rows that no key tells apart, as of a damaged run
+                    name = f"{name}/again={times[name]}"
+                found.append(Entry(window, at, name, dtype, shape, count(shape) * item_bytes(dtype), row))
+        if not num_selected:
+            raise self.explain_nothing()
+        if not found:
+            raise LookupFailedError(
+                f"none of the {num_selected} selected rows has values, only statistics: export them with --to parquet, "
+                "or record with keep=tensor"
+            )
+        return found
+
+    def explain_nothing(self) -> LookupFailedError:
+        """The error for a selection that matches nothing."""
+        names = ["module_path", "site", "name", "step", "rank"]
+        return self._selection.explain_nothing(self._run.table(names), f"run {self._run.path.name}")
+
+    def pieces(self, entry: Entry) -> Iterator[Piece]:
+        """The bytes of one tensor.
+
+        Raises:
+            CorruptError: the bytes are not those that were written.
+        """
+        num_bytes = 0
+        for piece in row_pieces(self.rows(entry.window), entry.row, entry.dtype):
+            num_bytes += piece.data.nbytes
+            yield piece
+        if num_bytes != entry.payload_bytes:
+            raise CorruptError(f"{entry.name}: {num_bytes} bytes are not a {entry.dtype} tensor of {list(entry.shape)}")
+
+
+def row_pieces(rows: Any, row: int, dtype: str) -> Iterator[Piece]:
+    """The bytes of one row of `GlobalRows`, decoded."""
+    for part in rows.parts(row):
+        data = part.data[0] if len(part.data) == 1 else b"".join(part.data)
+        yield Piece(decode_payload(part.encoding, data, part.payload_bytes, dtype), part.flat_offset)

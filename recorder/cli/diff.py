@@ -1,0 +1,212 @@
+"""Owns ``recorder diff``: where two runs differ, the first divergent module on top."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..analyze.compare import Tolerance
+from ..analyze.diff import Diff, Difference, diff, payload_bytes
+from ..analyze.selection import Selection
+from ..read.run import Run
+from .first import as_dict
+from .output import Column, Table, counted, number, print_json, progress, say, span
+
+_MODULE_DROPS = ("nonfinite", "cosine", "max ulp", "max rel", "first value", "compared")
+_VALUE_DROPS = ("cosine", "elements", "type", "max ulp", "max rel", "rank", "shape")
+_HOW = {
+    "values": "values",
+    "statistics": "statistics only: there are no values to compare",
+    "fingerprint": "fingerprints only: there is nothing else to compare",
+    "shape": "shapes",
+    "dtype": "types; the values are equal",
+}
+
+
+def show_diff(
+    a: Run, b: Run, selection: Selection, tolerance: Tolerance, *, common: bool, limit: int, as_json: bool
+) -> int:
+    """Print how two runs compare and return the exit code: 1 if they differ."""
+    with progress("diff", payload_bytes(a) + payload_bytes(b)) as report:
+        found = diff(
+            a,
+            b,
+            selection.module,
+            site=selection.site,
+            name=selection.name,
+            step=selection.step,
+            **tolerance._asdict(),
+            common=common,
+            report=report,
+        )
+    if as_json:
+        _print_json(a, b, found, limit)
+        return int(not found.is_equal)
+    if found.first is not None:
+        say(_describe(found.first))
+        _print_modules(found, limit)
+        _print_values(found, limit)
+    _print_only(a, found.only_a, found.steps_only_a, limit)
+    _print_only(b, found.only_b, found.steps_only_b, limit)
+    for line in _summary(found, tolerance, common=common):
+        say(line)
+    return int(not found.is_equal)
+
+
+def _describe(first: Difference) -> str:
+    what = " ".join(filter(None, (repr(first.module_path), first.site, first.name)))
+    when = "" if first.micro_step is None else f", micro_step {first.micro_step}"
+    ranks = _ranks(first.rank_a, first.rank_b)
+    apart = f" by up to {number(first.max_abs)}" if first.max_abs is not None else ""
+    rank = f", rank {ranks}" if ranks else ""
+    return f"first difference: step {first.step}{when}, {what}{rank}: {_HOW[first.kind]}{apart}"
+
+
+def _print_modules(found: Diff, limit: int) -> None:
+    modules = found.modules.to_pylist()
+    has_roots = len({module["root"] for module in modules}) > 1
+    titles = [*(["root"] if has_roots else []), "module", "first step", "first value", "differ", "compared"]
+    titles += ["max abs", "max rel", "max ulp", "cosine", "nonfinite"]
+    lines = [
+        [module["root"]] * has_roots
+        + [module["module_path"] or "''", str(module["first_step"])]
+        + [" ".join(filter(None, (module["first_site"], module["first_name"])))]
+        + [str(module["differing"]), str(module["compared"]), number(module["max_abs"]), number(module["max_rel"])]
+        + [_whole(module["max_ulp"]), _cosine(module["min_cosine"])]
+        + [f"{module['nonfinite_a']}|{module['nonfinite_b']}"]
+        for module in modules[: limit or None]
+    ]
+    title = f"{counted(len(modules), 'module')} that differ, in the order in which they do{_cut(len(modules), limit)}"
+    _print(titles, lines, title, _MODULE_DROPS, texts=("root", "module", "first value"), dull={"nonfinite": "0|0"})
+
+
+def _print_values(found: Diff, limit: int) -> None:
+    rows = found.table.slice(0, limit or None).to_pylist()
+    titles = ["step", "module", "value", "rank", "kind", "shape", "type", "elements", "max abs", "max rel", "max ulp"]
+    lines = [
+        [
+            str(row["step"]),
+            row["module_path"] or "''",
+            " ".join(filter(None, (row["site"], row["name"], _beside(row)))),
+            _ranks(row["rank_a"], row["rank_b"]),
+            row["kind"],
+            _two(row["shape_a"], row["shape_b"]),
+            _two(row["dtype_a"], row["dtype_b"]),
+            "" if row["num_outside"] is None else f"{row['num_outside']}/{row['numel']}",
+            number(row["max_abs"]),
+            _relative(row),
+            _whole(row["max_ulp"]),
+            _cosine(row["cosine"]),
+        ]
+        for row in rows
+    ]
+    num_rows = found.table.num_rows
+    title = f"{counted(num_rows, 'value')} that differ, in the order of execution{_cut(num_rows, limit)}"
+    texts = ("module", "value", "rank", "kind", "shape", "type")
+    _print([*titles, "cosine"], lines, title, _VALUE_DROPS, texts=texts, dull={"rank": "-"})
+
+
+def _print_only(run: Run, only: Any, steps: list[int], limit: int) -> None:
+    if only.num_rows:
+        lines = [
+            [
+                row["module_path"] or "''",
+                " ".join(filter(None, (row["site"], row["name"]))),
+                str(row["rows"]),
+                str(row["first_step"])
+                if row["first_step"] == row["last_step"]
+                else f"{row['first_step']}..{row['last_step']}",
+            ]
+            for row in only.slice(0, limit or None).to_pylist()
+        ]
+        title = f"only in {run.path}, at steps that both have{_cut(only.num_rows, limit)}"
+        columns = [Column(title="module"), Column(title="value"), Column(title="rows", is_number=True)]
+        Table([*columns, Column(title="steps")], lines, title=title).print()
+    if steps:
+        say(f"steps only in {run.path}: {span(steps)} (not compared; no difference by itself)")
+
+
+def _summary(found: Diff, tolerance: Tolerance, *, common: bool) -> Iterator[str]:
+    num_equal = found.num_compared - found.table.num_rows - found.num_incomparable
+    within = "exactly" if tolerance.is_exact else f"within {_said(tolerance)}"
+    yield (
+        f"{counted(found.num_compared, 'value')} compared: {num_equal} equal {within}, {found.table.num_rows} differ "
+        f"({found.num_by_fingerprint} equal by fingerprint, {found.num_by_values} by values, "
+        f"{found.num_by_statistics} by statistics)"
+    )
+    if found.num_incomparable:
+        yield f"note: {counted(found.num_incomparable, 'pair')} have neither values nor statistics to compare"
+    num_only = sum(table.num_rows for table in (found.only_a, found.only_b))
+    if num_only and common:
+        yield f"note: {counted(num_only, 'value')} that one run alone has do not count (--common)"
+    verdict = "equal" if found.is_equal else "different"
+    if not found.is_equal and found.first is None:
+        verdict = "different: what both have is equal, but one lacks values that the other has; --common ignores that"
+    yield verdict
+
+
+def _said(tolerance: Tolerance) -> str:
+    given = [f"{name} {value:g}" for name, value in tolerance._asdict().items() if value]
+    return ", ".join(given)
+
+
+def _print_json(a: Run, b: Run, found: Diff, limit: int) -> None:
+    tables = {name: getattr(found, name) for name in ("modules", "table", "only_a", "only_b")}
+    shown = {name: table.slice(0, limit or None).to_pylist() for name, table in tables.items()}
+    counts = {f"num_{name}": table.num_rows for name, table in tables.items()}
+    shown["differing"], counts["num_differing"] = shown.pop("table"), counts.pop("num_table")
+    rest = {name: as_dict(value) for name, value in found._asdict().items() if name not in tables}
+    print_json({"a": str(a.path), "b": str(b.path), **rest, **counts, **shown})
+
+
+def _print(
+    titles: list[str], lines: list[list[str]], title: str, drops: tuple[str, ...], *, texts: tuple[str, ...],
+    dull: dict[str, str],
+) -> None:  # fmt: skip
+    columns = [
+        Column(
+            title=name,
+            is_number=name not in texts,
+            is_whole=name in ("kind", "shape"),
+            drop=len(drops) - drops.index(name) if name in drops else 0,
+            dull=dull.get(name),
+        )
+        for name in titles
+    ]
+    Table(columns, lines, title=title).print()
+
+
+def _beside(row: dict[str, Any]) -> str:
+    """What else tells a value from others of its module."""
+    micro_step = f"micro_step={row['micro_step']}" if row["micro_step"] else ""
+    call = f"call={row['call']}" if row["call"] else ""
+    mode = row["mode"] if row["mode"] != "train" else ""
+    return " ".join(filter(None, (micro_step, call, mode, row["phase"] if row["phase"] == "recompute" else "")))
+
+
+def _relative(row: dict[str, Any]) -> str:
+    if row["statistic"] is not None:
+        return f"{row['statistic']} {number(row['statistic_rel'])}"
+    return number(row["max_rel"])
+
+
+def _ranks(a: int | None, b: int | None) -> str:
+    return "" if a is None and b is None else _two("all" if a is None else a, "all" if b is None else b)
+
+
+def _two(a: object, b: object) -> str:
+    return str(a) if a == b else f"{a} | {b}"
+
+
+def _whole(value: float | int | None) -> str:
+    if value is None:
+        return ""
+    return f"{int(value)}" if value < 1e6 else f"{value:.3g}"
+
+
+def _cosine(value: float | None) -> str:
+    return "" if value is None else f"{value:.6f}"
+
+
+def _cut(count: int, limit: int) -> str:
+    return f"; the first {limit} (--limit 0 shows all)" if limit and count > limit else ""

@@ -1,0 +1,29 @@
+"""Owns ``recorder export``: what was written where, with a progress bar."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..analyze.export import Export, format_of
+from ..analyze.selection import Selection
+from ..read.run import Run
+from .output import counted, print_json, progress, say, size
+
+
+def plan_export(
+    run: Run, out: Path, selection: Selection, *, to: str | None, across_ranks: bool, payload: bool
+) -> Export:
+    """Find what is to be written; the format by the file's name where none is given."""
+    return Export(run, to or format_of(out), selection, across_ranks=across_ranks, payload=payload)
+
+
+def export_run(planned: Export, out: Path, *, force: bool, as_json: bool) -> int:
+    """Write the file, say so, and return the exit code."""
+    with progress("export", planned.total_bytes) as report:
+        done = planned.write(out, force=force, report=report)
+    if as_json:
+        print_json({"path": str(done.path), "format": planned.to, "rows": done.num_rows, "bytes": done.num_bytes})
+    else:
+        what = counted(done.num_rows, "row" if planned.to == "parquet" else "tensor")
+        say(f"{done.path}: {what}, {size(done.num_bytes)}")
+    return 0
