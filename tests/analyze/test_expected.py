@@ -233,7 +233,7 @@ class TestLosses:
 
     def test_what_a_live_writer_has_not_written_yet_is_no_loss(self, run: Path) -> None:
         record(run, training(5))
-        live = {"state": "recording", "pid": os.getpid(), "host": os.uname().nodename}
+        live: dict[str, Any] = {"state": "recording", "pid": os.getpid(), "host": os.uname().nodename}
         record(run, training(4, 1)[:-3], 1, **live)
         found = found_in(run)
         hole = only(found, "live")
