@@ -20,13 +20,16 @@ from .output import counted, print_json, progress, say, size
 _MAX_SHOWN = 3
 _KINDS = {
     "corrupt": "not readable",
-    "inconsistent": "refused, the ranks' pieces do not fit",
+    "inconsistent": "refused, because the ranks' pieces do not fit",
     "replicas_differ": "replicas that differ",
-    "partial": "partial, ranks are missing",
+    "partial": "partial, because ranks are missing",
+    "stranger": "left out, because it belongs to another run",
     "per_rank": "kept per rank",
-    "superseded": "of an attempt that a newer one replaced",
+    "superseded": "left out, because a newer attempt recorded the same steps",
 }
 """How findings are called; another kind by its own name."""
+_OF_WRITERS = ("stranger", "superseded")
+"""Found once a unit, whatever the number of rows."""
 
 
 def merge_typed(run: Run, out: Path, *, loss: str, layouts: Sequence[str], jobs: int | None, as_json: bool) -> int:
@@ -72,12 +75,12 @@ def _end_with(sentinel: int) -> None:
 
 def _lines(run: Run, report: MergeReport) -> Iterator[str]:
     for kind, entry in report.findings.items():
-        count = entry["count"]
-        yield f"{'finding' if entry['num_problems'] else 'note'}: {counted(count, 'row')} {_KINDS.get(kind, kind)}"
+        how_many = "" if kind in _OF_WRITERS else f": {counted(entry['count'], 'row')}"
+        yield f"{'finding' if entry['num_problems'] else 'note'}: {_KINDS.get(kind, kind)}{how_many}"
         for example in entry["first"][:_MAX_SHOWN]:
             yield f"  {_describe(example)}"
-        if count > _MAX_SHOWN:
-            yield f"  and {count - _MAX_SHOWN} more; --json names some, `note` of each row says why"
+        if len(entry["first"]) > _MAX_SHOWN:
+            yield "  and more"
     recording = [writer for writer in run.writers if writer.state == "recording"]
     if recording:
         yield f"note: {counted(len(recording), 'writer')} of it at work; merge again for what comes"

@@ -116,7 +116,8 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise NotARunError(f"{path}: not a regular file; expected a manifest of a run")
         with open(descriptor, "rb", closefd=False) as file:
-            text = file.read(max_bytes + 1)
+            # Python takes the memory for all that may come, before it reads.
+            text = file.read(min(max_bytes, os.fstat(descriptor).st_size) + 1)
     finally:
         os.close(descriptor)
     if len(text) > max_bytes:

@@ -58,7 +58,7 @@ class Output:
 
     def manifest_of(self, unit: str) -> dict[str, Any]:
         """The manifest of the global rows of a finished unit; empty where it cannot be read."""
-        for folder in (self.path / GLOBAL_DIR / unit, self._merging / unit / GLOBAL_DIR):
+        for folder in (self._merging / unit / GLOBAL_DIR, self.path / GLOBAL_DIR / unit):
             with contextlib.suppress(RunError):
                 return read_json(folder / WRITER_MANIFEST)
         return {}
@@ -91,7 +91,7 @@ class Output:
             run: the manifest of the run.
         """
         published = self._published()
-        waiting = [name for name in wanted if name not in published]
+        waiting = [name for name in wanted if name not in published or self._is_waiting(name)]
         stale = [published - set(wanted), self._debris(wanted)]
         if self.is_whole and not waiting and not any(stale) and self._says(source, run):
             shutil.rmtree(self._merging, ignore_errors=True)
@@ -104,15 +104,17 @@ class Output:
         for folder in self._debris(wanted):
             self._remove(folder)
         for name in waiting:
+            if name in published:  # made again; its global part goes last, so that a kill leaves it to be removed
+                for folder in (*self._of_ranks(name), self.path / GLOBAL_DIR / name):
+                    self._remove(folder)
             self._publish(name)
         source_folder = self.path / GLOBAL_DIR / _SOURCE
         source_folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
         write_json_atomically(source_folder / WRITER_MANIFEST, source)
-        for name in _names(self.path):
-            if name == GLOBAL_DIR or parse_rank_dir(name) is not None:
-                sync_directory(self.path / name)
-                with contextlib.suppress(OSError):
-                    os.rmdir(self.path / name)  # only where nothing is in it any more
+        for name in (GLOBAL_DIR, *self._ranks()):
+            sync_directory(self.path / name)
+            with contextlib.suppress(OSError):
+                os.rmdir(self.path / name)  # only where nothing is in it any more
         shutil.rmtree(self._merging, ignore_errors=True)
         write_json_atomically(self.path / RUN_MANIFEST, run)
 
@@ -126,12 +128,15 @@ class Output:
     def _debris(self, wanted: Collection[str]) -> list[Path]:
         """Per-rank parts of units that are not wanted."""
         return [
-            self.path / name / unit
-            for name in _names(self.path)
-            if parse_rank_dir(name) is not None
-            for unit in _names(self.path / name)
-            if unit not in wanted
+            self.path / name / unit for name in self._ranks() for unit in _names(self.path / name) if unit not in wanted
         ]
+
+    def _of_ranks(self, unit: str) -> list[Path]:
+        """Per-rank parts of a unit that are published."""
+        return [self.path / name / unit for name in self._ranks() if (self.path / name / unit).is_dir()]
+
+    def _ranks(self) -> list[str]:
+        return [name for name in _names(self.path) if parse_rank_dir(name) is not None]
 
     def _publish(self, unit: str) -> None:
         """Move the directories of a unit to their places, the global one last: then nothing of it is missing."""

@@ -27,6 +27,8 @@ _BATCH_ROWS = 4096
 _SHARD_BYTES = 256 << 20
 _SHARD_ROWS = 65536
 _LAYOUTS = {"tensors": Layout(SCHEMA), "stats": Layout(SCHEMA, "zstd")}
+_LIGHT_BYTES = 256 << 10
+"""The same for scalars, which stand with the statistics."""
 _SMALL_BYTES = 1024
 """A scalar's payload of up to so many bytes stands with the statistics."""
 _OF_FIRST_PART = frozenset((*STATISTICS, *COUNTS, "fingerprint"))
@@ -36,7 +38,7 @@ class Memory:
     """What a process writes from: used by one directory after the other."""
 
     def __init__(self) -> None:
-        self.payloads = {"tensors": PageMemory(BATCH_BYTES), "stats": PageMemory(_SMALL_BYTES * _BATCH_ROWS)}
+        self.payloads = {"tensors": PageMemory(BATCH_BYTES), "stats": PageMemory(_LIGHT_BYTES)}
         self.message = PageMemory(BATCH_BYTES + (2 << 20))
 
 
@@ -61,7 +63,8 @@ class Directory:
         self._sites = rows.column("site")
         self._attempts = rows.column("attempt").to_numpy()
         self._max_attempt = 0
-        self._started_ns = time.time_ns()
+        self._times_ns = rows.column("time_ns").to_numpy()
+        self._first_ns = 0
         self.disk.make_directory(path)
         self._lanes = {kind: _Lane(self, kind) for kind in _LAYOUTS}
 
@@ -75,6 +78,8 @@ class Directory:
         """
         is_light = part is None or (part.payload_bytes <= _SMALL_BYTES and self._sites[row].as_py() == "scalar")
         self._max_attempt = max(self._max_attempt, int(self._attempts[row]))
+        if self.num_rows == 0:
+            self._first_ns = int(self._times_ns[row])
         self.num_rows += 1
         self._lanes["stats" if is_light else "tensors"].add(self.num_rows - 1, row, part, number)
 
@@ -91,7 +96,8 @@ class Directory:
             "host": os.uname().nodename,
             "pid": os.getpid(),
             "attempt": self._max_attempt,
-            "started_ns": self._started_ns,
+            # Of the first row: readers order a step's pieces by it, whenever each was merged.
+            "started_ns": self._first_ns,
             "closed_ns": time.time_ns(),
             "state": "closed",
             "ledger": self.ledger(),
@@ -118,6 +124,7 @@ class _Lane:
         self._kind = kind
         self._layout = _LAYOUTS[kind]
         self._payload = directory.memory.payloads[kind]
+        self._batch_bytes = BATCH_BYTES if kind == "tensors" else _LIGHT_BYTES
         self._has_index = kind == "tensors"
         self._next_number = 0
         self._file: BatchFile | None = None
@@ -132,10 +139,10 @@ class _Lane:
         else:
             buffers = [np.frombuffer(piece, np.uint8) for piece in part.data]
             num_bytes = sum(map(len, buffers))
-            if self._ends[-1] and self._ends[-1] + num_bytes > BATCH_BYTES:
+            if self._ends[-1] and self._ends[-1] + num_bytes > self._batch_bytes:
                 self._flush()
             start = self._ends[-1]
-            if len(buffers) == 1 and start == 0 and num_bytes >= BATCH_BYTES:
+            if len(buffers) == 1 and start == 0 and num_bytes >= self._batch_bytes:
                 self._borrowed = buffers[0]
             else:
                 if start == 0:
@@ -145,7 +152,7 @@ class _Lane:
                     start += len(buffer)
             end = self._ends[-1] + num_bytes
             self._note(seq, row, number, part.flat_offset, part.encoding, part.payload_bytes, end)
-        if self._ends[-1] >= BATCH_BYTES or len(self._rows) >= _BATCH_ROWS:
+        if self._ends[-1] >= self._batch_bytes or len(self._rows) >= _BATCH_ROWS:
             self._flush()
 
     def close(self) -> None:

@@ -15,8 +15,8 @@ import numpy as np
 
 from ..errors import RunError
 from ..format.rundir import rank_dir
-from ..read.run import Run
 from ..read.groups import Finding
+from ..read.run import Run
 from ..read.view import GlobalRows, GlobalView
 from ..read.writers import GLOBAL_DIR
 from .findings import CORRUPT, Summary, summarize
