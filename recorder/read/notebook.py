@@ -136,11 +136,13 @@ class ModuleView:
         return list(dict.fromkeys(info.class_name for (_, path), info in self.run.modules.items() if path == self.path))
 
     def __repr__(self) -> str:
-        name = f" ({', '.join(self._class_names)})" if self._class_names else ""
-        rows = self.table(["step"]).num_rows
-        steps = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no steps"
-        below = f", {_counted(len(self._below), 'module')} below" if self._below else ""
-        return f"<Module {self.path!r}{name}: {_counted(rows, 'row')}, {steps}, {', '.join(self.sites)}{below}>"
+        name = f" ({', '.join(map(_plain, self._class_names))})" if self._class_names else ""
+        parts = [_counted(self.table(["step"]).num_rows, "row")]
+        if self.steps:
+            parts += [f"steps {self.steps[0]} to {self.steps[-1]}", *map(_plain, self.sites)]
+        if self._below:
+            parts.append(f"{_counted(len(self._below), 'module')} below")
+        return f"<Module {self.path!r}{name}: {', '.join(parts)}>"
 
     def _repr_html_(self) -> str:
         children = self.children[:_MAX_CHILDREN]
@@ -259,9 +261,14 @@ def _in_order_of_sites(sites: Iterable[str]) -> list[str]:
 
 
 def _shown(text: object) -> str:
-    """A text of a stranger as HTML: nothing in it is markup, and nothing turns the line around."""
+    """A text of a stranger as HTML: nothing in it is markup."""
+    return html.escape(_plain(text), quote=True)
+
+
+def _plain(text: object) -> str:
+    """A text of a stranger, on one line, of bounded length, with nothing in it that a terminal would obey."""
     plain = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text))
-    return html.escape(plain if len(plain) <= _MAX_TEXT else plain[: _MAX_TEXT - 3] + "...", quote=True)
+    return plain if len(plain) <= _MAX_TEXT else plain[: _MAX_TEXT - 3] + "..."
 
 
 def _span(numbers: Sequence[int]) -> str:

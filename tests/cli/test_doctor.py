@@ -1,0 +1,196 @@
+"""`recorder doctor RUN`: the table, holes with their reasons, what ends with which exit code."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recorder.cli.module_names import grouped
+from tests.analyze.test_expected import record, renumbered, step_rows, training
+from tests.cli.conftest import Cli, Result, on_a_terminal
+from tests.distributed import jobs
+from tests.read.handmade import ledger, make_row, make_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run")
+
+
+def lines(result: Result, *words: str) -> list[str]:
+    return [line for line in result.out.splitlines() if all(word in line for word in words)]
+
+
+def codes(cli: Cli, run: Path) -> tuple[int, int]:
+    return cli("doctor", run).exit_code, cli("doctor", run, "--strict").exit_code
+
+
+def test_a_whole_run_is_a_table_of_sites_and_ends_with_zero(cli: Cli, run: Path) -> None:
+    record(run, training(5))
+    record(run, training(5, 1), 1)
+    found = cli("doctor", run)
+    assert codes(cli, run) == (0, 0)
+    assert {line.split()[0] for line in found.out.splitlines()} == {"ok"}
+    table = [line.split()[1:] for line in lines(found, "expected")]
+    assert table == [
+        [site, str(number), "expected", str(number), "found", "0", "missing"]
+        for site, number in (("output", 40), ("grad_output", 40), ("param", 30), ("grad", 30), ("optim", 30))
+    ]
+
+
+def test_a_loss_is_a_line_with_sites_modules_steps_ranks_and_reason(cli: Cli, run: Path) -> None:
+    record(run, training(5))
+    rows = training(5, 1)
+    kept = [row for row in rows if row["step"] not in (2, 3) or not row["module_path"].startswith("b")]
+    record(run, kept, 1, ledger=ledger(len(kept), observed=len(rows), pool_full=20))
+    found = cli("doctor", run)
+    assert found.exit_code == 1
+    (line,) = lines(found, "missing ", "values")
+    assert line == (
+        "missing output, grad_output, param, grad, optim: 20 values missing, rank 1, steps 2..3: "
+        "seen and dropped (pool_full): 'b', 'b.c'"
+    )
+    (hole,) = [check for check in cli("doctor", run, "--json").json if check.get("reason") == "dropped"]
+    assert (hole["ranks"], hole["steps"], hole["modules"], hole["missing"]) == ([1], [2, 3], ["b", "b.c"], 20)
+    (site,) = [check for check in cli("doctor", run, "--json").json if check.get("site") == "param"]
+    assert (site["expected"], site["found"], site["missing"], site["explained"]) == (30, 26, 4, 0)
+
+
+def test_what_never_was_is_a_note_and_no_finding_however_strict(cli: Cli, run: Path) -> None:
+    record(run, renumbered(row for row in training(3) if row["module_path"] != "a" or row["site"] in ("param", "grad")))
+    found = cli("doctor", run)
+    assert codes(cli, run) == (0, 0)
+    assert lines(found, "note", "never called by its own forward, though its parameters have gradients: 'a'")
+    for site in ("output", "grad_output"):
+        (line,) = [line for line in lines(found, "expected") if line.split()[1] == site]
+        assert " ".join(line.split()[2:]) == "12 expected 9 found 3 missing 3 of these explained"
+
+
+@pytest.mark.parametrize("kind", ["ended", "other_ranks", "live", "retired", "unreadable_rule"])
+def test_what_may_be_a_loss_is_a_finding_of_the_strict(cli: Cli, run: Path, kind: str) -> None:
+    record(run, training(5))
+    rows, more = training(5, 1), dict[str, Any]()
+    if kind == "ended":
+        rows = training(4, 1)
+    elif kind == "other_ranks":
+        rows = renumbered(row for row in rows if row["module_path"] != "a")
+    elif kind == "live":
+        more = {"state": "recording", "pid": os.getpid(), "host": os.uname().nodename}
+    elif kind == "retired":
+        more = {"ledger": ledger(len(rows)) | {"retired": {"rows": 3, "bytes": 1}}}
+    else:
+        more = {"rules": ["site=output,grad_output,param,grad,optim keep=stats", "no rule"]}
+    record(run, rows, 1, **more)
+    assert codes(cli, run) == (0, 1)
+
+
+def test_unequal_steps_are_told_also_where_no_rule_wants_the_steps_between(cli: Cli, run: Path) -> None:
+    rule = "site=output,grad_output,param,grad,optim steps=0 keep=stats"
+    for rank, last in ((0, 7), (1, 7), (2, 5)):
+        rows = step_rows(0, rank)
+        rows.append(make_row(len(rows), step=last, rank=rank, module_path="", site="scalar", name="loss"))
+        record(run, rows, rank, rules=[rule])
+    assert lines(cli("doctor", run), "note", "the record ends on rank 2 in step 5, ranks 0..1 in step 7")
+    assert codes(cli, run) == (0, 1)
+
+
+def test_absent_ranks_are_told_with_what_may_have_kept_them(cli: Cli, tmp_path: Path) -> None:
+    for name, autoload, why in (("a", True, "TORCH_DEVICE_BACKEND_AUTOLOAD=0"), ("b", False, "attached the others")):
+        run = make_run(tmp_path / name, world_size=3)
+        record(run, training(2), autoload=autoload)
+        found = cli("doctor", run)
+        assert found.exit_code == 1
+        assert lines(found, "missing", "ranks: nothing of 1, 2 of 3", why)
+        assert lines(found, "output", "24 expected", "8 found", "16 missing")
+
+
+def test_a_rule_for_one_rank_is_told_as_a_filter(cli: Cli, run: Path) -> None:
+    for rank in (0, 1):
+        rows = training(2, rank) if rank == 0 else [make_row(0, step=s, rank=1, site="scalar") for s in range(1)]
+        record(run, rows, rank, rules=["site=output,grad_output,param,grad,optim rank=0 keep=stats"])
+    assert lines(cli("doctor", run), "ok", "filtered by rank=: recorded on ranks 0, not on 1: ", "rank=0")
+
+
+def test_many_holes_do_not_fill_the_screen(cli: Cli, run: Path) -> None:
+    modules = [{"path": "a", "sites": ["output"], "params": [], "buffers": []}]
+    roots = [{"name": f"model_{i}", "modules": modules} for i in range(100)]
+    rows = [make_row(0, root="model_0", module_path="a"), make_row(1, root="model_0", module_path="a", step=1)]
+    rows += [make_row(1 + i, root=f"model_{i}", module_path="a", step=i % 2) for i in range(1, 100)]
+    record(run, renumbered(sorted(rows, key=lambda row: int(row["step"]))), roots=roots, rules=["site=output"])
+    found = cli("doctor", run)
+    assert lines(found, "note", "59 holes smaller than the following; --json has all")
+    assert len(lines(found, "values missing")) + len(lines(found, "1 value missing")) == 40
+    assert len([check for check in cli("doctor", run, "--json").json if "reason" in check]) == 99
+
+
+def test_it_fits_a_terminal_and_what_is_missing_stands_last(run: Path) -> None:
+    rows = [row for row in training(3) if row["step"] != 1]
+    record(run, rows, ledger=ledger(len(rows), observed=51, pool_full=17))
+    shown = on_a_terminal("doctor", str(run), is_plain=True).splitlines()
+    states = [line.split()[0] for line in shown]
+    assert states == sorted(states, key=["ok", "note", "missing"].index)
+    assert states[-1] == "missing"
+
+
+@pytest.mark.parametrize(
+    ("paths", "shown"),
+    [
+        ([f"blocks.{i}.mlp" for i in range(12)], ["'blocks.{0..11}.mlp'"]),
+        ([f"a.{i}.b.{j}" for i in (0, 1) for j in (3, 5)], ["'a.{0..1}.b.{3,5}'"]),
+        (["a.0", "a.1"], ["'a.0'", "'a.1'"]),
+        (["a.0.1", "a.1.0", "a.2.2"], ["'a.0.1'", "'a.1.0'", "'a.2.2'"]),
+        (["", "head", "a.3.x", "a.4.x", "a.5.x"], ["''", "'head'", "'a.{3..5}.x'"]),
+        (["a.00", "a.01", "a.02"], ["'a.00'", "'a.01'", "'a.02'"]),
+        ([f"a.{i}.7" for i in range(3)], ["'a.{0..2}.7'"]),
+    ],
+)
+def test_modules_that_differ_in_numbers_alone_are_one_name(paths: list[str], shown: list[str]) -> None:
+    assert grouped(paths) == shown
+
+
+def test_help_tells_the_exit_codes(cli: Cli) -> None:
+    found = cli("doctor", "--help")
+    assert "--strict" in found.out and "Exit code 1" in found.out
+
+
+def test_a_rank_that_was_killed_under_torchrun(cli: Cli, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(KILLED)
+    rules = "site=output,grad_output,param,grad,buffer keep=stats"
+    job = jobs.torchrun(tmp_path / "job", script, **jobs.recording(rules, flush_interval_s="0.1"))
+    killed = job.wait()
+    assert killed.returncode != 0
+    found = cli("doctor", killed.run.path)
+    assert found.exit_code == 1
+    (died,) = lines(found, "the process ended without closing")
+    assert killed.run.writers[1].last_step == 4, "it lived until all of five steps were on disk"
+    assert "rank 1, steps 5.." in died
+    assert "the record ends in step 4" in died
+    assert lines(found, "missing rank 1 (writer", "the record ends in step 4")
+    assert not lines(found, "rank 0", "missing ", "values")
+
+
+KILLED = """
+import os, signal, time
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(10):
+    model(torch.randn(4, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 4:
+        time.sleep(1.5)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(3)
+"""
