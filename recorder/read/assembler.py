@@ -29,6 +29,9 @@ from .payload import Payloads
 _CACHE_BYTES = 512 << 20
 """Decoded parts kept at once: one of each rank, where a tensor is cut along an inner dim."""
 
+_BLOCK_ITEMS = 1 << 15
+"""Elements computed together: in float64 they stay in the cache, and memory does not grow with the tensor."""
+
 
 class Part(NamedTuple):
     """A row's worth of a tensor's payload."""
@@ -173,18 +176,23 @@ class Assembler:
 
     def _reduce(self, part: PlannedPart, op: str, positions: Sequence[int], dtype: str, low: int, high: int) -> Items:
         """Elements of a sum (or so) over ranks, computed in float64 and rounded once; whole numbers stay whole."""
-        total: npt.NDArray[Any] | None = None
+        terms = []
         for piece, factor in part.terms:
             tensor = self.tensor(positions[piece])
             assert tensor is not None, "has_payload comes first"
             values = self._fetch(positions[piece], low, high).view(numpy_dtype(tensor.dtype))
-            values = _widened(values, tensor.dtype, is_scaled=factor != 1.0)
-            if factor != 1.0:
-                values = values * factor
-            total = values if total is None else _OPS[op](total, values)
-        assert total is not None
-        with np.errstate(over="ignore", invalid="ignore"):
-            return total.astype(numpy_dtype(dtype)).view(_items(dtype))
+            terms.append((values, tensor.dtype, factor))
+        out = np.empty(high - low, numpy_dtype(dtype))
+        for start in range(0, len(out), _BLOCK_ITEMS):
+            total: npt.NDArray[Any] | None = None
+            for values, kind, factor in terms:
+                block = _widened(values[start : start + _BLOCK_ITEMS], kind, is_scaled=factor != 1.0)
+                if factor != 1.0:
+                    block *= factor
+                total = block if total is None else _OPS[op](total, block)
+            with np.errstate(over="ignore", invalid="ignore"):
+                out[start : start + _BLOCK_ITEMS] = total
+        return out.view(_items(dtype))
 
     def _decoded_part(self, position: int) -> npt.NDArray[np.uint8]:
         found = self._decoded.get(position)
