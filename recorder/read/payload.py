@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from ..errors import CorruptError, RunError
 from ..format.codec import REF, Payload, ref_target
@@ -96,9 +97,8 @@ class Payloads:
         found = self._batch(shard, position, batch)
         if not 0 <= row < found.num_rows or found.column("seq")[row].as_py() != seq:
             raise CorruptError(f"{shard.path}: batch {batch} row {row} is not the row that its index names")
-        scalars = {name: found.column(name)[row] for name in _COLUMNS}
-        data = scalars.pop("data")
-        return {name: scalar.as_py() for name, scalar in scalars.items()} | {"data": data.as_buffer()}
+        fields = {name: found.column(name)[row].as_py() for name in _COLUMNS if name != "data"}
+        return fields | {"data": _slice(found.column("data"), row)}
 
     def _batch(self, shard: ShardRows, position: int, batch: int) -> Any:
         key = int(self._rows.shard_numbers(np.array([position]))[0]), batch
@@ -110,6 +110,15 @@ class Payloads:
         else:
             self._batches.move_to_end(key)
         return found
+
+
+def _slice(column: Any, row: int) -> Any:
+    """The bytes of one row; Arrow's own scalar would be a copy of them."""
+    if not column.is_valid()[row].as_py():
+        return None
+    _, offsets, content = column.buffers()
+    begin, end = np.frombuffer(offsets, np.int64, 2, 8 * (column.offset + row)).tolist()
+    return pa.py_buffer(b"") if content is None else content.slice(begin, end - begin)
 
 
 def is_same(payloads: Payloads, tensors: Sequence[Sequence[int]]) -> bool:
