@@ -15,9 +15,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from recorder.layout.assemble import Source, assemble
-from recorder.layout.regions import flat_boxes, overlap
+from recorder.layout.regions import flat_boxes, overlap, shard, strided_shard
 from recorder.layout.rules import Apart, Piece, Plan, decide_state
 
 Array = npt.NDArray[np.int64]
@@ -203,6 +206,22 @@ def test_regions_without_replicas_never_overlap(case: tuple[Array, list[int], li
     assert overlap(regions, whole.shape) is None
     if whole.size:
         assert overlap([*regions, regions[0]], whole.shape) is not None
+
+
+@pytest.mark.parametrize("second", [Shard(0), Replicate()])
+@pytest.mark.parametrize("first", [Shard(0), Replicate(), *(_StridedShard(0, split_factor=f) for f in (1, 2, 3))])
+def test_pieces_lie_where_torch_puts_them(first: Any, second: Any) -> None:
+    for size, a, b in itertools.product(range(1, 17), (1, 2, 3, 4), (1, 2, 3)):
+        for i, j in itertools.product(range(a), range(b)):
+            ranges = [(0, size)]
+            for placement, num, at in ((first, a, i), (second, b, j)):
+                if isinstance(placement, _StridedShard):
+                    ranges = strided_shard(ranges, num, at, placement.split_factor)
+                elif isinstance(placement, Shard):
+                    ranges = shard(ranges, num, at)
+            shape, offset = _compute_local_shape_and_global_offset((size,), (a, b), (i, j).__getitem__, (first, second))
+            assert sum(stop - start for start, stop in ranges) == shape[0]
+            assert not ranges or ranges[0][0] == offset[0]
 
 
 @pytest.mark.parametrize(
