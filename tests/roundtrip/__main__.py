@@ -78,11 +78,9 @@ def main() -> int:
         for problem in (p for site in SITES for r in [results[site]] for p in (*r.missing, *r.wrong, *r.extra)):
             print(f"    {problem}", file=sys.stderr)
     found = total(every)
-    print(
-        f"\n{len(cases)} cases, {found.expected:,} values: {found.equal:,} bit-equal,",
-        f"{found.within:,} within their bound (at most {found.worst:.2g} of it), {len(found.missing)} missing, {len(found.wrong)} wrong,",
-        f"{len(found.extra)} extra",
-    )
+    bad = f"{len(found.missing)} missing, {len(found.wrong)} wrong, {len(found.extra)} extra"
+    good = f"{found.equal:,} bit-equal, {found.within:,} within their bound (at most {found.worst:.2g} of it)"
+    print(f"\n{len(cases)} cases, {found.expected:,} values: {good}, {bad}")
     return 1 if found.missing or found.wrong or found.extra else 0
 
 

@@ -46,27 +46,31 @@ class Case:
     layout: str
     world_size: int
     way: str = ""
+    steps: int = 3
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.layout, f"x{self.world_size}", self.way)))
 
     @property
+    def arguments(self) -> list[str]:
+        """The script's."""
+        return [*LAYOUTS[self.layout], *WAYS[self.way], f"--steps={self.steps}"]
+
+    @property
     def options(self) -> argparse.Namespace:
-        return train.arguments([*LAYOUTS[self.layout], *WAYS[self.way]])
+        return train.arguments(self.arguments)
 
     def start(self, folder: Path) -> Started:
         """Start the recorded job and its reference."""
-        arguments = (*LAYOUTS[self.layout], *WAYS[self.way])
-        reference, size = folder / "reference.pt", str(self.world_size)
+        size = str(self.world_size)
         options = ("--standalone", "--nproc-per-node", size)
+        asked: list[str | Path] = [folder / "reference.pt", "--world-size", size, "--", *self.arguments]
+        settings = {"PYTHONPATH": str(REPOSITORY)}
         return Started(
-            job=jobs.torchrun(folder, SCRIPT, *arguments, options=options, **jobs.recording()),
-            reference=jobs.python(
-                folder / "one", "-m", "tests.roundtrip.reference", reference, "--world-size", size, "--", *arguments,
-                PYTHONPATH=str(REPOSITORY),
-            ),
+            job=jobs.torchrun(folder, SCRIPT, *self.arguments, options=options, **jobs.recording()),
+            reference=jobs.python(folder / "one", "-m", "tests.roundtrip.reference", *asked, **settings),
             case=self,
-        )  # fmt: skip
+        )
 
 
 def matrix() -> list[Case]:
@@ -104,6 +108,7 @@ class Proof:
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case = case
+        self.options = case.options
         self.folder = folder
         self.run = recorder.open_run(folder / "recordings")
         found = torch.load(folder / "reference.pt", weights_only=False)
@@ -135,7 +140,8 @@ class Proof:
     def merged(self) -> recorder.Run:
         """The same run after ``recorder merge``."""
         out = self.folder / "merged"
-        jobs.succeeded(jobs.python(self.folder / "merge", "-m", "recorder", "merge", self.run.path, "-o", out))
+        finished = jobs.python(self.folder / "merge", "-m", "recorder", "merge", self.run.path, "-o", out).wait()
+        assert finished.returncode == bool(self.lacking), finished.output  # rows that lack a rank are a finding
         return recorder.open_run(out)
 
     def merged_tensor(self, key: Key) -> torch.Tensor:
@@ -145,9 +151,8 @@ class Proof:
     def is_early(self, key: Key) -> bool:
         """A root's very first own inputs are seen before FSDP casts them."""
         site, path, _, step, micro_step, call, _, mode, _ = key
-        return (
-            self.case.options.mixed and (site, path, mode) == ("input", "", "train") and step == micro_step == call == 0
-        )
+        is_own_input = (site, path, mode) == ("input", "", "train")
+        return self.options.mixed and is_own_input and step == micro_step == call == 0
 
 
 def tensor_of(run: recorder.Run, key: Key, rank: int | None = None, *, partial: bool = False) -> torch.Tensor:
