@@ -23,8 +23,8 @@ from .watch import Watch
 if TYPE_CHECKING:
     from .core import Capture
 
-_MAX_LATE_LOOKS = 100
-"""Calls of a root in which a data-parallel wrapper is looked for: it may be made after an evaluation or an attach."""
+_MAX_LATE_LOOKS = 5
+"""Calls of a root in which a data-parallel wrapper is looked for: it may be made by the first of them, or after it."""
 _numbers = itertools.count(1)
 
 

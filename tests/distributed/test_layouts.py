@@ -22,7 +22,7 @@ WHOLE = ["no_shard", "no_shard_orig"]
 IMAGES = ["images", "images_orig"]
 FSDP2 = ["fsdp2", "fsdp2_kept", "fsdp2_by_last_dim"]
 HSDP = ["hsdp", "hsdp_kept", "hsdp_by_last_dim"]
-TRAINED = [*FLAT, *HYBRID, *WHOLE, *FSDP2, *HSDP]
+TRAINED = [*FLAT, "inside", *HYBRID, *WHOLE, *FSDP2, *HSDP]
 INFERRED = ["infer", "infer_orig", "infer_grad_op_orig"]
 NEVER_REDUCED = ["no_sync", "no_sync_orig"]
 Key = tuple[str, str, str, int]
@@ -127,7 +127,16 @@ def test_steps_of_the_optimizer_are_plain_numbers(pieces: Any, case: str) -> Non
         assert all(value.dim() == 0 and pd.isna(row.placements) for row, value in rows)
 
 
-@pytest.mark.parametrize("case", FLAT)
+@pytest.mark.parametrize("case", [*TRAINED, *IMAGES])
+def test_training_is_not_changed(finished: Finished, case: str) -> None:
+    for rank in range(4):
+        twins = torch.load(finished.folder / "out" / f"{case}.twins{rank}")
+        assert twins["same"]
+        without, recorded = twins["num_collectives"]
+        assert without == recorded > 0
+
+
+@pytest.mark.parametrize("case", [*FLAT, "inside"])
 def test_slices_lie_in_a_mesh_of_one_axis(pieces: Any, case: str) -> None:
     rows = pieces(case).frame
     rows = rows[rows["shape"] != "[]"]
@@ -177,6 +186,14 @@ def test_slices_in_another_memory_format_claim_no_place(pieces: Any, case: str) 
     assert found.whole(("param", "embed", "weight", 0)).shape == (11, 75)
 
 
+def test_state_of_a_shape_of_its_own_is_left_whole(pieces: Any) -> None:
+    found = pieces("odd")
+    paths = {"blocks.0", "blocks.1", ""}
+    assert set(found.by_key) == {("optim", path, "_flat_param.odd", 0) for path in paths}
+    for rows in found.by_key.values():
+        assert all(value.tolist() == [1, 2, 3] and pd.isna(row.placements) for row, value in rows)
+
+
 @pytest.mark.parametrize("case", NEVER_REDUCED)
 def test_gradients_that_were_never_reduced_are_whole_and_local(pieces: Any, case: str) -> None:
     found = pieces(case)
@@ -189,7 +206,7 @@ def test_gradients_that_were_never_reduced_are_whole_and_local(pieces: Any, case
     assert not any(torch.equal(a, b) for (_, a), (_, b) in itertools.combinations(embedded, 2))
 
 
-@pytest.mark.parametrize("case", [*TRAINED, *IMAGES, *INFERRED, *NEVER_REDUCED])
+@pytest.mark.parametrize("case", [*TRAINED, *IMAGES, *INFERRED, *NEVER_REDUCED, "odd"])
 def test_nothing_was_lost_and_nothing_went_wrong(pieces: Any, case: str) -> None:
     for writer in pieces(case).run.writers:
         assert writer.balance.dropped == {}

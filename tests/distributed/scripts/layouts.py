@@ -6,7 +6,6 @@ All ranks see the same data, so a plain model in each process ends up with the s
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import sys
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import recorder
 
@@ -136,7 +135,6 @@ def backward(model: nn.Module, step: int) -> None:
 
 
 def read(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, sites: tuple[str, ...]) -> dict[Any, Tensor]:
-    """What one process with a plain model has."""
     values: dict[Any, Tensor] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -153,25 +151,78 @@ def read(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, sites: t
     return {key: value.detach().clone() for key, value in values.items()}
 
 
-def train(name: str, folder: Path) -> dict[Any, Tensor]:
-    model = CASES[name](make(name))
-    plain = copy.deepcopy(make(name))
+def plain_values(name: str) -> dict[Any, Tensor]:
+    """What one process with a plain model has."""
+    plain: Any = make(name)
     if name == "frozen_orig":
-        plain.blocks[0].up.requires_grad_(False)  # type: ignore[index, union-attr]
+        plain.blocks[0].up.requires_grad_(False)
     values: dict[Any, Tensor] = {}
-    rules = "site=param,grad,optim,output keep=tensor,stats,fingerprint"
-    with recorder.attach(model, enabled=True, dir=folder, rules=rules):
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, model)]
-        for step in range(STEPS):
-            for m in (plain, model):
-                backward(m, step)
-            values |= read(plain, optimizers[0], step, ("param",))
-            for optimizer in reversed(optimizers):
-                optimizer.step()
-            values |= read(plain, optimizers[0], step, ("optim",))
-            for optimizer in optimizers:
-                optimizer.zero_grad()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for step in range(STEPS):
+        backward(plain, step)
+        values |= read(plain, optimizer, step, ("param",))
+        optimizer.step()
+        values |= read(plain, optimizer, step, ("optim",))
+        optimizer.zero_grad()
     return values
+
+
+def fit(model: nn.Module) -> list[Tensor]:
+    """Train, and return everything that the recorder must not change."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
+    return [local(tensor) for tensor in kept]
+
+
+def local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def num_collectives() -> int:
+    backends: list[Any] = [group._get_backend(torch.device("cpu")) for group in dist.distributed_c10d._world.pg_map]
+    return sum(backend._get_sequence_number_for_group() for backend in backends)
+
+
+def train(name: str, folder: Path, *, inside: bool = False) -> dict[Any, Tensor]:
+    """The same training without and with the recorder; what differed is saved beside the run."""
+    counts = [num_collectives()]
+    without = fit(CASES[name](make(name)))
+    counts.append(num_collectives())
+    model = CASES[name](make(name))
+    root = model.module if inside else model
+    rules = "site=param,grad,optim,output keep=tensor,stats,fingerprint"
+    with recorder.attach(root, enabled=True, dir=folder, rules=rules):  # type: ignore[arg-type]
+        recorded = fit(model)
+    counts.append(num_collectives())
+    twins = {
+        "same": len(recorded) == len(without) and all(map(torch.equal, recorded, without)),
+        "num_collectives": (counts[1] - counts[0], counts[2] - counts[1]),
+    }
+    torch.save(twins, folder.with_name(f"{folder.name}.twins{dist.get_rank()}"))
+    return plain_values(name)
+
+
+class Odd(torch.optim.SGD):
+    """Its state has a shape of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["odd"] = torch.tensor([1.0, 2.0, 3.0])
+        return super().step(closure)
+
+
+def state_of_its_own_shape(folder: Path) -> dict[Any, Tensor]:
+    model = flat(make("full"), "FULL_SHARD")
+    with recorder.attach(model, enabled=True, dir=folder, rules="site=optim keep=tensor"):
+        optimizer = Odd(model.parameters(), lr=0.01)
+        backward(model, 0)
+        optimizer.step()
+    return {}
 
 
 def infer(folder: Path, **options: Any) -> dict[Any, Tensor]:
@@ -204,6 +255,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     jobs: dict[str, Callable[[Path], dict[Any, Tensor]]] = {
         **{name: functools.partial(train, name) for name in CASES},
+        "inside": functools.partial(train, "full_orig", inside=True),
+        "odd": state_of_its_own_shape,
         "infer": functools.partial(infer, strategy="FULL_SHARD"),
         "infer_orig": functools.partial(infer, strategy="FULL_SHARD", use_orig_params=True),
         "infer_grad_op_orig": functools.partial(infer, strategy="SHARD_GRAD_OP", use_orig_params=True),
