@@ -46,6 +46,8 @@ class Difference(NamedTuple):
     max_abs: float | None
     max_rel: float | None
     max_ulp: int | None
+    nonfinite_a: int | None
+    nonfinite_b: int | None
 
 
 class Diff(NamedTuple):

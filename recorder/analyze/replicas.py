@@ -92,12 +92,16 @@ class _Replicas:
         self._timeline = timeline
         table = timeline.table
         is_candidate = holds(table.column("site"), (*STATE_SITES, "buffer").__contains__)
-        is_candidate &= table.column("placements").is_null().to_numpy()
         leaders, self._assumed = _leaders(run, timeline)
-        is_candidate &= leaders >= 0
-        self._rows = np.flatnonzero(is_candidate)
-        keys = [timeline.codes[name][self._rows] for name in VALUE_KEY]
-        self._groups = group([*keys, leaders[self._rows]])
+        is_plain = table.column("placements").is_null().to_numpy()
+        is_replicated = holds(table.column("placements"), _has_replicas)
+        # Without offsets, equal placements do not mean equal pieces.
+        is_replicated &= table.column("offsets").is_valid().to_numpy() | ~holds(table.column("placements"), _is_boxed)
+        leaders = np.where(is_plain, leaders, np.where(is_replicated, 0, -1))
+        self._rows = np.flatnonzero(is_candidate & (leaders >= 0))
+        pieces = [codes(table.column(name)) for name in ("offsets", "placements")]
+        keys = [*(timeline.codes[name] for name in VALUE_KEY), leaders, *pieces]
+        self._groups = group([key[self._rows] for key in keys])
         self._sizes = np.bincount(self._groups.ids, minlength=self._groups.num_groups)
         self._table = table.take(pa.array(self._rows))
         self._judge()
@@ -166,8 +170,8 @@ class _Replicas:
             groups=groups,
             by=str(self._by[number]),
             ranks=values,
-            is_assumed=place.root in self._assumed,
-            last_equal=self._last_equal(row, number),
+            is_assumed=place.root in self._assumed and self._table.column("placements")[member].as_py() is None,
+            last_equal=self._last_equal(row),
         )
 
     def notes(self, asked: npt.NDArray[np.bool_]) -> list[str]:
@@ -204,7 +208,7 @@ class _Replicas:
             self._differs[number], self._by[number] = True, "values"
         return differs
 
-    def _last_equal(self, row: int, number: int) -> Place | None:
+    def _last_equal(self, row: int) -> Place | None:
         timeline = self._timeline
         same = np.ones(timeline.num_rows, np.bool_)
         for name in VALUE_KEY:
@@ -222,6 +226,16 @@ class _Replicas:
 
     def _any(self, rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         return np.bincount(self._groups.ids, rows, self._groups.num_groups) > 0
+
+
+def _has_replicas(placements: str) -> bool:
+    """Whether ranks along some axis of the mesh hold the same piece, to be compared as it is."""
+    return '"Replicate"' in placements and '"Partial"' not in placements
+
+
+def _is_boxed(placements: str) -> bool:
+    """Whether a piece's place is in its offsets; a slice of the flattened tensor has it in its placements."""
+    return "Shard" in placements and "FlatShard" not in placements
 
 
 def _statistics_ids(table: Any) -> Integers:

@@ -24,6 +24,7 @@ _COLUMNS = (
     "dtype",
     "shape",
     "numel",
+    "offsets",
     "placements",
     "note",
     *STATISTICS,

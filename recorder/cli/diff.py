@@ -42,12 +42,14 @@ def show_diff(
     if as_json:
         _print_json(a, b, found, limit)
         return int(not found.is_equal)
+    say(f"A: {a.path}")
+    say(f"B: {b.path}")
     if found.first is not None:
         say(_describe(found.first))
         _print_modules(found, limit)
         _print_values(found, limit)
-    _print_only(a, found.only_a, found.steps_only_a, limit)
-    _print_only(b, found.only_b, found.steps_only_b, limit)
+    _print_only("A", found.only_a, found.steps_only_a, limit)
+    _print_only("B", found.only_b, found.steps_only_b, limit)
     for line in _summary(found, tolerance, common=common):
         say(line)
     return int(not found.is_equal)
@@ -57,7 +59,9 @@ def _describe(first: Difference) -> str:
     what = " ".join(filter(None, (repr(first.module_path), first.site, first.name)))
     when = "" if first.micro_step is None else f", micro_step {first.micro_step}"
     ranks = _ranks(first.rank_a, first.rank_b)
-    apart = f" by up to {number(first.max_abs)}" if first.max_abs is not None else ""
+    apart = f" by up to {number(first.max_abs)}" if first.max_abs else ""
+    if first.nonfinite_a or first.nonfinite_b:
+        apart += f"; NaN or infinite in {first.nonfinite_a} elements of A, {first.nonfinite_b} of B"
     rank = f", rank {ranks}" if ranks else ""
     return f"first difference: step {first.step}{when}, {what}{rank}: {_HOW[first.kind]}{apart}"
 
@@ -76,7 +80,7 @@ def _print_modules(found: Diff, limit: int) -> None:
         + [f"{module['nonfinite_a']}|{module['nonfinite_b']}"]
         for module in modules[: limit or None]
     ]
-    title = f"{counted(len(modules), 'module')} that differ, in the order in which they do{_cut(len(modules), limit)}"
+    title = f"modules that differ ({len(modules)}), in the order in which they do{_cut(len(modules), limit)}"
     _print(titles, lines, title, _MODULE_DROPS, texts=("root", "module", "first value"), dull={"nonfinite": "0|0"})
 
 
@@ -101,12 +105,12 @@ def _print_values(found: Diff, limit: int) -> None:
         for row in rows
     ]
     num_rows = found.table.num_rows
-    title = f"{counted(num_rows, 'value')} that differ, in the order of execution{_cut(num_rows, limit)}"
+    title = f"values that differ ({num_rows}), in the order of execution{_cut(num_rows, limit)}"
     texts = ("module", "value", "rank", "kind", "shape", "type")
     _print([*titles, "cosine"], lines, title, _VALUE_DROPS, texts=texts, dull={"rank": "-"})
 
 
-def _print_only(run: Run, only: Any, steps: list[int], limit: int) -> None:
+def _print_only(run: str, only: Any, steps: list[int], limit: int) -> None:
     if only.num_rows:
         lines = [
             [
@@ -119,11 +123,11 @@ def _print_only(run: Run, only: Any, steps: list[int], limit: int) -> None:
             ]
             for row in only.slice(0, limit or None).to_pylist()
         ]
-        title = f"only in {run.path}, at steps that both have{_cut(only.num_rows, limit)}"
+        title = f"only in {run}, at steps that both have{_cut(only.num_rows, limit)}"
         columns = [Column(title="module"), Column(title="value"), Column(title="rows", is_number=True)]
         Table([*columns, Column(title="steps")], lines, title=title).print()
     if steps:
-        say(f"steps only in {run.path}: {span(steps)} (not compared; no difference by itself)")
+        say(f"steps only in {run}: {span(steps)} (not compared; no difference by itself)")
 
 
 def _summary(found: Diff, tolerance: Tolerance, *, common: bool) -> Iterator[str]:

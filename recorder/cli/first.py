@@ -12,6 +12,7 @@ from ..analyze.timeline import Place
 from ..read.run import Run
 from .output import Column, Table, counted, number, print_json, say
 
+_LIBRARY = "site-packages/torch/"
 _MAX_LISTED = 5
 _MAX_RANKS = 8
 _BUFFERS = (
@@ -48,7 +49,7 @@ def _print_nonfinite(run: Run, found: First) -> None:
         say(f"{run.path.name}: no NaN, and no infinity that was not there from the first record on")
         return
     title = f"{run.path.name}: first NaN or infinity: step {bad.place.step}, {_value(bad.place)}{_on_rank(bad.place)}"
-    _print_facts(title, [*_nonfinite_facts(bad), ("from there on", _spread(found))])
+    _print_facts(title, [*_nonfinite_facts(bad), ("spread", _spread(found))])
 
 
 def _nonfinite_facts(bad: NonFinite) -> Iterator[tuple[str, str]]:
@@ -56,21 +57,21 @@ def _nonfinite_facts(bad: NonFinite) -> Iterator[tuple[str, str]]:
     yield "counts", f"{bad.nan_count} NaN, {bad.inf_count} infinite of {counted(bad.numel, 'element')}"
     if bad.is_skipped:
         yield "update", "skipped by GradScaler at this step, as it does where scaled gradients overflow"
-    yield "before it in the step", f"{counted(bad.num_before, 'value')} on its rank"
+    yield "values before it", f"{bad.num_before} of this step on its rank"
     before = bad.before
     yield (
-        "healthy just before it",
+        "last healthy value",
         "nothing" if before is None else f"{_value(before)}, step {before.step}{_when(before)}",
     )
     if bad.last_healthy is None:
-        yield "this value healthy", "never recorded so before"
+        yield "last healthy itself", "never recorded so before"
     else:
         steps = counted(bad.num_steps_healthy, "step")
-        yield "this value healthy", f"last at step {bad.last_healthy.step} ({steps} recorded)"
+        yield "last healthy itself", f"step {bad.last_healthy.step} ({steps} recorded so)"
 
 
 def _spread(found: First) -> str:
-    return f"{counted(found.num_nonfinite, 'value')} in {counted(found.num_nonfinite_modules, 'module')} not finite"
+    return f"{counted(found.num_nonfinite, 'value')} of {counted(found.num_nonfinite_modules, 'module')} not finite"
 
 
 def _print_replica(run: Run, found: First) -> None:
@@ -96,10 +97,10 @@ def _replica_facts(found: First, differing: Differing) -> Iterator[tuple[str, st
     if differing.is_assumed:
         yield "replicas", "assumed: neither DDP nor FSDP was seen around this model"
     equal = differing.last_equal
-    yield "this value equal", "never recorded so before" if equal is None else f"last at step {equal.step}"
+    yield "last equal", "never recorded so before" if equal is None else f"step {equal.step}"
     names = [" ".join(filter(None, (repr(module), site, name))) for module, site, name in found.differing]
     more = f" and {len(names) - _MAX_LISTED} more; --json has all" if len(names) > _MAX_LISTED else ""
-    yield "values that ever differ", f"{len(names)}: {', '.join(names[:_MAX_LISTED])}{more}"
+    yield "ever differ", f"{len(names)}: {', '.join(names[:_MAX_LISTED])}{more}"
 
 
 def _print_ranks(differing: Differing) -> None:
@@ -124,7 +125,8 @@ def _print_facts(title: str, facts: Iterator[tuple[str, str]] | Sequence[tuple[s
 
 
 def _where(place: Place) -> Iterator[tuple[str, str]]:
-    info = " ".join(filter(None, (place.module_class, place.source)))
+    source = "" if _LIBRARY in place.source.replace("\\", "/") else place.source
+    info = " ".join(filter(None, (place.module_class, source)))
     yield "module", f"{place.module_path or chr(39) * 2}{', ' if info else ''}{info}"
     named = f", {place.name}" if place.name else ""
     yield "value", f"{place.site}{named}: {place.dtype} {place.shape}, {place.phase}, {place.mode}"

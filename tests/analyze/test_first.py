@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,41 @@ def test_shards_and_activations_are_no_replicas(tmp_path: Path) -> None:
     outputs = [[make_row(5, [float(rank)], rank=rank)] for rank in range(2)]
     ranks = [shard + output for shard, output in zip(shards, outputs, strict=True)]
     assert not found(write(tmp_path / "run", *ranks)).is_found
+
+
+REPLICATE, SHARD, FLAT = ({"kind": kind} for kind in ("Replicate", "Shard", "FlatShard"))
+
+
+@pytest.mark.parametrize(
+    ("placements", "offsets"),
+    [
+        ([REPLICATE, SHARD | {"dim": 0}], [["[0]", "[3]"], ["[0]", "[3]"]]),
+        ([REPLICATE, FLAT], [[None, None], [None, None]]),
+        ([REPLICATE, REPLICATE], [["[0]"] * 2] * 2),
+    ],
+)
+def test_pieces_that_a_mesh_replicates_are_compared(
+    tmp_path: Path, placements: list[dict[str, Any]], offsets: list[list[str | None]]
+) -> None:
+    """HSDP on two by two ranks: ranks 0 and 2, and 1 and 3, hold the same."""
+    ranks = []
+    is_whole = placements[1]["kind"] == "Replicate"
+    for rank in range(4):
+        replica, shard = divmod(rank, 2)
+        where = [placements[0], placements[1] | ({"offset": 3 * shard} if placements[1] == FLAT else {})]
+        values = [1.0 if is_whole else 1.0 + shard, 2.0 + (rank == 3)]
+        ranks.append(params(rank, values, placements=json.dumps(where), offsets=offsets[replica][shard]))
+    result = found(write(tmp_path / "run", *ranks, data_parallel={"kind": "fsdp2", "ranks": [0, 1, 2, 3]}))
+    assert result.replica is not None
+    assert (result.replica.place.step, result.replica.is_assumed) == (1, False)
+    assert result.replica.groups == ([[0, 1, 2], [3]] if is_whole else [[1], [3]])
+    assert result.num_compared == (2 if is_whole else 4)
+
+
+def test_pieces_of_unknown_place_and_partial_sums_are_no_replicas(tmp_path: Path) -> None:
+    for number, where in enumerate(([REPLICATE, {"kind": "StridedShard", "dim": 0}], [REPLICATE, {"kind": "Partial"}])):
+        ranks = [params(rank, [float(rank)], placements=json.dumps(where)) for rank in range(2)]
+        assert found(write(tmp_path / str(number), *ranks)).replica is None
 
 
 def test_without_a_wrapper_replicas_are_assumed(tmp_path: Path) -> None:
