@@ -22,7 +22,7 @@ _CHUNK_ITEMS = 1 << 20
 
 def numbers(column: Any) -> Floats:
     """A column of numbers as float64; NaN for null."""
-    return np.asarray(column.cast(pa.float64()).fill_null(math.nan).to_numpy(), np.float64)
+    return np.asarray(column.cast(pa.float64(), safe=False).fill_null(math.nan).to_numpy(), np.float64)
 
 
 def integers(column: Any, null: int = -1) -> Integers:

@@ -179,6 +179,13 @@ def test_steps_that_one_side_alone_has_are_told_and_do_not_differ(tmp_path: Path
     assert found.is_equal and found.steps_only_b == [2]
 
 
+def test_doubles_of_opposite_sign_are_more_steps_apart_than_a_double_counts(tmp_path: Path) -> None:
+    a, b = (write(tmp_path / name, [make_row(0, np.array([value]))]) for name, value in (("a", 1.0), ("b", -1.0)))
+    found = diff(a, b)
+    assert found.first is not None and found.first.max_ulp == 2 * int(np.array(1.0).view(np.uint64))
+    assert found.modules.num_rows == 1
+
+
 @pytest.mark.parametrize("has_fingerprint", [True, False])
 def test_without_payloads_statistics_are_compared(tmp_path: Path, has_fingerprint: bool) -> None:
     def run(name: str, value: float) -> recorder.Run:

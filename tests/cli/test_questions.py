@@ -1,0 +1,235 @@
+"""`recorder first`, `stats`, `diff` and `export`: what they print, as text and as JSON, and their exit codes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cli.conftest import Cli, module, on_a_terminal
+from tests.cli.test_hostile_text import NAMES, is_harmless
+from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
+
+
+def cells(line: str) -> list[str]:
+    return line.split()
+
+
+def write(path: Path, *ranks: list[Row]) -> Path:
+    run = make_run(path, world_size=len(ranks))
+    for rank, rows in enumerate(ranks):
+        writer = HandmadeWriter(run, rank)
+        writer.add_shard([rows])
+        facts = {"kind": "ddp", "ranks": list(range(len(ranks)))}
+        roots = [
+            {"name": "model", "modules": [module("up", "Linear"), module("down", "Linear")], "data_parallel": facts}
+        ]
+        writer.finish(roots=roots, world_size=len(ranks))
+    return run
+
+
+def training(path: Path, nan_at: int = 99, weight_at: int = 99, bonus: float = 0.0) -> Path:
+    """Two ranks, four steps; rank 1 may yield a NaN, or drift away with a parameter."""
+    ranks: list[list[Row]] = [[], []]
+    for rank, rows in enumerate(ranks):
+        for step in range(4):
+            for name in ("up", "down"):
+                values = (
+                    np.arange(6, dtype=np.float32).reshape(2, 3) + step + 10 * rank + (bonus if name == "down" else 0)
+                )
+                if (step, rank, name) == (nan_at, 1, "up"):
+                    values[0, 1] = math.nan
+                rows.append(make_row(len(rows), values, step=step, rank=rank, module_path=name))
+            weight = np.full(3, 1 + (step >= weight_at) * rank, np.float32)
+            common: dict[str, Any] = {"site": "param", "name": "weight", "phase": "optimizer", "micro_step": None}
+            rows.append(make_row(len(rows), weight, step=step, rank=rank, module_path="up", **common))
+    return write(path, *ranks)
+
+
+def test_first_tells_what_where_and_when(cli: Cli, tmp_path: Path) -> None:
+    found = cli("first", training(tmp_path / "run", nan_at=2))
+    assert found.exit_code == 1
+    head, titles, *lines = found.out.splitlines()
+    assert head == "run: first NaN or infinity: step 2, 'up' output, rank 1"
+    assert cells(titles) == ["what", "found"]
+    facts = {line[:20].rstrip(): line[20:].strip() for line in lines if line.startswith(("module", "counts", "last"))}
+    assert facts["module"] == "up, Linear train.py:7"
+    assert facts["counts"] == "1 NaN, 0 infinite of 6 elements"
+    assert facts["last healthy itself"] == "step 1 (2 steps recorded so)"
+    assert facts["last healthy value"].startswith("'up' param weight, step 1")
+
+
+def test_first_tells_which_ranks_differ(cli: Cli, tmp_path: Path) -> None:
+    run = training(tmp_path / "run", weight_at=1)
+    found = cli("first", run)
+    assert found.exit_code == 1
+    assert "run: first replica that differs: step 1, 'up' param weight, ranks 0 | 1" in found.out.splitlines()
+    as_json = cli("first", run, "--json")
+    assert as_json.exit_code == 1 and as_json.json["found"] is True
+    replica = as_json.json["replica"]
+    assert (replica["place"]["step"], replica["groups"], replica["last_equal"]["step"]) == (1, [[0], [1]], 0)
+    assert as_json.json["nonfinite"] is None
+
+
+def test_first_of_a_healthy_run(cli: Cli, tmp_path: Path) -> None:
+    found = cli("first", training(tmp_path / "run"))
+    assert found.exit_code == 0
+    assert found.out.splitlines() == [
+        "run: no NaN, and no infinity that was not there from the first record on",
+        "run: no parameter, gradient or optimizer state differs between its replicas (4 values compared)",
+    ]
+
+
+def test_stats_as_a_table(cli: Cli, tmp_path: Path) -> None:
+    run = training(tmp_path / "run")
+    found = cli("stats", run, "up", "--site", "output", "--step", "0:2")
+    title, titles, *lines = found.out.splitlines()
+    assert title == "run: statistics of each rank's own"
+    names = ["step", "rank", "module", "site", "shape", "numel", "mean", "std", "min", "max", "absmax", "l2"]
+    assert cells(titles) == [*names, "nan", "inf", "zero"]
+    assert [cells(line)[:4] for line in lines] == [[str(s), str(r), "up", "output"] for s in (0, 1) for r in (0, 1)]
+    assert cells(lines[0])[6:10] == ["2.5", "1.708", "0", "5"]
+
+
+def test_stats_combined_over_ranks_and_steps(cli: Cli, tmp_path: Path) -> None:
+    run = training(tmp_path / "run")
+    found = cli("stats", run, "--by", "module,site", "--global", "--json")
+    assert found.exit_code == 0
+    lines = {(row["module_path"], row["site"]): row for row in found.json["rows"]}
+    assert lines["up", "param"]["numel"] == 12 and lines["up", "param"]["rows"] == 4
+    values = [np.arange(6) + step + 10 * rank for step in range(4) for rank in range(2)]
+    assert lines["up", "output"]["std"] == pytest.approx(np.std(values))
+    cut = cli("stats", run, "--last", "3").out.splitlines()
+    assert cut[0].endswith("the last 3 of 24 rows (--last 0 shows all)") and len(cut) == 5
+
+
+def test_diff_puts_the_first_module_on_top(cli: Cli, tmp_path: Path) -> None:
+    a, b = training(tmp_path / "a"), training(tmp_path / "b", bonus=0.5)
+    found = cli("diff", a, b, "--limit", "1")
+    assert found.exit_code == 1
+    lines = found.out.splitlines()
+    assert lines[:3] == [
+        f"A: {a}",
+        f"B: {b}",
+        "first difference: step 0, micro_step 0, 'down' output: values by up to 0.5",
+    ]
+    assert lines[3] == "modules that differ (1), in the order in which they do"
+    assert cells(lines[5])[:5] == ["down", "0", "output", "4", "4"]
+    assert lines[6].endswith("; the first 1 (--limit 0 shows all)")
+    assert lines[-2].startswith("12 values compared: 8 equal exactly, 4 differ") and lines[-1] == "different"
+
+
+def test_diff_within_a_tolerance(cli: Cli, tmp_path: Path) -> None:
+    a, b = training(tmp_path / "a"), training(tmp_path / "b", bonus=0.5)
+    found = cli("diff", a, b, "--atol", "0.5")
+    assert found.exit_code == 0 and found.out.splitlines()[-1] == "equal"
+    assert "12 equal within atol 0.5" in found.out
+    assert cli("diff", a, b, "--rtol", "0.01").exit_code == 1
+    assert cli("diff", a, b, "--module", "up").exit_code == 0
+
+
+def test_diff_as_json(cli: Cli, tmp_path: Path) -> None:
+    a, b = training(tmp_path / "a"), training(tmp_path / "b", nan_at=1)
+    found = cli("diff", a, b, "--json")
+    assert found.exit_code == 1 and found.json["is_equal"] is False
+    assert (found.json["first"]["step"], found.json["first"]["module_path"]) == (1, "up")
+    assert (found.json["num_differing"], found.json["differing"][0]["nonfinite_b"]) == (1, 1)
+    assert found.json["modules"][0]["module_path"] == "up"
+
+
+def test_diff_groups_what_one_side_lacks(cli: Cli, tmp_path: Path) -> None:
+    b = write(tmp_path / "b", [make_row(i, np.ones(2), step=i, module_path="up") for i in range(2)])
+    c = write(
+        tmp_path / "c", [make_row(i, np.ones(2), step=i // 2, module_path=("up", "act")[i % 2]) for i in range(6)]
+    )
+    found = cli("diff", b, c)
+    assert found.exit_code == 1
+    lines = found.out.splitlines()
+    assert "only in B, at steps that both have" in lines
+    assert cells(lines[lines.index("only in B, at steps that both have") + 2]) == ["act", "output", "2", "0..1"]
+    assert "steps only in B: 2 (not compared; no difference by itself)" in lines
+    assert lines[-1].startswith("different: what both have is equal")
+    assert cli("diff", b, c, "--common").exit_code == 0
+
+
+def test_diff_of_runs_with_nothing_in_common(cli: Cli, tmp_path: Path) -> None:
+    a, b = (write(tmp_path / name, [make_row(0, [1.0], step=step)]) for name, step in (("a", 3), ("b", 8)))
+    found = cli("diff", a, b)
+    assert found.exit_code == 2 and found.out == ""
+    assert found.err == f"recorder: {a} and {b} have no value in common: steps are 3 in the one, 8 in the other\n"
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "npz", "safetensors"])
+def test_export_says_what_it_wrote(cli: Cli, tmp_path: Path, suffix: str) -> None:
+    run, out = training(tmp_path / "run"), tmp_path / f"out.{suffix}"
+    found = cli("export", run, "-o", out, "--site", "param", "--global")
+    what = "4 rows" if suffix == "parquet" else "4 tensors"
+    assert found.exit_code == 0 and found.out.startswith(f"{out}: {what}, ")
+    again = cli("export", run, "-o", out)
+    assert again.exit_code == 2 and "exists; choose another name, or --force" in again.err
+    forced = cli("export", run, "-o", out, "--force", "--json")
+    assert forced.json == {"path": str(out), "format": suffix, "rows": 24, "bytes": out.stat().st_size}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["stats", "RUN", "upp"], "module_path='upp'; nearest are 'up'"),
+        (["stats", "RUN", "--by", "colour"], "by 'colour': choose of step, module"),
+        (["export", "RUN", "-o", "out.csv"], "the name does not say which format"),
+        (["export", "RUN", "-o", "out.npz", "--step", "77"], "step='77'; there are 0, 1, 2, 3"),
+        (["diff", "RUN", "RUN", "--site", "weights"], "no site 'weights'"),
+        (["first", "nowhere"], "no such directory"),
+    ],
+)
+def test_misuse_is_one_line_and_exit_code_2(cli: Cli, tmp_path: Path, arguments: list[str], message: str) -> None:
+    run = str(training(tmp_path / "run"))
+    found = cli(*(run if argument == "RUN" else argument for argument in arguments))
+    assert found.exit_code == 2 and found.out == ""
+    assert message in found.err and found.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["first", "stats", "diff", "export"])
+def test_help_has_an_example(cli: Cli, command: str) -> None:
+    found = cli(command, "--help")
+    assert found.exit_code == 0 and f"Example: recorder {command} " in found.out
+
+
+def test_a_terminal_gets_tables_with_lines(tmp_path: Path) -> None:
+    a, b = training(tmp_path / "a", nan_at=2), training(tmp_path / "b", bonus=0.5)
+    text = on_a_terminal("diff", str(a), str(b), is_plain=True)
+    assert "first difference: step 0" in text and "──" in text
+    narrow = on_a_terminal("first", str(a), is_plain=True, width=60)
+    assert "first NaN or infinity: step 2" in narrow and all(len(line) <= 110 for line in narrow.splitlines())
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> tuple[Path, Path]:
+    names = [name for name in NAMES if name != "\ud800"]
+    runs = []
+    for number, label in enumerate("ab"):
+        ranks: list[list[Row]] = [[], []]
+        for rank, rows in enumerate(ranks):
+            for i, name in enumerate(names):
+                texts = {"module_path": name, "name": name, "root": name}
+                values = np.array([math.nan, i + rank + number])
+                rows.append(make_row(i, values, rank=rank, site="grad", **texts))
+                rows.append(make_row(100 + i, values, rank=rank, site="buffer", **texts))
+            rows.append(make_row(900 + number, [1.0], rank=rank, module_path=f"\x1b[2J{label}"))
+        run = write(tmp_path / label, *ranks)
+        runs.append(run)
+    return runs[0], runs[1]
+
+
+@pytest.mark.parametrize("command", ["first", "stats", "stats --global --by step", "diff"])
+def test_names_of_strangers_are_harmless(cli: Cli, hostile: tuple[Path, Path], command: str) -> None:
+    a, b = hostile
+    word, *options = command.split()
+    paths = [a, b] if word == "diff" else [a]
+    found = cli(word, *paths, *options)
+    assert is_harmless(found.out) and is_harmless(found.err) and found.out
+    as_json = cli(word, *paths, *options, "--json")
+    assert as_json.out.isascii() and is_harmless(as_json.out) and as_json.json
