@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -17,6 +18,8 @@ README = (HERE.parent / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 PYTHON = [text for language, text in BLOCKS if language == "python"]
 SHELL = [line for language, text in BLOCKS if language == "bash" for line in text.splitlines()]
+COMMANDS = [line for line in SHELL if line.startswith("recorder ")]
+SAID = [line for language, text in BLOCKS if language == "text" for line in text.splitlines()]
 
 
 def run(command: str | list[str], cwd: Path) -> str:
@@ -38,12 +41,21 @@ def record(folder: Path, command: str) -> Path:
     return folder
 
 
+class Typed(NamedTuple):
+    """A folder in which everything was typed that README says, and what it said."""
+
+    folder: Path
+    said: dict[str, str]
+
+
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which README's first command was typed."""
-    command = SHELL[0]
+def typed(tmp_path_factory: pytest.TempPathFactory) -> Typed:
+    command, other = SHELL[0], [line for line in SHELL if line.startswith("RECORDER_DIR=other RECORDER=1 torchrun ")]
     assert command.startswith("RECORDER=1 torchrun ")
-    return record(tmp_path_factory.mktemp("readme"), command)
+    assert len(other) == 1
+    folder = record(tmp_path_factory.mktemp("readme"), command)
+    record(folder, other[0])
+    return Typed(folder, {line: run(line, folder) for line in COMMANDS})
 
 
 def name_of(snippet: str) -> str:
@@ -53,13 +65,56 @@ def name_of(snippet: str) -> str:
 
 
 @pytest.mark.parametrize("snippet", PYTHON, ids=map(name_of, PYTHON))
-def test_a_python_snippet_runs_and_prints(recorded: Path, snippet: str) -> None:
-    assert run([sys.executable, "-W", "error", "-c", snippet], recorded).strip()
+def test_a_python_snippet_runs_and_prints(typed: Typed, snippet: str) -> None:
+    assert run([sys.executable, "-W", "error", "-c", snippet], typed.folder).strip()
 
 
-@pytest.mark.parametrize("line", [line for line in SHELL if line.startswith("recorder ")])
-def test_a_command_of_recorder_answers(recorded: Path, line: str) -> None:
-    assert run(line, recorded).strip()
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_of_recorder_answers(typed: Typed, line: str) -> None:
+    assert typed.said[line].strip()
+
+
+def test_the_answers_are_those_of_a_run_that_is_whole(typed: Typed) -> None:
+    answers = {line.split()[1]: said for line, said in typed.said.items()}
+    assert all(line.startswith("ok ") for line in answers["doctor"].splitlines())
+    assert "no NaN" in answers["first"]
+    assert "180 equal exactly, 0 differ" in typed.said["recorder diff recordings other"]
+    assert "no findings" in answers["merge"]
+    steps = {line.split()[0] for line in answers["stats"].splitlines()[2:]}
+    assert steps == {"0", "1", "2", "3", "4"}
+
+
+def test_the_global_tensor_is_that_of_both_ranks(typed: Typed) -> None:
+    (snippet,) = [snippet for snippet in PYTHON if "of which rank 1 had" in snippet]
+    assert "(8, 8) of which rank 1 had (4, 8)" in run([sys.executable, "-c", snippet], typed.folder)
+
+
+def test_what_went_wrong_first_is_what_the_readme_shows(tmp_path: Path) -> None:
+    script = (HERE / "small_training.py").read_text()
+    broken = script.replace(
+        "    for _ in range(5):\n",
+        "    for step in range(5):\n"
+        "        if (step, dist.get_rank()) == (3, 1):\n"
+        "            model.module.blocks[1].mlp.up.weight.data[0, 0] = float('nan')\n",
+    )
+    assert broken != script
+    (tmp_path / "train.py").write_text(broken)
+    run(SHELL[0], tmp_path)
+    said = " ".join(run("recorder first recordings || test $? = 1", tmp_path).split())
+    assert len(SAID) == 3
+    for line in SAID:
+        assert " ".join(line.split()) in said
+
+
+def test_the_table_of_commands_names_every_command_but_run() -> None:
+    from recorder.cli.app import app
+
+    table = README.partition("| command | answers |\n")[2].partition("\n\n")[0]
+    named = {
+        name for cell in re.findall(r"^\| ([^|]*) \|", table, flags=re.MULTILINE) for name in re.findall(r"\w+", cell)
+    }
+    known = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    assert named - {"recorder"} == known - {"run"}
 
 
 def test_the_rules_of_the_readme_record_what_they_say(tmp_path: Path) -> None:
