@@ -79,7 +79,7 @@ def find_differing(run: Run, timeline: Timeline) -> ReplicaSearch:
     return ReplicaSearch(
         None if first is None else replicas.describe(first),
         [(place.module_path, place.site, place.name) for place in places],
-        sorted([*buffers, *_noted_by_merge(timeline)], key=lambda one: one.place.step),
+        sorted([*buffers, *_noted_by_merge(timeline, buffers)], key=lambda one: one.place.step),
         replicas.num_compared,
         replicas.notes(~is_buffer),
     )
@@ -265,14 +265,16 @@ def _leaders(run: Run, timeline: Timeline) -> tuple[Integers, set[str]]:
     return np.array([*of_cell, -1], np.int64)[cells.ids], assumed
 
 
-def _noted_by_merge(timeline: Timeline) -> Iterator[Differing]:
-    """Buffers of a merged run: one row, with the ranks that held another value in its note."""
+def _noted_by_merge(timeline: Timeline, known: list[Differing]) -> Iterator[Differing]:
+    """Buffers of a merged run whose ranks' own rows are not there: their row's note names the ranks that differed."""
     notes = timeline.table.column("note")
     rows = np.flatnonzero(pc.match_substring(notes, "replicas_differ").fill_null(False).to_numpy())
     names = ("root", "module_path", "site", "name")
+    told = {tuple(getattr(one.place, name) for name in names) for one in known}
     for number in group([timeline.codes[name][rows] for name in names]).firsts.tolist():
         row = int(rows[number])
+        place = timeline.place(row)
         ranks = json.loads(notes[row].as_py()).get("replicas_differ")
-        if isinstance(ranks, list) and ranks:
-            place = timeline.place(row)._replace(rank=ranks[0])
+        if isinstance(ranks, list) and ranks and tuple(getattr(place, name) for name in names) not in told:
+            place = place._replace(rank=ranks[0])
             yield Differing(place=place, groups=[ranks], by="merge", ranks=[], is_assumed=False, last_equal=None)

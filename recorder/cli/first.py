@@ -49,7 +49,11 @@ def _print_nonfinite(run: Run, found: First) -> None:
         say(f"{run.path.name}: no NaN, and no infinity that was not there from the first record on")
         return
     title = f"{run.path.name}: first NaN or infinity: step {bad.place.step}, {_value(bad.place)}{_on_rank(bad.place)}"
-    _print_facts(title, [*_nonfinite_facts(bad), ("spread", _spread(found))])
+    facts = [*_nonfinite_facts(bad), ("spread", _spread(found))]
+    source = run.manifest.get("merged_from")
+    if bad.place.rank is None and isinstance(source, dict):
+        facts.append(("which rank", f"the run that this was merged from tells: recorder first {source.get('path')}"))
+    _print_facts(title, facts)
 
 
 def _nonfinite_facts(bad: NonFinite) -> Iterator[tuple[str, str]]:
