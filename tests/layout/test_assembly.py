@@ -216,7 +216,7 @@ def test_pieces_lie_where_torch_puts_them(first: Any, second: Any) -> None:
             ranges = [(0, size)]
             for placement, num, at in ((first, a, i), (second, b, j)):
                 if isinstance(placement, _StridedShard):
-                    ranges = strided_shard(ranges, num, at, placement.split_factor)
+                    ranges = strided_shard(ranges, num, at, int(placement.split_factor))
                 elif isinstance(placement, Shard):
                     ranges = shard(ranges, num, at)
             shape, offset = _compute_local_shape_and_global_offset((size,), (a, b), (i, j).__getitem__, (first, second))
