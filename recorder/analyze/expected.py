@@ -109,8 +109,8 @@ def compare(run: Run) -> Expectation:
     """Compare what a run's manifests promise with its rows."""
     slots = Slots(writer.manifest for writer in run.writers)
     is_merged = run.is_merged
-    ranks = _ranks(run, slots, is_merged)
     rules, problems = _rules(run)
+    ranks = _ranks(run, slots, rules, is_merged)
     matches: list[RuleMatch] = []
     for rule in rules:
         match = match_rule(slots, rule)
@@ -172,7 +172,7 @@ def compare(run: Run) -> Expectation:
     )
 
 
-def _ranks(run: Run, slots: Slots, is_merged: bool) -> list[_Rank]:
+def _ranks(run: Run, slots: Slots, rules: Sequence[Rule], is_merged: bool) -> list[_Rank]:
     """Writers by rank; where steps were merely counted, only the newest of a rank, whose steps are its own."""
     groups: dict[int | None, list[int]] = {}
     for number, writer in enumerate(run.writers):
@@ -184,6 +184,8 @@ def _ranks(run: Run, slots: Slots, is_merged: bool) -> list[_Rank]:
         writers = [run.writers[number] for number in numbers]
         told = [slots.told[number] for number in numbers]
         texts = {rule.text for writer in writers for rule in read_rules(writer.manifest)[0]}
+        if not any(writer.manifest.get("roots") for writer in writers):  # lost: then what holds on the others
+            told, texts = slots.told, {rule.text for rule in rules}
         found.append(_Rank(rank, writers, texts, told, [read_slots(writer, slots) for writer in writers]))
     return found
 

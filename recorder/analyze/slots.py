@@ -25,6 +25,8 @@ FORWARD = ("input", "output", "grad_input", "grad_output")
 STATE = ("param", "grad", "optim", "buffer")
 SLOT_SITES = (*FORWARD, *STATE)
 """Sites at which a module tree says what should exist; what is tapped, and scalars, are up to the program."""
+_MAX_DEPTH = 200
+"""Levels of a module tree; a path of more is nobody's, and looking for what is above it would take for ever."""
 _EACH_PARAM = 3
 """Slots of a parameter: itself, its gradient, its optimizer state, one after the other."""
 
@@ -83,7 +85,7 @@ class Slots:
         found = np.full(len(self.modules), -1, np.int64)
         for number, module in enumerate(self.modules):
             path = module.path
-            while path:
+            while path and path.count(".") < _MAX_DEPTH:
                 path = path.rpartition(".")[0]
                 if (above := self.place.get((module.root, path))) is not None:
                     found[number] = above
@@ -155,6 +157,8 @@ class Slots:
             sites = module["sites"]
             selected[number] = [site in sites for site in SLOT_SITES]
             compiled[number] = module["compiled"]
+        while len(inside := np.flatnonzero(~compiled & (self.parent_of >= 0) & compiled[self.parent_of])):
+            compiled[inside] = True  # a graph holds all that its module calls
         return Told(selected[self.module, self.site] if self.modules else np.zeros(0, bool), compiled)
 
 

@@ -33,7 +33,9 @@ LONG_KEY = (
 """Columns that, with `statistic`, tell the values of a long frame apart."""
 _MEASURES = (*STATISTICS, *COUNTS)
 _MAX_TEXT = 200
-_MAX_CHILDREN = 50
+_MAX_LISTED = 50
+_MAX_DEPTH = 200
+"""Levels of a module tree; what is above a deeper path is not listed."""
 
 
 class ModuleView:
@@ -145,7 +147,7 @@ class ModuleView:
         return f"<Module {self.path!r}{name}: {', '.join(parts)}>"
 
     def _repr_html_(self) -> str:
-        children = self.children[:_MAX_CHILDREN]
+        children = self.children[:_MAX_LISTED]
         more = len(self.children) - len(children)
         sources = dict.fromkeys(info.source for (_, path), info in self.run.modules.items() if path == self.path)
         facts = {
@@ -187,7 +189,8 @@ def known_paths(run: Run) -> dict[str, None]:
     for path in [*(path for _, path in run.modules), *run.module_paths]:
         if path not in paths:
             parts = path.split(".")
-            paths |= dict.fromkeys(".".join(parts[:end]) for end in range(1, len(parts) + 1))
+            ends = range(1 if len(parts) <= _MAX_DEPTH else len(parts), len(parts) + 1)
+            paths |= dict.fromkeys(".".join(parts[:end]) for end in ends)
     return paths
 
 
@@ -248,7 +251,7 @@ def _html_sites(rows: Any) -> str:
     of = {row["site"]: row for row in found.to_pylist()}
     lines = [
         (site, f"{of[site]['step_count']:,}", f"{of[site]['step_min']} to {of[site]['step_max']}")
-        for site in _in_order_of_sites(of)
+        for site in _in_order_of_sites(of)[:_MAX_LISTED]
     ]
     cells = "".join("<tr>" + "".join(f"<td>{_shown(cell)}</td>" for cell in line) + "</tr>" for line in lines)
     head = "".join(f"<th>{title}</th>" for title in ("site", "rows", "steps"))

@@ -282,6 +282,15 @@ class TestLosses:
         hole = only(found, "absent")
         assert (hole.ranks, hole.sites, hole.num_missing) == ([1, 3], ["output", "grad"], 8 + 8 + 6)
 
+    def test_of_a_rank_without_manifest_the_same_is_expected(self, run: Path) -> None:
+        record(run, training(3))
+        rows = [row for row in training(3, 1) if row["step"] != 1]
+        writer = record(run, rows, 1)
+        (writer.directory / "_writer.json").unlink()
+        found = found_in(run)
+        assert totals(found)["output"] == (24, 20)
+        assert [hole.num_missing for hole in found.holes] == [17]
+
     def test_a_rank_that_closed_earlier_is_told_as_that(self, run: Path) -> None:
         record(run, training(5))
         record(run, training(3, 1), 1)
@@ -323,6 +332,12 @@ class TestWhatNeverWas:
         rows = renumbered(row for row in training(3) if row["module_path"] != "a" or row["site"] not in forward)
         record(run, rows, roots=root(modules))
         assert what(only(found_in(run), "compiled")) == (list(forward), ["a"], [0, 1, 2], [0], 6)
+
+    def test_what_is_inside_a_compiled_module_is_compiled(self, run: Path) -> None:
+        modules = [module(""), module("a"), module("b", compiled=True), module("b.c")]
+        rows = [row for row in training(3) if row["module_path"] != "b.c"]
+        record(run, renumbered(rows), roots=root(modules))
+        assert found_in(run).silent == {"compiled": [("model", "b.c")]}
 
     def test_a_module_whose_parameters_work_without_its_forward(self, run: Path) -> None:
         forward = ("output", "grad_output")
@@ -485,6 +500,11 @@ class TestStrangers:
         steps = np.arange(-3, 150)
         rule = Rule(steps=Schedule.parse(text))
         assert steps[at_steps(rule, steps)].tolist() == [step for step in steps.tolist() if step in rule.steps]
+
+    def test_a_path_of_a_million_levels(self, run: Path) -> None:
+        path = "a." * 1_000_000 + "a"
+        record(run, training(1), roots=root([module(path), module("a")]))
+        assert {module for hole in found_in(run).holes for module in hole.modules} == {path}
 
     def test_fifty_thousand_modules(self, run: Path) -> None:
         modules = [module(f"layers.{i // 10}.m{i % 10}") for i in range(50_000)]

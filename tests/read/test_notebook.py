@@ -157,6 +157,15 @@ def test_no_text_of_a_file_becomes_markup(tmp_path: Path, name: str) -> None:
     assert name in run._ipython_key_completions_()
 
 
+def test_a_path_of_many_levels_is_one_path(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run")
+    deep = ".".join(["a"] * 100_000)
+    writer = HandmadeWriter(path)
+    writer.add_shard([[make_row(0, [1.0], module_path=deep)]])
+    writer.finish()
+    assert open_run(path)._ipython_key_completions_() == ["", deep]
+
+
 class TestLongFrames:
     def test_a_value_is_a_row(self, run: Run) -> None:
         frame = run["layers.0.mlp"].to_long(["l2", "max"], recurse=False)
