@@ -165,7 +165,7 @@ def write_run(run: Path, world_size: int, num_bytes: int, is_mixed: bool) -> int
 
 def measure_floor(run: Path, into: Path) -> dict[str, float]:
     """Seconds to decompress every payload, and to copy every file and have it on the disk."""
-    begin = time.perf_counter()
+    begin, begin_cpu = time.perf_counter(), time.process_time()
     num_bytes = 0
     for writer in open_run(run).writers:
         for shard in writer.shards:
@@ -173,7 +173,7 @@ def measure_floor(run: Path, into: Path) -> dict[str, float]:
             shard.let_go()
     decoded = time.perf_counter()
     shutil.copytree(run, into)
-    copied = time.perf_counter()
+    copied, cpu_s = time.perf_counter(), time.process_time() - begin_cpu
     for path in into.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -181,7 +181,8 @@ def measure_floor(run: Path, into: Path) -> dict[str, float]:
     synced = time.perf_counter()
     shutil.rmtree(into)
     return {
-        "decode_s": decoded - begin, "copy_s": copied - decoded, "sync_s": synced - copied, "decoded_bytes": num_bytes,
+        "decode_s": decoded - begin, "copy_s": copied - decoded, "sync_s": synced - copied,
+        "cpu_s": cpu_s, "decoded_bytes": num_bytes,
     }  # fmt: skip
 
 
@@ -194,14 +195,15 @@ def decode_shard(shard: Any) -> int:
         file = pa.ipc.open_file(source)
         for number in range(file.num_record_batches):
             batch = file.get_batch(number)
-            columns = [batch.column(name) for name in ("encoding", "data", "payload_bytes", "dtype")]
-            for row in range(batch.num_rows):
-                encoding, data, payload_bytes, dtype = (column[row] for column in columns)
-                if encoding.as_py() is not None:
-                    content = decode(
-                        encoding.as_py(), data.as_buffer(), payload_bytes.as_py(), item_bytes(dtype.as_py())
-                    )
-                    num_bytes += len(content)
+            if batch.num_rows == 0:
+                continue
+            columns = [batch.column(name).to_pylist() for name in ("encoding", "payload_bytes", "dtype")]
+            _, offsets, content = batch.column("data").buffers()
+            ends = np.frombuffer(offsets, np.int64, batch.num_rows + 1).tolist()
+            for row, (encoding, payload_bytes, dtype) in enumerate(zip(*columns, strict=True)):
+                if encoding is not None:
+                    data = content.slice(ends[row], ends[row + 1] - ends[row])
+                    num_bytes += len(decode(encoding, data, payload_bytes, item_bytes(dtype)))
     return num_bytes
 
 
@@ -218,21 +220,25 @@ def measure_merge(run: Path, out: Path, jobs: int, limit_bytes: int | None) -> d
     begin = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, preexec_fn=prepare)
     peaks: dict[int, tuple[int, int]] = {}
-    while process.poll() is None:
+    ended = 0
+    while ended == 0:
         for pid in (process.pid, *children(process.pid)):
             own, resident = memory(pid)
             known = peaks.get(pid, (0, 0))
             peaks[pid] = max(own, known[0]), max(resident, known[1])
         time.sleep(0.02)
+        ended, status, usage = os.wait4(process.pid, os.WNOHANG)
     seconds = time.perf_counter() - begin
+    process.returncode = os.waitstatus_to_exitcode(status)
     assert process.stdout is not None
-    said = process.stdout.read()
+    with process.stdout as stdout:
+        said = stdout.read()
     if process.returncode != 0:
         sys.exit(f"{' '.join(command)} ended with {process.returncode}: {said.decode()}")
     report: dict[str, Any] = json.loads(said)
     return {
         "seconds": seconds,
-        "inside_s": report["seconds"],
+        "cpu_s": usage.ru_utime + usage.ru_stime,
         "bytes_out": report["bytes_out"],
         "peaks": list(peaks.values()),
     }
@@ -324,6 +330,12 @@ def on_one_core(work: Callable[[], dict[str, float]]) -> dict[str, float]:
         os.sched_setaffinity(0, cores)
 
 
+def ratio(rounds: list[dict[str, Any]], jobs: str, of_floor: tuple[str, ...], of_merge: str) -> float:
+    """How fast a merge is against the floor of the same round; above 1 is faster than it."""
+    ratios = [sum(one["floor"][name] for name in of_floor) / one[jobs][of_merge] for one in rounds]
+    return float(statistics.median(ratios))
+
+
 def print_figures(rounds: list[dict[str, Any]], payload_bytes: int) -> None:
     def median(pick: Callable[[dict[str, Any]], float]) -> float:
         return statistics.median(pick(one) for one in rounds)
@@ -338,16 +350,14 @@ def print_figures(rounds: list[dict[str, Any]], payload_bytes: int) -> None:
     print(f"  floor: decode + copy   {rate(floor_s)}")
     for jobs in ("1", "2"):
         seconds = median(lambda one, jobs=jobs: one[jobs]["seconds"])  # type: ignore[misc]
-        ratio = statistics.median(
-            (one["floor"]["decode_s"] + one["floor"]["copy_s"]) / one[jobs]["seconds"] for one in rounds
-        )
-        synced = statistics.median(
-            sum(one["floor"][name] for name in ("decode_s", "copy_s", "sync_s")) / one[jobs]["seconds"]
-            for one in rounds
-        )
-        peaks = [f"{own / 1e6:.0f} ({resident / 1e6:.0f})" for own, resident in rounds[-1][jobs]["peaks"]]
-        of_floor = f"{ratio:.2f} of the floor, {synced:.2f} of the floor with sync"
+        ratios = {
+            "the floor": ratio(rounds, jobs, ("decode_s", "copy_s"), "seconds"),
+            "it with sync": ratio(rounds, jobs, ("decode_s", "copy_s", "sync_s"), "seconds"),
+            "its CPU time": ratio(rounds, jobs, ("cpu_s",), "cpu_s"),
+        }
+        of_floor = ", ".join(f"{value:.2f} of {name}" for name, value in ratios.items())
         print(f"  merge --jobs {jobs}         {rate(seconds)}  {of_floor}")
+        peaks = [f"{own / 1e6:.0f} ({resident / 1e6:.0f})" for own, resident in rounds[-1][jobs]["peaks"]]
         print(f"    peak MB of each process, its own (with mapped files): {', '.join(peaks)}")
     scale = statistics.median(one["1"]["seconds"] / one["2"]["seconds"] for one in rounds)
     print(f"  two jobs against one   {scale:.2f}")
