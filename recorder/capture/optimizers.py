@@ -328,7 +328,8 @@ class OptimizerWatch:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     owned.record("optim", f".{key}", value, moment, "optimizer", repeat)
-        self._record_empty_state(optimizer, moment, repeat)
+        if any(flat.originals for root in self._capture.roots for flat in root.flats):
+            self._record_empty_state(optimizer, moment, repeat)
 
     def _record_empty_state(self, optimizer: Optimizer, moment: Moment, repeat: int) -> None:
         """FSDP1: of a parameter that lies on other ranks the optimizer has no state here, so it is present and empty.

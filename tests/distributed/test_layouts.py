@@ -16,7 +16,7 @@ from recorder.format.fingerprint import MODULUS, fingerprint
 from . import jobs
 from .jobs import SCRIPTS, Finished
 
-FLAT = ["full", "full_orig", "full_of_one_unit", "grad_op", "grad_op_orig", "frozen_orig"]
+FLAT = ["full", "full_orig", "full_of_one_unit", "grad_op", "grad_op_orig", "frozen_orig", "checkpointed"]
 HYBRID = ["hybrid", "hybrid_orig"]
 WHOLE = ["no_shard", "no_shard_orig"]
 IMAGES = ["images", "images_orig"]
@@ -24,6 +24,7 @@ FSDP2 = ["fsdp2", "fsdp2_kept", "fsdp2_by_last_dim"]
 HSDP = ["hsdp", "hsdp_kept", "hsdp_by_last_dim"]
 TRAINED = [*FLAT, "inside", *HYBRID, *WHOLE, *FSDP2, *HSDP]
 INFERRED = ["infer", "infer_orig", "infer_grad_op_orig"]
+TENSOR_PARALLEL = ["tensor_parallel", "tensor_parallel_orig"]
 NEVER_REDUCED = ["no_sync", "no_sync_orig"]
 Key = tuple[str, str, str, int]
 
@@ -186,6 +187,21 @@ def test_slices_in_another_memory_format_claim_no_place(pieces: Any, case: str) 
     assert found.whole(("param", "embed", "weight", 0)).shape == (11, 75)
 
 
+@pytest.mark.parametrize("case", TENSOR_PARALLEL)
+def test_slices_of_what_was_a_piece_already_claim_no_place(pieces: Any, case: str) -> None:
+    rows = pieces(case).frame
+    rows = rows[(rows["module_path"] == "up") & ~rows["name"].str.endswith(".step")]
+    assert set(rows["site"]) == {"param", "grad", "optim"}
+    assert set(rows["note"]) == {'{"no_layout":"tensor_parallel"}'}
+    assert rows[["global_shape", "placements", "layout_source"]].isna().all(axis=None)
+
+
+def test_a_recomputed_block_is_recorded_once_more(pieces: Any) -> None:
+    frame = pieces("checkpointed").run.to_pandas()
+    phases = frame[(frame["site"] == "output") & (frame["module_path"] == "blocks.0.up")].groupby("phase").size()
+    assert dict(phases) == {"forward": 16, "recompute": 16}, "four ranks, two steps, two slices"
+
+
 def test_state_of_a_shape_of_its_own_is_left_whole(pieces: Any) -> None:
     found = pieces("odd")
     paths = {"blocks.0", "blocks.1", ""}
@@ -206,7 +222,7 @@ def test_gradients_that_were_never_reduced_are_whole_and_local(pieces: Any, case
     assert not any(torch.equal(a, b) for (_, a), (_, b) in itertools.combinations(embedded, 2))
 
 
-@pytest.mark.parametrize("case", [*TRAINED, *IMAGES, *INFERRED, *NEVER_REDUCED, "odd"])
+@pytest.mark.parametrize("case", [*TRAINED, *IMAGES, *INFERRED, *NEVER_REDUCED, *TENSOR_PARALLEL, "odd"])
 def test_nothing_was_lost_and_nothing_went_wrong(pieces: Any, case: str) -> None:
     for writer in pieces(case).run.writers:
         assert writer.balance.dropped == {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import recorder
 
@@ -83,6 +86,12 @@ def frozen(model: Any) -> nn.Module:
     return flat(model, "FULL_SHARD", use_orig_params=True)
 
 
+def checkpointed(model: nn.Module) -> nn.Module:
+    model = flat(model, "FULL_SHARD")
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    return model
+
+
 def sharded(model: Any, *, mesh: tuple[int, ...] = (4,), names: tuple[str, ...] = ("dp",), **options: Any) -> nn.Module:
     options["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=names)
     for block in model.blocks:
@@ -108,6 +117,7 @@ CASES: dict[str, Callable[[Any], nn.Module]] = {
     "hybrid": hybrid,
     "hybrid_orig": functools.partial(hybrid, use_orig_params=True),
     "frozen_orig": frozen,
+    "checkpointed": checkpointed,
     "images": functools.partial(flat, strategy="FULL_SHARD", nested=False),
     "images_orig": functools.partial(flat, strategy="FULL_SHARD", nested=False, use_orig_params=True),
     "fsdp2": sharded,
@@ -206,6 +216,19 @@ def train(name: str, folder: Path, *, inside: bool = False) -> dict[Any, Tensor]
     return plain_values(name)
 
 
+def tensor_parallel(folder: Path, *, use_orig_params: bool) -> dict[Any, Tensor]:
+    """FSDP1 takes the pieces of tensor parallelism for whole parameters."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    block = nn.Sequential(OrderedDict(up=nn.Linear(8, 16), act=nn.ReLU(), down=nn.Linear(16, 8)))
+    parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = flat(block, "FULL_SHARD", nested=False, device_mesh=mesh["dp"], use_orig_params=use_orig_params)
+    with recorder.attach(model, enabled=True, dir=folder, rules="site=param,grad,optim keep=tensor,fingerprint"):
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+    return {}
+
+
 class Odd(torch.optim.SGD):
     """Its state has a shape of its own."""
 
@@ -256,6 +279,8 @@ def main() -> None:
     jobs: dict[str, Callable[[Path], dict[Any, Tensor]]] = {
         **{name: functools.partial(train, name) for name in CASES},
         "inside": functools.partial(train, "full_orig", inside=True),
+        "tensor_parallel": functools.partial(tensor_parallel, use_orig_params=False),
+        "tensor_parallel_orig": functools.partial(tensor_parallel, use_orig_params=True),
         "odd": state_of_its_own_shape,
         "infer": functools.partial(infer, strategy="FULL_SHARD"),
         "infer_orig": functools.partial(infer, strategy="FULL_SHARD", use_orig_params=True),
