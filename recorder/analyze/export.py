@@ -21,7 +21,7 @@ from .tensors import Entry, Tensors, row_pieces
 
 FORMATS = ("parquet", "npz", "safetensors")
 _ROWS_A_GROUP = 65_536
-_BYTES_A_GROUP = 64 << 20
+_BYTES_A_GROUP = 32 << 20
 _WRITERS = {"npz": write_npz, "safetensors": write_safetensors}
 _OF_PART_0 = (*STATISTICS, *COUNTS, "fingerprint")
 
@@ -81,7 +81,11 @@ class Export:
         names = [*LIGHT_COLUMNS, *(["data"] if self._payload else [])]
         metadata = {b"recorder_run_id": self._run.run_id.encode(), b"recorder_format": b"1.0"}
         schema = pa.schema([SCHEMA.field(name).with_nullable(True) for name in names], metadata=metadata)
-        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        # Payloads hardly compress as they lie, and are nothing to look up.
+        compression = {name: "NONE" if name == "data" else "ZSTD" for name in names}
+        light = [name for name in names if name != "data"]
+        options = {"compression": compression, "use_dictionary": light, "write_statistics": light}
+        with pq.ParquetWriter(file, schema, **options) as writer:
             for table in self._with_payload(report) if self._payload else self._light():
                 writer.write_table(table.cast(schema), row_group_size=_ROWS_A_GROUP)
                 num_rows += table.num_rows
