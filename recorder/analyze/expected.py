@@ -15,9 +15,10 @@ import numpy.typing as npt
 from ..config import EVERY, Rule
 from ..read.run import Run
 from ..read.writers import Balance, RecordedWriter
-from .holes import Hole, Holes, RankView, absent, explain
+from .holes import Hole, Holes, absent, explain
 from .losses import lost_steps
 from .observed import MODES, SlotRows, read_slots
+from .rank_view import RankView
 from .slots import SLOT_SITES, Flags, RuleMatch, Slots, Told, distinct, match_rule, read_rules
 
 Integers = npt.NDArray[np.int64]
@@ -288,11 +289,12 @@ def _view(
     if key not in known:
         known[key] = _wanted(slots, matches, masks, seen, selected, on_rank, len(axis))
     code, when = known[key]
-    view = RankView.empty(one.rank, one.writers, slots, axis, code, when, selected, compiled, is_merged=is_merged)
+    view = RankView(
+        slots, axis, rank=one.rank, writers=one.writers, selected=selected, compiled=compiled, code=code, when=when,
+        is_merged=is_merged,
+    )  # fmt: skip
     for rows in one.rows:
-        view.add(slots, axis, slot=rows.slot, step=rows.step, root=rows.root, site=rows.site,
-                 with_grad=rows.with_grad, is_update=rows.is_update)  # fmt: skip
-    view.finish(slots)
+        view.add(rows)
     view.is_lossy = is_merged and any(
         _lost_any(account) for writer in one.writers for account in source_accounts(writer)
     )
@@ -338,7 +340,10 @@ def _absent_views(
     found = []
     for on_rank, group in groups.items():
         code, when = _wanted(slots, matches, masks, seen, selected, on_rank, len(axis))
-        found.append((group, RankView.empty(group[0], [], slots, axis, code, when, selected, compiled)))
+        view = RankView(
+            slots, axis, rank=group[0], writers=[], selected=selected, compiled=compiled, code=code, when=when
+        )
+        found.append((group, view))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Owns why an expected value is not there: one rank's rows against its slots and steps, each hole with its reason.
+"""Owns why an expected value is not there: one rank's values against its slots and steps, each hole with its reason.
 
 Works in blocks of modules, so that memory stays bounded. Never reads a run.
 """
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..read.writers import RecordedWriter
 from .losses import CAUSES, CUT, DAMAGED, DROPPED, LIVE, RETIRED, UNACCOUNTED
+from .rank_view import RankView
 from .slots import FORWARD, SLOT_SITES, Flags, Slots, Told, distinct
 
 Integers = npt.NDArray[np.int64]
@@ -88,103 +88,6 @@ class Hole(NamedTuple):
     ranks: list[int | None]
     num_missing: int
     """Values; at most modules x sites x steps x ranks, for not each module need lack at each step."""
-
-
-class RankView:
-    """What one rank was expected to record, and what is there of it, by slots and steps."""
-
-    def __init__(self, **members: Any) -> None:
-        self.rank: int | None = members["rank"]
-        self.writers: Sequence[RecordedWriter] = members["writers"]
-        self.code: Integers = members["code"]
-        """Of each slot a row of `when`."""
-        self.when: Flags = members["when"]
-        self.selected: Flags = members["selected"]
-        self.compiled: Flags = members["compiled"]
-        self.is_merged: bool = members["is_merged"]
-        self.is_lossy = False
-        """A merged run whose source had lost rows: at which steps, it does not say."""
-        num_roots, num_steps = members["num_roots"], self.when.shape[1]
-        self.bits = np.zeros(num_steps, np.uint8)
-        """Causes of `losses` by step."""
-        self.alive = np.zeros(num_steps, bool)
-        """Some module's value is there."""
-        self.called = np.zeros((num_roots, num_steps), bool)
-        self.called_with_grad = np.zeros((num_roots, num_steps), bool)
-        self.updated = np.zeros((num_roots, num_steps), bool)
-        self._found: list[Integers] = []
-        self._found_with_grad: list[Integers] = []
-        self.found = np.zeros(0, np.int64)
-        """Slot x steps + step of what is there, sorted."""
-        self.found_with_grad = np.zeros(0, np.int64)
-        self.called_ever = np.zeros(members["num_modules"], bool)
-        self.graded_ever = np.zeros(members["num_modules"], bool)
-        """Of each module, whether it ran with gradients."""
-        self.first_step: int | None = None
-        self.last_step: int | None = None
-
-    @classmethod
-    def empty(
-        cls, rank: int | None, writers: Sequence[RecordedWriter], slots: Slots, axis: Integers, code: Integers,
-        when: Flags, selected: Flags, compiled: Flags, *, is_merged: bool = False,
-    ) -> RankView:  # fmt: skip
-        """Before any row is added."""
-        return cls(
-            rank=rank, writers=writers, code=code, when=when, selected=selected, compiled=compiled,
-            is_merged=is_merged, num_roots=len(slots.roots), num_modules=len(slots.modules),
-        )  # fmt: skip
-
-    def add(
-        self, slots: Slots, axis: Integers, *, slot: Integers, step: Integers, root: Integers, site: Integers,
-        with_grad: Flags, is_update: Flags,
-    ) -> None:  # fmt: skip
-        """Rows of one writer."""
-        if not len(step):
-            return
-        self.first_step = min(int(step.min()), int(step.max() if self.first_step is None else self.first_step))
-        self.last_step = max(int(step.max()), int(step.min() if self.last_step is None else self.last_step))
-        if not len(axis):
-            return
-        place = np.minimum(np.searchsorted(axis, step), len(axis) - 1)
-        there = axis[place] == step
-        in_tree = there & (slot >= 0)
-        self.alive[place[in_tree]] = True
-        of_root = there & (root >= 0)
-        forward = of_root & (site >= 0) & (site < len(FORWARD))
-        self.called[root[forward], place[forward]] = True
-        forward &= with_grad
-        self.called_with_grad[root[forward], place[forward]] = True
-        update = of_root & is_update
-        self.updated[root[update], place[update]] = True
-        self._found.append(distinct(slot[in_tree] * len(axis) + place[in_tree]))
-        graded = in_tree & with_grad & (site < len(FORWARD))
-        self._found_with_grad.append(distinct(slot[graded] * len(axis) + place[graded]))
-
-    def finish(self, slots: Slots) -> None:
-        """All rows are added."""
-        self.found = _joined(self._found)
-        self.found_with_grad = _joined(self._found_with_grad)
-        self._found, self._found_with_grad = [], []
-        if len(self.found):
-            slot = self.found // self.when.shape[1]
-            self.called_ever[slots.module[slot[slots.site[slot] < len(FORWARD)]]] = True
-            self.graded_ever[slots.module[self.found_with_grad // self.when.shape[1]]] = True
-
-    def cells(self, keys: Integers, low: int, high: int, columns: Integers) -> Flags:
-        """Slots of a block x some steps: whether the value is in sorted `keys`."""
-        num_steps = self.when.shape[1]
-        found = np.zeros((high - low, len(columns)), bool)
-        begin, end = np.searchsorted(keys, [low * num_steps, high * num_steps])
-        slot, step = np.divmod(keys[begin:end], num_steps)
-        column = np.full(num_steps, -1)
-        column[columns] = np.arange(len(columns))
-        there = column[step] >= 0
-        found[slot[there] - low, column[step[there]]] = True
-        return found
-
-
-def _joined(pieces: Sequence[Integers]) -> Integers:
-    return pieces[0] if len(pieces) == 1 else distinct(np.concatenate([*pieces, np.zeros(0, np.int64)]))
 
 
 class Holes:
