@@ -258,6 +258,10 @@ class Grouping:
         pieces = [described.pieces[code] for code in codes]
         rows_at = tuple(described.chosen[places].tolist())
         ranks = tuple(piece.rank for piece in pieces)
+        if site == "optim" and group.source == "fsdp" and all(piece.shape == () for piece in pieces):
+            group = group._replace(
+                ranks=ranks
+            )  # FSDP1: where a rank holds nothing of a parameter, its step is not kept
         expected = group.ranks if set(ranks) <= set(group.ranks) else tuple(dict.fromkeys((*group.ranks, *ranks)))
         equal = described.equal_of(number)
         batch_choices = _NO_BATCH if site in STATE_SITES else self._batches(first, ranks, root, mode)
