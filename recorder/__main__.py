@@ -17,7 +17,9 @@ def main() -> None:
 
         launch(arguments[1:])
     from .cli.app import run_command
+    from .cli.imports import hide_pandas
 
+    hide_pandas()
     try:
         run_command(arguments)
     finally:

@@ -17,6 +17,7 @@ from typing import Any
 from ..merge.merge import MergeReport, merge_run
 from ..read.run import Run
 from ..records import PART_BYTES
+from .imports import hide_pandas
 from .output import counted, print_json, progress, say, size
 
 _MAX_SHOWN = 3
@@ -69,6 +70,7 @@ def _workers(jobs: int) -> Iterator[Executor | None]:
 def _begin_worker() -> None:
     """End with the merge: quietly on an interrupt, and also where it was killed, which a pool's workers do not see."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    hide_pandas()
     _keep_freed_memory()
     parent = multiprocessing.parent_process()
     if parent is not None:
