@@ -1,4 +1,4 @@
-"""Owns the statistics of rows combined into statistics of groups of rows, and those of an array. Never reads a run.
+"""Owns the statistics of rows combined into those of groups of rows, and counts of arrays. Never reads a run.
 
 Means and spreads combine exactly to rounding, also where the spread is far below the mean: Chan, Golub, LeVeque,
 Updating formulae and a pairwise algorithm for computing sample variances, 1979.
@@ -17,7 +17,7 @@ from ..format.schema import COUNTS, STATISTICS
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
-_CHUNK_ITEMS = 1 << 20
+_CHUNK_ITEMS = 1 << 16
 
 
 def numbers(column: Any) -> Floats:
@@ -94,51 +94,21 @@ def _extreme(function: np.ufunc, values: Floats, order: Integers, starts: Intege
     return np.asarray(function.reduceat(values[order], starts) if len(starts) else values[:0])
 
 
-def measure(array: npt.NDArray[Any]) -> dict[str, float | int | None]:
-    """The statistics of an array as a row has them; complex arrays have counts alone, others null if not numbers."""
-    found: dict[str, float | int | None] = dict.fromkeys((*STATISTICS, *COUNTS))
-    if array.dtype.names:  # complex32, as pairs of halves
-        array = (array["real"].astype(np.float32) + 1j * array["imag"].astype(np.float32)).astype(np.complex64)
+def count_nonfinite(array: npt.NDArray[Any]) -> tuple[int, int]:
+    """How many elements are NaN, how many infinite; a complex one is NaN if a part is, else infinite if a part is."""
+    if array.dtype.kind in "biu":
+        return 0, 0
+    num_nan = num_inf = 0
     flat = array.reshape(-1)
-    is_complex = flat.dtype.kind == "c"
-    rows = []
     for start in range(0, flat.size, _CHUNK_ITEMS):
         chunk = flat[start : start + _CHUNK_ITEMS]
-        wide = chunk if is_complex else chunk.astype(np.float64)
-        is_nan, is_finite = np.isnan(wide), np.isfinite(wide)
-        one = dict.fromkeys(STATISTICS) | {
-            "numel": wide.size,
-            "nan_count": int(is_nan.sum()),
-            "inf_count": int((~is_nan & ~is_finite).sum()),
-            "zero_count": int((wide == 0).sum()),
-        }
-        if not is_complex and is_finite.any():
-            one |= _moments(wide if is_finite.all() else wide[is_finite])
-        rows.append(one)
-    if not rows:
-        return found | dict.fromkeys(COUNTS, 0)
-    schema = pa.schema(
-        [pa.field("numel", pa.int64())]
-        + [pa.field(name, pa.float64()) for name in STATISTICS]
-        + [pa.field(name, pa.int64()) for name in COUNTS]
-    )
-    whole = combine(pa.Table.from_pylist(rows, schema), np.zeros(len(rows), np.int64), 1)
-    return found | {name: whole[name][0].as_py() for name in found}
-
-
-def _moments(wide: Floats) -> dict[str, float]:
-    with np.errstate(all="ignore"):
-        low, high, total = float(wide.min()), float(wide.max()), float(wide.sum())
-        mean = total / wide.size
-        std = float(np.sqrt(np.square(wide - mean).mean()))
-        squares = float(np.square(wide).sum())
-    return {
-        "mean": low if low == high else mean,
-        "std": 0.0 if low == high else std,
-        "min": low,
-        "max": high,
-        "absmax": max(-low, high),
-        "l2": math.sqrt(squares),
-        "sum": total,
-        "sum_sq": squares,
-    }
+        if chunk.dtype.names:  # complex32, as pairs of halves
+            chunk = chunk["real"].astype(np.float32) + 1j * chunk["imag"].astype(np.float32)
+        elif chunk.dtype.kind == "V" or chunk.dtype.itemsize < 4:  # ml_dtypes' own functions are slow
+            chunk = chunk.astype(np.float32)
+        num_finite = int(np.count_nonzero(np.isfinite(chunk)))
+        if num_finite < chunk.size:
+            is_nan = int(np.count_nonzero(np.isnan(chunk)))
+            num_nan += is_nan
+            num_inf += chunk.size - num_finite - is_nan
+    return num_nan, num_inf

@@ -5,19 +5,18 @@ An infinity that was there from a value's first record on, and does not grow, is
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import RunError
 from .keys import codes, group, holds
-from .moments import integers, measure
+from .moments import count_nonfinite, integers
 from .timeline import Place, Timeline
 
 _MAY_MASK = ("input", "output", "param", "buffer", "tap", "scalar")
 """Sites at which a program may mean its infinities. A gradient or a state of the optimizer never does."""
-_FIRST_BATCH = 16
 _HAVE_NO_INFINITY = ("bool", "int", "uint", "float4")
 _MAX_NOTED = 5
 _MAX_PROBLEMS = 3
@@ -92,34 +91,35 @@ class _Counts:
         """Rows that are not finite, without those that are excused."""
         return np.asarray(((self.nan > 0) | (self.inf > 0)) & ~self.excused())
 
-    def excused(self) -> npt.NDArray[np.bool_]:
+    def excused(self, rows: slice = slice(None)) -> npt.NDArray[np.bool_]:
         """Infinite from the first record on, and no more so than the first of this shape."""
-        was_infinite = (self.inf[self._begins] > 0) & (self.nan[self._begins] == 0)
-        grows = self.inf > self.inf[self._begins_in_shape]
-        return np.asarray((self.inf > 0) & (self.nan == 0) & self._may_mask & was_infinite & ~grows)
+        nan, inf, begins = self.nan[rows], self.inf[rows], self._begins[rows]
+        was_infinite = (self.inf[begins] > 0) & (self.nan[begins] == 0)
+        grows = inf > self.inf[self._begins_in_shape[rows]]
+        return np.asarray((inf > 0) & (nan == 0) & self._may_mask[rows] & was_infinite & ~grows)
 
     def search(self) -> int | None:
         """The first bad row, once every row before it is known."""
-        size = _FIRST_BATCH
         while True:
             found = np.flatnonzero(self.bad())
             limit = int(found[0]) if len(found) else self._timeline.num_rows
-            batch = self._todo[: np.searchsorted(self._todo, limit)][:size]
-            if not len(batch):
+            num_before = int(np.searchsorted(self._todo, limit))
+            if not num_before:
                 return limit if len(found) else None
-            for row in batch.tolist():
-                self._look_at(row)
-            self._todo = self._todo[len(batch) :]
-            size *= 2
+            for row, values in self._timeline.arrays(self._todo[:num_before]):
+                last = row
+                if self._is_bad(row, values):
+                    break
+            self._todo = self._todo[self._todo > last]
 
-    def _look_at(self, row: int) -> None:
-        try:
-            counts = measure(self._timeline.array(row))
-        except RunError as error:
-            self.problems.append(str(error))
-            return
-        self.nan[row], self.inf[row] = counts["nan_count"] or 0, counts["inf_count"] or 0
+    def _is_bad(self, row: int, values: npt.NDArray[Any] | RunError) -> bool:
+        """Count what a row holds."""
+        if isinstance(values, RunError):
+            self.problems.append(str(values))
+            return False
+        self.nan[row], self.inf[row] = count_nonfinite(values)
         self.is_known[row] = True
+        return bool(self.nan[row] or self.inf[row]) and not self.excused(slice(row, row + 1))[0]
 
     def notes(self) -> list[str]:
         """What is not a finding and should be known."""

@@ -16,8 +16,7 @@ from ..read.decode import count, decode_payload, parse_shape
 from ..read.run import Run
 from .names import NAMING, tensor_name
 from .selection import Selection
-
-_PER_RANK = ("*=per_rank",)
+from .timeline import PER_RANK
 
 
 class Piece(NamedTuple):
@@ -57,7 +56,7 @@ class Tensors:
         selection.check()
         self._run = run
         self._selection = selection
-        self._view = run.view(layouts=() if across_ranks else _PER_RANK)
+        self._view = run.view(layouts=() if across_ranks else PER_RANK)
         self._windows = self._view.windows()
         self._held: tuple[int, Any] | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -10,10 +11,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..errors import RunError
 from ..format.schema import COUNTS, STATISTICS
 from ..read.facts import RunFacts
 from ..read.run import Run
-from .keys import SERIES_KEY, VALUE_KEY, Groups, Integers, codes, group
+from .keys import SERIES_KEY, VALUE_KEY, Groups, Integers, codes, common_ids, group, join
 from .moments import integers
 
 _KEY = ("step", "micro_step", "call", "repeat", "mode", "phase", "rank", "attempt", "scope",
@@ -32,6 +34,10 @@ _COLUMNS = (
     "fingerprint",
     "encoding",
 )
+
+PER_RANK = ("*=per_rank",)
+"""The view in which every row is as its rank recorded it."""
+_WINDOW_ROWS = 50_000
 
 
 class Place(NamedTuple):
@@ -99,6 +105,24 @@ class Timeline:
         values = {name: self.table.column(name)[row].as_py() for name in (*_KEY, "dtype", "shape")}
         info = self._run.modules.get((values["root"], values["module_path"]))
         return Place(**values, module_class=info.class_name if info else "", source=info.source if info else "")
+
+    def arrays(self, rows: Integers) -> Iterator[tuple[int, npt.NDArray[Any] | RunError]]:
+        """The tensors of many rows, one after the other in their order, or why one cannot be read."""
+        table = self.table.take(pa.array(rows))
+        steps = integers(table.column("step"))
+        view = self._run.view(layouts=PER_RANK)
+        for first, last in view.windows(_WINDOW_ROWS):
+            inside = np.flatnonzero((steps >= first) & (steps < last))
+            if not len(inside):
+                continue
+            there = view.rows(first, last)
+            wanted, found = common_ids(table.take(pa.array(inside)), there.table, ("step", "rank", "attempt", "seq"))
+            place_of = dict(zip(*(side.tolist() for side in join(wanted, found)), strict=True))
+            for number, row in enumerate(rows[inside].tolist()):
+                try:
+                    yield row, there.array(place_of[number]) if number in place_of else self.array(row)
+                except RunError as error:
+                    yield row, error
 
     def array(self, row: int) -> npt.NDArray[Any]:
         """The tensor of a row.

@@ -141,6 +141,23 @@ def test_values_without_statistics_are_decoded(tmp_path: Path, dtype: str) -> No
     assert bad.last_healthy is not None and bad.last_healthy.step == 0
 
 
+def test_masks_without_statistics_do_not_end_the_search(tmp_path: Path) -> None:
+    rows = []
+    for step in range(4):
+        mask = np.array([0, -np.inf], np.float32)
+        values = np.array([1, np.nan if step == 3 else 2], np.float32)
+        rows += [make_row(2 * step, mask, step=step, name="mask"), make_row(2 * step + 1, values, step=step)]
+    result = found(write(tmp_path / "run", [without_statistics(row) for row in rows]))
+    assert result.nonfinite is not None and (result.nonfinite.place.step, result.nonfinite.place.name) == (3, "")
+    assert any("'layers.0' output mask holds 1 infinite values" in note for note in result.notes)
+
+
+def test_an_infinity_that_was_decoded_first_excuses_a_counted_one(tmp_path: Path) -> None:
+    rows = [make_row(step, np.array([0, -np.inf], np.float32), step=step) for step in range(3)]
+    rows[0] = without_statistics(rows[0])
+    assert found(write(tmp_path / "run", rows)).nonfinite is None
+
+
 def test_a_decoded_value_comes_before_a_counted_one_of_a_later_step(tmp_path: Path) -> None:
     rows = steps(0, "up")
     spoil(rows[3])
