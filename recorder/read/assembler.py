@@ -183,10 +183,12 @@ class Assembler:
             values = self._fetch(positions[piece], low, high).view(numpy_dtype(tensor.dtype))
             terms.append((values, tensor.dtype, factor))
         out = np.empty(high - low, numpy_dtype(dtype))
+        is_exact = len(terms) == 1 and _is_exact_in_float32(terms[0][1], terms[0][2])
         for start in range(0, len(out), _BLOCK_ITEMS):
             total: npt.NDArray[Any] | None = None
             for values, kind, factor in terms:
-                block = _widened(values[start : start + _BLOCK_ITEMS], kind, is_scaled=factor != 1.0)
+                block = values[start : start + _BLOCK_ITEMS]
+                block = block.astype(np.float32) if is_exact else _widened(block, kind, is_scaled=factor != 1.0)
                 if factor != 1.0:
                     block *= factor
                 total = block if total is None else _OPS[op](total, block)
@@ -269,6 +271,11 @@ def _as_runs(plan: Plan) -> list[PlannedPart] | None:
             return None
         end = max(end, stop)
     return [part for _, part in runs] if end == math.prod(plan.global_shape) else None
+
+
+def _is_exact_in_float32(dtype: str, factor: float) -> bool:
+    """Whether a product is what float64 would make of it: a power of two moves the exponent alone."""
+    return dtype in ("float32", "bfloat16", "float16") and math.frexp(factor)[0] == 0.5 and 2**-16 <= factor < 1
 
 
 def _widened(values: npt.NDArray[Any], dtype: str, *, is_scaled: bool) -> npt.NDArray[Any]:
