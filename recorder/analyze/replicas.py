@@ -177,13 +177,10 @@ class _Replicas:
     def notes(self, asked: npt.NDArray[np.bool_]) -> list[str]:
         """What could not be compared."""
         unknown = int((self._is_unknown & asked).sum())
-        found = (
-            [f"{unknown} replicas have neither fingerprints nor statistics nor values to compare"] if unknown else []
-        )
-        if not self.num_compared:
-            found.append(
-                "no replicas to compare: no parameter, gradient or state is recorded on several ranks of one DDP"
-            )
+        lack = f"{unknown} replicas have neither fingerprints nor statistics nor values to compare"
+        found = [lack] if unknown else []
+        if not self.num_compared and len(np.unique(self._timeline.codes["rank"])) > 1:
+            found.append("no parameter, gradient or optimizer state is held by several ranks (sharded ones are not)")
         return found + self._problems
 
     def _signature(self, number: int, member: int) -> Any:
