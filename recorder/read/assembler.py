@@ -184,15 +184,15 @@ class Assembler:
             terms.append((values, tensor.dtype, factor))
         out = np.empty(high - low, numpy_dtype(dtype))
         is_exact = len(terms) == 1 and _is_exact_in_float32(terms[0][1], terms[0][2])
-        for start in range(0, len(out), _BLOCK_ITEMS):
-            total: npt.NDArray[Any] | None = None
-            for values, kind, factor in terms:
-                block = values[start : start + _BLOCK_ITEMS]
-                block = block.astype(np.float32) if is_exact else _widened(block, kind, is_scaled=factor != 1.0)
-                if factor != 1.0:
-                    block *= factor
-                total = block if total is None else _OPS[op](total, block)
-            with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):  # overflow gives inf, a signalling NaN becomes a quiet one
+            for start in range(0, len(out), _BLOCK_ITEMS):
+                total: npt.NDArray[Any] | None = None
+                for values, kind, factor in terms:
+                    block = values[start : start + _BLOCK_ITEMS]
+                    block = block.astype(np.float32) if is_exact else _widened(block, kind, is_scaled=factor != 1.0)
+                    if factor != 1.0:
+                        block *= factor
+                    total = block if total is None else _OPS[op](total, block)
                 out[start : start + _BLOCK_ITEMS] = total
         return out.view(_items(dtype))
 
