@@ -246,15 +246,17 @@ def _leaders(run: Run, timeline: Timeline) -> tuple[Integers, set[str]]:
     """Of each row the lowest rank that holds a replica of it (-1: of no rank); and roots where that is assumed."""
     found: dict[tuple[str, int], int] = {}
     for writer in run.writers:
-        for root in writer.manifest.get("roots") or ():
+        roots = writer.manifest.get("roots")
+        for root in roots if isinstance(roots, list) else ():
             facts = root.get("data_parallel") if isinstance(root, dict) else None
             ranks = facts.get("ranks") if isinstance(facts, dict) else None
             if writer.rank is not None and isinstance(ranks, list) and writer.rank in ranks:
                 found[str(root.get("name")), writer.rank] = min(rank for rank in ranks if type(rank) is int)
     table = timeline.table
     cells = group([timeline.codes["root"], timeline.codes["rank"]])
-    roots, ranks = (table.column(name).take(pa.array(cells.firsts)).to_pylist() for name in ("root", "rank"))
-    pairs = list(zip(roots, ranks, strict=True))
+    pairs = list(
+        zip(*(table.column(n).take(pa.array(cells.firsts)).to_pylist() for n in ("root", "rank")), strict=True)
+    )
     of_cell = [-1 if rank is None else found.get((root, rank), 0) for root, rank in pairs]
     # A merge leaves a replica with its rank only where it differs from the others.
     is_merged = "merged_from" in run.manifest
@@ -271,7 +273,17 @@ def _noted_by_merge(timeline: Timeline, known: list[Differing]) -> Iterator[Diff
     for number in group([timeline.codes[name][rows] for name in names]).firsts.tolist():
         row = int(rows[number])
         place = timeline.place(row)
-        ranks = json.loads(notes[row].as_py()).get("replicas_differ")
-        if isinstance(ranks, list) and ranks and tuple(getattr(place, name) for name in names) not in told:
+        ranks = _noted_ranks(notes[row].as_py())
+        if ranks and tuple(getattr(place, name) for name in names) not in told:
             place = place._replace(rank=ranks[0])
             yield Differing(place=place, groups=[ranks], by="merge", ranks=[], is_assumed=False, last_equal=None)
+
+
+def _noted_ranks(note: str) -> list[int]:
+    """The ranks in a stranger's JSON."""
+    try:
+        found = json.loads(note)
+    except (ValueError, RecursionError):
+        return []
+    ranks = found.get("replicas_differ") if isinstance(found, dict) else None
+    return [rank for rank in ranks if type(rank) is int] if isinstance(ranks, list) else []

@@ -336,3 +336,23 @@ def test_a_merged_run_keeps_its_findings(tmp_path: Path) -> None:
     assert (result.replica.place.step, result.replica.groups, result.replica.is_assumed) == (1, [[0], [1]], False)
     assert result.replica.last_equal is not None and result.replica.last_equal.step == 0
     assert [(buffer.place.name, buffer.place.step, buffer.groups) for buffer in result.buffers] == [("mean", 0, [[1]])]
+
+
+@pytest.mark.parametrize(
+    "roots", [5, [5], [{"data_parallel": 5}], [{"name": "model", "data_parallel": {"ranks": ["0"]}}]]
+)
+@pytest.mark.parametrize(
+    "note", ['{"replicas_differ":5}', '{"replicas_differ":["x"]}', "replicas_differ", '["replicas_differ"]']
+)
+def test_strangers_json_is_no_error(tmp_path: Path, roots: Any, note: str) -> None:
+    run = make_run(tmp_path / "run")
+    for rank in range(2):
+        writer = HandmadeWriter(run, rank)
+        writer.add_shard([params(rank, [1.0], site="buffer", note=note) + params(rank, [1.0], seq=5)])
+        writer.finish(roots=roots)
+    assert not found(recorder.open_run(run)).is_found
+
+
+def test_an_empty_run_has_no_finding(tmp_path: Path) -> None:
+    result = found(recorder.open_run(make_run(tmp_path / "run")))
+    assert not result.is_found and result.num_compared == 0
