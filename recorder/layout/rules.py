@@ -136,6 +136,8 @@ def decide_activation(
         return Apart("per_rank", f"the ranks' tensors have different numbers of dims: {_shapes(pieces)}")
     if ndims == {0}:
         return _scalars(pieces, are_equal)
+    if len(pieces) == 1:
+        are_equal = False  # with nothing: one of several ranks tells nothing of the others
     sizes: tuple[int, ...] | None = batch.sizes
     if sizes is None:
         if (problem := _unequal_shapes(pieces, but=0)) is None:
