@@ -190,7 +190,7 @@ class Grouping:
         numbers = _pack(both)
         twins = np.full(len(chosen), -1)
         twins[at] = numbers[len(chosen) :]
-        is_backward = (columns["phase"] == backward) & (forward_site[columns["site"]] >= NONE)
+        is_backward = columns["phase"] == backward
         is_backward &= np.isin(columns["site"], [sites.code(s) for s in ("grad_input", "grad_output", "tap")])
         twins[is_backward & (twins < 0)] = np.iinfo(np.int64).max  # a gradient whose value was not recorded
         return numbers[: len(chosen)], twins
