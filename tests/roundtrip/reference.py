@@ -205,7 +205,7 @@ class Reference:
     def __init__(self, options: argparse.Namespace, world_size: int, rounding: Rounding | None) -> None:
         self._options = options
         self._rounding = rounding
-        self._sizes = train.shares(world_size, ragged=options.ragged)
+        self._sizes = train.shares(world_size, options)
         torch.manual_seed(7)
         self._masters = Net()
         self._masters.running = FirstRank(self._sizes[0])
@@ -264,10 +264,10 @@ class Reference:
 
     def _losses(self, step: int, slice_: int, sizes: list[int]) -> list[Tensor]:
         """Each rank's loss, out of one forward of the whole batch."""
-        batch, target = train.make_batch(step, slice_)
+        batch, target = train.make_batch(step, slice_, sum(self._sizes))
         output = self._forward(train.take(batch, 0, sum(sizes)))
         if self._rounding is not None:  # the loss is a sum too
-            output = self._rounding.moved(output, train.BATCH * train.LENGTH)
+            output = self._rounding.moved(output, sum(sizes) * train.LENGTH)
         losses, start = [], 0
         for size in sizes:
             place = slice(start, start + size)
@@ -285,8 +285,9 @@ class Reference:
         num_present = [sum(sizes), sum(self._sizes[:-1])] if self._options.ragged else [sum(sizes)]
         with torch.no_grad():
             for slice_, num_samples in enumerate(num_present):
-                observer.is_last_absent = num_samples < train.BATCH and self._options.layout == "ddp"
-                self._forward(train.take(train.make_batch(step, slice_, is_training=False)[0], 0, num_samples))
+                observer.is_last_absent = num_samples < sum(self._sizes) and self._options.layout == "ddp"
+                batch, _ = train.make_batch(step, slice_, sum(self._sizes), is_training=False)
+                self._forward(train.take(batch, 0, num_samples))
         self._net.train()
 
     def _forward(self, batch: dict[str, Tensor]) -> Any:

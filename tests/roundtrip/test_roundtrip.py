@@ -28,6 +28,7 @@ from .reference import Key
 from .scripts import train
 
 RAGGED = Case(layout="ddp", world_size=2, way="ragged", steps=2)
+SQUARE = Case(layout="ddp", world_size=2, way="square", steps=1)
 QUICK = [
     RAGGED,
     Case(layout="fsdp1 flat", world_size=2, way="accumulate", steps=2),
@@ -189,12 +190,34 @@ def test_rows_say_which_ranks_are_in_them(prove: Prove, case: Case) -> None:
     proof = prove(case)
     everyone = list(ranks_of(proof))
     for _, row in global_rows(proof):
-        assert json.loads(row["ranks_expected"]) == everyone
-        assert json.loads(row["ranks_present"]) == (everyone[:-1] if key_of(row) in proof.lacking else everyone)
+        present, expected = (json.loads(row[name]) for name in ("ranks_present", "ranks_expected"))
+        assert present == (
+            [rank for rank in expected if rank != everyone[-1]] if key_of(row) in proof.lacking else expected
+        )
+        without = set(everyone) - set(expected)
+        assert not without or (row["site"] == "optim" and case.layout in ("fsdp1", "fsdp1 flat", "hsdp fsdp1"))
+        for rank in without:  # FSDP1's optimizer keeps nothing for a rank whose slice is empty
+            name = row["name"].partition(".")[0]
+            assert not proof.run.tensor(row["module_path"], "param", row["step"], name, rank).numel()
     assert bool(proof.lacking) == (case.layout == "ddp" and case.options.ragged)
     found = [finding for finding in proof.rows.findings if finding.kind == "partial"]
     assert sum(finding.num_rows for finding in found) == len(proof.lacking)
     assert {finding.ranks for finding in found} <= {(everyone[-1],)}
+
+
+def has_batch_dim(key: Key) -> bool:
+    site, path, name, *_ = key
+    without = path == "positions" or name in ("index", "causal", "masks.causal", "scale", "energy") or path == "energy"
+    return site in ("input", "output", *GRADIENTS, "tap") and not without
+
+
+@every_case
+def test_half_a_batch_is_never_shown_as_a_whole_one(prove: Prove, case: Case) -> None:
+    proof = prove(case)
+    rows = {key_of(row): row for _, row in global_rows(proof)}
+    notes = {key: json.loads(rows[key]["note"] or "{}") for key in proof.lacking if has_batch_dim(key)}
+    last = [case.world_size - 1]
+    assert [key for key, note in notes.items() if note.get("partial") != last] == []
 
 
 def test_what_lacks_a_rank_is_given_only_where_it_is_asked_for(prove: Prove) -> None:
@@ -203,10 +226,10 @@ def test_what_lacks_a_rank_is_given_only_where_it_is_asked_for(prove: Prove) -> 
     assert key in proof.lacking
     with pytest.raises(LookupFailedError, match=r"rank 0 alone.*partial=True"):
         tensor_of(proof.run, key)
-    assert len(proof.tensor(key))
+    assert len(proof.tensor(key)) == train.RAGGED[2][0]
     with pytest.raises(LookupFailedError, match="partial=True"):
         tensor_of(proof.merged, key)
-    assert len(proof.merged_tensor(key))
+    assert len(proof.merged_tensor(key)) == train.RAGGED[2][0]
 
 
 def rows_with_values(rows: GlobalRows) -> Iterator[tuple[dict[str, Any], Any]]:
@@ -292,7 +315,7 @@ def whole_batch_gradients(options: Any) -> dict[str, Tensor]:
     """Gradients of the plain mean over all samples, in the first step."""
     torch.manual_seed(7)
     net = train.Net()
-    batch, target = train.make_batch(0, 0)
+    batch, target = train.make_batch(0, 0, train.BATCH)
     index, fixed = train.constants()
     output = net(batch, index, **fixed)
     for tensor in (output["prediction"], output["logits"]):
@@ -323,6 +346,38 @@ def test_a_sum_leaves_gradients_as_the_ranks_had_them(prove: Prove) -> None:
     key = ("grad_output", "", "logits", 0, 0, 0, 0, "train", "backward")
     assert rows.table.column("scale")[at[key]].as_py() is None
     assert np.array_equal(rows.array(at[key]), torch.cat(pieces(proof, key, [0, 1])).numpy())
+
+
+def sequence_first(key: Key) -> bool:
+    """Whether the batch is the second dim there."""
+    site, path, name, *_ = key
+    return (
+        path.startswith("blocks.")
+        and site in ("input", "output", *GRADIENTS)
+        and name in ("", "0", "x", "input")
+        and path.rpartition(".")[2] not in ("scores", "up", "act", "down")
+    )
+
+
+def test_where_shapes_do_not_tell_the_batch_the_row_says_so(prove: Prove) -> None:
+    """With as many samples on a rank as positions in a sample, [S, B, D] looks like [B, S, D], which is taken."""
+    proof = prove(SQUARE)
+    wrong = {text.partition("): ")[0] + ")" for result in compared(proof).values() for text in result.wrong}
+    assert wrong == {str(key) for key in proof.values if sequence_first(key)} != set()
+    notes = {str(key_of(row)): json.loads(row["note"] or "{}") for _, row in global_rows(proof)}
+    assert {tuple(notes[key]["batch_dims"]) for key in wrong} == {(0, 1)}
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["gradients follow", "gradients are named, too"])
+def test_an_override_puts_it_right(prove: Prove, gradients: bool) -> None:
+    """A layout says where values lie, not what the loss is: gradients are scaled as everywhere."""
+    proof = prove(SQUARE)
+    named = [key for key in proof.values if sequence_first(key) and (gradients or not is_gradient(key))]
+    wanted = {f"{path}:{site}:{name}=shard(1)" for site, path, name, *_ in named}
+    rows = proof.run.view(layouts=sorted(wanted)).rows()
+    at = {key_of(row): i for i, row in enumerate(rows.table.to_pylist()) if row["rank"] is None}
+    results = compare(proof, lambda key: torch.from_numpy(np.array(rows.array(at[key]))))
+    assert {site: result.wrong for site, result in results.items()} == {site: [] for site in SITES}
 
 
 def swapped_ranks(proof: Proof, key: Key, found: Tensor) -> Tensor:

@@ -130,17 +130,19 @@ class Net(nn.Module):
         return {**outputs, "energy": self.energy(x), "hidden": hidden}
 
 
-def make_batch(step: int, slice_: int, *, is_training: bool = True) -> tuple[dict[str, Tensor], Tensor]:
+def make_batch(
+    step: int, slice_: int, num_samples: int, *, is_training: bool = True
+) -> tuple[dict[str, Tensor], Tensor]:
     """The global batch and its target; the same on every rank."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * slice_ + is_training)
-    keep = torch.rand(BATCH, LENGTH, generator=generator) > 0.3
+    keep = torch.rand(num_samples, LENGTH, generator=generator) > 0.3
     keep[:, 0] = True
     batch = {
-        "tokens": torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator),
-        "features": torch.randn(BATCH, LENGTH, WIDTH, generator=generator),
+        "tokens": torch.randint(VOCABULARY, (num_samples, LENGTH), generator=generator),
+        "features": torch.randn(num_samples, LENGTH, WIDTH, generator=generator),
         "keep": keep,
     }
-    return batch, torch.randn(BATCH, 1, generator=generator)
+    return batch, torch.randn(num_samples, 1, generator=generator)
 
 
 def constants() -> tuple[Tensor, dict[str, Tensor]]:
@@ -155,9 +157,11 @@ def loss_of(output: dict[str, Any], tokens: Tensor, target: Tensor, *, with_ener
     return loss + 0.25 * output["energy"].float() if with_energy else loss
 
 
-def shares(world_size: int, *, ragged: bool) -> list[int]:
+def shares(world_size: int, options: argparse.Namespace) -> list[int]:
     """How many samples of the global batch each rank takes."""
-    return RAGGED[world_size] if ragged else [BATCH // world_size] * world_size
+    if options.ragged:
+        return RAGGED[world_size]
+    return [LENGTH if options.square else BATCH // world_size] * world_size
 
 
 def take(batch: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
@@ -242,6 +246,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--accumulate", action="store_true", help="two micro-batches a step")
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing of the blocks")
     parser.add_argument("--ragged", action="store_true", help="unequal batches; the last rank lacks the last ones")
+    parser.add_argument("--square", action="store_true", help="as many samples on a rank as positions in a sample")
     parser.add_argument("--mixed", action="store_true", help="FSDP2: compute in bfloat16")
     parser.add_argument("--columns", action="store_true", help="FSDP2: Shard(1) where it is even")
     parser.add_argument("--keep-unsharded", action="store_true", help="FSDP2: no reshard after forward")
@@ -252,7 +257,7 @@ def main() -> None:
     options = arguments()
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    sizes = shares(world_size, ragged=options.ragged)
+    sizes = shares(world_size, options)
     stop = sum(sizes[: rank + 1])
     start, is_last_rank = stop - sizes[rank], rank == world_size - 1
     torch.manual_seed(7)
@@ -268,7 +273,7 @@ def main() -> None:
             if options.layout == "ddp" and options.ragged and is_last_rank and step == options.steps - 1:
                 break
             for slice_ in range(num_slices):
-                batch, target = make_batch(step, slice_)
+                batch, target = make_batch(step, slice_, sum(sizes))
                 mine, target = take(batch, start, stop), target[start:stop]
                 with accumulating(model, slice_ == num_slices - 1):
                     output = model(mine, index, **fixed)
@@ -280,10 +285,10 @@ def main() -> None:
 
             model.eval()
             with torch.no_grad():
-                evaluated(take(make_batch(step, 0, is_training=False)[0], start, stop), index, **fixed)
+                evaluated(take(make_batch(step, 0, sum(sizes), is_training=False)[0], start, stop), index, **fixed)
                 if options.ragged and not (is_last_rank and options.layout == "ddp"):
                     end = start if is_last_rank else stop
-                    evaluated(take(make_batch(step, 1, is_training=False)[0], start, end), index, **fixed)
+                    evaluated(take(make_batch(step, 1, sum(sizes), is_training=False)[0], start, end), index, **fixed)
             model.train()
     dist.barrier()  # a rank that leaves while another is in its last all-gather aborts it
     dist.destroy_process_group()

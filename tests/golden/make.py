@@ -1,0 +1,39 @@
+"""Record a golden run; done once for each version of the format that is released, and its folder is then committed.
+
+    python -m tests.golden.make tests/golden/v1.0
+
+What names the machine is written over, so that the run can be looked at anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.distributed import jobs
+
+TRAIN = Path(__file__).parent / "train.py"
+
+
+def make(out: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        finished = jobs.succeeded(jobs.torchrun(Path(folder), TRAIN, **jobs.recording()))
+        shutil.copytree(finished.run.path, out)
+    for i, manifest in enumerate(sorted(out.glob("rank=*/*/_writer.json"))):
+        written: dict[str, Any] = json.loads(manifest.read_text())
+        written |= {"writer": f"20260101-000000-host-{i}", "host": "host", "pid": i}
+        for module in (module for root in written["roots"] for module in root["modules"]):
+            module["source"] = module["source"] and Path(module["source"]).name
+        manifest.write_text(json.dumps(written, indent=1))
+        if i:  # derived, and readers must do without
+            for index in manifest.parent.glob("_*.index"):
+                index.unlink()
+        manifest.parent.rename(manifest.parent.with_name(written["writer"]))
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))
