@@ -126,20 +126,18 @@ def _across_ranks(run: Run, selection: Selection, words: Sequence[str]) -> Stati
     """The same of the global view, window by window: groups of groups combine like groups of rows."""
     view = run.view()
     keys, pieces, left_out = _keys(words), [], []
-    seen = []
+    num_rows = 0
     for first, last in view.windows():
-        everything = view.rows(first, last).table
-        table = selection.narrow(everything)
-        seen.append(everything.select(list(selection.columns)).group_by(list(selection.columns)).aggregate([]))
+        table = selection.narrow(view.rows(first, last).table)
+        num_rows += table.num_rows
         if words:
             table, stays = _without_rank_rows(table)
             left_out.append(stays)
-            table = _combined(table, keys)
+            pieces.append(_combined(table, keys))
         else:
-            table = table.select([*_VALUE, *_NUMBERS])
-        pieces.append(table)
-    if not sum(piece.num_rows for piece in pieces) + sum(stays.num_rows for stays in left_out):
-        raise selection.explain_nothing(pa.concat_tables(seen), f"run {run.path.name}")
+            pieces.append(table.select([*_VALUE, *_NUMBERS]))
+    if not num_rows:
+        raise selection.explain_nothing(run.table(["module_path", "site", "name", "step"]), f"run {run.path.name}")
     table = pa.concat_tables(pieces)
     if not words:
         return Statistics(table, [])

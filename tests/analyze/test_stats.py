@@ -210,6 +210,13 @@ def test_what_cannot_be_answered_says_what_there_is(run: recorder.Run, arguments
         recorder.stats(run, **arguments)
 
 
+@pytest.mark.parametrize("across_ranks", [False, True])
+@pytest.mark.parametrize("by", [(), ("step",)])
+def test_a_run_without_rows_says_so(tmp_path: Path, across_ranks: bool, by: tuple[str, ...]) -> None:
+    with pytest.raises(LookupFailedError, match="run has no rows"):
+        recorder.stats(recorder.open_run(make_run(tmp_path / "run")), by=by, across_ranks=across_ranks)
+
+
 def test_a_glob_and_an_exact_path(run: recorder.Run, tmp_path: Path) -> None:
     assert set(statistics(run, Selection(module="*")).table.column("module_path").to_pylist()) == {"", "up", "down"}
     assert set(statistics(run, Selection(module="''")).table.column("module_path").to_pylist()) == {""}
