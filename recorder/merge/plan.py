@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ UNIT_BYTES = 256 << 20
 """Payload of a unit, decoded and of all ranks: a second of work, and what a kill costs at most."""
 UNIT_ROWS = 100_000
 """Rows of a unit, of all ranks: what bounds the memory for their columns."""
+ROWS_PER_WRITER = 4096
+"""Where there are many writers, a unit has at least so many rows of each: shards are read batch by batch."""
 UNIT_FORMAT = 1
 """Changes when the same inputs would be merged into something else; units of another number are made again."""
 _NAME = re.compile(r"steps(-?[0-9]+)to(-?[0-9]+)-([0-9]+)of([0-9]+)-([0-9a-f]{16})")
@@ -95,12 +98,13 @@ class Inputs:
         steps, starts = np.unique(self._step, return_index=True)
         rows = np.add.reduceat(self._rows, starts) if len(steps) else self._rows
         nbytes = np.add.reduceat(self._bytes, starts) if len(steps) else self._bytes
+        max_rows = max(UNIT_ROWS, ROWS_PER_WRITER * len(self._facts))
         edges = [0, *np.searchsorted(steps, [edge for window in kept for edge in window[:2]]).tolist(), len(steps)]
         for number, (begin, end) in enumerate(pairwise(edges)):
             if number % 2:
                 yield kept[number // 2]
             else:
-                yield from _cut(steps[begin:end], rows[begin:end], nbytes[begin:end])
+                yield from _cut(steps[begin:end], rows[begin:end], nbytes[begin:end], max_rows)
 
     def units(self, window: Window) -> list[Unit]:
         """The pieces of a window as this run fills it."""
@@ -143,23 +147,23 @@ class Inputs:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _cut(steps: Counts, rows: Counts, nbytes: Counts) -> Iterator[Window]:
+def _cut(steps: Counts, rows: Counts, nbytes: Counts, max_rows: int) -> Iterator[Window]:
     """Consecutive steps in windows within the bounds; a step that exceeds them alone is cut into pieces."""
     begin = 0
     total_rows = total_bytes = 0
     for place in range(len(steps)):
         step_rows, step_bytes = int(rows[place]), int(nbytes[place])
-        if place > begin and (total_rows + step_rows > UNIT_ROWS or total_bytes + step_bytes > UNIT_BYTES):
-            yield _window(steps[begin], steps[place - 1], total_rows, total_bytes)
+        if place > begin and (total_rows + step_rows > max_rows or total_bytes + step_bytes > UNIT_BYTES):
+            yield _window(steps[begin], steps[place - 1], total_rows / max_rows, total_bytes)
             begin, total_rows, total_bytes = place, 0, 0
         total_rows += step_rows
         total_bytes += step_bytes
     if begin < len(steps):
-        yield _window(steps[begin], steps[-1], total_rows, total_bytes)
+        yield _window(steps[begin], steps[-1], total_rows / max_rows, total_bytes)
 
 
-def _window(first: np.int64, last: np.int64, num_rows: int, num_bytes: int) -> Window:
-    return Window(int(first), int(last) + 1, max(1, -(-num_rows // UNIT_ROWS), -(-num_bytes // UNIT_BYTES)))
+def _window(first: np.int64, last: np.int64, share_of_rows: float, num_bytes: int) -> Window:
+    return Window(int(first), int(last) + 1, max(1, math.ceil(share_of_rows), -(-num_bytes // UNIT_BYTES)))
 
 
 def _count_steps(shard: Any) -> tuple[Counts, Counts, Counts]:

@@ -5,6 +5,7 @@ Must never write outside that folder, and never hold a unit's payload. What the 
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -127,7 +128,8 @@ class UnitBuilder:
     def _load(self, window: Window) -> tuple[GlobalRows, Any]:
         """The rows of a window; several units may be pieces of it."""
         if self._loaded is None or self._loaded.window != window:
-            self._loaded = None  # the memory of the last ones first
+            self._loaded = None
+            gc.collect()  # rows hold each other, and the mapped shards, in circles
             rows = self._view.rows(window.first, window.last)
             self._loaded = _Loaded(window, rows, as_batch(rows.table))
         return self._loaded.rows, self._loaded.batch

@@ -178,6 +178,7 @@ def test_steps_that_were_merely_counted_are_read_from_all_units(
 def test_a_plan_covers_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = open_run(make_small_run(tmp_path / "run", steps=9))
     monkeypatch.setattr("recorder.merge.plan.UNIT_ROWS", 40)
+    monkeypatch.setattr("recorder.merge.plan.ROWS_PER_WRITER", 10)
     windows = list(Inputs(run, {}).windows())
     assert [step for first, last, _ in windows for step in range(first, last)] == list(range(9))
     assert len(windows) == 5
