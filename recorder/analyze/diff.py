@@ -54,8 +54,8 @@ class Diff(NamedTuple):
     """How two runs compare."""
 
     is_equal: bool
-    """Within the tolerance, and neither has a value at a common step that the other lacks (unless only common values
-    were asked for)."""
+    """Within the tolerance; and unless only common values were asked for, neither has a value at a common step that
+    the other lacks, and all could be compared."""
     first: Difference | None
     """The first value that differs, in the order of execution of the first run."""
     table: Any
@@ -105,7 +105,7 @@ def diff(
         rtol: difference allowed, relative to the larger magnitude, as in `math.isclose`.
         atol: absolute difference allowed.
         ulp: representable numbers allowed between two floats of one type.
-        common: what only one of them has does not count.
+        common: what only one of them has, or has values or statistics of, does not count.
         report: called with payload bytes done.
 
     Raises:
@@ -223,7 +223,7 @@ class _Comparison:
         lacks = sum(found.num_rows for found in only)
         by_fingerprint, by_values, by_statistics, by_nothing = map(int, self._counts)
         return Diff(
-            is_equal=not table.num_rows and (common or not lacks),
+            is_equal=not table.num_rows and (common or not (lacks or by_nothing)),
             first=_first(table),
             table=table,
             modules=_by_module(table, pa.concat_tables(self._compared)),

@@ -154,7 +154,9 @@ def diff(
     site: SiteOption = None,
     name: NameOption = None,
     step: StepOption = None,
-    common: Annotated[bool, typer.Option("--common", help="What only one of them has does not count.")] = False,
+    common: Annotated[
+        bool, typer.Option("--common", help="What only one has, or nothing comparable of, does not count.")
+    ] = False,
     limit: Annotated[int, typer.Option(min=0, help="Lines of each table; 0: all.")] = 20,
     as_json: Json = False,
 ) -> None:

@@ -145,7 +145,8 @@ def _summary(found: Diff, tolerance: Tolerance, *, common: bool) -> Iterator[str
         yield f"note: {counted(num_only, 'value')} that one run alone has do not count (--common)"
     verdict = "equal" if found.is_equal else "different"
     if not found.is_equal and found.first is None:
-        verdict = "different: what both have is equal, but one lacks values that the other has; --common ignores that"
+        lacks = "one lacks values that the other has" if num_only else "some values could not be compared"
+        verdict = f"different: what could be compared is equal, but {lacks}; --common ignores that"
     yield verdict
 
 

@@ -209,7 +209,9 @@ def test_a_fingerprint_alone_tells_that_values_differ(tmp_path: Path) -> None:
     rows = [[make_row(0, fingerprint=f"{number:016x}", encoding=None) | {"nan_count": None}] for number in (1, 2)]
     a, b = write(tmp_path / "a", rows[0]), write(tmp_path / "b", rows[1])
     assert diff(a, b).table.column("kind").to_pylist() == ["fingerprint"]
-    assert diff(a, b, atol=1).num_incomparable == 1
+    found = diff(a, b, atol=1)
+    assert (found.num_incomparable, found.first, found.is_equal) == (1, None, False)
+    assert diff(a, b, atol=1, common=True).is_equal
 
 
 def test_two_ranks_equal_one_process(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_diff_groups_what_one_side_lacks(cli: Cli, tmp_path: Path) -> None:
     assert "only in B, at steps that both have" in lines
     assert cells(lines[lines.index("only in B, at steps that both have") + 2]) == ["act", "output", "2", "0..1"]
     assert "steps only in B: 2 (not compared; no difference by itself)" in lines
-    assert lines[-1].startswith("different: what both have is equal")
+    assert lines[-1].startswith("different: what could be compared is equal, but one lacks values")
     assert cli("diff", b, c, "--common").exit_code == 0
 
 
