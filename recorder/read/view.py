@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ..errors import LookupFailedError, RunError
 from ..format.dtypes import ITEM_BYTES, item_bytes
@@ -23,7 +24,7 @@ from .combine import combine, combine_fingerprints
 from .decode import as_array
 from .facts import RunFacts
 from .groups import COLUMNS, Finding, Grouping, Value, listed, parse_overrides
-from .light import NONE, LightRows, Positions
+from .light import NONE, LightRows, Positions, text_keys
 from .payload import Payloads, is_same
 from .rows import ShardRows
 
@@ -209,12 +210,6 @@ class GlobalRows:
         yield from self._assembler.parts(source.plan, source.positions)
         self._assembler.forget()
 
-    def coverage(self, i: int) -> tuple[list[int], list[int]]:
-        """Ranks that a row was made of, and those that it should have been made of."""
-        texts = [self.table.column(name)[i].as_py() for name in ("ranks_present", "ranks_expected")]
-        present, expected = (json.loads(text) if text else [] for text in texts)
-        return present, expected
-
     def _with_payload(self, i: int) -> Value | int:
         if self.table.column("encoding")[i].as_py() is None:
             row = {n: self.table.column(n)[i].as_py() for n in ("module_path", "site", "name", "step", "note")}
@@ -225,27 +220,45 @@ class GlobalRows:
 
     def _count_bytes(self) -> npt.NDArray[np.int64]:
         has_payload = self.table.column("encoding").is_valid().to_numpy()
-        widths = [ITEM_BYTES.get(dtype, 0) for dtype in self.table.column("dtype").to_pylist()]
-        numel = self.table.column("numel").to_numpy()
-        return np.where(has_payload, numel * np.array(widths, np.int64), 0)
+        return np.where(has_payload, _whole_bytes(*(self.table.column(name) for name in ("dtype", "numel"))), 0)
 
     def _make_table(self) -> Any:
         light, sources = self._light, self._sources
         firsts = np.array([s if isinstance(s, int) else s.positions[0] for s in sources], np.int64)
-        at = [i for i, source in enumerate(sources) if not isinstance(source, int)]
         values = [source for source in sources if not isinstance(source, int)]
+        is_global = pa.array([not isinstance(source, int) for source in sources], pa.bool_())
         changed = _Columns(light, self._assembler, values).by_name() if values else {}
         columns = {}
         for name in LIGHT_COLUMNS:
-            column = light.take(name, firsts)
+            kind = SCHEMA.field(name).type
+            if name in changed and len(values) == len(sources):
+                columns[name] = pa.array(changed[name], kind)
+                continue
+            column = light.take(name, firsts).combine_chunks()
             if name in changed:
-                found = column.to_pylist()
-                for i, value in zip(at, changed[name], strict=True):
-                    found[i] = value
-                column = pa.array(found, SCHEMA.field(name).type)
+                column = pc.replace_with_mask(column, is_global, pa.array(changed[name], kind))
             columns[name] = column
-        table = pa.table(columns, schema=pa.schema([_nullable(SCHEMA.field(name)) for name in LIGHT_COLUMNS]))
-        return table
+        is_cut = self._find_cut(columns)
+        for name in ("encoding", "payload_bytes") if is_cut.any() else ():
+            columns[name] = pc.if_else(pa.array(is_cut), None, columns[name])
+        return pa.table(columns, schema=pa.schema([_nullable(SCHEMA.field(name)) for name in LIGHT_COLUMNS]))
+
+    def _find_cut(self, columns: dict[str, Any]) -> npt.NDArray[np.bool_]:
+        """Rows that stay per rank and lack a further part: they have no values to give."""
+        found = columns["payload_bytes"].fill_null(NONE).to_numpy()
+        is_cut = np.zeros(len(self._sources), bool)
+        for i in np.flatnonzero((found != NONE) & (found < _whole_bytes(columns["dtype"], columns["numel"]))).tolist():
+            source = self._sources[i]
+            is_cut[i] = isinstance(source, int) and self._assembler.tensor(source) is None
+        return is_cut
+
+
+def _whole_bytes(dtype: Any, numel: Any) -> npt.NDArray[np.int64]:
+    """Bytes of tensors, by the columns of their rows; 0 for a dtype that is unknown."""
+    keys = text_keys(dtype if isinstance(dtype, pa.ChunkedArray) else pa.chunked_array([dtype]))
+    widths = np.array([ITEM_BYTES.get(text, 0) for text in keys.texts or ()] + [0], np.int64)
+    total: npt.NDArray[np.int64] = numel.to_numpy() * widths[keys.codes]
+    return total
 
 
 def _nullable(field: Any) -> Any:

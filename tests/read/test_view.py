@@ -382,6 +382,22 @@ class TestState:
         assert len(found) == 2, "the shards are not what torch.chunk makes of 8"
         assert found.findings[0].kind == "inconsistent"
 
+    @pytest.mark.parametrize("is_replica", [True, False])
+    def test_a_tensor_that_lacks_a_part_has_no_values(self, tmp_path: Path, is_replica: bool) -> None:
+        rows = [make_parts(0, values(8, 4), 3, **self.PARAM) for _ in range(2)]
+        if is_replica:
+            rows[1] = [dict(one) for one in rows[0]]
+        run = run_of(tmp_path / "run", [rows[0], [rows[1][0], rows[1][2]]])
+        found = run.view().rows()
+        assert found.table.column("rank").to_pylist() == ([None] if is_replica else [0, 1])
+        i = len(found) - 1
+        if is_replica:
+            assert same(found.array(i), run.array("layers.0", site="param", step=0, rank=0))
+        else:
+            assert (found.payload_bytes[1], found.table.column("encoding")[1].as_py()) == (0, None)
+            with pytest.raises(LookupFailedError, match="no values"):
+                found.array(1)
+
     def test_parts_of_one_rank_come_back_as_one(self, tmp_path: Path) -> None:
         whole = values(8, 256)
         run = run_of(tmp_path / "run", [make_parts(0, whole, 3, **self.PARAM)] * 2)
