@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..format.schema import SCHEMA
-from .rows import ShardRows
+from .rows import ShardRows, Steps
 from .writers import RecordedWriter
 
 Positions = npt.NDArray[np.int64]
@@ -54,20 +54,22 @@ class Keys(NamedTuple):
 class LightRows:
     """Every column but the payload, over all shards of a run."""
 
-    def __init__(self, writers: Sequence[RecordedWriter], shards: Sequence[Sequence[ShardRows]] | None = None) -> None:
+    def __init__(self, writers: Sequence[RecordedWriter], steps: Steps | None = None) -> None:
         """Rows of a run.
 
         Args:
             writers: all of them.
-            shards: of each writer, those that are meant; all by default.
+            steps: the batches with rows of these alone; all by default.
         """
-        self._shards_of = [writer.shards for writer in writers] if shards is None else shards
+        self._steps = steps
+        self._shards_of = [writer.shards for writer in writers]
         self._shards = [shard for shards in self._shards_of for shard in shards]
         self._forget()
 
     def _forget(self) -> None:
-        self._starts = np.cumsum([0, *(shard.num_rows for shard in self._shards)])
-        self._writer_starts = np.cumsum([0, *(sum(shard.num_rows for shard in shards) for shards in self._shards_of)])
+        num_rows = [[shard.num_rows_of(self._steps) for shard in shards] for shards in self._shards_of]
+        self._starts = np.cumsum([0, *(rows for of_writer in num_rows for rows in of_writer)])
+        self._writer_starts = np.cumsum([0, *map(sum, num_rows)])
         self._columns: dict[str, Any] = {}
         self._chunk_ends: dict[str, Positions] = {}
         self._numbers: dict[str, npt.NDArray[np.int64]] = {}
@@ -84,12 +86,12 @@ class LightRows:
         """
         names = list(dict.fromkeys(names))
         while missing := [name for name in names if name not in self._columns]:
-            batches = [batch for shard in self._shards for batch in shard.columns(missing)]
+            batches = [batch for shard in self._shards for batch in shard.columns(missing, self._steps)]
             for name in missing:
                 kind = SCHEMA.field(name).type if name in SCHEMA.names else pa.int32()
                 self._columns[name] = pa.chunked_array([batch.column(name) for batch in batches], kind)
                 self._chunk_ends[name] = np.cumsum([batch.num_rows for batch in batches], dtype=np.int64)
-            if sum(shard.num_rows for shard in self._shards) != self.num_rows:
+            if sum(shard.num_rows_of(self._steps) for shard in self._shards) != self.num_rows:
                 self._forget()
 
     def column(self, name: str) -> Any:

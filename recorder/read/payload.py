@@ -84,7 +84,13 @@ class Payloads:
             return fields
         target = ref_target(fields["data"])
         found = np.flatnonzero(self._rows.numbers("seq")[start:position] == target)
-        source = self._fields(shard, start + int(found[0])) if len(found) == 1 else {}
+        if len(found) == 1:
+            source = self._fields(shard, start + int(found[0]))
+        else:  # not among the loaded rows, where these are a part of the shard
+            own = int(self._rows.numbers("batch")[position]), int(self._rows.numbers("row")[position])
+            place = shard.place_of(target)
+            is_before = place is not None and place < own
+            source = self._fields_at(shard, position, *place, target) if place and is_before else {}
         if any(source.get(name) != fields[name] for name in ("dtype", "payload_bytes")):
             raise CorruptError(
                 f"{shard.path}: row seq={fields['seq']} refers to row seq={target}, which does not hold its content"
@@ -94,6 +100,10 @@ class Payloads:
     def _fields(self, shard: ShardRows, position: int) -> dict[str, Any]:
         """What decoding needs of one row, out of the shard itself; the payload is not copied."""
         batch, row, seq = (int(self._rows.numbers(name)[position]) for name in ("batch", "row", "seq"))
+        return self._fields_at(shard, position, batch, row, seq)
+
+    def _fields_at(self, shard: ShardRows, position: int, batch: int, row: int, seq: int) -> dict[str, Any]:
+        """The same by place; `position` is that of any row of the shard."""
         found = self._batch(shard, position, batch)
         if not 0 <= row < found.num_rows or found.column("seq")[row].as_py() != seq:
             raise CorruptError(f"{shard.path}: batch {batch} row {row} is not the row that its index names")

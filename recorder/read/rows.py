@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ..errors import CorruptError, NotARunError, RunError, UnsupportedError
 from ..format.integrity import BatchHeader
@@ -29,6 +30,8 @@ PLACE_FIELDS = (pa.field("batch", pa.int32(), nullable=False), pa.field("row", p
 _PLACE_NAMES = tuple(field.name for field in PLACE_FIELDS)
 INDEX_COLUMNS = (*LIGHT_COLUMNS, *_PLACE_NAMES)
 SHARD_BYTES_KEY = b"recorder_shard_bytes"
+Steps = tuple[int, int]
+"""From the first up to, but not including, the last."""
 _MAX_CHUNKS = 32
 """Above, the chunks of a column are joined: large tensors make a batch each, and Arrow pays for every chunk."""
 
@@ -49,6 +52,8 @@ class ShardRows:
         self._last_header: BatchHeader | None = None
         self._rows_of: dict[int, int] = {}
         """Rows by number of the batch, of the index or the shard, whichever is read."""
+        self._spans: dict[int, Steps | None] = {}
+        """Steps by number of the batch; None for one that cannot be read."""
 
     @property
     def num_rows(self) -> int:
@@ -68,8 +73,25 @@ class ShardRows:
         with self._said_if_gone():
             return self._itself().read(number, columns).batch
 
-    def columns(self, names: Sequence[str]) -> list[Any]:
+    def num_rows_of(self, steps: Steps | None) -> int:
+        """Rows of the batches that `columns` gives for the same steps."""
+        return self.num_rows if steps is None else sum(self._rows_of[number] for number in self._batches_of(steps))
+
+    def place_of(self, seq: int) -> tuple[int, int] | None:
+        """Batch and row of the row of that number; None where there is none, or several."""
+        for batch in self.columns(("seq", "batch", "row")):
+            (at,) = np.nonzero(batch.column("seq").to_numpy() == seq)
+            if len(at):
+                batches, rows = (batch.column(name).to_numpy()[at] for name in ("batch", "row"))
+                return (int(batches[0]), int(rows[0])) if len(at) == 1 else None
+        return None
+
+    def columns(self, names: Sequence[str], steps: Steps | None = None) -> list[Any]:
         """Light columns (or `batch` or `row`) as checked Arrow batches. Batches that are damaged in one of them go.
+
+        Args:
+            names: the columns.
+            steps: only batches that may hold a row of these, in the order in which they stand.
 
         Raises:
             NotARunError: the shard went, by its writer's retention, after the run was opened.
@@ -77,12 +99,12 @@ class ShardRows:
         with self._said_if_gone():
             if self._index is not None:
                 try:
-                    return [self._index.read(number, names).batch for number in self._index.blocks]
+                    return [self._index.read(number, names).batch for number in self._batches_of(steps)]
                 except CorruptError as error:
                     logger.warning("%s; the rows are read from the shard instead", error)
                     self._use_shard()
             found = []
-            for number in list(self._rows_of):
+            for number in self._batches_of(steps):
                 try:
                     found.append(self._light_batch(number, names))
                 except CorruptError as error:
@@ -133,6 +155,24 @@ class ShardRows:
         self.num_trailing_bytes = found.num_trailing_bytes
         self._note(*found.damage)
 
+    def _batches_of(self, steps: Steps | None) -> list[int]:
+        """Numbers of the batches with rows of some steps; also of those of which that cannot be said."""
+        if steps is None:
+            return list(self._rows_of)
+        spans = {number: self._span(number) for number in self._rows_of}
+        first, last = steps
+        return [number for number, span in spans.items() if span is None or (span[0] < last and first < span[1])]
+
+    def _span(self, number: int) -> Steps | None:
+        if number not in self._spans:
+            try:
+                found = (self._index or self._itself()).read(number, ("step",)).batch.column("step")
+                extremes = pc.min_max(found).as_py()
+                self._spans[number] = (extremes["min"], extremes["max"] + 1) if len(found) else (0, 0)
+            except CorruptError:
+                self._spans[number] = None
+        return self._spans[number]
+
     def _light_batch(self, number: int, names: Sequence[str]) -> Any:
         """Columns out of the shard itself, and the place of its rows."""
         found = self._itself().read(number, [name for name in names if name not in _PLACE_NAMES]).batch
@@ -143,7 +183,7 @@ class ShardRows:
     def _use_shard(self) -> None:
         """From now on, read the rows from the shard itself."""
         self._index = None
-        self._rows_of = {}
+        self._rows_of, self._spans = {}, {}
         shard = self._itself()
         for number in shard.blocks:
             try:

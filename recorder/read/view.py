@@ -60,7 +60,6 @@ class GlobalView:
         self._loss = loss
         self._facts = RunFacts(run.writers, run.run_id, run.world_size)
         self._kept: tuple[tuple[int, int], tuple[Grouping, Assembler]] | None = None
-        self._spans: dict[int, tuple[int, int] | None] = {}
 
     def windows(self, max_rows: int = 200_000) -> list[tuple[int, int]]:
         """Half-open ranges of steps that cover every recorded one, in order; found from the indexes.
@@ -123,20 +122,10 @@ class GlobalView:
             yield from writer.shards
 
     def _light(self, first: int | None, last: int | None) -> LightRows:
-        """The rows of the shards that hold some of these steps."""
+        """The rows of the batches that hold some of these steps: a shard may have thousands of each rank."""
         if first is None and last is None:
             return LightRows(self._run.writers)
-
-        def overlaps(shard: ShardRows) -> bool:
-            if id(shard) not in self._spans:
-                steps, _ = _steps_of(shard)
-                self._spans[id(shard)] = (steps[0], steps[-1]) if steps else None
-            span = self._spans[id(shard)]
-            return span is not None and (last is None or span[0] < last) and (first is None or span[1] >= first)
-
-        return LightRows(
-            self._run.writers, [[shard for shard in writer.shards if overlaps(shard)] for writer in self._run.writers]
-        )
+        return LightRows(self._run.writers, (NONE if first is None else first, 1 << 62 if last is None else last))
 
 
 def _steps_of(shard: ShardRows) -> tuple[list[int], list[int]]:
