@@ -183,7 +183,11 @@ def _facts(writer: RecordedWriter) -> list[Any]:
     """What the global view takes from a writer beside its rows."""
     roots = writer.manifest.get("roots")
     groups = [
-        [root.get("name"), root.get("data_parallel")]
+        [
+            root.get("name"),
+            root.get("data_parallel"),
+            len(found) if isinstance(found := root.get("modules"), list) else 0,
+        ]
         for root in (roots if isinstance(roots, list) else ())
         if isinstance(root, dict)
     ]

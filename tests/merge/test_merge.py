@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from recorder.format.codec import Encoder, Payload, concatenate, decode, max_enc
 from recorder.merge.merge import merge_run
 from recorder.merge.plan import Inputs
 from recorder.read.run import open_run
+from recorder.read.shard import CheckedBatch, Shard
 from tests.merge.support import (
     add_steps,
     assert_is_merge,
@@ -222,3 +224,36 @@ def test_planes_whose_frames_do_not_end_with_them_are_corrupt() -> None:
     payload = Payload("planes", out[:num_bytes], len(values))
     with pytest.raises(CorruptError, match="planes"):
         concatenate([payload, payload], 4)
+
+
+def test_a_reference_into_another_window_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row that it means stands in an earlier batch of the shard, with rows of an earlier step."""
+    run, out = make_run(tmp_path / "run", world_size=1), tmp_path / "out"
+    values = np.arange(12, dtype=np.float32)
+    rows = [make_row(0, values, step=0), make_ref(1, make_row(0, values), step=5)]
+    writer = HandmadeWriter(run)
+    writer.add_shard([[row] for row in rows])
+    writer.finish(roots=roots([0]))
+    monkeypatch.setattr("recorder.merge.plan.UNIT_BYTES", 1)
+    merge_run(open_run(run), out)
+    assert np.array_equal(open_run(out).array("layers.0", step=5), values)
+    assert_is_merge(out, run)
+
+
+def test_a_window_reads_only_the_batches_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_run(tmp_path / "run", world_size=1)
+    writer = HandmadeWriter(path)
+    writer.add_shard([[make_row(step, weight(step), step=step)] for step in range(8)], with_index=False)
+    writer.finish(roots=roots([0]))
+    view = open_run(path).view()
+    assert view.rows(3, 5).table.column("step").to_pylist() == [3, 4]  # now the steps of the batches are known
+    numbers: list[int] = []
+    read = Shard.read
+
+    def counted(self: Shard, number: int, columns: Sequence[str]) -> CheckedBatch:
+        numbers.append(number)
+        return read(self, number, columns)
+
+    monkeypatch.setattr(Shard, "read", counted)
+    assert view.rows(4, 6).table.column("step").to_pylist() == [4, 5]
+    assert set(numbers) == {4, 5}

@@ -202,3 +202,29 @@ def test_manifests_of_strangers_cannot_stop_a_merge(tmp_path: Path) -> None:
         writer.finish(roots=odd, events=[1, {"kind": []}], step_source=5, rules={})
     _, out = merged(run)
     assert open_run(out).num_rows > 0
+
+
+def test_an_attempt_that_died_within_a_step_does_not_replace_one_that_completed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the step is merged alone, and lies at the end of a shard of the first attempt."""
+    run = make_run(tmp_path / "run")
+    for rank in (0, 1):
+        for attempt, shards in ((0, [[0, 1], [2, 3]]), (1, [[1]])):
+            writer = HandmadeWriter(run, rank, f"attempt-{attempt}")
+            for steps in shards:
+                rows = [
+                    make_row(
+                        step,
+                        weight(step) * np.float32(1 + attempt),
+                        step=step, rank=rank, attempt=attempt, site="param", name="weight", phase="optimizer",
+                    )
+                    for step in steps
+                ]  # fmt: skip
+                writer.add_shard([[row | {"micro_step": None} for row in rows]])
+            started_ns = 1_700_000_000_000_000_000 + attempt
+            writer.finish(roots=roots(), attempt=attempt, started_ns=started_ns, state="recording", pid=2**22 + 1)
+    monkeypatch.setattr("recorder.merge.plan.UNIT_BYTES", 1)
+    _, out = merged(run)
+    assert np.array_equal(open_run(out).array("layers.0", "param", step=1), weight(1))
+    assert_is_merge(out, run)
