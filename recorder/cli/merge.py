@@ -41,8 +41,11 @@ _KEPT_BYTES = 128 << 20
 def merge_typed(run: Run, out: Path, *, loss: str, layouts: Sequence[str], jobs: int | None, as_json: bool) -> int:
     """Merge a run and return the exit code: 1 if rows were refused, are missing or differ."""
     _keep_freed_memory()
-    with _workers(available_cores() if jobs is None else jobs) as executor:
-        report = merge_run(run, out, executor=executor, loss=loss, layouts=layouts, progress=progress)
+    num_workers = (available_cores() if jobs is None else jobs) - 1
+    with _workers(num_workers) as executor:
+        report = merge_run(
+            run, out, executor=executor, num_workers=num_workers, loss=loss, layouts=layouts, progress=progress
+        )
     if as_json:
         print_json(_as_json(run, report))
     else:
@@ -57,13 +60,13 @@ def available_cores() -> int:
 
 
 @contextmanager
-def _workers(jobs: int) -> Iterator[Executor | None]:
-    """Processes that merge; none for a single job. They are fresh ones: a fork would inherit Arrow's locks."""
-    if jobs < 2:
+def _workers(num_workers: int) -> Iterator[Executor | None]:
+    """Processes that merge beside this one, which is a job, too. They are fresh: a fork would inherit Arrow's locks."""
+    if num_workers < 1:
         yield None
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin_worker) as executor:
+    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin_worker) as executor:
         yield executor
 
 

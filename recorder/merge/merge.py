@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor, Executor, Future, as_completed, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ Progress = Callable[[str, int], AbstractContextManager[Report]]
 
 _SHARDS_PER_UNIT = 200
 """A worker opens the run once for a task: 0.3 ms a shard, so tasks grow with the run."""
+_TASKS_PER_WORKER = 2
+"""One that it does, and one that waits while this thread is busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,7 @@ class _Job:
     layouts: tuple[str, ...]
     manifest: Mapping[str, Any]
     num_shards: int
+    num_workers: int
 
     @property
     def options(self) -> dict[str, Any]:
@@ -84,6 +88,7 @@ def merge_run(
     out: Path,
     *,
     executor: Executor | None = None,
+    num_workers: int = 1,
     loss: str = "mean",
     layouts: Sequence[str] = (),
     progress: Progress = silent,
@@ -93,7 +98,8 @@ def merge_run(
     Args:
         run: what to merge; it is not changed, and may still be recorded.
         out: a directory that does not exist yet, is empty, or is a merge of this run with these options.
-        executor: does the work, where there is more than a task of it; None works here. It is not shut down.
+        executor: shares the work with this thread, where there is more than a unit of it. It is not shut down.
+        num_workers: tasks that the executor does at once.
         loss: as in `Run.view`.
         layouts: as in `Run.view`.
         progress: makes the progress bar.
@@ -111,6 +117,7 @@ def merge_run(
         layouts=tuple(layouts),
         manifest=of_units(run),
         num_shards=sum(len(writer.shards) for writer in run.writers),
+        num_workers=num_workers,
     )
     with open_output(job.out, run, job.options) as output:
         inputs = Inputs(run, job.options)
@@ -121,11 +128,17 @@ def merge_run(
         try:
             output.clear({unit.name for unit in units if unit.name in found})
             with progress("merge", merged_bytes) as report:
-                left = missing if executor is None or len(missing) < 2 else _hand_out(executor, job, missing, report)
                 builder = UnitBuilder(run, view, inputs, job.manifest)
-                for unit in left:
-                    _build(builder, output, unit)
-                    report(unit.payload_bytes)
+
+                def build(units: Sequence[Unit]) -> None:
+                    for unit in units:
+                        _build(builder, output, unit)
+                        report(unit.payload_bytes)
+
+                if executor is None or len(missing) < 2:
+                    build(missing)
+                else:
+                    build(_hand_out(executor, job, missing, build, report))
             reports = [_report_of(output, unit.name) for unit in units]
             manifest = of_run(run, {"path": str(run.path.absolute()), **job.options})
             output.publish([unit.name for unit in units], of_source(run), manifest)
@@ -149,25 +162,41 @@ def merge_run(
     )
 
 
-def _hand_out(executor: Executor, job: _Job, units: Sequence[Unit], report: Report) -> list[Unit]:
-    """Have units built elsewhere. Returns those that were not: the run has changed since it was opened here."""
-    left: list[Unit] = []
-    futures: dict[Future[list[Unit]], Sequence[Unit]] = {}
+def _hand_out(
+    executor: Executor, job: _Job, units: Sequence[Unit], build: Callable[[Sequence[Unit]], None], report: Report
+) -> list[Unit]:
+    """Have units built elsewhere, and from the end of the list here, until all are taken.
+
+    Returns:
+        Units that were not built: the run has changed since it was opened here.
+    """
     size = 1 + job.num_shards // _SHARDS_PER_UNIT
-    for start in range(0, len(units), size):
-        task = units[start : start + size]
-        futures[executor.submit(_work, job, task)] = task
+    waiting = deque(units[start : start + size] for start in range(0, len(units), size))
+    running: dict[Future[list[Unit]], Sequence[Unit]] = {}
+    left: list[Unit] = []
     try:
-        for future in as_completed(futures):
-            undone = future.result()
-            left += undone
-            report(sum(unit.payload_bytes for unit in futures[future]) - sum(unit.payload_bytes for unit in undone))
+        while waiting or running:
+            # A few at a time: a pool of 3.11 whose worker dies hangs over tasks that were cancelled.
+            while waiting and len(running) < _TASKS_PER_WORKER * job.num_workers:
+                task = waiting.popleft()
+                running[executor.submit(_work, job, task)] = task
+            if waiting:
+                build(waiting.pop())
+            else:
+                wait(running, return_when=FIRST_COMPLETED)
+            for future in [future for future in running if future.done()]:
+                left += _take(future, running.pop(future), report)
     except BaseException:
-        for future in futures:
-            future.cancel()
-        wait(futures)  # those at work still write there
+        wait(running)  # those at work still write there
         raise
     return sorted(left, key=units.index)
+
+
+def _take(future: Future[list[Unit]], task: Sequence[Unit], report: Report) -> list[Unit]:
+    """What a worker has left of a task."""
+    undone = future.result()
+    report(sum(unit.payload_bytes for unit in task) - sum(unit.payload_bytes for unit in undone))
+    return undone
 
 
 def _work(job: _Job, units: Sequence[Unit]) -> list[Unit]:
