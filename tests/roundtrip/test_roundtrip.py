@@ -94,8 +94,9 @@ def test_every_value_is_equal_or_within_what_rounding_does(prove: Prove, case: C
 def test_the_bounds_would_show_a_wrong_factor(prove: Prove, case: Case) -> None:
     """The smallest mistake of an assembly, a factor of 2, is a change by half of a tensor's magnitude."""
     results = compared(prove(case))
-    # In bfloat16 the sign of a gradient near zero is open, and AdamW makes a whole step of it.
-    sites = set(SITES) - {"param", "optim"} if case.options.mixed else SITES
+    # In bfloat16 even the sign of a small parameter gradient is open (a sum over all rows, of which most cancel), and
+    # AdamW makes a whole step of it: such tensors prove nothing there. In float32 all of them do.
+    sites = set(SITES) - {"param", "grad", "optim"} if case.options.mixed else SITES
     assert max(results[site].loosest for site in sites) < (0.25 if case.options.mixed else 0.001)
 
 
