@@ -51,45 +51,62 @@ def test_a_merge_that_is_killed_at_any_instant_goes_on_where_it_was(folder: Path
     assert kill_and_resume(folder, scenario, 0, 1) > 100
 
 
-def test_workers_end_with_a_merge_that_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGKILL of the command while its processes work: they go, too, and the next call finishes."""
+SLOW_MERGE = """
+import sys, time
+import recorder.merge.merge as merge, recorder.merge.plan as plan
+plan.UNIT_BYTES = 700
+build = merge._build
+def slow(*args):
+    build(*args)
+    print("built", flush=True)
+    time.sleep(60)
+merge._build = slow
+if __name__ == "__main__":
+    from recorder.cli.app import run_command
+    run_command(sys.argv[1:])
+"""
+"""The command, but after each unit it takes its time; its workers do, too."""
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_a_merge_that_is_killed_or_interrupted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, end: signal.Signals
+) -> None:
+    """They go within moments, an interrupt leaves no traceback, and the next call finishes."""
     run, out = make_small_run(folder / "run", steps=6), folder / "out"
-    code = (
-        "import time, sys, recorder.merge.plan as plan, recorder.merge.merge as merge\n"
-        "plan.UNIT_BYTES = 700\n"
-        "build = merge._build\n"
-        "def slow(*args):\n"
-        "    build(*args)\n"
-        "    print('built', flush=True)\n"
-        "    time.sleep(60)\n"
-        "merge._build = slow\n"
-        "if __name__ == '__main__':\n"
-        "    from recorder.cli.app import run_command\n"
-        "    run_command(sys.argv[1:])\n"
-    )
     script = folder / "slow_merge.py"
-    script.write_text(code)
+    script.write_text(SLOW_MERGE)
     command = [sys.executable, str(script), "merge", str(run), "-o", str(out), "--jobs", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True)
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == b"built\n"
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(timeout=60)
-        until_s = time.monotonic() + 60
-        while _is_group_alive(process.pid):
-            assert time.monotonic() < until_s, "workers outlive the merge"
-            time.sleep(0.05)
-    finally:
-        process.stdout.close()
-        if process.poll() is None:
-            process.kill()
+    with (folder / "stderr").open("w+") as stderr:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=stderr, env=environment, start_new_session=True
+        )
+        assert process.stdout is not None
+        try:
+            for _ in range(2):  # one by the command, one by its worker
+                assert process.stdout.readline() == b"built\n"
+            if end == signal.SIGINT:
+                os.killpg(process.pid, end)  # as a terminal does
+            else:
+                process.kill()
+            process.wait(timeout=60)
+            until_s = time.monotonic() + 60
+            while _is_group_alive(process.pid):
+                assert time.monotonic() < until_s, "workers outlive the merge"
+                time.sleep(0.05)
+        finally:
+            process.stdout.close()
+            if process.poll() is None:
+                process.kill()
+        stderr.seek(0)
+        assert "Traceback" not in stderr.read()
+    assert process.returncode != 0
     with pytest.raises(NotARunError):
         open_run(out)
     monkeypatch.setattr("recorder.merge.plan.UNIT_BYTES", 700)
     report = merge_run(open_run(run), out)
-    assert 1 <= report.num_kept_units < report.num_units
+    assert 2 <= report.num_kept_units < report.num_units
     assert_is_merge(out, run)
 
 
