@@ -153,7 +153,8 @@ def decide_activation(
         if batch.is_ambiguous and not batch.is_shared and not is_constant and _known(are_equal):
             return _replicas(pieces, "inferred")
         return _concatenated(pieces, fits[0], (("batch_dims", tuple(fits)),) if len(fits) > 1 else ())
-    ratios = {piece.shape[0] / size if size else 0.0 for piece, size in zip(pieces, sizes, strict=True)}
+    of_pieces = zip(pieces, sizes, strict=True)  # an empty batch has no rows, whatever the factor
+    ratios = {piece.shape[0] / size if size else 0.0 for piece, size in of_pieces if size or piece.shape[0]}
     is_multiple = len(ratios) == 1 and min(ratios) >= 2 and min(ratios).is_integer()
     if is_multiple and _unequal_shapes(pieces, but=0) is None and (batch.is_shared or not _known(are_equal)):
         return _concatenated(pieces, 0, (("batch_factor", int(min(ratios))),))

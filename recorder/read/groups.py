@@ -109,6 +109,8 @@ class Grouping:
         self._is_same = is_same
         self._decided: dict[Any, tuple[Plan | Apart, Plan | Apart | None]] = {}
         """Decisions by all that they hang on; with the plan whose identity is a part of the key, so that it lives."""
+        self._pieces: list[Piece] = []
+        self._numbers: dict[Piece, int] = {}
         self._batches_of: dict[Any, tuple[Batch, ...]] = {}
         self._found: dict[Any, int] = {}
         self._counts = self._which_count()
@@ -203,8 +205,9 @@ class Grouping:
         rows = self._rows
         ends = np.r_[starts[1:], len(chosen)]
         columns = [self._keys(name, chosen).codes for name in _PIECE]
-        codes = _pack([*columns, rows.numbers("rank")[chosen]])
-        _, first_of_code = np.unique(codes, return_index=True)
+        local = _pack([*columns, rows.numbers("rank")[chosen]])
+        _, first_of_code = np.unique(local, return_index=True)
+        codes = np.array([self._number_of(self._piece(int(chosen[at]))) for at in first_of_code], np.int64)[local]
         of_row = np.repeat(np.arange(len(starts)), ends - starts)
         fingerprints = self._keys("fingerprint", chosen).codes
         firsts = starts[of_row]
@@ -223,13 +226,20 @@ class Grouping:
             starts=starts,
             ends=ends,
             codes=codes,
-            pieces=[self._piece(int(chosen[at])) for at in first_of_code],
+            pieces=self._pieces,
             equal=np.where(has_fingerprint, same_fingerprint, np.where(has_statistics, same_statistics, NONE)),
             is_constant=np.logical_and.reduceat(constant, starts),
             fingerprints=fingerprints,
             statistics=np.where(bits[-1] == _NULL, NONE, digests & _POSITIVE),
             labels={name: self._keys(name, chosen[starts]) for name in _LABELS},
         )
+
+    def _number_of(self, piece: Piece) -> int:
+        """A number for a piece that holds for every question."""
+        number = self._numbers.setdefault(piece, len(self._pieces))
+        if number == len(self._pieces):
+            self._pieces.append(piece)
+        return number
 
     def _piece(self, position: int) -> Piece:
         texts = {name: self._rows.text(name, position) for name in _PIECE}
@@ -322,7 +332,12 @@ class Grouping:
             twice = next(p.rank for i, p in enumerate(pieces) if p.rank in {q.rank for q in pieces[:i]})
             return Apart("inconsistent", f"rank {twice} has two rows of this value")
         if override is not None:
-            return decide_override(pieces, override)
+            plan = decide_override(pieces, override)
+            if is_gradient and isinstance(plan, Plan) and plan.dim is not None:  # a layout says nothing of the loss
+                batch = batches[0]
+                plan = decide_gradient(pieces, plan, batch=batch, loss=self._loss, num_expected=num_expected)
+                plan = plan._replace(source="override") if isinstance(plan, Plan) else plan
+            return plan
         if site in STATE_SITES:
             return decide_state(pieces, source=group.source, num_expected=num_expected)
         for batch in batches:

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import LookupFailedError, RunError
-from ..format.dtypes import ITEM_BYTES, item_bytes
+from ..format.dtypes import ITEM_BYTES, item_bytes, numpy_dtype
 from ..format.schema import COUNTS, LIGHT_COLUMNS, SCHEMA, STATISTICS
 from ..layout.rules import LOSSES, Plan, Term
 from .assembler import Assembler, Part
@@ -361,22 +361,36 @@ class _Columns:
             ]
         for i, plan in enumerate(self._plans):
             if reasons[i] is None and any(len(part.terms) > 1 for part in plan.parts):
-                self._set_single(columns, i, plan)
+                reasons[i] = self._set_single(columns, i, plan)
         return columns, reasons
 
-    def _set_single(self, columns: dict[str, list[Any]], i: int, plan: Plan) -> None:
-        """Statistics of a value of one element that is a sum over ranks: its `mean` is the value itself."""
+    def _set_single(self, columns: dict[str, list[Any]], i: int, plan: Plan) -> str | None:
+        """Statistics of a value of one element that is a sum over ranks, or why it has none."""
         value, terms = self._values[i], plan.parts[0].terms
         means = self._light.take("mean", np.array([value.positions[term.piece] for term in terms])).to_pylist()
         known = [mean for mean in means if mean is not None]
+        dtype = plan.dtype or self._light.text("dtype", self._values[i].positions[0]) or ""
         for name in (*STATISTICS, *COUNTS):
             columns[name][i] = None
         if len(known) < len(means):
-            return
+            at = np.array([value.positions[term.piece] for term in terms])
+            counts = {name: sum(filter(None, self._light.take(name, at).to_pylist())) for name in COUNTS}
+            if not counts["nan_count"] + counts["inf_count"]:
+                return "not measured on some rank"
+            is_nan = counts["nan_count"] > 0
+            for name, count in (("nan_count", int(is_nan)), ("inf_count", int(not is_nan)), ("zero_count", 0)):
+                columns[name][i] = count
+            return None
         x = float(sum(mean * term.factor for mean, term in zip(known, terms, strict=True)))
+        with np.errstate(over="ignore"):  # the value is that of the row's own dtype
+            x = float(np.float64(x).astype(numpy_dtype(dtype)))
+        if not np.isfinite(x):
+            columns["nan_count"][i], columns["inf_count"][i], columns["zero_count"][i] = 0, 1, 0
+            return None
         sets = {"mean": x, "std": 0.0, "min": x, "max": x, "absmax": abs(x), "l2": abs(x), "sum": x, "sum_sq": x * x}
         for name, number in (sets | {"nan_count": 0, "inf_count": 0, "zero_count": int(x == 0)}).items():
             columns[name][i] = number
+        return None
 
 
 def _is_copied(plan: Plan) -> bool:

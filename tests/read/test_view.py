@@ -287,6 +287,21 @@ class TestState:
         assert [(one["rank"], one["mean"]) for one in table] == [(None, 1.5), (0, 1.0), (1, 2.0)]
         assert (table[0]["layout_source"], table[0]["scale"]) == ("assumed", "assumed_mean")
 
+    def test_a_loss_that_is_nan_on_one_rank_is_nan(self, tmp_path: Path) -> None:
+        scalar = {"site": "scalar", "name": "loss", "module_path": "", "micro_step": None}
+        losses = [np.float32(1.0), np.float32(np.nan)]
+        run = run_of(tmp_path / "run", [[row(0, np.array(loss), **scalar)] for loss in losses])
+        assert np.isnan(run.array("", site="scalar", step=0))
+        found = run.view().rows().table.to_pylist()[0]
+        assert (found["rank"], found["mean"], found["nan_count"], found["inf_count"]) == (None, None, 1, 0)
+
+    def test_one_question_does_not_answer_another(self, tmp_path: Path) -> None:
+        wide, tall = values(3, 4), values(5, 2)
+        rows = [[row(0, wide, **self.PARAM), row(1, tall, **(self.PARAM | {"name": "bias", "step": 1}))]] * 2
+        run = run_of(tmp_path / "run", rows)
+        assert same(run.array("layers.0", site="param", name="weight", step=0), wide)
+        assert same(run.array("layers.0", site="param", name="bias", step=1), tall)
+
     def test_a_count_that_differs_is_not_rounded_to_one(self, tmp_path: Path) -> None:
         scalar = {"site": "scalar", "name": "tokens", "module_path": "", "micro_step": None}
         run = run_of(tmp_path / "run", [[row(0, np.array(n), **scalar)] for n in (1, 2)])
