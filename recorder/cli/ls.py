@@ -103,7 +103,7 @@ def _list_writers(run: Run, *, as_json: bool) -> int:
             writer["state"],
             " ".join(writer["sites"]),
         ]
-        for writer in writers
+        for writer in (_folded(writers) if run.is_merged else writers)
     ]
     titles = ("rank", "writer", "attempt", "started", "steps", "rows", "size", "dropped", "state", "sites")
     numbers = ("rank", "attempt", "rows", "size")
@@ -122,6 +122,19 @@ def _list_writers(run: Run, *, as_json: bool) -> int:
     for ending in run.endings:
         say(ending)
     return exit_code
+
+
+def _folded(writers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One line for all writers of a rank: a merge makes many, which are its units of work."""
+    found: dict[int | None, dict[str, Any]] = {}
+    for writer in writers:
+        line = found.setdefault(writer["rank"], {**writer, "steps": [], "rows": 0, "bytes": 0, "sites": [], "num": 0})
+        line["num"] += 1
+        line["steps"] = sorted({*line["steps"], *writer["steps"]})
+        line["sites"] = sorted({*line["sites"], *writer["sites"]})
+        for name in ("rows", "bytes"):
+            line[name] += writer[name]
+    return [line | {"writer": f"merged, {counted(line['num'], 'writer')}"} for line in found.values()]
 
 
 def _describe(run: Run, writer: RecordedWriter) -> dict[str, Any]:

@@ -34,6 +34,13 @@ class TestLs:
         assert [line.split()[0] for line in lines[2:]] == ["0", "1"]
         assert all("pool_full=3" in line and "closed" in line for line in lines[2:])
 
+    def test_a_merged_run_has_a_line_for_each_rank_and_one_for_all(self, cli: Cli, recorded: Path) -> None:
+        merged = recorded.parent / "merged"
+        assert cli("merge", recorded, "-o", merged).exit_code in (0, 1)
+        lines = [line.split() for line in cli("ls", merged).out.splitlines()]
+        assert [line[0] for line in lines[2:]] in (["global"], ["global", "0", "1"])
+        assert len(cli("ls", merged, "--json").json["writers"]) >= len(lines) - 2
+
     def test_json_holds_the_same(self, cli: Cli, recorded: Path) -> None:
         (run,) = cli("ls", recorded.parent, "--json").json
         assert (run["run"], run["ranks"], run["steps"][-1], run["rows"]) == ("run-a", [0, 1], 11, 96)
