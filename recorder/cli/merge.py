@@ -25,6 +25,7 @@ _KINDS = {
     "corrupt": "not readable",
     "inconsistent": "refused, because the ranks' pieces do not fit",
     "replicas_differ": "replicas that differ",
+    "buffers_differ": "buffers that differ between ranks (the first rank's is taken)",
     "partial": "partial, because ranks are missing",
     "stranger": "left out, because it belongs to another run",
     "per_rank": "kept per rank",

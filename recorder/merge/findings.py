@@ -13,7 +13,7 @@ from ..read.groups import Finding
 CORRUPT = "corrupt"
 """Bytes of the source are not those that were written, or are gone."""
 MAX_EXAMPLES = 5
-_HARMLESS = ("per_rank", "superseded")
+_HARMLESS = ("per_rank", "superseded", "buffers_differ")
 _FIELDS = ("step", "module_path", "site", "name", "text")
 
 Entry = dict[str, Any]
@@ -21,12 +21,12 @@ Summary = dict[str, Entry]
 """By kind: `count`, `num_problems` (those that make the exit code 1) and `first`, some examples."""
 
 
-def is_problem(kind: str, site: str) -> bool:
+def is_problem(kind: str) -> bool:
     """Whether a finding means that the merged run is less than it should be, or that training was not as it should.
 
     Buffers are each rank's own until the next forward broadcasts them, so replicas of them may differ.
     """
-    return kind not in _HARMLESS and not (kind == "replicas_differ" and site == "buffer")
+    return kind not in _HARMLESS
 
 
 def summarize(findings: Iterable[Finding]) -> Summary:
@@ -35,7 +35,7 @@ def summarize(findings: Iterable[Finding]) -> Summary:
     for finding in findings:
         entry = summary.setdefault(finding.kind, {"count": 0, "num_problems": 0, "first": []})
         entry["count"] += finding.num_rows
-        entry["num_problems"] += finding.num_rows * is_problem(finding.kind, finding.site)
+        entry["num_problems"] += finding.num_rows * is_problem(finding.kind)
         if len(entry["first"]) < MAX_EXAMPLES:
             example = {name: getattr(finding, name) for name in _FIELDS}
             entry["first"].append(example | {"ranks": list(finding.ranks)})

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import WriteError
+from ..errors import NotARunError, WriteError
 from ..read.run import Run, open_run
 from .findings import Summary, combine, num_problems, of_damage
 from .manifests import of_run, of_source, of_units
@@ -108,6 +108,9 @@ def merge_run(
         WriteError: `out` is something else, or cannot be written. What is finished is kept for the next call.
         RunError: the run cannot be read at all, or an option makes no sense.
     """
+    if run.is_merged:
+        source = run.manifest["merged_from"].get("run_id")
+        raise NotARunError(f"{run.path}: is the merge of run {source} already; every command reads it as it is")
     started_s = time.monotonic()
     view = run.view(loss=loss, layouts=layouts)
     job = _Job(

@@ -50,7 +50,7 @@ class Finding(NamedTuple):
     """Something about the ranks' rows that the reader should know."""
 
     kind: str
-    """``replicas_differ``, ``inconsistent``, ``partial``, ``per_rank``, ``superseded`` or ``stranger``."""
+    """``replicas_differ``, ``buffers_differ``, ``inconsistent``, ``partial``, ``per_rank``, ``superseded``, ``stranger``."""
     step: int
     """The first step where it shows."""
     module_path: str
@@ -305,7 +305,8 @@ class Grouping:
                 text += (
                     " (assumed to be replicas: neither DDP nor FSDP was seen; --layout '...=per_rank' if they are not)"
                 )
-            self._note("replicas_differ", first, (ranks[0], *differing_ranks), text, path, site, name)
+            kind = "buffers_differ" if site == "buffer" else "replicas_differ"
+            self._note(kind, first, (ranks[0], *differing_ranks), text, path, site, name)
             if site != "buffer":
                 plan = Apart("replicas_differ", text)
         elif isinstance(plan, Apart):

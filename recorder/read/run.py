@@ -24,7 +24,7 @@ from ..format.rundir import RUN_MANIFEST, check_version, read_json
 from ..format.schema import LIGHT_COLUMNS, SCHEMA
 from .decode import as_array, check_bytes, count, parse_shape
 from .light import NONE, PLACE_COLUMNS, TIME_ORDER, LightRows, Positions
-from .lookup import find_tensor
+from .lookup import QUALIFIERS, find_tensor
 from .modules import ModuleInfo, read_modules
 from .notebook import ModuleView, known_paths, narrow, run_html, to_long
 from .payload import Payloads
@@ -47,6 +47,9 @@ class MoreQualifiers(TypedDict, total=False):
     attempt: int | None
     partial: bool
     """With ``rank=None``: answer also where some ranks have no such row, with what there is."""
+
+
+_QUESTION_WORDS = frozenset((*QUALIFIERS, "partial"))
 
 
 class Run:
@@ -293,6 +296,9 @@ class Run:
     def _tensor_bytes(
         self, module_path: str, question: dict[str, Any]
     ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
+        for word in question.keys() - _QUESTION_WORDS:
+            near = difflib.get_close_matches(word, _QUESTION_WORDS, n=1)
+            raise TypeError(f"unknown argument {word!r}{f'; did you mean {near[0]!r}?' if near else ''}")
         partial = bool(question.pop("partial", False))
         is_global = question.get("rank") is None and max(len(self.ranks), self.world_size or 1) > 1
         found = find_tensor(self._rows, self.writers, module_path, question, any_rank=is_global)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recorder.errors import LookupFailedError, UnsupportedError
+from recorder.errors import LookupFailedError, NotARunError, UnsupportedError
 from recorder.merge.merge import MergeReport, merge_run
 from recorder.read.run import open_run
 from recorder.read.verify import verify
@@ -125,7 +125,7 @@ def test_buffers_that_differ_are_said_and_fail_nothing(tmp_path: Path) -> None:
         writer.add_shard([[make_row(0, weight(0) + np.float32(rank), site="buffer", **common)]])
         writer.finish(roots=roots())
     report, _ = merged(run)
-    assert report.findings["replicas_differ"]["count"] == 1
+    assert report.findings["buffers_differ"]["count"] == 1
     assert report.num_problems == 0
 
 
@@ -228,3 +228,12 @@ def test_an_attempt_that_died_within_a_step_does_not_replace_one_that_completed_
     _, out = merged(run)
     assert np.array_equal(open_run(out).array("layers.0", "param", step=1), weight(1))
     assert_is_merge(out, run)
+
+
+def test_a_merge_is_not_merged_again(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    HandmadeWriter(run, 0).add_shard([[make_row(0, weight(0), site="param")]])
+    merge_run(open_run(run), tmp_path / "out")
+    with pytest.raises(NotARunError, match="is the merge of run run already"):
+        merge_run(open_run(tmp_path / "out"), tmp_path / "again")
+    assert not (tmp_path / "again").exists()

@@ -275,7 +275,7 @@ class TestState:
         table = rows.table.to_pylist()
         assert [one["rank"] for one in table] == [None, 0, 1]
         assert json.loads(table[0]["note"])["replicas_differ"] == [1]
-        assert [finding.kind for finding in rows.findings] == ["replicas_differ"]
+        assert [finding.kind for finding in rows.findings] == ["buffers_differ"]
 
     def test_a_0_dim_value_is_shown_as_the_mean_beside_the_ranks_own(self, tmp_path: Path) -> None:
         losses = [np.float32(1.0), np.float32(2.0)]
@@ -478,6 +478,14 @@ def test_a_run_of_one_rank_is_its_own_view(tmp_path: Path, caplog: pytest.LogCap
     i, found = view_row(rows, module_path="layers.0")
     assert (found["rank"], found["layout_source"], found["scale"]) == (None, "single", None)
     assert same(rows.array(i), y) and rows.findings == [] and not caplog.records
+
+
+def test_a_word_that_no_question_knows_is_refused(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", [[row(0, values(2), site="param")]])
+    with pytest.raises(TypeError, match="'rnk'; did you mean 'rank'"):
+        run.array("layers.0", site="param", rnk=0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="'modee'; did you mean 'mode'"):
+        run["layers.0"].tensor(site="param", modee="train")  # type: ignore[call-arg]
 
 
 def test_an_empty_run_has_an_empty_view(tmp_path: Path) -> None:

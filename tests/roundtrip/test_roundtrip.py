@@ -166,7 +166,7 @@ def test_buffers_are_those_of_the_first_rank(prove: Prove, case: Case) -> None:
         differing = [r for r in others if not is_same(tensor_of(proof.run, key, r), tensor_of(proof.run, key, 0))]
         assert json.loads(row["note"] or "{}").get("replicas_differ", []) == differing
         assert bool(differing) == (key[2] == "average" and bool(others))
-    found = [finding for finding in proof.rows.findings if finding.kind == "replicas_differ"]
+    found = [finding for finding in proof.rows.findings if finding.kind == "buffers_differ"]
     assert {(finding.module_path, finding.site, finding.name) for finding in found} == {
         ("running", "buffer", "average")
     }
