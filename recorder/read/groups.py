@@ -50,7 +50,8 @@ class Finding(NamedTuple):
     """Something about the ranks' rows that the reader should know."""
 
     kind: str
-    """``replicas_differ``, ``buffers_differ``, ``inconsistent``, ``partial``, ``per_rank``, ``superseded``, ``stranger``."""
+    """``replicas_differ``, ``buffers_differ``, ``inconsistent``, ``partial``, ``per_rank``, ``superseded`` or
+    ``stranger``."""
     step: int
     """The first step where it shows."""
     module_path: str
