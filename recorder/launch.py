@@ -12,11 +12,12 @@ from .errors import ConfigError
 
 USAGE = """usage: recorder run [NAME=VALUE ...] COMMAND [ARGUMENT ...]
 
-Run a command with recording on. A .py file is run by this interpreter; anything else is a program.
+Run a command with recording on. A .py file is run by this interpreter;
+anything else is a program.
 
   recorder run train.py --epochs 3
   recorder run torchrun --nproc-per-node 2 train.py
-  recorder run RECORDER_RULES='site=grad keep=tensor' python -m my_package.train
+  recorder run RECORDER_RULES='site=grad keep=tensor' python -m package.train
 """
 
 

@@ -23,16 +23,18 @@ class First(NamedTuple):
     differing: list[tuple[str, str, str]]
     """Module, site and name of every value that does so, in the order in which each first did."""
     buffers: list[Differing]
-    """Buffers that differ between ranks; no finding of its own."""
+    """Buffers that differ between ranks; a finding of its own if one is stale."""
     num_compared: int
     """Replicas that were compared."""
+    why_none_compared: str
+    """Why none were; empty where some were."""
     notes: list[str]
     """What the search saw and does not count, or could not look at."""
 
     @property
     def is_found(self) -> bool:
         """Whether something went wrong."""
-        return self.nonfinite is not None or self.replica is not None
+        return self.nonfinite is not None or self.replica is not None or any(one.is_stale for one in self.buffers)
 
 
 def first(run: Run) -> First:
@@ -41,7 +43,7 @@ def first(run: Run) -> First:
     Time is the step, then the order of execution on each rank. Infinities that were there from a value's first record
     on and do not grow, as in an attention mask, are a note; NaN always counts. Replicas are parameters, gradients and
     optimizer state of data-parallel ranks; buffers are told apart, because a forward may update each rank's own until
-    DDP broadcasts the first rank's.
+    DDP broadcasts the first rank's. They are a finding where DDP was told not to, and nothing else makes them equal.
     """
     timeline = Timeline(run)
     nonfinite = find_nonfinite(timeline)
@@ -57,5 +59,6 @@ def first(run: Run) -> First:
         differing=replicas.values,
         buffers=replicas.buffers,
         num_compared=replicas.num_compared,
+        why_none_compared=replicas.why_none,
         notes=notes,
     )

@@ -5,13 +5,14 @@ An infinity that was there from a value's first record on, and does not grow, is
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import RunError
-from .keys import codes, group, holds
+from .keys import SERIES_KEY, codes, group, holds
 from .moments import count_nonfinite, integers
 from .timeline import Place, Timeline
 
@@ -20,6 +21,15 @@ _MAY_MASK = ("input", "output", "param", "buffer", "tap", "scalar")
 _HAVE_NO_INFINITY = ("bool", "int", "uint", "float4")
 _MAX_NOTED = 5
 _MAX_PROBLEMS = 3
+
+
+class Beside(NamedTuple):
+    """A parameter or an input of the same module that is not finite at the same step, too."""
+
+    site: str
+    name: str
+    nan_count: int
+    inf_count: int
 
 
 class NonFinite(NamedTuple):
@@ -34,11 +44,13 @@ class NonFinite(NamedTuple):
     before: Place | None
     """The healthy value that its rank saw last before it, in the order of execution."""
     last_healthy: Place | None
-    """The last record of this very value on this rank, at an earlier step, that was healthy."""
+    """The last record of this very value on this rank, or of all ranks, at an earlier step, that was healthy."""
     num_steps_healthy: int
     """Steps at which this very value was recorded healthy before."""
     is_skipped: bool
     """Whether GradScaler skipped the update of this step, as it does where gradients overflow."""
+    beside: list[Beside]
+    """What else of the module holds NaN or infinities at this step on this rank."""
 
 
 class NonFiniteSearch(NamedTuple):
@@ -121,6 +133,12 @@ class _Counts:
         self.is_known[row] = True
         return bool(self.nan[row] or self.inf[row]) and not self.excused(slice(row, row + 1))[0]
 
+    def complete(self, rows: npt.NDArray[np.int64]) -> None:
+        """Count what some rows hold, where that is not known and can be."""
+        lacks = rows[np.isin(rows, self._todo)]
+        for row, values in self._timeline.arrays(lacks) if len(lacks) else ():
+            self._is_bad(row, values)
+
     def notes(self) -> list[str]:
         """What is not a finding and should be known."""
         found = []
@@ -150,10 +168,13 @@ class _Counts:
 def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFinite:
     is_healthy = state.is_known & (state.nan == 0) & (state.inf == 0)
     rank, step = timeline.codes["rank"], timeline.codes["step"]
-    series = timeline.series.ids
     earlier = np.arange(timeline.num_rows) < row
-    before = np.flatnonzero(earlier & is_healthy & (rank == rank[row]))
-    same = np.flatnonzero(earlier & is_healthy & (series == series[row]) & (step < step[row]))
+    # In a merged run a rank's row says only how it differs: where none did, one row stands for all ranks.
+    of_all = timeline.table.column("rank").is_null().to_numpy() & (step < step[row])
+    on_rank = earlier & is_healthy & ((rank == rank[row]) | of_all)
+    before = np.flatnonzero(on_rank)
+    is_same = np.all([timeline.codes[name] == timeline.codes[name][row] for name in SERIES_KEY], axis=0)
+    same = np.flatnonzero(on_rank & is_same & (step < step[row]))
     place = timeline.place(row)
     return NonFinite(
         place=place,
@@ -165,7 +186,24 @@ def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFinite:
         last_healthy=timeline.place(int(same[-1])) if len(same) else None,
         num_steps_healthy=len(np.unique(step[same])),
         is_skipped=_is_skipped(timeline, row),
+        beside=list(_beside(timeline, state, row)),
     )
+
+
+def _beside(timeline: Timeline, state: _Counts, row: int) -> Iterator[Beside]:
+    """Each once, however often the step saw it."""
+    same = [timeline.codes[name] == timeline.codes[name][row] for name in ("step", "root", "module_path")]
+    rank = timeline.codes["rank"]
+    same.append((rank == rank[row]) | timeline.table.column("rank").is_null().to_numpy())
+    same.append(holds(timeline.table.column("site"), ("param", "input").__contains__))
+    same.append(np.arange(timeline.num_rows) != row)
+    rows = np.flatnonzero(np.all(same, axis=0))
+    state.complete(rows)
+    bad = rows[(state.nan[rows] > 0) | (state.inf[rows] > 0)]
+    bad = bad[~state.excused()[bad]]
+    for first in bad[group([timeline.codes[name][bad] for name in ("site", "name")]).firsts].tolist():
+        site, name = (timeline.table.column(column)[first].as_py() for column in ("site", "name"))
+        yield Beside(site, name, int(state.nan[first]), int(state.inf[first]))
 
 
 def _is_skipped(timeline: Timeline, row: int) -> bool:

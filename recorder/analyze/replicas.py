@@ -1,7 +1,7 @@
 """Owns the first replica that differs: values that data-parallel ranks must share bit by bit.
 
-By fingerprint, else by statistics, else by the bytes. Who is a replica the manifests say; where they do not, it
-is assumed, and the finding says so.
+By fingerprint, else by statistics, else by the bytes. Who is a replica, and whether anything makes buffers equal again,
+the manifests say; where they do not, it is assumed, and the finding says so.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from .timeline import Place, Timeline
 
 STATE_SITES = ("param", "grad", "optim")
 """Sites at which ranks that differ are a finding."""
+BROADCAST, NEVER, OWN = "broadcast", "never", "own"
+"""What becomes of a rank's buffers: DDP sends the first rank's to all before each forward; DDP was told not to; FSDP
+keeps each rank's own."""
 
 
 class RankValue(NamedTuple):
@@ -52,6 +55,15 @@ class Differing(NamedTuple):
     """Whether nothing says that these ranks are data-parallel: no DDP or FSDP was seen around the model."""
     last_equal: Place | None
     """The last record of this very value, at an earlier step, at which all ranks agreed."""
+    sync: str | None = None
+    """Of a buffer: `BROADCAST`, `NEVER`, `OWN`, or None where nothing says it."""
+    differs_last: bool = True
+    """Of a buffer: whether ranks also differ in its last record; else the program made it equal again."""
+
+    @property
+    def is_stale(self) -> bool:
+        """A buffer that differs and that nothing ever makes equal again, though one of all ranks is meant."""
+        return self.sync == NEVER and self.differs_last
 
 
 class ReplicaSearch(NamedTuple):
@@ -62,9 +74,11 @@ class ReplicaSearch(NamedTuple):
     values: list[tuple[str, str, str]]
     """Module, site and name of all of these that ever differ, in the order in which they first did."""
     buffers: list[Differing]
-    """The first difference of each buffer."""
+    """The first difference of each buffer, by step."""
     num_compared: int
     """Values that were compared over ranks."""
+    why_none: str
+    """Why nothing was compared; empty where something was."""
     notes: list[str]
 
 
@@ -75,12 +89,16 @@ def find_differing(run: Run, timeline: Timeline) -> ReplicaSearch:
     first = replicas.search(~is_buffer)
     replicas.search(is_buffer)
     places = [timeline.place(int(row)) for row in replicas.first_rows(~is_buffer)]
-    buffers = [replicas.describe(number) for number in replicas.first_numbers(is_buffer).tolist()]
+    buffers = [replicas.describe_buffer(number) for number in replicas.first_numbers(is_buffer).tolist()]
+    buffers += _noted_by_merge(timeline, buffers)
+    syncs = _syncs(run)
+    buffers = [one._replace(sync=syncs.get(one.place.root)) for one in buffers]
     return ReplicaSearch(
         None if first is None else replicas.describe(first),
         [(place.module_path, place.site, place.name) for place in places],
-        sorted([*buffers, *_noted_by_merge(timeline, buffers)], key=lambda one: one.place.step),
+        sorted(buffers, key=lambda one: one.place.step),
         replicas.num_compared,
+        replicas.why_none(run),
         replicas.notes(~is_buffer),
     )
 
@@ -174,14 +192,36 @@ class _Replicas:
             last_equal=self._last_equal(row),
         )
 
+    def describe_buffer(self, number: int) -> Differing:
+        """The same of a buffer, and whether it differs in its last record, too."""
+        row = int(self._rows[self._groups.firsts[number]])
+        rows = self._rows[self._groups.firsts]
+        names = ("root", "module_path", "site", "name")
+        same = np.all([codes[rows] == codes[row] for codes in map(self._timeline.codes.__getitem__, names)], axis=0)
+        for last in np.flatnonzero(same & (self._sizes > 1))[::-1].tolist():
+            if self._is_open[last]:
+                self._read(last)
+            if not self._is_unknown[last]:
+                return self.describe(number)._replace(differs_last=bool(self._differs[last]))
+        return self.describe(number)
+
     def notes(self, asked: npt.NDArray[np.bool_]) -> list[str]:
         """What could not be compared."""
         unknown = int((self._is_unknown & asked).sum())
         lack = f"{unknown} replicas have neither fingerprints nor statistics nor values to compare"
-        found = [lack] if unknown else []
-        if not self.num_compared and len(np.unique(self._timeline.codes["rank"])) > 1:
-            found.append("no parameter, gradient or optimizer state is held by several ranks (sharded ones are not)")
-        return found + self._problems
+        return ([lack] if unknown else []) + self._problems
+
+    def why_none(self, run: Run) -> str:
+        """Why nothing could be compared, if nothing was."""
+        if self.num_compared:
+            return ""
+        ranks = sorted(rank for rank in self._timeline.table.column("rank").unique().to_pylist() if rank is not None)
+        if len(ranks) > 1:
+            return "no parameter, gradient or optimizer state is held by several ranks; sharded ones are not"
+        if len(ranks) == 1 and not run.is_merged:
+            is_alone = (run.world_size or 1) == 1
+            return "one rank has no replicas" if is_alone else f"only rank {ranks[0]} of {run.world_size} left rows"
+        return ""
 
     def _signature(self, number: int, member: int) -> Any:
         row = self._table.slice(member, 1).to_pylist()[0]
@@ -264,19 +304,47 @@ def _leaders(run: Run, timeline: Timeline) -> tuple[Integers, set[str]]:
     return np.array([*of_cell, -1], np.int64)[cells.ids], assumed
 
 
+def _syncs(run: Run) -> dict[str, str]:
+    """What becomes of the buffers of each root, where a manifest tells."""
+    found: dict[str, str] = {}
+    for writer in run.writers:
+        roots = writer.manifest.get("roots")
+        for root in roots if isinstance(roots, list) else ():
+            facts = root.get("data_parallel") if isinstance(root, dict) else None
+            kind, broadcasts = (
+                (facts.get(key) for key in ("kind", "broadcast_buffers")) if isinstance(facts, dict) else (None, None)
+            )
+            if kind in ("fsdp1", "fsdp2"):
+                found[str(root.get("name"))] = OWN
+            elif kind == "ddp" and isinstance(broadcasts, bool):
+                found[str(root.get("name"))] = BROADCAST if broadcasts else NEVER
+    return found
+
+
 def _noted_by_merge(timeline: Timeline, known: list[Differing]) -> Iterator[Differing]:
     """Buffers of a merged run whose ranks' own rows are not there: their row's note names the ranks that differed."""
     notes = timeline.table.column("note")
     rows = np.flatnonzero(pc.match_substring(notes, "replicas_differ").fill_null(False).to_numpy())
     names = ("root", "module_path", "site", "name")
     told = {tuple(getattr(one.place, name) for name in names) for one in known}
-    for number in group([timeline.codes[name][rows] for name in names]).firsts.tolist():
+    keys = group([timeline.codes[name] for name in names])
+    rows_of_all = np.flatnonzero(timeline.table.column("rank").is_null().to_numpy())
+    for number in group([keys.ids[rows]]).firsts.tolist():
         row = int(rows[number])
+        last = int(rows_of_all[keys.ids[rows_of_all] == keys.ids[row]].max(initial=row))
         place = timeline.place(row)
         ranks = _noted_ranks(notes[row].as_py())
         if ranks and tuple(getattr(place, name) for name in names) not in told:
             place = place._replace(rank=ranks[0])
-            yield Differing(place=place, groups=[ranks], by="merge", ranks=[], is_assumed=False, last_equal=None)
+            yield Differing(
+                place=place,
+                groups=[ranks],
+                by="merge",
+                ranks=[],
+                is_assumed=False,
+                last_equal=None,
+                differs_last=last in rows,
+            )
 
 
 def _noted_ranks(note: str) -> list[int]:

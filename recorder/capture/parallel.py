@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 DataParallel = dict[str, Any]
-"""``kind``: ``ddp``, ``fsdp1`` or ``fsdp2``; ``ranks``: global ranks in data-parallel order."""
+"""``kind``: ``ddp``, ``fsdp1`` or ``fsdp2``; ``ranks``: global ranks in data-parallel order; ``broadcast_buffers``: of
+``ddp`` alone."""
 
 _FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 
@@ -61,7 +62,7 @@ def _is_distributed() -> bool:
 
 def _facts(module: nn.Module) -> DataParallel | None:
     if isinstance(module, DistributedDataParallel):
-        return {"kind": "ddp", "ranks": _ranks(module.process_group)}
+        return _ddp_facts(module)
     fsdp1 = loaded(*_FSDP1)
     if fsdp1 is not None and isinstance(module, fsdp1):
         return {"kind": "fsdp1", "ranks": _fsdp1_ranks(module)}
@@ -72,7 +73,12 @@ def _facts(module: nn.Module) -> DataParallel | None:
     replicate = loaded("torch.distributed._composable.replicate", "replicate")
     state = replicate.state(module) if replicate is not None and type(module).__name__.startswith("DDP") else None
     wrapper = getattr(state, "_ddp_weakref", lambda: None)()
-    return {"kind": "ddp", "ranks": _ranks(wrapper.process_group)} if wrapper is not None else None
+    return _ddp_facts(wrapper) if wrapper is not None else None
+
+
+def _ddp_facts(wrapper: Any) -> DataParallel:
+    broadcasts = bool(wrapper.broadcast_buffers)
+    return {"kind": "ddp", "ranks": _ranks(wrapper.process_group), "broadcast_buffers": broadcasts}
 
 
 def loaded(module_name: str, name: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..analyze.first import First, first
 from ..analyze.nonfinite import NonFinite
-from ..analyze.replicas import Differing
+from ..analyze.replicas import BROADCAST, NEVER, OWN, Differing
 from ..analyze.timeline import Place
 from ..read.run import Run
 from .output import Column, Table, counted, number, print_json, say
@@ -15,10 +15,13 @@ from .output import Column, Table, counted, number, print_json, say
 _LIBRARY = "site-packages/torch/"
 _MAX_LISTED = 5
 _MAX_RANKS = 8
-_BUFFERS = (
-    "no finding: a buffer that the forward updates differs between ranks until DDP broadcasts the first rank's in the "
-    "next forward, so a buffer that is never broadcast shows here, too"
-)
+_BUFFERS = {
+    BROADCAST: "no finding: the forward updates each rank's own, and DDP broadcasts the first rank's before the next",
+    OWN: "no finding: FSDP broadcasts no buffers and keeps each rank's own",
+    None: "no finding: a forward may update each rank's own, and nothing says whether they are broadcast",
+}
+_STALE = "nothing ever makes them equal again: DDP has broadcast_buffers=False"
+_HEALED = "no finding: DDP has broadcast_buffers=False, but in their last record they are equal again"
 
 
 def show_first(run: Run, *, as_json: bool) -> int:
@@ -67,6 +70,10 @@ def _nonfinite_facts(bad: NonFinite) -> Iterator[tuple[str, str]]:
         "last healthy value",
         "nothing" if before is None else f"{_value(before)}, step {before.step}{_when(before)}",
     )
+    for one in bad.beside:
+        name = f"{one.site} {one.name}" if one.site == "input" and one.name else one.name or one.site
+        counts = [f"{count} {what}" for count, what in ((one.nan_count, "NaN"), (one.inf_count, "infinite")) if count]
+        yield "beside it", f"its {name} holds {' and '.join(counts)} at step {bad.place.step}, too"
     if bad.last_healthy is None:
         yield "last healthy itself", "never recorded so before"
     else:
@@ -81,18 +88,31 @@ def _spread(found: First) -> str:
 def _print_replica(run: Run, found: First) -> None:
     differing = found.replica
     if differing is None:
-        rest = f"{counted(found.num_compared, 'value')} compared" if found.num_compared else "none compared"
+        why = f": {found.why_none_compared}" if found.why_none_compared else ""
+        rest = f"{counted(found.num_compared, 'value')} compared" if found.num_compared else f"none compared{why}"
         say(f"{run.path.name}: no parameter, gradient or optimizer state differs between its replicas ({rest})")
     else:
         title = f"first replica that differs: step {differing.place.step}, {_value(differing.place)}"
         _print_facts(f"{run.path.name}: {title}, ranks {_groups(differing)}", _replica_facts(found, differing))
         _print_ranks(differing)
-    if found.buffers:
-        say(f"buffers that differ between ranks ({_BUFFERS}):")
-        for one in found.buffers[:_MAX_LISTED]:
-            say(f"  {_value(one.place)} first at step {one.place.step}: ranks {_groups(one)} (by {one.by})")
-        if len(found.buffers) > _MAX_LISTED:
-            say(f"  and {len(found.buffers) - _MAX_LISTED} more; --json has all")
+    _print_buffers(run, found.buffers)
+
+
+def _print_buffers(run: Run, buffers: Sequence[Differing]) -> None:
+    """Those that are a finding first."""
+    by_meaning: dict[str, list[Differing]] = {_STALE: []}
+    for one in buffers:
+        meaning = _STALE if one.is_stale else _HEALED if one.sync == NEVER else _BUFFERS[one.sync]
+        by_meaning.setdefault(meaning, []).append(one)
+    for meaning, some in by_meaning.items():
+        if not some:
+            continue
+        say(f"{run.path.name}: {counted(len(some), 'buffer')} of which ranks hold different values")
+        say(f"  {meaning}")
+        for one in some[:_MAX_LISTED]:
+            say(f"  {_value(one.place)}: first at step {one.place.step}, ranks {_groups(one)} (by {one.by})")
+        if len(some) > _MAX_LISTED:
+            say(f"  and {len(some) - _MAX_LISTED} more; --json has all")
 
 
 def _replica_facts(found: First, differing: Differing) -> Iterator[tuple[str, str]]:

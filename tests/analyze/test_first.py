@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +315,106 @@ def test_a_buffer_that_differs_is_told_apart(tmp_path: Path) -> None:
     assert not result.is_found
     (buffer,) = result.buffers
     assert (buffer.place.step, buffer.place.name, buffer.groups) == (1, "running_mean", [[0], [1]])
+
+
+def buffers(rank: int, values: list[float], **columns: Any) -> list[Row]:
+    return params(rank, values, site="buffer", name="mean", **columns)
+
+
+@pytest.mark.parametrize(
+    ("facts", "sync", "is_found"),
+    [
+        (DDP | {"broadcast_buffers": True}, "broadcast", False),
+        (DDP | {"broadcast_buffers": False}, "never", True),
+        (DDP | {"broadcast_buffers": 0}, None, False),
+        (DDP, None, False),
+        (DDP | {"kind": "fsdp1"}, "own", False),
+        (DDP | {"kind": "fsdp2"}, "own", False),
+        (None, None, False),
+    ],
+)
+def test_buffers_that_nothing_makes_equal_again_are_a_finding(
+    tmp_path: Path, facts: Any, sync: str | None, is_found: bool
+) -> None:
+    ranks = [buffers(rank, [1.0, 1.0 + rank, 2.0 + rank]) for rank in range(2)]
+    result = found(write(tmp_path / "run", *ranks, data_parallel=facts))
+    (buffer,) = result.buffers
+    assert (buffer.sync, buffer.is_stale, buffer.place.step, buffer.groups) == (sync, is_found, 1, [[0], [1]])
+    assert result.is_found == is_found
+
+
+@pytest.mark.parametrize("has_statistics", [True, False])
+def test_buffers_that_the_program_makes_equal_again_are_none(tmp_path: Path, has_statistics: bool) -> None:
+    ranks = [buffers(rank, [1.0 + rank, 2.0 + rank, 3.0], encoding="plain") for rank in range(2)]
+    if not has_statistics:
+        ranks = [[without_statistics(row) for row in rows] for rows in ranks]
+    result = found(write(tmp_path / "run", *ranks, data_parallel=DDP | {"broadcast_buffers": False}))
+    (buffer,) = result.buffers
+    assert (buffer.differs_last, buffer.is_stale, result.is_found) == (False, False, False)
+
+
+def write_merged(path: Path, *ranks: list[Row], of_all: list[Row], data_parallel: Any = DDP) -> recorder.Run:
+    """A merged run: some rows of all ranks, and some that stayed with theirs."""
+    run = make_run(path, merged_from={"run_id": "a", "path": "a"}, world_size=2)
+    writer = HandmadeWriter(run, 0, name="merge")
+    (run / "global").mkdir()
+    writer.directory = writer.directory.rename(run / "global" / "merge")
+    writer.add_shard([[row | {"rank": None} for row in of_all]])
+    writer.finish(rank=None, roots=[{"name": "model", "modules": [], "data_parallel": data_parallel}])
+    for rank, rows in enumerate(ranks):
+        apart = HandmadeWriter(run, rank, name="merge")
+        apart.add_shard([rows])
+        apart.finish()
+    return recorder.open_run(run)
+
+
+@pytest.mark.parametrize(("num_noted", "is_found"), [(2, True), (1, False)])
+def test_a_merged_run_tells_stale_buffers_by_its_notes(tmp_path: Path, num_noted: int, is_found: bool) -> None:
+    rows = buffers(0, [1.0, 1.0])
+    for row in rows[:num_noted]:
+        row["note"] = '{"replicas_differ":[1]}'
+    facts = DDP | {"broadcast_buffers": False}
+    result = found(write_merged(tmp_path / "run", of_all=rows, data_parallel=facts))
+    assert result.is_found == is_found and [one.differs_last for one in result.buffers] == [is_found]
+
+
+def test_a_value_that_all_ranks_shared_before_was_healthy_before(tmp_path: Path) -> None:
+    bad = params(1, [math.nan], seq=8)
+    bad[0]["step"] = 2
+    result = found(write_merged(tmp_path / "run", [], bad, of_all=params(0, [1.0, 2.0])))
+    assert result.nonfinite is not None and result.nonfinite.place.rank == 1
+    healthy = result.nonfinite.last_healthy
+    assert healthy is not None and (healthy.step, healthy.rank, result.nonfinite.num_steps_healthy) == (1, None, 2)
+    assert result.nonfinite.before == healthy
+
+
+@pytest.mark.parametrize("has_statistics", [True, False])
+def test_what_else_of_the_module_is_not_finite_is_told(tmp_path: Path, has_statistics: bool) -> None:
+    ranks: list[list[Row]] = [[], []]
+    for rank, rows in enumerate(ranks):
+        value = np.array([1, np.nan if rank else 2], np.float32)
+        rows.append(make_row(0, value, rank=rank, step=3, module_path="up"))
+        rows.append(make_row(1, value, rank=rank, step=3, module_path="down", **PARAM))
+        rows.append(make_row(2, value, rank=rank, step=3, module_path="up", **PARAM))
+        rows.append(make_row(3, value, rank=rank, step=4, module_path="up", **PARAM | {"name": "bias"}))
+        rows.append(make_row(4, np.ones(2, np.float32), rank=rank, step=3, module_path="up", **PARAM | {"name": "b"}))
+    if not has_statistics:
+        ranks = [[without_statistics(row) for row in rows] for rows in ranks]
+    bad = found(write(tmp_path / "run", *ranks)).nonfinite
+    assert bad is not None and (bad.place.site, bad.place.rank) == ("output", 1)
+    assert bad.beside == [("param", "weight", 1, 0)]
+
+
+def test_a_run_that_lacks_ranks_says_why_nothing_was_compared(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", params(0, [1.0]), params(1, [2.0]))
+    assert found(run).why_none_compared == ""
+    (run.path / "rank=00001").rename(tmp_path / "away")
+    result = found(recorder.open_run(run.path))
+    assert (result.num_compared, result.why_none_compared) == (0, "only rank 0 of 2 left rows")
+    alone = found(write(tmp_path / "alone", params(0, [1.0]), data_parallel=None))
+    assert alone.why_none_compared == "one rank has no replicas"
+    shards = [params(rank, [1.0], placements='[{"kind":"Shard","dim":0}]') for rank in range(2)]
+    assert "sharded ones are not" in found(write(tmp_path / "shards", *shards)).why_none_compared
 
 
 def test_a_merged_run_keeps_its_findings(tmp_path: Path) -> None:

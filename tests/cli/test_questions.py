@@ -18,12 +18,12 @@ def cells(line: str) -> list[str]:
     return line.split()
 
 
-def write(path: Path, *ranks: list[Row]) -> Path:
+def write(path: Path, *ranks: list[Row], **parallel: Any) -> Path:
     run = make_run(path, world_size=len(ranks))
     for rank, rows in enumerate(ranks):
         writer = HandmadeWriter(run, rank)
         writer.add_shard([rows])
-        facts = {"kind": "ddp", "ranks": list(range(len(ranks)))}
+        facts = {"kind": "ddp", "ranks": list(range(len(ranks)))} | parallel
         roots = [
             {"name": "model", "modules": [module("up", "Linear"), module("down", "Linear")], "data_parallel": facts}
         ]
@@ -81,6 +81,39 @@ def test_first_of_a_healthy_run(cli: Cli, tmp_path: Path) -> None:
         "run: no NaN, and no infinity that was not there from the first record on",
         "run: no parameter, gradient or optimizer state differs between its replicas (4 values compared)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("facts", "exit_code", "meaning"),
+    [
+        ({"broadcast_buffers": False}, 1, "nothing ever makes them equal again: DDP has broadcast_buffers=False"),
+        ({"broadcast_buffers": True}, 0, "no finding: the forward updates each rank's own, and DDP broadcasts"),
+        ({"kind": "fsdp2"}, 0, "no finding: FSDP broadcasts no buffers and keeps each rank's own"),
+        ({}, 0, "no finding: a forward may update each rank's own, and nothing says whether they are broadcast"),
+    ],
+)
+def test_first_says_what_buffers_that_differ_mean(
+    cli: Cli, tmp_path: Path, facts: dict[str, Any], exit_code: int, meaning: str
+) -> None:
+    columns: dict[str, Any] = {"site": "buffer", "name": "mean", "module_path": "up", "step": 2}
+    ranks = [[make_row(0, np.full(2, rank + 1.0), rank=rank, **columns)] for rank in range(2)]
+    found = cli("first", write(tmp_path / "run", *ranks, **facts))
+    assert found.exit_code == exit_code
+    *_, head, why, line = found.out.splitlines()
+    assert head == "run: 1 buffer of which ranks hold different values"
+    assert why.startswith(f"  {meaning}")
+    assert line == "  'up' buffer mean: first at step 2, ranks 0 | 1 (by statistics)"
+    assert all(len(line) <= 120 for line in found.out.splitlines())
+
+
+def test_first_tells_of_the_module_s_own_weight(cli: Cli, tmp_path: Path) -> None:
+    bad = np.array([1, math.nan, math.inf], np.float32)
+    param: dict[str, Any] = {"site": "param", "name": "weight", "phase": "optimizer", "micro_step": None}
+    rows = [make_row(0, bad, step=3, module_path="up"), make_row(1, bad, step=3, module_path="up", **param)]
+    found = cli("first", write(tmp_path / "run", rows))
+    (line,) = [line for line in found.out.splitlines() if line.startswith("beside it")]
+    assert line.endswith(" its weight holds 1 NaN and 1 infinite at step 3, too")
+    assert found.out.splitlines()[-1].endswith("(none compared: one rank has no replicas)")
 
 
 def test_stats_as_a_table(cli: Cli, tmp_path: Path) -> None:
