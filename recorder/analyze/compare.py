@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import LookupFailedError
+
 _CHUNK_ITEMS = 1 << 15
 """Elements looked at together: with what is made of them they stay in the cache, three times as fast as a million."""
 _ULP_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
+_EXACT_WHOLE = 2.0**52
+"""Whole numbers below, and the differences between them, are exact in float64."""
 
 Array = npt.NDArray[Any]
 
 
-class Tolerance(NamedTuple):
-    """How far apart two elements may be and still count as equal: within any one of these."""
+@dataclass(frozen=True)
+class Tolerance:
+    """How far apart two elements may be and still count as equal: within any one of these.
+
+    Raises:
+        LookupFailedError: one is negative or not a number, so that nothing could be said of it.
+    """
 
     rtol: float = 0.0
     """Relative to the larger magnitude of the two, as `math.isclose` has it."""
     atol: float = 0.0
     ulp: int = 0
     """Units in the last place: representable numbers between the two. Only where both are of one float type."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("rtol", self.rtol), ("atol", self.atol), ("ulp", self.ulp)):
+            if not value >= 0:
+                raise LookupFailedError(f"{name} {value!r}: a tolerance is 0 or more")
 
     @property
     def is_exact(self) -> bool:
@@ -37,6 +52,9 @@ class Distance(NamedTuple):
     """Elements that differ by more than the tolerance; a NaN equals a NaN, an infinity one of its sign."""
     max_abs: float
     """Largest |b - a|."""
+    of_max: float
+    """`max_abs` relative to the largest magnitude in either array. Unlike `max_rel` and `max_ulp` it says little of
+    elements near zero, which rounding alone may move by any factor."""
     max_rel: float
     """Largest |b - a| / max(|a|, |b|): from 0 to 2."""
     max_ulp: int | None
@@ -64,10 +82,12 @@ def compare(a: Array, b: Array, tolerance: Tolerance) -> Distance:
     ]
     dot, squares_a, squares_b = (math.fsum(chunk.products[i] for chunk in found) for i in range(3))
     norm = math.sqrt(squares_a) * math.sqrt(squares_b)
+    max_abs = max((chunk.max_abs for chunk in found), default=0.0)
     return Distance(
         numel=flat_a.size,
         num_outside=sum(chunk.num_outside for chunk in found),
-        max_abs=max((chunk.max_abs for chunk in found), default=0.0),
+        max_abs=max_abs,
+        of_max=max_abs / max(chunk.magnitude for chunk in found) if max_abs else 0.0,
         max_rel=max((chunk.max_rel for chunk in found), default=0.0),
         max_ulp=None if bits is None else max((chunk.max_ulp for chunk in found), default=0),
         cosine=min(max(dot / norm, -1.0), 1.0) if norm and math.isfinite(norm) else None,
@@ -78,6 +98,8 @@ def compare(a: Array, b: Array, tolerance: Tolerance) -> Distance:
 
 class _Chunk(NamedTuple):
     num_outside: int
+    magnitude: float
+    """Largest |a| or |b|."""
     max_abs: float
     max_rel: float
     max_ulp: int
@@ -89,6 +111,8 @@ class _Chunk(NamedTuple):
 
 def _compare(a: Array, b: Array, bits: int | None, tolerance: Tolerance) -> _Chunk:
     wide_a, wide_b = _wide(a), _wide(b)
+    if wide_a.dtype != wide_b.dtype:
+        wide_a, wide_b = wide_a.astype(np.complex128), wide_b.astype(np.complex128)
     is_equal = _equal(a, b, wide_a, wide_b)
     is_finite_a, is_finite_b = np.isfinite(wide_a), np.isfinite(wide_b)
     nonfinite_a, nonfinite_b = (flags.size - int(np.count_nonzero(flags)) for flags in (is_finite_a, is_finite_b))
@@ -102,10 +126,14 @@ def _compare(a: Array, b: Array, bits: int | None, tolerance: Tolerance) -> _Chu
             float(np.vdot(one, two).real) for one, two in ((wide_a, wide_b), (wide_a, wide_a), (wide_b, wide_b))
         )
     if is_equal.all():
-        return _Chunk(num_alone, 0.0, 0.0, 0, products, nonfinite_a, nonfinite_b)
+        magnitude = float(np.abs(wide_a).max(initial=0.0))
+        return _Chunk(num_alone, magnitude, 0.0, 0.0, 0, products, nonfinite_a, nonfinite_b)
+    large = np.flatnonzero(~is_equal & _is_rounded(a, b, wide_a, wide_b))
+    exact = [_apart(*pair) for pair in zip(_unrounded(a, wide_a, large), _unrounded(b, wide_b, large), strict=True)]
     with np.errstate(all="ignore"):
         scale = np.maximum(np.abs(wide_a), np.abs(wide_b))
         apart = np.abs(np.subtract(wide_b, wide_a, out=wide_b))
+        apart[large] = [float(distance) for distance, _ in exact]
         relative = np.divide(apart, scale, out=np.zeros_like(apart), where=scale > 0)
     steps = None if bits is None else _steps(a, b, bits)
     is_outside = ~is_equal
@@ -114,8 +142,10 @@ def _compare(a: Array, b: Array, bits: int | None, tolerance: Tolerance) -> _Chu
         is_outside &= apart > tolerance.rtol * scale
         if steps is not None:
             is_outside &= steps > tolerance.ulp
+        is_outside[large] = [far > tolerance.atol and far > tolerance.rtol * size for far, size in exact]
     return _Chunk(
         num_outside=num_alone + int(np.count_nonzero(is_outside)),
+        magnitude=float(scale.max()),
         max_abs=float(apart.max()),
         max_rel=float(relative.max()),
         max_ulp=0 if steps is None else int(steps.max()),
@@ -128,7 +158,9 @@ def _compare(a: Array, b: Array, bits: int | None, tolerance: Tolerance) -> _Chu
 def _wide(values: Array) -> Array:
     """In float64, or complex128."""
     if values.dtype.names:  # complex32, as pairs of halves
-        return values["real"].astype(np.float64) + 1j * values["imag"].astype(np.float64)
+        wide = np.empty(values.shape, np.complex128)
+        wide.real, wide.imag = values["real"], values["imag"]
+        return wide
     return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
 
 
@@ -137,7 +169,32 @@ def _equal(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.b
     if a.dtype.kind in "iu" and b.dtype.kind in "iu":
         return np.asarray(a == b)
     both_nan = np.isnan(wide_a) & np.isnan(wide_b)
-    return np.asarray((wide_a == wide_b) | both_nan)
+    is_equal = (wide_a == wide_b) | both_nan
+    at = np.flatnonzero(is_equal & _is_rounded(a, b, wide_a, wide_b))
+    pairs = zip(_unrounded(a, wide_a, at), _unrounded(b, wide_b, at), strict=True)
+    is_equal[at] = [one == two for one, two in pairs]
+    return np.asarray(is_equal)
+
+
+def _is_rounded(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.bool_]:
+    """Where finite pairs may be nearer each other as floats than they are: of 64-bit integers."""
+    if not any(values.dtype.kind in "iu" and values.dtype.itemsize == 8 for values in (a, b)):
+        return np.zeros(a.shape, np.bool_)
+    sizes = np.fmax(np.abs(wide_a), np.abs(wide_b))
+    return np.asarray((sizes >= _EXACT_WHOLE) & np.isfinite(sizes))
+
+
+def _unrounded(values: Array, wide: Array, at: npt.NDArray[np.int64]) -> list[Any]:
+    """Some elements as Python's numbers: whole ones as integers, which never round."""
+    if values.dtype.kind in "iu":
+        return list(values[at].tolist())
+    reals = (one.real if isinstance(one, complex) and not one.imag else one for one in wide[at].tolist())
+    return [int(one) if isinstance(one, float) and one.is_integer() else one for one in reals]
+
+
+def _apart(a: complex, b: complex) -> tuple[float, float]:
+    """The distance, and the larger magnitude."""
+    return abs(b - a), max(abs(a), abs(b))
 
 
 def _steps(a: Array, b: Array, bits: int) -> npt.NDArray[Any]:

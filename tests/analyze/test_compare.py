@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recorder.analyze.compare import Tolerance, compare
+from recorder.errors import LookupFailedError
 from recorder.format.dtypes import numpy_dtype
 
 EXACT = Tolerance()
@@ -146,3 +147,51 @@ def test_a_large_array_is_compared_piece_by_piece() -> None:
     b[[1, 1_500_000, 2_400_000]] = 1, 3, 2
     found: Any = compare(a, b, EXACT)
     assert (found.num_outside, found.max_abs, found.numel) == (3, 3, 2_500_000)
+
+
+def test_whole_numbers_are_compared_in_integers() -> None:
+    big = 1 << 53
+    a, b = np.array([big + 1, 5, -(1 << 63)]), np.array([big, 5, (1 << 63) - 1])
+    found = compare(a, b, Tolerance(atol=0.5))
+    assert (found.num_outside, found.max_abs) == (2, 2.0**64)
+    assert compare(a[:2], b[:2], Tolerance(atol=1)).num_outside == 0
+    assert compare(a[:1], b[:1], EXACT).max_abs == 1
+    unsigned = np.array([(1 << 64) - 1], np.uint64)
+    assert compare(unsigned, unsigned - np.uint64(1), Tolerance(atol=0.5)).num_outside == 1
+    assert compare(unsigned, np.array([-1]), Tolerance(rtol=0.9)).num_outside == 1
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "complex128", "complex64"])
+def test_a_whole_number_that_no_float_holds_is_none(dtype: str) -> None:
+    whole = np.array([(1 << 54) + 1])
+    floats = (whole - 1).astype(numpy_dtype(dtype))
+    assert compare(whole - 1, floats, EXACT).num_outside == 0
+    for one, two in ((whole, floats), (floats, whole)):
+        assert compare(one, two, EXACT).num_outside == 1
+        assert compare(one, two, Tolerance(atol=0.5)).num_outside == 1
+        assert compare(one, two, Tolerance(atol=1)).num_outside == 0
+        assert compare(one, two, EXACT).max_abs == 1
+
+
+@pytest.mark.parametrize("real", ["float32", "bfloat16", "int64", "bool"])
+def test_complex_numbers_are_compared_with_real_ones(real: str) -> None:
+    a, b = np.array([1, 1 + 2j, 1, 0], np.complex64), np.array([1, 1, 1, 1]).astype(numpy_dtype(real))
+    for one, two in ((a, b), (b, a)):
+        found = compare(one, two, EXACT)
+        assert (found.num_outside, found.max_abs) == (2, 2)
+
+
+def test_infinities_of_half_complex_numbers_keep_their_sign() -> None:
+    pairs = (
+        np.array([(1.0, math.inf)], numpy_dtype("complex32")),
+        np.array([(1.0, -math.inf)], numpy_dtype("complex32")),
+    )
+    assert compare(pairs[0], pairs[0], EXACT).num_outside == 0
+    assert compare(*pairs, EXACT).num_outside == 1
+
+
+@pytest.mark.parametrize("name", ["rtol", "atol", "ulp"])
+@pytest.mark.parametrize("value", [math.nan, -1])
+def test_a_tolerance_that_says_nothing_is_refused(name: str, value: float) -> None:
+    with pytest.raises(LookupFailedError, match=rf"{name} (nan|-1): a tolerance is 0 or more"):
+        Tolerance(**{name: value})  # type: ignore[arg-type]
