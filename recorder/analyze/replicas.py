@@ -1,7 +1,8 @@
 """Owns the first replica that differs: values that data-parallel ranks must share bit by bit.
 
-By fingerprint, else by statistics, else by the bytes. Who is a replica, and whether anything makes buffers equal again,
-the manifests say; where they do not, it is assumed, and the finding says so.
+By fingerprint, else by the bytes; statistics that differ prove a difference, equal ones prove nothing. Who is a
+replica, and whether anything makes buffers equal again, the manifests say; where they do not, it is assumed, and the
+finding says so.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pyarrow.compute as pc
 
 from ..errors import RunError
 from ..format.schema import COUNTS, STATISTICS
+from ..read.facts import sharing_ranks
 from ..read.run import Run
 from .keys import VALUE_KEY, Integers, codes, group, holds
 from .moments import integers, numbers
@@ -113,12 +115,15 @@ class _Replicas:
         leaders, self._assumed = _leaders(run, timeline)
         is_plain = table.column("placements").is_null().to_numpy()
         is_replicated = holds(table.column("placements"), _has_replicas)
+        shards = _shards(table)
         # Without offsets, equal placements do not mean equal pieces.
-        is_replicated &= table.column("offsets").is_valid().to_numpy() | ~holds(table.column("placements"), _is_boxed)
+        is_placed = table.column("offsets").is_valid().to_numpy() | ~holds(table.column("placements"), _is_boxed)
+        is_replicated &= is_placed | (shards > 0)
+        is_replicated &= integers(table.column("numel")) != 0  # an empty slice begins where another one does
         leaders = np.where(is_plain, leaders, np.where(is_replicated, 0, -1))
         self._rows = np.flatnonzero(is_candidate & (leaders >= 0))
         pieces = [codes(table.column(name)) for name in ("offsets", "placements")]
-        keys = [*(timeline.codes[name] for name in VALUE_KEY), leaders, *pieces]
+        keys = [*(timeline.codes[name] for name in VALUE_KEY), leaders, shards, *pieces]
         self._groups = group([key[self._rows] for key in keys])
         self._sizes = np.bincount(self._groups.ids, minlength=self._groups.num_groups)
         self._table = table.take(pa.array(self._rows))
@@ -140,9 +145,10 @@ class _Replicas:
         by_numbers = self._disagree(_statistics_ids(self._table)) & lacks_print & ~lacks_numbers
         lacks_payload = self._any(self._table.column("encoding").is_null().to_numpy())
         self._differs = layouts | by_print | by_numbers
-        undecided = lacks_print & lacks_numbers & ~self._differs & (self._sizes > 1)
+        undecided = lacks_print & ~self._differs & (self._sizes > 1)
         self._is_open = undecided & ~lacks_payload
         self._is_unknown = undecided & lacks_payload
+        self._lacks_numbers = lacks_numbers
         self._by = np.where(layouts, "shape", np.where(by_print, "fingerprint", "statistics")).astype(object)
 
     def is_of(self, sites: tuple[str, ...]) -> npt.NDArray[np.bool_]:
@@ -207,15 +213,27 @@ class _Replicas:
 
     def notes(self, asked: npt.NDArray[np.bool_]) -> list[str]:
         """What could not be compared."""
-        unknown = int((self._is_unknown & asked).sum())
-        lack = f"{unknown} replicas have neither fingerprints nor statistics nor values to compare"
-        return ([lack] if unknown else []) + self._problems
+        nothing = int((self._is_unknown & asked & self._lacks_numbers).sum())
+        alone = int((self._is_unknown & asked & ~self._lacks_numbers).sum())
+        after = int((self._is_open & asked).sum())
+        found = []
+        if nothing:
+            found.append(f"{nothing} replicas have neither fingerprints nor statistics nor values to compare")
+        if alone:
+            found.append(f"{alone} replicas have statistics alone: they are equal, which proves nothing")
+        if after:
+            found.append(f"{after} replicas after the first that differs have no fingerprints and were not compared")
+        return found + self._problems
 
     def why_none(self, run: Run) -> str:
         """Why nothing could be compared, if nothing was."""
         if self.num_compared:
             return ""
         ranks = sorted(rank for rank in self._timeline.table.column("rank").unique().to_pylist() if rank is not None)
+        if (self._is_unknown & ~self._lacks_numbers).any():
+            return "there are statistics alone, and equal ones prove nothing"
+        if self._is_unknown.any():
+            return "there are neither fingerprints nor values"
         if len(ranks) > 1:
             return "no parameter, gradient or optimizer state is held by several ranks; sharded ones are not"
         if len(ranks) == 1 and not run.is_merged:
@@ -275,6 +293,29 @@ def _is_boxed(placements: str) -> bool:
     return "Shard" in placements and "FlatShard" not in placements
 
 
+def _shards(table: Any) -> Integers:
+    """Of each row a number for its coordinate on the axes of the mesh that do not replicate; 0 where it is unknown."""
+    pairs = group([codes(table.column(name)) for name in ("placements", "mesh")])
+    texts = table.select(["placements", "mesh"]).take(pa.array(pairs.firsts)).to_pylist()
+    numbers: dict[Any, int] = {None: 0}
+    found = [numbers.setdefault(_shard(text["placements"], text["mesh"]), len(numbers)) for text in texts]
+    return np.array([*found, 0], np.int64)[pairs.ids]
+
+
+def _shard(placements: str | None, mesh: str | None) -> tuple[int, ...] | None:
+    """What a stranger's JSON says of it."""
+    try:
+        kinds, place = json.loads(placements or "null"), json.loads(mesh or "null")
+    except (ValueError, RecursionError):
+        return None
+    at = place.get("coordinate") if isinstance(place, dict) else None
+    if not isinstance(kinds, list) or not isinstance(at, list) or len(kinds) != len(at):
+        return None
+    if not all(isinstance(kind, dict) for kind in kinds) or not all(type(coordinate) is int for coordinate in at):
+        return None
+    return tuple(coordinate for kind, coordinate in zip(kinds, at, strict=True) if kind.get("kind") != "Replicate")
+
+
 def _statistics_ids(table: Any) -> Integers:
     """Numbers that are equal where all statistics are, bit by bit."""
     columns = [numbers(table.column(name)).view(np.int64) for name in STATISTICS]
@@ -289,9 +330,9 @@ def _leaders(run: Run, timeline: Timeline) -> tuple[Integers, set[str]]:
         roots = writer.manifest.get("roots")
         for root in roots if isinstance(roots, list) else ():
             facts = root.get("data_parallel") if isinstance(root, dict) else None
-            ranks = facts.get("ranks") if isinstance(facts, dict) else None
-            if writer.rank is not None and isinstance(ranks, list) and writer.rank in ranks:
-                found[str(root.get("name")), writer.rank] = min(rank for rank in ranks if type(rank) is int)
+            ranks = sharing_ranks(facts) if isinstance(facts, dict) else []
+            if writer.rank is not None and writer.rank in ranks:
+                found[str(root.get("name")), writer.rank] = min(ranks)
     table = timeline.table
     cells = group([timeline.codes["root"], timeline.codes["rank"]])
     pairs = list(

@@ -28,6 +28,7 @@ _COLUMNS = (
     "numel",
     "offsets",
     "placements",
+    "mesh",
     "note",
     *STATISTICS,
     *COUNTS,

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from .writers import RecordedWriter
 
+_MAX_RANKS, _MAX_RANK = 1 << 14, 1 << 24
+
 
 class Group(NamedTuple):
     """Ranks that share one model and differ in their batches."""
@@ -19,6 +21,9 @@ class Group(NamedTuple):
     """The row's `layout_source` for replicas: ``ddp``, ``fsdp``, or ``assumed`` where no wrapper was seen."""
     ranks: tuple[int, ...]
     """In data-parallel order."""
+    conflict: str = ""
+    """Why the ranks of this root are no single group."""
+    is_sorted: bool = True
 
 
 class Launch(NamedTuple):
@@ -35,7 +40,8 @@ class RunFacts:
     def __init__(self, writers: Sequence[RecordedWriter], run_id: str, world_size: int | None) -> None:
         self._writers = writers
         ranks = sorted({writer.rank for writer in writers if writer.rank is not None})
-        self._world = tuple(range(world_size)) if world_size and world_size < 1 << 16 else tuple(ranks)
+        self._world_size = world_size
+        self._world = tuple(range(world_size)) if world_size and world_size <= _MAX_RANKS else tuple(ranks)
         self._expected: dict[tuple[str, str], Group] = {}
         self.strangers = [
             number for number, writer in enumerate(writers) if writer.manifest.get("run_id", run_id) != run_id
@@ -98,18 +104,44 @@ class RunFacts:
         order = sorted(set(self.launches))
         return [order.index(launch) for launch in self.launches]
 
+    def last_step(self, rank: int) -> int:
+        """The last step of which a rank left a row; -1 without any."""
+        return self._last_steps.get(rank, -1)
+
+    @cached_property
+    def _last_steps(self) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for writer in self._writers:
+            if writer.rank is not None and writer.last_step is not None:
+                found[writer.rank] = max(found.get(writer.rank, -1), writer.last_step)
+        return found
+
     @cached_property
     def _groups(self) -> dict[str, Group]:
-        found: dict[str, Group] = {}
+        told: dict[str, dict[tuple[int, ...], str]] = {}
         for writer in self._writers:
             for root in _objects(writer.manifest.get("roots")):
                 parallel = root.get("data_parallel")
                 if isinstance(parallel, dict) and isinstance(root.get("name"), str):
-                    ranks = parallel.get("ranks")
-                    if isinstance(ranks, list) and ranks and all(type(rank) is int and rank >= 0 for rank in ranks):
-                        source = "ddp" if parallel.get("kind") == "ddp" else "fsdp"
-                        found.setdefault(root["name"], Group(source, tuple(dict.fromkeys(ranks))))
+                    ranks = self._as_ranks(parallel.get("ranks"))
+                    if ranks:
+                        told.setdefault(root["name"], {})[ranks] = "ddp" if parallel.get("kind") == "ddp" else "fsdp"
+        found = {}
+        for name, sources in told.items():
+            ranks = tuple(dict.fromkeys(rank for some in sources for rank in some))
+            conflict = ""
+            if len(sources) > 1:
+                shown = ", ".join(str(list(some)) for some in list(sources)[:4])
+                conflict = f"its ranks belong to {len(sources)} data-parallel groups ({shown})"
+            found[name] = Group(next(iter(sources.values())), ranks, conflict, ranks == tuple(sorted(ranks)))
         return found
+
+    def _as_ranks(self, value: Any) -> tuple[int, ...]:
+        """Ranks out of a manifest; none where they cannot be those of this run."""
+        if not isinstance(value, list) or len(value) > min(_MAX_RANKS, self._world_size or _MAX_RANKS):
+            return ()
+        is_sound = all(type(rank) is int and 0 <= rank < _MAX_RANK for rank in value)
+        return tuple(dict.fromkeys(value)) if is_sound else ()
 
     @cached_property
     def _modules(self) -> dict[int, set[tuple[str, str]]]:
@@ -132,9 +164,18 @@ class RunFacts:
         found = []
         for writer in self._writers:  # of one rank, in the order of their start
             key = writer.rank, writer.attempt
-            number = seen[key] = seen.get(key, -1) + 1
+            number = seen.get(key, -1) + 1
+            if writer.num_rows:  # one that left nothing supersedes nothing
+                seen[key] = number
             found.append(Launch(writer.attempt, number))
         return found
+
+
+def sharing_ranks(parallel: dict[str, Any]) -> list[int]:
+    """The ranks of a manifest's `data_parallel`; none where they are no ranks."""
+    ranks = parallel.get("ranks")
+    is_sound = isinstance(ranks, list) and all(type(rank) is int and rank >= 0 for rank in ranks)
+    return ranks if isinstance(ranks, list) and is_sound else []
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:

@@ -218,9 +218,12 @@ PARAM: dict[str, Any] = {"site": "param", "name": "weight", "phase": "optimizer"
 
 
 def params(rank: int, values: list[float], *, seq: int = 0, **columns: Any) -> list[Row]:
+    usual = PARAM | {"encoding": None, "rank": rank}
     return [
         make_row(
-            seq + step, np.full(3, value, np.float32), step=step, rank=rank, **(PARAM | {"encoding": None} | columns)
+            seq + step,
+            np.full(3, value, np.float32),
+            **(usual | {"step": step, "fingerprint": f"{np.float32(value).view(np.uint32):016x}"} | columns),
         )
         for step, value in enumerate(values)
     ]
@@ -231,17 +234,84 @@ def test_the_first_replica_that_differs(tmp_path: Path, by: str) -> None:
     ranks = []
     for rank, values in enumerate(([1.0, 2, 3, 4], [1.0, 2, 5, 6])):
         rows = params(rank, values, encoding="plain" if by == "values" else None)
-        if by == "fingerprint":
-            rows = [without_statistics(row) | {"fingerprint": f"{int(row['mean']):016x}"} for row in rows]
-        ranks.append([without_statistics(row) for row in rows] if by == "values" else rows)
+        if by != "fingerprint":
+            rows = [row | {"fingerprint": None} for row in rows]
+        ranks.append(rows if by == "statistics" else [without_statistics(row) for row in rows])
     result = found(write(tmp_path / "run", *ranks))
     differing = result.replica
     assert differing is not None and result.is_found
     place = differing.place
     assert (place.step, place.module_path, place.site, place.name, place.rank) == (2, "layers.0", "param", "weight", 1)
     assert (differing.by, differing.groups, differing.is_assumed) == (by, [[0], [1]], False)
-    assert differing.last_equal is not None and differing.last_equal.step == 1
+    if by == "statistics":  # of the steps before they say nothing
+        assert differing.last_equal is None
+        assert result.notes == ["2 replicas have statistics alone: they are equal, which proves nothing"]
+    else:
+        assert differing.last_equal is not None and differing.last_equal.step == 1
     assert result.differing == [("layers.0", "param", "weight")]
+
+
+@pytest.mark.parametrize("others", [[3.0, 2, 1], [1.0, 2, 3]])
+@pytest.mark.parametrize("encoding", ["plain", None])
+def test_equal_statistics_prove_nothing(tmp_path: Path, others: list[float], encoding: str | None) -> None:
+    ranks = [
+        [make_row(0, np.array(values, np.float32), rank=rank, encoding=encoding, **PARAM)]
+        for rank, values in enumerate([[1.0, 2, 3], others])
+    ]
+    result = found(write(tmp_path / "run", *ranks))
+    if encoding is None:
+        assert (result.is_found, result.num_compared) == (False, 0)
+        assert result.why_none_compared == "there are statistics alone, and equal ones prove nothing"
+    else:
+        assert (result.is_found, result.num_compared) == (others[0] == 3, 1)
+        assert result.replica is None or result.replica.by == "values"
+
+
+def test_nan_at_another_place_differs(tmp_path: Path) -> None:
+    ranks = [
+        [make_row(0, np.roll(np.array([np.nan, 2, 2], np.float32), rank), rank=rank, **PARAM)] for rank in range(2)
+    ]
+    differing = found(write(tmp_path / "run", *ranks)).replica
+    assert differing is not None and (differing.by, differing.groups) == ("values", [[0], [1]])
+
+
+@pytest.mark.parametrize("ranks", [[True, False], [0.0, 1.0], [-(10**30), 0, 1], [0, 1, "2"], [], {"0": 1}, None])
+def test_ranks_that_are_none_tell_nothing(tmp_path: Path, ranks: Any) -> None:
+    rows = [params(rank, [float(rank)]) for rank in range(2)]
+    differing = found(write(tmp_path / "run", *rows, data_parallel={"kind": "ddp", "ranks": ranks})).replica
+    assert differing is not None and differing.is_assumed
+
+
+def flat_slice(rank: int, offset: int, values: list[float], mesh: str | None) -> list[Row]:
+    placements = json.dumps([REPLICATE, FLAT | {"offset": offset}])
+    row = make_row(0, np.array(values, np.float32), rank=rank, **PARAM, placements=placements, mesh=mesh)
+    return [row | {"global_shape": "[2]", "layout_source": "fsdp"}]
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_empty_slice_is_no_replica_of_the_one_that_begins_where_it_does(tmp_path: Path, is_told: bool) -> None:
+    """HYBRID_SHARD on two by two ranks: the parameter lies in the second shard whole."""
+    ranks = []
+    for rank in range(4):
+        mesh = json.dumps({"shape": [2, 2], "dim_names": None, "coordinate": list(divmod(rank, 2))})
+        values = [1.0, 2.0 + (rank == 3)] if rank % 2 else []
+        ranks.append(flat_slice(rank, 0, values, mesh if is_told else None))
+    run = write(tmp_path / "run", *ranks, data_parallel={"kind": "fsdp1", "ranks": [0, 1, 2, 3]})
+    result = found(run)
+    assert result.replica is not None and result.num_compared == 1
+    assert (result.replica.groups, result.replica.by) == ([[1], [3]], "statistics")
+
+
+def test_pieces_are_told_apart_by_their_shards(tmp_path: Path) -> None:
+    """Where offsets say nothing, the mesh does."""
+    ranks = []
+    for rank in range(4):
+        where = json.dumps([REPLICATE, {"kind": "StridedShard", "dim": 0, "split_factor": 2}])
+        mesh = json.dumps({"shape": [2, 2], "coordinate": list(divmod(rank, 2))})
+        ranks.append(params(rank, [1.0 + rank % 2, 5.0 + (rank == 2)], placements=where, mesh=mesh))
+    result = found(write(tmp_path / "run", *ranks, data_parallel={"kind": "fsdp2", "ranks": [0, 1, 2, 3]}))
+    assert result.replica is not None and result.num_compared == 4
+    assert (result.replica.place.step, result.replica.groups) == (1, [[0], [2]])
 
 
 def test_the_rank_that_differs_from_most_is_named(tmp_path: Path) -> None:
