@@ -10,13 +10,16 @@ import json
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from .regions import Ints, Region, box_region, flat_region, overlap, ranges_region, shard, strided_shard, whole
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 LOSSES = ("mean", "sum", "weighted")
 _MAX_NAMED = 8
+_NO_NUMBERS = ("float4_e2m1fn_x2",)
+"""Elements that are pairs: to be copied, never computed with."""
+_MAX_SPLIT_FACTOR = 1 << 16
 
 
 class Piece(NamedTuple):
@@ -70,10 +73,14 @@ class Plan(NamedTuple):
     note: tuple[tuple[str, Any], ...] = ()
     """More members for the row's `note`."""
 
+    needs_all: bool = False
+    """Ranks that are missing might have changed it, although one rank's tensor has all its elements."""
+
     @property
     def is_replica(self) -> bool:
         """Whether one rank's tensor is all of it."""
-        return self.is_complete and self.dim is None and len(self.parts) == 1 and self.parts[0].is_copy
+        is_whole = self.is_complete and self.dim is None and len(self.parts) == 1
+        return is_whole and self.parts[0].is_copy and not self.needs_all
 
 
 class Apart(NamedTuple):
@@ -84,19 +91,41 @@ class Apart(NamedTuple):
     why: str
 
 
-class NeedsEquality(Exception):
-    """The decision hangs on whether all pieces hold the same values, and the caller has not said."""
-
-
 class Batch(NamedTuple):
     """What is known of the batch of a step, where activations are concerned."""
 
     sizes: tuple[int, ...] | None
     """Rows of each piece's rank, or None where the root's input was not recorded."""
-    is_ambiguous: bool = False
-    """Another dim of the root's input has that size, too."""
     is_shared: bool = False
-    """All ranks were given the same values."""
+    """All ranks were given the same values, so that equal values say nothing."""
+    total: int | None = None
+    """Rows of all ranks that should have a piece, where that is known."""
+
+
+class Values(Protocol):
+    """What can be asked of the values of some pieces; it may cost the reading of payloads."""
+
+    def are_equal(self) -> bool:
+        """Whether all pieces hold the same values."""
+
+    def is_constant(self) -> bool:
+        """Whether every element of every piece has one value, which says nothing of the layout."""
+
+    def is_repeated(self, dim: int) -> bool:
+        """Whether a piece is one slice repeated along a dim, as `expand` makes them."""
+
+
+class Unequal:
+    """Values of which nothing is known that would make them one."""
+
+    def are_equal(self) -> bool:
+        return False
+
+    def is_constant(self) -> bool:
+        return False
+
+    def is_repeated(self, dim: int) -> bool:
+        return False
 
 
 def decide_state(pieces: Sequence[Piece], *, source: str, num_expected: int) -> Plan | Apart:
@@ -110,20 +139,17 @@ def decide_state(pieces: Sequence[Piece], *, source: str, num_expected: int) -> 
     return _replicas(pieces, "single" if num_expected == 1 else source)
 
 
-def decide_activation(
-    pieces: Sequence[Piece], *, batch: Batch, are_equal: bool | None, is_constant: bool, num_expected: int
-) -> Plan | Apart:
+def decide_activation(pieces: Sequence[Piece], *, batch: Batch, values: Values, num_expected: int) -> Plan | Apart:
     """Inputs, outputs and taps of data-parallel ranks: the batch laid end to end, or the same on all ranks.
+
+    A tensor that is equal on ranks with different batches has nothing of the batch in it, whatever its sizes; unless it
+    is constant, or one slice repeated along the batch, as expanded positions and masks are.
 
     Args:
         pieces: in data-parallel order.
         batch: of their root's call.
-        are_equal: whether all pieces hold the same values; None if that is not known yet.
-        is_constant: whether every element of every piece has one value; says nothing then of the layout.
+        values: asked only where shapes do not decide.
         num_expected: ranks that should have a piece.
-
-    Raises:
-        NeedsEquality: `are_equal` is None and decides.
     """
     if (problem := _mixed(pieces)) is not None:
         return problem
@@ -135,11 +161,14 @@ def decide_activation(
     if len(ndims) != 1:
         return Apart("per_rank", f"the ranks' tensors have different numbers of dims: {_shapes(pieces)}")
     if ndims == {0}:
-        return _scalars(pieces, are_equal)
+        return decide_scalar(pieces, values)._replace(needs_all=True)
     if len(pieces) == 1:
-        are_equal = False  # with nothing: one of several ranks tells nothing of the others
+        values = Unequal()  # to nothing: one of several ranks tells nothing of the others
+    has_one_shape = _unequal_shapes(pieces) is None
     sizes: tuple[int, ...] | None = batch.sizes
     if sizes is None:
+        if has_one_shape and not values.is_constant() and values.are_equal():
+            return _replicas(pieces, "inferred")
         if (problem := _unequal_shapes(pieces, but=0)) is None:
             return _concatenated(pieces, 0, (("batch", "unknown: the root's input was not recorded"),))
         return problem
@@ -149,18 +178,31 @@ def decide_activation(
         if all(piece.shape[dim] == size for piece, size in zip(pieces, sizes, strict=True))
         and _unequal_shapes(pieces, but=dim) is None
     ]
+    may_be_equal = has_one_shape and not batch.is_shared and not values.is_constant()
     if fits:
-        if batch.is_ambiguous and not batch.is_shared and not is_constant and _known(are_equal):
+        is_repeated = max(sizes) > 1 and may_be_equal and values.are_equal() and values.is_repeated(fits[0])
+        if may_be_equal and values.are_equal() and not is_repeated:
             return _replicas(pieces, "inferred")
         return _concatenated(pieces, fits[0], (("batch_dims", tuple(fits)),) if len(fits) > 1 else ())
     of_pieces = zip(pieces, sizes, strict=True)  # an empty batch has no rows, whatever the factor
     ratios = {piece.shape[0] / size if size else 0.0 for piece, size in of_pieces if size or piece.shape[0]}
     is_multiple = len(ratios) == 1 and min(ratios) >= 2 and min(ratios).is_integer()
-    if is_multiple and _unequal_shapes(pieces, but=0) is None and (batch.is_shared or not _known(are_equal)):
+    if is_multiple and _unequal_shapes(pieces, but=0) is None and not (may_be_equal and values.are_equal()):
         return _concatenated(pieces, 0, (("batch_factor", int(min(ratios))),))
-    if _unequal_shapes(pieces) is None and _known(are_equal):
+    if has_one_shape and values.are_equal():
         return _replicas(pieces, "inferred")
     return Apart("per_rank", f"no dim of {_shapes(pieces)} is the batch of {', '.join(map(str, dict.fromkeys(sizes)))}")
+
+
+def decide_scalar(pieces: Sequence[Piece], values: Values) -> Plan:
+    """0-dim values: one where all ranks agree, else their mean, beside which the ranks' own rows stay."""
+    if len(pieces) == 1 or values.are_equal():
+        return _replicas(pieces, "inferred")
+    dtype = pieces[0].dtype
+    terms = tuple(Term(i, 1 / len(pieces)) for i in range(len(pieces)))
+    is_float = dtype.startswith(("float", "bfloat", "complex"))
+    plan = Plan((), (Part(whole(()), terms),), "assumed", scale="assumed_mean", dtype=None if is_float else "float64")
+    return plan._replace(note=(("mean_of_ranks", len(pieces)),))
 
 
 def decide_gradient(
@@ -182,19 +224,21 @@ def decide_gradient(
         return _place(pieces, num_expected)
     if num_expected == 1:
         return _replicas(pieces, "single")
-    factors = _loss_factors(pieces, batch, loss, num_expected)
-    scale = {"mean": "assumed_mean_loss", "weighted": "weighted_mean_loss", "sum": None}[loss]
+    if pieces[0].dtype in _NO_NUMBERS and loss != "sum":
+        return Apart("per_rank", f"{pieces[0].dtype} cannot be scaled")
     is_same_for_all = isinstance(forward, Plan) and len(forward.parts) == 1 and forward.dim is None
     if is_same_for_all or all(piece.shape == () for piece in pieces):
         if (problem := _unequal_shapes(pieces)) is not None:
             return problem
+        factors, scale = _loss_factors(batch.sizes, batch.total, len(pieces), loss, num_expected)
         terms = tuple(Term(i, factor) for i, factor in enumerate(factors))
-        region = whole(pieces[0].shape)
-        return Plan(pieces[0].shape, (Part(region, terms),), "inferred" if is_same_for_all else "assumed", scale=scale)
+        part = Part(whole(pieces[0].shape), terms)
+        source = "inferred" if is_same_for_all else "assumed"
+        return Plan(pieces[0].shape, (part,), source, scale=scale, needs_all=True)
     if isinstance(forward, Apart):
         return forward
     if forward is None:
-        forward = decide_activation(pieces, batch=batch, are_equal=False, is_constant=False, num_expected=num_expected)
+        forward = decide_activation(pieces, batch=batch, values=Unequal(), num_expected=num_expected)
         if isinstance(forward, Apart):
             return forward
     if forward.dim is None:
@@ -202,6 +246,8 @@ def decide_gradient(
     if len({len(piece.shape) for piece in pieces}) != 1 or _unequal_shapes(pieces, but=forward.dim) is not None:
         return Apart("per_rank", f"gradients of {_shapes(pieces)} cannot be laid end to end along dim {forward.dim}")
     plan = _concatenated(pieces, forward.dim, forward.note)
+    sizes = batch.sizes or tuple(piece.shape[forward.dim] for piece in pieces)
+    factors, scale = _loss_factors(sizes, batch.total, len(pieces), loss, num_expected)
     parts = tuple(
         Part(part.region, (Term(i, factor),)) for i, (part, factor) in enumerate(zip(plan.parts, factors, strict=True))
     )
@@ -224,6 +270,8 @@ def decide_override(pieces: Sequence[Piece], wanted: str) -> Plan | Apart:
         return Apart("inconsistent", f"--layout {wanted} does not fit {problem.why}")
     if word == "replicate":
         return _replicas(pieces, "override")
+    if pieces[0].dtype in _NO_NUMBERS:
+        return Apart("per_rank", f"{pieces[0].dtype} cannot be reduced")
     terms = tuple(Term(i, 1 / len(pieces) if argument == "avg" else 1.0) for i in range(len(pieces)))
     op = "sum" if argument == "avg" else argument
     return Plan(pieces[0].shape, (Part(whole(pieces[0].shape), terms),), "override", op=op)
@@ -246,22 +294,6 @@ def parse_override(wanted: str) -> tuple[str, str]:
     raise ValueError(f"layout {wanted!r}: expected shard(DIM), replicate, partial({'|'.join(REDUCE_OPS)}) or per_rank")
 
 
-def _known(are_equal: bool | None) -> bool:
-    if are_equal is None:
-        raise NeedsEquality
-    return are_equal
-
-
-def _scalars(pieces: Sequence[Piece], are_equal: bool | None) -> Plan:
-    if _known(are_equal):
-        return _replicas(pieces, "inferred")
-    dtype = pieces[0].dtype
-    terms = tuple(Term(i, 1 / len(pieces)) for i in range(len(pieces)))
-    is_float = dtype.startswith(("float", "bfloat", "complex"))
-    plan = Plan((), (Part(whole(()), terms),), "assumed", scale="assumed_mean", dtype=None if is_float else "float64")
-    return plan._replace(note=(("mean_of_ranks", len(pieces)),))
-
-
 def _replicas(pieces: Sequence[Piece], source: str) -> Plan:
     copies = (tuple(range(len(pieces))),) if len(pieces) > 1 else ()
     return Plan(pieces[0].shape, (Part(whole(pieces[0].shape), (Term(0),)),), source, copies=copies)
@@ -277,13 +309,16 @@ def _concatenated(pieces: Sequence[Piece], dim: int, note: tuple[tuple[str, Any]
     return Plan((*shape[:dim], position, *shape[dim + 1 :]), tuple(parts), "assumed", dim=dim, note=note)
 
 
-def _loss_factors(pieces: Sequence[Piece], batch: Batch, loss: str, num_expected: int) -> list[float]:
+def _loss_factors(
+    sizes: tuple[int, ...] | None, total: int | None, num_pieces: int, loss: str, num_expected: int
+) -> tuple[list[float], str | None]:
+    """What each piece is multiplied with, and how the row calls it."""
     if loss == "sum":
-        return [1.0] * len(pieces)
-    total = sum(batch.sizes) if loss == "weighted" and batch.sizes is not None else 0
-    if batch.sizes is not None and total:
-        return [size / total for size in batch.sizes]
-    return [1 / num_expected] * len(pieces)
+        return [1.0] * num_pieces, None
+    total = total or sum(sizes or ())
+    if loss == "weighted" and sizes is not None and total:
+        return [size / total for size in sizes], "weighted_mean_loss"
+    return [1 / num_expected] * num_pieces, "assumed_mean_loss"
 
 
 def _place(pieces: Sequence[Piece], num_expected: int) -> Plan | Apart:
@@ -407,10 +442,10 @@ def _derived(piece: Piece, placements: tuple[dict[str, Any], ...]) -> Region | s
         factor = placement.get("split_factor")
         if kind == "Shard":
             ranges[dim] = shard(ranges[dim], num_pieces, index)
-        elif type(factor) is int and factor > 0:
+        elif type(factor) is int and 0 < factor <= _MAX_SPLIT_FACTOR:
             ranges[dim] = strided_shard(ranges[dim], num_pieces, index, factor)
         else:
-            return f"placement {placement} has no split_factor"
+            return f"placement {placement} has no split_factor of at most {_MAX_SPLIT_FACTOR}"
     return ranges_region(ranges)
 
 
@@ -423,7 +458,7 @@ def _contradiction(pieces: Sequence[Piece]) -> Apart | None:
     if len(meshes) > 1:
         found = ", ".join(f"rank {piece.rank} {list(_mesh(piece)[0])}" for piece in pieces[:_MAX_NAMED])
         return Apart("inconsistent", f"ranks disagree on the mesh: {found}")
-    kinds = {tuple((p.get("kind"), p.get("dim")) for p in _placements(piece)) for piece in pieces}
+    kinds = {str([(p.get("kind"), p.get("dim")) for p in _placements(piece)]) for piece in pieces}
     if len(kinds) > 1:
         return Apart("inconsistent", f"ranks disagree on the placements: {_named(pieces, 'placements')}")
     mesh_shape, coordinate = _mesh(pieces[0])

@@ -75,8 +75,20 @@ class Assembler:
     def has_payload(self, plan: Plan, positions: Sequence[int]) -> bool:
         """Whether every piece that goes into a value has its values."""
         return plan.is_complete and all(
-            self.tensor(positions[term.piece]) is not None for part in plan.parts for term in part.terms
+            self.tensor(self._held(plan, positions, term.piece)) is not None
+            for part in plan.parts
+            for term in part.terms
         )
+
+    def _held(self, plan: Plan, positions: Sequence[int], piece: int) -> int:
+        """The row of a piece; of a replica whose values were not recorded, that of another one that has them."""
+        if self.tensor(positions[piece]) is None:
+            for copies in plan.copies:
+                if copies[0] == piece:
+                    return next(
+                        (positions[i] for i in copies if self.tensor(positions[i]) is not None), positions[piece]
+                    )
+        return positions[piece]
 
     def dtype(self, plan: Plan, positions: Sequence[int]) -> str:
         """Of the global tensor."""
@@ -110,7 +122,7 @@ class Assembler:
         if in_order is None:
             yield from self._computed(plan, positions, 0, math.prod(plan.global_shape))
             return
-        pieces = [self.tensor(positions[part.terms[0].piece]) for part in in_order]
+        pieces = [self.tensor(self._held(plan, positions, part.terms[0].piece)) for part in in_order]
         sources = [position for tensor in pieces if tensor is not None for position in tensor.positions]
         width = item_bytes(self.dtype(plan, positions))
         start, waiting = 0, list[Payload]()
@@ -155,7 +167,7 @@ class Assembler:
         sources = []
         for part in plan.parts:
             if part.is_copy:
-                fetch = partial(self._fetch, positions[part.terms[0].piece])
+                fetch = partial(self._fetch, self._held(plan, positions, part.terms[0].piece))
             else:
                 fetch = partial(self._reduce, part, plan.op, positions, dtype)
             sources.append(Source(part.region, fetch))
@@ -193,7 +205,8 @@ class Assembler:
                     if factor != 1.0:
                         block *= factor
                     total = block if total is None else _OPS[op](total, block)
-                out[start : start + _BLOCK_ITEMS] = total
+                assert total is not None
+                _put(out[start : start + _BLOCK_ITEMS], total)
         return out.view(_items(dtype))
 
     def _decoded_part(self, position: int) -> npt.NDArray[np.uint8]:
@@ -279,6 +292,8 @@ def _is_exact_in_float32(dtype: str, factor: float) -> bool:
 
 
 def _widened(values: npt.NDArray[Any], dtype: str, *, is_scaled: bool) -> npt.NDArray[Any]:
+    if values.dtype.names:  # complex32 is a record of two halves
+        return values["real"].astype(np.float64) + 1j * values["imag"].astype(np.float64)
     if dtype.startswith("complex"):
         return values.astype(np.complex128)
     if dtype.startswith(("float", "bfloat")) or is_scaled:
@@ -290,6 +305,18 @@ def _items(dtype: str) -> np.dtype[Any]:
     """Elements as plain bits: copied, never computed with."""
     width = item_bytes(dtype)
     return np.dtype(f"<u{width}") if width <= 8 else np.dtype(f"V{width}")
+
+
+def _put(out: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+    if out.dtype.names:
+        out["real"], out["imag"] = values.real, values.imag
+    else:
+        out[...] = values
+
+
+def as_items(data: npt.NDArray[np.uint8], dtype: str) -> Items:
+    """Bytes as elements that can be compared: their bits."""
+    return data.view(_items(dtype))
 
 
 def _num_bytes(payloads: Sequence[Payload]) -> int:

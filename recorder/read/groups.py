@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,15 +16,16 @@ from ..format.schema import COUNTS, STATISTICS
 from ..layout.rules import (
     Apart,
     Batch,
-    NeedsEquality,
     Piece,
     Plan,
     decide_activation,
     decide_gradient,
     decide_override,
+    decide_scalar,
     decide_state,
     parse_override,
 )
+from .batches import NO_BATCH, RootBatches, text_of
 from .decode import parse_shape
 from .facts import Group, RunFacts
 from .light import NONE, Keys, LightRows, Positions
@@ -33,9 +33,7 @@ from .light import NONE, Keys, LightRows, Positions
 STATE_SITES = ("param", "grad", "buffer", "optim")
 _FORWARD_OF = {"grad_input": "input", "grad_output": "output", "tap": "tap"}
 _KEY = ("root", "module_path", "site", "name", "phase", "mode", "step", "micro_step", "call", "repeat")
-_LABELS = ("root", "module_path", "site", "name", "mode")
-_NO_BATCH = (Batch(None),)
-_MAX_BATCHES = 4
+_LABELS = ("root", "module_path", "site", "name", "mode", "phase")
 _PIECE = ("dtype", "shape", "global_shape", "offsets", "placements", "mesh")
 COLUMNS = (
     *_KEY, *_PIECE, *STATISTICS, *COUNTS, "fingerprint", "rank", "seq", "part", "attempt", "encoding", "payload_bytes",
@@ -43,6 +41,7 @@ COLUMNS = (
 )  # fmt: skip
 """What must be loaded of the rows."""
 
+_ASSUMED = " (assumed to be replicas: neither DDP nor FSDP was seen; --layout '...=per_rank' if they are not)"
 Ints = npt.NDArray[np.int64]
 
 
@@ -50,8 +49,8 @@ class Finding(NamedTuple):
     """Something about the ranks' rows that the reader should know."""
 
     kind: str
-    """``replicas_differ``, ``buffers_differ``, ``inconsistent``, ``partial``, ``per_rank``, ``superseded`` or
-    ``stranger``."""
+    """``replicas_differ``, ``buffers_differ``, ``inconsistent``, ``partial``, ``per_rank``, ``superseded``,
+    ``stranger``, or ``alone``: the other ranks never ran it."""
     step: int
     """The first step where it shows."""
     module_path: str
@@ -73,7 +72,8 @@ class Value(NamedTuple):
     expected: tuple[int, ...]
     differing: tuple[int, ...] = ()
     """Ranks whose replica differs from the first one's."""
-    batch_sizes: tuple[int, ...] | None = None
+    batch: Batch = Batch(None)
+    """That decided of an activation."""
 
     @property
     def is_refused(self) -> bool:
@@ -91,6 +91,7 @@ class Grouping:
         loss: str,
         overrides: Sequence[tuple[str, str]],
         is_same: Callable[[Sequence[int]], bool | None],
+        is_repeated: Callable[[int, int], bool | None],
     ) -> None:
         """Load what is needed.
 
@@ -100,6 +101,7 @@ class Grouping:
             loss: see `layout.rules.decide_gradient`.
             overrides: pattern over ``module_path:site:name`` and layout, the last that fits wins.
             is_same: whether the tensors of some rows hold the same values; None where a payload is missing.
+            is_repeated: whether a row's tensor is one slice repeated along a dim; None where its payload is missing.
         """
         rows.load(COLUMNS)
         self.findings: list[Finding] = []
@@ -108,18 +110,20 @@ class Grouping:
         self._loss = loss
         self._overrides = overrides
         self._is_same = is_same
-        self._decided: dict[Any, tuple[Plan | Apart, Plan | Apart | None]] = {}
+        self._is_repeated = is_repeated
+        self._decided: dict[Any, tuple[Plan | Apart, Batch, Plan | Apart | None]] = {}
         """Decisions by all that they hang on; with the plan whose identity is a part of the key, so that it lives."""
         self._pieces: list[Piece] = []
         self._numbers: dict[Piece, int] = {}
-        self._batches_of: dict[Any, tuple[Batch, ...]] = {}
         self._found: dict[Any, int] = {}
-        self._counts = self._which_count()
+        self.counts = self._which_count()
+        """By position, whether a row counts: superseded ones and those of another run do not."""
+        self._roots = RootBatches(rows, self.counts)
 
     def values(self, positions: Positions | None = None) -> Iterator[Value]:
         """The values of some rows (all by default), in the order of execution; rows that do not count are skipped."""
         rows = self._rows
-        chosen = np.flatnonzero(self._counts) if positions is None else positions[self._counts[positions]]
+        chosen = np.flatnonzero(self.counts) if positions is None else positions[self.counts[positions]]
         chosen = chosen[rows.numbers("part")[chosen] == 0]
         if not len(chosen):
             return
@@ -137,9 +141,9 @@ class Grouping:
         def value_of(number: int) -> Value:
             found = of_group.get(number)
             if found is None:
-                forward = None
+                forward: Value | None = None
                 if is_gradient[number] and (twin := place_of.get(int(twins[starts[number]]))) is not None:
-                    forward = value_of(twin).plan
+                    forward = value_of(twin)
                 found = of_group[number] = self._value(
                     described, number, forward, is_gradient=bool(is_gradient[number])
                 )
@@ -228,8 +232,9 @@ class Grouping:
             ends=ends,
             codes=codes,
             pieces=self._pieces,
-            equal=np.where(has_fingerprint, same_fingerprint, np.where(has_statistics, same_statistics, NONE)),
-            is_constant=np.logical_and.reduceat(constant, starts),
+            equal=np.where(has_fingerprint, same_fingerprint, np.where(has_statistics & ~same_statistics, False, NONE)),
+            has_same_statistics=has_statistics & same_statistics,
+            constant=np.logical_and.reduceat(constant, starts),
             fingerprints=fingerprints,
             statistics=np.where(bits[-1] == _NULL, NONE, digests & _POSITIVE),
             labels={name: self._keys(name, chosen[starts]) for name in _LABELS},
@@ -255,109 +260,97 @@ class Grouping:
             texts["mesh"],
         )
 
-    def _value(self, described: _Described, number: int, forward: Plan | Apart | None, *, is_gradient: bool) -> Value:
+    def _value(self, described: _Described, number: int, forward: Value | None, *, is_gradient: bool) -> Value:
         start, end = int(described.starts[number]), int(described.ends[number])
-        positions = described.chosen[start:end]
-        first = int(positions[0])
-        root, path, site, name, mode = (_text_of(described.labels[label], number) for label in _LABELS)
+        first = int(described.chosen[start])
+        names = tuple(text_of(described.labels[label], number) for label in _LABELS)
+        root, path, site, name, mode, phase = names
         group = self._facts.group(root, path)
         places = list(range(start, end))
-        if len(places) > 1 and group.ranks != tuple(sorted(group.ranks)):
+        if len(places) > 1 and not group.is_sorted:
             order = {rank: i for i, rank in enumerate(group.ranks)}
             places.sort(key=lambda at: order.get(described.pieces[described.codes[at]].rank, len(order)))
         codes = tuple(described.codes[places].tolist())
         pieces = [described.pieces[code] for code in codes]
         rows_at = tuple(described.chosen[places].tolist())
         ranks = tuple(piece.rank for piece in pieces)
-        if site == "optim" and group.source == "fsdp" and all(piece.shape == () for piece in pieces):
-            group = group._replace(
-                ranks=ranks
-            )  # FSDP1: where a rank holds nothing of a parameter, its step is not kept
         expected = group.ranks if set(ranks) <= set(group.ranks) else tuple(dict.fromkeys((*group.ranks, *ranks)))
-        equal = described.equal_of(number)
-        batch_choices = _NO_BATCH if site in STATE_SITES else self._batches(first, ranks, root, mode)
+        # The program decides who reports a number; FSDP1 keeps no step where a rank holds nothing of a parameter.
+        if site == "scalar" or (site == "optim" and group.source == "fsdp" and all(p.shape == () for p in pieces)):
+            expected = ranks
+        batches: tuple[Batch, ...] = NO_BATCH
+        if site not in STATE_SITES:
+            is_later = is_gradient or phase == "recompute"
+            batches = self._batches(first, rows_at, ranks, expected, (root, mode, is_later), forward)
         override = self._override(path, site, name)
-        plan: Plan | Apart
-        is_constant = bool(described.is_constant[number])
-        key = (codes, group, expected, site, equal, is_constant, override, batch_choices, id(forward), is_gradient)
+        evidence = _Evidence(described, number, rows_at, self._is_same, self._is_repeated)
+        known_of_values = evidence.without_payloads()
+        forward_plan = forward.plan if forward is not None else None
+        key = codes, group, expected, site, known_of_values, override, batches, id(forward_plan), is_gradient
         known = self._decided.get(key)
         if known is None:
-            decided = self._decide(
-                pieces, rows_at, site, group, len(expected), equal, is_constant,
-                override, batch_choices, forward, is_gradient=is_gradient,
-            )  # fmt: skip
-            known = decided, forward
-            if equal is not None:  # else it may hang on payloads
+            known = *self._decide(
+                pieces, site, group, len(expected), evidence, override, batches, forward_plan, is_gradient=is_gradient
+            ), forward_plan  # fmt: skip
+            if not evidence.has_read:
                 self._decided[key] = known
-        plan = known[0]
+        plan, batch, _ = known
         differing: tuple[int, ...] = ()
-        if isinstance(plan, Plan) and plan.copies:
+        if isinstance(plan, Plan) and plan.copies and plan.source != "inferred":
             differing = self._differing(described, number, places, plan, rows_at)
         differing_ranks = tuple(ranks[i] for i in differing)
         present = tuple(dict.fromkeys(ranks))
-        missing = tuple(rank for rank in expected if rank not in present)
-        if missing:
-            self._note(
-                "partial", first, missing, f"no row of rank {listed(missing)} of {listed(expected)}", path, site, name
-            )
+        if missing := tuple(rank for rank in expected if rank not in present):
+            self._missing(first, missing, expected, names)
         if differing:
             text = f"rank {listed(differing_ranks)} differs from rank {ranks[0]}"
             if group.source == "assumed":
-                text += (
-                    " (assumed to be replicas: neither DDP nor FSDP was seen; --layout '...=per_rank' if they are not)"
-                )
+                text += _ASSUMED
             kind = "buffers_differ" if site == "buffer" else "replicas_differ"
             self._note(kind, first, (ranks[0], *differing_ranks), text, path, site, name)
             if site != "buffer":
                 plan = Apart("replicas_differ", text)
         elif isinstance(plan, Apart):
             self._note(plan.kind, first, present, plan.why, path, site, name)
-        sizes = batch_choices[0].sizes if batch_choices else None
-        return Value(rows_at, plan, present, expected, differing_ranks, sizes)
+        return Value(rows_at, plan, present, expected, differing_ranks, batch)
 
     def _decide(
         self,
         pieces: list[Piece],
-        positions: tuple[int, ...],
         site: str,
         group: Group,
         num_expected: int,
-        equal: bool | None,
-        is_constant: bool,
+        evidence: _Evidence,
         override: str | None,
         batches: tuple[Batch, ...],
         forward: Plan | Apart | None,
         *,
         is_gradient: bool,
-    ) -> Plan | Apart:
+    ) -> tuple[Plan | Apart, Batch]:
         if len({piece.rank for piece in pieces}) < len(pieces):
             twice = next(p.rank for i, p in enumerate(pieces) if p.rank in {q.rank for q in pieces[:i]})
-            return Apart("inconsistent", f"rank {twice} has two rows of this value")
+            return Apart("inconsistent", f"rank {twice} has two rows of this value"), batches[0]
         if override is not None:
             plan = decide_override(pieces, override)
             if is_gradient and isinstance(plan, Plan) and plan.dim is not None:  # a layout says nothing of the loss
                 batch = batches[0]
                 plan = decide_gradient(pieces, plan, batch=batch, loss=self._loss, num_expected=num_expected)
                 plan = plan._replace(source="override") if isinstance(plan, Plan) else plan
-            return plan
+            return plan, batches[0]
+        if group.conflict and pieces[0].global_shape is None and site != "scalar":
+            return Apart("per_rank", group.conflict), batches[0]
         if site in STATE_SITES:
-            return decide_state(pieces, source=group.source, num_expected=num_expected)
+            return decide_state(pieces, source=group.source, num_expected=num_expected), batches[0]
+        if site == "scalar" and len({piece.dtype for piece in pieces}) == 1 and not any(p.shape for p in pieces):
+            return decide_scalar(pieces, evidence), batches[0]
         for batch in batches:
             if is_gradient:
                 plan = decide_gradient(pieces, forward, batch=batch, loss=self._loss, num_expected=num_expected)
             else:
-                try:
-                    plan = decide_activation(
-                        pieces, batch=batch, are_equal=equal, is_constant=is_constant, num_expected=num_expected
-                    )
-                except NeedsEquality:
-                    equal = bool(self._is_same(positions))
-                    plan = decide_activation(
-                        pieces, batch=batch, are_equal=equal, is_constant=is_constant, num_expected=num_expected
-                    )
+                plan = decide_activation(pieces, batch=batch, values=evidence, num_expected=num_expected)
             if isinstance(plan, Plan):
                 break
-        return plan
+        return plan, batch
 
     def _differing(
         self, described: _Described, number: int, places: list[int], plan: Plan, positions: tuple[int, ...]
@@ -369,10 +362,11 @@ class Grouping:
         for first, *others in plan.copies:
             for other in others:
                 at = [places[first], places[other]]
-                for known in (described.fingerprints[at], described.statistics[at]):
-                    if (known != NONE).all():
-                        is_same: bool | None = bool(known[0] == known[1])
-                        break
+                fingerprints, statistics = described.fingerprints[at], described.statistics[at]
+                if (fingerprints != NONE).all():
+                    is_same: bool | None = bool(fingerprints[0] == fingerprints[1])
+                elif (statistics != NONE).all() and statistics[0] != statistics[1]:
+                    is_same = False  # equal ones would prove nothing: the values may stand in another order
                 else:
                     is_same = self._is_same((positions[first], positions[other]))
                 if is_same is False:
@@ -386,58 +380,30 @@ class Grouping:
                 found = wanted
         return found
 
-    def _batches(self, position: int, ranks: tuple[int, ...], root: str, mode: str) -> tuple[Batch, ...]:
+    def _batches(
+        self, first: int, positions: tuple[int, ...], ranks: tuple[int, ...], expected: tuple[int, ...],
+        labels: tuple[str, str, bool], forward: Value | None,
+    ) -> tuple[Batch, ...]:  # fmt: skip
         """What the root's input says of the batch, likeliest first."""
-        step, micro_step, call = (int(self._rows.numbers(n)[position]) for n in ("step", "micro_step", "call"))
-        key = root, mode, step, micro_step, call, ranks
-        known = self._batches_of.get(key)
-        if known is None:
-            known = self._batches_of[key] = self._find_batches(ranks, root, mode, (step, micro_step), call)
-        return known
+        root, mode, is_later = labels
+        if forward is not None:
+            return (_of_ranks(forward, ranks),)
+        when = root, mode, int(self._rows.numbers("step")[first]), int(self._rows.numbers("micro_step")[first])
+        seqs = None if is_later else self._rows.numbers("seq")[list(positions)].tolist()
+        return self._roots.of(when, ranks, seqs, expected)
 
-    def _find_batches(
-        self, ranks: tuple[int, ...], root: str, mode: str, when: tuple[int, int], call: int
-    ) -> tuple[Batch, ...]:
-        calls = self._root_calls.get((root, mode, *when)) or self._root_defaults.get((root, mode))
-        calls = calls or self._root_defaults.get((root, "")) or {}
-        found: list[Batch] = []
-        for wanted in (call, *sorted({c for of_rank in calls.values() for c in of_rank} - {call})):
-            leaves = [leaf for rank in ranks if (leaf := calls.get(rank, {}).get(wanted)) is not None]
-            if len(leaves) == len(ranks) and (batch := _batch(leaves)) not in found:
-                found.append(batch)
-        return tuple(found[:_MAX_BATCHES]) or _NO_BATCH
-
-    @cached_property
-    def _root_defaults(self) -> dict[tuple[str, str], _Calls]:
-        """Where a slice's own root input was not recorded: any other one of the root and mode, or of the root."""
-        found: dict[tuple[str, str], _Calls] = {}
-        for (root, mode, *_), calls in self._root_calls.items():
-            for key in ((root, mode), (root, "")):
-                for rank, of_rank in calls.items():
-                    found.setdefault(key, {}).setdefault(rank, {0: min(of_rank.items())[1]})
-        return found
-
-    @cached_property
-    def _root_calls(self) -> dict[tuple[str, str, int, int], _Calls]:
-        """Each call of a root by root, mode, step and micro-step, then rank, then number of the call."""
-        rows, paths = self._rows, self._rows.module_paths()
-        positions = np.flatnonzero(self._counts & (paths.codes == paths.code("")))
-        sites = rows.keys("site", positions)
-        phases = rows.keys("phase", positions)
-        is_input = (sites.codes == sites.code("input")) & (phases.codes == phases.code("forward"))
-        positions = positions[is_input & (rows.numbers("part")[positions] == 0)]
-        positions = positions[np.argsort(rows.numbers("seq")[positions], kind="stable")]
-        found: dict[tuple[str, str, int, int], _Calls] = {}
-        columns = {name: rows.keys(name, positions) for name in ("root", "mode", "shape", "fingerprint")}
-        numbers = {name: rows.numbers(name)[positions].tolist() for name in ("step", "micro_step", "call", "rank")}
-        for i in range(len(positions)):
-            root, mode, shape, fingerprint = (_text_of(columns[n], i) for n in ("root", "mode", "shape", "fingerprint"))
-            sizes = parse_shape(shape)
-            if sizes:
-                key = root, mode, numbers["step"][i], numbers["micro_step"][i]
-                of_rank = found.setdefault(key, {}).setdefault(numbers["rank"][i], {})
-                of_rank.setdefault(numbers["call"][i], _Leaf(sizes, fingerprint))
-        return found
+    def _missing(self, first: int, missing: tuple[int, ...], expected: tuple[int, ...], names: tuple[str, ...]) -> None:
+        """Say which ranks lack a row, and whether they ever ran what it is of."""
+        root, path, site, name, mode, _ = names
+        step, micro_step = (int(self._rows.numbers(column)[first]) for column in ("step", "micro_step"))
+        ran_elsewhere = site in STATE_SITES or any(self._roots.ran((root, mode, step, micro_step), r) for r in missing)
+        lived_on = all(self._facts.last_step(rank) >= step for rank in missing)
+        if mode != "train" and lived_on and not ran_elsewhere:
+            text = f"rank {listed(missing)} of {listed(expected)} did not run this (mode {mode})"
+            self._note("alone", first, missing, text, path, site, name)
+        else:
+            text = f"no row of rank {listed(missing)} of {listed(expected)}"
+            self._note("partial", first, missing, text, path, site, name)
 
     def _note(
         self,
@@ -460,14 +426,43 @@ class Grouping:
         self.findings.append(Finding(kind, step, path, site, name, ranks, text))
 
 
-class _Leaf(NamedTuple):
-    """The first argument with dims of one call of a root."""
+class _Evidence:
+    """What rows, and where they must be read payloads, say of the values of one group."""
 
-    shape: tuple[int, ...]
-    fingerprint: str
+    def __init__(
+        self,
+        described: _Described,
+        number: int,
+        positions: tuple[int, ...],
+        is_same: Callable[[Sequence[int]], bool | None],
+        is_repeated: Callable[[int, int], bool | None],
+    ) -> None:
+        self.has_read = False
+        self._equal = described.equal_of(number)
+        self._has_same_statistics = bool(described.has_same_statistics[number])
+        self._is_constant = bool(described.constant[number])
+        self._positions = positions
+        self._is_same = is_same
+        self._is_repeated = is_repeated
 
+    def without_payloads(self) -> tuple[bool | None, bool, bool]:
+        """All that is known from the rows."""
+        return self._equal, self._has_same_statistics, self._is_constant
 
-_Calls = dict[int, dict[int, _Leaf]]
+    def are_equal(self) -> bool:
+        """By fingerprint, else by value; equal statistics alone are believed where there are no values to lose."""
+        if self._equal is None:
+            self.has_read = True
+            found = self._is_same(self._positions)
+            self._equal = self._has_same_statistics if found is None else found
+        return self._equal
+
+    def is_constant(self) -> bool:
+        return self._is_constant
+
+    def is_repeated(self, dim: int) -> bool:
+        self.has_read = True
+        return bool(self._is_repeated(self._positions[0], dim))
 
 
 class _Described(NamedTuple):
@@ -477,7 +472,9 @@ class _Described(NamedTuple):
     codes: Ints
     pieces: list[Piece]
     equal: Ints
-    is_constant: npt.NDArray[np.bool_]
+    """1 where all rows of a value are equal, 0 where they are not, `NONE` where only their payloads can tell."""
+    has_same_statistics: npt.NDArray[np.bool_]
+    constant: npt.NDArray[np.bool_]
     fingerprints: Ints
     statistics: Ints
     """Of each row, a number that is equal where all statistics are; `NONE` without any."""
@@ -509,11 +506,13 @@ def parse_overrides(layouts: Sequence[str]) -> list[tuple[str, str]]:
     return found
 
 
-def _batch(leaves: Sequence[_Leaf]) -> Batch:
-    sizes = tuple(leaf.shape[0] for leaf in leaves)
-    is_ambiguous = any(leaf.shape[0] in leaf.shape[1:] for leaf in leaves)
-    is_shared = len(leaves) > 1 and len({leaf.fingerprint for leaf in leaves}) == 1 and bool(leaves[0].fingerprint)
-    return Batch(sizes, is_ambiguous, is_shared)
+def _of_ranks(forward: Value, ranks: tuple[int, ...]) -> Batch:
+    """The batch of a value, for those of its ranks whose gradient was recorded."""
+    batch = forward.batch
+    if batch.sizes is None or ranks == forward.present:
+        return batch
+    sizes = dict(zip(forward.present, batch.sizes, strict=True))
+    return batch._replace(sizes=tuple(sizes[rank] for rank in ranks) if set(ranks) <= set(sizes) else None)
 
 
 def _pack(columns: Sequence[npt.NDArray[Any]]) -> Ints:
@@ -550,11 +549,6 @@ def _digest(columns: Sequence[Ints]) -> Ints:
     for column in columns:
         total = (total ^ (total >> np.uint64(29)) ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
     return total.view(np.int64)
-
-
-def _text_of(keys: Keys, i: int) -> str:
-    code = int(keys.codes[i])
-    return "" if code == NONE or keys.texts is None else keys.texts[code]
 
 
 def listed(ranks: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import LookupFailedError
 from .light import NONE, PLACE_COLUMNS, Keys, LightRows, Positions
@@ -19,6 +20,8 @@ QUALIFIERS = (
     "site", "step", "name", "rank", "micro_step", "call", "repeat", "mode", "phase", "root", "scope", "attempt",
 )  # fmt: skip
 """Columns that, with the module path, tell tensors of a run apart; the order in which choices are listed."""
+_OF_RANKS = ("rank", "attempt")
+"""What may differ between the rows of one global tensor: which attempt counts is decided before."""
 _MAX_CHOICES = 8
 _MAX_COMPARED = 20_000
 
@@ -42,7 +45,7 @@ def find_tensor(
     module_path: str,
     question: Mapping[str, Any],
     *,
-    any_rank: bool = False,
+    counts: npt.NDArray[np.bool_] | None = None,
 ) -> Found:
     """The rows of the one tensor with a payload that the question means.
 
@@ -51,13 +54,15 @@ def find_tensor(
         writers: its writers, as `rows` counts them.
         module_path: exact path of the module.
         question: value by qualifier; None where it is left open.
-        any_rank: rows of several ranks are one tensor, whose payload may be missing on some.
+        counts: given where rows of several ranks are one tensor, whose payload may be missing on some: by position,
+            whether a row counts for it.
 
     Raises:
         LookupFailedError: no tensor, or more than one; the message lists the choices.
     """
     rows.load([*QUALIFIERS, "module_path", "encoding", "part", *PLACE_COLUMNS])
     what = f"{module_path!r}"
+    any_rank = counts is not None
     positions = np.flatnonzero(rows.module_paths().codes == module_code(rows, module_path))
     of_module = positions
     for name in QUALIFIERS:
@@ -65,7 +70,12 @@ def find_tensor(
         if value is None:
             continue
         keys = rows.keys(name, positions)
-        is_meant = keys.codes == keys.code(value)
+        try:
+            is_meant = keys.codes == keys.code(value)
+        except (TypeError, ValueError):
+            raise LookupFailedError(
+                f"{name}={value!r}: expected {'a text' if keys.texts else 'a whole number'}"
+            ) from None
         if not is_meant.any():
             ended = ended_before(writers, value, question.get("rank")) if name == "step" else ""
             raise LookupFailedError(
@@ -73,7 +83,9 @@ def find_tensor(
             )
         positions = positions[is_meant]
         what += f" {name}={value!r}"
-    if question.get("attempt") is None:
+    if question.get("attempt") is None and counts is not None:
+        positions = positions[counts[positions]]
+    elif question.get("attempt") is None:
         positions = _of_newest_attempt(rows, writers, positions)
     if question.get("rank") is None and (rows.numbers("rank")[positions] == NONE).any():
         positions = positions[rows.numbers("rank")[positions] == NONE]  # merged: the ranks' own rows stand beside it
@@ -82,7 +94,7 @@ def find_tensor(
         steps = _choices("step", rows.keys("step", positions))
         raise LookupFailedError(f"{what} was recorded without values at {steps}; a rule with keep=tensor keeps them")
     found = {name: rows.keys(name, positions[has_payload]) for name in QUALIFIERS}
-    single = {name: keys for name, keys in found.items() if not (any_rank and name == "rank")}
+    single = {name: keys for name, keys in found.items() if not (any_rank and name in _OF_RANKS)}
     choices = [_choices(name, keys) for name, keys in single.items() if len(np.unique(keys.codes)) > 1]
     if choices:
         raise LookupFailedError(f"{what} means several tensors; choose {', '.join(choices)}")
@@ -114,7 +126,7 @@ def module_code(rows: LightRows, module_path: str) -> int:
     code = paths.code(module_path)
     if code < 0:
         near = nearest(module_path, paths.texts or [])
-        hint = f"; nearest are {', '.join(map(repr, near))}" if near else ""
+        hint = f"; nearest {'is' if len(near) == 1 else 'are'} {', '.join(map(repr, near))}" if near else ""
         raise LookupFailedError(f"no module {module_path!r} in this run{hint}")
     return code
 

@@ -177,7 +177,11 @@ def narrow(run: Run, path: str, below: str = "") -> ModuleView:
         near = nearest(whole, list(known))
         prefix = below + "." if below else ""
         near = [one[len(prefix) :] for one in near if one.startswith(prefix)]
-        hint = f"; nearest are {', '.join(map(repr, near))}" if near else "; module_paths lists those with rows"
+        hint = (
+            f"; nearest {'is' if len(near) == 1 else 'are'} {', '.join(map(repr, near))}"
+            if near
+            else "; module_paths lists those with rows"
+        )
         where = f"below {below!r}" if below else "in this run"
         raise LookupFailedError(f"no module {path!r} {where}{hint}")
     return ModuleView(run, whole)

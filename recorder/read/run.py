@@ -301,7 +301,10 @@ class Run:
             raise TypeError(f"unknown argument {word!r}{f'; did you mean {near[0]!r}?' if near else ''}")
         partial = bool(question.pop("partial", False))
         is_global = question.get("rank") is None and max(len(self.ranks), self.world_size or 1) > 1
-        found = find_tensor(self._rows, self.writers, module_path, question, any_rank=is_global)
+        counts = None
+        if is_global:
+            counts = np.ones(self.num_rows, bool) if self.is_merged else self._view.counts(self._rows)
+        found = find_tensor(self._rows, self.writers, module_path, question, counts=counts)
         if is_global and not found.is_merged:
             return global_tensor(
                 self._view, self._rows, found.positions, found.related, partial=partial, what=found.what

@@ -19,7 +19,7 @@ from ..errors import LookupFailedError, RunError
 from ..format.dtypes import ITEM_BYTES, item_bytes, numpy_dtype
 from ..format.schema import COUNTS, LIGHT_COLUMNS, SCHEMA, STATISTICS
 from ..layout.rules import LOSSES, Plan, Term
-from .assembler import Assembler, Part
+from .assembler import Assembler, Part, as_items
 from .combine import combine, combine_fingerprints
 from .decode import as_array
 from .facts import RunFacts
@@ -54,7 +54,7 @@ class GlobalView:
             raise LookupFailedError(f"loss {loss!r}: expected one of {', '.join(LOSSES)}")
         try:
             self._overrides = parse_overrides(layouts)
-        except ValueError as error:
+        except (ValueError, AttributeError, TypeError) as error:
             raise LookupFailedError(str(error)) from error
         self._run = run
         self._loss = loss
@@ -103,6 +103,10 @@ class GlobalView:
             self._kept = (id(light), light.num_rows), self.grouping(light)
         return self._kept[1]
 
+    def counts(self, light: LightRows) -> npt.NDArray[np.bool_]:
+        """By position, whether a row is of the attempt that counts at its step, and of this run."""
+        return self.grouping_of_all(light)[0].counts
+
     def grouping(self, light: LightRows) -> tuple[Grouping, Assembler]:
         """Plans for loaded rows, and the way to their payloads."""
         light.load(COLUMNS)
@@ -115,7 +119,17 @@ class GlobalView:
                 return None
             return is_same(payloads, [tensor.positions for tensor in tensors if tensor is not None])
 
-        return Grouping(light, self._facts, loss=self._loss, overrides=self._overrides, is_same=same), assembler
+        def repeated(position: int, dim: int) -> bool | None:
+            tensor = assembler.tensor(position)
+            if tensor is None or len(tensor.positions) > 1:
+                return None  # nobody expands what takes several parts
+            items = as_items(assembler.local(position), tensor.dtype).reshape(tensor.shape)
+            return bool((items == items.take([0], axis=dim)).all())
+
+        grouping = Grouping(
+            light, self._facts, loss=self._loss, overrides=self._overrides, is_same=same, is_repeated=repeated
+        )
+        return grouping, assembler
 
     def _shards(self) -> Iterator[ShardRows]:
         for writer in self._run.writers:
@@ -403,7 +417,7 @@ def _note(
     """The row's note: what its first piece says, and what became of it here."""
     try:
         own = json.loads(text) if text else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         own = {}
     note: dict[str, Any] = dict(own) if isinstance(own, dict) else {}
     note |= {key: list(item) if isinstance(item, tuple) else item for key, item in plan.note}
