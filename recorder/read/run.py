@@ -306,6 +306,9 @@ class Run:
             counts = np.ones(self.num_rows, bool) if self.is_merged else self._view.counts(self._rows)
         found = find_tensor(self._rows, self.writers, module_path, question, counts=counts)
         if is_global and not found.is_merged:
+            if counts is not None and not counts[found.positions].any():
+                again = "a later attempt recorded this step again; rank= gives what one rank had"
+                raise LookupFailedError(f"{found.what}: {again}")
             return global_tensor(
                 self._view, self._rows, found.positions, found.related, partial=partial, what=found.what
             )

@@ -74,10 +74,10 @@ class TestNarrowing:
 
     def test_a_wrong_path_names_the_nearest(self, run: Run) -> None:
         with pytest.raises(
-            LookupFailedError, match=r"no module 'mlp.down' in this run; nearest are 'layers.0.mlp.down'"
+            LookupFailedError, match=r"no module 'mlp.down' in this run; nearest is 'layers.0.mlp.down'"
         ):
             run["mlp.down"]
-        with pytest.raises(LookupFailedError, match=r"no module 'mpl' below 'layers.0'; nearest are 'mlp'"):
+        with pytest.raises(LookupFailedError, match=r"no module 'mpl' below 'layers.0'; nearest is 'mlp'"):
             run["layers.0"]["mpl"]
         with pytest.raises(LookupError, match="module_paths lists those with rows"):
             run["zzzzzz"]

@@ -24,6 +24,10 @@ from .handmade import HandmadeWriter, Row, make_parts, make_row, make_run
 
 Array = npt.NDArray[Any]
 RNG = np.random.default_rng(5)
+NOT_MEASURED: dict[str, Any] = {
+    **dict.fromkeys(("mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq")),
+    **dict.fromkeys(("nan_count", "inf_count", "zero_count", "fingerprint")),
+}
 DDP = {"kind": "ddp", "ranks": [0, 1]}
 
 
@@ -118,6 +122,150 @@ class TestBatches:
         run = run_of(tmp_path / "run", [[root_input(0, values(4, 3)), row(1, positions)] for _ in range(2)])
         assert same(run.array("layers.0", step=0), positions)
         assert view_row(run.view().rows(), module_path="layers.0")[1]["layout_source"] == "inferred"
+
+    @pytest.mark.parametrize("keep", ["all", "tensor", "stats"])
+    @pytest.mark.parametrize(
+        "shape", [(4, 8), (8, 4), (1, 5, 3)], ids=["sequence is batch", "width is batch", "batch of one"]
+    )
+    def test_it_stays_one_where_a_dim_happens_to_have_the_size_of_the_batch(
+        self, tmp_path: Path, shape: tuple[int, ...], keep: str
+    ) -> None:
+        positions, batch = values(*shape), 1 if len(shape) == 3 else 4
+        bare = {"all": {}, "tensor": NOT_MEASURED, "stats": {"fingerprint": None, "encoding": None}}[keep]
+        back = {"site": "grad_output", "phase": "backward"}
+        gradients = [values(*shape) for _ in range(2)]
+        rows = [
+            [root_input(0, values(batch, 9)), row(1, positions, **bare), row(2, gradient, **back)]
+            for gradient in gradients
+        ]
+        run = run_of(tmp_path / "run", rows)
+        _, found = view_row(run.view().rows(), site="output")
+        assert (json.loads(found["shape"]), found["layout_source"]) == (list(shape), "inferred")
+        mean = (gradients[0].astype(np.float64) / 2 + gradients[1].astype(np.float64) / 2).astype(np.float32)
+        assert np.array_equal(run.array("layers.0", site="grad_output", step=0), mean)
+
+    def test_positions_that_are_expanded_along_the_batch_are_a_batch(self, tmp_path: Path) -> None:
+        positions = np.broadcast_to(np.arange(6), (4, 6)).copy()
+        run = run_of(tmp_path / "run", [[root_input(0, values(4, 3)), row(1, positions)] for _ in range(2)])
+        assert same(run.array("layers.0", step=0), np.concatenate([positions, positions]))
+
+    def test_a_mask_of_ones_is_a_batch(self, tmp_path: Path) -> None:
+        ones = np.ones((4, 6), np.float32)
+        run = run_of(tmp_path / "run", [[root_input(0, values(4, 3)), row(1, ones)] for _ in range(2)])
+        assert run.array("layers.0", step=0).shape == (8, 6)
+
+    @pytest.mark.parametrize("shape", [(12,), (4,)])
+    def test_equal_statistics_do_not_make_values_equal(self, tmp_path: Path, shape: tuple[int, ...]) -> None:
+        orders = [np.random.default_rng(i).permutation(shape[0]).astype(np.float32) for i in range(2)]
+        rows = [[root_input(0, values(5, 3)), row(1, order, fingerprint=None)] for order in orders]
+        run = run_of(tmp_path / "run", rows)
+        table = run.view().rows().table.to_pylist()
+        assert [one["rank"] for one in table if one["site"] == "output"] == [0, 1]
+
+    def test_an_argument_that_is_the_same_on_all_ranks_is_not_the_batch(self, tmp_path: Path) -> None:
+        frequencies = values(8)
+        rows = [
+            [root_input(0, frequencies, name="freqs"), root_input(1, values(3, 8)), row(2, values(3, 8))]
+            for _ in range(2)
+        ]
+        run = run_of(tmp_path / "run", rows)
+        assert run.array("layers.0", step=0).shape == (6, 8)
+        assert same(run.array("", site="input", name="freqs", step=0), frequencies)
+
+    def test_each_call_of_the_root_has_its_own_batch(self, tmp_path: Path) -> None:
+        """A discriminator: called with 6, 4 and 3 samples; a layer in it runs twice each time."""
+        back = {"site": "grad_output", "phase": "backward"}
+        outputs: list[list[Array]] = [[], []]
+        rows: list[list[Row]] = [[], []]
+        for rank in range(2):
+            for call, size in enumerate((6, 4, 3)):
+                rows[rank].append(root_input(len(rows[rank]), values(size, 6), call=call))
+                for twice in range(2):
+                    outputs[rank].append(values(size, 4))
+                    rows[rank].append(row(len(rows[rank]), outputs[rank][-1], call=2 * call + twice))
+            for call, output in enumerate(outputs[rank]):
+                rows[rank].append(row(len(rows[rank]), output, call=call, **back))
+        run = run_of(tmp_path / "run", rows)
+        for call, pair in enumerate(zip(*outputs, strict=True)):
+            assert same(run.array("layers.0", step=0, call=call), np.concatenate(pair))
+            assert same(run.array("layers.0", site="grad_output", step=0, call=call), np.concatenate(pair) / 2)
+
+    def test_the_batch_of_an_evaluation_is_not_taken_from_training(self, tmp_path: Path) -> None:
+        rows = [[root_input(0, values(4, 3)), row(1, values(2, 4), mode="no_grad")] for _ in range(2)]
+        run = run_of(tmp_path / "run", rows)
+        _, found = view_row(run.view().rows(), mode="no_grad")
+        assert json.loads(found["shape"]) == [4, 4] and "unknown" in json.loads(found["note"])["batch"]
+
+    def test_an_evaluation_on_one_rank_is_told_as_that(self, tmp_path: Path) -> None:
+        train = [[root_input(0, values(4, 3)), row(1, values(4, 2)), root_input(2, values(4, 3), step=1)] for _ in "ab"]
+        alone = [root_input(3, values(7, 3), mode="no_grad"), row(4, values(7, 2), mode="no_grad")]
+        rows = run_of(tmp_path / "run", [[*train[0], *alone], train[1]]).view().rows()
+        assert {finding.kind for finding in rows.findings} == {"alone"}
+
+    def test_samples_of_a_rank_whose_gradient_is_missing_count_in_the_mean(self, tmp_path: Path) -> None:
+        back = {"site": "grad_output", "phase": "backward"}
+        x, y = [values(n, 3) for n in (1, 3)], [values(n, 2) for n in (1, 3)]
+        rows = [[root_input(0, x[0]), row(1, y[0]), row(2, y[0], **back)], [root_input(0, x[1]), row(1, y[1])]]
+        found = run_of(tmp_path / "run", rows).view(loss="weighted").rows()
+        i, _ = view_row(found, site="grad_output")
+        assert np.array_equal(found.array(i), y[0] / 4)
+
+    def test_weights_come_from_the_gradients_where_no_input_was_recorded(self, tmp_path: Path) -> None:
+        back = {"site": "grad_output", "phase": "backward"}
+        gradients = [values(n, 2) for n in (1, 3)]
+        found = run_of(tmp_path / "run", [[row(0, g, **back)] for g in gradients]).view(loss="weighted").rows()
+        i, one = view_row(found, site="grad_output")
+        assert one["scale"] == "weighted_mean_loss"
+        assert np.allclose(found.array(i), np.concatenate([gradients[0] / 4, gradients[1] * 3 / 4]), rtol=1e-7)
+
+    def test_a_0_dim_output_of_one_rank_is_not_the_global_one(self, tmp_path: Path) -> None:
+        rows = [[root_input(0, values(4, 3)), row(1, np.array(np.float32(1)))], [root_input(0, values(4, 3))]]
+        run = run_of(tmp_path / "run", rows)
+        with pytest.raises(LookupFailedError, match="rank 0 alone"):
+            run.array("layers.0", step=0)
+        assert run.array("layers.0", step=0, partial=True) == 1
+
+    def test_a_number_that_one_rank_reports_is_the_number(self, tmp_path: Path) -> None:
+        scalar = {"site": "scalar", "name": "loss", "module_path": "", "micro_step": None}
+        x = [root_input(0, values(4, 3)), root_input(0, values(4, 3))]
+        run = run_of(tmp_path / "run", [[x[0], row(1, np.array(np.float32(3)), **scalar)], [x[1]]])
+        assert run.array("", site="scalar", step=0) == 3
+        assert run.view().rows().findings == []
+
+    def test_data_parallel_groups_that_differ_are_not_mixed(self, tmp_path: Path) -> None:
+        run = run_of(tmp_path / "run", [[root_input(0, values(2, 3)), row(1, values(2, 2))] for _ in range(4)])
+        for path in run.path.glob("rank=*/*/_writer.json"):
+            manifest = json.loads(path.read_text())
+            manifest["roots"][0]["data_parallel"]["ranks"] = [[0, 2], [1, 3]][manifest["rank"] % 2]
+            path.write_text(json.dumps(manifest))
+        rows = open_run(run.path).view().rows()
+        assert set(rows.table.column("rank").to_pylist()) == {0, 1, 2, 3}
+        assert "2 data-parallel groups ([0, 2], [1, 3])" in rows.findings[0].text
+
+    @pytest.mark.parametrize("ranks", [[True, False], [0.0, 1.0], [-1, 0], [0] * 300_000, "01", None, [10**30]])
+    def test_ranks_that_are_none_are_taken_for_nothing(self, tmp_path: Path, ranks: Any) -> None:
+        rows = [[root_input(0, values(2, 3)), row(1, values(2, 2))] for _ in range(2)]
+        run = run_of(tmp_path / "run", rows, {"kind": "ddp", "ranks": ranks})
+        assert run.array("layers.0", step=0).shape == (4, 2)
+        assert view_row(run.view().rows(), module_path="layers.0")[1]["ranks_expected"] == "[0,1]"
+
+    def test_complex_halves_are_scaled_and_pairs_of_4_bits_are_not(self, tmp_path: Path) -> None:
+        back = {"site": "grad_output", "phase": "backward", "fingerprint": None}
+        halves = values(2, 3, 2).astype(np.float16)
+        pairs = np.arange(6, dtype=np.uint8).reshape(2, 3)
+        rows = [
+            [
+                root_input(0, values(2, 3)),
+                make_row(1, halves.view("<u4").reshape(2, 3), dtype="complex32", name="c", **back),
+                make_row(2, pairs, dtype="float4_e2m1fn_x2", name="p", **back),
+            ]
+        ] * 2
+        run = run_of(tmp_path / "run", rows)
+        found = run.array("layers.0", site="grad_output", name="c", step=0)
+        half = (halves.astype(np.float64) / 2).astype(np.float16)
+        assert np.array_equal(found["real"][:2], half[..., 0]) and np.array_equal(found["imag"][2:], half[..., 1])
+        with pytest.raises(LookupFailedError, match="float4_e2m1fn_x2 cannot be scaled"):
+            run.array("layers.0", site="grad_output", name="p", step=0)
 
     def test_its_gradient_is_the_mean_over_ranks(self, tmp_path: Path) -> None:
         positions, gradients = values(8, 2), [values(8, 2) for _ in range(2)]
@@ -250,12 +398,21 @@ class TestState:
         assert part.encoding == "planes", "the frames are copied"
         assert rows.findings == []
 
+    def test_a_replica_whose_values_only_another_rank_has_is_had_from_there(self, tmp_path: Path) -> None:
+        weight = values(4, 3)
+        run = run_of(tmp_path / "run", [[row(0, weight, **self.PARAM, encoding=None)], [row(0, weight, **self.PARAM)]])
+        assert same(run.array("layers.0", site="param", step=0), weight)
+
+    def test_replicas_with_equal_statistics_are_compared_by_value(self, tmp_path: Path) -> None:
+        weights = [np.array(w, np.float32) for w in ([1, 2, 3], [3, 2, 1])]
+        run = run_of(tmp_path / "run", [[row(0, weight, **self.PARAM, fingerprint=None)] for weight in weights])
+        assert [finding.kind for finding in run.view().rows().findings] == ["replicas_differ"]
+
     @pytest.mark.parametrize("known_by", ["fingerprint", "statistics", "values"])
     def test_a_replica_that_differs_is_a_finding_and_no_average(self, tmp_path: Path, known_by: str) -> None:
         weights = [values(4, 3), values(4, 3)]
-        empty: dict[str, Any] = dict.fromkeys(("mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq"))
-        empty |= dict.fromkeys(("nan_count", "inf_count", "zero_count", "fingerprint"))
-        hidden = {"fingerprint": {}, "statistics": {"fingerprint": None, "encoding": None}, "values": empty}[known_by]
+        statistics = {"fingerprint": None, "encoding": None}
+        hidden = {"fingerprint": {}, "statistics": statistics, "values": NOT_MEASURED}[known_by]
         run = run_of(tmp_path / "run", [[row(0, weight, **self.PARAM, **hidden)] for weight in weights])
         rows = run.view().rows()
         assert [one["rank"] for one in rows.table.to_pylist()] == [0, 1]
@@ -421,6 +578,18 @@ class TestState:
 
 
 class TestAttempts:
+    def test_a_writer_that_left_nothing_supersedes_nothing(self, tmp_path: Path) -> None:
+        run = run_of(tmp_path / "run", [[root_input(0, values(2, 3)), row(1, values(2, 2))] for _ in range(2)])
+        HandmadeWriter(run.path, rank=0, name="0-early").finish(started_ns=1)
+        found = open_run(run.path)
+        assert found.array("layers.0", step=0).shape == (4, 2)
+        assert found.view().rows().findings == []
+
+    def test_what_counts_at_a_step_is_decided_for_all_ranks_together(self, tmp_path: Path) -> None:
+        run = self.restarted(tmp_path / "run", is_complete=True)
+        with pytest.raises(LookupFailedError, match="a later attempt recorded this step again"):
+            run.array("layers.0", site="param", step=2, attempt=0)
+
     def restarted(self, path: Path, *, source: str = "optimizer", is_complete: bool) -> Run:
         """Attempt 0 records steps 0 to 3 on both ranks; attempt 1 steps 2 to 4, of which 4 may not be complete."""
         make_run(path)
