@@ -140,8 +140,8 @@ class GradientArrives:
         self.handle: Any = None
         """Set where the tensor is a leaf, which outlives the step: its hook is removed once it has fired."""
 
-    def __call__(self, gradient: torch.Tensor) -> None:
-        if _is_compiling():
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        if _is_compiling() or gradient is None:  # as DDP hands on for an output that the loss does not use
             return
         try:
             capture = self._capture

@@ -28,7 +28,7 @@ from ..format.rundir import (
     write_json_atomically,
 )
 from ..format.schema import FORMAT_NAME
-from ..read.run import Run
+from ..read.run import Run, find_run_around
 from ..read.writers import GLOBAL_DIR
 from .plan import is_unit_name
 
@@ -208,6 +208,8 @@ def _check_place(path: Path, run: Run) -> None:
         raise WriteError(f"{path}: lies inside the run {run.path}, which is never changed; name another directory")
     if target in source.parents:
         raise WriteError(f"{path}: the run {run.path} lies inside it; name another directory")
+    if (other := find_run_around(target.parent)) is not None:
+        raise WriteError(f"{path}: lies inside the run {other}, which is never changed; name another directory")
 
 
 def _find_manifest(path: Path, run: Run) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -369,6 +370,12 @@ def find_runs(folder: Path) -> list[Path]:
 def has_manifest(path: Path) -> bool:
     """Whether a directory says that it is a run, sound or not."""
     return (path / RUN_MANIFEST).is_file()
+
+
+def find_run_around(folder: Path) -> Path | None:
+    """The run that a folder is or lies in, links followed; None where there is none."""
+    real = Path(os.path.realpath(folder))
+    return next((one for one in (real, *real.parents) if has_manifest(one)), None)
 
 
 def _only_run_in(folder: Path) -> Path:

@@ -345,3 +345,36 @@ def test_models_that_are_gone_leave_nothing_but_their_description(tmp_path: Path
             del model
         assert len(hooks.ROOTS) == 1
     assert [root["name"] for root in recording.manifest["roots"]] == ["model", "model_1", "model_2"]
+
+
+class Sink(torch.autograd.Function):
+    """Hands no gradient on to its second argument, as DDP's does for an output that the loss does not use."""
+
+    @staticmethod
+    def forward(ctx: Any, used: torch.Tensor, unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        return used.clone(), unused.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return gradients
+
+
+class TwoOutputs(Tiny):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return {"y": y, "aux": y * 2}
+
+
+def test_no_gradient_is_neither_recorded_nor_dropped(tmp_path: Path) -> None:
+    with flagged(tmp_path) as recording:
+        model = TwoOutputs()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(2):
+            outputs = model(batch(i))
+            Sink.apply(outputs["y"], outputs["aux"])[0].square().sum().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    account = recording.manifest["ledger"]
+    assert (account["dropped"], account["observed"]) == ({}, account["written"])
+    assert list(recording.rows(module_path="", site="grad_output").name) == ["y", "y"]
+    assert not recording.manifest["events"]

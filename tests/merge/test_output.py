@@ -65,6 +65,13 @@ def test_the_run_itself_and_what_lies_inside_or_around_it_are_refused(tmp_path: 
     assert_refused(run, tmp_path / "link" / "merged", "lies inside the run")
 
 
+def test_what_lies_inside_another_run_is_refused(tmp_path: Path) -> None:
+    run, other = (make_small_run(tmp_path / name) for name in ("run", "other"))
+    (tmp_path / "link").symlink_to(other / "rank=00000")
+    for inside in (other / "merged", other / "rank=00000" / "deep" / "merged", tmp_path / "link" / "merged"):
+        assert_refused(run, inside, f"lies inside the run {other}")
+
+
 def test_a_file_and_a_broken_link_are_refused(tmp_path: Path) -> None:
     run = make_small_run(tmp_path / "run")
     (tmp_path / "file").write_text("precious")
