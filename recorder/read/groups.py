@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,6 +153,19 @@ class Grouping:
         for number in sequence.tolist():
             yield value_of(number)
 
+    @cached_property
+    def _reporting(self) -> dict[tuple[str, str], set[int]]:
+        """Which ranks have rows of a scalar, by root and name."""
+        rows, everything = self._rows, np.flatnonzero(self.counts)
+        sites = rows.keys("site", everything)
+        positions = everything[sites.codes == sites.code("scalar")]
+        roots, names = (rows.keys(name, positions) for name in ("root", "name"))
+        codes = np.stack([roots.codes, names.codes, rows.numbers("rank")[positions]])
+        found: dict[tuple[str, str], set[int]] = {}
+        for root, name, rank in np.unique(codes, axis=1).T.tolist():
+            found.setdefault(((roots.texts or [])[root], (names.texts or [])[name]), set()).add(rank)
+        return found
+
     def _which_count(self) -> npt.NDArray[np.bool_]:
         """By position: not of a launch whose step a later one recorded again, nor of a writer of another run."""
         rows, facts = self._rows, self._facts
@@ -275,9 +289,12 @@ class Grouping:
         rows_at = tuple(described.chosen[places].tolist())
         ranks = tuple(piece.rank for piece in pieces)
         expected = group.ranks if set(ranks) <= set(group.ranks) else tuple(dict.fromkeys((*group.ranks, *ranks)))
-        # The program decides who reports a number; FSDP1 keeps no step where a rank holds nothing of a parameter.
-        if site == "scalar" or (site == "optim" and group.source == "fsdp" and all(p.shape == () for p in pieces)):
-            expected = ranks
+        if site == "scalar":  # the program decides who reports a number
+            reports = self._reporting.get((root, name), set())
+            step = int(self._rows.numbers("step")[first])
+            expected = tuple(rank for rank in expected if rank in reports or self._facts.last_step(rank) < step)
+        elif site == "optim" and group.source == "fsdp" and all(piece.shape == () for piece in pieces):
+            expected = ranks  # FSDP1 keeps no step where a rank holds nothing of a parameter
         batches: tuple[Batch, ...] = NO_BATCH
         if site not in STATE_SITES:
             is_later = is_gradient or phase == "recompute"

@@ -117,13 +117,19 @@ class GlobalView:
             tensors = [assembler.tensor(position) for position in positions]
             if any(tensor is None for tensor in tensors):
                 return None
-            return is_same(payloads, [tensor.positions for tensor in tensors if tensor is not None])
+            try:
+                return is_same(payloads, [tensor.positions for tensor in tensors if tensor is not None])
+            except RunError:
+                return None  # whoever asks for the values is told what is wrong with them
 
         def repeated(position: int, dim: int) -> bool | None:
             tensor = assembler.tensor(position)
             if tensor is None or len(tensor.positions) > 1:
                 return None  # nobody expands what takes several parts
-            items = as_items(assembler.local(position), tensor.dtype).reshape(tensor.shape)
+            try:
+                items = as_items(assembler.local(position), tensor.dtype).reshape(tensor.shape)
+            except RunError:
+                return None
             return bool((items == items.take([0], axis=dim)).all())
 
         grouping = Grouping(

@@ -155,13 +155,6 @@ def test_a_run_without_rows_becomes_one_without_rows(tmp_path: Path) -> None:
     assert open_run(out).num_rows == 0
 
 
-def test_a_merged_run_can_be_merged(tmp_path: Path) -> None:
-    run, once, twice = make_small_run(tmp_path / "run"), tmp_path / "once", tmp_path / "twice"
-    merge_run(open_run(run), once)
-    merge_run(open_run(once), twice)
-    assert_is_merge(twice, run)
-
-
 def test_steps_that_were_merely_counted_are_read_from_all_units(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
