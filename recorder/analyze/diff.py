@@ -5,6 +5,8 @@ Equal fingerprints spare the payloads; statistics are asked only where there is 
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -20,7 +22,7 @@ from .compare import Tolerance
 from .keys import Integers, group_rows
 from .moments import Floats, integers, numbers
 from .pairs import Side, judge
-from .selection import Selection
+from .selection import GlobalOptions, Selection
 
 _MODULE = ["root", "module_path"]
 _VALUE = [*_MODULE, "site", "name"]
@@ -36,18 +38,38 @@ class Difference(NamedTuple):
     site: str
     name: str
     kind: str
-    """``values``, ``statistics`` (no values to compare), ``fingerprint`` (nothing else to compare), ``shape``, or
-    ``dtype`` (the values are equal)."""
+    """``values``, ``statistics`` (no values to compare), ``fingerprint`` (nothing else to compare), ``shape``,
+    ``dtype`` (the values are equal), or ``partial``: one run lacks ranks of it, so that it had to differ."""
     micro_step: int | None
     call: int
     rank_a: int | None
     """None: of all ranks."""
     rank_b: int | None
     max_abs: float | None
+    of_max: float | None
+    """`max_abs` relative to the largest magnitude in either tensor."""
     max_rel: float | None
     max_ulp: int | None
     nonfinite_a: int | None
     nonfinite_b: int | None
+    statistic: str | None
+    """Where only statistics could be compared, the one that is farthest apart."""
+    statistic_a: float | None
+    statistic_b: float | None
+    statistic_rel: float | None
+    """By how much, of the largest magnitude; of a norm the larger one. None for a count."""
+    lacks_a: str | None
+    """Ranks that the first run lacks of it, as JSON."""
+    lacks_b: str | None
+
+
+class Partial(NamedTuple):
+    """Values of which one run lacks ranks that the other has."""
+
+    run: str
+    """``a`` or ``b``."""
+    ranks: list[int]
+    num_values: int
 
 
 class Diff(NamedTuple):
@@ -72,6 +94,8 @@ class Diff(NamedTuple):
     num_by_statistics: int
     num_incomparable: int
     """Pairs without anything on both sides to compare."""
+    partial: list[Partial]
+    """Pairs of which one run lacks ranks, however they compare."""
     steps_only_a: list[int]
     steps_only_b: list[int]
 
@@ -88,6 +112,8 @@ def diff(
     atol: float = 0.0,
     ulp: int = 0,
     common: bool = False,
+    loss: str = "mean",
+    layouts: Sequence[str] = (),
     report: Callable[[int], None] = lambda num_bytes: None,
 ) -> Diff:
     """Compare two runs value by value: the global tensors, whatever the layouts.
@@ -106,16 +132,20 @@ def diff(
         atol: absolute difference allowed.
         ulp: representable numbers allowed between two floats of one type.
         common: what only one of them has, or has values or statistics of, does not count.
+        loss: how activation gradients of the ranks are scaled, in both runs; see `Run.view`.
+        layouts: how the ranks' values of some leaves lie, in both runs; see `Run.view`.
         report: called with payload bytes done.
 
     Raises:
-        LookupFailedError: nothing is selected, or the runs have no value in common; the message says why.
+        LookupFailedError: nothing is selected, or the runs have no value in common; the message says why. Or a loss,
+            a layout or a tolerance is none.
         RunError: a payload cannot be read.
     """
     selection = Selection(module=module, site=site, name=name, step=step)
     selection.check()
+    GlobalOptions(across_ranks=True, loss=loss, layouts=layouts).check(a, b)
     comparison = _Comparison(Tolerance(rtol, atol, ulp), report)
-    view_a, view_b = a.view(), b.view()
+    view_a, view_b = (run.view(loss=loss, layouts=layouts) for run in (a, b))
     for first, last in _ranges(view_a.windows(), view_b.windows()):
         comparison.add(*(Side.read(view, selection, first, last) for view in (view_a, view_b)))
     comparison.refuse_nothing(a, b, selection)
@@ -175,6 +205,7 @@ class _Comparison:
         self._only: tuple[list[Any], list[Any]] = ([], [])
         self._seen = (_Seen(), _Seen())
         self._counts = np.zeros(4, np.int64)
+        self._partial: Counter[tuple[str, str]] = Counter()
 
     def add(self, a: Side, b: Side) -> None:
         pairs = align(a.table, b.table)
@@ -189,7 +220,8 @@ class _Comparison:
         if len(pairs.a):
             found = judge(a, b, pairs, self._tolerance, self._report)
             self._differing.append(found.differing)
-            self._counts += np.array(found[1:])
+            self._counts += np.array([found.by_fingerprint, found.by_values, found.by_statistics, found.by_nothing])
+            self._partial += found.partial
             compared = a.table.select(_MODULE).take(pa.array(pairs.a))
             self._compared.append(compared.group_by(_MODULE).aggregate([([], "count_all")]))
 
@@ -234,6 +266,7 @@ class _Comparison:
             num_by_values=by_values,
             num_by_statistics=by_statistics,
             num_incomparable=by_nothing,
+            partial=[Partial(run, json.loads(ranks), num) for (run, ranks), num in sorted(self._partial.items())],
             steps_only_a=sorted(steps[0] - steps[1]),
             steps_only_b=sorted(steps[1] - steps[0]),
         )
@@ -263,9 +296,11 @@ def _by_module(table: Any, compared: Any) -> Any:
     of_module = {tuple(total[name] for name in _MODULE): total["count_all_sum"] for total in totals}
     keys = zip(*(firsts.column(name).to_pylist() for name in _MODULE), strict=True)
     columns["compared"] = pa.array([of_module[key] for key in keys], pa.int64())
-    for name in ("max_abs", "max_rel", "max_ulp"):
+    for name in ("max_abs", "of_max", "max_rel", "max_ulp", "statistic_rel"):
         values = numbers(table.column(name))
         columns[name] = _extreme(np.fmax, values, order, starts)
+    by_statistics = np.bincount(groups.ids, table.column("statistic").is_valid().to_numpy(), groups.num_groups)
+    columns["by_statistics"] = pa.array(by_statistics.astype(np.int64))
     columns["min_cosine"] = _extreme(np.fmin, numbers(table.column("cosine")), order, starts)
     for name in ("nonfinite_a", "nonfinite_b"):
         counts = integers(table.column(name), 0)

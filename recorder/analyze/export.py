@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 
 from ..errors import LookupFailedError, WriteError
 from ..format.schema import COUNTS, LIGHT_COLUMNS, SCHEMA, STATISTICS
-from ..read.run import Run
-from .selection import Selection
+from ..read.run import Run, find_run_around
+from .selection import GlobalOptions, Selection
 from .tensorfiles import write_npz, write_safetensors
 from .tensors import Entry, Tensors, row_pieces
 
@@ -40,7 +40,7 @@ class Export:
     """One export, planned; `write` does it."""
 
     def __init__(
-        self, run: Run, to: str, selection: Selection, *, across_ranks: bool = False, payload: bool = False
+        self, run: Run, to: str, selection: Selection, options: GlobalOptions, *, payload: bool = False
     ) -> None:
         """Find what is to be written.
 
@@ -55,8 +55,8 @@ class Export:
         self._run = run
         self._selection = selection
         self._payload = payload
-        self._across_ranks = across_ranks
-        self._tensors = Tensors(run, selection, across_ranks=across_ranks)
+        self._across_ranks = options.across_ranks
+        self._tensors = Tensors(run, selection, options)
         self._entries: list[Entry] = self._tensors.entries() if to != "parquet" else []
         self.total_bytes = sum(entry.payload_bytes for entry in self._entries)
         """Payload bytes that `report` will be called with in sum; 0 where that is not known before."""
@@ -131,6 +131,8 @@ def export(
     step: int | str | None = None,
     rank: int | str | None = None,
     across_ranks: bool = False,
+    loss: str = "mean",
+    layouts: Sequence[str] = (),
     payload: bool = False,
     force: bool = False,
 ) -> Exported:
@@ -147,6 +149,8 @@ def export(
         step: a step, or several as in rules: ``"0:100"``, ``"::10"``.
         rank: ranks, written like steps.
         across_ranks: the global tensors instead of the ranks' own.
+        loss: with `across_ranks`, how activation gradients of the ranks are scaled; see `Run.view`.
+        layouts: with `across_ranks`, how the ranks' values of some leaves lie; see `Run.view`.
         payload: parquet with the values, too: column `data` holds each tensor's decoded bytes, so that
             `recorder.decode` takes a row.
         force: replace a file that exists.
@@ -157,7 +161,8 @@ def export(
     """
     path = Path(path)
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
-    planned = Export(run, to or format_of(path), selection, across_ranks=across_ranks, payload=payload)
+    options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layouts)
+    planned = Export(run, to or format_of(path), selection, options, payload=payload)
     return planned.write(path, force=force)
 
 
@@ -199,6 +204,8 @@ def _as_table(rows: list[dict[str, Any]]) -> Any:
 @contextmanager
 def _published(path: Path, *, force: bool) -> Iterator[BinaryIO]:
     """A new file that gets its name when the block ends well, and else leaves nothing behind."""
+    if (run := find_run_around(path.parent)) is not None:
+        raise WriteError(f"{path}: lies inside the run {run}, which is never changed; choose another folder")
     if not force and os.path.lexists(path):
         raise WriteError(f"{path}: exists; choose another name, or --force to replace it")
     if path.is_dir():

@@ -1,29 +1,33 @@
 """Owns how far the paired rows of two runs are apart: by fingerprint, else by values, else by statistics.
 
+Where one run lacks ranks of a value, a difference says nothing of the training, and is told apart.
 Must never read the payloads of a pair whose fingerprints are equal.
 """
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ..format.schema import COUNTS
 from .align import Alignment
 from .compare import Distance, Tolerance, compare
-from .keys import Integers, common_ids
+from .keys import Integers, common_ids, encode
 from .moments import Floats, integers, numbers
 from .selection import Selection
 
 PLACE = ("step", "root", "module_path", "site", "name", "phase", "mode", "micro_step", "call", "repeat")
 _BOTH = ("rank", "dtype", "shape", "mean", "l2", "absmax", "nan_count", "inf_count")
 _DISTANCES = {
-    "num_outside": pa.int64(), "max_abs": pa.float64(), "max_rel": pa.float64(), "max_ulp": pa.uint64(),
-    "cosine": pa.float64(), "nonfinite_a": pa.int64(), "nonfinite_b": pa.int64(),
+    "num_outside": pa.int64(), "max_abs": pa.float64(), "of_max": pa.float64(), "max_rel": pa.float64(),
+    "max_ulp": pa.uint64(), "cosine": pa.float64(), "nonfinite_a": pa.int64(), "nonfinite_b": pa.int64(),
 }  # fmt: skip
 _EXACT = ("min", "max", "absmax")
 _ROUNDED = ("mean", "std", "l2")
@@ -69,6 +73,8 @@ class Judged(NamedTuple):
     by_statistics: int
     by_nothing: int
     """Pairs that have nothing on both sides to compare."""
+    partial: Counter[tuple[str, str]]
+    """Pairs of which one run (``a`` or ``b``) lacks ranks that the other has not lost; by the run and these ranks."""
 
 
 def judge(a: Side, b: Side, pairs: Alignment, tolerance: Tolerance, report: Callable[[int], None]) -> Judged:
@@ -102,12 +108,24 @@ def judge(a: Side, b: Side, pairs: Alignment, tolerance: Tolerance, report: Call
     kinds[by_statistics & statistics.is_outside] = "statistics"
     kinds[by_values] = np.where([distance.num_outside > 0 for distance in distances], "values", kinds[by_values])
     kinds[~same_shape] = "shape"
+    lacks = _lacks(left), _lacks(right)
+    is_partial = lacks[0] != lacks[1]
+    kinds[is_partial & (kinds != "") & (kinds != "dtype")] = "partial"
+    found = _table(left, right, kinds, np.flatnonzero(by_values), distances, statistics, by_statistics)
+    for side, ranks in zip("ab", lacks, strict=True):
+        texts = ranks[kinds != ""]
+        found = found.append_column(f"lacks_{side}", pa.array(texts.tolist(), pa.string(), mask=texts == ""))
     return Judged(
-        _table(left, right, kinds, np.flatnonzero(by_values), distances, statistics, by_statistics),
+        found,
         by_fingerprint=int(is_equal.sum()),
         by_values=int(by_values.sum()),
         by_statistics=int(by_statistics.sum()),
         by_nothing=int((is_open & ~has_values & ~has_numbers & ~prints_differ).sum()),
+        partial=Counter(
+            (side, text)
+            for side, ranks in zip("ab", lacks, strict=True)
+            for text in ranks[is_partial & (ranks != "")].tolist()
+        ),
     )
 
 
@@ -116,14 +134,18 @@ class _Statistics(NamedTuple):
 
     is_outside: Flags
     name: npt.NDArray[np.object_]
-    """The one that is farthest apart."""
+    """The one that is farthest apart, of those that are outside the tolerance."""
+    left: Floats
+    """What it is in the one run."""
+    right: Floats
     apart: Floats
-    """By how much, of the larger magnitude."""
+    """By how much they differ: of the largest magnitude, of a norm the larger one; NaN for a count."""
 
     @classmethod
     def compare(cls, left: Any, right: Any, tolerance: Tolerance) -> _Statistics:
         length = left.num_rows
         is_outside, apart, farthest = np.zeros(length, np.bool_), np.zeros(length), np.full(length, "", object)
+        of_left, of_right = np.full(length, np.nan), np.full(length, np.nan)
         for name in (*_EXACT, *_ROUNDED):
             one, two = numbers(left.column(name)), numbers(right.column(name))
             # Both null: nothing finite on either side. One alone: as far apart as can be.
@@ -132,14 +154,20 @@ class _Statistics(NamedTuple):
             scale = np.fmax(np.abs(numbers(left.column(of))), np.abs(numbers(right.column(of))))
             relative = np.divide(far, scale, out=np.where(far > 0, np.inf, 0.0), where=scale > 0)
             allowed = max(tolerance.rtol, 0.0 if name in _EXACT else _ROUNDING)
-            is_outside |= (far > tolerance.atol) & (relative > allowed)
-            farthest[relative > apart] = name
-            apart = np.fmax(apart, relative)
-        for name in COUNTS[:2]:
-            differs = integers(left.column(name)) != integers(right.column(name))
+            differs = (far > tolerance.atol) & (relative > allowed)
             is_outside |= differs
-            farthest[differs] = name
-        return cls(is_outside, farthest, apart)
+            farther = differs & (relative > apart)
+            farthest[farther] = name
+            for known, values in ((of_left, one), (of_right, two), (apart, relative)):
+                known[farther] = values[farther]
+        for name in COUNTS[:2]:
+            counts = integers(left.column(name)), integers(right.column(name))
+            differs = counts[0] != counts[1]
+            is_outside |= differs
+            farthest[differs], apart[differs] = name, np.nan
+            for known, values in zip((of_left, of_right), counts, strict=True):
+                known[differs] = values[differs]
+        return cls(is_outside, farthest, of_left, of_right, apart)
 
 
 def _table(
@@ -166,10 +194,34 @@ def _table(
     for name, kind in _DISTANCES.items():
         values = pa.array([getattr(distance, name) for distance in distances], kind)
         columns[name] = values.take(of_distance)
+    for side in "ab":  # rows whose values were not compared have counts of their own
+        counts = pc.add(columns[f"nan_count_{side}"], columns[f"inf_count_{side}"]).combine_chunks()
+        columns[f"nonfinite_{side}"] = pc.coalesce(columns[f"nonfinite_{side}"], counts.cast(pa.int64()))
     says = by_statistics[differs] & (statistics.name[differs] != "")
     columns["statistic"] = pa.array(statistics.name[differs].tolist(), pa.string(), mask=~says)
-    columns["statistic_rel"] = pa.array(statistics.apart[differs], mask=~says)
+    for name, known in (("a", statistics.left), ("b", statistics.right), ("rel", statistics.apart)):
+        columns[f"statistic_{name}"] = pa.array(known[differs], mask=~says | np.isnan(known[differs]))
     return pa.table(columns)
+
+
+def _lacks(table: Any) -> npt.NDArray[np.object_]:
+    """Of each row of all ranks those that are missing in it, as JSON; else an empty text."""
+    ids, notes = encode(table.column("note"))
+    found = np.array([*map(_missing, notes), ""], object)[ids]
+    found[table.column("rank").is_valid().to_numpy()] = ""
+    return found
+
+
+def _missing(note: str) -> str:
+    """What a stranger's note says of missing ranks."""
+    try:
+        found = json.loads(note)
+    except (ValueError, RecursionError):
+        return ""
+    ranks = found.get("partial") if isinstance(found, dict) else None
+    if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
+        return ""
+    return json.dumps(ranks) if ranks else ""
 
 
 def _same(left: Any, right: Any, name: str) -> Flags:

@@ -200,16 +200,22 @@ class _Replicas:
 
     def describe_buffer(self, number: int) -> Differing:
         """The same of a buffer, and whether it differs in its last record, too."""
+        known, step = self._timeline.codes, self._timeline.codes["step"]
         row = int(self._rows[self._groups.firsts[number]])
+        same = np.all([known[name] == known[name][row] for name in ("root", "module_path", "site", "name")], axis=0)
         rows = self._rows[self._groups.firsts]
-        names = ("root", "module_path", "site", "name")
-        same = np.all([codes[rows] == codes[row] for codes in map(self._timeline.codes.__getitem__, names)], axis=0)
-        for last in np.flatnonzero(same & (self._sizes > 1))[::-1].tolist():
+        last_step, differs = int(step[row]), True
+        for last in np.flatnonzero(same[rows] & (self._sizes > 1))[::-1].tolist():
             if self._is_open[last]:
                 self._read(last)
             if not self._is_unknown[last]:
-                return self.describe(number)._replace(differs_last=bool(self._differs[last]))
-        return self.describe(number)
+                last_step, differs = int(step[rows[last]]), bool(self._differs[last])
+                break
+        table = self._timeline.table
+        of_all = np.flatnonzero(same & table.column("rank").is_null().to_numpy() & (step > last_step))
+        if len(of_all):  # merged: one row is what all ranks had, unless it says otherwise
+            differs = "replicas_differ" in (table.column("note")[int(of_all[-1])].as_py() or "")
+        return self.describe(number)._replace(differs_last=differs)
 
     def notes(self, asked: npt.NDArray[np.bool_]) -> list[str]:
         """What could not be compared."""

@@ -1,9 +1,12 @@
-"""Owns which rows of a table are asked for: by module, site, name, step and rank. Never loops over rows."""
+"""Owns what is asked for: which rows, by module, site, name, step and rank, and in which view.
+
+Never loops over rows.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,6 +17,7 @@ import pyarrow.compute as pc
 from ..config import Schedule
 from ..errors import LookupFailedError
 from ..format.schema import SITES
+from ..read.run import Run
 
 _MAX_LISTED = 8
 
@@ -83,7 +87,8 @@ class Selection:
                 continue
             there = sorted(value for value in table.column(column).unique().to_pylist() if value is not None)
             near = difflib.get_close_matches(str(asked), [str(one) for one in there], n=3, cutoff=0.5)
-            choices = f"nearest are {_listed(near)}" if near else f"there are {_listed(there)}"
+            verb = "is" if len(near or there) == 1 else "are"
+            choices = f"nearest {verb} {_listed(near)}" if near else f"there {verb} {_listed(there)}"
             return LookupFailedError(f"{what} has no row with {column}={asked!r}; {choices}")
         asked = ", ".join(f"{column}={getattr(self, 'module' if column == 'module_path' else column)!r}"
                           for column in self.columns)  # fmt: skip
@@ -97,6 +102,33 @@ class Selection:
     @property
     def _sites(self) -> tuple[str, ...]:
         return tuple(self.site.split(",")) if self.site is not None else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalOptions:
+    """Whether the ranks' rows are asked for as global tensors, and how they become these; see `Run.view`."""
+
+    across_ranks: bool = False
+    loss: str = "mean"
+    layouts: Sequence[str] = ()
+
+    def check(self, *runs: Run) -> None:
+        """Refuse what would change nothing.
+
+        Raises:
+            LookupFailedError: a loss or a layout is given, and the ranks are not put together, or were in every run.
+        """
+        if self.loss == "mean" and not self.layouts:
+            return
+        if not self.across_ranks:
+            raise LookupFailedError("a loss or a layout says how global tensors are made; add --global")
+        if all(run.is_merged for run in runs):
+            why = "is merged, and its tensors stay as they were made; give a loss or a layout to the run it is of"
+            raise LookupFailedError(f"{runs[0].path}: {why}")
+
+
+RANKS_OWN = GlobalOptions()
+"""Each rank's own rows."""
 
 
 def _exact_first(module: str | None, paths: Iterable[str]) -> list[str] | None:

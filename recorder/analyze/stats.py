@@ -15,7 +15,7 @@ from ..format.schema import COUNTS, STATISTICS
 from ..read.run import Run
 from .keys import VALUE_KEY, group_rows
 from .moments import combine
-from .selection import Selection
+from .selection import RANKS_OWN, GlobalOptions, Selection
 
 if TYPE_CHECKING:
     import pandas
@@ -53,6 +53,8 @@ def stats(
     rank: int | str | None = None,
     by: str | Sequence[str] = (),
     across_ranks: bool = False,
+    loss: str = "mean",
+    layouts: Sequence[str] = (),
     long: bool = False,
 ) -> pandas.DataFrame:
     """Statistics as a pandas frame; see `statistics`. What it leaves out is said in ``frame.attrs["notes"]``.
@@ -67,6 +69,8 @@ def stats(
         by: ``step``, ``module``, ``site``, ``name``, ``rank``: combine the rows that agree in these. What is computed
             in another phase or mode is never mixed, and ranks only with `across_ranks`.
         across_ranks: the statistics of the global tensors, replicas counted once.
+        loss: with `across_ranks`, how activation gradients of the ranks are scaled; see `Run.view`.
+        layouts: with `across_ranks`, how the ranks' values of some leaves lie; see `Run.view`.
         long: one row a number, for plotting: columns step, rank, root, module_path, site, name, statistic, value, and
             micro_step, call, repeat, mode, phase where they tell rows apart.
 
@@ -77,27 +81,31 @@ def stats(
     if importlib.util.find_spec("pandas") is None:
         raise ImportError("stats gives a pandas frame, and pandas is not installed: pip install 'recorder[analysis]'")
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
-    found = statistics(run, selection, by=(by,) if isinstance(by, str) else by, across_ranks=across_ranks)
+    options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layouts)
+    found = statistics(run, selection, options, by=(by,) if isinstance(by, str) else by)
     frame: pandas.DataFrame = (as_long(found.table) if long else found.table).to_pandas()
     frame.attrs["notes"] = found.notes
     return frame
 
 
-def statistics(run: Run, selection: Selection, *, by: Sequence[str] = (), across_ranks: bool = False) -> Statistics:
+def statistics(
+    run: Run, selection: Selection, options: GlobalOptions = RANKS_OWN, *, by: Sequence[str] = ()
+) -> Statistics:
     """The statistics of values, or combined over all values that agree in `by`, as `pa.Table`.
 
     Raises:
-        LookupFailedError: nothing is selected, or a word in `by` is unknown.
+        LookupFailedError: nothing is selected, or a word in `by` or an option is none.
     """
     words = [word.strip() for one in by for word in one.split(",")]
     for word in words:
         if word not in GROUPS:
             raise LookupFailedError(f"by {word!r}: choose of {', '.join(GROUPS)}")
-    if across_ranks and ("rank" in words or selection.rank is not None):
+    if options.across_ranks and ("rank" in words or selection.rank is not None):
         raise LookupFailedError("statistics across ranks have no rank; leave one of the two out")
     selection.check()
-    if across_ranks:
-        return _across_ranks(run, selection, words)
+    options.check(run)
+    if options.across_ranks:
+        return _across_ranks(run, selection, options, words)
     everything = run.table([*_VALUE, *_NUMBERS], pc.field("part") == 0)
     table = selection.narrow(everything)
     if not table.num_rows:
@@ -122,9 +130,9 @@ def as_long(table: Any) -> Any:
     return pa.concat_tables(pieces)
 
 
-def _across_ranks(run: Run, selection: Selection, words: Sequence[str]) -> Statistics:
+def _across_ranks(run: Run, selection: Selection, options: GlobalOptions, words: Sequence[str]) -> Statistics:
     """The same of the global view, window by window: groups of groups combine like groups of rows."""
-    view = run.view()
+    view = run.view(loss=options.loss, layouts=options.layouts)
     keys, pieces, left_out = _keys(words), [], []
     num_rows = 0
     for first, last in view.windows():
@@ -171,7 +179,8 @@ def _say_without(table: Any) -> list[str]:
     without, total = (pc.sum(table.column(name)).as_py() or 0 for name in ("rows_without", "rows"))
     if not without:
         return []
-    return [f"{without} of {total} rows have no statistics and are not in these; see their note, or record keep=stats"]
+    why = "have no statistics and are in none of these numbers; see their note, or record keep=stats"
+    return [f"without: {without} of {total} rows {why}"]
 
 
 def _say_left_out(stays: Any) -> list[str]:

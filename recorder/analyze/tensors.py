@@ -15,7 +15,7 @@ from ..format.dtypes import item_bytes
 from ..read.decode import count, decode_payload, parse_shape
 from ..read.run import Run
 from .names import NAMING, tensor_name
-from .selection import Selection
+from .selection import GlobalOptions, Selection
 from .timeline import PER_RANK
 
 
@@ -45,18 +45,20 @@ class Entry(NamedTuple):
 class Tensors:
     """The selected rows of a run, as the ranks recorded them or of the global view, window by window of steps."""
 
-    def __init__(self, run: Run, selection: Selection, *, across_ranks: bool) -> None:
+    def __init__(self, run: Run, selection: Selection, options: GlobalOptions) -> None:
         """Nothing is read yet.
 
         Raises:
-            LookupFailedError: the selection can match nothing in any run.
+            LookupFailedError: the selection can match nothing in any run, or an option is none.
         """
-        if across_ranks and selection.rank is not None:
+        if options.across_ranks and selection.rank is not None:
             raise LookupFailedError("the global view has no ranks; leave one of the two out")
         selection.check()
+        options.check(run)
         self._run = run
         self._selection = selection
-        self._view = run.view(layouts=() if across_ranks else PER_RANK)
+        layouts = options.layouts if options.across_ranks else PER_RANK
+        self._view = run.view(loss=options.loss, layouts=layouts)
         self._windows = self._view.windows()
         self._held: tuple[int, Any] | None = None
 

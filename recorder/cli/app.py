@@ -35,6 +35,23 @@ SiteOption = Annotated[str | None, typer.Option(help="Only these sites: output, 
 NameOption = Annotated[str | None, typer.Option(help="Only this name at the site, or a glob: weight, *.exp_avg.")]
 StepOption = Annotated[str | None, typer.Option(help="Steps: 7, 0:100, ::10, 0,5,7 or pow2.")]
 RankOption = Annotated[str | None, typer.Option(help="Ranks, written like steps.")]
+LossOption = Annotated[
+    str,
+    typer.Option(
+        help="What a rank's loss is of its batch: mean (activation gradients are divided by the ranks), "
+        "sum (they are taken as they are) or weighted (mean over ragged batches)."
+    ),
+]
+LayoutOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN=LAYOUT",
+        help="How the ranks' values of some leaves lie, whatever was found: PATTERN is a glob over "
+        "module_path:site:name, LAYOUT is shard(DIM), replicate, partial(sum) or per_rank. Repeatable.",
+    ),
+]
+_READER_GONE = 141
+"""What a shell says of a program that wrote to a pipe that nobody reads any more."""
 
 
 def run_command(arguments: list[str]) -> NoReturn:
@@ -44,8 +61,13 @@ def run_command(arguments: list[str]) -> NoReturn:
     library = logging.getLogger(_PACKAGE)
     library.handlers = [LineHandler()]
     library.propagate = False
+    stdout = sys.stdout
     try:
         app(arguments, prog_name="recorder", obj=arguments)
+    except SystemExit:
+        if sys.stdout is stdout:
+            raise
+        sys.exit(_READER_GONE)  # the library has put another in its place, and says 1, which would be a finding
     except (RecorderError, OSError, MemoryError) as error:
         print(f"recorder: {printable_line(error or 'out of memory')}", file=sys.stderr)
     sys.exit(2)
@@ -103,7 +125,13 @@ def show(
 
 @app.command(epilog="Example: recorder first recordings")
 def first(context: typer.Context, path: RunPath, as_json: Json = False) -> None:
-    """Name the first NaN or infinity and the first replica that differs. Exit code 1: there is one."""
+    """Name the first NaN or infinity and the first replica that differs.
+
+    Buffers that differ between ranks count where DDP was told not to broadcast them (broadcast_buffers=False) and they
+    still differ at the end; else they are a note.
+
+    Exit code 1: there is one of these.
+    """
     from .first import show_first
     from .paths import open_typed
 
@@ -129,51 +157,76 @@ def stats(
     across_ranks: Annotated[
         bool, typer.Option("--global", help="Of the global tensors: all ranks together, replicas counted once.")
     ] = False,
+    loss: LossOption = "mean",
+    layout: LayoutOption = None,
     last: Annotated[int, typer.Option(min=0, help="Rows to show, counted from the end; 0: all.")] = 50,
     as_json: Json = False,
 ) -> None:
-    """Statistics over steps, ranks and modules; --by and --global combine them exactly, without reading a tensor."""
-    from ..analyze.selection import Selection
+    """Show statistics over steps, ranks and modules.
+
+    --by and --global combine them exactly, without reading a tensor; --loss and --layout belong to --global. Where
+    they are combined, the column rows is how many rows stand in a line, and without is how many of these have no
+    statistics and so are in none of its numbers.
+    """
+    from ..analyze.selection import GlobalOptions, Selection
     from .paths import open_typed
     from .stats import show_stats
 
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
     run = open_typed(path, context.obj)
-    raise typer.Exit(show_stats(run, selection, by=by or [], across_ranks=across_ranks, last=last, as_json=as_json))
+    options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [])
+    raise typer.Exit(show_stats(run, selection, options, by=by or [], last=last, as_json=as_json))
 
 
-@app.command(epilog="Example: recorder diff run-ddp run-fsdp --rtol 1e-5")
+@app.command(epilog="Example: recorder diff run-ddp run-fsdp --rtol 1e-4 --atol 1e-6")
 def diff(
     context: typer.Context,
     a: Annotated[Path, typer.Argument(metavar="A", help="A run; its order of execution counts.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="The run to compare with it.")],
-    rtol: Annotated[float, typer.Option(min=0, help="Allowed difference, relative to the larger magnitude.")] = 0.0,
-    atol: Annotated[float, typer.Option(min=0, help="Allowed absolute difference.")] = 0.0,
+    rtol: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Allowed |a - b| of two elements, relative to the larger of |a| and |b|. Elements near zero, which "
+            "rounding alone moves by any factor, need --atol beside it.",
+        ),
+    ] = 0.0,
+    atol: Annotated[float, typer.Option(min=0, help="Allowed |a - b| of two elements, as it is.")] = 0.0,
     ulp: Annotated[int, typer.Option(min=0, help="Allowed representable numbers between two floats.")] = 0,
     module: Annotated[str | None, typer.Option(help="Only this module, or those that a glob matches.")] = None,
     site: SiteOption = None,
     name: NameOption = None,
     step: StepOption = None,
+    loss: LossOption = "mean",
+    layout: LayoutOption = None,
     common: Annotated[
         bool, typer.Option("--common", help="What only one has, or nothing comparable of, does not count.")
     ] = False,
     limit: Annotated[int, typer.Option(min=0, help="Lines of each table; 0: all.")] = 20,
     as_json: Json = False,
 ) -> None:
-    """Compare two runs of any layouts value by value, the first module that differs on top.
+    """Compare two runs value by value, whatever their layouts.
 
-    The global tensors are compared: one process, DDP and FSDP of any number of ranks. Exactly, unless a tolerance is
-    given; an element within any of them is equal. Exit code 1: they differ. 2: they have nothing in common.
+    The global tensors are compared, the first module that differs on top: one process, DDP and FSDP of any number of
+    ranks. Exactly, unless a tolerance is given; an element within any of them is equal. --loss and --layout hold for
+    both runs.
+
+    Columns: max abs is the largest difference of two elements; of max the same, relative to the largest magnitude in
+    either tensor; max rel and max ulp are of single elements, so that one near zero may make them large and mean
+    nothing. Of values of which a run lacks ranks the kind is partial.
+
+    Exit code 1: they differ. 2: they have nothing in common.
     """
     from ..analyze.compare import Tolerance
-    from ..analyze.selection import Selection
+    from ..analyze.selection import GlobalOptions, Selection
     from .diff import show_diff
     from .paths import open_typed
 
     selection = Selection(module=module, site=site, name=name, step=step)
     runs = (open_typed(a, context.obj), open_typed(b, context.obj))
     tolerance = Tolerance(rtol, atol, ulp)
-    raise typer.Exit(show_diff(*runs, selection, tolerance, common=common, limit=limit, as_json=as_json))
+    options = GlobalOptions(across_ranks=True, loss=loss, layouts=layout or [])
+    raise typer.Exit(show_diff(*runs, selection, tolerance, options, common=common, limit=limit, as_json=as_json))
 
 
 @app.command(epilog="Example: recorder export recordings -o grads.parquet --site grad")
@@ -190,29 +243,37 @@ def export(
     across_ranks: Annotated[
         bool, typer.Option("--global", help="The global tensors instead of each rank's own.")
     ] = False,
+    loss: LossOption = "mean",
+    layout: LayoutOption = None,
     payload: Annotated[
         bool, typer.Option("--payload", help="Parquet with the tensors' bytes, too, in the column data.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write statistics as Parquet, or tensors as npz or safetensors, under names such as step=3/layers.0.mlp/output.
+    """Write statistics as Parquet, tensors as npz or safetensors.
+
+    Tensors have names such as step=3/layers.0.mlp/output. --loss and --layout belong to --global.
 
     numpy has no bfloat16 and no 8-bit floats: in npz they are float32, which holds them exactly.
     """
-    from ..analyze.selection import Selection
+    from ..analyze.selection import GlobalOptions, Selection
     from .export import export_run, plan_export
     from .paths import open_typed
 
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
     run = open_typed(path, context.obj)
-    planned = plan_export(run, out, selection, to=to, across_ranks=across_ranks, payload=payload)
+    options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [])
+    planned = plan_export(run, out, selection, options, to=to, payload=payload)
     raise typer.Exit(export_run(planned, out, force=force, as_json=as_json))
 
 
 @app.command(epilog="Example: recorder verify recordings")
 def verify(context: typer.Context, path: RunPath, as_json: Json = False) -> None:
-    """Check every byte of a run: checksums, seals, footers, indexes and accounts. Exit code 1: something is wrong."""
+    """Check every byte of a run.
+
+    Checksums, seals, footers, indexes and accounts. Exit code 1: something is wrong.
+    """
     from .paths import open_typed
     from .verify import verify_run
 
@@ -232,30 +293,17 @@ def merge(
             help="Where: a new or empty directory, or an earlier merge of this run, which is brought up to date.",
         ),
     ],
-    loss: Annotated[
-        str,
-        typer.Option(
-            help="What a rank's loss is of its batch: mean (activation gradients are divided by the ranks), "
-            "sum (they are taken as they are) or weighted (mean over ragged batches)."
-        ),
-    ] = "mean",
-    layout: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN=LAYOUT",
-            help="How the ranks' values of some leaves lie, whatever was found: PATTERN is a glob over "
-            "module_path:site:name, LAYOUT is shard(DIM), replicate, partial or per_rank. Repeatable.",
-        ),
-    ] = None,
+    loss: LossOption = "mean",
+    layout: LayoutOption = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes; by default the cores that this one may use.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the global view of a run as a run of its own, which every command reads.
+    """Write the global view of a run as a run of its own.
 
-    A merge that was interrupted goes on where it was, and one of a run that has grown adds what is new: type the same
-    command again. Rows that cannot be assembled stay per rank.
+    Every command reads it like any other. A merge that was interrupted goes on where it was, and one of a run that has
+    grown adds what is new: type the same command again. Rows that cannot be assembled stay per rank.
 
     Exit code 1: merged, but something is wrong or missing. Pieces that do not fit, parameters, gradients or optimizer
     states that differ between replicas, ranks missing at a step, damaged shards. Not: buffers that differ (the next
@@ -273,7 +321,7 @@ def config(
     show: Annotated[bool, typer.Option("--show", help="Print the settings in force (the default).")] = True,
     as_json: Json = False,
 ) -> None:
-    """Print the settings in force, where each comes from and what it does."""
+    """Print the settings in force, and where each comes from."""
     from .settings import show_settings
 
     raise typer.Exit(show_settings(as_json=as_json))
@@ -309,7 +357,10 @@ def doctor(
     epilog="Example: recorder run torchrun --nproc-per-node 2 train.py",
 )
 def run(context: typer.Context) -> None:
-    """Run a training command with recording on; for where entry points are not loaded."""
+    """Run a training command with recording on.
+
+    For where entry points are not loaded.
+    """
     from ..launch import launch
 
     launch(context.args)

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ..analyze.compare import Tolerance
 from ..analyze.diff import Diff, Difference, diff, payload_bytes
-from ..analyze.selection import Selection
+from ..analyze.selection import GlobalOptions, Selection
 from ..read.run import Run
 from .first import as_dict
 from .output import Column, Table, counted, number, print_json, progress, say, span
 
-_MODULE_DROPS = ("nonfinite", "cosine", "max ulp", "max rel", "first value", "compared")
-_VALUE_DROPS = ("cosine", "elements", "type", "max ulp", "max rel", "rank", "shape")
+_MODULE_DROPS = ("max ulp", "max rel", "nonfinite", "cosine", "stats apart", "first value", "compared")
+_VALUE_DROPS = ("max ulp", "max rel", "cosine", "elements", "type", "statistics", "rank", "shape")
 _HOW = {
     "values": "values",
-    "statistics": "statistics only: there are no values to compare",
+    "statistics": "statistics, without values to compare",
     "fingerprint": "fingerprints only: there is nothing else to compare",
     "shape": "shapes",
     "dtype": "types; the values are equal",
 }
+_OF_MAX = "of max: max abs relative to the largest magnitude in either tensor"
+_STATS_APART = "stats apart: where only statistics are there, how far these are apart in the same measure"
 
 
 def show_diff(
-    a: Run, b: Run, selection: Selection, tolerance: Tolerance, *, common: bool, limit: int, as_json: bool
+    a: Run,
+    b: Run,
+    selection: Selection,
+    tolerance: Tolerance,
+    options: GlobalOptions,
+    *,
+    common: bool,
+    limit: int,
+    as_json: bool,
 ) -> int:
     """Print how two runs compare and return the exit code: 1 if they differ."""
     with progress("diff", payload_bytes(a) + payload_bytes(b)) as report:
@@ -35,8 +47,10 @@ def show_diff(
             site=selection.site,
             name=selection.name,
             step=selection.step,
-            **tolerance._asdict(),
+            **_given(tolerance),
             common=common,
+            loss=options.loss,
+            layouts=options.layouts,
             report=report,
         )
     if as_json:
@@ -44,6 +58,9 @@ def show_diff(
         return int(not found.is_equal)
     say(f"A: {a.path}")
     say(f"B: {b.path}")
+    for partial in found.partial:
+        num_values = counted(partial.num_values, "value")
+        say(f"{partial.run.upper()} lacks {_named(partial.ranks)} in {num_values}")
     if found.first is not None:
         say(_describe(found.first))
         _print_modules(found, limit)
@@ -59,34 +76,49 @@ def _describe(first: Difference) -> str:
     what = " ".join(filter(None, (repr(first.module_path), first.site, first.name)))
     when = "" if first.micro_step is None else f", micro_step {first.micro_step}"
     ranks = _ranks(first.rank_a, first.rank_b)
-    apart = f" by up to {number(first.max_abs)}" if first.max_abs else ""
+    rank = f", rank {ranks}" if ranks else ""
+    how = _HOW.get(first.kind, "")
+    if first.kind == "partial":
+        both = (("A", first.lacks_a), ("B", first.lacks_b))
+        how = " and ".join(f"{run} lacks {_named(json.loads(lost))}" for run, lost in both if lost)
+    apart = ""
+    if first.max_abs:
+        of_max = "" if first.of_max is None else f", {number(first.of_max)} of the largest magnitude"
+        apart = f" by up to {number(first.max_abs)}{of_max}"
+    elif first.statistic is not None:
+        apart = f": {_statistic(first._asdict())}"
     if first.nonfinite_a or first.nonfinite_b:
         apart += f"; NaN or infinite in {first.nonfinite_a} elements of A, {first.nonfinite_b} of B"
-    rank = f", rank {ranks}" if ranks else ""
-    return f"first difference: step {first.step}{when}, {what}{rank}: {_HOW[first.kind]}{apart}"
+    return f"first difference: step {first.step}{when}, {what}{rank}: {how}{apart}"
 
 
 def _print_modules(found: Diff, limit: int) -> None:
     modules = found.modules.to_pylist()
     has_roots = len({module["root"] for module in modules}) > 1
     titles = [*(["root"] if has_roots else []), "module", "first step", "first value", "differ", "compared"]
-    titles += ["max abs", "max rel", "max ulp", "cosine", "nonfinite"]
+    titles += ["max abs", "of max", "stats apart", "cosine", "nonfinite", "max rel", "max ulp"]
+    has_statistics = any(module["by_statistics"] for module in modules)
     lines = [
         [module["root"]] * has_roots
         + [module["module_path"] or "''", str(module["first_step"])]
         + [" ".join(filter(None, (module["first_site"], module["first_name"])))]
-        + [str(module["differing"]), str(module["compared"]), number(module["max_abs"]), number(module["max_rel"])]
-        + [_whole(module["max_ulp"]), _cosine(module["min_cosine"])]
-        + [f"{module['nonfinite_a']}|{module['nonfinite_b']}"]
+        + [str(module["differing"]), str(module["compared"]), number(module["max_abs"]), number(module["of_max"])]
+        + [number(module["statistic_rel"]), _cosine(module["min_cosine"])]
+        + [f"{module['nonfinite_a']}|{module['nonfinite_b']}", number(module["max_rel"]), _whole(module["max_ulp"])]
         for module in modules[: limit or None]
     ]
     title = f"modules that differ ({len(modules)}), in the order in which they do{_cut(len(modules), limit)}"
-    _print(titles, lines, title, _MODULE_DROPS, texts=("root", "module", "first value"), dull={"nonfinite": "0|0"})
+    texts = ("root", "module", "first value")
+    absent = () if has_statistics else ("stats apart",)
+    legend = f"{_OF_MAX}; {_STATS_APART}" if has_statistics else _OF_MAX
+    dull = {"nonfinite": "0|0"}
+    _print(titles, lines, title, _MODULE_DROPS, texts=texts, dull=dull, absent=absent, legend=legend)
 
 
 def _print_values(found: Diff, limit: int) -> None:
     rows = found.table.slice(0, limit or None).to_pylist()
-    titles = ["step", "module", "value", "rank", "kind", "shape", "type", "elements", "max abs", "max rel", "max ulp"]
+    titles = ["step", "module", "value", "rank", "kind", "shape", "type", "elements", "max abs", "of max", "statistics"]
+    titles += ["cosine", "max rel", "max ulp"]
     lines = [
         [
             str(row["step"]),
@@ -98,16 +130,19 @@ def _print_values(found: Diff, limit: int) -> None:
             _two(row["dtype_a"], row["dtype_b"]),
             "" if row["num_outside"] is None else f"{row['num_outside']}/{row['numel']}",
             number(row["max_abs"]),
-            _relative(row),
-            _whole(row["max_ulp"]),
+            number(row["of_max"]),
+            "" if row["statistic"] is None else _statistic(row),
             _cosine(row["cosine"]),
+            number(row["max_rel"]),
+            _whole(row["max_ulp"]),
         ]
         for row in rows
     ]
     num_rows = found.table.num_rows
     title = f"values that differ ({num_rows}), in the order of execution{_cut(num_rows, limit)}"
-    texts = ("module", "value", "rank", "kind", "shape", "type")
-    _print([*titles, "cosine"], lines, title, _VALUE_DROPS, texts=texts, dull={"rank": "-"})
+    texts = ("module", "value", "rank", "kind", "shape", "type", "statistics")
+    absent = () if any(row["statistic"] is not None for row in rows) else ("statistics",)
+    _print(titles, lines, title, _VALUE_DROPS, texts=texts, dull={"rank": "-"}, absent=absent)
 
 
 def _print_only(run: str, only: Any, steps: list[int], limit: int) -> None:
@@ -151,8 +186,11 @@ def _summary(found: Diff, tolerance: Tolerance, *, common: bool) -> Iterator[str
 
 
 def _said(tolerance: Tolerance) -> str:
-    given = [f"{name} {value:g}" for name, value in tolerance._asdict().items() if value]
-    return ", ".join(given)
+    return ", ".join(f"{name} {value:g}" for name, value in _given(tolerance).items() if value)
+
+
+def _given(tolerance: Tolerance) -> dict[str, Any]:
+    return {"rtol": tolerance.rtol, "atol": tolerance.atol, "ulp": tolerance.ulp}
 
 
 def _print_json(a: Run, b: Run, found: Diff, limit: int) -> None:
@@ -166,8 +204,11 @@ def _print_json(a: Run, b: Run, found: Diff, limit: int) -> None:
 
 def _print(
     titles: list[str], lines: list[list[str]], title: str, drops: tuple[str, ...], *, texts: tuple[str, ...],
-    dull: dict[str, str],
+    dull: Mapping[str, str] = MappingProxyType({}), absent: Sequence[str] = (), legend: str = "",
 ) -> None:  # fmt: skip
+    """A table without the columns of which no line has anything."""
+    kept = [place for place, name in enumerate(titles) if name not in absent]
+    titles, lines = [titles[place] for place in kept], [[line[place] for place in kept] for line in lines]
     columns = [
         Column(
             title=name,
@@ -178,7 +219,7 @@ def _print(
         )
         for name in titles
     ]
-    Table(columns, lines, title=title).print()
+    Table(columns, lines, title=title, subtitle=legend).print()
 
 
 def _beside(row: dict[str, Any]) -> str:
@@ -189,10 +230,17 @@ def _beside(row: dict[str, Any]) -> str:
     return " ".join(filter(None, (micro_step, call, mode, row["phase"] if row["phase"] == "recompute" else "")))
 
 
-def _relative(row: dict[str, Any]) -> str:
-    if row["statistic"] is not None:
-        return f"{row['statistic']} {number(row['statistic_rel'])}"
-    return number(row["max_rel"])
+def _statistic(row: dict[str, Any]) -> str:
+    """The statistic that is farthest apart, in as many digits as tell the two apart."""
+    a, b = row["statistic_a"], row["statistic_b"]
+    texts = [("none" if a is None else f"{a:.{n}g}", "none" if b is None else f"{b:.{n}g}") for n in (4, 8, 17)]
+    one, two = next((pair for pair in texts if pair[0] != pair[1]), texts[-1])
+    apart = "" if row["statistic_rel"] is None else f", {number(row['statistic_rel'])} apart"
+    return f"{row['statistic'].removesuffix('_count')} {one} | {two}{apart}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _ranks(a: int | None, b: int | None) -> str:

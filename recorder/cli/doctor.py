@@ -7,6 +7,7 @@ worked out in `analyze.expected`; here it becomes lines, what matters most last,
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -130,6 +131,8 @@ def _run(run: Run) -> Iterator[Check]:
         yield Check("missing", problem)
     yield from _absent_ranks(run)
     yield from _endings(run, found)
+    command = shlex.join(["recorder", "verify", str(run.path)])
+    yield Check("ok", f"not checked here: whether every byte is as it was written; that is: {command}")
 
 
 def _absent_ranks(run: Run) -> Iterator[Check]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..analyze.export import Export, format_of
-from ..analyze.selection import Selection
+from ..analyze.selection import GlobalOptions, Selection
 from ..read.run import Run
 from .output import counted, print_json, progress, say, size
 
 
 def plan_export(
-    run: Run, out: Path, selection: Selection, *, to: str | None, across_ranks: bool, payload: bool
+    run: Run, out: Path, selection: Selection, options: GlobalOptions, *, to: str | None, payload: bool
 ) -> Export:
     """Find what is to be written; the format by the file's name where none is given."""
-    return Export(run, to or format_of(out), selection, across_ranks=across_ranks, payload=payload)
+    return Export(run, to or format_of(out), selection, options, payload=payload)
 
 
 def export_run(planned: Export, out: Path, *, force: bool, as_json: bool) -> int:

@@ -252,7 +252,9 @@ def _explain_nothing(run: Run, module_path: str | None, wanted: Wanted) -> NoRet
     if module_path is not None and module_path not in run.module_paths:
         near = nearest(module_path, run.module_paths)
         hint = (
-            f"; nearest are {', '.join(map(repr, near))}" if near else f"; recorder show {run.path} lists the modules"
+            f"; nearest {'is' if len(near) == 1 else 'are'} {', '.join(map(repr, near))}"
+            if near
+            else f"; recorder show {run.path} lists the modules"
         )
         raise LookupFailedError(f"no module {module_path!r} in this run{hint}")
     what = "this run" if module_path is None else repr(module_path)

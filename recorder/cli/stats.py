@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..analyze.selection import Selection
+from ..analyze.selection import GlobalOptions, Selection
 from ..analyze.stats import statistics
 from ..format.schema import COUNTS, STATISTICS
 from ..read.run import Run
@@ -24,10 +24,10 @@ _DROPS = ("shape", "numel", "min", "max", "rows", "name", "std", "zero_count", "
 
 
 def show_stats(
-    run: Run, selection: Selection, *, by: Sequence[str], across_ranks: bool, last: int, as_json: bool
+    run: Run, selection: Selection, options: GlobalOptions, *, by: Sequence[str], last: int, as_json: bool
 ) -> int:
     """Print statistics and return the exit code."""
-    found = statistics(run, selection, by=by, across_ranks=across_ranks)
+    found = statistics(run, selection, options, by=by)
     if as_json:
         print_json({"run": str(run.path), "notes": found.notes, "rows": found.table.to_pylist()})
         return 0
@@ -35,7 +35,7 @@ def show_stats(
     num_rows = table.num_rows
     if last and num_rows > last:
         table = table.slice(num_rows - last)
-    what = "global tensors" if across_ranks else "each rank's own"
+    what = "global tensors" if options.across_ranks else "each rank's own"
     cut = f", the last {last} of {num_rows} rows (--last 0 shows all)" if table.num_rows < num_rows else ""
     _print(table, title=f"{run.path.name}: statistics of {what}{cut}")
     for note in found.notes:

@@ -126,7 +126,7 @@ def module_code(rows: LightRows, module_path: str) -> int:
     code = paths.code(module_path)
     if code < 0:
         near = nearest(module_path, paths.texts or [])
-        hint = f"; nearest are {', '.join(map(repr, near))}" if near else ""
+        hint = f"; nearest {'is' if len(near) == 1 else 'are'} {', '.join(map(repr, near))}" if near else ""
         raise LookupFailedError(f"no module {module_path!r} in this run{hint}")
     return code
 

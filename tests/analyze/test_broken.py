@@ -75,9 +75,9 @@ def test_diff_names_the_gradient_that_is_not_reduced_and_its_ranks(runs: dict[st
     assert found.only_a.num_rows == found.only_b.num_rows == 0
 
 
-def test_a_stale_buffer_is_told_by_first_and_found_by_diff(runs: dict[str, recorder.Run]) -> None:
+def test_a_stale_buffer_is_found_by_first_and_by_diff(runs: dict[str, recorder.Run]) -> None:
     told = first(runs["stale"])
-    assert not told.is_found
+    assert told.is_found and told.replica is None
     buffers = {(one.place.module_path, one.place.name): one for one in told.buffers}
     assert set(buffers) == {("norm", "running_mean"), ("norm", "running_var")}
     assert buffers["norm", "running_mean"].groups == [[0], [1]]

@@ -40,6 +40,20 @@ def test_the_largest_distances() -> None:
     assert found.cosine == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
+def test_of_max_is_of_the_whole_tensor() -> None:
+    """What rounding does near zero is large against the element, and small against the tensor."""
+    found = compare(f32(1e-9, 100, -250), f32(-1e-9, 100, -250), EXACT)
+    assert found.max_rel == 2 and found.max_ulp is not None and found.max_ulp > 1e9
+    assert found.of_max == pytest.approx(2e-9 / 250)
+    assert compare(f32(1, 2), f32(1, -8), EXACT).of_max == 10 / 8
+    assert compare(f32(1, 2, math.inf), f32(1.5, 2, 0), EXACT).of_max == 0.25
+    assert compare(np.array([3 + 4j, 1]), np.array([0, 1 + 0j]), EXACT).of_max == 1
+    far = np.zeros(100_000)
+    far[[7, 99_999]] = 1, -50
+    assert compare(far, np.where(far == 1, 2, far), EXACT).of_max == 1 / 50
+    assert compare(f32(0, 0), f32(0, 0), EXACT).of_max == 0
+
+
 @pytest.mark.parametrize(
     ("tolerance", "num_outside"),
     [

@@ -17,6 +17,7 @@ from recorder.analyze.diff import diff, payload_bytes
 from recorder.errors import LookupFailedError
 from recorder.format.dtypes import item_bytes
 from recorder.format.fingerprint import fingerprint, to_text
+from recorder.merge.merge import merge_run
 from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
 
 MODULES = ("up", "act", "down")
@@ -110,6 +111,7 @@ def test_distances_are_those_of_the_values(tmp_path: Path) -> None:
     (line,) = diff(a, b).table.to_pylist()
     one, two = (run.array("act", step=1).astype(np.float64) for run in (a, b))
     assert (line["numel"], line["num_outside"], line["max_ulp"]) == (12, 1, 1)
+    assert line["of_max"] == line["max_abs"] / max(abs(run.array("act", step=1)).max() for run in (a, b))
     assert line["max_abs"] == abs(one - two).max()
     assert (line["dtype_a"], line["shape_b"], line["statistic"]) == ("float32", "[4,3]", None)
 
@@ -200,9 +202,120 @@ def test_without_payloads_statistics_are_compared(tmp_path: Path, has_fingerprin
     (line,) = found.table.to_pylist()
     assert (line["step"], line["kind"], line["max_abs"]) == (1, "statistics", None)
     assert (line["statistic"], line["mean_a"], line["mean_b"]) == ("min", 2, 3)
+    assert (line["statistic_a"], line["statistic_b"]) == (2, 3)
     assert line["statistic_rel"] == pytest.approx(1 / 3)
+    assert found.first is not None and (found.first.statistic, found.first.statistic_b) == ("min", 3)
+    (module,) = found.modules.to_pylist()
+    assert (module["by_statistics"], module["max_abs"], module["of_max"]) == (1, None, None)
+    assert module["statistic_rel"] == pytest.approx(1 / 3)
     assert found.num_by_statistics == (1 if has_fingerprint else 2)
     assert diff(run("c", 2), run("d", 3), rtol=0.34).is_equal
+
+
+def test_statistics_count_what_is_not_finite(tmp_path: Path) -> None:
+    values = np.array([1, 2, np.nan, np.inf])
+    a, b = (write(tmp_path / str(n), [make_row(0, values[:n], encoding=None, shape="[4]", numel=4)]) for n in (2, 4))
+    found = diff(a, b)
+    (line,) = found.table.to_pylist()
+    assert (line["kind"], line["nonfinite_a"], line["nonfinite_b"]) == ("statistics", 0, 2)
+    assert (line["statistic"], line["statistic_a"], line["statistic_b"]) == ("inf_count", 0, 1)
+    assert line["statistic_rel"] is None
+    assert [(m["nonfinite_a"], m["nonfinite_b"], m["statistic_rel"]) for m in found.modules.to_pylist()] == [
+        (0, 2, None)
+    ]
+
+
+def test_a_statistic_within_the_tolerance_is_not_the_one_that_differs(tmp_path: Path) -> None:
+    a, b = (
+        write(
+            tmp_path / str(n), [make_row(0, [1.0, 100.0], encoding=None) | {"mean": 50 + 9 * n, "l2": 100 + 20.0 * n}]
+        )
+        for n in range(2)
+    )
+    (line,) = diff(a, b, rtol=0.1).table.to_pylist()
+    assert (line["statistic"], line["statistic_a"], line["statistic_b"]) == ("l2", 100, 120)
+
+
+def without_a_rank(run: recorder.Run) -> recorder.Run:
+    """The same run of two ranks, of which the second left nothing."""
+    (run.path / "rank=00001").rename(run.path.parent / f"{run.path.name}-lost")
+    return recorder.open_run(run.path)
+
+
+def sharded(path: Path, num_steps: int = 2) -> recorder.Run:
+    """Inputs and outputs along the batch, and a parameter that is the same on both ranks."""
+    ranks: list[list[Row]] = [[], []]
+    for rank, rows in enumerate(ranks):
+        for step in range(num_steps):
+            common: dict[str, Any] = {"step": step, "rank": rank}
+            x = np.full((2, 1), rank + 1.0)
+            rows.append(row(len(rows), x, module_path="", site="input", name="x", **common))
+            values = values_of(step, rank)[:2]
+            rows.append(row(len(rows), values, module_path="up", **common))
+            state: dict[str, Any] = {"site": "param", "name": "weight", "phase": "optimizer", "micro_step": None}
+            rows.append(row(len(rows), np.ones(3), module_path="up", **state, **common))
+    return write(path, *ranks)
+
+
+def test_a_run_that_lacks_a_rank_says_so(tmp_path: Path) -> None:
+    a, b = sharded(tmp_path / "a"), without_a_rank(sharded(tmp_path / "b"))
+    found = diff(a, b)
+    assert found.partial == [("b", [1], 4)]
+    assert [line["kind"] for line in found.table.to_pylist()] == ["partial"] * 4
+    assert found.first is not None and (found.first.kind, found.first.lacks_a, found.first.lacks_b) == (
+        "partial",
+        None,
+        "[1]",
+    )
+    assert diff(b, a).partial == [("a", [1], 4)]
+    again = without_a_rank(sharded(tmp_path / "c"))
+    same = diff(b, again)
+    assert same.is_equal and same.partial == []
+
+
+def test_a_merged_run_that_lacks_a_rank_says_so(tmp_path: Path) -> None:
+    a = sharded(tmp_path / "a")
+    lost = without_a_rank(sharded(tmp_path / "b"))
+    merge_run(lost, tmp_path / "merged")
+    found = diff(a, recorder.open_run(tmp_path / "merged"))
+    assert found.partial == [("b", [1], 4)]
+    assert set(found.table.column("kind").to_pylist()) == {"partial"}
+
+
+@pytest.mark.parametrize("note", ["5", "[[", '{"partial":5}', '{"partial":["x"]}', '{"partial":[]}'])
+def test_a_strangers_note_is_no_error(tmp_path: Path, note: str) -> None:
+    a, b = (write(tmp_path / str(n), [make_row(0, np.zeros(n), note=note)]) for n in (1, 2))
+    found = diff(a, b)
+    assert found.partial == [] and found.table.column("kind").to_pylist() == ["shape"]
+
+
+def test_a_loss_and_layouts_hold_for_both_runs(tmp_path: Path) -> None:
+    def gradients(path: Path) -> recorder.Run:
+        ranks = []
+        for rank in range(2):
+            x = row(0, np.full((2, 1), rank + 1.0), rank=rank, module_path="", site="input", name="x")
+            output = row(1, values_of(0, rank)[:2], rank=rank, module_path="up")
+            gradient = row(2, values_of(1, rank)[:2], rank=rank, module_path="up", site="grad_output", phase="backward")
+            ranks.append([x, output, gradient])
+        return write(path, *ranks)
+
+    two = gradients(tmp_path / "two")
+    rows = [
+        row(0, np.repeat([1.0, 2.0], 2).reshape(4, 1), module_path="", site="input", name="x"),
+        row(1, np.concatenate([values_of(0, rank)[:2] for rank in range(2)]), module_path="up"),
+        row(
+            2,
+            np.concatenate([values_of(1, rank)[:2] for rank in range(2)]),
+            module_path="up",
+            site="grad_output",
+            phase="backward",
+        ),
+    ]
+    one = write(tmp_path / "one", rows)
+    assert [line["site"] for line in diff(one, two).table.to_pylist()] == ["grad_output"]
+    assert diff(one, two, loss="sum").is_equal
+    apart = diff(two, two, layouts=["up:output:*=per_rank"], site="output")
+    assert (apart.is_equal, apart.num_compared) == (True, 2)
 
 
 def test_a_fingerprint_alone_tells_that_values_differ(tmp_path: Path) -> None:
@@ -299,7 +412,7 @@ def test_nothing_in_common_says_why(tmp_path: Path, columns: dict[str, Any], rea
 
 def test_nothing_selected_says_what_there_is(tmp_path: Path) -> None:
     a, b = training(tmp_path / "a"), training(tmp_path / "b")
-    with pytest.raises(LookupFailedError, match="has no row with module_path='ap'; nearest are 'up'"):
+    with pytest.raises(LookupFailedError, match="has no row with module_path='ap'; nearest is 'up'"):
         diff(a, b, "ap")
     with pytest.raises(LookupFailedError, match="no site 'outptu'; did you mean 'output'"):
         diff(a, b, site="outptu")

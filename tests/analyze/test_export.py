@@ -286,6 +286,16 @@ def test_an_existing_file_is_replaced_only_by_force(run: recorder.Run, tmp_path:
     assert sorted(os.listdir(tmp_path)) == ["out", "run"]
 
 
+@pytest.mark.parametrize("folder", ["run", "run/rank=00000", "other", "link"])
+def test_a_run_is_never_written_into(run: recorder.Run, tmp_path: Path, folder: str) -> None:
+    make_run(tmp_path / "other")
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    before = sorted(os.listdir(tmp_path / folder))
+    with pytest.raises(WriteError, match="lies inside the run"):
+        export(run, tmp_path / folder / "out.npz", force=True)
+    assert sorted(os.listdir(tmp_path / folder)) == before
+
+
 def test_what_comes_while_it_is_written_is_kept(
     run: recorder.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,7 +323,7 @@ def test_a_damaged_payload_leaves_no_file(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"module": "upp"}, "module_path='upp'; nearest are 'up'"),
+        ({"module": "upp"}, "module_path='upp'; nearest is 'up'"),
         ({"site": "grad"}, "none of the 4 selected rows has values, only statistics: export them with --to parquet"),
         ({"to": "csv"}, "format 'csv': choose of parquet, npz, safetensors"),
         ({"rank": 0, "across_ranks": True}, "the global view has no ranks"),

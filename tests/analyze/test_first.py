@@ -448,6 +448,20 @@ def test_a_merged_run_tells_stale_buffers_by_its_notes(tmp_path: Path, num_noted
     assert result.is_found == is_found and [one.differs_last for one in result.buffers] == [is_found]
 
 
+@pytest.mark.parametrize("differs", [True, False])
+def test_a_merged_run_tells_whether_buffers_became_equal(tmp_path: Path, differs: bool) -> None:
+    """A merge leaves the ranks' own rows where they differ, and beside them the first rank's as that of all."""
+    of_all = buffers(0, [1.0, 2.0])
+    for row in of_all[: 1 + differs]:
+        row["note"] = '{"replicas_differ":[1]}'
+    ranks = [buffers(rank, [1.0 + rank]) for rank in range(2)]
+    facts = DDP | {"broadcast_buffers": False}
+    result = found(write_merged(tmp_path / "run", *ranks, of_all=of_all, data_parallel=facts))
+    (buffer,) = result.buffers
+    assert (buffer.groups, buffer.place.step, buffer.differs_last) == ([[0], [1]], 0, differs)
+    assert result.is_found == differs
+
+
 def test_a_value_that_all_ranks_shared_before_was_healthy_before(tmp_path: Path) -> None:
     bad = params(1, [math.nan], seq=8)
     bad[0]["step"] = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 import recorder
 from recorder.analyze.moments import combine, count_nonfinite
-from recorder.analyze.selection import Selection
+from recorder.analyze.selection import GlobalOptions, Selection
 from recorder.analyze.stats import as_long, statistics
 from recorder.errors import LookupFailedError
 from recorder.format.dtypes import numpy_dtype
@@ -23,6 +24,7 @@ from recorder.format.schema import COUNTS, STATISTICS
 from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
 
 NUMBERS = (*STATISTICS, *COUNTS)
+GLOBAL = GlobalOptions(across_ranks=True)
 DDP = {"kind": "ddp", "ranks": [0, 1]}
 
 
@@ -114,15 +116,59 @@ def test_steps_and_modules_combine_rank_by_rank(run: recorder.Run, values: Any) 
 
 @pytest.mark.parametrize("by", [("step",), ("step", "module"), ("module",), ("site",)])
 def test_across_ranks_the_global_tensors_are_combined(run: recorder.Run, values: Any, by: tuple[str, ...]) -> None:
-    found = statistics(run, Selection(site="output"), by=by, across_ranks=True).table.to_pylist()
+    found = statistics(run, Selection(site="output"), GLOBAL, by=by).table.to_pylist()
     keys = {"step": "step", "module": "module_path", "site": "site"}
     assert len(found) == {("step",): 3, ("step", "module"): 6, ("module",): 2, ("site",): 1}[by]
     for line in found:
         agrees(line, joined(values, **{word: line[keys[word]] for word in by if word != "site"}))
 
 
+def write_gradients(path: Path) -> recorder.Run:
+    """Of an activation, on two ranks whose losses are means: each 2.0, so 1.0 of the whole batch."""
+    ranks = []
+    for rank in range(2):
+        x = make_row(0, np.full((2, 1), rank + 1.0), rank=rank, module_path="", site="input", name="x")
+        columns: dict[str, Any] = {"rank": rank, "module_path": "up"}
+        output = make_row(1, np.arange(4.0).reshape(2, 2) + rank, site="output", **columns)
+        gradient = make_row(2, np.full((2, 2), 2.0), site="grad_output", phase="backward", **columns)
+        ranks.append([x, output, gradient])
+    return write(path, *ranks)
+
+
+@pytest.mark.parametrize(
+    ("options", "mean", "rows"),
+    [
+        ({}, 1, 1),
+        ({"loss": "sum"}, 2, 1),
+        ({"loss": "weighted"}, 1, 1),
+        ({"layouts": ["up:grad_output:*=per_rank"]}, 2, 2),
+    ],
+)
+def test_a_loss_and_layouts_say_how_global_tensors_are_made(
+    tmp_path: Path, options: dict[str, Any], mean: float, rows: int
+) -> None:
+    run = write_gradients(tmp_path / "run")
+    frame = recorder.stats(run, "up", site="grad_output", across_ranks=True, **options)
+    assert frame["mean"].tolist() == [mean] * rows
+
+
+def test_a_loss_or_a_layout_that_would_change_nothing_is_refused(tmp_path: Path) -> None:
+    run = write_gradients(tmp_path / "run")
+    for options in (GlobalOptions(loss="sum"), GlobalOptions(layouts=["*=per_rank"])):
+        with pytest.raises(
+            LookupFailedError, match="a loss or a layout says how global tensors are made; add --global"
+        ):
+            statistics(run, Selection(), options)
+    with pytest.raises(LookupFailedError, match="loss 'median': expected one of"):
+        statistics(run, Selection(), GlobalOptions(across_ranks=True, loss="median"))
+    manifest = json.loads((run.path / "_run.json").read_text())
+    (run.path / "_run.json").write_text(json.dumps(manifest | {"merged_from": {"run_id": "a", "path": "a"}}))
+    with pytest.raises(LookupFailedError, match="is merged, and its tensors stay as they were made"):
+        statistics(recorder.open_run(run.path), Selection(), GlobalOptions(across_ranks=True, loss="sum"))
+
+
 def test_replicas_count_once(run: recorder.Run) -> None:
-    found = statistics(run, Selection(site="param"), by=("step",), across_ranks=True).table.to_pylist()
+    found = statistics(run, Selection(site="param"), GLOBAL, by=("step",)).table.to_pylist()
     assert [line["rows"] for line in found] == [2, 2, 2]
     for step, line in enumerate(found):
         agrees(line, np.tile(np.arange(6.0) + step, 2))
@@ -134,7 +180,7 @@ def test_replicas_that_differ_are_left_out_and_named(tmp_path: Path) -> None:
         [make_row(i, np.full(2, 1.0 + i * rank), site="grad", name=name, rank=rank) for i, name in enumerate("ab")]
         for rank in range(2)
     ]
-    found = statistics(write(tmp_path / "run", *ranks), Selection(), by=("step",), across_ranks=True)
+    found = statistics(write(tmp_path / "run", *ranks), Selection(), GLOBAL, by=("step",))
     assert found.table.column("rows").to_pylist() == [1]
     (note,) = found.notes
     assert note.startswith("left out, because they stay per rank") and "'layers.0' grad b" in note
@@ -152,7 +198,8 @@ def test_rows_without_statistics_are_counted(tmp_path: Path) -> None:
     found = statistics(write(tmp_path / "run", [make_row(0, [1.0]), bare | {"call": 1}]), Selection(), by=("step",))
     (line,) = found.table.to_pylist()
     assert (line["rows"], line["rows_without"], line["mean"], line["numel"]) == (2, 1, 1, 1)
-    assert found.notes == ["1 of 2 rows have no statistics and are not in these; see their note, or record keep=stats"]
+    why = "have no statistics and are in none of these numbers; see their note, or record keep=stats"
+    assert found.notes == [f"without: 1 of 2 rows {why}"]
 
 
 def test_a_group_of_nothing_finite_has_counts_alone(tmp_path: Path) -> None:
@@ -195,14 +242,14 @@ def test_notes_come_with_the_frame(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"module": "upp"}, "module_path='upp'; nearest are 'up'"),
+        ({"module": "upp"}, "module_path='upp'; nearest is 'up'"),
         ({"site": "grads"}, "no site 'grads'; did you mean 'grad'"),
         ({"step": "x"}, "--step x"),
         ({"step": 9}, r"step=9; there are 0, 1, 2"),
         ({"module": "down", "site": "param"}, "each of these occurs, but never together"),
         ({"by": "modul"}, "by 'modul': choose of step, module"),
         ({"by": "rank", "across_ranks": True}, "have no rank"),
-        ({"module": "upp", "across_ranks": True}, "nearest are 'up'"),
+        ({"module": "upp", "across_ranks": True}, "nearest is 'up'"),
     ],
 )
 def test_what_cannot_be_answered_says_what_there_is(run: recorder.Run, arguments: dict[str, Any], message: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Cli
+from tests.cli.conftest import Cli, on_a_terminal
 from tests.read.handmade import HandmadeWriter, flip, make_row, make_run
 
 
@@ -177,6 +177,11 @@ class TestDoctor:
         assert states == sorted(states, key=["ok", "note", "missing"].index)
         assert {"ok", "missing"} == set(states)
 
+    def test_bytes_are_said_to_be_unchecked(self, cli: Cli, recorded: Path) -> None:
+        oks = [line for line in cli("doctor", recorded).out.splitlines() if line.startswith("ok")]
+        where = f"recorder verify {recorded}"
+        assert oks[-1] == f"ok      not checked here: whether every byte is as it was written; that is: {where}"
+
     def test_json_is_a_list_of_checks(self, cli: Cli, recorded: Path) -> None:
         states = {check["state"] for check in cli("doctor", recorded, "--json").json}
         assert states == {"ok", "missing"}
@@ -192,6 +197,12 @@ class TestEveryCommand:
             or f"Examples: recorder {command}" in found.out
             or (command == "config" and "recorder config --show" in found.out)
         )
+
+    def test_the_list_of_commands_is_whole(self) -> None:
+        text = on_a_terminal("--help", width=80, is_plain=True)
+        commands = text.partition("Commands:")[2].splitlines()[1:12]
+        assert [line.split()[0] for line in commands][-1] == "run"
+        assert all(line.endswith(".") and not line.endswith("...") for line in commands)
 
     def test_no_command_shows_the_help(self, cli: Cli) -> None:
         found = cli()
@@ -241,6 +252,7 @@ def test_recorder_run_loads_no_ui_package() -> None:
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert "recorder run train.py" in found.stdout
+    assert all(len(line) <= 80 for line in found.stdout.splitlines())
 
 
 def test_the_commands_load_no_torch() -> None:
@@ -256,3 +268,15 @@ def test_a_reader_that_goes_away_is_no_error(recorded: Path) -> None:
     command = f"{sys.executable} -m recorder show {recorded} layers.0 --json | head -1"
     found = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert (found.stdout, found.stderr) == ("{\n", "")
+
+
+def test_a_reader_that_goes_away_is_no_finding(tmp_path: Path) -> None:
+    """More than a pipe holds, so that the command is cut off in the middle."""
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run)
+    writer.add_shard([[make_row(i, encoding=None, step=i) for i in range(3000)]])
+    writer.finish()
+    for command in ("show RUN layers.0 --json", "stats RUN --last 0"):
+        line = f"{sys.executable} -m recorder {command.replace('RUN', str(run))} | head -1; exit ${{PIPESTATUS[0]}}"
+        found = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+        assert (found.returncode, found.stderr) == (141, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -147,11 +148,15 @@ def test_diff_puts_the_first_module_on_top(cli: Cli, tmp_path: Path) -> None:
     assert lines[:3] == [
         f"A: {a}",
         f"B: {b}",
-        "first difference: step 0, micro_step 0, 'down' output: values by up to 0.5",
+        "first difference: step 0, micro_step 0, 'down' output: values by up to 0.5, 0.03226 of the largest magnitude",
     ]
     assert lines[3] == "modules that differ (1), in the order in which they do"
-    assert cells(lines[5])[:5] == ["down", "0", "output", "4", "4"]
-    assert lines[6].endswith("; the first 1 (--limit 0 shows all)")
+    assert lines[4] == "of max: max abs relative to the largest magnitude in either tensor"
+    titles = ["module", "first step", "first value", "differ", "compared", "max abs", "of max", "cosine", "nonfinite"]
+    assert re.split("  +", lines[5]) == [*titles, "max rel", "max ulp"]
+    assert cells(lines[6])[:7] == ["down", "0", "output", "4", "4", "0.5", "0.03226"]
+    assert lines[7].endswith("; the first 1 (--limit 0 shows all)")
+    assert re.split("  +", lines[8])[-5:] == ["max abs", "of max", "cosine", "max rel", "max ulp"]
     assert lines[-2].startswith("12 values compared: 8 equal exactly, 4 differ") and lines[-1] == "different"
 
 
@@ -162,6 +167,60 @@ def test_diff_within_a_tolerance(cli: Cli, tmp_path: Path) -> None:
     assert "12 equal within atol 0.5" in found.out
     assert cli("diff", a, b, "--rtol", "0.01").exit_code == 1
     assert cli("diff", a, b, "--module", "up").exit_code == 0
+
+
+def test_diff_of_statistics_says_which_and_by_what(cli: Cli, tmp_path: Path) -> None:
+    runs = []
+    for n in range(2):
+        rows = [make_row(0, [0.0, 4.0 + 1e-6 * n], encoding=None, module_path="up")]
+        rows.append(make_row(1, [1.0, 2.0 + n], module_path="down"))
+        runs.append(write(tmp_path / str(n), rows))
+    lines = cli("diff", *runs).out.splitlines()
+    how = "statistics, without values to compare: max 4 | 4.000001, 2.5e-07 apart"
+    assert lines[2] == f"first difference: step 0, micro_step 0, 'up' output: {how}"
+    assert "stats apart: where only statistics are there" in lines[4]
+    assert lines[5].index("of max") < lines[5].index("stats apart")
+    assert [cells(line)[0:2] + cells(line)[5:8] for line in lines[6:8]] == [
+        ["up", "0", "-", "-", "2.5e-07"],
+        ["down", "0", "1", "0.3333", "-"],
+    ]
+    assert cells(lines[10])[:2] == ["0", "up"] and "max 4 | 4.000001, 2.5e-07 apart" in lines[10]
+    assert cells(lines[11])[:2] == ["0", "down"] and "apart" not in lines[11]
+    far = cli("diff", *runs, "--module", "down").out
+    assert "statistics" not in far.splitlines()[5] and "stats apart" not in far
+
+
+def test_diff_of_a_run_that_lacks_a_rank_says_so(cli: Cli, tmp_path: Path) -> None:
+    a, b = training(tmp_path / "a"), training(tmp_path / "b")
+    (b / "rank=00001").rename(tmp_path / "lost")
+    found = cli("diff", a, b)
+    lines = found.out.splitlines()
+    assert found.exit_code == 1
+    assert lines[2] == "B lacks rank 1 in 8 values"
+    assert lines[3] == "first difference: step 0, micro_step 0, 'up' output: B lacks rank 1"
+    assert cli("diff", a, b, "--json").json["partial"] == [{"run": "b", "ranks": [1], "num_values": 8}]
+
+
+@pytest.mark.parametrize(
+    ("command", "needs_global"), [("diff RUN RUN", False), ("stats RUN", True), ("export RUN -o OUT", True)]
+)
+def test_a_loss_and_a_layout_reach_the_view(cli: Cli, tmp_path: Path, command: str, needs_global: bool) -> None:
+    places = {"RUN": training(tmp_path / "run"), "OUT": tmp_path / "out.parquet"}
+    typed = [places.get(word, word) for word in command.split()]
+    for options in (("--loss", "median"), ("--layout", "up"), ("--layout", "spread")):
+        found = cli(*typed, *options, *["--global"] * needs_global)
+        assert (found.exit_code, found.out, found.err.count("\n")) == (2, "", 1)
+        assert options[1] in found.err
+    if needs_global:
+        assert "add --global" in cli(*typed, "--loss", "sum").err
+    found = cli(*typed, "--layout", "up:output:*=per_rank", *["--global"] * needs_global, "--json")
+    assert found.exit_code == 0
+    if command.startswith("stats"):
+        rows = [row for row in found.json["rows"] if row["site"] == "output"]
+        assert [row["rank"] for row in rows if row["module_path"] == "up"] == [0, 1] * 4
+        assert [row["rank"] for row in rows if row["module_path"] == "down"] == [None] * 4
+    else:
+        assert found.json["num_compared" if command.startswith("diff") else "rows"] == 16
 
 
 def test_diff_as_json(cli: Cli, tmp_path: Path) -> None:
@@ -210,7 +269,7 @@ def test_export_says_what_it_wrote(cli: Cli, tmp_path: Path, suffix: str) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["stats", "RUN", "upp"], "module_path='upp'; nearest are 'up'"),
+        (["stats", "RUN", "upp"], "module_path='upp'; nearest is 'up'"),
         (["stats", "RUN", "--by", "colour"], "by 'colour': choose of step, module"),
         (["export", "RUN", "-o", "out.csv"], "the name does not say which format"),
         (["export", "RUN", "-o", "out.npz", "--step", "77"], "step='77'; there are 0, 1, 2, 3"),
@@ -229,6 +288,13 @@ def test_misuse_is_one_line_and_exit_code_2(cli: Cli, tmp_path: Path, arguments:
 def test_help_has_an_example(cli: Cli, command: str) -> None:
     found = cli(command, "--help")
     assert found.exit_code == 0 and f"Example: recorder {command} " in found.out
+
+
+def test_help_says_what_columns_and_tolerances_mean(cli: Cli) -> None:
+    text = " ".join(cli("diff", "--help").out.split())
+    assert "relative to the larger of |a| and |b|" in text and "of max the same, relative to the largest" in text
+    assert "--rtol 1e-4 --atol 1e-6" in text
+    assert "without is how many of these have no statistics" in " ".join(cli("stats", "--help").out.split())
 
 
 def test_a_terminal_gets_tables_with_lines(tmp_path: Path) -> None:

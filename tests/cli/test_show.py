@@ -105,7 +105,7 @@ def test_what_varies_gets_a_column(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["layer.0"], "no module 'layer.0' in this run; nearest are 'layers.0'"),
+        (["layer.0"], "no module 'layer.0' in this run; nearest is 'layers.0'"),
         (["layers.0", "--site", "input"], "'layers.0' has no such row; its sites are grad, output"),
         (
             ["layers.0", "--step", "50"],

@@ -156,7 +156,7 @@ class TestLookup:
             open_run(run_path).array("layers.0", step=9)
 
     def test_an_unknown_module_names_the_nearest(self, run_path: Path) -> None:
-        with pytest.raises(LookupFailedError, match=r"no module 'layer\.0' in this run; nearest are 'layers\.0'"):
+        with pytest.raises(LookupFailedError, match=r"no module 'layer\.0' in this run; nearest is 'layers\.0'"):
             open_run(run_path).array("layer.0")
 
     def test_statistics_alone_are_no_tensor(self, run_path: Path) -> None:
