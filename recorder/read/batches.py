@@ -1,0 +1,173 @@
+"""Owns what the inputs of a root say of the batch: how many samples each rank had, call by call. Light rows alone."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..layout.rules import Batch
+from .decode import parse_shape
+from .light import NONE, Keys, LightRows
+
+NO_BATCH: tuple[Batch, ...] = (Batch(None),)
+_MAX_BATCHES = 4
+_When = tuple[str, str, int, int]
+"""Root, mode, step and micro-step."""
+
+
+class _Leaf(NamedTuple):
+    """An argument with dims."""
+
+    shape: tuple[int, ...]
+    fingerprint: str
+
+
+class _Call(NamedTuple):
+    """One call of a root on one rank."""
+
+    seq: int
+    """Of its first argument."""
+    leaves: dict[str, _Leaf]
+
+
+class RootBatches:
+    """The batches of all calls of all roots."""
+
+    def __init__(self, rows: LightRows, counts: npt.NDArray[np.bool_]) -> None:
+        """Nothing is read before the first question.
+
+        Args:
+            rows: of a run, with the columns of `groups.COLUMNS`.
+            counts: which of them count, by position.
+        """
+        self._rows = rows
+        self._counts = counts
+        self._known: dict[object, tuple[Batch, ...]] = {}
+
+    def of(
+        self, when: _When, ranks: tuple[int, ...], seqs: Sequence[int] | None, expected: tuple[int, ...]
+    ) -> tuple[Batch, ...]:
+        """What batch values may be of, likeliest first; never empty.
+
+        Args:
+            when: root, mode, step and micro-step of the values.
+            ranks: that have one.
+            seqs: of their rows: a value belongs to the last call that began before it. None for what came later, with
+                a backward.
+            expected: ranks that should have one.
+        """
+        calls = self._calls.get(when)
+        if calls is None:
+            return self._usual(when[:2], ranks, expected)
+        if seqs is None:
+            numbers = [tuple(min(k, len(calls.get(rank, ())) - 1) for rank in expected) for k in range(_MAX_BATCHES)]
+        else:
+            at = dict(zip(ranks, seqs, strict=True))
+            first = bisect_right([call.seq for call in calls.get(ranks[0], ())], at[ranks[0]]) - 1
+            numbers = [
+                tuple(
+                    bisect_right([call.seq for call in calls.get(rank, ())], at[rank]) - 1 if rank in at else first
+                    for rank in expected
+                )
+            ]
+        key = when, ranks, expected, tuple(numbers)
+        if key not in self._known:
+            chosen = [
+                {
+                    rank: calls[rank][number]
+                    for rank, number in zip(expected, some, strict=True)
+                    if 0 <= number < len(calls.get(rank, ()))
+                }
+                for some in numbers
+            ]
+            self._known[key] = _batches(chosen, ranks, expected)
+        return self._known[key]
+
+    def ran(self, when: _When, rank: int) -> bool:
+        """Whether a call of the root was recorded on a rank."""
+        return rank in self._calls.get(when, {})
+
+    def _usual(self, which: tuple[str, str], ranks: tuple[int, ...], expected: tuple[int, ...]) -> tuple[Batch, ...]:
+        """Where a slice's own root input was not recorded: that of the others of the root and mode, if all agree."""
+        key = which, ranks, expected
+        if key not in self._known:
+            found = {
+                _batches([{rank: of_rank[0] for rank, of_rank in calls.items()}], ranks, expected)
+                for (root, mode, *_), calls in self._calls.items()
+                if (root, mode) == which
+            }
+            self._known[key] = found.pop() if len(found) == 1 else NO_BATCH
+        return self._known[key]
+
+    @cached_property
+    def _calls(self) -> dict[_When, dict[int, list[_Call]]]:
+        """Calls in order, by slice and rank."""
+        rows, paths = self._rows, self._rows.module_paths()
+        positions = np.flatnonzero(self._counts & (paths.codes == paths.code("")))
+        sites, phases = (rows.keys(name, positions) for name in ("site", "phase"))
+        is_input = (sites.codes == sites.code("input")) & (phases.codes == phases.code("forward"))
+        positions = positions[is_input & (rows.numbers("part")[positions] == 0)]
+        positions = positions[np.argsort(rows.numbers("seq")[positions], kind="stable")]
+        columns = {name: rows.keys(name, positions) for name in ("root", "mode", "name", "shape", "fingerprint")}
+        numbers = {
+            name: rows.numbers(name)[positions].tolist() for name in ("step", "micro_step", "call", "rank", "seq")
+        }
+        found: dict[_When, dict[int, list[_Call]]] = {}
+        last: dict[tuple[_When, int], int] = {}
+        for i in range(len(positions)):
+            root, mode, name, shape, fingerprint = (text_of(columns[n], i) for n in columns)
+            when, rank = (root, mode, numbers["step"][i], numbers["micro_step"][i]), numbers["rank"][i]
+            of_rank = found.setdefault(when, {}).setdefault(rank, [])
+            if last.get((when, rank)) != numbers["call"][i]:
+                last[when, rank] = numbers["call"][i]
+                of_rank.append(_Call(numbers["seq"][i], {}))
+            sizes = parse_shape(shape)
+            if sizes:
+                of_rank[-1].leaves[name] = _Leaf(sizes, fingerprint)
+        return found
+
+
+def _batches(calls: Iterable[dict[int, _Call]], ranks: tuple[int, ...], expected: tuple[int, ...]) -> tuple[Batch, ...]:
+    found: list[Batch] = []
+    for of_ranks in calls:
+        if all(rank in of_ranks for rank in ranks):
+            found += [batch for batch in _of_call(of_ranks, ranks, expected) if batch not in found]
+    return tuple(found[:_MAX_BATCHES]) or NO_BATCH
+
+
+def _of_call(of_ranks: dict[int, _Call], ranks: tuple[int, ...], expected: tuple[int, ...]) -> list[Batch]:
+    """The sizes of dim 0 of the arguments of one call: of those that differ between ranks, the most frequent first."""
+    leaves = {
+        name: [of_ranks[rank].leaves[name] for rank in ranks]
+        for name in of_ranks[ranks[0]].leaves
+        if all(name in of_ranks[rank].leaves for rank in ranks)
+    }
+    own = {name: some for name, some in leaves.items() if not _are_shared(some)}
+    votes = Counter(tuple(leaf.shape[0] for leaf in some) for some in (own or leaves).values())
+    num_dims: dict[tuple[int, ...], int] = {}
+    for some in (own or leaves).values():
+        sizes = tuple(leaf.shape[0] for leaf in some)
+        num_dims[sizes] = max(num_dims.get(sizes, 0), len(some[0].shape))
+    found = []
+    for sizes in sorted(votes, key=lambda sizes: (-votes[sizes], -num_dims[sizes])):
+        name = next(name for name, some in (own or leaves).items() if tuple(leaf.shape[0] for leaf in some) == sizes)
+        all_leaves = [of_ranks[rank].leaves.get(name) if rank in of_ranks else None for rank in expected]
+        known = [leaf.shape[0] for leaf in all_leaves if leaf is not None]
+        found.append(Batch(sizes, not own, sum(known) if len(known) == len(expected) else None))
+    return found
+
+
+def _are_shared(leaves: Sequence[_Leaf]) -> bool:
+    return len(leaves) > 1 and bool(leaves[0].fingerprint) and len({leaf.fingerprint for leaf in leaves}) == 1
+
+
+def text_of(keys: Keys, i: int) -> str:
+    """The i-th text of a column; empty for null."""
+    code = int(keys.codes[i])
+    return "" if code == NONE or keys.texts is None else keys.texts[code]
