@@ -298,7 +298,7 @@ def _view(
     view.is_lossy = is_merged and any(
         _lost_any(account) for writer in one.writers for account in source_accounts(writer)
     )
-    view.bits[:] = lost_steps(one.writers, [rows.numbered for rows in one.rows], axis)
+    view.bits[:], view.room[:] = lost_steps(one.writers, [rows.numbered for rows in one.rows], axis)
     return view
 
 

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .drops import take_room
 from .losses import CAUSES, CUT, DAMAGED, DROPPED, LIVE, RETIRED, UNACCOUNTED
+from .losses import FORWARD as IN_FORWARD
 from .rank_view import RankView
 from .slots import FORWARD, SLOT_SITES, Flags, Slots, Told, distinct
 
@@ -72,6 +74,16 @@ _OF_MODULE = {
     "no_tensor", "no_gradient", "not_optimized", "no_param_gradient", "no_state", "no_buffer",
 }  # fmt: skip
 """Reasons that differ from module to module: sites with the same modules make one hole, others one each."""
+
+
+_CERTAIN = np.array([_CODE[key] for key in (
+    "compiled", "unused", "no_gradient", "not_optimized", "no_param_gradient", "no_state",
+)])  # fmt: skip
+"""Reasons that other rows of the same step prove, also where some are lost."""
+_UNCALLED = np.array([_CODE[key] for key in (
+    "root_idle", "not_called", "other_ranks", "elsewhere", "bypassed", "children", "never_called", "silent",
+)])  # fmt: skip
+"""Reasons that are certain where nothing of the step's forward was dropped: a call would have left a row."""
 
 
 class Hole(NamedTuple):
@@ -224,7 +236,16 @@ def _explain_block(
     # What never came where nothing was lost would not have come where something was.
     never = (expected[rows] & free).any(axis=1) & ~(expected[rows] & there & free).any(axis=1)
     usual = reason[np.arange(len(rows)), np.argmax(some & free, axis=1)]
-    reason[:, ~free] = np.where(never[:, None], usual[:, None], lost[~free][None, :])
+    num_found = there.sum(axis=1)
+    is_certain = np.isin(reason, _CERTAIN) & (num_found == 0)[:, None]
+    is_certain |= np.isin(reason, _UNCALLED) & (view.room[IN_FORWARD, columns] == 0)
+    may_drop = ~never[:, None] & ~is_certain
+    dropped = lost == _CODE["dropped"]
+    by_drop = take_room(view, columns, some & may_drop & dropped, site[rows], num_found)
+    reason[by_drop] = _CODE["dropped"]
+    lost_otherwise = ~free & ~dropped
+    reason[:, lost_otherwise] = lost[lost_otherwise][None, :]
+    reason[:, ~free] = np.where(never[:, None], usual[:, None], reason[:, ~free])
     if view.is_lossy:
         reason[there.any(axis=1)] = _CODE["not_merged"]
     reason[~some] = 0

@@ -20,6 +20,12 @@ DAMAGED, RETIRED, DROPPED, CUT, LIVE, UNACCOUNTED = (1 << bit for bit in range(6
 CAUSES = (DAMAGED, RETIRED, DROPPED, CUT, LIVE, UNACCOUNTED)
 """Why numbers are missing; the first that holds for a hole is its cause."""
 _END = np.iinfo(np.int64).max
+FORWARD, BACKWARD, UPDATE, ANYTIME = range(4)
+"""When in a step a row was numbered; a tap or a scalar may be at any time."""
+TOTAL = 3
+"""Index of all three together in `Losses.room`."""
+_MANY = 1 << 40
+"""More numbers than this are never missing at once, whatever a stranger's file says."""
 
 
 class Numbered(NamedTuple):
@@ -29,10 +35,40 @@ class Numbered(NamedTuple):
     step: Integers
     shard: Integers
     """Which of the writer's shards a row is in."""
+    micro_step: Integers
+    when: Integers
+    """`FORWARD`, `BACKWARD`, `UPDATE` or `ANYTIME`."""
 
 
-def lost_steps(writers: Sequence[RecordedWriter], rows: Sequence[Numbered], steps: Integers) -> npt.NDArray[np.uint8]:
-    """Of each step the causes, as bits, for which rows of one rank are missing there.
+class Losses(NamedTuple):
+    """What is missing of one rank, step by step."""
+
+    bits: npt.NDArray[np.uint8]
+    """The causes."""
+    room: Integers
+    """How many rows can have been dropped at most: in the forward, in the backward, around the update, and in all."""
+
+
+class _Gaps(NamedTuple):
+    """Runs of missing numbers with one cause."""
+
+    cause: int
+    first: Integers
+    """Steps of the rows around each."""
+    last: Integers
+    size: Integers
+    """How many numbers."""
+    earliest: Integers
+    """When in its step."""
+    latest: Integers
+
+    @classmethod
+    def anytime(cls, cause: int, first: Integers, last: Integers, size: int) -> _Gaps:
+        return cls(cause, first, last, np.array([size]), np.array([FORWARD]), np.array([UPDATE]))
+
+
+def lost_steps(writers: Sequence[RecordedWriter], rows: Sequence[Numbered], steps: Integers) -> Losses:
+    """Of each step the causes, as bits, for which rows of one rank are missing there, and how many were dropped.
 
     Args:
         writers: of the rank, in the order of their start.
@@ -40,20 +76,27 @@ def lost_steps(writers: Sequence[RecordedWriter], rows: Sequence[Numbered], step
         steps: the steps that are asked about, in order.
     """
     changes = {cause: np.zeros(len(steps) + 1, np.int64) for cause in CAUSES}
+    rooms = np.zeros((TOTAL + 1, len(steps) + 1), np.int64)
     begins = [int(one.step[0]) if len(one.step) else None for one in rows]
     for number, (writer, one) in enumerate(zip(writers, rows, strict=True)):
         following = next((begin for begin in begins[number + 1 :] if begin is not None), None)
-        for cause, first, last in _holes(writer, one, following):
-            np.add.at(changes[cause], np.searchsorted(steps, np.minimum(first, last), "left"), 1)
-            np.add.at(changes[cause], np.searchsorted(steps, np.maximum(first, last), "right"), -1)
+        for gaps in _holes(writer, one, following):
+            begin = np.searchsorted(steps, np.minimum(gaps.first, gaps.last), "left")
+            end = np.searchsorted(steps, np.maximum(gaps.first, gaps.last), "right")
+            np.add.at(changes[gaps.cause], begin, 1)
+            np.add.at(changes[gaps.cause], end, -1)
+            for when in range(TOTAL + 1) if gaps.cause == DROPPED else ():
+                size = np.where((when == TOTAL) | (gaps.earliest <= when) & (when <= gaps.latest), gaps.size, 0)
+                np.add.at(rooms[when], begin, np.minimum(size, _MANY))
+                np.add.at(rooms[when], end, -np.minimum(size, _MANY))
     found = np.zeros(len(steps), np.uint8)
     for cause, change in changes.items():
         found[np.cumsum(change[:-1]) > 0] |= cause
-    return found
+    return Losses(found, np.cumsum(rooms, axis=1)[:, :-1])
 
 
-def _holes(writer: RecordedWriter, rows: Numbered, following: int | None) -> list[tuple[int, Integers, Integers]]:
-    """Runs of missing numbers: the cause, and the steps of the rows around each."""
+def _holes(writer: RecordedWriter, rows: Numbered, following: int | None) -> list[_Gaps]:
+    """Runs of missing numbers."""
     state, balance = writer.state, writer.balance
     is_open = {"recording": LIVE, "unclosed": CUT}.get(state)
     if balance.num_dropped:
@@ -61,32 +104,49 @@ def _holes(writer: RecordedWriter, rows: Numbered, following: int | None) -> lis
     else:
         usual = UNACCOUNTED if is_open is None else is_open
     everything = np.zeros(1, np.int64), np.full(1, _END)
-    found: list[tuple[int, Integers, Integers]] = []
+    found: list[_Gaps] = []
     spans = _removed(writer, rows)
     if not len(rows.seq):
         cause = DAMAGED if any(span[2] == DAMAGED for span in spans) else usual
-        return [(cause, *everything)] if is_open is not None or balance.observed or cause == DAMAGED else []
+        gaps = _Gaps.anytime(cause, *everything, balance.observed)
+        return [gaps] if is_open is not None or balance.observed or cause == DAMAGED else []
     places = np.flatnonzero(np.diff(rows.seq) > 1)
     before, after = rows.seq[places], rows.seq[places + 1]
     first, last = rows.step[places], rows.step[places + 1]
     if rows.seq[0] > 0:
         before, after = np.insert(before, 0, -1), np.insert(after, 0, rows.seq[0])
         first, last = np.insert(first, 0, rows.step[0]), np.insert(last, 0, rows.step[0])
+    earliest, latest = _when(rows, places)
     causes = np.full(len(before), usual, np.int64)
     for cause in (RETIRED, DAMAGED):
         for low, high, kind in spans:
             if kind == cause:
                 causes[(after > low + 1) & (before < high - 1)] = cause
-    found += [(cause, first[causes == cause], last[causes == cause]) for cause in CAUSES if (causes == cause).any()]
+    for cause in CAUSES:
+        of = causes == cause
+        if of.any():
+            found.append(_Gaps(cause, first[of], last[of], (after - before - 1)[of], earliest[of], latest[of]))
+    rest = balance.observed - int(rows.seq[-1]) - 1
     end = np.array([_END if following is None else following - 1])
     tail = np.array([rows.step[-1]])
-    if any(high == _END and kind == DAMAGED for _, high, kind in spans) and balance.observed > rows.seq[-1] + 1:
-        found.append((DAMAGED, tail, np.maximum(tail, end)))
+    if any(high == _END and kind == DAMAGED for _, high, kind in spans) and rest > 0:
+        found.append(_Gaps.anytime(DAMAGED, tail, np.maximum(tail, end), rest))
     elif is_open is not None:
-        found.append((is_open, tail, np.maximum(tail, end)))
-    elif balance.observed > rows.seq[-1] + 1:
-        found.append((usual, tail, np.maximum(tail, end)))
+        found.append(_Gaps.anytime(is_open, tail, np.maximum(tail, end), rest))
+    elif rest > 0:
+        found.append(_Gaps.anytime(usual, tail, np.maximum(tail, end), rest))
     return found
+
+
+def _when(rows: Numbered, places: Integers) -> tuple[Integers, Integers]:
+    """When in a step the numbers after each of these rows were given, at the earliest and at the latest."""
+    before, after = rows.when[places], rows.when[places + 1]
+    is_slice = (rows.micro_step[places] == rows.micro_step[places + 1]) | (after == UPDATE)
+    is_known = (rows.step[places] == rows.step[places + 1]) & is_slice & (before <= after) & (after < ANYTIME)
+    earliest, latest = np.where(is_known, before, FORWARD), np.where(is_known, after, UPDATE)
+    if rows.seq[0] > 0:
+        earliest, latest = np.insert(earliest, 0, FORWARD), np.insert(latest, 0, UPDATE)
+    return earliest, latest
 
 
 def _removed(writer: RecordedWriter, rows: Numbered) -> list[tuple[int, int, int]]:

@@ -11,13 +11,13 @@ import pyarrow.compute as pc
 
 from ..format.dtypes import item_bytes
 from ..read.writers import RecordedWriter
-from .losses import Numbered
+from .losses import ANYTIME, BACKWARD, FORWARD, UPDATE, Numbered
 from .slots import SLOT_SITES, Flags, Slots
 
 Integers = npt.NDArray[np.int64]
 
-_COLUMNS = ("seq", "step", "mode", "phase", "root", "module_path", "site", "name", "part", "numel", "dtype",
-            "payload_bytes", "ranks_present", "ranks_expected")  # fmt: skip
+_COLUMNS = ("seq", "step", "micro_step", "mode", "phase", "root", "module_path", "site", "name", "part", "numel",
+            "dtype", "payload_bytes", "ranks_present", "ranks_expected")  # fmt: skip
 
 
 class SlotRows(NamedTuple):
@@ -53,7 +53,6 @@ def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
     numbers = {name: columns[name].fill_null(0).to_numpy().astype(np.int64, copy=False) for name in _TYPES}
     shard_of = np.concatenate([*shards, np.zeros(0, np.int64)])
     order = np.argsort(numbers["seq"], kind="stable")
-    in_order = Numbered(*(column[order] for column in (numbers["seq"], numbers["step"], shard_of)))
     codes = {name: _codes(columns[name]) for name in ("root", "module_path", "site", "name", "mode", "phase", "dtype")}
     module = _modules(slots, codes["root"], codes["module_path"])
     site_code = _translate(codes["site"], {site: number for number, site in enumerate(SLOT_SITES)})
@@ -62,10 +61,12 @@ def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
     is_scalar = _is(codes["site"], "scalar")
     rate = np.array([*(text.startswith("lr.") for text in names), False], bool)[name_codes]
     is_state = site_code >= SLOT_SITES.index("param")
+    when = _WHEN[site_code]
+    in_time = (numbers["seq"], numbers["step"], shard_of, numbers["micro_step"], when)
     with_grad = ~_is(codes["mode"], "no_grad")
     phase = codes["phase"]
     return SlotRows(
-        numbered=in_order,
+        numbered=Numbered(*(column[order] for column in in_time)),
         slot=slots.of_rows(module, site_code, name),
         step=numbers["step"],
         root=_translate(codes["root"], {root: number for number, root in enumerate(slots.roots)}),
@@ -80,7 +81,10 @@ def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
     )
 
 
-_TYPES = {"seq": pa.int64(), "step": pa.int64(), "part": pa.int32(), "numel": pa.int64(), "payload_bytes": pa.int64()}
+_TYPES = {"seq": pa.int64(), "step": pa.int64(), "micro_step": pa.int32(), "part": pa.int32(), "numel": pa.int64(),
+          "payload_bytes": pa.int64()}  # fmt: skip
+_WHEN = np.array([FORWARD] * 2 + [BACKWARD] * 2 + [UPDATE] * 4 + [ANYTIME])
+"""Of each of `SLOT_SITES`, and of other sites, when in a step its rows come."""
 MODES = {"train": 0, "eval": 1, "no_grad": 2}
 _Codes = tuple[Integers, list[str]]
 

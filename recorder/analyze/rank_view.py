@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..read.writers import RecordedWriter
+from .losses import TOTAL
 from .observed import SlotRows
 from .slots import FORWARD, Flags, Slots, distinct
 
@@ -47,6 +48,10 @@ class RankView:
         num_roots, num_steps, num_modules = len(slots.roots), len(axis), len(slots.modules)
         self.bits = np.zeros(num_steps, np.uint8)
         """Causes of `losses` by step."""
+        self.room = np.zeros((TOTAL + 1, num_steps), np.int64)
+        """How many missing values of a step drops can explain, as in `losses`."""
+        self.room_taken = np.zeros((TOTAL + 1, num_steps), np.int64)
+        """How many they do explain."""
         self.alive = np.zeros(num_steps, bool)
         """Some module's value is there."""
         self.called = np.zeros((num_roots, num_steps), bool)

@@ -318,6 +318,31 @@ class TestLosses:
         assert what(only(found, "dropped")) == (list(SITES), ["a"], [2], [0], 5)
         assert found.silent == {"children": [("model", "b")]}
 
+    def test_drops_explain_no_more_than_was_dropped_and_nothing_of_another_phase(self, run: Path) -> None:
+        """At each step one gradient of an activation is dropped; b.c is frozen and a is never called."""
+        rows = [
+            row
+            for row in training(4)
+            if (row["module_path"] != "b.c" or row["phase"] != "optimizer")
+            and (row["module_path"] != "a" or row["phase"] == "optimizer")
+        ]
+        rows = renumbered(rows)
+        kept = [r for r in rows if (r["site"], r["module_path"]) != ("grad_output", ("b", "b.c")[r["step"] % 2])]
+        record(run, kept, ledger=dropped(kept, len(rows), **{"unsupported_type:X": 4}))
+        found = found_in(run)
+        hole = only(found, "dropped")
+        assert what(hole) == (["grad_output"], ["b", "b.c"], [0, 1, 2, 3], [0], 4)
+        assert what(only(found, "bypassed"))[:2] == (["output", "grad_output"], ["a"])
+        assert only(found, "not_optimized").modules == ["b.c"]
+        assert sum(hole.num_missing for hole in found.holes if hole.reason.is_loss) == 4
+
+    def test_what_is_regular_was_dropped_rather_than_what_is_not(self, run: Path) -> None:
+        rows = [row for row in training(8) if row["module_path"] != "b.c" or row["step"] < 2]
+        rows = renumbered(rows)
+        kept = [row for row in rows if (row["step"], row["module_path"], row["site"]) != (5, "a", "output")]
+        record(run, kept, ledger=dropped(kept, len(rows), pool_full=1))
+        assert what(only(found_in(run), "dropped")) == (["output"], ["a"], [5], [0], 1)
+
 
 class TestWhatNeverWas:
     def test_a_module_that_is_never_called(self, run: Path) -> None:
