@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..analyze.compare import Tolerance
@@ -14,8 +13,10 @@ from ..read.run import Run
 from .first import as_dict
 from .output import Column, Table, counted, number, print_json, progress, say, span
 
-_MODULE_DROPS = ("max ulp", "max rel", "nonfinite", "cosine", "stats apart", "first value", "compared")
-_VALUE_DROPS = ("max ulp", "max rel", "cosine", "elements", "type", "statistics", "rank", "shape")
+_MODULE_DROPS = ("max ulp", "max rel", "nonfinite", "cosine", "first value", "compared", "stats apart")
+_VALUE_DROPS = ("max ulp", "max rel", "cosine", "elements", "type", "rank", "shape", "statistics")
+_EMPTY = dict.fromkeys(("max abs", "of max", "cosine", "max rel", "max ulp", "elements", "rank"), "-")
+"""What a column of no distance holds, where only statistics, shapes or one run's ranks differ."""
 _HOW = {
     "values": "values",
     "statistics": "statistics, without values to compare",
@@ -111,8 +112,7 @@ def _print_modules(found: Diff, limit: int) -> None:
     texts = ("root", "module", "first value")
     absent = () if has_statistics else ("stats apart",)
     legend = f"{_OF_MAX}; {_STATS_APART}" if has_statistics else _OF_MAX
-    dull = {"nonfinite": "0|0"}
-    _print(titles, lines, title, _MODULE_DROPS, texts=texts, dull=dull, absent=absent, legend=legend)
+    _print(titles, lines, title, _MODULE_DROPS, texts=texts, absent=absent, legend=legend)
 
 
 def _print_values(found: Diff, limit: int) -> None:
@@ -142,7 +142,7 @@ def _print_values(found: Diff, limit: int) -> None:
     title = f"values that differ ({num_rows}), in the order of execution{_cut(num_rows, limit)}"
     texts = ("module", "value", "rank", "kind", "shape", "type", "statistics")
     absent = () if any(row["statistic"] is not None for row in rows) else ("statistics",)
-    _print(titles, lines, title, _VALUE_DROPS, texts=texts, dull={"rank": "-"}, absent=absent)
+    _print(titles, lines, title, _VALUE_DROPS, texts=texts, absent=absent)
 
 
 def _print_only(run: str, only: Any, steps: list[int], limit: int) -> None:
@@ -204,9 +204,9 @@ def _print_json(a: Run, b: Run, found: Diff, limit: int) -> None:
 
 def _print(
     titles: list[str], lines: list[list[str]], title: str, drops: tuple[str, ...], *, texts: tuple[str, ...],
-    dull: Mapping[str, str] = MappingProxyType({}), absent: Sequence[str] = (), legend: str = "",
+    absent: Sequence[str] = (), legend: str = "",
 ) -> None:  # fmt: skip
-    """A table without the columns of which no line has anything."""
+    """A table, without the columns that are `absent`."""
     kept = [place for place, name in enumerate(titles) if name not in absent]
     titles, lines = [titles[place] for place in kept], [[line[place] for place in kept] for line in lines]
     columns = [
@@ -214,8 +214,9 @@ def _print(
             title=name,
             is_number=name not in texts,
             is_whole=name in ("kind", "shape"),
+            is_prose=name == "statistics",
             drop=len(drops) - drops.index(name) if name in drops else 0,
-            dull=dull.get(name),
+            dull="0|0" if name == "nonfinite" else _EMPTY.get(name),
         )
         for name in titles
     ]

@@ -186,6 +186,8 @@ def test_diff_of_statistics_says_which_and_by_what(cli: Cli, tmp_path: Path) -> 
     ]
     assert cells(lines[10])[:2] == ["0", "up"] and "max 4 | 4.000001, 2.5e-07 apart" in lines[10]
     assert cells(lines[11])[:2] == ["0", "down"] and "apart" not in lines[11]
+    narrow = on_a_terminal("diff", *map(str, runs), "--module", "up", width=90, is_plain=True)
+    assert "max 4 | 4.000001" in narrow.partition("values that differ")[2] and "of max (all -)" in narrow
     far = cli("diff", *runs, "--module", "down").out
     assert "statistics" not in far.splitlines()[5] and "stats apart" not in far
 
