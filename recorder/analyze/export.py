@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ..errors import LookupFailedError, WriteError
 from ..format.schema import COUNTS, LIGHT_COLUMNS, SCHEMA, STATISTICS
 from ..read.run import Run, find_run_around
+from .partial import Partial
 from .selection import GlobalOptions, Selection
 from .tensorfiles import write_npz, write_safetensors
 from .tensors import Entry, Tensors, row_pieces
@@ -34,6 +36,8 @@ class Exported(NamedTuple):
     """Rows of a table, or tensors."""
     num_bytes: int
     """Size of the file."""
+    notes: list[str]
+    """Of which values ranks are missing."""
 
 
 class Export:
@@ -57,7 +61,8 @@ class Export:
         self._payload = payload
         self._across_ranks = options.across_ranks
         self._tensors = Tensors(run, selection, options)
-        self._entries: list[Entry] = self._tensors.entries() if to != "parquet" else []
+        self._partial = Partial()
+        self._entries: list[Entry] = self._tensors.entries(self._partial) if to != "parquet" else []
         self.total_bytes = sum(entry.payload_bytes for entry in self._entries)
         """Payload bytes that `report` will be called with in sum; 0 where that is not known before."""
 
@@ -74,10 +79,10 @@ class Export:
             else:
                 num_rows = len(self._entries)
                 _WRITERS[self.to](file, self._tensors, self._entries, report)
-        return Exported(path, num_rows, path.stat().st_size)
+        return Exported(path, num_rows, path.stat().st_size, self._partial.notes())
 
     def _write_parquet(self, file: BinaryIO, report: Callable[[int], None]) -> int:
-        num_rows = 0
+        num_rows, self._partial = 0, Partial()
         names = [*LIGHT_COLUMNS, *(["data"] if self._payload else [])]
         metadata = {b"recorder_run_id": self._run.run_id.encode(), b"recorder_format": b"1.0"}
         schema = pa.schema([SCHEMA.field(name).with_nullable(True) for name in names], metadata=metadata)
@@ -96,15 +101,20 @@ class Export:
     def _light(self) -> Iterator[Any]:
         """Rows without payloads; without the global view they are those on disk, of all attempts."""
         if not self._across_ranks:
-            yield self._selection.narrow(self._run.table(list(LIGHT_COLUMNS)))
+            table = self._selection.narrow(self._run.table(list(LIGHT_COLUMNS)))
+            self._partial.add(table.filter(pc.field("part") == 0))
+            yield table
             return
         for window in range(self._tensors.num_windows):
-            yield self._tensors.table(window).select(list(LIGHT_COLUMNS))
+            table = self._tensors.table(window)
+            self._partial.add(table)
+            yield table.select(list(LIGHT_COLUMNS))
 
     def _with_payload(self, report: Callable[[int], None]) -> Iterator[Any]:
         """Rows with their decoded bytes, some megabytes at once; large tensors in several rows, as on disk."""
         for window in range(self._tensors.num_windows):
             table, rows = self._tensors.table(window), self._tensors.rows(window)
+            self._partial.add(table)
             waiting: list[dict[str, Any]] = []
             num_bytes = 0
             for batch in table.to_batches(max_chunksize=1024):

@@ -6,7 +6,6 @@ Must never read the payloads of a pair whose fingerprints are equal.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,8 +18,9 @@ import pyarrow.compute as pc
 from ..format.schema import COUNTS
 from .align import Alignment
 from .compare import Distance, Tolerance, compare
-from .keys import Integers, common_ids, encode
+from .keys import Integers, common_ids
 from .moments import Floats, integers, numbers
+from .partial import missing_ranks
 from .selection import Selection
 
 PLACE = ("step", "root", "module_path", "site", "name", "phase", "mode", "micro_step", "call", "repeat")
@@ -108,7 +108,7 @@ def judge(a: Side, b: Side, pairs: Alignment, tolerance: Tolerance, report: Call
     kinds[by_statistics & statistics.is_outside] = "statistics"
     kinds[by_values] = np.where([distance.num_outside > 0 for distance in distances], "values", kinds[by_values])
     kinds[~same_shape] = "shape"
-    lacks = _lacks(left), _lacks(right)
+    lacks = missing_ranks(left), missing_ranks(right)
     is_partial = lacks[0] != lacks[1]
     kinds[is_partial & (kinds != "") & (kinds != "dtype")] = "partial"
     found = _table(left, right, kinds, np.flatnonzero(by_values), distances, statistics, by_statistics)
@@ -202,26 +202,6 @@ def _table(
     for name, known in (("a", statistics.left), ("b", statistics.right), ("rel", statistics.apart)):
         columns[f"statistic_{name}"] = pa.array(known[differs], mask=~says | np.isnan(known[differs]))
     return pa.table(columns)
-
-
-def _lacks(table: Any) -> npt.NDArray[np.object_]:
-    """Of each row of all ranks those that are missing in it, as JSON; else an empty text."""
-    ids, notes = encode(table.column("note"))
-    found = np.array([*map(_missing, notes), ""], object)[ids]
-    found[table.column("rank").is_valid().to_numpy()] = ""
-    return found
-
-
-def _missing(note: str) -> str:
-    """What a stranger's note says of missing ranks."""
-    try:
-        found = json.loads(note)
-    except (ValueError, RecursionError):
-        return ""
-    ranks = found.get("partial") if isinstance(found, dict) else None
-    if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
-        return ""
-    return json.dumps(ranks) if ranks else ""
 
 
 def _same(left: Any, right: Any, name: str) -> Flags:

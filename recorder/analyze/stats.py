@@ -15,6 +15,7 @@ from ..format.schema import COUNTS, STATISTICS
 from ..read.run import Run
 from .keys import VALUE_KEY, group_rows
 from .moments import combine
+from .partial import Partial
 from .selection import RANKS_OWN, GlobalOptions, Selection
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Statistics(NamedTuple):
     """A `pa.Table`. Ungrouped: one row a value. Grouped: the keys, `rows`, `rows_without` (rows that have none and so
     are not in it), `numel`, the statistics and the counts."""
     notes: list[str]
-    """What is not in the table, and why."""
+    """What is not in the table, and why; of which values ranks are missing."""
 
 
 def stats(
@@ -106,14 +107,18 @@ def statistics(
     options.check(run)
     if options.across_ranks:
         return _across_ranks(run, selection, options, words)
-    everything = run.table([*_VALUE, *_NUMBERS], pc.field("part") == 0)
+    everything = run.table([*_VALUE, *_NUMBERS, *(["note"] if run.is_merged else [])], pc.field("part") == 0)
     table = selection.narrow(everything)
+    partial = Partial()
     if not table.num_rows:
         raise selection.explain_nothing(everything, f"run {run.path.name}")
+    if run.is_merged:
+        partial.add(table)
+        table = table.drop_columns(["note"])
     if not words:
-        return Statistics(table, [])
+        return Statistics(table, partial.notes())
     table = _combined(table, _keys([*words, "rank"]))
-    return Statistics(table, _say_without(table))
+    return Statistics(table, partial.notes() + _say_without(table))
 
 
 def as_long(table: Any) -> Any:
@@ -133,11 +138,12 @@ def as_long(table: Any) -> Any:
 def _across_ranks(run: Run, selection: Selection, options: GlobalOptions, words: Sequence[str]) -> Statistics:
     """The same of the global view, window by window: groups of groups combine like groups of rows."""
     view = run.view(loss=options.loss, layouts=options.layouts)
-    keys, pieces, left_out = _keys(words), [], []
+    keys, pieces, left_out, partial = _keys(words), [], [], Partial()
     num_rows = 0
     for first, last in view.windows():
         table = selection.narrow(view.rows(first, last).table)
         num_rows += table.num_rows
+        partial.add(table)
         if words:
             table, stays = _without_rank_rows(table)
             left_out.append(stays)
@@ -148,9 +154,9 @@ def _across_ranks(run: Run, selection: Selection, options: GlobalOptions, words:
         raise selection.explain_nothing(run.table(["module_path", "site", "name", "step"]), f"run {run.path.name}")
     table = pa.concat_tables(pieces)
     if not words:
-        return Statistics(table, [])
+        return Statistics(table, partial.notes())
     table = _combined(table, keys)
-    return Statistics(table, _say_without(table) + _say_left_out(pa.concat_tables(left_out)))
+    return Statistics(table, partial.notes() + _say_without(table) + _say_left_out(pa.concat_tables(left_out)))
 
 
 def _keys(words: Iterable[str]) -> list[str]:

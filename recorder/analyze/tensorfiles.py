@@ -41,7 +41,8 @@ def write_npz(file: BinaryIO, tensors: Tensors, entries: Sequence[Entry], report
     """Write a file for `numpy.load`.
 
     numpy has no bfloat16 and no 8-bit floats: they become float32, which holds every one of them exactly. What each
-    tensor was stands in the member ``index.json``: objects with `tensor` (its name here), `dtype`, `step`, ...
+    tensor was stands in the member ``index.json``: objects with `tensor` (its name here), `dtype`, `step`, ...,
+    `ranks_present`, `ranks_expected`, `scale`, `layout_source` and `note`.
     """
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for entry in entries:
@@ -55,12 +56,14 @@ def write_npz(file: BinaryIO, tensors: Tensors, entries: Sequence[Entry], report
                         data = data.view(numpy_dtype(entry.dtype)).astype(kind).view(np.uint8)
                     member.write(data.data)
                     report(piece.data.nbytes)
-        index = [{"tensor": entry.name, "dtype": entry.dtype, **entry.place} for entry in entries]
+        index = [{"tensor": entry.name, "dtype": entry.dtype, **entry.place, **entry.origin} for entry in entries]
         archive.writestr(zipfile.ZipInfo(_INDEX, _NO_TIME), json.dumps(index))
 
 
 def write_safetensors(file: BinaryIO, tensors: Tensors, entries: Sequence[Entry], report: Report) -> None:
     """Write a safetensors file: 8 bytes of length, a JSON header, then the bytes, without a gap.
+
+    The header's metadata have ``origin of NAME``, as JSON: of which ranks a tensor was made, and how.
 
     Raises:
         UnsupportedError: there are more tensors than the format's header may name.
@@ -75,6 +78,9 @@ def write_safetensors(file: BinaryIO, tensors: Tensors, entries: Sequence[Entry]
         end += entry.payload_bytes
         if entry.dtype in (*_AS_PARTS, *_AS_BYTES):
             header["__metadata__"][f"dtype of {entry.name}"] = entry.dtype
+        origin = {column: value for column, value in entry.origin.items() if value is not None}
+        if origin:
+            header["__metadata__"][f"origin of {entry.name}"] = json.dumps(origin)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER_BYTES:

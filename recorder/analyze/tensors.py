@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -15,8 +16,12 @@ from ..format.dtypes import item_bytes
 from ..read.decode import count, decode_payload, parse_shape
 from ..read.run import Run
 from .names import NAMING, tensor_name
+from .partial import Partial
 from .selection import GlobalOptions, Selection
 from .timeline import PER_RANK
+
+ORIGIN = ("ranks_present", "ranks_expected", "scale", "layout_source", "note")
+"""Columns that say of which ranks' values a tensor was made, and how."""
 
 
 class Piece(NamedTuple):
@@ -40,6 +45,8 @@ class Entry(NamedTuple):
     payload_bytes: int
     place: dict[str, Any]
     """The columns of `NAMING`."""
+    origin: dict[str, Any]
+    """The columns of `ORIGIN`, what is JSON in them as what it says."""
 
 
 class Tensors:
@@ -78,8 +85,11 @@ class Tensors:
         table = self.rows(window).table
         return self._selection.narrow(table.append_column("at", pa.array(np.arange(table.num_rows))))
 
-    def entries(self) -> list[Entry]:
+    def entries(self, partial: Partial) -> list[Entry]:
         """The selected tensors that have values, in the order of execution.
+
+        Args:
+            partial: told of every row that is selected.
 
         Raises:
             LookupFailedError: nothing is selected, or nothing of it has values.
@@ -90,14 +100,16 @@ class Tensors:
         for window in range(self.num_windows):
             table = self.table(window)
             num_selected += table.num_rows
+            partial.add(table)
             table = table.filter(table.column("encoding").is_valid())
-            for row in table.select([*NAMING, "at", "dtype", "shape"]).to_pylist():
+            for row in table.select([*NAMING, *ORIGIN, "at", "dtype", "shape"]).to_pylist():
+                origin = {column: _read(column, row.pop(column)) for column in ORIGIN}
                 at, dtype, shape = row.pop("at"), row.pop("dtype"), parse_shape(row.pop("shape"))
                 name = tensor_name(row)
                 times[name] += 1
                 if times[name] > 1:  # rows that no key tells apart, as of a damaged run
                     name = f"{name}/again={times[name]}"
-                found.append(Entry(window, at, name, dtype, shape, count(shape) * item_bytes(dtype), row))
+                found.append(Entry(window, at, name, dtype, shape, count(shape) * item_bytes(dtype), row, origin))
         if not num_selected:
             raise self.explain_nothing()
         if not found:
@@ -124,6 +136,16 @@ class Tensors:
             yield piece
         if num_bytes != entry.payload_bytes:
             raise CorruptError(f"{entry.name}: {num_bytes} bytes are not a {entry.dtype} tensor of {list(entry.shape)}")
+
+
+def _read(column: str, text: str | None) -> Any:
+    """A column of JSON as what it says; a stranger's that is none as it is."""
+    if text is None or column in ("scale", "layout_source"):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def row_pieces(rows: Any, row: int, dtype: str) -> Iterator[Piece]:

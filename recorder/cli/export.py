@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from ..analyze.export import Export, format_of
 from ..analyze.selection import GlobalOptions, Selection
 from ..read.run import Run
-from .output import counted, print_json, progress, say, size
+from .output import counted, print_json, printable_line, progress, say, size
 
 
 def plan_export(
@@ -22,8 +23,11 @@ def export_run(planned: Export, out: Path, *, force: bool, as_json: bool) -> int
     with progress("export", planned.total_bytes) as report:
         done = planned.write(out, force=force, report=report)
     if as_json:
-        print_json({"path": str(done.path), "format": planned.to, "rows": done.num_rows, "bytes": done.num_bytes})
+        found = {"path": str(done.path), "format": planned.to, "rows": done.num_rows, "bytes": done.num_bytes}
+        print_json(found | {"notes": done.notes})
     else:
         what = counted(done.num_rows, "row" if planned.to == "parquet" else "tensor")
         say(f"{done.path}: {what}, {size(done.num_bytes)}")
+        for note in done.notes:
+            print(printable_line(f"note: {note}"), file=sys.stderr)
     return 0

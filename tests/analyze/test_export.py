@@ -21,6 +21,7 @@ from recorder.analyze.names import tensor_name
 from recorder.errors import CorruptError, LookupFailedError, WriteError
 from recorder.format.dtypes import ITEM_BYTES, numpy_dtype
 from recorder.format.schema import LIGHT_COLUMNS
+from recorder.merge.merge import merge_run
 from tests.read.handmade import HandmadeWriter, Row, make_parts, make_ref, make_row, make_run
 
 DTYPES = [dtype for dtype in ITEM_BYTES if dtype != "complex32"]
@@ -243,6 +244,57 @@ def test_parquet_with_values_can_be_decoded(run: recorder.Run, tmp_path: Path, m
         else:
             question = {name: row[name] for name in ("site", "step", "name", "rank")}
             np.testing.assert_array_equal(recorder.decode(row), run.array(row["module_path"], **question))
+
+
+NOTE = "partial: 1 of 2 values lack rank 1, step 1: they are of the other ranks alone"
+
+
+@pytest.fixture
+def partial(tmp_path: Path) -> recorder.Run:
+    """Of its second step, one rank is missing."""
+    x = np.ones((2, 3), np.float32)
+    rows = [[make_row(step, x, step=step, rank=rank, module_path="up") for step in range(2 - rank)] for rank in (0, 1)]
+    return write(tmp_path / "run", *rows)
+
+
+@pytest.mark.parametrize("payload", [False, True])
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".parquet"])
+def test_missing_ranks_are_told(partial: recorder.Run, tmp_path: Path, suffix: str, payload: bool) -> None:
+    if payload and suffix != ".parquet":
+        return
+    path = tmp_path / f"out{suffix}"
+    assert export(partial, path, across_ranks=True, payload=payload).notes == [NOTE]
+    assert export(partial, path, across_ranks=True, payload=payload, step=0, force=True).notes == []
+    assert export(partial, path, payload=payload, force=True).notes == []
+    merge_run(partial, tmp_path / "merged")
+    merged = recorder.open_run(tmp_path / "merged")
+    for across_ranks in (False, True):
+        assert export(merged, path, across_ranks=across_ranks, payload=payload, force=True).notes == [NOTE]
+
+
+def test_each_tensor_says_what_it_was_made_of(partial: recorder.Run, tmp_path: Path) -> None:
+    notes = [json.loads(note) for note in partial.view().rows().table.column("note").to_pylist()]
+    assert [note.get("partial") for note in notes] == [None, [1]]
+    where = {"ranks_expected": [0, 1], "layout_source": "assumed"}
+    expected = [
+        where | {"ranks_present": present, "note": note} for present, note in zip(([0, 1], [0]), notes, strict=True)
+    ]
+    with ZipFile(export(partial, tmp_path / "out.npz", across_ranks=True).path) as archive:
+        index = json.loads(archive.read("index.json"))
+    assert [{name: entry[name] for name in expected[0]} for entry in index] == expected
+    assert [entry["scale"] for entry in index] == [None, None]
+    data = export(partial, tmp_path / "out.safetensors", across_ranks=True).path.read_bytes()
+    told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    assert [json.loads(told[f"origin of step={step}/up/output"]) for step in (0, 1)] == expected
+    rows = pq.read_table(export(partial, tmp_path / "out.parquet", across_ranks=True).path).to_pylist()
+    assert [json.loads(row["ranks_present"]) for row in rows] == [[0, 1], [0]]
+
+
+def test_a_stranger_s_note_is_told_as_it_is(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [make_row(0, [1.0], note="{not JSON", ranks_present="[")])
+    with ZipFile(export(run, tmp_path / "out.npz").path) as archive:
+        (entry,) = json.loads(archive.read("index.json"))
+    assert (entry["note"], entry["ranks_present"]) == ("{not JSON", "[")
 
 
 def test_a_large_tensor_has_several_rows_in_parquet(tmp_path: Path) -> None:

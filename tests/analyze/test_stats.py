@@ -21,6 +21,7 @@ from recorder.analyze.stats import as_long, statistics
 from recorder.errors import LookupFailedError
 from recorder.format.dtypes import numpy_dtype
 from recorder.format.schema import COUNTS, STATISTICS
+from recorder.merge.merge import merge_run
 from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
 
 NUMBERS = (*STATISTICS, *COUNTS)
@@ -184,6 +185,26 @@ def test_replicas_that_differ_are_left_out_and_named(tmp_path: Path) -> None:
     assert found.table.column("rows").to_pylist() == [1]
     (note,) = found.notes
     assert note.startswith("left out, because they stay per rank") and "'layers.0' grad b" in note
+
+
+@pytest.mark.parametrize("by", [(), ("module",)])
+def test_missing_ranks_are_told(tmp_path: Path, by: tuple[str, ...]) -> None:
+    """Of the batch; a replica is whole without them."""
+    x = np.ones((2, 3), np.float32)
+    ranks = [
+        [make_row(step, x, step=step, rank=rank) for step in range(num_steps)]
+        + [make_row(9, x, site="param", name="w", rank=rank)][: 1 - rank]
+        for rank, num_steps in enumerate((4, 2))
+    ]
+    run = write(tmp_path / "run", *ranks)
+    note = "partial: 2 of 5 values lack rank 1, steps 2..3: they are of the other ranks alone"
+    assert statistics(run, Selection(), GLOBAL, by=by).notes == [note]
+    assert statistics(run, Selection(step="0:2"), GLOBAL, by=by).notes == []
+    assert statistics(run, Selection(), by=by).notes == []
+    merge_run(run, tmp_path / "merged")
+    merged = recorder.open_run(tmp_path / "merged")
+    for options in (GLOBAL, GlobalOptions()):
+        assert statistics(merged, Selection(), options, by=by).notes == [note]
 
 
 def test_phases_and_modes_are_never_mixed(tmp_path: Path) -> None:

@@ -262,10 +262,27 @@ def test_export_says_what_it_wrote(cli: Cli, tmp_path: Path, suffix: str) -> Non
     found = cli("export", run, "-o", out, "--site", "param", "--global")
     what = "4 rows" if suffix == "parquet" else "4 tensors"
     assert found.exit_code == 0 and found.out.startswith(f"{out}: {what}, ")
+    assert found.err == ""
     again = cli("export", run, "-o", out)
     assert again.exit_code == 2 and "exists; choose another name, or --force" in again.err
     forced = cli("export", run, "-o", out, "--force", "--json")
-    assert forced.json == {"path": str(out), "format": suffix, "rows": 24, "bytes": out.stat().st_size}
+    assert forced.json == {"path": str(out), "format": suffix, "rows": 24, "bytes": out.stat().st_size, "notes": []}
+
+
+def test_stats_and_export_tell_of_missing_ranks(cli: Cli, tmp_path: Path) -> None:
+    x = np.ones((2, 3), np.float32)
+    run = write(tmp_path / "run", *([make_row(n, x, step=n, rank=rank) for n in range(2 - rank)] for rank in (0, 1)))
+    note = "partial: 1 of 2 values lack rank 1, step 1: they are of the other ranks alone"
+    stats = cli("stats", run, "--global")
+    assert (stats.exit_code, stats.out.splitlines()[-1]) == (0, f"note: {note}")
+    assert cli("stats", run, "--global", "--json").json["notes"] == [note]
+    assert cli("stats", run).out.count("note") == 0
+    export = cli("export", run, "-o", tmp_path / "out.npz", "--global")
+    assert (export.exit_code, export.err) == (0, f"note: {note}\n")
+    export = cli("export", run, "-o", tmp_path / "out.parquet", "--global", "--json")
+    assert (export.json["notes"], export.err) == ([note], "")
+    inside = cli("export", run, "-o", run / "out.npz")
+    assert inside.exit_code == 2 and "lies inside the run" in inside.err
 
 
 @pytest.mark.parametrize(

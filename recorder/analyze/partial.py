@@ -1,0 +1,69 @@
+"""Owns which values of all ranks lack some of them, and how that is said. Never loops over rows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .keys import encode
+from .moments import integers
+
+_MAX_NAMED = 8
+
+
+def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
+    """Of each row of all ranks those that are missing in it, as JSON; else an empty text."""
+    ids, notes = encode(table.column("note"))
+    found = np.array([*map(_missing, notes), ""], object)[ids]
+    found[table.column("rank").is_valid().to_numpy()] = ""
+    return found
+
+
+def _missing(note: str) -> str:
+    """What a stranger's note says of missing ranks."""
+    try:
+        found = json.loads(note)
+    except (ValueError, RecursionError):
+        return ""
+    ranks = found.get("partial") if isinstance(found, dict) else None
+    if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
+        return ""
+    return json.dumps(ranks) if ranks else ""
+
+
+class Partial:
+    """Values that lack ranks, added up over tables of rows."""
+
+    def __init__(self) -> None:
+        self._num_values = 0
+        self._found: dict[str, tuple[int, int, int]] = {}
+        """By the ranks missing: values, first and last step."""
+
+    def add(self, table: Any) -> None:
+        """Rows with `rank`, `step` and `note`."""
+        missing, steps = missing_ranks(table), integers(table.column("step"))
+        self._num_values += table.num_rows
+        for ranks in dict.fromkeys(missing[missing != ""].tolist()):
+            of = steps[missing == ranks]
+            known = self._found.get(ranks, (0, int(of[0]), int(of[0])))
+            self._found[ranks] = known[0] + len(of), min(known[1], int(of.min())), max(known[2], int(of.max()))
+
+    def notes(self) -> list[str]:
+        """One for each set of ranks that is missing."""
+        return [
+            f"partial: {num_values} of {self._num_values} values lack rank{_named(json.loads(ranks))}, "
+            f"step{_span(first, last)}: they are of the other ranks alone"
+            for ranks, (num_values, first, last) in self._found.items()
+        ]
+
+
+def _named(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
+    return "s" * (len(ranks) > 1) + " " + ", ".join(map(str, ranks[:_MAX_NAMED])) + more
+
+
+def _span(first: int, last: int) -> str:
+    return f" {first}" if first == last else f"s {first}..{last}"
