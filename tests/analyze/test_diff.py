@@ -126,6 +126,13 @@ def test_a_tolerance_decides(tmp_path: Path, tolerance: dict[str, Any], is_equal
     assert diff(a, b, **tolerance).is_equal == is_equal
 
 
+@pytest.mark.parametrize("tolerance", [{"rtol": math.nan}, {"atol": -1.0}, {"ulp": -1}])
+def test_a_tolerance_that_says_nothing_is_refused(tmp_path: Path, tolerance: dict[str, Any]) -> None:
+    run = training(tmp_path / "a")
+    with pytest.raises(LookupFailedError, match="a tolerance is 0 or more"):
+        diff(run, run, **tolerance)
+
+
 def test_non_finite_values_on_one_side_are_outside_any_tolerance(tmp_path: Path) -> None:
     found = diff(training(tmp_path / "a"), training(tmp_path / "b", at((2, "up"), math.nan)), atol=1e9)
     (line,) = found.table.to_pylist()
