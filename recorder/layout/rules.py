@@ -98,6 +98,8 @@ class Batch(NamedTuple):
     """Rows of each piece's rank, or None where the root's input was not recorded."""
     is_shared: bool = False
     """All ranks were given the same values, so that equal values say nothing."""
+    factors: tuple[int, ...] = ()
+    """How many rows of a tensor a sample may have where the batch is merged with other dims of the root's input."""
     total: int | None = None
     """Rows of all ranks that should have a piece, where that is known."""
 
@@ -186,7 +188,7 @@ def decide_activation(pieces: Sequence[Piece], *, batch: Batch, values: Values, 
         return _concatenated(pieces, fits[0], (("batch_dims", tuple(fits)),) if len(fits) > 1 else ())
     of_pieces = zip(pieces, sizes, strict=True)  # an empty batch has no rows, whatever the factor
     ratios = {piece.shape[0] / size if size else 0.0 for piece, size in of_pieces if size or piece.shape[0]}
-    is_multiple = len(ratios) == 1 and min(ratios) >= 2 and min(ratios).is_integer()
+    is_multiple = len(ratios) == 1 and ratios <= {float(factor) for factor in batch.factors}
     if is_multiple and _unequal_shapes(pieces, but=0) is None and not (may_be_equal and values.are_equal()):
         return _concatenated(pieces, 0, (("batch_factor", int(min(ratios))),))
     if has_one_shape and values.are_equal():

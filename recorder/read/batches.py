@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -159,7 +160,9 @@ def _of_call(of_ranks: dict[int, _Call], ranks: tuple[int, ...], expected: tuple
         name = next(name for name, some in (own or leaves).items() if tuple(leaf.shape[0] for leaf in some) == sizes)
         all_leaves = [of_ranks[rank].leaves.get(name) if rank in of_ranks else None for rank in expected]
         known = [leaf.shape[0] for leaf in all_leaves if leaf is not None]
-        found.append(Batch(sizes, not own, sum(known) if len(known) == len(expected) else None))
+        total = sum(known) if len(known) == len(expected) else None
+        inner = {math.prod(leaf.shape[1:stop]) for leaf in all_leaves if leaf for stop in range(2, len(leaf.shape) + 1)}
+        found.append(Batch(sizes, not own, tuple(sorted(inner - {0, 1})), total))
     return found
 
 

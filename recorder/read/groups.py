@@ -239,7 +239,7 @@ class Grouping:
         low, high, nans, infs = (
             bits[[*STATISTICS, *COUNTS].index(n)] for n in ("min", "max", "nan_count", "inf_count")
         )
-        constant = (low == high) & (nans == 0) & (infs == 0) & (low == low[firsts])
+        constant = (low == high) & (low != _NULL) & (nans == 0) & (infs == 0) & (low == low[firsts])
         return _Described(
             chosen=chosen,
             starts=starts,

@@ -123,6 +123,12 @@ class TestBatches:
         assert same(run.array("layers.0", step=0), positions)
         assert view_row(run.view().rows(), module_path="layers.0")[1]["layout_source"] == "inferred"
 
+    @pytest.mark.parametrize("batch", [1, 2])
+    def test_a_dim_that_is_a_multiple_of_the_batch_by_chance_is_not_the_batch(self, tmp_path: Path, batch: int) -> None:
+        rows = [[root_input(0, values(batch, 5, 3)), row(1, values(8, 7))] for _ in range(2)]
+        found = run_of(tmp_path / "run", rows).view().rows()
+        assert [finding.kind for finding in found.findings] == ["per_rank"]
+
     @pytest.mark.parametrize("keep", ["all", "tensor", "stats"])
     @pytest.mark.parametrize(
         "shape", [(4, 8), (8, 4), (1, 5, 3)], ids=["sequence is batch", "width is batch", "batch of one"]
