@@ -36,11 +36,12 @@ def test_no_graph_outlives_its_step_while_the_writer_is_stalled(found: dict[str,
     assert found["alive_after_evaluation"] == 0
 
 
-def test_memory_is_flat_over_two_thousand_steps(found: dict[str, Any]) -> None:
+def test_memory_does_not_grow_over_two_thousand_steps(found: dict[str, Any]) -> None:
     resident = np.array(found["resident_bytes"], dtype=np.float64)[WARM_UP:]
     steps = 50.0 * np.arange(len(resident))
     slope_bytes = np.polyfit(steps, resident, 1)[0]
-    assert abs(slope_bytes) < 1024, f"{slope_bytes:.0f} bytes a step: {resident.astype(int).tolist()}"
+    # A busy machine's kernel takes pages back, so that it may shrink.
+    assert slope_bytes < 1024, f"{slope_bytes:.0f} bytes a step: {resident.astype(int).tolist()}"
 
 
 def test_every_row_of_the_long_run_is_there(finished: Finished) -> None:
