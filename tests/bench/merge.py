@@ -1,7 +1,7 @@
 """What merging costs: a run of several writers, then the floor and the merges in turn, in the same minutes.
 
     python -m tests.bench merge --gb 4 --writers 4
-    python -m tests.bench merge --gb 4 --writers 4 --limit-mb 400        ten times larger than the workers may grow
+    python -m tests.bench merge --gb 5.2 --writers 4 --limit-mb 520      nine times larger than the workers may grow
 
 The run is written by the real writer: activations (batches, float32 and bfloat16) and their gradients, parameters and
 gradients sharded along dim 0 and dim 1, replicated buffers, scalars. The floor is what no merge can do without, on one
