@@ -26,6 +26,7 @@ from .selection import GlobalOptions, Selection
 
 _MODULE = ["root", "module_path"]
 _VALUE = [*_MODULE, "site", "name"]
+_COUNTED = ("by_fingerprint", "by_values", "by_statistics", "by_nothing", "bare")
 _ONLY = [*_VALUE, "rows", "first_step", "last_step"]
 _MAX_LISTED = 6
 
@@ -93,7 +94,9 @@ class Diff(NamedTuple):
     num_by_values: int
     num_by_statistics: int
     num_incomparable: int
-    """Pairs without anything on both sides to compare."""
+    """Pairs of which one side has something that the other lacks, and nothing that could be compared."""
+    num_bare: int
+    """Pairs of which neither run kept values, statistics or a fingerprint; they make no difference."""
     partial: list[Partial]
     """Pairs of which one run lacks ranks, however they compare."""
     steps_only_a: list[int]
@@ -204,7 +207,7 @@ class _Comparison:
         self._compared: list[Any] = []
         self._only: tuple[list[Any], list[Any]] = ([], [])
         self._seen = (_Seen(), _Seen())
-        self._counts = np.zeros(4, np.int64)
+        self._counts = np.zeros(len(_COUNTED), np.int64)
         self._partial: Counter[tuple[str, str]] = Counter()
 
     def add(self, a: Side, b: Side) -> None:
@@ -220,7 +223,7 @@ class _Comparison:
         if len(pairs.a):
             found = judge(a, b, pairs, self._tolerance, self._report)
             self._differing.append(found.differing)
-            self._counts += np.array([found.by_fingerprint, found.by_values, found.by_statistics, found.by_nothing])
+            self._counts += np.array([getattr(found, name) for name in _COUNTED])
             self._partial += found.partial
             compared = a.table.select(_MODULE).take(pa.array(pairs.a))
             self._compared.append(compared.group_by(_MODULE).aggregate([([], "count_all")]))
@@ -253,7 +256,7 @@ class _Comparison:
         steps = [seen.steps for seen in self._seen]
         only = [_joined(found) for found in self._only]
         lacks = sum(found.num_rows for found in only)
-        by_fingerprint, by_values, by_statistics, by_nothing = map(int, self._counts)
+        by_fingerprint, by_values, by_statistics, by_nothing, bare = map(int, self._counts)
         return Diff(
             is_equal=not table.num_rows and (common or not (lacks or by_nothing)),
             first=_first(table),
@@ -261,11 +264,12 @@ class _Comparison:
             modules=_by_module(table, pa.concat_tables(self._compared)),
             only_a=only[0],
             only_b=only[1],
-            num_compared=by_fingerprint + by_values + by_statistics + by_nothing,
+            num_compared=by_fingerprint + by_values + by_statistics + by_nothing + bare,
             num_by_fingerprint=by_fingerprint,
             num_by_values=by_values,
             num_by_statistics=by_statistics,
             num_incomparable=by_nothing,
+            num_bare=bare,
             partial=[Partial(run, json.loads(ranks), num) for (run, ranks), num in sorted(self._partial.items())],
             steps_only_a=sorted(steps[0] - steps[1]),
             steps_only_b=sorted(steps[1] - steps[0]),

@@ -72,7 +72,9 @@ class Judged(NamedTuple):
     """Pairs whose values were compared."""
     by_statistics: int
     by_nothing: int
-    """Pairs that have nothing on both sides to compare."""
+    """Pairs of which one side has values, statistics or a fingerprint that the other lacks."""
+    bare: int
+    """Pairs of which neither has any: summands over ranks whose values were not kept, such as a position's gradient."""
     partial: Counter[tuple[str, str]]
     """Pairs of which one run (``a`` or ``b``) lacks ranks that the other has not lost; by the run and these ranks."""
 
@@ -108,6 +110,8 @@ def judge(a: Side, b: Side, pairs: Alignment, tolerance: Tolerance, report: Call
     kinds[by_statistics & statistics.is_outside] = "statistics"
     kinds[by_values] = np.where([distance.num_outside > 0 for distance in distances], "values", kinds[by_values])
     kinds[~same_shape] = "shape"
+    is_unknown = is_open & ~has_values & ~has_numbers & ~prints_differ
+    is_bare = ~(_any(left) | _any(right))
     lacks = missing_ranks(left), missing_ranks(right)
     is_partial = lacks[0] != lacks[1]
     kinds[is_partial & (kinds != "") & (kinds != "dtype")] = "partial"
@@ -120,7 +124,8 @@ def judge(a: Side, b: Side, pairs: Alignment, tolerance: Tolerance, report: Call
         by_fingerprint=int(is_equal.sum()),
         by_values=int(by_values.sum()),
         by_statistics=int(by_statistics.sum()),
-        by_nothing=int((is_open & ~has_values & ~has_numbers & ~prints_differ).sum()),
+        by_nothing=int((is_unknown & ~is_bare).sum()),
+        bare=int((is_unknown & is_bare).sum()),
         partial=Counter(
             (side, text)
             for side, ranks in zip("ab", lacks, strict=True)
@@ -207,6 +212,12 @@ def _table(
 def _same(left: Any, right: Any, name: str) -> Flags:
     one, two = common_ids(left, right, (name,))
     return np.asarray(one == two)
+
+
+def _any(table: Any) -> Flags:
+    """Rows that say anything of their values."""
+    found = [table.column(name).is_valid().to_numpy() for name in ("fingerprint", "encoding", "nan_count")]
+    return found[0] | found[1] | found[2]  # type: ignore[no-any-return]
 
 
 def _both(left: Any, right: Any, name: str) -> Flags:

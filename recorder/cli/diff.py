@@ -166,7 +166,7 @@ def _print_only(run: str, only: Any, steps: list[int], limit: int) -> None:
 
 
 def _summary(found: Diff, tolerance: Tolerance, *, common: bool) -> Iterator[str]:
-    num_equal = found.num_compared - found.table.num_rows - found.num_incomparable
+    num_equal = found.num_compared - found.table.num_rows - found.num_incomparable - found.num_bare
     within = "exactly" if tolerance.is_exact else f"within {_said(tolerance)}"
     yield (
         f"{counted(found.num_compared, 'value')} compared: {num_equal} equal {within}, {found.table.num_rows} differ "
@@ -175,6 +175,8 @@ def _summary(found: Diff, tolerance: Tolerance, *, common: bool) -> Iterator[str
     )
     if found.num_incomparable:
         yield f"note: {counted(found.num_incomparable, 'pair')} have neither values nor statistics to compare"
+    if found.num_bare:
+        yield f"note: of {counted(found.num_bare, 'value')} neither run kept values or statistics"
     num_only = sum(table.num_rows for table in (found.only_a, found.only_b))
     if num_only and common:
         yield f"note: {counted(num_only, 'value')} that one run alone has do not count (--common)"

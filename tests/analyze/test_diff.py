@@ -325,6 +325,15 @@ def test_a_loss_and_layouts_hold_for_both_runs(tmp_path: Path) -> None:
     assert (apart.is_equal, apart.num_compared) == (True, 2)
 
 
+def test_what_neither_run_kept_makes_no_difference(tmp_path: Path) -> None:
+    bare = make_row(0, encoding=None) | {"nan_count": None, "fingerprint": None}
+    rows = [bare, make_row(1, np.ones(3, np.float32), site="input", name="x")]
+    found = diff(write(tmp_path / "a", rows), write(tmp_path / "b", rows))
+    assert (found.num_bare, found.num_incomparable, found.num_compared, found.is_equal) == (1, 0, 2, True)
+    known = [bare | {"nan_count": 0, "mean": 1.0}, rows[1]]
+    assert not diff(write(tmp_path / "c", known), write(tmp_path / "d", rows)).is_equal
+
+
 def test_a_fingerprint_alone_tells_that_values_differ(tmp_path: Path) -> None:
     rows = [[make_row(0, fingerprint=f"{number:016x}", encoding=None) | {"nan_count": None}] for number in (1, 2)]
     a, b = write(tmp_path / "a", rows[0]), write(tmp_path / "b", rows[1])
