@@ -300,7 +300,8 @@ class Grouping:
             is_later = is_gradient or phase == "recompute"
             batches = self._batches(first, rows_at, ranks, expected, (root, mode, is_later), forward)
         override = self._override(path, site, name)
-        evidence = _Evidence(described, number, rows_at, self._is_same, self._is_repeated)
+        is_float = pieces[0].dtype.startswith(("float", "bfloat"))
+        evidence = _Evidence(described, number, rows_at, self._is_same, self._is_repeated, is_float=is_float)
         known_of_values = evidence.without_payloads()
         forward_plan = forward.plan if forward is not None else None
         key = codes, group, expected, site, known_of_values, override, batches, id(forward_plan), is_gradient
@@ -365,6 +366,8 @@ class Grouping:
                 plan = decide_gradient(pieces, forward, batch=batch, loss=self._loss, num_expected=num_expected)
             else:
                 plan = decide_activation(pieces, batch=batch, values=evidence, num_expected=num_expected)
+                if evidence.is_by_statistics and isinstance(plan, Plan) and plan.source == "inferred":
+                    plan = plan._replace(note=(*plan.note, ("equal_by", "statistics")))
             if isinstance(plan, Plan):
                 break
         return plan, batch
@@ -453,8 +456,13 @@ class _Evidence:
         positions: tuple[int, ...],
         is_same: Callable[[Sequence[int]], bool | None],
         is_repeated: Callable[[int, int], bool | None],
+        *,
+        is_float: bool,
     ) -> None:
         self.has_read = False
+        self.is_by_statistics = False
+        """Whether equality was judged by statistics alone."""
+        self._is_float = is_float
         self._equal = described.equal_of(number)
         self._has_same_statistics = bool(described.has_same_statistics[number])
         self._is_constant = bool(described.constant[number])
@@ -467,11 +475,15 @@ class _Evidence:
         return self._equal, self._has_same_statistics, self._is_constant
 
     def are_equal(self) -> bool:
-        """By fingerprint, else by value; equal statistics alone are believed where there are no values to lose."""
+        """By fingerprint, else by value, else by statistics: of floats, whose sums tell, and the row says so.
+
+        Whole numbers are indices, masks and permutations often enough, which have equal statistics in any order.
+        """
         if self._equal is None:
             self.has_read = True
             found = self._is_same(self._positions)
-            self._equal = self._has_same_statistics if found is None else found
+            self.is_by_statistics = found is None and self._has_same_statistics and self._is_float
+            self._equal = self.is_by_statistics if found is None else found
         return self._equal
 
     def is_constant(self) -> bool:

@@ -85,6 +85,10 @@ def find_tensor(
         what += f" {name}={value!r}"
     if question.get("attempt") is None and counts is not None:
         positions = positions[counts[positions]]
+        if not len(positions):
+            raise LookupFailedError(
+                f"{what}: a later attempt recorded these steps again; rank= gives what one rank had"
+            )
     elif question.get("attempt") is None:
         positions = _of_newest_attempt(rows, writers, positions)
     if question.get("rank") is None and (rows.numbers("rank")[positions] == NONE).any():

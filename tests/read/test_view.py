@@ -147,6 +147,7 @@ class TestBatches:
         run = run_of(tmp_path / "run", rows)
         _, found = view_row(run.view().rows(), site="output")
         assert (json.loads(found["shape"]), found["layout_source"]) == (list(shape), "inferred")
+        assert ("equal_by" in (found["note"] or "")) == (keep == "stats")
         mean = (gradients[0].astype(np.float64) / 2 + gradients[1].astype(np.float64) / 2).astype(np.float32)
         assert np.array_equal(run.array("layers.0", site="grad_output", step=0), mean)
 
@@ -166,6 +167,20 @@ class TestBatches:
         rows = [[root_input(0, values(5, 3)), row(1, order, fingerprint=None)] for order in orders]
         run = run_of(tmp_path / "run", rows)
         table = run.view().rows().table.to_pylist()
+        assert [one["rank"] for one in table if one["site"] == "output"] == [0, 1]
+
+    @pytest.mark.parametrize("has_payload", [(False, False), (True, False)])
+    def test_permutations_of_whole_numbers_are_never_taken_for_equal(
+        self, tmp_path: Path, has_payload: tuple[bool, bool]
+    ) -> None:
+        rows = []
+        for rank, keeps in enumerate(has_payload):
+            statistics = {"mean": 2.0, "std": 2**0.5, "min": 0.0, "max": 4.0, "absmax": 4.0, "l2": 30**0.5}
+            counts = {"sum": 10.0, "sum_sq": 30.0, "nan_count": 0, "inf_count": 0, "zero_count": 1}
+            order = np.arange(5)[:: 1 - 2 * rank].copy()
+            more = statistics | counts | ({} if keeps else {"encoding": None}) | {"fingerprint": None}
+            rows.append([root_input(0, values(3, 2)), row(1, order, **more)])
+        table = run_of(tmp_path / "run", rows).view().rows().table.to_pylist()
         assert [one["rank"] for one in table if one["site"] == "output"] == [0, 1]
 
     def test_an_argument_that_is_the_same_on_all_ranks_is_not_the_batch(self, tmp_path: Path) -> None:
