@@ -132,13 +132,9 @@ class Unequal:
 
 def decide_state(pieces: Sequence[Piece], *, source: str, num_expected: int) -> Plan | Apart:
     """Parameters, gradients, buffers, optimizer state: placed by their own rows, else replicas."""
-    if (problem := _mixed(pieces)) is not None:
-        return problem
-    if pieces[0].global_shape is not None:
-        return _place(pieces, num_expected)
-    if (problem := _unequal_shapes(pieces)) is not None:
-        return problem
-    return _replicas(pieces, "single" if num_expected == 1 else source)
+    if (settled := _settled(pieces, num_expected)) is not None:
+        return settled
+    return _unequal_shapes(pieces) or _replicas(pieces, source)
 
 
 def decide_activation(pieces: Sequence[Piece], *, batch: Batch, values: Values, num_expected: int) -> Plan | Apart:
@@ -153,12 +149,8 @@ def decide_activation(pieces: Sequence[Piece], *, batch: Batch, values: Values, 
         values: asked only where shapes do not decide.
         num_expected: ranks that should have a piece.
     """
-    if (problem := _mixed(pieces)) is not None:
-        return problem
-    if pieces[0].global_shape is not None:
-        return _place(pieces, num_expected)
-    if num_expected == 1:
-        return _replicas(pieces, "single")
+    if (settled := _settled(pieces, num_expected)) is not None:
+        return settled
     ndims = {len(piece.shape) for piece in pieces}
     if len(ndims) != 1:
         return Apart("per_rank", f"the ranks' tensors have different numbers of dims: {_shapes(pieces)}")
@@ -196,6 +188,15 @@ def decide_activation(pieces: Sequence[Piece], *, batch: Batch, values: Values, 
     return Apart("per_rank", f"no dim of {_shapes(pieces)} is the batch of {', '.join(map(str, dict.fromkeys(sizes)))}")
 
 
+def _settled(pieces: Sequence[Piece], num_expected: int) -> Plan | Apart | None:
+    """What needs no rule: pieces that say where they belong, or contradict each other, or have no others."""
+    if (problem := _mixed(pieces)) is not None:
+        return problem
+    if pieces[0].global_shape is not None:
+        return _place(pieces, num_expected)
+    return _replicas(pieces, "single") if num_expected == 1 else None
+
+
 def decide_scalar(pieces: Sequence[Piece], values: Values) -> Plan:
     """0-dim values: one where all ranks agree, else their mean, beside which the ranks' own rows stay."""
     if len(pieces) == 1 or values.are_equal():
@@ -220,12 +221,8 @@ def decide_gradient(
             of which each sample counts once; or ``sum``.
         num_expected: ranks that should have a piece.
     """
-    if (problem := _mixed(pieces)) is not None:
-        return problem
-    if pieces[0].global_shape is not None:
-        return _place(pieces, num_expected)
-    if num_expected == 1:
-        return _replicas(pieces, "single")
+    if (settled := _settled(pieces, num_expected)) is not None:
+        return settled
     if pieces[0].dtype in _NO_NUMBERS and loss != "sum":
         return Apart("per_rank", f"{pieces[0].dtype} cannot be scaled")
     is_same_for_all = isinstance(forward, Plan) and len(forward.parts) == 1 and forward.dim is None

@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CorruptError
-from ..format.codec import Encoder, Payload, concatenate, max_encoded_bytes
+from ..format.codec import Encoder, Payload, concatenate, decode, max_encoded_bytes
 from ..format.dtypes import item_bytes, numpy_dtype
 from ..layout.assemble import Items, Source, assemble
 from ..layout.regions import Ints
 from ..layout.rules import Part as PlannedPart
 from ..layout.rules import Plan
 from ..records import PART_BYTES
-from .decode import as_array, parse_shape
+from .decode import parse_shape
 from .light import NONE, LightRows, Positions
 from .payload import Payloads
 
@@ -139,15 +139,10 @@ class Assembler:
         num_bytes = _num_bytes(payloads)
         joined = concatenate(payloads, width)
         if joined is None:
-            data = np.concatenate([self._decode(payload, width) for payload in payloads])
+            data = np.concatenate([decode(p.encoding, p.data, p.payload_bytes, width) for p in payloads])
             yield self._encoded(data, width, start)
         else:
             yield Part(joined[0], joined[1], num_bytes, start)
-
-    def _decode(self, payload: Payload, width: int) -> npt.NDArray[np.uint8]:
-        from ..format.codec import decode
-
-        return decode(payload.encoding, payload.data, payload.payload_bytes, width)
 
     def _computed(self, plan: Plan, positions: Sequence[int], start: int, stop: int) -> Iterator[Part]:
         dtype = self.dtype(plan, positions)
@@ -321,8 +316,3 @@ def as_items(data: npt.NDArray[np.uint8], dtype: str) -> Items:
 
 def _num_bytes(payloads: Sequence[Payload]) -> int:
     return sum(payload.payload_bytes for payload in payloads)
-
-
-def to_array(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> npt.NDArray[Any]:
-    """Bytes of a tensor as numpy array of torch's dtype."""
-    return as_array(data, dtype, shape)

@@ -65,7 +65,7 @@ class RootBatches:
         """
         calls = self._calls.get(when)
         if calls is None:
-            return self._usual(when[:2], ranks, expected)
+            return NO_BATCH  # that of another step might be another: windows of steps must answer as the whole does
         if seqs is None:
             numbers = [tuple(min(k, len(calls.get(rank, ())) - 1) for rank in expected) for k in range(_MAX_BATCHES)]
         else:
@@ -93,18 +93,6 @@ class RootBatches:
     def ran(self, when: _When, rank: int) -> bool:
         """Whether a call of the root was recorded on a rank."""
         return rank in self._calls.get(when, {})
-
-    def _usual(self, which: tuple[str, str], ranks: tuple[int, ...], expected: tuple[int, ...]) -> tuple[Batch, ...]:
-        """Where a slice's own root input was not recorded: that of the others of the root and mode, if all agree."""
-        key = which, ranks, expected
-        if key not in self._known:
-            found = {
-                _batches([{rank: of_rank[0] for rank, of_rank in calls.items()}], ranks, expected)
-                for (root, mode, *_), calls in self._calls.items()
-                if (root, mode) == which
-            }
-            self._known[key] = found.pop() if len(found) == 1 else NO_BATCH
-        return self._known[key]
 
     @cached_property
     def _calls(self) -> dict[_When, dict[int, list[_Call]]]:

@@ -28,6 +28,7 @@ from ..layout.rules import (
 )
 from .batches import NO_BATCH, RootBatches, text_of
 from .decode import parse_shape
+from .evidence import NULL, POSITIVE, Described, Evidence, Ints, bits_of, digest, pack
 from .facts import Group, RunFacts
 from .light import NONE, Keys, LightRows, Positions
 
@@ -43,7 +44,6 @@ COLUMNS = (
 """What must be loaded of the rows."""
 
 _ASSUMED = " (assumed to be replicas: neither DDP nor FSDP was seen; --layout '...=per_rank' if they are not)"
-Ints = npt.NDArray[np.int64]
 
 
 class Finding(NamedTuple):
@@ -208,7 +208,7 @@ class Grouping:
             "repeat": np.zeros(len(at)),
         }
         both = [np.concatenate([columns[name], changed.get(name, columns[name][at])]) for name in _KEY]
-        numbers = _pack(both)
+        numbers = pack(both)
         twins = np.full(len(chosen), -1)
         twins[at] = numbers[len(chosen) :]
         is_backward = columns["phase"] == backward
@@ -219,12 +219,12 @@ class Grouping:
     def _keys(self, name: str, positions: Positions) -> Keys:
         return self._rows.keys(name, positions)
 
-    def _describe(self, chosen: Positions, starts: Ints) -> _Described:
+    def _describe(self, chosen: Positions, starts: Ints) -> Described:
         """Per row a number that stands for its piece, and per value whether all its rows are equal."""
         rows = self._rows
         ends = np.r_[starts[1:], len(chosen)]
         columns = [self._keys(name, chosen).codes for name in _PIECE]
-        local = _pack([*columns, rows.numbers("rank")[chosen]])
+        local = pack([*columns, rows.numbers("rank")[chosen]])
         _, first_of_code = np.unique(local, return_index=True)
         codes = np.array([self._number_of(self._piece(int(chosen[at]))) for at in first_of_code], np.int64)[local]
         of_row = np.repeat(np.arange(len(starts)), ends - starts)
@@ -232,15 +232,15 @@ class Grouping:
         firsts = starts[of_row]
         has_fingerprint = np.logical_and.reduceat(fingerprints != NONE, starts)
         same_fingerprint = np.logical_and.reduceat(fingerprints == fingerprints[firsts], starts)
-        bits = [_bits(rows.take(name, chosen)) for name in (*STATISTICS, *COUNTS)]
-        has_statistics = np.logical_and.reduceat(bits[-1] != _NULL, starts)
-        digests = _digest(bits)
+        bits = [bits_of(rows.take(name, chosen)) for name in (*STATISTICS, *COUNTS)]
+        has_statistics = np.logical_and.reduceat(bits[-1] != NULL, starts)
+        digests = digest(bits)
         same_statistics = np.logical_and.reduceat(digests == digests[firsts], starts)
         low, high, nans, infs = (
             bits[[*STATISTICS, *COUNTS].index(n)] for n in ("min", "max", "nan_count", "inf_count")
         )
-        constant = (low == high) & (low != _NULL) & (nans == 0) & (infs == 0) & (low == low[firsts])
-        return _Described(
+        constant = (low == high) & (low != NULL) & (nans == 0) & (infs == 0) & (low == low[firsts])
+        return Described(
             chosen=chosen,
             starts=starts,
             ends=ends,
@@ -250,7 +250,7 @@ class Grouping:
             has_same_statistics=has_statistics & same_statistics,
             constant=np.logical_and.reduceat(constant, starts),
             fingerprints=fingerprints,
-            statistics=np.where(bits[-1] == _NULL, NONE, digests & _POSITIVE),
+            statistics=np.where(bits[-1] == NULL, NONE, digests & POSITIVE),
             labels={name: self._keys(name, chosen[starts]) for name in _LABELS},
         )
 
@@ -274,7 +274,7 @@ class Grouping:
             texts["mesh"],
         )
 
-    def _value(self, described: _Described, number: int, forward: Value | None, *, is_gradient: bool) -> Value:
+    def _value(self, described: Described, number: int, forward: Value | None, *, is_gradient: bool) -> Value:
         start, end = int(described.starts[number]), int(described.ends[number])
         first = int(described.chosen[start])
         names = tuple(text_of(described.labels[label], number) for label in _LABELS)
@@ -301,7 +301,7 @@ class Grouping:
             batches = self._batches(first, rows_at, ranks, expected, (root, mode, is_later), forward)
         override = self._override(path, site, name)
         is_float = pieces[0].dtype.startswith(("float", "bfloat"))
-        evidence = _Evidence(described, number, rows_at, self._is_same, self._is_repeated, is_float=is_float)
+        evidence = Evidence(described, number, rows_at, self._is_same, self._is_repeated, is_float=is_float)
         known_of_values = evidence.without_payloads()
         forward_plan = forward.plan if forward is not None else None
         key = codes, group, expected, site, known_of_values, override, batches, id(forward_plan), is_gradient
@@ -338,7 +338,7 @@ class Grouping:
         site: str,
         group: Group,
         num_expected: int,
-        evidence: _Evidence,
+        evidence: Evidence,
         override: str | None,
         batches: tuple[Batch, ...],
         forward: Plan | Apart | None,
@@ -373,7 +373,7 @@ class Grouping:
         return plan, batch
 
     def _differing(
-        self, described: _Described, number: int, places: list[int], plan: Plan, positions: tuple[int, ...]
+        self, described: Described, number: int, places: list[int], plan: Plan, positions: tuple[int, ...]
     ) -> tuple[int, ...]:
         """Numbers of the pieces that differ from the one they should be a copy of."""
         if described.equal_of(number):
@@ -446,79 +446,6 @@ class Grouping:
         self.findings.append(Finding(kind, step, path, site, name, ranks, text))
 
 
-class _Evidence:
-    """What rows, and where they must be read payloads, say of the values of one group."""
-
-    def __init__(
-        self,
-        described: _Described,
-        number: int,
-        positions: tuple[int, ...],
-        is_same: Callable[[Sequence[int]], bool | None],
-        is_repeated: Callable[[int, int], bool | None],
-        *,
-        is_float: bool,
-    ) -> None:
-        self.has_read = False
-        self.is_by_statistics = False
-        """Whether equality was judged by statistics alone."""
-        self._is_float = is_float
-        self._equal = described.equal_of(number)
-        self._has_same_statistics = bool(described.has_same_statistics[number])
-        self._is_constant = bool(described.constant[number])
-        self._positions = positions
-        self._is_same = is_same
-        self._is_repeated = is_repeated
-
-    def without_payloads(self) -> tuple[bool | None, bool, bool]:
-        """All that is known from the rows."""
-        return self._equal, self._has_same_statistics, self._is_constant
-
-    def are_equal(self) -> bool:
-        """By fingerprint, else by value, else by statistics: of floats, whose sums tell, and the row says so.
-
-        Whole numbers are indices, masks and permutations often enough, which have equal statistics in any order.
-        """
-        if self._equal is None:
-            self.has_read = True
-            found = self._is_same(self._positions)
-            self.is_by_statistics = found is None and self._has_same_statistics and self._is_float
-            self._equal = self.is_by_statistics if found is None else found
-        return self._equal
-
-    def is_constant(self) -> bool:
-        return self._is_constant
-
-    def is_repeated(self, dim: int) -> bool:
-        self.has_read = True
-        return bool(self._is_repeated(self._positions[0], dim))
-
-
-class _Described(NamedTuple):
-    chosen: Positions
-    starts: Ints
-    ends: Ints
-    codes: Ints
-    pieces: list[Piece]
-    equal: Ints
-    """1 where all rows of a value are equal, 0 where they are not, `NONE` where only their payloads can tell."""
-    has_same_statistics: npt.NDArray[np.bool_]
-    constant: npt.NDArray[np.bool_]
-    fingerprints: Ints
-    statistics: Ints
-    """Of each row, a number that is equal where all statistics are; `NONE` without any."""
-    labels: dict[str, Keys]
-    """Of each value, the texts that name it."""
-
-    def equal_of(self, number: int) -> bool | None:
-        return None if self.equal[number] == NONE else bool(self.equal[number])
-
-
-_POSITIVE = np.int64((1 << 63) - 1)
-_NULL = np.iinfo(np.int64).min + 7
-"""Stands for null among the bits of statistics; as a float64 it is a denormal that no statistic is."""
-
-
 def parse_overrides(layouts: Sequence[str]) -> list[tuple[str, str]]:
     """``PATTERN=LAYOUT`` as pattern and layout.
 
@@ -542,42 +469,6 @@ def _of_ranks(forward: Value, ranks: tuple[int, ...]) -> Batch:
         return batch
     sizes = dict(zip(forward.present, batch.sizes, strict=True))
     return batch._replace(sizes=tuple(sizes[rank] for rank in ranks) if set(ranks) <= set(sizes) else None)
-
-
-def _pack(columns: Sequence[npt.NDArray[Any]]) -> Ints:
-    """One number per row, equal where all columns are; numbers count up in the order of the columns."""
-    packed, size = np.zeros(len(columns[0]), np.int64), 1
-    for column in columns:
-        values = column.astype(np.int64)
-        low = int(values.min()) if len(values) else 0
-        span = int(values.max()) - low + 1 if len(values) else 1
-        if size * span >= 1 << 62:
-            packed = np.unique(packed, return_inverse=True)[1].reshape(-1)
-            size = int(packed.max()) + 1
-        if size * span >= 1 << 62:
-            values = np.unique(values, return_inverse=True)[1].reshape(-1)
-            low, span = 0, int(values.max()) + 1
-        packed = packed * span + (values - low)
-        size *= span
-    numbers: Ints = np.unique(packed, return_inverse=True)[1].reshape(-1)
-    return numbers
-
-
-def _bits(column: Any) -> Ints:
-    """A column of numbers as integers that are equal where the values are, NaN and null included."""
-    values = (column.fill_null(0) if column.null_count else column).to_numpy()
-    found: Ints = values.view(np.int64).copy()
-    if column.null_count:
-        found[column.is_null().to_numpy()] = _NULL
-    return found
-
-
-def _digest(columns: Sequence[Ints]) -> Ints:
-    """One number per row out of several, equal where all are (and, one time in 2^64, where they are not)."""
-    total = np.zeros(len(columns[0]), np.uint64)
-    for column in columns:
-        total = (total ^ (total >> np.uint64(29)) ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-    return total.view(np.int64)
 
 
 def listed(ranks: Sequence[int]) -> str:

@@ -1,0 +1,126 @@
+"""Owns what rows say of the values of several ranks: whether they are equal, constant, repeated along a dim.
+
+Payloads are asked for only where rows say nothing that decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..layout.rules import Piece
+from .light import NONE, Keys, Positions
+
+Ints = npt.NDArray[np.int64]
+POSITIVE = np.int64((1 << 63) - 1)
+NULL = np.iinfo(np.int64).min + 7
+"""Stands for null among the bits of statistics; as a float64 it is a denormal that no statistic is."""
+
+
+class Described(NamedTuple):
+    """Rows grouped by value: what is known of each row and of each group."""
+
+    chosen: Positions
+    starts: Ints
+    ends: Ints
+    codes: Ints
+    pieces: list[Piece]
+    equal: Ints
+    """1 where all rows of a value are equal, 0 where they are not, `NONE` where only their payloads can tell."""
+    has_same_statistics: npt.NDArray[np.bool_]
+    constant: npt.NDArray[np.bool_]
+    fingerprints: Ints
+    statistics: Ints
+    """Of each row, a number that is equal where all statistics are; `NONE` without any."""
+    labels: dict[str, Keys]
+    """Of each value, the texts that name it."""
+
+    def equal_of(self, number: int) -> bool | None:
+        return None if self.equal[number] == NONE else bool(self.equal[number])
+
+
+class Evidence:
+    """What rows, and where they must be read payloads, say of the values of one group."""
+
+    def __init__(
+        self,
+        described: Described,
+        number: int,
+        positions: tuple[int, ...],
+        is_same: Callable[[Sequence[int]], bool | None],
+        is_repeated: Callable[[int, int], bool | None],
+        *,
+        is_float: bool,
+    ) -> None:
+        self.has_read = False
+        self.is_by_statistics = False
+        """Whether equality was judged by statistics alone."""
+        self._is_float = is_float
+        self._equal = described.equal_of(number)
+        self._has_same_statistics = bool(described.has_same_statistics[number])
+        self._is_constant = bool(described.constant[number])
+        self._positions = positions
+        self._is_same = is_same
+        self._is_repeated = is_repeated
+
+    def without_payloads(self) -> tuple[bool | None, bool, bool]:
+        """All that is known from the rows."""
+        return self._equal, self._has_same_statistics, self._is_constant
+
+    def are_equal(self) -> bool:
+        """By fingerprint, else by value, else by statistics: of floats, whose sums tell, and the row says so.
+
+        Whole numbers are indices, masks and permutations often enough, which have equal statistics in any order.
+        """
+        if self._equal is None:
+            self.has_read = True
+            found = self._is_same(self._positions)
+            self.is_by_statistics = found is None and self._has_same_statistics and self._is_float
+            self._equal = self.is_by_statistics if found is None else found
+        return self._equal
+
+    def is_constant(self) -> bool:
+        return self._is_constant
+
+    def is_repeated(self, dim: int) -> bool:
+        self.has_read = True
+        return bool(self._is_repeated(self._positions[0], dim))
+
+
+def pack(columns: Sequence[npt.NDArray[Any]]) -> Ints:
+    """One number per row, equal where all columns are; numbers count up in the order of the columns."""
+    packed, size = np.zeros(len(columns[0]), np.int64), 1
+    for column in columns:
+        values = column.astype(np.int64)
+        low = int(values.min()) if len(values) else 0
+        span = int(values.max()) - low + 1 if len(values) else 1
+        if size * span >= 1 << 62:
+            packed = np.unique(packed, return_inverse=True)[1].reshape(-1)
+            size = int(packed.max()) + 1
+        if size * span >= 1 << 62:
+            values = np.unique(values, return_inverse=True)[1].reshape(-1)
+            low, span = 0, int(values.max()) + 1
+        packed = packed * span + (values - low)
+        size *= span
+    numbers: Ints = np.unique(packed, return_inverse=True)[1].reshape(-1)
+    return numbers
+
+
+def bits_of(column: Any) -> Ints:
+    """A column of numbers as integers that are equal where the values are, NaN and null included."""
+    values = (column.fill_null(0) if column.null_count else column).to_numpy()
+    found: Ints = values.view(np.int64).copy()
+    if column.null_count:
+        found[column.is_null().to_numpy()] = NULL
+    return found
+
+
+def digest(columns: Sequence[Ints]) -> Ints:
+    """One number per row out of several, equal where all are (and, one time in 2^64, where they are not)."""
+    total = np.zeros(len(columns[0]), np.uint64)
+    for column in columns:
+        total = (total ^ (total >> np.uint64(29)) ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+    return total.view(np.int64)
