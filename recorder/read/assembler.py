@@ -18,9 +18,9 @@ from ..errors import CorruptError
 from ..format.codec import Encoder, Payload, concatenate, decode, max_encoded_bytes
 from ..format.dtypes import item_bytes, numpy_dtype
 from ..layout.assemble import Items, Source, assemble
+from ..layout.plans import Part as PlannedPart
+from ..layout.plans import Plan
 from ..layout.regions import Ints
-from ..layout.rules import Part as PlannedPart
-from ..layout.rules import Plan
 from ..records import PART_BYTES
 from .decode import parse_shape
 from .light import NONE, LightRows, Positions

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..layout.rules import Piece
+from ..layout.plans import Piece
 from .light import NONE, Keys, Positions
 
 Ints = npt.NDArray[np.int64]

@@ -14,11 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..format.schema import COUNTS, STATISTICS
+from ..layout.plans import Apart, Piece, Plan
 from ..layout.rules import (
-    Apart,
     Batch,
-    Piece,
-    Plan,
     decide_activation,
     decide_gradient,
     decide_override,

@@ -18,7 +18,8 @@ import pyarrow.compute as pc
 from ..errors import LookupFailedError, RunError
 from ..format.dtypes import ITEM_BYTES, item_bytes, numpy_dtype
 from ..format.schema import COUNTS, LIGHT_COLUMNS, SCHEMA, STATISTICS
-from ..layout.rules import LOSSES, Plan, Term
+from ..layout.plans import Plan, Term
+from ..layout.rules import LOSSES
 from .assembler import Assembler, Part, as_items
 from .combine import combine, combine_fingerprints
 from .decode import as_array

@@ -20,8 +20,9 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from recorder.layout.assemble import Source, assemble
+from recorder.layout.plans import Apart, Piece, Plan
 from recorder.layout.regions import flat_boxes, overlap, shard, strided_shard
-from recorder.layout.rules import Apart, Piece, Plan, decide_state
+from recorder.layout.rules import decide_state
 
 Array = npt.NDArray[np.int64]
 Placement = dict[str, Any]

@@ -1,0 +1,86 @@
+"""Owns the words of assembly: pieces, and the plan that makes one tensor of them, or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from .regions import Ints, Region
+
+MAX_NAMED = 8
+"""Ranks that a message names."""
+
+
+class Piece(NamedTuple):
+    """One rank's local tensor, as its row describes it. Texts are the row's JSON."""
+
+    rank: int
+    dtype: str
+    shape: Ints
+    global_shape: Ints | None = None
+    offsets: Ints | None = None
+    placements: str | None = None
+    mesh: str | None = None
+
+
+class Term(NamedTuple):
+    """A summand: the number of a piece, and what its values are multiplied with."""
+
+    piece: int
+    factor: float = 1.0
+
+
+class Part(NamedTuple):
+    """A region of the global tensor and the pieces that make it; one with factor 1 is copied."""
+
+    region: Region
+    terms: tuple[Term, ...]
+
+    @property
+    def is_copy(self) -> bool:
+        return len(self.terms) == 1 and self.terms[0].factor == 1.0
+
+
+class Plan(NamedTuple):
+    """How pieces make one tensor."""
+
+    global_shape: Ints
+    parts: tuple[Part, ...]
+    source: str
+    """The row's `layout_source`."""
+    op: str = "sum"
+    copies: tuple[Ints, ...] = ()
+    """Numbers of pieces that must hold the same values; the first of each stands in a part."""
+    scale: str | None = None
+    """The row's `scale`."""
+    dtype: str | None = None
+    """Of the result, where it is not that of the pieces."""
+    is_complete: bool = True
+    """False where pieces are missing that would have covered the rest."""
+    dim: int | None = None
+    """Along which batches were laid end to end."""
+    note: tuple[tuple[str, Any], ...] = ()
+    """More members for the row's `note`."""
+
+    needs_all: bool = False
+    """Ranks that are missing might have changed it, although one rank's tensor has all its elements."""
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether one rank's tensor is all of it."""
+        is_whole = self.is_complete and self.dim is None and len(self.parts) == 1
+        return is_whole and self.parts[0].is_copy and not self.needs_all
+
+
+class Apart(NamedTuple):
+    """The pieces make no single tensor, and stay with their ranks."""
+
+    kind: str
+    """``per_rank``: no rule fits. ``inconsistent``: they contradict each other."""
+    why: str
+
+
+def named(pieces: Sequence[Piece], field: str) -> str:
+    """What each rank says of something, for messages."""
+    values = ((piece.rank, getattr(piece, field)) for piece in pieces[:MAX_NAMED])
+    return ", ".join(f"rank {rank} {list(v) if isinstance(v, tuple) else v}" for rank, v in values)
