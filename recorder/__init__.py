@@ -7,7 +7,8 @@ Importing this module loads neither torch nor pyarrow.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+import sys
+from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
 from .errors import RecorderError as RecorderError
@@ -20,9 +21,13 @@ if TYPE_CHECKING:
     from .analyze.first import first as first
     from .analyze.stats import stats as stats
     from .attachment import Attachment
+    from .instrumentation import instrument as instrument
+    from .instrumentation import strip as strip
     from .read.decode import decode as decode
     from .read.run import Run as Run
     from .read.run import open_run as open_run
+    from .taps import tap as tap
+    from .tracing import trace as trace
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,16 +39,18 @@ __all__ = [
     "errors",
     "export",
     "first",
+    "instrument",
     "open_run",
     "scalar",
     "stats",
     "step",
+    "strip",
     "tap",
+    "trace",
 ]
 
-_T = TypeVar("_T")
 _active: Any = None
-"""The recorder that is recording in this process, set by `recorder.recorder`; None: `tap` and the others do nothing."""
+"""The recorder that is recording in this process, set by `recorder.active`; None: `tap` and the others do nothing."""
 
 _LAZY = {
     "open_run": "read.run",
@@ -52,7 +59,11 @@ _LAZY = {
     "diff": "analyze.diff",
     "export": "analyze.export",
     "first": "analyze.first",
+    "instrument": "instrumentation",
     "stats": "analyze.stats",
+    "strip": "instrumentation",
+    "tap": "taps",
+    "trace": "tracing",
 }
 
 
@@ -60,7 +71,8 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         from importlib import import_module
 
-        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+        value = globals()[name] = getattr(import_module(f".{_LAZY[name]}", __name__), name)
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -90,16 +102,9 @@ def attach(model: nn.Module, *, enabled: bool | None = None, name: str | None = 
         from .attachment import Inactive
 
         return Inactive()
-    from .recorder import attach as attach_now
+    from .active import attach as attach_now
 
     return attach_now(model, name=name, settings=settings)
-
-
-def tap(name: str, tensor: _T) -> _T:
-    """Record a tensor under ``name`` and return it unchanged; the identity when nothing is recording."""
-    if _active is not None:
-        _active.tap(name, tensor)
-    return tensor
 
 
 def scalar(name: str, value: Any) -> None:
@@ -112,3 +117,7 @@ def step(number: int) -> None:
     """Name the step by hand; from the first call on, only these calls move it."""
     if _active is not None:
         _active.name_step(number)
+
+
+if "torch" in sys.modules:  # artefacts that hold taps need the op; without torch there are none yet
+    from . import ops as _ops  # noqa: F401

@@ -16,6 +16,11 @@ class Attachment:
         self._place = place
 
     @property
+    def is_attached(self) -> bool:
+        """Whether it has not been closed."""
+        return self._detach is not None
+
+    @property
     def run_dir(self) -> Path | None:
         """The run directory; None until the writer has made it (or where it could not)."""
         return self._place()

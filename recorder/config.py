@@ -13,8 +13,9 @@ import re
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -81,26 +82,30 @@ class Schedule:
 
 
 EVERY = Schedule.parse("::1")
+ANY = ("*",)
+"""Patterns that match everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """One selection: which values, at which steps, and what to keep; several that match keep all they ask for."""
 
-    module: tuple[str, ...] = ("*",)
+    module: tuple[str, ...] = ANY
     """Patterns of module paths: a glob, or ``re:`` and a regular expression; ``!`` excludes, ``''`` is the root."""
-    cls: tuple[str, ...] = ("*",)
+    cls: tuple[str, ...] = ANY
     """Patterns of class names (key ``class``)."""
     leaf: bool = False
     """Only modules without children."""
     site: tuple[str, ...] = SITES
-    name: tuple[str, ...] = ("*",)
+    name: tuple[str, ...] = ANY
     """Patterns of leaf names: the argument, the path in a nested output, the parameter."""
     rank: Schedule = EVERY
     steps: Schedule = EVERY
     call: Schedule = EVERY
     """Which calls of a module within a micro-step; an evaluation loop is many calls of one step."""
     keep: int = KEEP_STATS
+    written: str = field(default="", compare=False, repr=False)
+    """As somebody wrote it, for messages; nothing where it was no text."""
 
     KEYS: ClassVar = ("module", "class", "leaf", "site", "name", "rank", "steps", "call", "keep")
 
@@ -115,13 +120,13 @@ class Rule:
         """The rule in the form that `parse_rules` reads."""
         parts: list[str] = []
         for key, values in (("module", self.module), ("class", self.cls)):
-            if values != ("*",):
+            if values != ANY:
                 parts.append(f"{key}={shlex.quote(','.join(values))}")
         if self.leaf:
             parts.append("leaf=yes")
         if self.site != SITES:
             parts.append("site=" + ",".join(self.site))
-        if self.name != ("*",):
+        if self.name != ANY:
             parts.append(f"name={shlex.quote(','.join(self.name))}")
         for key, schedule in (("rank", self.rank), ("steps", self.steps), ("call", self.call)):
             if schedule != EVERY:
@@ -131,11 +136,17 @@ class Rule:
 
 
 def _matches(patterns: tuple[str, ...], text: str) -> bool:
-    if patterns == ("*",):
+    if patterns == ANY:
         return True
-    wanted = [p for p in patterns if not p.startswith("!")] or ["*"]
-    unwanted = [p[1:] for p in patterns if p.startswith("!")]
+    wanted, unwanted = _sides(patterns)
     return any(_matches_one(p, text) for p in wanted) and not any(_matches_one(p, text) for p in unwanted)
+
+
+@lru_cache(maxsize=256)
+def _sides(patterns: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Patterns that include, and those that exclude."""
+    wanted = [p for p in patterns if not p.startswith("!")] or ["*"]
+    return wanted, [p[1:] for p in patterns if p.startswith("!")]
 
 
 def _matches_one(pattern: str, text: str) -> bool:
@@ -144,24 +155,29 @@ def _matches_one(pattern: str, text: str) -> bool:
     return fnmatchcase(text, pattern)
 
 
-def parse_rules(value: object) -> tuple[Rule, ...]:
+def parse_rules(value: object, *, keys: Sequence[str] = Rule.KEYS, sites: Sequence[str] = SITES) -> tuple[Rule, ...]:
     """Read rules from text (``site=output keep=tensor; site=grad``), a table, or a list of either.
+
+    Args:
+        value: the rules.
+        keys: those that a message about an unknown one offers.
+        sites: the same.
 
     Raises:
         ConfigError: a key, a site, a schedule or a pattern is wrong; the message says what is allowed.
     """
     if isinstance(value, str):
-        return tuple(_rule_from_text(text) for text in value.split(";") if text.strip())
+        return tuple(_rule_from_text(text, keys, sites) for text in value.split(";") if text.strip())
     if isinstance(value, Rule):
         return (value,)
     if isinstance(value, Mapping):
-        return (_rule_from_table(value),)
+        return (_rule_from_table(value, keys, sites),)
     if isinstance(value, Sequence):
-        return tuple(rule for item in value for rule in parse_rules(item))
+        return tuple(rule for item in value for rule in parse_rules(item, keys=keys, sites=sites))
     raise ConfigError(f"rules = {value!r}: expected text, a table or a list of them")
 
 
-def _rule_from_text(text: str) -> Rule:
+def _rule_from_text(text: str, keys: Sequence[str], sites: Sequence[str]) -> Rule:
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -170,21 +186,21 @@ def _rule_from_text(text: str) -> Rule:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
-            raise ConfigError(f"rules: {word!r} in {text.strip()!r} is no key=value; keys are {', '.join(Rule.KEYS)}")
+            raise ConfigError(f"rules: {word!r} in {text.strip()!r} is no key=value; keys are {', '.join(keys)}")
         if key in table:
             raise ConfigError(f"rules: {key!r} stands twice in {text.strip()!r}; join the values with commas")
         table[key] = value
-    return _rule_from_table(table)
+    return replace(_rule_from_table(table, keys, sites), written=text.strip())
 
 
-def _rule_from_table(table: Mapping[str, object]) -> Rule:
+def _rule_from_table(table: Mapping[str, object], keys: Sequence[str], sites: Sequence[str]) -> Rule:
     def problem(key: str, why: str) -> ConfigError:
         return ConfigError(f"rules: {key} = {table[key]!r}: {why}")
 
     chosen: dict[str, Any] = {}
     for key, value in table.items():
         if key not in Rule.KEYS:
-            raise ConfigError(f"rules: unknown key {key!r}{_nearest(key, Rule.KEYS)}; keys are {', '.join(Rule.KEYS)}")
+            raise ConfigError(f"rules: unknown key {key!r}{_nearest(key, keys)}; keys are {', '.join(keys)}")
         if key in ("rank", "steps", "call"):
             text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
             try:
@@ -211,7 +227,8 @@ def _rule_from_table(table: Mapping[str, object]) -> Rule:
             words = SITES
         for word in words:
             if word not in allowed:
-                raise problem(key, f"unknown {key} {word!r}{_nearest(word, allowed)}; allowed: {', '.join(allowed)}")
+                offered = sites if key == "site" else allowed
+                raise problem(key, f"unknown {key} {word!r}{_nearest(word, offered)}; allowed: {', '.join(offered)}")
         chosen[key] = words if key == "site" else sum({KEEPS[word] for word in words})
     return Rule(**chosen)
 
@@ -249,6 +266,9 @@ class Settings:
     rules: tuple[Rule, ...] = _setting(DEFAULT_RULES, "what is recorded; see the README's section on choosing")
     roots: str = _setting("optimizer", "what is watched: modules that an optimizer trains, or any", "optimizer", "any")
     step_optimizer: str = _setting("", "class name of the optimizer that counts the steps; empty: the first to step")
+    compiled: str = _setting(
+        "skip", "what is about to be compiled: left as it is, or tapped in its graph", "skip", "tap"
+    )
     pool_bytes: int = _setting(0, "host memory for values on their way to disk, bytes; 0: 1 GiB, at most 5 % of memory")
     policy: str = _setting("wait", "when the pool is full: wait a bounded time, or drop at once", "wait", "drop")
     wait_s_per_step: float = _setting(1.0, "longest wait of one step for room in the pool, seconds")
@@ -262,12 +282,20 @@ class Settings:
     )
     codec_level: int = _setting(1, "zstd level, -7 to 19")
     direct_io: str = _setting("auto", "write past the page cache where the file system can", "auto", "off")
-    max_bytes: int = _setting(16 << 30, "disk quota of one rank, bytes; a quarter of it is kept for statistics")
+    max_bytes: int = _setting(
+        16 << 30, "disk quota of one rank over restarts, bytes; a quarter of it is for statistics"
+    )
+    keep_newest: int = _setting(0, "delete shards of steps before the newest so many, by number; 0: keep all that fits")
+    keep_steps: str = _setting("", "steps that are never deleted, such as ::1000 or pow2; each change ends a shard")
+    permissions: str = _setting(
+        "owner", "who may read the files: owner, also the group, or all", "owner", "group", "all"
+    )
     min_free_bytes: int = _setting(2 << 30, "recording pauses while the file system has less than this free, bytes")
     on_quota: str = _setting(
         "retire", "at the quota: remove the oldest shards but the first, or stop", "retire", "stop"
     )
     close_deadline_s: float = _setting(5.0, "longest time that ending the process waits for the last bytes, seconds")
+    status_interval_s: float = _setting(2.0, "how often a rank shows `recorder top` what it does, seconds; 0: never")
     join_deadline_s: float = _setting(10.0, "longest wait of the writer for a run name agreed by all ranks, seconds")
 
     def __post_init__(self) -> None:
@@ -275,6 +303,10 @@ class Settings:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ConfigError(f"{name} = {value!r}: allowed is {low:g} to {high:g}")
+        try:
+            _ = self.keep_steps and Schedule.parse(self.keep_steps)
+        except ValueError as error:
+            raise ConfigError(f"keep_steps = {self.keep_steps!r}: {error}") from None
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
@@ -287,8 +319,10 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("shard_bytes", 1 << 20, 1 << 40),
     ("codec_level", -7, 19),
     ("max_bytes", 1 << 20, 1 << 60),
+    ("keep_newest", 0, 1 << 60),
     ("min_free_bytes", 0, 1 << 60),
     ("close_deadline_s", 0, 3600),
+    ("status_interval_s", 0, 3600),
     ("join_deadline_s", 0, 3600),
 )
 _SMALLEST_POOL_BYTES = 1 << 20

@@ -3,6 +3,9 @@
 RecorderError
 ├── ConfigError          a setting is wrong: unknown key, impossible value, unreadable file
 ├── AttachError          a model cannot be attached, or a pattern matches nothing
+├── TraceError           a trace cannot answer what was asked
+│   └── TraceKeyError        it has no such value, or several
+├── TapError             a model cannot be instrumented or stripped, or a tap has a wrong name
 ├── WriteError           the run directory cannot be used, or the writer gave up
 └── RunError             a recorded run cannot be read
     ├── NotARunError         the path is missing, or holds no run of ours
@@ -24,6 +27,21 @@ class ConfigError(RecorderError, ValueError):
 
 class AttachError(RecorderError):
     """A model cannot be attached as asked; nothing was changed on it."""
+
+
+class TapError(RecorderError):
+    """A model cannot be instrumented or stripped as asked, or a tap's name is wrong; nothing was changed."""
+
+
+class TraceError(RecorderError):
+    """A trace cannot answer: it keeps no graph, or there is none between two values, or a vector does not fit."""
+
+
+class TraceKeyError(TraceError, KeyError):
+    """A trace has no such value, or several; the message names the nearest and, where it is known, the reason."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError would show its repr
 
 
 class WriteError(RecorderError):

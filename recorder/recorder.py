@@ -1,20 +1,21 @@
-"""The recorder of this process: joins capture to the writer, from the first root call to the end of the process.
+"""A recorder: joins capture to the writer, from the first root call to the end of the process.
 
-One is active at a time. Nothing starts before the first root call: a launcher's agent, a data loader's worker and a
+Nothing starts before the first root call: a launcher's agent, a data loader's worker and a
 compile worker import torch too. Nothing here may raise into training.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
+import gc
 import logging
 import os
-import platform
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import __version__, config
-from .attachment import Attachment
+from . import config, summary, taps
 from .capture import hooks, topology, tree
 from .capture.core import Capture
 from .capture.discovery import Discovery, has_compiled_anything
@@ -33,24 +33,31 @@ from .capture.optimizers import OptimizerWatch, find_live, last_step, wrap_closu
 from .capture.pool import Pool, default_capacity_bytes
 from .capture.root import Root
 from .config import Loaded
-from .errors import AttachError, ConfigError
-from .signals import TerminationWatch
+from .description import Description
+from .graphs import is_traced
+from .processes import own_process
+from .signals import TerminationWatch, blocked_in_new_threads
 
 _logger = logging.getLogger("recorder")
-_package = sys.modules[__package__]
-_start_lock = threading.RLock()
 _MAX_LIVE_SCANS = 5
 """Scans of all objects for optimizers (0.1 s for 361,000 objects) before a process without one is left alone."""
 _MAX_RENEWALS = 20
 """Looks for modules that came after the first call, at steps that update parameters of unknown origin."""
 _SETTLE_S = 1.0
-"""How long the first forward waits for the writer to have its directory."""
+"""How long the first forward waits for the writer to have its directory, if it may wait so long."""
 
 
 class Recorder:
     """One recording: armed at ``import torch`` or by `attach`, running from the first root call, then closed."""
 
-    def __init__(self, loaded: Loaded, *, by_flag: bool) -> None:
+    def __init__(self, loaded: Loaded, *, by_flag: bool, on_change: Callable[[Recorder, bool], None]) -> None:
+        """Nothing happens before the first root call.
+
+        Args:
+            loaded: the settings in force.
+            by_flag: whether the environment asks, and not the program.
+            on_change: told when this recorder begins to record (True) and when it is over (False).
+        """
         self.loaded = loaded
         self.settings = loaded.settings
         self.by_flag = by_flag
@@ -58,20 +65,28 @@ class Recorder:
         self.events = Events()
         self.capture: Capture | None = None
         self._pid = os.getpid()
+        self._on_change = on_change
+        self._lock = threading.RLock()
         self._optimizers: OptimizerWatch | None = None
         self._writer: Any = None
-        self._topology: topology.Topology | None = None
+        self._description: Description | None = None
         self._termination: TerminationWatch | None = None
-        self._started_ns = 0
         self._is_closed = False
+        self._last_words = threading.Lock()
+        """Held once somebody has begun to say them, and never released."""
         self._live_scans = 0
         self._live: list[Optimizer] = []
         self._has_stepped = False
+        self._stand_ins: list[nn.Module] = []
+        """Of roots without a module."""
         self._num_optimizers = 0
+        self._num_judged = 0
+        """Paths of modules that patterns were compared with last."""
         self._num_renewals = 0
         self._turned_down = (0, "")
         """The largest module that ran under no root, by its number of parameters."""
         self._manifest_key: object = None
+        self._next_status_s = 0.0
         self.discovery = Discovery(self) if by_flag else None
         self._early_handles: list[Any] = []
         if by_flag:
@@ -79,7 +94,7 @@ class Recorder:
                 register_optimizer_step_pre_hook(self._steps_before_root),
                 register_optimizer_step_post_hook(self._stepped_without_root),
             ]
-            atexit.register(self.close)
+            atexit.register(self._at_exit)
 
     # -- what discovery asks --------------------------------------------------------------------------------------
 
@@ -117,6 +132,8 @@ class Recorder:
     def found(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make a module a root; its call is under way."""
         root = self.add_root(module, None)
+        if isinstance(module, torch.jit.ScriptModule):
+            return  # it takes no hooks, so that nobody would see the call end; its taps show what they show
         root.begins(module)
         watch = next((w for w in root.watches if w.module() is module), None)
         if watch is not None and watch.pre_hook is not None:
@@ -135,20 +152,27 @@ class Recorder:
 
     def add_root(self, module: nn.Module, name: str | None) -> Root:
         """Start if this is the first root, and put hooks on it."""
-        with _start_lock:
+        with self._lock:
             if self.capture is None:
-                self._start()
+                try:
+                    self._start()
+                except Exception:
+                    self._undo_start()
+                    raise
             assert self.capture is not None and self._optimizers is not None
-            root = self.capture.add_root(module, name)
-            self._optimizers.rescan()
+            with collector_paused():
+                root = self.capture.add_root(module, name)
+                self._optimizers.rescan()
             return root
 
     def _start(self) -> None:
         from .capture.measure import measure
         from .write.writer import Writer
 
-        self._started_ns = time.time_ns()
-        here = self._topology = topology.read()
+        here = topology.read()
+        self._description = Description(
+            topology=here, loaded=self.loaded, process=own_process(), started_ns=time.time_ns(), by_flag=self.by_flag
+        )
         capacity = self.settings.pool_bytes or default_capacity_bytes(here.local_world_size)
         writer = Writer(
             settings=_write_settings(self.settings),
@@ -173,25 +197,41 @@ class Recorder:
             self.capture.step_changed()
         self._remove_early_hooks()
         if not self.by_flag:
-            atexit.register(self.close)
+            atexit.register(self._at_exit)
         deadline_s = self.settings.close_deadline_s
-        self._termination = TerminationWatch(flush=lambda: self.flush(deadline_s), finish=self._finish)
+        self._termination = TerminationWatch(
+            flush=lambda: writer.drain(deadline_s), finish=self._finish, deadline_s=deadline_s
+        )
         self._termination.install()
         writer.set_manifest(self._manifest())
         unsettled_s = writer.last_progress_s
-        writer.start()
-        _package._active = self  # type: ignore[attr-defined]
+        with blocked_in_new_threads():
+            writer.start()
+        self._on_change(self, True)
         # A disk that takes nothing is said before the first step; one that is merely slow holds nothing up.
-        until_s = time.monotonic() + _SETTLE_S
+        patience_s = self.settings.wait_s_per_step if self.settings.policy == "wait" else 0.0
+        until_s = time.monotonic() + min(_SETTLE_S, patience_s)
         while writer.last_progress_s == unsettled_s and time.monotonic() < until_s:
             time.sleep(0.001)
+
+    def _undo_start(self) -> None:
+        """No memory for the pool, or no thread: training goes on as if nobody had asked."""
+        self._is_closed = True
+        self._remove_early_hooks()
+        if self._optimizers is not None:
+            self._optimizers.close()
+        if self._termination is not None:
+            self._termination.uninstall()
+        self.capture = None
+        atexit.unregister(self._at_exit)
+        self._on_change(self, False)
 
     def _resolve_place(self) -> Any:
         """Where to write; on the writer thread, for it may wait for the other ranks."""
         from .write.writer import RunPlace
 
-        here = self._topology
-        assert here is not None
+        assert self._description is not None
+        here = self._description.topology
         name, is_shared = topology.run_id(here, deadline_s=self.settings.join_deadline_s)
         if not is_shared:
             self.events.add(
@@ -199,49 +239,17 @@ class Recorder:
                 f"the ranks could not agree on a run name, so this rank writes to {name!r}; start through torchrun or "
                 "initialise the process group before the first forward",
             )
-        manifest = {
-            "format": "recorder",
-            "version": [1, 0],
-            "run_id": name,
-            "world_size": here.world_size,
-            "created_ns": self._started_ns,
-            "asked": {item.name: item.value for item in self.loaded.explain() if item.source != "default"},
-        }
+        manifest = self._description.run(name)
         return RunPlace(run_dir=self._dir / name, run_manifest=manifest, rank=here.rank, attempt=here.attempt)
 
     def _manifest(self) -> dict[str, Any]:
-        """What `_writer.json` says; any thread."""
-        here, capture = self._topology, self.capture
-        assert here is not None and capture is not None
-        optimizers = self._optimizers
-        return {
-            "rank": here.rank,
-            "local_rank": here.local_rank,
-            "node_rank": here.node_rank,
-            "world_size": here.world_size,
-            "host": here.host,
-            "pid": self._pid,
-            "attempt": here.attempt,
-            "started_ns": self._started_ns,
-            "versions": {"recorder": __version__, "python": platform.python_version(), "torch": torch.__version__},
-            "step_source": capture.clock.source,
-            "settings": {e.name: {"value": e.value, "source": e.source} for e in self.loaded.explain()},
-            "rules": [rule.text for rule in self.settings.rules],
-            "pool_bytes": capture.pool.capacity_bytes,
-            "pool_peak_bytes": capture.pool.peak_bytes,
-            "waited_s": round(capture.pool.waited_s, 3),
-            "roots": [_describe_root(root) for root in capture.past_roots + capture.roots],
-            "optimizers": optimizers.names() if optimizers is not None else [],
-            "events": self.events.as_list(),
-            "autoload": self.by_flag,
-        }
+        assert self.capture is not None and self._description is not None
+        return self._description.writer(self.capture, self._optimizers, self.events)
 
     def _poll(self) -> None:
         """On the writer thread, several times a second: log what happened, keep the manifest up to date."""
         try:
             self.events.say()
-            if self._termination is not None:
-                self._termination.poll()
             capture = self.capture
             if capture is None or self._is_closed:
                 return
@@ -251,8 +259,15 @@ class Recorder:
                 self.events.has_changed = False
                 self._manifest_key = (False, *key[1:])
                 self._writer.set_manifest(self._manifest())
+            if self.settings.status_interval_s and time.monotonic() >= self._next_status_s:
+                self._next_status_s = time.monotonic() + self.settings.status_interval_s
+                self._show_status(capture)
         except Exception as error:
             self.events.add("hook_error", f"bookkeeping failed: {type(error).__name__}: {error}", key="poll")
+
+    def _show_status(self, capture: Capture) -> None:
+        assert self._description is not None
+        self._writer.set_status(self._description.status(capture))
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -268,9 +283,8 @@ class Recorder:
         capture.every_call_is_a_step = False
         if not self._has_stepped:
             self._has_stepped = True
-            if has_compiled_anything():
-                for root in capture.roots:
-                    root.mark_silent_as_compiled()
+            for root in capture.roots:
+                root.step_is_over(has_compiled=has_compiled_anything())
         if not optimizers.has_root(optimizer) and self._num_renewals < _MAX_RENEWALS:
             self._num_renewals += 1
             if capture.renew_grown_roots():
@@ -282,10 +296,17 @@ class Recorder:
             discovery.reconsider()
         if not optimizers.all_have_roots():
             return
-        for problem in capture.selection.unmatched(self._module_paths()):
-            self.events.add("pattern_unmatched", problem, key=problem, level=logging.ERROR)
+        self._judge_patterns(capture)
         if not has_compiled_anything():
             discovery.stop()
+
+    def _judge_patterns(self, capture: Capture) -> None:
+        """Say which rules match nothing, once for each state of the model: discovery may stay on at every step."""
+        paths = self._module_paths()
+        if len(paths) != self._num_judged:
+            self._num_judged = len(paths)
+            for problem in capture.selection.unmatched(paths):
+                self.events.add("pattern_unmatched", problem, key=problem, level=logging.ERROR)
 
     def _steps_before_root(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first forward may run in a closure that this step is given."""
@@ -309,7 +330,8 @@ class Recorder:
         self.events.add(
             "no_root",
             f"not recording: {type(optimizer).__name__} stepped, but no module with its parameters was seen to run "
-            "(compiled in place, or called through .forward()); call recorder.attach(model) before the first step",
+            "(compiled in place or inside a function, or called through .forward()); recorder.instrument(model) before "
+            "it is compiled, or recorder.attach(model) before the first step",
         )
         self.events.say()
         self._remove_early_hooks()
@@ -328,6 +350,65 @@ class Recorder:
             self.capture.tap(name, tensor, self._calling_module())
         except Exception as error:
             self.capture.hook_failed(f"tap {name!r}", error)
+
+    def tapped(self, value: torch.Tensor, name: str, where: str, number: int, with_grad: bool) -> None:
+        """An op in a graph shows a value."""
+        if self._is_out_of_reach() or is_traced():
+            return
+        try:
+            root = self.capture.tapped.root_of(where) if self.capture is not None else None
+            root = root or self._root_without_module(where)
+            if root is not None and self.capture is not None:
+                self.capture.tapped.saw(value, (name, where, number), root, with_grad=with_grad)
+        except Exception as error:
+            self._tap_failed(name, error)
+
+    def tapped_gradient(
+        self, gradient: torch.Tensor, name: str, where: str, number: int, *, is_total: bool = False
+    ) -> None:
+        """An op in a graph shows a gradient."""
+        if self._is_out_of_reach() or self.capture is None:
+            return
+        try:
+            self.capture.tapped.saw_gradient(gradient, (name, where, number), is_total=is_total)
+        except Exception as error:
+            self._tap_failed(name, error)
+
+    def has_no_hook(self, where: str) -> bool:
+        """Whether a module that runs eagerly is seen through its tap alone."""
+        if self._is_out_of_reach() or self.capture is None:
+            return False
+        try:
+            root = self.capture.tapped.root_of(where)
+            watch = root.tapped.get(where) if root is not None else None
+            return watch is not None and watch.is_hidden
+        except Exception as error:
+            self._tap_failed("", error)
+            return False
+
+    def _is_out_of_reach(self) -> bool:
+        return self._is_closed or os.getpid() != self._pid
+
+    def _tap_failed(self, name: str, error: Exception) -> None:
+        if self.capture is None:
+            self.discovery_failed(error)
+        else:
+            self.capture.hook_failed(f"tap {name!r}", error)
+
+    def _root_without_module(self, where: str) -> Root | None:
+        """A root for what a tap shows, of a model whose own call nobody sees, or of a loaded artefact."""
+        if _is_data_worker():
+            return None
+        model = taps.model_of(where)
+        if model is not None and self.by_flag:  # `attach` says itself which models there are
+            return self.add_root(model, None) if self.wants(model) else None
+        stand_in = nn.Module()
+        used = {root.name for root in self.capture.roots + self.capture.past_roots} if self.capture is not None else ()
+        name = taps.Where.from_text(where).root if where else None
+        root = self.add_root(stand_in, None if name in used else name)
+        self._stand_ins.append(stand_in)
+        root.stands_for(where)
+        return root
 
     def _calling_module(self) -> nn.Module | None:
         """The innermost module of a root on the call stack, so that a tap needs no bookkeeping elsewhere."""
@@ -359,6 +440,8 @@ class Recorder:
 
     def flush(self, deadline_s: float) -> bool:
         """Everything seen so far is on disk; False where the deadline came first."""
+        if self.capture is not None:
+            self.capture.fetch()
         return self._writer is None or bool(self._writer.drain(deadline_s))
 
     def place(self) -> Path | None:
@@ -373,13 +456,24 @@ class Recorder:
         if self._is_closed or os.getpid() != self._pid:
             return
         self._is_closed = True
-        atexit.unregister(self.close)
-        _forget(self)
+        atexit.unregister(self._at_exit)
+        self._on_change(self, False)
         try:
             self._close()
         except Exception as error:
             self.events.add("close_failed", f"the recording ended badly: {error!r}", exception=error)
-        self.events.say()
+        self.events.say(is_last=True)
+
+    def _at_exit(self) -> None:
+        """The end of the interpreter: Ctrl-C once more does not cost the rows, a third time it does."""
+        try:
+            try:
+                self.close()
+            except (KeyboardInterrupt, SystemExit):
+                if self._writer is not None:
+                    self._writer.close(self.settings.close_deadline_s)
+        except (KeyboardInterrupt, SystemExit):
+            _logger.warning("recorder: interrupted while the recording ended; what was not written yet is lost")
 
     def _close(self) -> None:
         if self.discovery is not None:
@@ -395,20 +489,44 @@ class Recorder:
                     "RECORDER_ROOTS=any records a process without an optimizer",
                 )
             return
+        until_s = time.monotonic() + self.settings.close_deadline_s
         self._say_if_step_never_moved(self.capture)
         self._writer.set_manifest(self._manifest())
+        if self.settings.status_interval_s:
+            self._show_status(self.capture)
         self.capture.close()
         report = self._writer.close(self.settings.close_deadline_s)
-        if self._termination is not None:
-            self._termination.uninstall()
         _logger.debug("closed: %s", report)
+        self._sum_up(self.capture, report.ledger, until_s)
+        if self._termination is not None:  # last: a signal until here does not cost the last words
+            self._termination.uninstall()
+
+    def _sum_up(self, capture: Capture, ledger: Mapping[str, Any], until_s: float) -> None:
+        """The last words, by rank 0 of those that recorded anything; once, whoever comes first."""
+        place, about = self.place(), self._description
+        if about is None or about.topology.rank != 0 or place is None or not ledger["observed"]:
+            return
+        found = summary.Summary(
+            run_dir=place,
+            world_size=about.topology.world_size,
+            last_step=capture.clock.step,
+            ledger=ledger,
+            written_bytes=self._writer.stats().written_bytes,
+            waited_s=capture.pool.waited_s,
+            longest_wait_s=capture.pool.longest_wait_s,
+        )
+        is_first = functools.partial(self._last_words.acquire, blocking=False)
+        summary.say(found, max(until_s - time.monotonic(), 0.0), is_first)
 
     def _finish(self) -> None:
         """The process is about to go: end the recording, or wait for the end that is under way."""
-        if self._is_closed:
-            self._writer.close(self.settings.close_deadline_s)
-        else:
+        if not self._is_closed:
             self.close()
+            return
+        until_s = time.monotonic() + self.settings.close_deadline_s
+        report = self._writer.close(self.settings.close_deadline_s)
+        if self.capture is not None:
+            self._sum_up(self.capture, report.ledger, until_s)
 
     def _say_if_step_never_moved(self, capture: Capture) -> None:
         optimizers = self._optimizers
@@ -419,6 +537,11 @@ class Recorder:
                 f"no optimizer stepped, so every value is of step {capture.clock.step}; recorder.step(n) names steps",
                 level=logging.INFO,
             )
+
+    def hold_signals(self) -> None:
+        """Before a fork; `TerminationWatch.release` ends it."""
+        if self._termination is not None:
+            self._termination.hold()
 
     def abandon(self) -> None:
         """In a forked child: nothing of the parent's recording may be touched, no lock taken, no byte written."""
@@ -431,12 +554,19 @@ class Recorder:
             self.discovery.stop()
         if self._termination is not None:
             self._termination.abandon()
-        _forget(self)
+        self._on_change(self, False)
 
 
-def _describe_root(root: Root) -> dict[str, Any]:
-    facts = {} if root.data_parallel is None else {"data_parallel": root.data_parallel}
-    return {"name": root.name, "class": root.class_name, **facts, "modules": root.modules}
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """50,000 modules get a million small objects that stay: looking for garbage among them would take seconds."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _write_settings(settings: config.Settings) -> Any:
@@ -451,94 +581,3 @@ def _write_settings(settings: config.Settings) -> Any:
 def _is_data_worker() -> bool:
     data = sys.modules.get("torch.utils.data")
     return data is not None and data.get_worker_info() is not None
-
-
-_current: Recorder | None = None
-
-
-def _forget(recorder: Recorder) -> None:
-    global _current
-    if _current is recorder:
-        _current = None
-    if getattr(_package, "_active", None) is recorder:
-        _package._active = None  # type: ignore[attr-defined]
-
-
-def start_from_environment() -> None:
-    """Arm the recorder that the flag asks for. Called at the end of ``import torch``.
-
-    Raises:
-        SystemExit: code 2, a setting is wrong and no process above has found it right.
-    """
-    global _current
-    try:
-        if _current is not None or not config.is_enabled():
-            return
-        loaded = config.load_settings()
-    except ConfigError as error:
-        if os.environ.get(config.CHECKED_MARK):
-            _logger.error("recorder: not recording: %s", error)
-            return
-        sys.stderr.write(f"recorder: {error}\n")
-        raise SystemExit(2) from None
-    os.environ[config.CHECKED_MARK] = "1"
-    _current = Recorder(loaded, by_flag=True)
-
-
-def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]) -> Attachment:
-    """Attach a model, with the recorder that runs or a new one; see `recorder.attach`."""
-    global _current
-    if not isinstance(model, nn.Module):
-        raise AttachError(f"attach needs a torch.nn.Module, got {type(model).__name__}")
-    with _start_lock:
-        recorder = _current
-        if recorder is None:
-            recorder = Recorder(config.load_settings(settings), by_flag=False)
-        elif settings:
-            wanted = config.load_settings(settings).settings
-            if wanted != recorder.settings:
-                raise ConfigError(
-                    f"a recording is under way with other settings than {', '.join(sorted(settings))}; "
-                    "close it first, or leave them out"
-                )
-        roots = recorder.capture.roots if recorder.capture is not None else []
-        root = next((root for root in roots if root.module() is model), None)
-        if root is None:
-            _check_rules(recorder, model)
-            _current = recorder
-            root = recorder.add_root(model, name)
-        root.num_attached += 1
-    return Attachment(detach=partial(_detach, recorder, root), flush=recorder.flush, place=recorder.place)
-
-
-def _check_rules(recorder: Recorder, model: nn.Module) -> None:
-    from .capture.select import Selection
-
-    selection = Selection(recorder.settings.rules, 0)
-    nodes = tree.walk(model)
-    for node in nodes:
-        for site in config.SITES:
-            selection.rule_set(node.path, node.class_name, node.is_leaf, site)
-    problems = selection.unmatched([node.path for node in nodes])
-    if problems:
-        raise AttachError("; ".join(problems))
-
-
-def _detach(recorder: Recorder, root: Root) -> None:
-    """The flag goes on recording; without it the last attached model ends the recording."""
-    root.num_attached -= 1
-    capture = recorder.capture
-    if recorder.by_flag or root.num_attached or capture is None or root not in capture.roots:
-        return
-    if len(capture.roots) == 1:
-        recorder.close()
-    else:
-        capture.remove_root(root)
-
-
-def _after_fork_in_child() -> None:
-    if _current is not None:
-        _current.abandon()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

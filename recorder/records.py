@@ -33,11 +33,19 @@ class Block(Protocol):
         """Give the bytes back to the pool. Called once, from any thread; `data` must not be touched afterwards."""
 
 
-class Ready(Protocol):
-    """The completion of an asynchronous copy into a block."""
+class LostError(Exception):
+    """The bytes of a value will never arrive; its text is the drop reason, its cause what happened."""
 
-    def wait(self) -> None:
-        """Block the calling (writer) thread until the bytes have arrived. Raises what the copy raised."""
+
+class Ready(Protocol):
+    """The completion of a copy into a block that was not over when the record was made."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait on the writer thread; True once the bytes have arrived, False where they may still come.
+
+        Raises:
+            LostError: they will never come.
+        """
 
 
 class Origin(NamedTuple):

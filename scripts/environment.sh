@@ -55,6 +55,28 @@ if "torch" in stays:
 PY
 }
 
+make_environment() { # path
+  local python
+  python=$(find_python) || exit 2
+  say "Making a virtual environment at ${1#"$root/"}"
+  "$python" -m venv "$1" || { rm -rf "$1"; die "'$python -m venv' failed (Debian and Ubuntu: apt install python3-venv)"; }
+}
+
+# `prepare`, in an environment beside .venv (or in VENV) that is given other versions first.
+prepare_with() { # its name, an extra, what pip installs there first...
+  local name=$1 extra=$2
+  shift 2
+  if [ -z "${VENV:-}" ]; then
+    VENV=$root/.venv-$name
+    [ -x "$VENV/bin/python" ] || make_environment "$VENV"
+  fi
+  [ -x "$VENV/bin/python" ] || die "VENV=$VENV holds no environment (no bin/python); leave VENV unset to have one made"
+  say "Installing $* into $VENV where it is not there yet (about 7 GB)"
+  "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --no-input "$@" ||
+    die "the installation failed; what pip said stands above"
+  prepare "$extra"
+}
+
 prepare() { # "" | an extra of pyproject.toml
   local extra=$1 kind=own venv=$root/.venv stamp list
   if [ -n "${VENV:-}" ]; then
@@ -62,10 +84,7 @@ prepare() { # "" | an extra of pyproject.toml
     [ -x "$VENV/bin/python" ] || die "VENV=$VENV holds no environment (no bin/python); make one with 'python3 -m venv $VENV', or leave VENV unset"
     venv=$(cd "$VENV" && pwd)
   elif [ ! -x "$venv/bin/python" ]; then
-    local python
-    python=$(find_python) || exit 2
-    say "Making a virtual environment at .venv"
-    "$python" -m venv "$venv" || { rm -rf "$venv"; die "'$python -m venv' failed (Debian and Ubuntu: apt install python3-venv)"; }
+    make_environment "$venv"
   fi
   bin=$venv/bin
   "$bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$venv has a Python older than 3.11"

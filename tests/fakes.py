@@ -93,6 +93,9 @@ class FaultyDisk(Disk):
         """What `free_bytes` answers; None for the truth."""
         self.max_write_bytes: int | None = None
         """Longest write that is done in one go."""
+        self.spares_manifests = True
+        """Whether trouble is with shards and indexes alone."""
+        self._spared: set[int] = set()
         self._recovered = threading.Event()
         self._errors: dict[str, list[OSError]] = {}
 
@@ -108,7 +111,12 @@ class FaultyDisk(Disk):
         self.free_for_writes = self.free_for_others = self.max_write_bytes = None
         self._recovered.set()
 
-    def _enter(self, method: str) -> None:
+    def _is_spared(self, path: Path) -> bool:
+        return self.spares_manifests and ".json" in path.name
+
+    def _enter(self, method: str, *, is_spared: bool = False) -> None:
+        if is_spared:
+            return
         self.calls[method] += 1
         if method in self.stalled:
             self._recovered.wait()
@@ -121,10 +129,15 @@ class FaultyDisk(Disk):
         super().make_directory(path)
 
     def create(self, path: Path) -> int:
-        self._enter("create")
-        return super().create(path)
+        self._enter("create", is_spared=self._is_spared(path))
+        descriptor = super().create(path)
+        if self._is_spared(path):
+            self._spared.add(descriptor)
+        return descriptor
 
     def write(self, descriptor: int, data: memoryview, offset: int) -> int:
+        if descriptor in self._spared:
+            return super().write(descriptor, data, offset)
         self._enter("write")
         time.sleep(self.delay_s)
         if self.max_write_bytes is not None:
@@ -141,19 +154,24 @@ class FaultyDisk(Disk):
         super().truncate(descriptor, nbytes)
 
     def sync(self, descriptor: int) -> None:
-        self._enter("sync")
+        self._enter("sync", is_spared=descriptor in self._spared)
         super().sync(descriptor)
 
     def close(self, descriptor: int) -> None:
         super().close(descriptor)
-        self._enter("close")
+        self._enter("close", is_spared=descriptor in self._spared)
+        self._spared.discard(descriptor)
 
-    def publish(self, path: Path, final: Path) -> None:
-        self._enter("publish")
-        super().publish(path, final)
+    def link(self, path: Path, final: Path) -> None:
+        self._enter("link", is_spared=self._is_spared(path))
+        super().link(path, final)
+
+    def replace(self, path: Path, final: Path) -> None:
+        self._enter("replace", is_spared=self._is_spared(path))
+        super().replace(path, final)
 
     def unlink(self, path: Path) -> None:
-        self._enter("unlink")
+        self._enter("unlink", is_spared=self._is_spared(path))
         super().unlink(path)
 
     def sync_directory(self, path: Path) -> None:

@@ -26,7 +26,7 @@ from .selection import GlobalOptions, Selection
 
 _MODULE = ["root", "module_path"]
 _VALUE = [*_MODULE, "site", "name"]
-_COUNTED = ("by_fingerprint", "by_values", "by_statistics", "by_nothing", "bare")
+_COUNTED = ("num_pairs", "by_fingerprint", "by_values", "by_statistics", "by_nothing", "bare")
 _ONLY = [*_VALUE, "rows", "first_step", "last_step"]
 _MAX_LISTED = 6
 
@@ -40,7 +40,8 @@ class Difference(NamedTuple):
     name: str
     kind: str
     """``values``, ``statistics`` (no values to compare), ``fingerprint`` (nothing else to compare), ``shape``,
-    ``dtype`` (the values are equal), or ``partial``: one run lacks ranks of it, so that it had to differ."""
+    ``dtype`` (the values are equal), ``after_tap`` (a gradient that one run took behind the module, of the uses outside
+    it alone), or ``partial``: one run lacks ranks of it, so that it had to differ."""
     micro_step: int | None
     call: int
     rank_a: int | None
@@ -256,7 +257,7 @@ class _Comparison:
         steps = [seen.steps for seen in self._seen]
         only = [_joined(found) for found in self._only]
         lacks = sum(found.num_rows for found in only)
-        by_fingerprint, by_values, by_statistics, by_nothing, bare = map(int, self._counts)
+        num_pairs, by_fingerprint, by_values, by_statistics, by_nothing, bare = map(int, self._counts)
         return Diff(
             is_equal=not table.num_rows and (common or not (lacks or by_nothing)),
             first=_first(table),
@@ -264,7 +265,7 @@ class _Comparison:
             modules=_by_module(table, pa.concat_tables(self._compared)),
             only_a=only[0],
             only_b=only[1],
-            num_compared=by_fingerprint + by_values + by_statistics + by_nothing + bare,
+            num_compared=num_pairs,
             num_by_fingerprint=by_fingerprint,
             num_by_values=by_values,
             num_by_statistics=by_statistics,

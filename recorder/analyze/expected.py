@@ -15,17 +15,20 @@ import numpy.typing as npt
 from ..config import EVERY, Rule
 from ..read.run import Run
 from ..read.writers import Balance, RecordedWriter
+from .accounts import ACCOUNTED, Tail, accounted, dropped_tail
 from .holes import Hole, Holes, absent, explain
 from .losses import lost_steps
 from .observed import MODES, SlotRows, read_slots
 from .rank_view import RankView
-from .slots import SLOT_SITES, Flags, RuleMatch, Slots, Told, distinct, match_rule, read_rules
+from .slots import NEVER, SLOT_SITES, Flags, RuleMatch, Slots, Told, distinct, match_rule, read_rules
 
 Integers = npt.NDArray[np.int64]
 
 _MAX_STEPS = 4_000_000
 _MAX_SELECTED_STEPS = 500_000
 """Above, only steps with rows are looked at: somebody named them far apart."""
+_MAX_CELLS = 1 << 30
+"""The same for steps x rules x ranks, of each of which memory takes a byte where nothing is shared."""
 _MAX_ABSENT = 1 << 20
 
 
@@ -37,6 +40,10 @@ class SiteTotal(NamedTuple):
     found: int
     explained: int
     """Of those that are not there: there was no such value."""
+    dropped: int
+    """Of those that are not there: the accounts say that they were dropped."""
+    retired: int
+    """And that retention removed them."""
 
 
 class Uneven(NamedTuple):
@@ -76,6 +83,8 @@ class Expectation(NamedTuple):
     uneven: list[Uneven]
     partial: list[Partial]
     reaches: list[RuleReach]
+    tails: list[Tail]
+    """Of ranks whose record ends last: what they dropped behind its end, where the table does not reach."""
     problems: list[str]
     """What of the manifests could not be used."""
     num_steps_lived: int
@@ -147,9 +156,12 @@ def compare(run: Run) -> Expectation:
     for view in views:
         has_steps: Flags = np.any(view.when, axis=1)
         wanted[slots.module[has_steps[view.code]]] = True
+    known_lost = accounted(holes.lost, {one.rank: one.writers for one in ranks})
+    none = np.zeros(len(SLOT_SITES), np.int64)
+    columns = (holes.expected, holes.found, holes.explained, *(known_lost.get(reason, none) for reason in ACCOUNTED))
     return Expectation(
         totals=[
-            SiteTotal(site, int(holes.expected[number]), int(holes.found[number]), int(holes.explained[number]))
+            SiteTotal(site, *(int(column[number]) for column in columns))
             for number, site in enumerate(SLOT_SITES)
             if holes.expected[number]
         ],
@@ -157,6 +169,7 @@ def compare(run: Run) -> Expectation:
         uneven=[] if is_merged else _uneven(ranks, views, axis),
         partial=_partial(ranks),
         reaches=_reaches(rules, [one.rank for one in ranks if one.rank is not None] + missing_ranks, is_merged),
+        tails=[] if is_merged else _tails(ranks, views),
         problems=problems,
         num_steps_lived=num_lived,
         num_steps_expected=int(np.any(masks, axis=0).sum()) if masks else 0,
@@ -218,7 +231,7 @@ def _axis(rules: Sequence[Rule], ranks: Sequence[_Rank]) -> tuple[Integers, int]
     if not by_hand and last - first < _MAX_STEPS:
         every = np.arange(first, last + 1)
         wanted = _at_any(rules, every)
-        if wanted.sum() <= _MAX_SELECTED_STEPS:
+        if wanted.sum() <= min(_MAX_SELECTED_STEPS, _MAX_CELLS // (len(rules) + 1) // len(ranks)):
             return every[wanted], len(every)
     return steps[_at_any(rules, steps)], len(steps)
 
@@ -280,18 +293,20 @@ def _view(
     is_merged: bool,
 ) -> RankView:
     selected = np.zeros(slots.num_slots, bool)
-    compiled = np.zeros(len(slots.modules), bool)
+    hidden = np.zeros(len(slots.modules), np.int64)
+    disarmed = np.full(slots.num_slots, NEVER, np.int64)
     for told in one.told:
         selected |= told.selected
-        compiled |= told.compiled
+        hidden = np.maximum(hidden, told.hidden)
+        disarmed = np.minimum(disarmed, told.disarmed)
     on_rank = [one.rank is None or (match.rule.text in one.rules and one.rank in match.rule.rank) for match in matches]
     key = (tuple(id(told) for told in one.told), tuple(on_rank))
     if key not in known:
         known[key] = _wanted(slots, matches, masks, seen, selected, on_rank, len(axis))
     code, when = known[key]
     view = RankView(
-        slots, axis, rank=one.rank, writers=one.writers, selected=selected, compiled=compiled, code=code, when=when,
-        is_merged=is_merged,
+        slots, axis, rank=one.rank, writers=one.writers, selected=selected, hidden=hidden, disarmed=disarmed,
+        code=code, when=when, is_merged=is_merged,
     )  # fmt: skip
     for rows in one.rows:
         view.add(rows)
@@ -336,13 +351,15 @@ def _absent_views(
     for rank in missing:
         groups.setdefault(tuple(rank in match.rule.rank for match in matches), []).append(rank)
     selected = _any_selected(ranks, slots)
-    compiled = np.zeros(len(slots.modules), bool)
+    hidden = np.zeros(len(slots.modules), np.int64)
+    disarmed = np.full(slots.num_slots, NEVER, np.int64)
     found = []
     for on_rank, group in groups.items():
         code, when = _wanted(slots, matches, masks, seen, selected, on_rank, len(axis))
         view = RankView(
-            slots, axis, rank=group[0], writers=[], selected=selected, compiled=compiled, code=code, when=when
-        )
+            slots, axis, rank=group[0], writers=[], selected=selected, hidden=hidden, disarmed=disarmed,
+            code=code, when=when,
+        )  # fmt: skip
         found.append((group, view))
     return found
 
@@ -377,6 +394,16 @@ def _uneven(ranks: Sequence[_Rank], views: Sequence[RankView], axis: Integers) -
             who = [one.rank for one, total in zip(ranks, totals, strict=True) if total] if alone else differing
             found.append(Uneven(mode, who, axis[steps].tolist(), alone))
     return found
+
+
+def _tails(ranks: Sequence[_Rank], views: Sequence[RankView]) -> list[Tail]:
+    end = max((view.last_step for view in views if view.last_step is not None), default=None)
+    found = []
+    for one, view in zip(ranks, views, strict=True):
+        if view.last_step is not None and view.last_step == end:
+            last_seq = int(one.rows[-1].numbered.seq.max(initial=-1))
+            found.append(dropped_tail(one.rank, one.writers, last_seq, view.last_step))
+    return [tail for tail in found if tail is not None]
 
 
 def _partial(ranks: Sequence[_Rank]) -> list[Partial]:

@@ -84,7 +84,7 @@ class Export:
     def _write_parquet(self, file: BinaryIO, report: Callable[[int], None]) -> int:
         num_rows, self._partial = 0, Partial()
         names = [*LIGHT_COLUMNS, *(["data"] if self._payload else [])]
-        metadata = {b"recorder_run_id": self._run.run_id.encode(), b"recorder_format": b"1.0"}
+        metadata = {b"recorder_run_id": self._run.run_id.encode(), **(SCHEMA.metadata or {})}
         schema = pa.schema([SCHEMA.field(name).with_nullable(True) for name in names], metadata=metadata)
         # Payloads hardly compress as they lie, and are nothing to look up.
         compression = {name: "NONE" if name == "data" else "ZSTD" for name in names}

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .accounts import ACCOUNTED, retention
 from .drops import take_room
 from .losses import CAUSES, CUT, DAMAGED, DROPPED, LIVE, RETIRED, UNACCOUNTED
 from .losses import FORWARD as IN_FORWARD
 from .rank_view import RankView
-from .slots import FORWARD, SLOT_SITES, Flags, Slots, Told, distinct
+from .slots import FORWARD, HIDDEN, SLOT_SITES, Flags, Slots, Told, distinct
 
 Integers = npt.NDArray[np.int64]
 
@@ -36,9 +37,10 @@ class Reason(NamedTuple):
 
 REASONS = (
     Reason("corrupt", "in a damaged shard", True, False),
-    Reason("retired", "removed to keep the disk quota", False, False),
+    Reason("retired", "removed by retention", False, False),
     Reason("dropped", "seen and dropped", True, False),
     Reason("died", "the process ended without closing", True, False),
+    Reason("disarmed", "the recorder's hooks kept failing there, and were disarmed", True, False),
     Reason("live", "not recorded yet", False, False),
     Reason("unaccounted", "rows are missing that no account explains", True, False),
     Reason("absent", "no rows of the rank at all", True, False),
@@ -50,14 +52,21 @@ REASONS = (
     Reason("not_called", "not called at these steps, at others it was", False, True),
     Reason("other_ranks", "called on other ranks, never on this one", False, False),
     Reason("elsewhere", "called on other ranks alone, without gradients, as in an evaluation", False, True),
-    Reason("compiled", "compiled: its hooks step aside", False, True),
+    Reason("late", "attached after compilation: attach first, or call torch.compiler.reset()", True, False),
+    Reason("compiled", "compiled: its hooks step aside; RECORDER_COMPILED=tap puts taps into the graph", False, True),
+    Reason("scripted", "scripted or traced by torch.jit, which takes no hooks: instrument it before", False, True),
+    Reason("inlined", "in a graph of torch.fx or torch.export, where it has no call of its own", False, True),
+    Reason("tapped", "no tap showed it: not tapped, not called, or it hands its argument on as it is", False, True),
+    Reason("fused", "MultiheadAttention uses its parameters without calling it", False, True),
     Reason("silent", "its module left no rows at all", True, False),
-    Reason("bypassed", "never called by its own forward, though its parameters have gradients", False, True),
+    Reason("bypassed", "its own call was never seen, though its parameters have gradients: used directly, or called as "
+           ".forward()", False, True),
     Reason("unused", "never called, and its parameters had no gradient", False, True),
     Reason("children", "its children were called, and itself never, or it returns no tensor", False, True),
     Reason("never_called", "never called at a recorded step", False, False),
     Reason("no_tensor", "called, with no tensor at this site", False, True),
-    Reason("no_gradient", "no gradient came to it: not required, or not used in the loss", False, True),
+    Reason("no_gradient", "no gradient came to it: not required, not used in the loss, or not tapped in a graph",
+           False, True),
     Reason("no_update", "no optimizer stepped at these steps", False, True),
     Reason("not_optimized", "not updated by an optimizer that stepped: frozen, or shared and recorded elsewhere",
            False, True),
@@ -70,16 +79,17 @@ _CODE = {reason.key: number + 1 for number, reason in enumerate(REASONS)}
 _OF_CAUSE = {DAMAGED: "corrupt", RETIRED: "retired", DROPPED: "dropped", CUT: "died", LIVE: "live"}
 _OF_CAUSE |= {UNACCOUNTED: "unaccounted"}
 _OF_MODULE = {
-    "not_called", "other_ranks", "elsewhere", "compiled", "silent", "bypassed", "unused", "children", "never_called",
-    "no_tensor", "no_gradient", "not_optimized", "no_param_gradient", "no_state", "no_buffer",
+    "not_called", "other_ranks", "elsewhere", *HIDDEN, "silent", "bypassed", "unused", "children", "never_called",
+    "no_tensor", "no_gradient", "not_optimized", "no_param_gradient", "no_state", "no_buffer", "disarmed",
 }  # fmt: skip
 """Reasons that differ from module to module: sites with the same modules make one hole, others one each."""
 
 
 _CERTAIN = np.array([_CODE[key] for key in (
-    "compiled", "unused", "no_gradient", "not_optimized", "no_param_gradient", "no_state",
+    *HIDDEN, "unused", "no_gradient", "not_optimized", "no_param_gradient", "no_state",
 )])  # fmt: skip
 """Reasons that other rows of the same step prove, also where some are lost."""
+_EXPLAINED = np.array([_CODE[key] for key in (*HIDDEN, "children")])
 _UNCALLED = np.array([_CODE[key] for key in (
     "root_idle", "not_called", "other_ranks", "elsewhere", "bypassed", "children", "never_called", "silent",
 )])  # fmt: skip
@@ -113,6 +123,8 @@ class Holes:
         self.found = np.zeros(len(SLOT_SITES), np.int64)
         self.explained = np.zeros(len(SLOT_SITES), np.int64)
         """Values that are not there, and need not be."""
+        self.lost: dict[int | None, dict[str, Integers]] = {}
+        """By rank and reason, values by site that the accounts of the rank must know of."""
         self._sums: dict[tuple[int, str, int, int], _Sum] = {}
         self._silent: dict[str, dict[int, None]] = {}
 
@@ -133,20 +145,25 @@ class Holes:
         known.total[0] += num_missing
         if REASONS[code - 1].is_harmless:
             self.explained[site] += num_missing
+        elif REASONS[code - 1].key in ACCOUNTED:
+            by_site = self.lost.setdefault(rank, {}).setdefault(
+                REASONS[code - 1].key, np.zeros(len(SLOT_SITES), np.int64)
+            )
+            by_site[site] += num_missing
 
     def silent(
         self, wanted: Flags, has_rows: Flags, called: Flags, told: Sequence[Told]
     ) -> dict[str, list[tuple[str, str]]]:
         """Of the modules of which something is expected, those that left no row on any rank, by the reason."""
         slots = self._slots
-        compiled = np.zeros(len(slots.modules), bool)
+        hidden = np.zeros(len(slots.modules), np.int64)
         for one in told:
-            compiled |= one.compiled
+            hidden = np.maximum(hidden, one.hidden)
         below = _above(slots, called)
         found: dict[str, list[tuple[str, str]]] = {}
         for number in np.flatnonzero(wanted & ~has_rows).tolist():
             module = slots.modules[number]
-            key = "compiled" if compiled[number] else "children" if below[number] else "never_called"
+            key = HIDDEN[hidden[number] - 1] if hidden[number] else "children" if below[number] else "never_called"
             found.setdefault(key, []).append((module.root, module.path))
         return found
 
@@ -198,7 +215,7 @@ def explain(holes: Holes, view: RankView, *, has_rows: Flags, called: Flags, gra
     per_slot = when.sum(axis=1)[view.code]
     np.add.at(holes.expected, slots.site, per_slot)
     details = _details(view)
-    _explain_empty_steps(holes, view, details)
+    usual = np.zeros(slots.num_slots, np.uint8)
     module_reason = _module_reasons(slots, view, has_rows, called, graded)
     first = slots.first
     columns_of = [np.flatnonzero(row & view.alive) for row in when]
@@ -209,13 +226,15 @@ def explain(holes: Holes, view: RankView, *, has_rows: Flags, called: Flags, gra
         used = [columns_of[code] for code in distinct(view.code[low:high]).tolist() if len(columns_of[code])]
         if used:
             columns = np.unique(np.concatenate(used))
-            _explain_block(holes, view, details, module_reason, (begin, end), columns)
+            _explain_block(holes, view, details, module_reason, (begin, end), columns, usual)
+    _explain_empty_steps(holes, view, details, usual)
 
 
 def _explain_block(
     holes: Holes, view: RankView, details: dict[int, str], module_reason: Integers, modules: tuple[int, int],
-    columns: Integers,
+    columns: Integers, usual_of: npt.NDArray[np.uint8],
 ) -> None:  # fmt: skip
+    """Add what a block of modules lacks at steps of which there are rows, and note why slots lack that never came."""
     slots = holes._slots
     begin, end = modules
     low, high = int(slots.first[begin]), int(slots.first[end])
@@ -236,6 +255,7 @@ def _explain_block(
     # What never came where nothing was lost would not have come where something was.
     never = (expected[rows] & free).any(axis=1) & ~(expected[rows] & there & free).any(axis=1)
     usual = reason[np.arange(len(rows)), np.argmax(some & free, axis=1)]
+    usual_of[low + rows[never]] = usual[never]
     num_found = there.sum(axis=1)
     is_certain = np.isin(reason, _CERTAIN) & (num_found == 0)[:, None]
     is_certain |= np.isin(reason, _UNCALLED) & (view.room[IN_FORWARD, columns] == 0)
@@ -285,8 +305,13 @@ def _reasons(
     is_forward = (site < len(FORWARD))[:, None]
     is_value = (site < 2)[:, None]
     watched = (view.selected[slots.first[module]] | view.selected[slots.first[module] + 1])[:, None]
-    put("root_idle", is_forward & ~root_called)
-    put("evaluation", is_forward & ~is_value & ~root_graded)
+    is_hidden = (view.hidden[module] > 0) & ~view.called[root].any(axis=1)
+    put("root_idle", is_forward & ~root_called & ~is_hidden[:, None])
+    put("disarmed", view.axis[columns][None, :] >= view.disarmed[low:high][rows][:, None])
+    put("evaluation", is_forward & ~is_value & ~root_graded & ~is_hidden[:, None])
+    is_tapped = view.hidden[module] == HIDDEN.index("tapped") + 1
+    shown = found[first + np.minimum(site, len(FORWARD) - 1) % 2]
+    put("tapped", is_forward & is_tapped[:, None] & called & ~shown)
     put("no_tensor", is_value & called)
     put("evaluation", is_forward & ~is_value & called & ~with_grad)
     put("no_gradient", is_forward & ~is_value & (called | ~watched))
@@ -328,7 +353,7 @@ def _module_reasons(slots: Slots, view: RankView, has_rows: Flags, called: Flags
     wants_grad[slots.module[view.selected & (slots.site == SLOT_SITES.index("grad"))]] = True
     order = (
         ("not_called", view.called_ever),
-        ("compiled", view.compiled),
+        *((key, view.hidden == number) for number, key in enumerate(HIDDEN, 1)),
         ("other_ranks", graded),
         ("elsewhere", called),
         ("children", _above(slots, view.called_ever)),
@@ -338,7 +363,8 @@ def _module_reasons(slots: Slots, view: RankView, has_rows: Flags, called: Flags
     found = np.full(len(slots.modules), _CODE["never_called"])
     for key, flags in reversed(order):
         found[flags] = _CODE[key]
-    found[~has_rows] = _CODE["silent"]
+    # What hides a module, or that its children ran without it, explains its values whether or not it left other rows.
+    found[~has_rows & ~np.isin(found, _EXPLAINED)] = _CODE["silent"]
     return found
 
 
@@ -353,8 +379,10 @@ def _above(slots: Slots, flags: Flags) -> Flags:
     return found
 
 
-def _explain_empty_steps(holes: Holes, view: RankView, details: dict[int, str]) -> None:
-    """Steps at which the rank has no module's value: one reason a step."""
+def _explain_empty_steps(
+    holes: Holes, view: RankView, details: dict[int, str], usual: npt.NDArray[np.uint8]
+) -> None:  # fmt: skip
+    """Steps at which the rank has no module's value: one reason a step, but for what never came at others either."""
     axis = holes._axis
     codes = np.full(len(axis), _CODE["not_merged" if view.is_merged else "no_step"], np.uint8)
     if not view.is_merged:
@@ -365,7 +393,7 @@ def _explain_empty_steps(holes: Holes, view: RankView, details: dict[int, str]) 
             codes[axis < view.first_step] = _CODE["later"]
     for cause in reversed(CAUSES):
         codes[view.bits & cause > 0] = _CODE[_OF_CAUSE[cause]]
-    _add_steps(holes, view, codes, ~view.alive, details, [view.rank])
+    _add_steps(holes, view, codes, ~view.alive, details, [view.rank], usual)
 
 
 def absent(holes: Holes, view: RankView, ranks: Sequence[int]) -> None:
@@ -373,22 +401,25 @@ def absent(holes: Holes, view: RankView, ranks: Sequence[int]) -> None:
     per_slot = view.when.sum(axis=1)[view.code] * len(ranks)
     np.add.at(holes.expected, holes._slots.site, per_slot)
     codes = np.full(len(holes._axis), _CODE["absent"], np.uint8)
-    _add_steps(holes, view, codes, np.ones(len(codes), bool), {}, ranks)
+    _add_steps(holes, view, codes, np.ones(len(codes), bool), {}, ranks, np.zeros(holes._slots.num_slots, np.uint8))
 
 
 def _add_steps(
     holes: Holes, view: RankView, codes: npt.NDArray[np.uint8], steps: Flags, details: dict[int, str],
-    ranks: Sequence[int | None],
+    ranks: Sequence[int | None], usual: npt.NDArray[np.uint8],
 ) -> None:  # fmt: skip
     slots = holes._slots
     group = (view.code * len(slots.roots) + slots.root_of[slots.module]) * len(SLOT_SITES) + slots.site
+    group = group * (len(REASONS) + 1) + usual
     for number in distinct(group[view.code > 0]).tolist():
         members = np.flatnonzero(group == number)
-        rest, site = divmod(number, len(SLOT_SITES))
+        rest, never = divmod(number, len(REASONS) + 1)
+        rest, site = divmod(rest, len(SLOT_SITES))
         kind, root = divmod(rest, len(slots.roots))
         wanted = view.when[kind] & steps
-        for code in np.unique(codes[wanted]).tolist():
-            hits = wanted & (codes == code)
+        of = np.where(view.bits > 0, never, codes) if never else codes
+        for code in np.unique(of[wanted]).tolist():
+            hits = wanted & (of == code)
             count = int(hits.sum()) * len(members)
             for rank in ranks:
                 holes.add(code, details.get(code, ""), root, site, slots.module[members], hits, rank, count)
@@ -400,6 +431,7 @@ def _details(view: RankView) -> dict[int, str]:
     dropped = sorted({reason for writer in view.writers for reason in writer.balance.dropped})
     if dropped:
         found[_CODE["dropped"]] = ", ".join(dropped)
+    found[_CODE["retired"]] = retention(view.writers)
     damaged = [shard.path.name for writer in view.writers for shard in writer.shards if shard.damage]
     if damaged:
         found[_CODE["corrupt"]] = ", ".join(damaged)

@@ -107,7 +107,7 @@ def _holes(writer: RecordedWriter, rows: Numbered, following: int | None) -> lis
     found: list[_Gaps] = []
     spans = _removed(writer, rows)
     if not len(rows.seq):
-        cause = DAMAGED if any(span[2] == DAMAGED for span in spans) else usual
+        cause = min((span[2] for span in spans), default=usual)
         gaps = _Gaps.anytime(cause, *everything, balance.observed)
         return [gaps] if is_open is not None or balance.observed or cause == DAMAGED else []
     places = np.flatnonzero(np.diff(rows.seq) > 1)
@@ -129,8 +129,9 @@ def _holes(writer: RecordedWriter, rows: Numbered, following: int | None) -> lis
     rest = balance.observed - int(rows.seq[-1]) - 1
     end = np.array([_END if following is None else following - 1])
     tail = np.array([rows.step[-1]])
-    if any(high == _END and kind == DAMAGED for _, high, kind in spans) and rest > 0:
-        found.append(_Gaps.anytime(DAMAGED, tail, np.maximum(tail, end), rest))
+    at_end = min((kind for _, high, kind in spans if high == _END), default=None)
+    if at_end is not None and rest > 0:
+        found.append(_Gaps.anytime(at_end, tail, np.maximum(tail, end), rest))
     elif is_open is not None:
         found.append(_Gaps.anytime(is_open, tail, np.maximum(tail, end), rest))
     elif rest > 0:
@@ -150,7 +151,7 @@ def _when(rows: Numbered, places: Integers) -> tuple[Integers, Integers]:
 
 
 def _removed(writer: RecordedWriter, rows: Numbered) -> list[tuple[int, int, int]]:
-    """Numbers (exclusive on both sides) between which shards are damaged or were removed to keep the quota."""
+    """Numbers (exclusive on both sides) between which shards are damaged or were removed by retention."""
     found = []
     limits = _limits(rows, len(writer.shards))
     for kind in ("tensors", "stats"):
@@ -167,6 +168,8 @@ def _removed(writer: RecordedWriter, rows: Numbered) -> list[tuple[int, int, int
             if is_damaged:
                 found.append((high, min(rest, default=_END), DAMAGED))
             number, high = following, max(high, last)
+        if any(retired == kind and gone > number for retired, gone in writer.retired_shards):
+            found.append((high, _END, RETIRED))
     return found
 
 

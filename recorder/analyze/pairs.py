@@ -66,6 +66,7 @@ class Judged(NamedTuple):
 
     differing: Any
     """`pa.Table` of the pairs that differ, in their order."""
+    num_pairs: int
     by_fingerprint: int
     """Pairs that are equal by it."""
     by_values: int
@@ -112,6 +113,8 @@ def judge(a: Side, b: Side, pairs: Alignment, tolerance: Tolerance, report: Call
     kinds[~same_shape] = "shape"
     is_unknown = is_open & ~has_values & ~has_numbers & ~prints_differ
     is_bare = ~(_any(left) | _any(right))
+    other_meaning = np.asarray(_is_after_tap(left) != _is_after_tap(right))
+    kinds[other_meaning & np.isin(kinds, ("values", "statistics", "fingerprint"))] = "after_tap"
     lacks = missing_ranks(left), missing_ranks(right)
     is_partial = lacks[0] != lacks[1]
     kinds[is_partial & (kinds != "") & (kinds != "dtype")] = "partial"
@@ -121,6 +124,7 @@ def judge(a: Side, b: Side, pairs: Alignment, tolerance: Tolerance, report: Call
         found = found.append_column(f"lacks_{side}", pa.array(texts.tolist(), pa.string(), mask=texts == ""))
     return Judged(
         found,
+        num_pairs=len(pairs.a),
         by_fingerprint=int(is_equal.sum()),
         by_values=int(by_values.sum()),
         by_statistics=int(by_statistics.sum()),
@@ -212,6 +216,12 @@ def _table(
 def _same(left: Any, right: Any, name: str) -> Flags:
     one, two = common_ids(left, right, (name,))
     return np.asarray(one == two)
+
+
+def _is_after_tap(table: Any) -> Flags:
+    """Rows with the gradient of the uses outside their module alone."""
+    found = pc.fill_null(pc.match_substring(table.column("note"), '"grad":"after_tap"'), False)
+    return np.asarray(found.to_numpy(zero_copy_only=False))
 
 
 def _any(table: Any) -> Flags:

@@ -26,18 +26,22 @@ class RankView:
         rank: int | None,
         writers: Sequence[RecordedWriter],
         selected: Flags,
-        compiled: Flags,
+        hidden: Integers,
+        disarmed: Integers,
         code: Integers,
         when: Flags,
         is_merged: bool = False,
     ) -> None:
         self._slots = slots
-        self._axis = axis
+        self.axis = axis
         self.rank = rank
         self.writers = writers
         self.selected = selected
         """Of each slot, whether a rule selects its site on this rank."""
-        self.compiled = compiled
+        self.hidden = hidden
+        """Of each module, why hooks see no call of it, as `Told` says."""
+        self.disarmed = disarmed
+        """Of each slot, the first step at which its hooks were disarmed."""
         self.code = code
         """Of each slot a row of `when`."""
         self.when = when
@@ -69,7 +73,7 @@ class RankView:
 
     def add(self, rows: SlotRows) -> None:
         """The rows of one writer."""
-        axis, step = self._axis, rows.step
+        axis, step = self.axis, rows.step
         if not len(step):
             return
         ends = [int(step.min()), int(step.max()), self.first_step, self.last_step]

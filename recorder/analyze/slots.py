@@ -25,10 +25,18 @@ FORWARD = ("input", "output", "grad_input", "grad_output")
 STATE = ("param", "grad", "optim", "buffer")
 SLOT_SITES = (*FORWARD, *STATE)
 """Sites at which a module tree says what should exist; what is tapped, and scalars, are up to the program."""
+NEVER = 1 << 62
+"""A step after all others."""
 _MAX_DEPTH = 200
 """Levels of a module tree; a path of more is nobody's, and looking for what is above it would take for ever."""
+HIDDEN = ("fused", "inlined", "tapped", "scripted", "compiled", "late")
+"""Why hooks see no call of a module, as its manifest says; keys of `holes.REASONS`. The last three hold below it."""
+_HOLDS_BELOW = HIDDEN.index("scripted") + 1
 _EACH_PARAM = 3
 """Slots of a parameter: itself, its gradient, its optimizer state, one after the other."""
+
+_MAX_RULES = 1000
+"""Of one writer. Each is judged for every module and step, whoever wrote them."""
 
 
 class Module(NamedTuple):
@@ -47,8 +55,10 @@ class Told(NamedTuple):
 
     selected: Flags
     """Of each slot: a rule selects its site, on the writer's rank."""
-    compiled: Flags
-    """Of each module: its hooks step aside."""
+    hidden: Integers
+    """Of each module, why hooks see no call of it: 0, or 1 + the place in `HIDDEN`."""
+    disarmed: Integers
+    """Of each slot, the step from which on its hooks were disarmed, as they kept failing; `NEVER` elsewhere."""
 
 
 class Slots:
@@ -151,15 +161,40 @@ class Slots:
 
     def _told(self, modules: list[dict[str, Any]]) -> Told:
         selected = np.zeros((len(self.modules), len(SLOT_SITES)), bool)
-        compiled = np.zeros(len(self.modules), bool)
+        hidden = np.zeros(len(self.modules), np.int64)
+        tapped: list[int] = []
+        disarmed = np.full((len(self.modules), len(SLOT_SITES)), NEVER, np.int64)
         for module in modules:
             number = self.place[module["root"], module["path"]]
+            for site, step in module["disarmed"].items():
+                disarmed[number, SLOT_SITES.index(site)] = step
             sites = module["sites"]
+            if module["tapped"]:
+                sites = [site for site in sites if site in STATE or site.removeprefix("grad_") in module["tapped"]]
             selected[number] = [site in sites for site in SLOT_SITES]
-            compiled[number] = module["compiled"]
-        while len(inside := np.flatnonzero(~compiled & (self.parent_of >= 0) & compiled[self.parent_of])):
-            compiled[inside] = True  # a graph holds all that its module calls
-        return Told(selected[self.module, self.site] if self.modules else np.zeros(0, bool), compiled)
+            hidden[number] = module["hidden"]
+            if module["tapped"]:
+                tapped.append(number)
+        above = np.maximum(self.parent_of, 0)
+        while len(inside := np.flatnonzero((self.parent_of >= 0) & _is_taken(hidden, hidden[above]))):
+            hidden[inside] = hidden[above[inside]]  # a graph holds all that its module calls
+        hidden[tapped] = HIDDEN.index("tapped") + 1
+        if not self.modules:
+            return Told(np.zeros(0, bool), hidden, np.zeros(0, np.int64))
+        return Told(selected[self.module, self.site], hidden, disarmed[self.module, self.site])
+
+
+def _is_taken(own: Integers, above: Integers) -> Flags:
+    """Whether what hides the module above hides this one too."""
+    taken: Flags = (above >= _HOLDS_BELOW) & (own < above)
+    return taken
+
+
+def _hidden(module: dict[str, Any]) -> int:
+    key = module.get("hidden")
+    if isinstance(key, str) and key in HIDDEN:
+        return HIDDEN.index(key) + 1
+    return HIDDEN.index("compiled") + 1 if module.get("compiled") is True else 0
 
 
 def _described(tree: Any) -> Iterable[dict[str, Any]]:
@@ -174,8 +209,16 @@ def _described(tree: Any) -> Iterable[dict[str, Any]]:
                 "buffers": _texts(module.get("buffers")),
                 "aliases": _texts(module.get("aliases")),
                 "sites": _texts(module.get("sites")),
-                "compiled": module.get("compiled") is True,
+                "hidden": _hidden(module),
+                "tapped": _texts(module.get("tapped")),
+                "disarmed": _steps(module.get("disarmed")),
             }
+
+
+def _steps(disarmed: Any) -> dict[str, int]:
+    if not isinstance(disarmed, dict):
+        return {}
+    return {site: step for site, step in disarmed.items() if site in SLOT_SITES and type(step) is int and step < NEVER}
 
 
 def _join(described: Sequence[Sequence[dict[str, Any]]]) -> list[Module]:
@@ -208,7 +251,10 @@ def read_rules(manifest: dict[str, Any]) -> tuple[list[Rule], list[str]]:
     """The rules of a manifest, and what is wrong with those that cannot be read."""
     rules: list[Rule] = []
     problems: list[str] = []
-    for text in _texts(manifest.get("rules")):
+    texts = _texts(manifest.get("rules"))
+    if len(texts) > _MAX_RULES:
+        problems.append(f"there are {len(texts)} rules; those behind the first {_MAX_RULES} are not judged")
+    for text in texts[:_MAX_RULES]:
         try:
             rules += parse_rules(text)
         except (ConfigError, RecursionError) as error:

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from ..errors import LookupFailedError
 from ..format.schema import COUNTS, STATISTICS
 from ..read.run import Run
-from .keys import VALUE_KEY, group_rows
+from .keys import VALUE_KEY, group_rows, holds
 from .moments import combine
 from .partial import Partial
 from .selection import RANKS_OWN, GlobalOptions, Selection
@@ -25,6 +25,9 @@ GROUPS = {"step": ("step",), "module": ("root", "module_path"), "site": ("site",
 """Columns by the word that groups by them."""
 _NEVER_MIXED = ("site", "phase", "mode", "scope")
 """Numbers of different kinds, and those of a value computed twice, are never added up."""
+INNER = "inner"
+"""Column of grouped statistics, where there are such rows: which tensor inside of composite ones, such as ``indices``.
+Numbers of these mean different things too."""
 _VALUE = (
     "step", "micro_step", "call", "repeat", "attempt", "rank", "mode", "phase", "scope", "root", "module_path", "site",
     "name", "dtype", "shape", "numel",
@@ -38,8 +41,8 @@ class Statistics(NamedTuple):
     """What `statistics` found."""
 
     table: Any
-    """A `pa.Table`. Ungrouped: one row a value. Grouped: the keys, `rows`, `rows_without` (rows that have none and so
-    are not in it), `numel`, the statistics and the counts."""
+    """A `pa.Table`. Ungrouped: one row a value. Grouped: the keys, `inner` where there are tensors inside of composite
+    ones, `rows`, `rows_without` (rows that have none and so are not in it), `numel`, the statistics and the counts."""
     notes: list[str]
     """What is not in the table, and why; of which values ranks are missing."""
 
@@ -68,7 +71,8 @@ def stats(
         step: a step, or several as in rules: ``"0:100"``, ``"::10"``.
         rank: ranks, written like steps.
         by: ``step``, ``module``, ``site``, ``name``, ``rank``: combine the rows that agree in these. What is computed
-            in another phase or mode is never mixed, and ranks only with `across_ranks`.
+            in another phase or mode is never mixed, nor the tensors inside of composite ones, such as the indices and
+            the values of a sparse one (column `inner`), and ranks only with `across_ranks`.
         across_ranks: the statistics of the global tensors, replicas counted once.
         loss: with `across_ranks`, how activation gradients of the ranks are scaled; see `Run.view`.
         layouts: with `across_ranks`, how the ranks' values of some leaves lie; see `Run.view`.
@@ -107,23 +111,22 @@ def statistics(
     options.check(run)
     if options.across_ranks:
         return _across_ranks(run, selection, options, words)
-    everything = run.table([*_VALUE, *_NUMBERS, *(["note"] if run.is_merged else [])], pc.field("part") == 0)
+    everything = run.table([*_VALUE, *_NUMBERS, *(["note"] if run.is_merged or words else [])], pc.field("part") == 0)
     table = selection.narrow(everything)
     partial = Partial()
     if not table.num_rows:
         raise selection.explain_nothing(everything, f"run {run.path.name}")
     if run.is_merged:
         partial.add(table)
-        table = table.drop_columns(["note"])
     if not words:
-        return Statistics(table, partial.notes())
-    table = _combined(table, _keys([*words, "rank"]))
-    return Statistics(table, partial.notes() + _say_without(table))
+        return Statistics(table.drop_columns(["note"] if run.is_merged else []), partial.notes())
+    table = _combined(_with_inner(table), _keys([*words, "rank"]))
+    return Statistics(_without_empty_inner(table), partial.notes() + _say_without(table))
 
 
 def as_long(table: Any) -> Any:
     """One row a number, without those that are null."""
-    keys = [name for name in table.column_names if name in (*LONG_COLUMNS, *_NEVER_MIXED)]
+    keys = [name for name in table.column_names if name in (*LONG_COLUMNS, *_NEVER_MIXED, INNER)]
     keys += [name for name in ("micro_step", "call", "repeat") if name in table.column_names]
     pieces = []
     for statistic in _NUMBERS:
@@ -147,7 +150,7 @@ def _across_ranks(run: Run, selection: Selection, options: GlobalOptions, words:
         if words:
             table, stays = _without_rank_rows(table)
             left_out.append(stays)
-            pieces.append(_combined(table, keys))
+            pieces.append(_combined(_with_inner(table), keys))
         else:
             pieces.append(table.select([*_VALUE, *_NUMBERS]))
     if not num_rows:
@@ -156,12 +159,28 @@ def _across_ranks(run: Run, selection: Selection, options: GlobalOptions, words:
     if not words:
         return Statistics(table, partial.notes())
     table = _combined(table, keys)
-    return Statistics(table, partial.notes() + _say_without(table) + _say_left_out(pa.concat_tables(left_out)))
+    notes = partial.notes() + _say_without(table) + _say_left_out(pa.concat_tables(left_out))
+    return Statistics(_without_empty_inner(table), notes)
+
+
+def inner_leaves(table: Any) -> Any:
+    """Of rows with `name` and `note`, which tensor inside of a composite one each is: ``indices``, say; else null."""
+    is_inner = holds(table.column("note"), lambda note: '"inner_of"' in note)
+    leaves = pc.replace_substring_regex(table.column("name").cast(pa.string()), pattern=r"^.*\.", replacement="")
+    return pc.if_else(pa.array(is_inner), leaves, pa.scalar(None, pa.string()))
+
+
+def _with_inner(table: Any) -> Any:
+    return table.append_column(INNER, inner_leaves(table))
+
+
+def _without_empty_inner(table: Any) -> Any:
+    return table.drop_columns([INNER]) if table.column(INNER).null_count == table.num_rows else table
 
 
 def _keys(words: Iterable[str]) -> list[str]:
     wanted = [column for word in GROUPS if word in words for column in GROUPS[word]]
-    return list(dict.fromkeys([*wanted, *_NEVER_MIXED]))
+    return list(dict.fromkeys([*wanted, *_NEVER_MIXED, INNER]))
 
 
 def _combined(table: Any, keys: Sequence[str]) -> Any:

@@ -11,6 +11,7 @@ import itertools
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -21,12 +22,21 @@ from ..records import KEEP_STATS, KEEP_TENSOR, PART_BYTES, Chunk, Moment, Origin
 from . import hooks, staging
 from .clock import Clock, Slice
 from .events import Events, comes_from_signal_handler
+from .flat import merged
+from .inner import Inner, inner_tensors
 from .pool import Pool
 from .root import Root
 from .select import Selection, scalar_keep
-from .values import DTYPES, UnsupportedKind, plain
+from .tapped import Tapped
+from .values import DTYPES, UnsupportedKind, plain, requires_gradient
 
 _MAX_LEAF_HOOKS = 4096
+_MAX_DROPPED_PARTS = 1 << 20
+"""Rows that one tensor counts for at most where it is dropped: each takes a number, and an expanded one has no end."""
+_MAX_ERRORS = 20
+"""Errors of ours at one site of one module after which it is left alone."""
+_WITH_GRADIENT = {"input": ("input", "grad_input"), "output": ("output", "grad_output")}
+"""A hook that sees values also sees to their gradients."""
 _NEVER_TAPPED = (None, -1, False)
 
 
@@ -59,6 +69,7 @@ class Capture:
         self.roots: list[Root] = []
         self.past_roots: list[Root] = []
         self.nesting = Nesting()
+        self.tapped = Tapped(self)
         self.is_open = True
         self.every_call_is_a_step = False
         """Inference: no optimizer counts the steps."""
@@ -69,6 +80,9 @@ class Capture:
         self._leaf_hooks: deque[Any] = deque()
         self._taps: dict[tuple[str, str, str], tuple[Slice | None, int, bool]] = {}
         self._scalar_repeats: dict[str, int] = {}
+        self._errors: dict[tuple[str, str, str, str], int] = {}
+        self.lost: Callable[[], object] = self._sequence.__next__
+        """Number a value that is neither put nor dropped, as the ledger finds at the end. Needs no stack, no memory."""
         self.step_changed()
 
     @property
@@ -84,6 +98,27 @@ class Capture:
         self._leaf_hooks.clear()
         self._taps.clear()
         self._scalar_repeats.clear()
+        self.call_begins()
+
+    def call_begins(self) -> None:
+        """A call of a root begins, or a step: what waited for the end of the last one may be had now."""
+        for stager in list(self._stagers.values()):
+            stager.look()
+
+    def fetch(self) -> None:
+        """Bring what waits for the end of a step, whatever it costs."""
+        for stager in list(self._stagers.values()):
+            stager.fetch()
+
+    def forward_without_root(self) -> None:
+        """A module runs, and no root was ever seen to: it is called by ``.forward()``, or in a graph of its modules.
+
+        Then the step moves with the first module that is seen to run.
+        """
+        if self.every_call_is_a_step or self.nesting.depth or not torch.is_grad_enabled():
+            return
+        if torch._C._current_graph_task_id() == -1 and self.clock.advance_if_stepped():
+            self.step_changed()
 
     def keep_of(self, rule_set: int, call: int) -> int:
         """Bits of KEEP_* for a rule set at this step and call."""
@@ -122,15 +157,15 @@ class Capture:
         """
         try:
             local, chunk = plain(tensor, chunk)
-            nbytes = local.nbytes
+            nbytes = local.numel() * local.itemsize  # torch's own product wraps at 2^64, as expanded tensors reach
             stager = self._stagers.get(local.device.type) or self._stager(local.device.type)
         except UnsupportedKind as error:
-            self._drop(str(error), 1)
-            self.events.add(
-                "unsupported",
-                f"{origin.module_path or origin.root}:{origin.site}:{origin.name}: {error}",
-                key=str(error),
-            )
+            for name, inner, its_chunk, why in self._inside(origin, tensor, chunk, str(error)):
+                named, note_ = origin._replace(name=name), merged(note, why)
+                self.observe(named, moment, phase, call, repeat, keep, inner, scope=scope, chunk=its_chunk, note=note_)
+            return
+        except Exception as error:
+            self.site_failed(origin, error)
             return
         if chunk is not None and keep & KEEP_STATS and '"Partial"' in chunk.placements:
             keep &= ~KEEP_STATS  # statistics of summands say nothing of the sum
@@ -148,14 +183,14 @@ class Capture:
             )
         if block is None:
             reason = "too_large" if nbytes > self.pool.capacity_bytes else "pool_full"
-            self._drop(reason, parts)
+            self._drop(reason, min(parts, _MAX_DROPPED_PARTS))
             self.events.add(reason, _NO_ROOM[reason].format(origin=origin, nbytes=nbytes, pool=self.pool), key=reason)
             return
         try:
             ready = stager.copy(local, block)
         except Exception as error:
             block.release()
-            self.hook_failed(f"{origin.module_path or origin.root}:{origin.site}", error)
+            self.site_failed(origin, error)
             return
         except BaseException:
             block.release()
@@ -182,11 +217,24 @@ class Capture:
             )
         )
 
+    def _inside(self, origin: Origin, tensor: torch.Tensor, chunk: Chunk | None, reason: str) -> list[Inner]:
+        """What a composite tensor is made of. What is none, or fails to say, is counted here."""
+        try:
+            inside = inner_tensors(origin.name, tensor, chunk)
+        except Exception as error:
+            self.site_failed(origin, error)
+            return []
+        if not inside:
+            self._drop(reason, 1)
+            where = f"{origin.module_path or origin.root}:{origin.site}:{origin.name}"
+            self.events.add("unsupported", f"{where}: {reason}", key=reason)
+        return inside
+
     def _stager(self, device_type: str) -> staging.Stager:
         factory = staging.STAGERS.get(device_type)
         if factory is None:
             raise UnsupportedKind(f"unsupported_device:{device_type}")
-        stager = self._stagers[device_type] = factory(self.pool)  # type: ignore[call-arg]
+        stager = self._stagers[device_type] = factory(self.pool)
         return stager
 
     def _number(self, num_rows: int) -> int:
@@ -213,16 +261,42 @@ class Capture:
         """
         if comes_from_signal_handler(error):
             raise error
-        self._drop("hook_error", 1)
+        kind = "no_memory" if _is_out_of_memory(error) else "hook_error"
+        self._drop(kind, 1)
+        self.events.add(kind, f"recording {where} failed: {type(error).__name__}: {error}", key=where, exception=error)
+
+    def site_failed(self, origin: Origin, error: Exception) -> bool:
+        """The same at a site of a module, which is disarmed when it has failed too often. True when it is."""
+        where = f"{origin.module_path or origin.root}:{origin.site}"
+        self.hook_failed(where, error)
+        is_named = origin.site in ("tap", "scalar")
+        key = (origin.root, "" if is_named else origin.module_path, origin.site, origin.name if is_named else "")
+        self._errors[key] = num_errors = self._errors.get(key, 0) + 1
+        if num_errors != _MAX_ERRORS:
+            return False
         self.events.add(
-            "hook_error", f"recording {where} failed: {type(error).__name__}: {error}", key=where, exception=error
+            "disarmed",
+            f"{where}{f':{origin.name}' if is_named else ''} is not recorded any more, from step {self.clock.step} on: "
+            f"{_MAX_ERRORS} errors of the recorder there; the last was {type(error).__name__}: {error}",
+            key=repr(key),
+        )
+        for root in self.roots:
+            if root.name == origin.root:
+                root.disarm(origin.module_path, _WITH_GRADIENT.get(origin.site, (origin.site,)), self.clock.step)
+        return True
+
+    def _is_disarmed(self, site: str, name: str) -> bool:
+        return any(
+            count >= _MAX_ERRORS and (key[2], key[3]) == (site, name) for key, count in list(self._errors.items())
         )
 
     def watch_gradient(self, tensor: torch.Tensor, origin: Origin, moment: Moment, call: int, keep: int) -> None:
         """Record the gradient that arrives at ``tensor``, each time one does."""
         hook = hooks.GradientArrives(self, origin, moment, call, keep)
-        handle = tensor.register_hook(hook)
-        if tensor.is_leaf:
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass's own may count calls, or refuse this one
+            handle = tensor.register_hook(hook)
+            is_leaf = tensor.is_leaf
+        if is_leaf:
             hook.handle = handle
             self.keep_leaf_hook(handle)
 
@@ -236,7 +310,7 @@ class Capture:
         """Record a number of this step: a float or a tensor of one element, which is not synced."""
         rule_set = self._name_rule_set("scalar", name)
         keep = scalar_keep(self.masks[rule_set])
-        if not keep:
+        if not keep or (self._errors and self._is_disarmed("scalar", name)):
             return
         if not isinstance(value, torch.Tensor):
             kind = torch.int64 if isinstance(value, int) and not isinstance(value, bool) else torch.float64
@@ -253,7 +327,7 @@ class Capture:
         """Record a tensor by name, and the gradient that arrives at it (the same row with phase ``backward``)."""
         root, path = self.locate(module)
         rule_set = self._name_rule_set("tap", name)
-        if not self.masks[rule_set] or root is None:
+        if not self.masks[rule_set] or root is None or (self._errors and self._is_disarmed("tap", name)):
             return
         slice_, phase = root.slice_now()
         key = (path, name, phase)
@@ -268,11 +342,11 @@ class Capture:
             return
         origin = Origin(root.name, path, "tap", name)
         self.observe(origin, slice_.moment, phase, call, 0, keep, tensor)
-        if tensor.requires_grad and with_graph:
+        if with_graph and requires_gradient(tensor):
             self.watch_gradient(tensor, origin, slice_.moment, call, keep)
 
     def _name_rule_set(self, site: str, name: str) -> int:
-        return self.selection.narrow(self.selection.rule_set("", "", False, site), name)
+        return self.selection.narrow(self.selection.rule_sets("", "", False)[site], name)
 
     def locate(self, module: nn.Module | None) -> tuple[Root | None, str]:
         """The root and path of a module; the first root and its top where the module is not known."""
@@ -327,6 +401,13 @@ class Capture:
             handle.remove()
         for stager in self._stagers.values():
             stager.close()
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Torch's allocator of host memory has no exception of its own."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
 
 
 _NO_STATISTICS_OF_PARTIAL = '{"no_statistics":"Partial"}'

@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn.modules import module as module_internals
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ..graphs import is_traced
+
 _is_compiling = torch.compiler.is_compiling
 _OTHER_HOOKS = ("_global_backward_pre_hooks", "_global_backward_hooks", "_global_forward_hooks")
 
@@ -74,7 +76,7 @@ class Discovery:
             rejected = self._rejected[torch.is_grad_enabled()]
             if module in rejected:
                 return
-            if torch._C._get_tracing_state() is not None:
+            if is_traced():
                 return
             if not owner.wants(module):
                 rejected.add(module)
@@ -100,6 +102,21 @@ class Discovery:
             self._handle = None
             if getattr(module_internals, "_has_any_global_hook", None) == self._has_other_global_hook:
                 module_internals._has_any_global_hook = self._ask_torch
+
+
+def has_compiled(module: nn.Module, wrapper: nn.Module) -> bool:
+    """Whether dynamo holds code for a compiled module already, made without hooks that are put on it now.
+
+    Of torch's own classes it compiles a function around them, which they share.
+    """
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None:
+        return False
+    functions: list[Any] = [type(module).forward]
+    if wrapper is not module:
+        functions.append(frames.innermost_fn(wrapper.forward))
+    codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
+    return any(bool(frames._debug_get_cache_entry_list(code)) for code in codes)
 
 
 def has_compiled_anything() -> bool:

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..graphs import in_functorch, is_traced
+from ..taps import is_tapped
+
 if TYPE_CHECKING:
     from ..records import Moment, Origin
     from .clock import RootClock, Slice
@@ -26,8 +29,25 @@ if TYPE_CHECKING:
 WATCHES: dict[int, Watch] = {}
 ROOTS: dict[int, Root] = {}
 
+_NO_ROOM = (MemoryError, RecursionError)
+"""What even the handling of an error may meet, at the end of memory or of the stack."""
 _is_compiling = torch.compiler.is_compiling
-_is_tracing = torch._C._get_tracing_state
+_DYNAMO_KNOWS_THE_ORDER = torch.__version__ >= "2.13"
+
+
+def keep_first(registered: dict[int, Any]) -> None:
+    """A hook was registered with ``prepend``: let it be the first entry of its dict in dynamo's eyes, too.
+
+    That of 2.9 counts entries as they were added, so that it looks for what it read from one hook in another, and
+    fails to compile.
+    """
+    if not _DYNAMO_KNOWS_THE_ORDER:
+        others = list(registered.items())[1:]
+        try:
+            for number, _ in others:
+                del registered[number]
+        finally:
+            registered.update(others)
 
 
 def _inert() -> Callable[..., None]:
@@ -63,15 +83,20 @@ class BeforeForward(_Hook):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _is_compiling():
-            return
-        watch = WATCHES.get(self.number)
-        if watch is None or watch.module() is not module or _is_tracing() is not None:
-            return
         try:
+            if _is_compiling():
+                return
+            watch = WATCHES.get(self.number)
+            if watch is None or watch.module() is not module or is_traced():
+                return
             watch.before_forward(args, kwargs)
         except Exception as error:
-            watch.failed("input", error)
+            if (watch := WATCHES.get(self.number)) is None:
+                return
+            try:
+                watch.failed("input", error)
+            except _NO_ROOM:
+                watch.capture.lost()
 
 
 class AfterForward(_Hook):
@@ -80,15 +105,22 @@ class AfterForward(_Hook):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if _is_compiling():
-            return
-        watch = WATCHES.get(self.number)
-        if watch is None or watch.module() is not module or _is_tracing() is not None:
-            return
         try:
+            if _is_compiling():
+                return
+            watch = WATCHES.get(self.number)
+            if watch is None or watch.module() is not module or is_traced():
+                return
+            if in_functorch() and is_tapped(module):
+                return  # the op sees the plain tensor behind what is seen here
             watch.after_forward(output)
         except Exception as error:
-            watch.failed("output", error)
+            if (watch := WATCHES.get(self.number)) is None:
+                return
+            try:
+                watch.failed("output", error)
+            except _NO_ROOM:
+                watch.capture.lost()
 
 
 class RootBegins(_Hook):
@@ -97,15 +129,20 @@ class RootBegins(_Hook):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if _is_compiling():
-            return
-        root = ROOTS.get(self.number)
-        if root is None or root.module() is not module:
-            return
         try:
+            if _is_compiling():
+                return
+            root = ROOTS.get(self.number)
+            if root is None or root.module() is not module:
+                return
             root.begins(module)
         except Exception as error:
-            root.failed(error)
+            if (root := ROOTS.get(self.number)) is None:
+                return
+            try:
+                root.failed(error)
+            except _NO_ROOM:
+                root.capture.lost()
 
 
 class RootEnds(_Hook):
@@ -114,15 +151,20 @@ class RootEnds(_Hook):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if _is_compiling():
-            return
-        root = ROOTS.get(self.number)
-        if root is None or root.module() is not module:
-            return
         try:
+            if _is_compiling():
+                return
+            root = ROOTS.get(self.number)
+            if root is None or root.module() is not module:
+                return
             root.ends(output)
         except Exception as error:
-            root.failed(error)
+            if (root := ROOTS.get(self.number)) is None:
+                return
+            try:
+                root.failed(error)
+            except _NO_ROOM:
+                root.capture.lost()
 
 
 class GradientArrives:
@@ -141,9 +183,9 @@ class GradientArrives:
         """Set where the tensor is a leaf, which outlives the step: its hook is removed once it has fired."""
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
-        if _is_compiling() or gradient is None:  # as DDP hands on for an output that the loss does not use
-            return
         try:
+            if _is_compiling() or gradient is None:  # as DDP hands on for an output that the loss does not use
+                return
             capture = self._capture
             if not capture.is_open:
                 return
@@ -152,7 +194,10 @@ class GradientArrives:
             if self.handle is not None:
                 self.handle.remove()
         except Exception as error:
-            self._capture.hook_failed(f"{self._origin.module_path}:{self._origin.site}", error)
+            try:
+                self._capture.site_failed(self._origin, error)
+            except _NO_ROOM:
+                self._capture.lost()
 
 
 class GradientSeen:

@@ -25,7 +25,6 @@ from torch.optim.optimizer import (
 
 from ..records import Moment
 from .core import Capture
-from .discovery import has_compiled_anything
 from .flat import Original
 from .owned import Owned, owned_parameters
 
@@ -133,7 +132,10 @@ class OptimizerWatch:
         self._on_new = on_new
         self._owned: dict[int, Owned] = {}
         self._strangers: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._latecomers: dict[int, weakref.ref[torch.Tensor]] = {}
+        """Seen after this step's look, perhaps put in place after it: looked for at the next."""
         self._learned_at = -1
+        self._is_settled = False
         self.known: dict[int, tuple[weakref.ref[Optimizer], str]] = {}
         self._counting: Callable[[], Optimizer | None] | None = None
         self._active: Callable[[], Optimizer | None] | None = None
@@ -198,20 +200,35 @@ class OptimizerWatch:
         stranger = self._strangers.get(id(parameter))
         if stranger is not None and stranger() is parameter:
             return None
-        if self._learned_at != self.num_steps:  # a wrapper may have replaced parameters; look once a step
-            self._learn()
-            return self._owner(parameter)
+        if self._learned_at == self.num_steps:  # a look walks through all modules: one a step, and this came after it
+            self._latecomers[id(parameter)] = weakref.ref(parameter)
+            return None
+        self._learn()
+        found = self._owned.get(id(parameter))
+        if found is not None and found.reference() is parameter:
+            return found
         self._strangers[id(parameter)] = weakref.ref(parameter)
         return None
 
     def _learn(self) -> None:
         self._learned_at = self.num_steps
+        self._strangers |= self._latecomers  # those that are found now are owned, which is asked first
+        self._latecomers.clear()
         self._owned = {
             id(parameter): owned for root in self._capture.roots for parameter, owned in owned_parameters(root)
         }
 
     def rescan(self) -> None:
         """Learn the owner of every parameter again: there is a new root."""
+        self._strangers.clear()
+        self._learn()
+        self._is_settled = False
+
+    def _settle(self) -> None:
+        """The first step after there was a new root: what was attached may have been wrapped since."""
+        self._is_settled = True
+        for root in self._capture.roots:
+            root.find_wrappers()
         self._strangers.clear()
         self._learn()
 
@@ -249,9 +266,11 @@ class OptimizerWatch:
         self._active = weakref.ref(optimizer)
         for call in self._scaler_calls:
             call["stepped"] = True
+        if not self._is_settled:
+            self._settle()
         capture = self._capture
-        if not capture.has_seen_forward and self._counts(optimizer) and has_compiled_anything():
-            # The root's own hooks are compiled away, so no forward can move the step.
+        if not capture.has_seen_forward and self._counts(optimizer):
+            # No forward can move the step: the root's own hooks are compiled away, or it takes none.
             moved = capture.clock.advance_if_stepped()
             if moved:
                 capture.step_changed()

@@ -68,8 +68,10 @@ def _facts(module: nn.Module) -> DataParallel | None:
         return {"kind": "fsdp1", "ranks": _fsdp1_ranks(module)}
     fsdp2 = loaded("torch.distributed.fsdp", "FSDPModule")
     if fsdp2 is not None and isinstance(module, fsdp2):
-        groups = getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())
-        return {"kind": "fsdp2", "ranks": _mesh_ranks(groups[0].mesh_info)} if groups else None
+        state = module._get_fsdp_state()
+        group = next(iter(getattr(state, "_fsdp_param_groups", ())), None)
+        group = group or getattr(state, "_fsdp_param_group", None)  # the only one, in torch 2.9
+        return {"kind": "fsdp2", "ranks": _mesh_ranks(group.mesh_info)} if group is not None else None
     replicate = loaded("torch.distributed._composable.replicate", "replicate")
     state = replicate.state(module) if replicate is not None and type(module).__name__.startswith("DDP") else None
     wrapper = getattr(state, "_ddp_weakref", lambda: None)()

@@ -59,7 +59,13 @@ class Pool:
             clock: a monotonic clock in seconds.
         """
         self.capacity_bytes = capacity_bytes - capacity_bytes % _GRAIN_BYTES
-        self._region = mmap.mmap(-1, self.capacity_bytes)
+        try:
+            self._region = mmap.mmap(-1, self.capacity_bytes)
+        except OSError as error:
+            raise MemoryError(
+                f"no memory for the pool of {self.capacity_bytes} bytes ({error.strerror}); lower RECORDER_POOL_BYTES, "
+                "or raise the limit on this process's memory"
+            ) from error
         self._bytes = np.frombuffer(self._region, dtype=np.uint8)
         self.tensor = torch.from_numpy(self._bytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._region))
@@ -73,6 +79,7 @@ class Pool:
         self._clock = clock
         self._is_dropping = False
         self.waited_s = 0.0
+        self.longest_wait_s = 0.0
         self._waited_this_step_s = 0.0
         self._wait_step = -1
 
@@ -162,6 +169,7 @@ class Pool:
                 break
         self.waited_s += now - began
         self._waited_this_step_s += now - began
+        self.longest_wait_s = max(self.longest_wait_s, now - began)
         return block
 
 

@@ -13,11 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..records import Moment
+from .. import taps
+from ..config import SITES
+from ..records import Moment, Origin
+from ..taps import Where
 from . import hooks, tree
 from .clock import RootClock, Slice
+from .discovery import has_compiled, has_compiled_anything
 from .flat import FlatParameter, find_flat_parameters
 from .parallel import DataParallel, find_data_parallel, wrappers_around
+from .values import requires_gradient
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -26,6 +31,24 @@ if TYPE_CHECKING:
 _MAX_LATE_LOOKS = 5
 """Calls of a root in which a data-parallel wrapper is looked for: it may be made by the first of them, or after it."""
 _numbers = itertools.count(1)
+
+
+_OTHERS = "parameters, gradients and optimizer state are"
+_HIDDEN = {
+    "compiled": "values inside compiled modules are not recorded ({}); " + _OTHERS + ". RECORDER_COMPILED=tap, or "
+    "recorder.instrument(model) before the first call, puts taps into the compiled graph",
+    "late": "attached after compilation, so nothing is seen inside ({}); attach first, with RECORDER_COMPILED=tap, or "
+    "call torch.compiler.reset()",
+    "scripted": "values inside scripted modules are not recorded ({}); " + _OTHERS + ". recorder.instrument(model) "
+    "before torch.jit.script or trace puts taps into the scripted code",
+    "root_not_called": "its modules ran, and its own call was never seen ({}): call it, not .forward(); of a model "
+    "that torch.fx traced, attach what came out",
+}
+"""What is said once of modules whose calls nobody sees."""
+
+
+def _is_below(path: str, above: str) -> bool:
+    return above == "" or path.startswith(above + ".")
 
 
 class Root:
@@ -37,8 +60,17 @@ class Root:
         self.module: Callable[[], nn.Module | None] = weakref.ref(module)
         self.clock = RootClock(capture.clock)
         self.num_calls = 0
-        self.num_attached = 0
+        self.attachments: list[Callable[[], Any]] = []
+        """Weak references to the handles that were given out for it and not closed."""
+        self.is_kept = False
+        """A handle was thrown away at once: nobody can ever close it, so it was meant to last."""
         self._number = next(_numbers)
+        self._began_late = has_compiled_anything()
+        """Something had been compiled when it was attached: perhaps this."""
+        self._artefact: str | None = None
+        self._is_stand_in = False
+        self._by_path: dict[str, Watch] = {}
+        self._tap_paths: dict[str, str] = {}
         self.data_parallel: DataParallel | None = None
         """The ranks that share its batch, for the manifest; None where no wrapper says so."""
         self._around = [weakref.ref(wrapper) for wrapper in wrappers_around(module)]
@@ -62,12 +94,19 @@ class Root:
         self._located = {id(m): (weakref.ref(m), n.path) for n in nodes for m in (n.module, n.owner)}
         self._located[id(module)] = weakref.ref(module), ""
         self.watches: list[Watch] = []
+        self.tapped: dict[str, Watch] = {}
+        """By the text of a `Where`, the modules on which somebody has put a tap."""
+        self._seen_at_taps: dict[str, tuple[str, ...]] = {}
+        """By path the sites at which graphs have shown modules whose hooks had not run."""
+        self._scripted_with_taps: list[str] = []
+        self._own_taps: list[Callable[[], nn.Module | None]] = []
         self._handles: list[Any] = []
         hooks.ROOTS[self._number] = self
         self._add_hooks(module, nodes)
         self.flats = self._find_flats(module)
         self.modules = [self._describe(node, watch) for node, watch in zip(nodes, self.watches, strict=True)]
-        """What the manifest says of each module; nothing here keeps the model alive."""
+        """What is known of each module when it is attached, and of what graphs and steps told later; see `described`.
+        Nothing here keeps the model alive."""
 
     def _find_flats(self, module: nn.Module) -> list[FlatParameter]:
         """FSDP1's flat parameters: their values are split as soon as they are seen."""
@@ -83,6 +122,13 @@ class Root:
             text = f"{self.name}: flat parameters are recorded whole: {type(error).__name__}: {error}"
             self.capture.events.add("flat_parameters_unknown", text, key=self.name, exception=error)
             return []
+
+    def find_wrappers(self) -> None:
+        """The model was wrapped after it was attached, perhaps: its parameters may be others, or pieces of others."""
+        module = self.module()
+        if module is not None:
+            self._around = [weakref.ref(wrapper) for wrapper in wrappers_around(module)]
+            self.flats = self._find_flats(module)
 
     def renew(self) -> None:
         """Take the hooks off and put them on again, on the modules that there are now."""
@@ -103,6 +149,8 @@ class Root:
 
     def _add_hooks(self, module: nn.Module, nodes: list[tree.Node]) -> None:
         compiled: list[str] = []
+        late: list[str] = []
+        untapped: list[str] = []
         for node in nodes:
             wrapper = node.module is not node.owner
             inside = any(node.path == path or path == "" or node.path.startswith(path + ".") for path in compiled)
@@ -110,27 +158,156 @@ class Root:
             self.watches.append(Watch(self, node, wants_hooks=wants_hooks))
             if node.is_compiled:
                 compiled.append(node.path)
-        self._handles.append(module.register_forward_pre_hook(hooks.RootBegins(self._number), prepend=True))
-        self._handles.append(module.register_forward_hook(hooks.RootEnds(self._number), always_call=True))
-        self._say_compiled(compiled)
+                if not inside and has_compiled(node.owner, node.module):
+                    late.append(node.path)
+            if self.capture.settings.compiled == "tap" and (inside or node.is_compiled):
+                self._tap(node, self.watches[-1])
+            self.tapped |= {where.text: self.watches[-1] for where in taps.where_tapped(node.owner)}
+        if not isinstance(module, torch.jit.ScriptModule):
+            self._handles.append(module.register_forward_pre_hook(hooks.RootBegins(self._number), prepend=True))
+            hooks.keep_first(module._forward_pre_hooks)
+            self._handles.append(module.register_forward_hook(hooks.RootEnds(self._number), always_call=True))
+        self._late = late
+        # Where there are taps, the first step tells whether they are in the graph.
+        self._say_hidden("late", [path for path in late if not self._is_tapped_below(path)])
+        scripted = {node.path: node.owner for node in nodes if node.hidden == "scripted"}
+        for path in list(scripted):
+            if not any(path != above and _is_below(path, above) for above in scripted):
+                (self._scripted_with_taps if tree.has_scripted_tap(scripted[path]) else untapped).append(path)
+        self._say_hidden("scripted", untapped)
+        self._say_compiled([path for path in compiled if path not in late])
+
+    def _tap(self, node: tree.Node, watch: Watch) -> None:
+        """Show what hooks cannot see, as the settings ask: by a tap in the graph that is about to be made."""
+        selected = watch.rule_sets["output"] or watch.rule_sets["grad_output"]
+        if selected and node.is_callable and not taps.is_tapped(node.owner):
+            taps.place(node.owner, tree.where(node, self.name, "output"))
+            self._own_taps.append(weakref.ref(node.owner))
+
+    def stands_for(self, where: str) -> None:
+        """It has no module: a loaded artefact shows this tap, and others that were placed with it."""
+        self._artefact = Where.from_text(where).root if where else ""
+        self._is_stand_in = True
+
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether it has no module, and so nobody can close it."""
+        return self._is_stand_in
+
+    def has_tap(self, where: str) -> bool:
+        """Whether a tap is on one of its modules, in its TorchScript, or of the artefact that it stands for."""
+        if where in self.tapped:
+            return True
+        told = Where.from_text(where) if where else None
+        is_scripted = isinstance(self.module(), torch.jit.ScriptModule)  # Python sees no hooks on it
+        if self._artefact is None and is_scripted and told is not None and self.watch_at(told.path) is not None:
+            self._artefact = told.root
+        return self._artefact == (told.root if told is not None else "")
+
+    def watch_at(self, path: str) -> Watch | None:
+        """The watch of a path."""
+        if path not in self._by_path:
+            self._by_path = {watch.node_path: watch for watch in self.watches}
+        return self._by_path.get(path)
+
+    def path_of_tap(self, name: str) -> str:
+        """Of a tap by hand in a graph, the module's path where one module's code alone has such a tap; else the root.
+
+        The op is told its name; in which module it was called, no graph remembers.
+        """
+        if name not in self._tap_paths:
+            module = self.module()
+            nodes = tree.walk(module) if module is not None else []
+            found = [node.path for node in nodes if tree.has_tap(node.owner, name)]
+            self._tap_paths[name] = found[0] if len(found) == 1 else ""
+        return self._tap_paths[name]
+
+    @property
+    def described(self) -> list[dict[str, Any]]:
+        """What the manifest says of each module. Of what graphs alone show, that is at which sites. Any thread."""
+        tapped = dict(self._seen_at_taps)
+        if not tapped:
+            return self.modules
+        for where, watch in list(self.tapped.items()):
+            if not watch.has_entered:
+                site = Where.from_text(where).site
+                tapped[watch.node_path] = tuple(dict.fromkeys((*tapped.get(watch.node_path, ()), site)))
+        for described in self.modules:
+            path = described["path"]
+            if described.get("hidden") == "scripted" and any(_is_below(path, up) for up in self._scripted_with_taps):
+                tapped.setdefault(path, ("output",))
+        return [
+            {**described, "tapped": list(tapped[described["path"]])} if described["path"] in tapped else described
+            for described in self.modules
+        ]
+
+    def tells_of(self, told: Where, path: str) -> None:
+        """A graph shows a module, perhaps one of which the model's tree says nothing, or that it is a container."""
+        watch = self.watch_at(path)
+        if watch is None or not watch.has_entered:
+            known_sites = self._seen_at_taps.get(path, ())
+            self._seen_at_taps[path] = tuple(dict.fromkeys((*known_sites, told.site)))
+        for i, described in enumerate(self.modules):
+            if described["path"] == path:
+                if told.site not in described["sites"] or "hidden" in described:
+                    self.modules[i] = {**described, **self._of_tap(told)}
+                return
+        self.paths.append(path)
+        fresh = {"path": path, "aliases": [], "params": [], "buffers": [], "compiled": False, **self._of_tap(told)}
+        self.modules = [*self.modules, fresh]
+
+    def _of_tap(self, told: Where) -> dict[str, Any]:
+        rule_sets = self.capture.selection.rule_sets(told.path, told.cls, told.leaf)
+        sites = [site for site in SITES if rule_sets[site]]
+        return {"class": told.cls, "source": told.source or None, "sites": sites}
 
     def _say_compiled(self, paths: list[str]) -> None:
-        if paths:
-            paths = [p for p in paths if not any(q != p and (q == "" or p.startswith(q + ".")) for q in paths)]
-            shown = ", ".join(repr(path) if path else "the whole model" for path in paths[:3])
-            self.capture.events.add(
-                "compiled",
-                f"{self.name}: values inside compiled modules are not recorded ({shown}{', ...' * (len(paths) > 3)}); "
-                "parameters, gradients and optimizer state are",
-                key=self.name,
-            )
+        self._say_hidden("compiled", [path for path in paths if not self._is_tapped_below(path)])
 
-    def mark_silent_as_compiled(self) -> None:
-        """Something was compiled, so a module with hooks that never fired in a whole step was compiled with them."""
-        silent = {watch.node_path for watch in self.watches if watch.is_silent}
-        for described in self.modules:
-            described["compiled"] = described["compiled"] or described["path"] in silent
-        self._say_compiled(sorted(silent))
+    def _say_hidden(self, why: str, paths: list[str]) -> None:
+        if paths:
+            paths = [p for p in paths if not any(q != p and _is_below(p, q) for q in paths)]
+            shown = ", ".join(repr(path) if path else "the whole model" for path in paths[:3])
+            shown += ", ..." * (len(paths) > 3)
+            self.capture.events.add(why, f"{self.name}: {_HIDDEN[why].format(shown)}", key=self.name)
+
+    def _is_tapped_below(self, path: str) -> bool:
+        return any(watch.node_path == path or _is_below(watch.node_path, path) for watch in self.tapped.values())
+
+    def step_is_over(self, *, has_compiled: bool) -> None:
+        """The first one: what never ran in it, though it has hooks, and why that is.
+
+        Where something was compiled and no part of this model says that it was, what has gradients without a call ran
+        in a graph of somebody's function, and its hooks with it. A root that never ran, while its modules did, is not
+        what was called.
+        """
+        seen = [watch.node_path for watch in self.watches if watch.was_called]
+        self._say_hidden("late", [path for path in self._late if not any(_is_below(one, path) for one in seen)])
+        silent = self._silent()
+        if has_compiled and silent and not any(described["compiled"] for described in self.modules):
+            why = {"hidden": "late"} if self._began_late and not self._seen_at_taps else {}
+            for i, described in enumerate(self.modules):
+                if described["path"] in silent:
+                    self.modules[i] = {**described, "compiled": True, **why}
+            if why:
+                self._say_hidden("late", sorted(silent))
+            elif not self._seen_at_taps:  # who tapped a part of what is compiled has chosen it
+                self._say_compiled(sorted(silent))
+        elif self.num_calls == 0 and seen and "" not in seen and self._artefact is None and not self._seen_at_taps:
+            self._say_hidden("root_not_called", [""])
+
+    def _silent(self) -> set[str]:
+        """Modules that must have run, and were not seen to, for no reason of their own."""
+        told = {described["path"] for described in self.modules if "hidden" in described}
+        told |= {watch.node_path for watch in self.tapped.values()} if self._seen_at_taps else set()
+        silent = [watch for watch in self.watches if watch.is_silent and watch.node_path not in told]
+        if any(watch.was_called for watch in self.watches):
+            grads = {w.node_path: [p.grad is not None for _, p in w.own("_parameters")] for w in silent}
+            silent = [watch for watch in silent if any(grads[watch.node_path]) or not grads[watch.node_path]]
+            is_in_graph = self.num_calls == 0 and bool(self._seen_at_taps)
+            if not is_in_graph and not any(map(any, grads.values())):
+                return set()
+        return {watch.node_path for watch in silent}
 
     def begins(self, module: nn.Module) -> None:
         """A call of the root begins."""
@@ -156,6 +333,8 @@ class Root:
             self.capture.has_seen_forward = True
         if moved:
             self.capture.step_changed()
+        else:
+            self.capture.call_begins()
 
     def ends(self, output: Any) -> None:
         """A call of the root has returned, or raised (then ``output`` is None)."""
@@ -169,9 +348,11 @@ class Root:
         self.clock.end()
         if current is not None and torch.is_grad_enabled():
             for _, tensor in tree.tensor_leaves(output):
-                if tensor.requires_grad and not current.has_gradient:
-                    handle = tensor.register_hook(hooks.GradientSeen(self.clock, current))
-                    if tensor.is_leaf:
+                if not current.has_gradient and requires_gradient(tensor):
+                    with torch._C.DisableTorchFunctionSubclass():
+                        handle = tensor.register_hook(hooks.GradientSeen(self.clock, current))
+                        is_leaf = tensor.is_leaf
+                    if is_leaf:
                         self.capture.keep_leaf_hook(handle)
         if current is not None and self.capture.every_call_is_a_step:
             self.record_state(("param", "buffer"), current.moment, "forward", 0)
@@ -184,8 +365,49 @@ class Root:
         training = module.training if module is not None else True
         return self.clock.current(with_grad=torch.is_grad_enabled(), training=training), "forward"
 
+    def slice_of_tap(self, *, with_grad: bool) -> tuple[Slice, str]:
+        """The same for what a tap shows; where the root's own hooks are compiled away, taps alone tell of its calls.
+
+        Args:
+            with_grad: whether gradients were enabled around it; compiled code runs without, whatever the mode.
+        """
+        module = self.module()
+        is_hidden = self.num_calls == 0 and self.capture.nesting.depth == 0
+        if not is_hidden or module is None or torch._C._current_graph_task_id() != -1:
+            return self.slice_now()
+        if self.clock.begin(
+            with_grad=with_grad, training=module.training, every_call_is_a_step=False, is_first_call=False
+        ):
+            self.capture.step_changed()
+        found = self.clock.active
+        self.clock.end()
+        assert found is not None
+        return found, "forward"
+
+    def gradient_at_tap(self, moment: Moment) -> None:
+        """A gradient has come to a tap: the next forward is of another slice."""
+        slice_ = self.clock.recomputed()
+        if self.num_calls == 0 and slice_.moment == moment:
+            self.clock.gradient_arrived(slice_)
+
     def failed(self, error: Exception) -> None:
-        self.capture.hook_failed(self.name, error)
+        """Count an error of ours; a root that keeps failing, and so knows no step any more, is left alone."""
+        if self.capture.site_failed(Origin(self.name, "", "root", ""), error):
+            step = self.capture.clock.step
+            self.modules = [{**described, "disarmed": dict.fromkeys(SITES, step)} for described in self.modules]
+            self.remove()
+
+    def disarm(self, path: str, sites: tuple[str, ...], step: int) -> None:
+        """See nothing any more at some sites of one module, and tell from which step on."""
+        for watch in self.watches:
+            if watch.node_path == path:
+                watch.disarm(sites)
+        for i, described in enumerate(self.modules):
+            if described["path"] == path:  # another dict: the writer thread may be reading this one
+                self.modules[i] = {
+                    **described,
+                    "disarmed": {**described.get("disarmed", {}), **dict.fromkeys(sites, step)},
+                }
 
     def record_state(self, sites: tuple[str, ...], moment: Moment, phase: str, repeat: int) -> None:
         """Record parameters or buffers of every module that a rule selects."""
@@ -214,11 +436,17 @@ class Root:
 
     def remove(self) -> None:
         """Take every hook off again."""
+        self.modules = self.described
         for handle in self._handles:
             handle.remove()
         for watch in self.watches:
             watch.remove()
+        for reference in self._own_taps:
+            if (module := reference()) is not None:
+                taps.remove(module)
         self.watches.clear()
+        self.tapped.clear()
+        self._seen_at_taps.clear()
         hooks.ROOTS.pop(self._number, None)
 
     def _describe(self, node: tree.Node, watch: Watch) -> dict[str, Any]:
@@ -233,4 +461,5 @@ class Root:
             "params": flat_names + [name for name, value in watch.own("_parameters") if id(value) not in flat_ids],
             "buffers": [name for name, _ in watch.own("_buffers")],
             "compiled": node.is_compiled,
+            **({"hidden": hidden} if (hidden := "late" if node.path in self._late else node.hidden) else {}),
         }

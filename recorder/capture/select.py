@@ -7,13 +7,18 @@ worked out once; a hook then costs one list look-up to learn that nothing is wan
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from ..config import EVERY, Rule
+from ..config import ANY, EVERY, KEEPS, SITES, Rule
 from ..records import KEEP_STATS, KEEP_TENSOR
 
 NOTHING = 0
 """The rule set that never selects anything."""
+_STATE_SITES = ("param", "grad", "buffer", "optim")
+_USUAL = f" keep={next(word for word, bit in KEEPS.items() if bit == KEEP_STATS)}"
+"""What a rule's text ends with where nobody asked for more."""
+_MAX_COMPARED = 2000
+"""Paths that a pattern which matches nothing is compared with, to name some near it: 40 us each."""
 
 
 class Selection:
@@ -22,28 +27,52 @@ class Selection:
     def __init__(self, rules: Sequence[Rule], rank: int) -> None:
         self._rules = tuple(rules)
         self._on_rank = [rank in rule.rank for rule in self._rules]
+        self._takes_all = [rule.module == rule.cls == ANY and not rule.leaf for rule in self._rules]
         self._sets: dict[tuple[int, ...], int] = {(): NOTHING}
         self._members: list[tuple[int, ...]] = [()]
         self._matched = [False] * len(self._rules)
+        self._class_names: dict[str, None] = {}
         self.masks: list[int] = [0]
         """Bits of KEEP_* by rule set, at the current step; index 0 is always 0."""
         self._active = [0] * len(self._rules)
         self._limits_calls = [rule.call != EVERY for rule in self._rules]
         self.limited: set[int] = set()
         """Rule sets whose mask also depends on the call; `mask_at_call` tells."""
+        self._by_name: set[int] = set()
+        """Rule sets that select some names and not others."""
+        self._by_matching: dict[tuple[tuple[int, ...], bool], dict[str, int]] = {}
 
-    def rule_set(self, module_path: str, class_name: str, is_leaf: bool, site: str) -> int:
-        """The rules that can select anything of a module at a site; patterns are judged without the rank clause."""
-        members = []
-        for i, rule in enumerate(self._rules):
-            if site in rule.site and rule.matches_module(module_path, class_name, is_leaf):
-                self._matched[i] = True
-                if self._on_rank[i]:
-                    members.append(i)
-        return self._intern(tuple(members))
+    def rule_sets(
+        self, module_path: str, class_name: str, is_leaf: bool, *, is_callable: bool = True
+    ) -> Mapping[str, int]:
+        """By site the rules that can select anything of a module; patterns are judged without the rank clause.
+
+        Modules that the same rules match share the answer: a model may have many thousands of them. What is not
+        callable has parameters and buffers alone.
+        """
+        self._class_names[class_name] = None
+        matching = tuple(
+            i
+            for i, rule in enumerate(self._rules)
+            if self._takes_all[i] or rule.matches_module(module_path, class_name, is_leaf)
+        )
+        found = self._by_matching.get((matching, is_callable))
+        if found is None:
+            sites = SITES if is_callable else _STATE_SITES
+            found = dict.fromkeys(SITES, NOTHING) | {site: self._of_site(matching, site) for site in sites}
+            self._by_matching[matching, is_callable] = found
+        return found
+
+    def _of_site(self, matching: tuple[int, ...], site: str) -> int:
+        members = [i for i in matching if site in self._rules[i].site]
+        for i in members:
+            self._matched[i] = True
+        return self._intern(tuple(i for i in members if self._on_rank[i]))
 
     def narrow(self, rule_set: int, name: str) -> int:
         """The part of a rule set that also selects the leaf ``name``."""
+        if rule_set not in self._by_name:
+            return rule_set
         members = self._members[rule_set]
         return self._intern(tuple(i for i in members if self._rules[i].matches_name(name)))
 
@@ -55,6 +84,8 @@ class Selection:
             self.masks.append(self._mask(members))
             if any(self._limits_calls[i] for i in members):
                 self.limited.add(known)
+            if any(self._rules[i].name != ANY for i in members):
+                self._by_name.add(known)
         return known
 
     def mask_at_call(self, rule_set: int, call: int) -> int:
@@ -73,15 +104,21 @@ class Selection:
         self.masks[:] = [self._mask(members) for members in self._members]
 
     def unmatched(self, module_paths: Sequence[str]) -> list[str]:
-        """One sentence for each rule whose patterns matched no module so far, with the nearest paths."""
+        """One sentence for each rule whose patterns matched no module so far, with the nearest paths or classes."""
         problems = []
         for rule, matched in zip(self._rules, self._matched, strict=True):
             if matched:
                 continue
-            wanted = next((p for p in rule.module if not p.startswith("!")), "*")
-            near = difflib.get_close_matches(wanted, module_paths, n=3, cutoff=0.3) or list(module_paths[:3])
-            shown = ", ".join(repr(path) for path in near)
-            problems.append(f"the rule {rule.text!r} matches no module; module paths near it: {shown}")
+            by_class = Rule(cls=rule.cls)
+            is_class_wrong = not any(by_class.matches_module("", name, True) for name in self._class_names)
+            patterns, some = (rule.cls, list(self._class_names)) if is_class_wrong else (rule.module, module_paths)
+            wanted = next((p for p in patterns if not p.startswith("!")), "*")
+            some = some[:_MAX_COMPARED]
+            near = difflib.get_close_matches(wanted, some, n=3, cutoff=0.3) or list(some[:3])
+            shown = ", ".join(repr(text) for text in near)
+            what = "class names" if is_class_wrong else "module paths"
+            text = rule.written or rule.text.removesuffix(_USUAL)
+            problems.append(f"the rule {text!r} matches no module; {what} near it: {shown}")
         return problems
 
 

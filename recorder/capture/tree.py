@@ -7,18 +7,29 @@ plain, DDP, FSDP, compiled or checkpointed run. Nothing here may run a module or
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import types
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..taps import Where
+
 _TRANSPARENT = {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"}
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "AveragedModel"}
 _NO_CONTAINERS = (str, bytes, int, float, complex)
 _MAX_DEPTH = 32
 """Levels of nesting that are searched for tensors; deeper is a cycle or a mistake."""
+_MAX_OBJECTS_DEEP = 3
+"""Plain objects inside one another: a cache of two caches of layers. What holds more is a program, not data."""
+_MAX_ENTERED = 4096
+"""Containers of one value behind which objects are not searched any more, and entries of one container in an object."""
+_NO_DATA = (nn.Module, torch.optim.Optimizer, type, types.ModuleType, types.FunctionType, types.MethodType)
+_NO_DATA_IN = ("torch.fx", "torch.distributed", "torch._")
+"""Packages whose objects are what torch works with, such as the proxies of a symbolic trace."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -33,14 +44,19 @@ class Node:
     class_name: str
     is_leaf: bool
     is_callable: bool
-    """False for containers without a forward, such as ModuleList."""
+    """False where no hook can see a call: containers without a forward, such as ModuleList, what was scripted, and
+    what torch puts into an exported program."""
     aliases: list[str] = dataclasses.field(default_factory=list)
     is_compiled: bool = False
+    hidden: str | None = None
+    """Why its calls are not seen, where its kind tells: ``scripted``, ``inlined`` in a graph, or ``fused``."""
 
 
 def class_name(module: nn.Module) -> str:
     """The name of the class that the user wrote; `fully_shard` puts ``FSDP`` in front of it."""
     cls = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        return str(getattr(module, "original_name", cls.__name__))
     if cls.__name__.startswith("FSDP") and len(cls.__bases__) == 2 and cls.__bases__[0].__name__ == "FSDPModule":
         return cls.__bases__[1].__name__
     return cls.__name__
@@ -48,8 +64,51 @@ def class_name(module: nn.Module) -> str:
 
 def source_line(module: nn.Module) -> str | None:
     """``file:line`` of the class's forward, where Python code has one."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    code = getattr(inspect.unwrap(_forward(module)), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
+
+
+def where(node: Node, root: str, site: str) -> Where:
+    """What a tap on a module tells of itself."""
+    return Where(root, node.path, site, node.class_name, node.is_leaf, source_line(node.owner) or "")
+
+
+def has_tap(module: nn.Module, name: str) -> bool:
+    """Whether a method of the module's class holds this very name beside a call of ``tap``."""
+    codes = (getattr(value, "__code__", None) for cls in type(module).__mro__ for value in vars(cls).values())
+    return any(code is not None and "tap" in code.co_names and name in code.co_consts for code in codes)
+
+
+def has_scripted_tap(module: nn.Module) -> bool:
+    """Whether the code that torch.jit made of a module holds a tap."""
+    try:
+        return "recorder::" in str(module.inlined_graph)
+    except Exception:  # it has no forward
+        return False
+
+
+def _forward(module: nn.Module) -> Any:
+    """The forward that its class defines; that of a scripted class must not be asked for."""
+    return inspect.getattr_static(type(module), "forward")
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether it can be called: containers cannot, nor what torch itself puts into an exported program."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return bool(module._c._has_method("forward"))
+    is_torchs_own = type(module).__name__ == "GuardsFn" and type(module).__module__.startswith("torch.export.")
+    return _forward(module) is not nn.Module.forward and not is_torchs_own
+
+
+def _hidden(module: nn.Module, above: Node | None) -> str | None:
+    """Why calls of a module cannot be seen, as its kind tells."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "scripted" if _has_forward(module) else None
+    in_graph = above is not None and (above.hidden == "inlined" or isinstance(above.owner, torch.fx.GraphModule))
+    if in_graph and type(module) is nn.Module:
+        return "inlined"
+    is_fused = above is not None and isinstance(above.owner, nn.MultiheadAttention) and module is above.owner.out_proj
+    return "fused" if is_fused else None
 
 
 def _inner_name(module: nn.Module) -> str | None:
@@ -66,9 +125,9 @@ def walk(model: nn.Module) -> list[Node]:
     """Every path of the model once, parents first, in ``named_modules()`` order; shared modules are aliases."""
     nodes: list[Node] = []
     seen: dict[int, Node] = {}
-    stack = [("", model)]
+    stack: list[tuple[str, nn.Module, Node | None]] = [("", model, None)]
     while stack:
-        path, module = stack.pop()
+        path, module, above = stack.pop()
         hooked, compiled = None, False
         owner = module
         while (inner := _inner_name(owner)) is not None and owner._modules[inner] is not None:
@@ -80,19 +139,21 @@ def walk(model: nn.Module) -> list[Node]:
             known.aliases.append(path)
             continue
         children = [(name, child) for name, child in owner._modules.items() if child is not None]
+        hidden = _hidden(owner, above)
         node = Node(
             path=path,
             module=owner if hooked is None else hooked,
             owner=owner,
             class_name=class_name(owner),
             is_leaf=not children,
-            is_callable=type(owner).forward is not nn.Module.forward,
+            is_callable=_has_forward(owner) and hidden != "scripted",
+            hidden=hidden,
             is_compiled=compiled or getattr(owner, "_compiled_call_impl", None) is not None,
         )
         seen[id(owner)] = node
         nodes.append(node)
         prefix = path + "." if path else ""
-        stack.extend((prefix + name, child) for name, child in reversed(children))
+        stack.extend((prefix + name, child, node) for name, child in reversed(children))
     return nodes
 
 
@@ -100,51 +161,78 @@ def tensor_leaves(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tenso
     """Every tensor inside nested containers with its path, such as ``0.hidden``; a bare tensor keeps ``name``.
 
     Tuples, lists, dicts, named tuples, dataclasses and whatever is registered as a pytree node are entered, each
-    container once: parents that know their children and children that know their parents make no end of paths.
+    container once: parents that know their children and children that know their parents make no end of paths. Of any
+    other object the attributes are searched, a few objects deep: a batch of images, a cache of keys and values.
     """
     if isinstance(value, torch.Tensor):
         yield name, value
     elif value is not None and not isinstance(value, _NO_CONTAINERS):
-        yield from _nested_leaves(value, name, _MAX_DEPTH, set())
+        yield from _nested_leaves(value, name, _MAX_DEPTH, 0, set())
 
 
-def _nested_leaves(value: Any, name: str, depth: int, entered: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    if depth == 0 or id(value) in entered:
+def _nested_leaves(
+    value: Any, name: str, depth: int, num_objects: int, entered: set[int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if depth == 0 or id(value) in entered or (num_objects and len(entered) >= _MAX_ENTERED):
+        return
+    children = _children(value)
+    if children is None:
+        num_objects += 1
+        if num_objects > _MAX_OBJECTS_DEEP:
+            return
+        children = _attributes(value)
+    elif num_objects and isinstance(value, (list, tuple, dict)) and len(value) > _MAX_ENTERED:
         return
     entered.add(id(value))
-    for key, item in _children(value):
+    for key, item in children:
         path = f"{name}.{key}" if name else str(key)
         if isinstance(item, torch.Tensor):
             yield path, item
         elif item is not None and not isinstance(item, _NO_CONTAINERS):
-            yield from _nested_leaves(item, path, depth - 1, entered)
+            yield from _nested_leaves(item, path, depth - 1, num_objects, entered)
 
 
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
+def _children(value: Any) -> Iterator[tuple[str, Any]] | None:
+    """What a container holds; None where it is none that says so."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        yield from zip(value._fields, value, strict=True)
-    elif isinstance(value, (tuple, list)):
-        yield from ((str(i), item) for i, item in enumerate(value))
-    elif isinstance(value, dict):
-        yield from ((str(key), item) for key, item in value.items())
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from ((item.name, getattr(value, item.name, None)) for item in dataclasses.fields(value))
-    else:
-        yield from _registered_children(value)
+        return zip(value._fields, value, strict=True)
+    if isinstance(value, (tuple, list)):
+        return ((str(i), item) for i, item in enumerate(value))
+    if isinstance(value, dict):
+        return ((str(key), item) for key, item in value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return ((item.name, getattr(value, item.name, None)) for item in dataclasses.fields(value))
+    return _registered_children(value)
 
 
-def _registered_children(value: Any) -> Iterator[tuple[str, Any]]:
+def _registered_children(value: Any) -> Iterator[tuple[str, Any]] | None:
     """Children of a type that the user registered with torch's pytree."""
     from torch.utils import _pytree
 
     node = _pytree.SUPPORTED_NODES.get(type(value))
     if node is None:
-        return
+        return None
     if node.flatten_with_keys_fn is not None:
-        for key, item in node.flatten_with_keys_fn(value)[0]:
-            yield str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))), item
-    else:
-        yield from ((str(i), item) for i, item in enumerate(node.flatten_fn(value)[0]))
+        pairs = node.flatten_with_keys_fn(value)[0]
+        return ((str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))), item) for key, item in pairs)
+    return ((str(i), item) for i, item in enumerate(node.flatten_fn(value)[0]))
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """What hangs on an object, as it is kept: no property of it is run."""
+    if _holds_no_data(type(value)):  # type: ignore[arg-type]  # to mypy a class is not hashable
+        return
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return
+    if isinstance(attributes, dict) and len(attributes) <= _MAX_ENTERED:
+        yield from attributes.items()
+
+
+@functools.lru_cache(maxsize=256)
+def _holds_no_data(cls: type) -> bool:
+    return issubclass(cls, _NO_DATA) or any(base.__module__.startswith(_NO_DATA_IN) for base in cls.__mro__)
 
 
 class Signature:

@@ -11,11 +11,13 @@ import sys
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..format.dtypes import ITEM_BYTES
 from ..records import Chunk
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+"""Types whose values are their own memory, as far as dtype and layout say so."""
 
 DTYPES: dict[torch.dtype, str] = {
     dtype: name
@@ -35,12 +37,12 @@ def plain(tensor: torch.Tensor, chunk: Chunk | None = None) -> tuple[torch.Tenso
     A ``chunk`` that the caller knows already is kept.
 
     Raises:
-        UnsupportedKind: meta, fake, sparse, quantised, nested, lazily initialised, or a subclass not known here.
+        UnsupportedKind: it is no plain tensor. `inner_tensors` knows what some of these are made of.
     """
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN:
         tensor, chunk = _unwrap(tensor, chunk)
     if tensor.layout is not torch.strided:
-        raise UnsupportedKind(f"unsupported_type:{str(tensor.layout).removeprefix('torch.')}")
+        raise UnsupportedKind(f"unsupported_type:{str(tensor.layout).removeprefix('torch.').lstrip('_')}")
     if tensor.dtype not in DTYPES:
         raise UnsupportedKind(f"unsupported_type:{str(tensor.dtype).removeprefix('torch.')}")
     if tensor.is_meta:
@@ -50,7 +52,7 @@ def plain(tensor: torch.Tensor, chunk: Chunk | None = None) -> tuple[torch.Tenso
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise UnsupportedKind("unsupported_type:functorch")
     if tensor._is_zerotensor():  # zeros that no memory stands behind, as autograd hands out
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"), chunk
+        return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape), chunk
     if tensor.is_cpu and tensor.numel() and tensor.untyped_storage().nbytes() == 0:
         raise UnsupportedKind("storage_freed")
     return tensor, chunk
@@ -60,12 +62,24 @@ def _unwrap(tensor: torch.Tensor, chunk: Chunk | None) -> tuple[torch.Tensor, Ch
     dtensor_module = sys.modules.get("torch.distributed.tensor")
     if dtensor_module is not None and isinstance(tensor, dtensor_module.DTensor):
         local = tensor._local_tensor
-        if type(local) not in _PLAIN:
+        if type(local) not in PLAIN:
             raise UnsupportedKind(f"unsupported_type:DTensor of {type(local).__name__}")
         return local, chunk or dtensor_chunk(tensor)
+    if is_lazy(tensor):
+        raise UnsupportedKind("unsupported_type:uninitialized")
     if hasattr(tensor, "__torch_dispatch__") and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
-        return tensor.as_subclass(torch.Tensor), None  # a subclass that only adds Python methods
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass that only adds Python methods
+            return tensor.as_subclass(torch.Tensor), chunk
     raise UnsupportedKind(f"unsupported_type:{type(tensor).__name__}")
+
+
+def requires_gradient(tensor: torch.Tensor) -> bool:
+    """Whether a gradient can arrive at a tensor; a subclass's own ``__torch_function__`` is not asked.
+
+    None can at a lazy parameter that is yet to be made.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.requires_grad and not is_lazy(tensor)
 
 
 def dtensor_chunk(tensor: Any) -> Chunk:

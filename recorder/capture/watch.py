@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..config import SITES
 from ..records import Chunk, Moment, Origin
 from . import hooks, tree
 from .clock import Slice
 from .select import NOTHING
+from .values import requires_gradient
 
 if TYPE_CHECKING:
     from .root import Root
 
-_MAX_HOOK_ERRORS = 10
-"""Errors of one module's site after which it is left alone."""
 _MAX_LEAVES = 4096
 _numbers = itertools.count(1)
 
@@ -34,7 +32,6 @@ class Watch:
 
     __slots__ = (
         "_calls",
-        "_errors",
         "_graphless_slice",
         "_handles",
         "_leaves",
@@ -43,9 +40,11 @@ class Watch:
         "_owner",
         "_phase_slice",
         "_signature",
+        "_tapped_slice",
         "_was_called",
         "capture",
         "class_name",
+        "is_hidden",
         "module",
         "node_path",
         "pre_hook",
@@ -61,24 +60,23 @@ class Watch:
         self.module: Callable[[], nn.Module | None] = weakref.ref(node.module)
         self._owner: Callable[[], nn.Module | None] = weakref.ref(node.owner)
         selection = self.capture.selection
-        self.rule_sets = {
-            site: selection.rule_set(node.path, node.class_name, node.is_leaf, site)
-            if node.is_callable or site in ("param", "grad", "buffer", "optim")
-            else NOTHING
-            for site in SITES
-        }
+        is_callable = node.is_callable or node.hidden is not None
+        self.rule_sets = selection.rule_sets(node.path, node.class_name, node.is_leaf, is_callable=is_callable)
         self._leaves: dict[tuple[str, str], tuple[Origin, int]] = {}
         self._calls = {"forward": 0, "recompute": 0}
         self._phase_slice: dict[str, Slice | None] = {"forward": None, "recompute": None}
         self._open_calls: dict[int, list[int]] = {}
         """By thread, the calls that have begun and not returned: a module may call itself."""
         self._signature: tree.Signature | None = None
-        self._errors: dict[str, int] = {}
         self._handles: list[Any] = []
         self._was_called = False
         self._graphless_slice: Slice | None = None
         """The latest slice in which a forward ran without a graph, as a reentrant checkpoint does."""
+        self._tapped_slice: Slice | None = None
+        """Where the op in a graph has shown this call's output: the hook around the graph leaves it alone."""
         self._number = next(_numbers)
+        self.is_hidden = not wants_hooks
+        """Where a compiler is to take its module away."""
         self.pre_hook: hooks.BeforeForward | None = None
         if wants_hooks:
             hooks.WATCHES[self._number] = self
@@ -87,6 +85,7 @@ class Watch:
                 self._handles.append(node.module.register_forward_pre_hook(self.pre_hook, with_kwargs=True))
             if self.pre_hook or self.rule_sets["output"] or self.rule_sets["grad_output"]:
                 self._handles.append(node.module.register_forward_hook(hooks.AfterForward(self._number), prepend=True))
+                hooks.keep_first(node.module._forward_hooks)
 
     def _leaf(self, site: str, name: str) -> tuple[Origin, int]:
         """The origin of a leaf and the rules that select it; made at its first sight."""
@@ -121,9 +120,27 @@ class Watch:
             return with_grad
         return with_grad and self._graphless_slice is slice_
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether this thread is in a call of the module that its hook has seen begin."""
+        return bool(self._open_calls.get(threading.get_ident()))
+
+    @property
+    def has_entered(self) -> bool:
+        """Whether its hooks have run."""
+        return self._phase_slice["forward"] is not None or self._phase_slice["recompute"] is not None
+
+    def tapped(self, slice_: Slice, *, is_output: bool) -> None:
+        """A graph that was made of the module has shown its input, or its output."""
+        self._was_called = True
+        if is_output:
+            self._tapped_slice = slice_
+
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The module is about to run."""
         capture = self.capture
+        if not capture.has_seen_forward:
+            capture.forward_without_root()
         slice_, phase = self.root.slice_now()
         call = self._enter(slice_, phase)
         self._open_calls.setdefault(threading.get_ident(), []).append(call)
@@ -143,13 +160,19 @@ class Watch:
     def after_forward(self, output: Any) -> None:
         """The module's forward has returned."""
         self._was_called = True
+        if not self.capture.has_seen_forward:
+            self.capture.forward_without_root()
         masks = self.capture.masks
         value_mask, gradient_mask = masks[self.rule_sets["output"]], masks[self.rule_sets["grad_output"]]
         if not value_mask and not gradient_mask and self.pre_hook is None:
+            self._tapped_slice = None
             return
         slice_, phase = self.root.slice_now()
         begun = self._open_calls.get(threading.get_ident()) if self.pre_hook is not None else None
         call = begun.pop() if begun else self._enter(slice_, phase)
+        tapped, self._tapped_slice = self._tapped_slice, None
+        if tapped is slice_:
+            return
         with_grad = bool(gradient_mask) and self._has_new_graph(slice_, phase)
         if value_mask or with_grad:
             for name, tensor in tree.tensor_leaves(output):
@@ -170,7 +193,7 @@ class Watch:
         origin, rule_set = self._leaf(site, name)
         if keep := keep_of(rule_set, call):
             self.capture.observe(origin, moment, phase, call, 0, keep, tensor)
-        if with_grad and tensor.requires_grad:
+        if with_grad and requires_gradient(tensor):
             origin, rule_set = self._leaf(gradient_site, name)
             if keep := keep_of(rule_set, call):
                 self.capture.watch_gradient(tensor, origin, moment, call, keep)
@@ -214,12 +237,17 @@ class Watch:
 
     def failed(self, site: str, error: Exception) -> None:
         """Count an error of ours; a site that keeps failing is left alone."""
-        self.capture.hook_failed(f"{self.node_path or self.root.name}:{site}", error)
-        self._errors[site] = self._errors.get(site, 0) + 1
-        if self._errors[site] == _MAX_HOOK_ERRORS:
-            gradient_site = {"input": "grad_input", "output": "grad_output"}.get(site, site)
-            self.rule_sets[site] = self.rule_sets[gradient_site] = NOTHING
-            self._leaves.clear()
+        self.capture.site_failed(Origin(self.root.name, self.node_path, site, ""), error)
+
+    def disarm(self, sites: tuple[str, ...]) -> None:
+        """See nothing any more at these sites."""
+        self.rule_sets = {**self.rule_sets, **dict.fromkeys(sites, NOTHING)}  # others share the one it had
+        self._leaves.clear()
+
+    @property
+    def was_called(self) -> bool:
+        """Whether its hooks ever saw the module run."""
+        return self._was_called
 
     @property
     def is_silent(self) -> bool:

@@ -268,6 +268,29 @@ def export(
     raise typer.Exit(export_run(planned, out, force=force, as_json=as_json))
 
 
+@app.command(epilog="Example: recorder top recordings")
+def top(
+    context: typer.Context,
+    path: RunPath,
+    once: Annotated[bool, typer.Option("--once", help="One snapshot; in a pipe always so.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Watch a run while it records, one line a rank.
+
+    Until the run is over or Ctrl-C. pool is how full the host memory is on its way to disk, waited how long training
+    stood still for room in it. Of several ranks in one line, steps/s is the slowest's, pool the fullest's, disk left
+    the least.
+
+    Exit code 1: a rank was killed, is silent, has given up or has dropped values.
+    """
+    from .paths import find_typed
+    from .top import show_top
+
+    run, manifest = find_typed(path, context.obj)
+    world_size = manifest.get("world_size")
+    raise typer.Exit(show_top(run, world_size if type(world_size) is int else 0, once=once, as_json=as_json))
+
+
 @app.command(epilog="Example: recorder verify recordings")
 def verify(context: typer.Context, path: RunPath, as_json: Json = False) -> None:
     """Check every byte of a run.
@@ -278,6 +301,35 @@ def verify(context: typer.Context, path: RunPath, as_json: Json = False) -> None
     from .verify import verify_run
 
     raise typer.Exit(verify_run(open_typed(path, context.obj), as_json=as_json))
+
+
+@app.command(epilog="Example: recorder repair recordings --dry-run")
+def repair(
+    context: typer.Context,
+    path: RunPath,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and change nothing.")] = False,
+    assume_dead: Annotated[
+        bool,
+        typer.Option(
+            "--assume-dead",
+            help="The job is over: also writers on other hosts, or with a pid that is in use, if quiet for a minute.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Seal what killed processes left open.
+
+    Their newest rows are in shards that only recorder reads; afterwards every Arrow reader does. Indexes that are
+    missing or damaged are made again, half-written files go. A writer that may be alive is left alone. It can be
+    interrupted, and run again.
+
+    Exit code 1: something is lost for good, such as a write that was cut. 2: a file could not be repaired.
+    """
+    from .paths import open_typed
+    from .repair import repair_typed
+
+    run = open_typed(path, context.obj)
+    raise typer.Exit(repair_typed(run, is_dry=dry_run, assume_dead=assume_dead, as_json=as_json))
 
 
 @app.command(epilog="Example: recorder merge recordings -o merged")

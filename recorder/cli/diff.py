@@ -23,6 +23,7 @@ _HOW = {
     "fingerprint": "fingerprints only: there is nothing else to compare",
     "shape": "shapes",
     "dtype": "types; the values are equal",
+    "after_tap": "one run took the gradient behind the module, of the uses outside it alone",
 }
 _OF_MAX = "of max: max abs relative to the largest magnitude in either tensor"
 _STATS_APART = "stats apart: where only statistics are there, how far these are apart in the same measure"

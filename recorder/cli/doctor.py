@@ -20,9 +20,11 @@ from ..analyze.holes import Hole
 from ..config import FLAG, is_enabled, load_settings
 from ..errors import ConfigError
 from ..read.run import Run
+from ..read.unsealed import unsealed_note
 from ..read.writers import Balance
+from ..units import size
 from .module_names import grouped
-from .output import counted, print_json, printable, say_state, size, span
+from .output import counted, print_json, printable, say_state, span
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _ENTRY_POINT_GROUP = "torch.backends"
@@ -30,6 +32,11 @@ _HOOK = "recorder_autoload"
 _MAX_LISTED = 10
 _MAX_HOLES = 40
 """Lines about holes of one state; ``--json`` has all."""
+_STEP_SOURCES = {
+    "counted": "counted from 0",
+    "optimizer": "counted on from the optimizer's saved number",
+    "user": "those that the program gave",
+}
 _STATES = ("ok", "note", "missing")
 """What matters most stands last, next to the prompt."""
 
@@ -130,6 +137,8 @@ def _run(run: Run) -> Iterator[Check]:
     for problem in run.problems:
         yield Check("missing", problem)
     yield from _absent_ranks(run)
+    if note := unsealed_note(run):
+        yield Check("note", note)
     yield from _endings(run, found)
     command = shlex.join(["recorder", "verify", str(run.path)])
     yield Check("ok", f"not checked here: whether every byte is as it was written; that is: {command}")
@@ -164,8 +173,9 @@ def _recorded_settings(run: Run) -> Iterator[Check]:
     rules = manifest.get("rules")
     for rule in rules if isinstance(rules, list) else ():
         yield Check("ok", f"rule: {rule}")
-    start = "by the flag" if manifest.get("autoload") is True else "by attach()"
-    yield Check("ok", f"started: {start}, steps by {manifest.get('step_source')}")
+    start = f"{FLAG}=1" if manifest.get("autoload") is True else "attach()"
+    steps = _STEP_SOURCES.get(str(manifest.get("step_source")), "of a source that this version does not know")
+    yield Check("ok", f"started by {start}; steps are {steps}")
 
 
 def _filters(found: Expectation) -> Iterator[Check]:
@@ -181,7 +191,9 @@ def _filters(found: Expectation) -> Iterator[Check]:
         yield Check("ok", f"filtered by steps=: {found.num_steps_expected} of {found.num_steps_lived} steps are wanted")
     if unselected := found.num_modules - found.num_selected:
         modules = counted(found.num_modules, "module")
-        yield Check("ok", f"filtered by module=, class= or site=: {unselected} of {modules}")
+        yield Check(
+            "ok", f"filtered by module=, class= or site=, or containers without a call: {unselected} of {modules}"
+        )
     if found.num_filtered:
         yield Check("ok", f"filtered by steps=, name= or call=: {counted(found.num_filtered, 'selected module')}")
     if found.shared:
@@ -201,19 +213,11 @@ def _recorded_modules(run: Run, found: Expectation) -> Iterator[Check]:
         yield Check(
             "ok", f"root {root}: {infos[0].class_name}, {counted(len(infos), 'module')}, {num_selected} selected"
         )
-        for key, (state, why) in _SILENT.items():
-            paths = [path for its_root, path in found.silent.get(key, ()) if its_root == root]
-            if paths:
-                text = f"root {root}: {counted(len(paths), 'module')} left no rows, {why}: {_named(paths)}"
-                yield Check(state, text, facts={"reason": key, "root": root, "modules": paths})
-
-
-_SILENT = {
-    "children": ("note", "only their children were called, or they return no tensor"),
-    "compiled": ("missing", "compiled (their hooks step aside)"),
-    "never_called": ("missing", "never called at a recorded step"),
-}
-"""State and words for modules without any row."""
+        paths = [path for its_root, path in found.silent.get("never_called", ()) if its_root == root]
+        if paths:
+            why = "never called at a recorded step"
+            text = f"root {root}: {counted(len(paths), 'module')} left no rows, {why}: {_named(paths)}"
+            yield Check("missing", text, facts={"reason": "never_called", "root": root, "modules": paths})
 
 
 def _totals(found: Expectation) -> Iterator[Check]:
@@ -224,10 +228,21 @@ def _totals(found: Expectation) -> Iterator[Check]:
     for total in found.totals:
         missing = total.expected - total.found
         numbers = f"{total.expected:>{width},} expected  {total.found:>{width},} found  {missing:>{width},} missing"
-        if missing:
+        rest = missing - total.explained
+        if rest and rest == total.dropped + total.retired:
+            some = ((total.dropped, "dropped"), (total.retired, "retired"))
+            accounts = ", ".join(f"{number:,} {what}" for number, what in some if number)
+            others = f"{total.explained:>{width},} of these explained, the others " if total.explained else "explained "
+            numbers += f"  {others}by the accounts: {accounts}"
+        elif missing:
             numbers += f"  {total.explained:>{width},} of these explained"
         facts = {**total._asdict(), "missing": missing}
-        yield Check("ok", f"{total.site:12}{numbers}", facts=facts)
+        yield Check("note" if rest else "ok", f"{total.site:12}{numbers}", facts=facts)
+    for tail in found.tails:
+        who = "" if tail.rank is None else f"rank {tail.rank}: "
+        rows = "1 row was" if tail.num_rows == 1 else f"{tail.num_rows} rows were"
+        where = f"seen after the last recorded one, of step {tail.step}, and dropped"
+        yield Check("note", f"{who}{rows} {where}: steps after it, if there were any, are not in the table")
 
 
 def _holes(found: Expectation) -> Iterator[Check]:
@@ -312,6 +327,12 @@ def _accounts(run: Run) -> Iterator[Check]:
     for writer in run.writers:
         where = f"{'global' if writer.rank is None else f'rank {writer.rank}'}, {writer.name}"
         yield from _balance(where, writer.balance)
+        if "restarted" in writer.manifest:
+            yield Check(
+                "note",
+                f"{where}: the writer failed once and began anew: {writer.manifest['restarted']}",
+                is_strict=True,
+            )
         if writer.state == "recording":
             yield Check("note", f"{where}: is recording now", is_strict=True)
         for shard in writer.shards:
@@ -325,8 +346,14 @@ def _balance(where: str, balance: Balance) -> Iterator[Check]:
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(balance.dropped.items()))
         text = f"{where}: {balance.num_dropped} of {counted(balance.observed, 'row')} dropped: {reasons}"
         yield Check("missing", text)
-    if balance.retired_rows:
-        text = f"{where}: {counted(balance.retired_rows, 'old row')} removed to keep the quota"
+    if balance.suspect:
+        text = f"{where}: {counted(balance.suspect, 'row')} written, but a sync failed: the disk may have lost them"
+        yield Check("missing", text)
+    if not balance.is_possible:
+        text = f"{where}: its accounts contradict themselves: more rows removed by retention than were ever written"
+        yield Check("missing", text)
+    elif balance.retired_rows:
+        text = f"{where}: {counted(balance.retired_rows, 'old row')} removed by retention"
         yield Check("note", text, is_strict=True)
 
 

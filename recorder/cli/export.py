@@ -8,7 +8,8 @@ from pathlib import Path
 from ..analyze.export import Export, format_of
 from ..analyze.selection import GlobalOptions, Selection
 from ..read.run import Run
-from .output import counted, print_json, printable_line, progress, say, size
+from ..units import size
+from .output import counted, print_json, printable_line, progress, say
 
 
 def plan_export(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import numpy as np
 
 from ..errors import RunError
 from ..read.run import Run, find_runs, has_manifest, open_run
+from ..read.unsealed import unsealed, unsealed_note
 from ..read.writers import RecordedWriter
-from .output import Column, Table, counted, moment, print_json, printable, say, size, span
+from ..units import size
+from .output import Column, Table, counted, moment, print_json, printable, say, span
 from .paths import complete
 
 _STATES = ("unclosed", "recording", "closed")
@@ -35,25 +38,25 @@ def _list_runs(paths: list[Path], *, as_json: bool) -> int:
         except RunError as error:
             exit_code = 1
             found.append({"run": path.name, "state": "unreadable", "error": str(error)})
-            rows.append([path.name, "", "", "", "", "", f"unreadable: {error}"])
+            rows.append([path.name, "", "", "", "", "", "", f"unreadable: {error}"])
             continue
         summary = _summary(run)
         exit_code = exit_code or int(bool(run.problems))
         found.append(summary)
         ranks = f"{len(run.ranks)} of {run.world_size}" if run.world_size else str(len(run.ranks))
         facts = [moment(summary["started_ns"]), ranks, span(run.steps), str(run.num_rows), size(summary["bytes"])]
-        rows.append([path.name, *facts, summary["state"]])
+        rows.append([path.name, *facts, _losses(summary), summary["state"]])
     if as_json:
         print_json(found)
         return exit_code
-    titles = ("run", "started", "ranks", "steps", "rows", "size", "state")
+    titles = ("run", "started", "ranks", "steps", "rows", "size", "dropped", "state")
     drops = {"size": 3, "rows": 2, "started": 1}
     columns = [
         Column(
             title=title,
             is_number=title in ("rows", "size"),
             is_whole=title in ("started", "ranks", "steps"),
-            is_prose=title == "state",
+            is_prose=title in ("dropped", "state"),
             drop=drops.get(title, 0),
         )
         for title in titles
@@ -64,6 +67,10 @@ def _list_runs(paths: list[Path], *, as_json: bool) -> int:
 
 def _summary(run: Run) -> dict[str, Any]:
     states = [writer.state for writer in run.writers]
+    dropped: Counter[str] = Counter()
+    for writer in run.writers:
+        dropped.update(writer.balance.dropped)
+    num_open_rows, num_open_files = unsealed(run)
     return {
         "run": run.path.name,
         "run_id": run.run_id,
@@ -74,6 +81,10 @@ def _summary(run: Run) -> dict[str, Any]:
         "steps": run.steps,
         "rows": run.num_rows,
         "bytes": sum(writer.disk_bytes for writer in run.writers),
+        "dropped": dict(dropped),
+        "suspect_rows": sum(writer.balance.suspect for writer in run.writers),
+        "open_rows": num_open_rows,
+        "open_files": num_open_files,
         "state": next((state for state in _STATES if state in states), "empty"),
         "problems": run.problems,
         "endings": run.endings,
@@ -99,7 +110,7 @@ def _list_writers(run: Run, *, as_json: bool) -> int:
             span(writer["steps"]),
             str(writer["rows"]),
             size(writer["bytes"]),
-            " ".join(f"{reason}={count}" for reason, count in writer["dropped"].items()) or "0",
+            _losses(writer),
             writer["state"],
             " ".join(writer["sites"]),
         ]
@@ -119,9 +130,17 @@ def _list_writers(run: Run, *, as_json: bool) -> int:
         for title in titles
     ]
     Table(columns, rows, title=f"{printable(run.path.name)}: {', '.join(facts)}").print()
+    if note := unsealed_note(run):
+        say(note)
     for ending in run.endings:
         say(ending)
     return exit_code
+
+
+def _losses(found: dict[str, Any]) -> str:
+    """Dropped rows by reason, and written ones that the disk may have lost."""
+    losses = [f"{reason}={count}" for reason, count in found["dropped"].items()]
+    return " ".join(losses + [f"suspect={found['suspect_rows']}"] * bool(found["suspect_rows"])) or "0"
 
 
 def _folded(writers: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -151,6 +170,7 @@ def _describe(run: Run, writer: RecordedWriter) -> dict[str, Any]:
         "bytes": writer.disk_bytes,
         "dropped": writer.balance.dropped,
         "retired_rows": writer.balance.retired_rows,
+        "suspect_rows": writer.balance.suspect,
         "missing_rows": writer.balance.num_missing if writer.state == "unclosed" else 0,
         "state": writer.state,
         "sites": sorted(site for site in writer.column("site").unique().to_pylist() if site),

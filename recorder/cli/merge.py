@@ -17,8 +17,9 @@ from typing import Any
 from ..merge.merge import MergeReport, merge_run
 from ..read.run import Run
 from ..records import PART_BYTES
+from ..units import size
 from .imports import hide_pandas
-from .output import counted, print_json, progress, say, size
+from .output import counted, print_json, progress, say
 
 _MAX_SHOWN = 3
 _KINDS = {

@@ -16,6 +16,8 @@ from datetime import datetime
 from typing import Any, Literal
 
 MAX_CELL = 200
+_MAX_DEPTH = 50
+"""Levels of a JSON document; what a stranger's manifest nests deeper is left out."""
 _DASH = "-"
 _COLORS = {"ok": "green", "note": "yellow", "missing": "bold red", "fault": "bold red"}
 _MIN_PROSE = 24
@@ -53,17 +55,23 @@ class Table:
         """Print to stdout."""
         shown = [[printable(cell) or _DASH for cell in row] for row in self.rows]
         if sys.stdout.isatty():
-            self._print_fitted(shown)
+            from rich.console import Console
+
+            console = Console(highlight=False, soft_wrap=False)
+            for piece in self._fitted(shown, console.width):
+                console.print(piece)
         else:
             self._print_plain(shown)
 
-    def _print_fitted(self, rows: list[list[str]]) -> None:
+    def fitted(self, width: int) -> list[Any]:
+        """What rich shows of it on a terminal of this width, piece by piece."""
+        return self._fitted([[printable(cell) or _DASH for cell in row] for row in self.rows], width)
+
+    def _fitted(self, rows: list[list[str]], width: int) -> list[Any]:
         """With lines; else without; else without the columns that matter least, which are named."""
         from rich.cells import cell_len
-        from rich.console import Console
         from rich.text import Text
 
-        console = Console(highlight=False, soft_wrap=False)
         natural = [max(map(cell_len, cells)) for cells in zip([c.title for c in self.columns], *rows, strict=True)]
         cells_of = list(zip(*rows, strict=True)) or [()] * len(self.columns)
         dull = [
@@ -74,18 +82,18 @@ class Table:
         kept = [number for number in range(len(self.columns)) if number not in dull]
         words = [max((cell_len(word) for cell in cells for word in cell.split()), default=0) for cells in cells_of]
         sizes = [(number, self.columns[number], natural[number], max(words[number], _MIN_PROSE)) for number in kept]
-        widths = _fit(sizes, console.width)
+        widths = _fit(sizes, width)
         kept = [number for number in kept if number in widths]
-        for title, style in ((self.title, "bold"), (self.subtitle, "")):
-            if title:
-                console.print(Text(printable_line(title), style=style))
-        fits = sum(natural[number] for number in kept) + 3 * len(kept) - 1 <= console.width
+        titles = ((self.title, "bold"), (self.subtitle, ""))
+        pieces: list[Any] = [Text(printable_line(title), style=style) for title, style in titles if title]
+        fits = sum(natural[number] for number in kept) + 3 * len(kept) - 1 <= width
         has_lines = fits and len(kept) + len(dull) == len(self.columns)
-        console.print(self._rich_table(rows, kept, widths, has_lines=has_lines))
+        pieces.append(self._rich_table(rows, kept, widths, has_lines=has_lines))
         dropped = [column.title for number, column in enumerate(self.columns) if number not in (*kept, *dull)]
         left_out = [f"{self.columns[number].title} (all {self.columns[number].dull})" for number in dull] + dropped
         if left_out:
-            console.print(Text(f"left out: {', '.join(left_out)}; --json has all", style="dim"))
+            pieces.append(Text(f"left out: {', '.join(left_out)}; --json has all", style="dim"))
+        return pieces
 
     def _rich_table(self, rows: list[list[str]], kept: list[int], widths: dict[int, int], *, has_lines: bool) -> Any:
         from rich import box
@@ -180,13 +188,15 @@ def print_json(value: object) -> None:
     print(json.dumps(_finite(value), indent=2, allow_nan=False))
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: Any, depth: int = 0) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
+    if isinstance(value, (dict, list, tuple)) and depth > _MAX_DEPTH:
+        return "..."
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): _finite(item, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [_finite(item, depth + 1) for item in value]
     return value
 
 
@@ -225,16 +235,6 @@ def number(value: float | int | None) -> str:
 def counted(count: int, noun: str) -> str:
     """A number of things: ``1 fault``, ``2 faults``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def size(num_bytes: int) -> str:
-    """Bytes for people: 1.5 MB is 1,500,000."""
-    amount = float(num_bytes)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if amount < 1000 or unit == "TB":
-            break
-        amount /= 1000
-    return f"{num_bytes} B" if unit == "B" else f"{amount:.1f} {unit}"
 
 
 def moment(time_ns: int) -> str:

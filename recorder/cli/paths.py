@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 from ..errors import NotARunError
-from ..read.run import Run, find_runs, has_manifest, open_run
+from ..read.run import Run, find_run, find_runs, has_manifest, open_run
 
 _MAX_LISTED = 8
 
@@ -21,6 +22,15 @@ def open_typed(path: Path, typed: list[str]) -> Run:
     Raises:
         RunError: there is no such run, or there are several, or it cannot be read.
     """
+    return open_run(_meant(path, typed))
+
+
+def find_typed(path: Path, typed: list[str]) -> tuple[Path, dict[str, Any]]:
+    """The directory and the manifest of the run that is meant; nothing else of it is looked at. Raises the same."""
+    return find_run(_meant(path, typed))
+
+
+def _meant(path: Path, typed: list[str]) -> Path:
     path = complete(path)
     if path.is_dir() and not has_manifest(path):
         runs = find_runs(path)
@@ -30,7 +40,7 @@ def open_typed(path: Path, typed: list[str]) -> Run:
     if typed[:1] == ["show"] and not path.exists() and len(path.parts) == 1:
         hint = f"the run comes before the module: {shlex.join(['recorder', 'show', 'RUN', *typed[1:]])}"
         raise NotARunError(f"{path}: no such directory; {hint}")
-    return open_run(path)
+    return path
 
 
 def complete(path: Path) -> Path:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..analyze.stats import inner_leaves
 from ..config import Schedule
 from ..errors import LookupFailedError
 from ..format.schema import COUNTS, SITES, STATISTICS
@@ -29,6 +30,8 @@ _SERIES_DROPS = ("dtype", "rows", "shape", "root", "scope", "mode", "phase", "st
 _MODULE_DROPS = ("class", "rows", "last step", "sites", "inf", "nan")
 _MAX_LISTED = 20
 _LIBRARY = "site-packages/torch/"
+_VALUES_INSIDE = ("values", "_values", "_masked_data")
+"""Tensors inside of composite ones that hold these tensors' values as they are."""
 _SITES = ("output", *(site for site in SITES if site != "output"))
 """`output` first: it is what most questions are about."""
 
@@ -292,7 +295,8 @@ def _first_bad(run: Run, wanted: Wanted) -> dict[tuple[str, str], Row]:
 def _describe_modules(run: Run, wanted: Wanted, bad: dict[tuple[str, str], Row]) -> list[Row]:
     """One entry a module, in the order of execution; Arrow does the counting."""
     sums = ["absmax", "nan_count", "inf_count"]
-    table = wanted.narrow(run.table(["root", "module_path", "site", "step", "rank", *sums], wanted.filter()))
+    columns = ["root", "module_path", "site", "name", "step", "rank", "note", *sums]
+    table = _without_inner_absmax(wanted.narrow(run.table(columns, wanted.filter())))
     keys = ["root", "module_path", "site"]
     counts = table.group_by(keys).aggregate(
         [("step", "count"), ("step", "max"), ("nan_count", "sum"), ("inf_count", "sum")]
@@ -320,6 +324,15 @@ def _describe_modules(run: Run, wanted: Wanted, bad: dict[tuple[str, str], Row])
             }
         )
     return sorted(found, key=lambda module: (module["root"], order[module["module"]]))
+
+
+def _without_inner_absmax(table: Any) -> Any:
+    """No absmax of what is inside a composite tensor and not its values: indices, scales."""
+    leaves = inner_leaves(table)
+    is_value = pc.or_(pc.is_null(leaves), pc.is_in(leaves, pa.array(_VALUES_INSIDE)))
+    place = table.column_names.index("absmax")
+    absmax = table.column("absmax")
+    return table.set_column(place, "absmax", pc.if_else(is_value, absmax, pa.scalar(None, absmax.type)))
 
 
 def _groups(table: Any, names: Sequence[str]) -> list[tuple[Row, list[Row]]]:

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..analyze.selection import GlobalOptions, Selection
-from ..analyze.stats import statistics
+from ..analyze.stats import INNER, statistics
 from ..format.schema import COUNTS, STATISTICS
 from ..read.run import Run
 from .output import Column, Table, number, print_json, say
 
 _KEYS = (
-    "step", "micro_step", "call", "repeat", "attempt", "rank", "root", "module_path", "site", "name", "mode", "phase",
-    "scope", "dtype", "shape",
+    "step", "micro_step", "call", "repeat", "attempt", "rank", "root", "module_path", "site", "name", INNER, "mode",
+    "phase", "scope", "dtype", "shape",
 )  # fmt: skip
 _ALWAYS = ("step", "rank", "module_path", "site", "name", "shape")
 _TITLES = {"module_path": "module", "rows_without": "without"}
 _SHOWN = ("mean", "std", "min", "max", "absmax", "l2")
-_TEXTS = ("root", "module_path", "site", "name", "mode", "phase", "scope", "dtype", "shape")
+_TEXTS = ("root", "module_path", "site", "name", INNER, "mode", "phase", "scope", "dtype", "shape")
 _DROPS = ("shape", "numel", "min", "max", "rows", "name", "std", "zero_count", "l2", "inf_count", "nan_count", "mean")
 """Columns that a narrow terminal does without, the least important first."""
 

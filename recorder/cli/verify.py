@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..read.run import Run
 from ..read.verify import verify
-from .output import counted, print_json, progress, say, size
+from ..units import size
+from .output import counted, print_json, progress, say
 
 
 def verify_run(run: Run, *, as_json: bool) -> int:

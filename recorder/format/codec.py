@@ -149,6 +149,29 @@ def decode(encoding: str, payload: Any, payload_bytes: int, item_bytes: int) -> 
     return _join([top, rest], num_items, item_bytes)
 
 
+def check_size(encoding: str, payload: Any, payload_bytes: int, item_bytes: int) -> None:
+    """See from the headers of a payload that it may decode to `payload_bytes` bytes; nothing is decompressed.
+
+    Raises:
+        CorruptError: it cannot.
+    """
+    source, num_bytes = memoryview(payload).cast("B"), payload_bytes
+    if encoding == PLANES_PLAIN:
+        num_items = payload_bytes // item_bytes
+        compressed_bytes = int.from_bytes(source[:8], "little")
+        _expect_bytes("payload", len(source), 8 + compressed_bytes + payload_bytes - num_items)
+        source, num_bytes = source[8 : 8 + compressed_bytes], num_items
+    elif encoding not in (RAW, PLANES):
+        _expect_bytes(f"{encoding} payload", len(source), payload_bytes)
+        return
+    position = total = 0
+    while position < len(source) and total <= num_bytes:
+        frame = _measure_frame(source[position:])
+        position += frame.frame_bytes
+        total += frame.content_bytes
+    _expect_bytes("zstd content", total, num_bytes)
+
+
 class Payload(NamedTuple):
     """An encoded payload: the columns `encoding`, `data` and `payload_bytes` of one row."""
 

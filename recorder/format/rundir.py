@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import stat
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from crc32c import crc32c
 
 from ..errors import CorruptError, NotARunError, UnsupportedError
 from .schema import FORMAT_NAME, FORMAT_VERSION
@@ -20,6 +20,10 @@ SHARD_KINDS = ("tensors", "stats")
 MAX_MANIFEST_BYTES = 64 << 20
 """50,000 modules with their sites need 15 MB; what is larger was not written by us."""
 
+CHECKSUM = "crc32c"
+"""First member of a manifest: CRC32C of all bytes after the comma that follows it."""
+
+_CHECKSUM = re.compile(rb'\{"crc32c":"([0-9a-f]{8})",')
 _RANK_DIR = re.compile(r"rank=([0-9]{5,9})")
 _SHARD = re.compile(rf"({'|'.join(SHARD_KINDS)})-([0-9]{{6,9}})\.arrow")
 _OPEN_PREFIX, _OPEN_SUFFIX = "_", ".open"
@@ -72,32 +76,10 @@ def parse_shard_name(name: str) -> ShardName | None:
     return ShardName(match[1], int(match[2]), is_open)
 
 
-def write_json_atomically(path: str | os.PathLike[str], obj: object) -> None:
-    """Replace `path` by the JSON of `obj` such that a reader, or a crash, sees the old file or the new one.
-
-    Raises:
-        OSError: the disk refused; the old file is untouched.
-    """
-    path = Path(path)
-    with _written_beside(path, obj) as temporary:
-        os.replace(temporary, path)
-        sync_directory(path.parent)
-
-
-def create_json(path: str | os.PathLike[str], obj: object) -> bool:
-    """Like `write_json_atomically`, but the first to come wins: False where `path` existed already.
-
-    Raises:
-        OSError: the disk refused.
-    """
-    path = Path(path)
-    with _written_beside(path, obj) as temporary:
-        try:
-            os.link(temporary, path, follow_symlinks=False)
-        except FileExistsError:
-            return False
-        sync_directory(path.parent)
-        return True
+def encode_manifest(obj: Mapping[str, object]) -> bytes:
+    """The text of a manifest, which has a member at least: JSON that begins with the checksum of all after it."""
+    rest = json.dumps(obj, separators=(",", ":"), allow_nan=False).encode()[1:]
+    return b'{"%s":"%08x",%s' % (CHECKSUM.encode(), crc32c(rest), rest)
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
@@ -105,7 +87,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES)
 
     Raises:
         NotARunError: there is no such regular file.
-        CorruptError: it is too large, or holds no JSON object.
+        CorruptError: it is too large, holds no JSON object, or not what its checksum says.
     """
     try:
         # O_NONBLOCK: opening a FIFO would wait for a writer, for ever.
@@ -122,12 +104,20 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES)
         os.close(descriptor)
     if len(text) > max_bytes:
         raise CorruptError(f"{path}: larger than the {max_bytes} bytes that a manifest may have")
+    head = _CHECKSUM.match(text)
+    if head is not None and b"%08x" % crc32c(text[head.end() :]) != head[1]:
+        raise CorruptError(f"{path}: its bytes are not those that were written; the checksum differs")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise CorruptError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    if head is None and value.get("format") == FORMAT_NAME:
+        match value.get("version"):
+            case [1, int(minor)] if minor > 0:
+                raise CorruptError(f"{path}: has no checksum, as every version since 1.1 has")
+    value.pop(CHECKSUM, None)
     return value
 
 
@@ -148,29 +138,3 @@ def check_version(manifest: dict[str, Any], where: str) -> None:
                 )
         case version:
             raise CorruptError(f"{where}: version is {version!r}, expected [major, minor]")
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _written_beside(path: Path, obj: object) -> Iterator[Path]:
-    """Yield a synced temporary file next to `path`; whatever is left of it afterwards goes."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
-    text = json.dumps(obj, separators=(",", ":"), allow_nan=False).encode()
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(descriptor)
-        yield temporary
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 FORMAT_NAME = "recorder"
-FORMAT_VERSION = (1, 0)
+FORMAT_VERSION = (1, 1)
 """Major, minor. Readers refuse another major and accept any minor."""
 
 SITES = ("input", "output", "grad_input", "grad_output", "param", "grad", "buffer", "optim", "tap", "scalar")
@@ -55,7 +55,7 @@ SCHEMA = pa.schema(
         pa.field("data", pa.large_binary()),
         pa.field("time_ns", pa.int64(), **_REQUIRED),
     ],
-    metadata={b"recorder_format": b"1.0"},
+    metadata={b"recorder_format": b"%d.%d" % FORMAT_VERSION},
 )
 """One row per observed tensor (or per part of a large one). FORMAT.md says what each column means."""
 

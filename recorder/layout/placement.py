@@ -15,7 +15,8 @@ from .plans import MAX_NAMED, Apart, Part, Piece, Plan, Term, named
 from .regions import Ints, Region, box_region, flat_region, overlap, ranges_region, shard, strided_shard
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
-_MAX_SPLIT_FACTOR = 1 << 16
+_MAX_SPLIT_FACTOR = 1 << 12
+"""Product of all split factors of a row: a strided shard has a box for each, and so has every combination of dims."""
 
 
 def place(pieces: Sequence[Piece], num_expected: int) -> Plan | Apart:
@@ -48,7 +49,11 @@ def place(pieces: Sequence[Piece], num_expected: int) -> Plan | Apart:
         if region.numel:
             factor = 1 / len(summands) if op == "avg" else 1.0
             parts.append(Part(region, tuple(Term(i, factor) for i in summands)))
-    if (clash := overlap([part.region for part in parts], global_shape)) is not None:
+    try:
+        clash = overlap([part.region for part in parts], global_shape)
+    except OverflowError as error:
+        return Apart("per_rank", str(error))
+    if clash is not None:
         i, j = (parts[k].terms[0].piece for k in clash)
         return Apart(
             "inconsistent", f"the pieces of ranks {pieces[i].rank} and {pieces[j].rank} overlap: {_places(pieces)}"
@@ -130,6 +135,7 @@ def _derived(piece: Piece, placements: tuple[dict[str, Any], ...]) -> Region | s
         return None
     assert piece.global_shape is not None
     ranges = [[(0, size)] if size else [] for size in piece.global_shape]
+    num_strides = 1
     for placement, num_pieces, index in zip(placements, mesh_shape, coordinate, strict=True):
         kind, dim = placement.get("kind"), placement.get("dim")
         if kind not in ("Shard", "StridedShard"):
@@ -139,7 +145,8 @@ def _derived(piece: Piece, placements: tuple[dict[str, Any], ...]) -> Region | s
         factor = placement.get("split_factor")
         if kind == "Shard":
             ranges[dim] = shard(ranges[dim], num_pieces, index)
-        elif type(factor) is int and 0 < factor <= _MAX_SPLIT_FACTOR:
+        elif type(factor) is int and 0 < factor * num_strides <= _MAX_SPLIT_FACTOR:
+            num_strides *= factor
             ranges[dim] = strided_shard(ranges[dim], num_pieces, index, factor)
         else:
             return f"placement {placement} has no split_factor of at most {_MAX_SPLIT_FACTOR}"

@@ -21,6 +21,9 @@ class Piece(NamedTuple):
     offsets: Ints | None = None
     placements: str | None = None
     mesh: str | None = None
+    alone: str | None = None
+    """Why its row says that it has no place beside other ranks' pieces, or that it was inside of another tensor:
+    ``no_layout``, ``inner_of``."""
 
 
 class Term(NamedTuple):

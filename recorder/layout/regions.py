@@ -16,6 +16,10 @@ Range = tuple[int, int]
 """Begin and end (exclusive), in elements."""
 
 
+_MAX_COMPARED = 4_000_000
+"""Pairs of boxes; 10 s. A mesh of 1,024 ranks with strided shards needs 100,000."""
+
+
 class Box(NamedTuple):
     """A box of the global tensor, and where it begins in the local one."""
 
@@ -157,7 +161,11 @@ def flat_boxes(shape: Ints, start: int, stop: int) -> Iterator[tuple[Ints, Ints]
 
 
 def overlap(regions: Sequence[Region], global_shape: Ints) -> tuple[int, int] | None:
-    """Two regions that share an element, by their numbers; None where no two do."""
+    """Two regions that share an element, by their numbers; None where no two do.
+
+    Raises:
+        OverflowError: they have so many boxes that nobody waits for the answer.
+    """
     runs = [region.as_run(global_shape) for region in regions]
     known = sorted((run[0], run[1], i) for i, run in enumerate(runs) if run is not None and run[0] < run[1])
     for (_, stop, i), (start, _, j) in itertools.pairwise(known):
@@ -166,9 +174,20 @@ def overlap(regions: Sequence[Region], global_shape: Ints) -> tuple[int, int] | 
     if len(known) == sum(region.numel > 0 for region in regions):
         return None
     boxes = [(i, box) for i, region in enumerate(regions) for box in _boxes(region, global_shape)]
-    for (i, one), (j, other) in itertools.combinations(boxes, 2):
-        if i != j and intersection(one.start, one.shape, other.start, other.shape) is not None:
-            return i, j
+    # Swept along the dim in which most of them lie apart: only boxes that share elements of it are compared.
+    dim = max(range(len(global_shape)), key=lambda d: len({box.start[d] for _, box in boxes}), default=0)
+    boxes.sort(key=lambda pair: pair[1].start[dim])
+    num_compared = 0
+    for at, (i, one) in enumerate(boxes):
+        end = one.start[dim] + one.shape[dim]
+        for j, other in itertools.islice(boxes, at + 1, None):
+            if other.start[dim] >= end:
+                break
+            num_compared += 1
+            if num_compared > _MAX_COMPARED:
+                raise OverflowError(f"its {len(boxes)} boxes are too many to be compared with each other")
+            if i != j and intersection(one.start, one.shape, other.start, other.shape) is not None:
+                return i, j
     return None
 
 

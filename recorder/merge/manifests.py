@@ -5,6 +5,7 @@ Must never raise over what a stranger's manifest holds.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from ..format.schema import FORMAT_NAME, FORMAT_VERSION
 from ..read.run import Run
 
 _INFORMATIVE = ("versions", "settings", "rules", "optimizers", "autoload")
+_MAX_DEPTH = 50
 _FORMAT = {"format": FORMAT_NAME, "version": list(FORMAT_VERSION)}
 
 
@@ -24,13 +26,13 @@ def of_run(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
         run: the source.
         options: where it lies, and how it was merged.
     """
-    merged_from = {"run_id": run.run_id, "created_ns": run.manifest.get("created_ns"), **options}
+    merged_from = {"run_id": run.run_id, "created_ns": _sound(run.manifest.get("created_ns")), **options}
     return {
         **_FORMAT,
         "run_id": run.run_id,
         "world_size": run.manifest.get("world_size"),
         "created_ns": time.time_ns(),
-        "asked": run.manifest.get("asked", {}),
+        "asked": _sound(run.manifest.get("asked", {})),
         "merged_from": merged_from,
     }
 
@@ -59,11 +61,22 @@ def of_source(run: Run) -> dict[str, Any]:
         "closed_ns": time.time_ns(),
         "state": "closed",
         "ledger": ledger,
-        **{name: value for name, value in informative.items() if value is not None},
-        "roots": _roots(run),
-        "events": _events(run),
+        **{name: _sound(value) for name, value in informative.items() if value is not None},
+        "roots": _sound(_roots(run)),
+        "events": _sound(_events(run)),
         "merged_writers": [_account(writer) for writer in run.writers],
     }
+
+
+def _sound(value: Any, depth: int = 0) -> Any:
+    """A stranger's JSON as it may be written again: without NaN, and no deeper than anybody writes."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict | list) and depth > _MAX_DEPTH:
+        return None
+    if isinstance(value, dict):
+        return {key: _sound(item, depth + 1) for key, item in value.items()}
+    return [_sound(item, depth + 1) for item in value] if isinstance(value, list) else value
 
 
 def _step_source(run: Run) -> str | None:

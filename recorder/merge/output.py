@@ -21,21 +21,21 @@ from ..errors import NotARunError, RunError, WriteError
 from ..format.rundir import (
     RUN_MANIFEST,
     WRITER_MANIFEST,
-    create_json,
     parse_rank_dir,
     read_json,
-    sync_directory,
-    write_json_atomically,
 )
 from ..format.schema import FORMAT_NAME
 from ..read.run import Run, find_run_around
 from ..read.writers import GLOBAL_DIR
+from ..write.file import Disk
+from ..write.manifest import create_manifest, replace_manifest
 from .plan import is_unit_name
 
 MERGE_MANIFEST = "_merge.json"
 _MERGING = "_merging"
 _PRIVATE = 0o700
 """Directories are for the owner alone, as those of a recording are."""
+_DISK = Disk()
 _SOURCE = "source"
 """The writer without rows that says what the source's writers said."""
 
@@ -72,9 +72,9 @@ class Output:
 
     def finish(self, folder: Path, unit: str) -> None:
         """The unit in `folder` is whole and on the disk: from now on it need not be made again."""
-        sync_directory(folder)
+        _DISK.sync_directory(folder)
         os.rename(folder, self._merging / unit)
-        sync_directory(self._merging)
+        _DISK.sync_directory(self._merging)
 
     def clear(self, wanted: Collection[str] | None = None) -> None:
         """Remove what a killed merge has left half done, and finished units that are not `wanted` and not published."""
@@ -98,7 +98,7 @@ class Output:
             return
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path / RUN_MANIFEST)
-            sync_directory(self.path)
+            _DISK.sync_directory(self.path)
         for name in published - set(wanted):
             self._remove(self.path / GLOBAL_DIR / name)
         for folder in self._debris(wanted):
@@ -110,13 +110,13 @@ class Output:
             self._publish(name)
         source_folder = self.path / GLOBAL_DIR / _SOURCE
         source_folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
-        write_json_atomically(source_folder / WRITER_MANIFEST, source)
+        replace_manifest(_DISK, source_folder / WRITER_MANIFEST, source)
         for name in (GLOBAL_DIR, *self._ranks()):
-            sync_directory(self.path / name)
+            _DISK.sync_directory(self.path / name)
             with contextlib.suppress(OSError):
                 os.rmdir(self.path / name)  # only where nothing is in it any more
         shutil.rmtree(self._merging, ignore_errors=True)
-        write_json_atomically(self.path / RUN_MANIFEST, run)
+        replace_manifest(_DISK, self.path / RUN_MANIFEST, run)
 
     def _published(self) -> set[str]:
         return {name for name in _names(self.path / GLOBAL_DIR) if is_unit_name(name)}
@@ -184,7 +184,7 @@ def open_output(path: Path, run: Run, options: Mapping[str, Any]) -> Iterator[Ou
         "format": "recorder merge",
         "version": [1, 0],
         "run_id": run.run_id,
-        "run_created_ns": run.manifest.get("created_ns"),
+        "run_created_ns": created if type(created := run.manifest.get("created_ns")) is int else None,
         "options": dict(options),
     }
     found = _find_manifest(path, run)
@@ -193,8 +193,11 @@ def open_output(path: Path, run: Run, options: Mapping[str, Any]) -> Iterator[Ou
     path.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
     descriptor = _lock(path)
     try:
-        if found is None and not create_json(path / MERGE_MANIFEST, identity | {"path": str(run.path.absolute())}):
+        if found is None and not create_manifest(
+            _DISK, path / MERGE_MANIFEST, identity | {"path": str(run.path.absolute())}
+        ):
             _check_same(path, read_json(path / MERGE_MANIFEST), identity)  # another merge came first
+        _check_links(path)
         yield Output(path)
     finally:
         os.close(descriptor)
@@ -240,6 +243,15 @@ def _find_manifest(path: Path, run: Run) -> dict[str, Any] | None:
                 raise WriteError(f"{path}: is a recorded run ({found.get('run_id')!r}), no merge; {wanted}")
     some = ", ".join(sorted(rest)[:3]) + (", ..." if len(rest) > 3 else "")
     raise WriteError(f"{path}: exists, holds {some} and is no merge of {run.run_id!r}; {wanted}")
+
+
+def _check_links(path: Path) -> None:
+    """Refuse a directory with a symbolic link in it: what is published or removed there might lie elsewhere."""
+    for folder, folders, files in os.walk(path):
+        for name in (*folders, *files):
+            if os.path.islink(os.path.join(folder, name)):
+                where = os.path.join(folder, name)
+                raise WriteError(f"{where}: is a symbolic link, and a merge has none; name another directory")
 
 
 def _check_same(path: Path, found: Mapping[str, Any], identity: Mapping[str, Any]) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..format.rundir import WRITER_MANIFEST, open_name, shard_name, write_json_atomically
+from ..format.rundir import WRITER_MANIFEST, open_name, shard_name
 from ..format.schema import COUNTS, FORMAT_NAME, FORMAT_VERSION, SCHEMA, STATISTICS
 from ..read.assembler import Part
 from ..write.file import Disk, PageMemory
 from ..write.ipc import Layout
+from ..write.manifest import replace_manifest
 from ..write.shard import BatchFile, Index
 
 BATCH_BYTES = 8 << 20
@@ -102,7 +103,7 @@ class Directory:
             "state": "closed",
             "ledger": self.ledger(),
         }
-        write_json_atomically(self.path / WRITER_MANIFEST, {**manifest, **own})
+        replace_manifest(self.disk, self.path / WRITER_MANIFEST, {**manifest, **own})
 
     def abandon(self) -> None:
         """Let go of the open files; what is left of them is for whoever removes the directory."""

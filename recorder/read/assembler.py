@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CorruptError
-from ..format.codec import Encoder, Payload, concatenate, decode, max_encoded_bytes
+from ..format.codec import Encoder, Payload, check_size, concatenate, decode, max_encoded_bytes
 from ..format.dtypes import item_bytes, numpy_dtype
 from ..layout.assemble import Items, Source, assemble
 from ..layout.plans import Part as PlannedPart
@@ -97,21 +97,19 @@ class Assembler:
     def array(self, plan: Plan, positions: Sequence[int]) -> npt.NDArray[np.uint8]:
         """All bytes of a global tensor, little-endian, in C order."""
         dtype = self.dtype(plan, positions)
+        self._check_claims(plan, positions)
         out = np.empty(math.prod(plan.global_shape) * item_bytes(dtype), np.uint8)
         self._fill(out.view(_items(dtype)), 0, plan, positions, dtype)
         return out
 
     def local(self, position: int) -> npt.NDArray[np.uint8]:
         """All bytes of a rank's own tensor."""
-        tensor = self.tensor(position)
-        assert tensor is not None, "has_payload comes first"
-        pieces = [self._payloads.decoded(part) for part in tensor.positions]
+        pieces = [self._decode(part) for part in self._whole(position).positions]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def local_parts(self, position: int) -> Iterator[Part]:
         """The payload of a rank's own tensor as it is."""
-        tensor = self.tensor(position)
-        assert tensor is not None, "has_payload comes first"
+        tensor = self._whole(position)
         for part, start in zip(tensor.positions, (0, *tensor.ends), strict=False):
             found = self._payloads.encoded(part)
             yield Part(found.encoding, [memoryview(found.data)], found.payload_bytes, start)
@@ -170,8 +168,7 @@ class Assembler:
 
     def _fetch(self, position: int, low: int, high: int) -> Items:
         """Elements of a rank's flattened tensor."""
-        tensor = self.tensor(position)
-        assert tensor is not None, "has_payload comes first"
+        tensor = self._whole(position)
         items = _items(tensor.dtype)
         pieces, start = [], 0
         for part, end in zip(tensor.positions, tensor.ends, strict=True):
@@ -185,8 +182,7 @@ class Assembler:
         """Elements of a sum (or so) over ranks, computed in float64 and rounded once; whole numbers stay whole."""
         terms = []
         for piece, factor in part.terms:
-            tensor = self.tensor(positions[piece])
-            assert tensor is not None, "has_payload comes first"
+            tensor = self._whole(positions[piece])
             values = self._fetch(positions[piece], low, high).view(numpy_dtype(tensor.dtype))
             terms.append((values, tensor.dtype, factor))
         out = np.empty(high - low, numpy_dtype(dtype))
@@ -207,12 +203,49 @@ class Assembler:
     def _decoded_part(self, position: int) -> npt.NDArray[np.uint8]:
         found = self._decoded.get(position)
         if found is None:
-            found = self._decoded[position] = self._payloads.decoded(position)
+            found = self._decoded[position] = self._decode(position)
             while len(self._decoded) > 1 and sum(map(len, self._decoded.values())) > _CACHE_BYTES:
                 self._decoded.popitem(last=False)
         else:
             self._decoded.move_to_end(position)
         return found
+
+    def _check_claims(self, plan: Plan, positions: Sequence[int]) -> None:
+        """Before a whole tensor is allocated: its parts must hold what their rows say, by their frames' own headers.
+
+        Raises:
+            CorruptError: one of them does not.
+        """
+        for part in plan.parts:
+            for term in part.terms:
+                for position in self._whole(self._held(plan, positions, term.piece)).positions:
+                    payload = self._payloads.encoded(position)
+                    dtype = self._rows.text("dtype", position) or ""
+                    try:
+                        check_size(payload.encoding, payload.data, payload.payload_bytes, item_bytes(dtype))
+                    except CorruptError as error:
+                        raise CorruptError(f"{self._where(position)}: {error}") from error
+
+    def _decode(self, position: int) -> npt.NDArray[np.uint8]:
+        """The bytes of a part: as many as its light row promised, which an index may have said, not the shard."""
+        found = self._payloads.decoded(position)
+        if len(found) != self._rows.numbers("payload_bytes")[position]:
+            raise CorruptError(f"{self._where(position)}: its payload is not as long as its index says")
+        return found
+
+    def _whole(self, position: int) -> Tensor:
+        """The local tensor of a row.
+
+        Raises:
+            CorruptError: the rows of its parts do not make it up.
+        """
+        tensor = self.tensor(position)
+        if tensor is None:
+            raise CorruptError(f"{self._where(position)}: its parts are not all there, or contradict each other")
+        return tensor
+
+    def _where(self, position: int) -> str:
+        return f"{self._rows.shard_of(position)[0].path}, row seq={int(self._rows.numbers('seq')[position])}"
 
     def forget(self) -> None:
         """Drop decoded parts; the next value has none of them."""
@@ -249,8 +282,7 @@ class Assembler:
         if ends[-1] < total:
             return None
         if ends[-1] > total or num_bytes % width:
-            path = rows.shard_of(position)[0].path
-            raise CorruptError(f"{path}, row seq={int(rows.numbers('seq')[position])}: payload and shape do not agree")
+            raise CorruptError(f"{self._where(position)}: payload and shape do not agree")
         return Tensor(dtype, shape, tuple(positions), tuple(ends))
 
 

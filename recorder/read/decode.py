@@ -18,6 +18,8 @@ from ..format.dtypes import item_bytes, numpy_dtype
 from ..records import PART_BYTES
 
 _MAX_SHAPE_TEXT = 4096
+_MAX_NUMEL = 1 << 48
+"""Product of all sizes that are not 0: so the whole of many ranks still counts within int64."""
 _NEEDED = ("encoding", "data", "payload_bytes", "dtype", "shape")
 
 
@@ -41,7 +43,10 @@ def decode(row: Any) -> npt.NDArray[Any]:
     if not isinstance(encoding, str):
         raise LookupFailedError("the row carries no payload: its rule keeps statistics or fingerprint only")
     dtype, shape = str(fields["dtype"]), parse_shape(fields["shape"])
-    payload_bytes, whole_bytes = int(fields["payload_bytes"]), count(shape) * item_bytes(dtype)
+    try:
+        payload_bytes, whole_bytes = int(fields["payload_bytes"]), count(shape) * item_bytes(dtype)
+    except (TypeError, ValueError, OverflowError):  # null, which pandas makes a NaN
+        raise CorruptError(f"payload_bytes is {fields['payload_bytes']!r}, beside encoding {encoding!r}") from None
     if fields.get("part") or payload_bytes < whole_bytes:
         raise LookupFailedError(
             f"the row holds {payload_bytes} of the tensor's {whole_bytes} bytes; "
@@ -57,13 +62,22 @@ def decode(row: Any) -> npt.NDArray[Any]:
 
 def decode_payload(encoding: str, data: Any, payload_bytes: int, dtype: str) -> npt.NDArray[np.uint8]:
     """The bytes of one row's payload (not of a ``ref``), new and writable."""
+    payload = check_payload(encoding, data, payload_bytes)
+    return codec.decode(encoding, payload, payload_bytes, item_bytes(dtype))
+
+
+def check_payload(encoding: str, data: Any, payload_bytes: int) -> memoryview:
+    """The bytes of a payload column, once what stands beside them can be true.
+
+    Raises:
+        CorruptError: there are none, or they claim to be more than a row may hold.
+    """
     if type(payload_bytes) is not int or not 0 <= payload_bytes <= PART_BYTES:
         raise CorruptError(f"payload_bytes is {payload_bytes!r}, but a row has at most {PART_BYTES}")
     try:
-        payload = memoryview(data)
+        return memoryview(data)
     except TypeError:
         raise CorruptError(f"data is of type {type(data).__name__}, but encoding {encoding!r} wants bytes") from None
-    return codec.decode(encoding, payload, payload_bytes, item_bytes(dtype))
 
 
 def as_array(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> npt.NDArray[Any]:
@@ -101,6 +115,8 @@ def parse_shape(text: Any) -> tuple[int, ...]:
         raise CorruptError(f"shape {text[:80]!r} is no JSON list of sizes")
     if len(sizes) > 64:
         raise UnsupportedError(f"a shape of {len(sizes)} dims; numpy has at most 64")
+    if count([size for size in sizes if size]) > _MAX_NUMEL:
+        raise CorruptError(f"shape {text[:80]} is of more elements than any memory holds")
     return tuple(sizes)
 
 

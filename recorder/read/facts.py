@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from .writers import RecordedWriter
+from .writers import RecordedWriter, count
 
 _MAX_RANKS, _MAX_RANK = 1 << 14, 1 << 24
 
@@ -42,7 +42,7 @@ class RunFacts:
         ranks = sorted({writer.rank for writer in writers if writer.rank is not None})
         self._world_size = world_size
         self._world = tuple(range(world_size)) if world_size and world_size <= _MAX_RANKS else tuple(ranks)
-        self._expected: dict[tuple[str, str], Group] = {}
+        self._expected: dict[tuple[int | None, str, str], Group] = {}
         self.strangers = [
             number for number, writer in enumerate(writers) if writer.manifest.get("run_id", run_id) != run_id
         ]
@@ -50,11 +50,13 @@ class RunFacts:
         self.launches = self._find_launches()
         """By number of the writer."""
 
-    def group(self, root: str, module_path: str) -> Group:
-        """The ranks that should have rows of a module."""
-        key = root, module_path
+    def group(self, root: str, module_path: str, number: int) -> Group:
+        """The ranks that should have rows of a module, where a writer of that number has one."""
+        world_size = self._world_sizes[number]
+        key = world_size, root, module_path
         if key not in self._expected:
-            base = self._groups.get(root) or Group("assumed", self._world)
+            world = tuple(range(world_size)) if world_size is not None else self._world
+            base = self._groups.get((world_size, root)) or Group("assumed", world)
             has = tuple(rank for rank in base.ranks if self._has_module(rank, root, module_path))
             self._expected[key] = base._replace(ranks=has or base.ranks)
         return self._expected[key]
@@ -117,15 +119,32 @@ class RunFacts:
         return found
 
     @cached_property
-    def _groups(self) -> dict[str, Group]:
-        told: dict[str, dict[tuple[int, ...], str]] = {}
-        for writer in self._writers:
+    def _world_sizes(self) -> list[int | None]:
+        """How many ranks the job had, by number of the writer: a relaunch may have others. None: as the run says."""
+        if len(set(self.launches)) < 2:
+            return [None] * len(self.launches)
+        found: dict[Launch, int] = {}
+        ranks: dict[Launch, int] = {}
+        for launch, writer in zip(self.launches, self._writers, strict=True):
+            found[launch] = max(found.get(launch, 0), count(writer.manifest.get("world_size")))
+            ranks[launch] = max(ranks.get(launch, 0), writer.rank or 0)
+        is_sound = {launch: ranks[launch] < size <= _MAX_RANKS for launch, size in found.items()}
+        return [
+            found[launch] if is_sound[launch] and found[launch] != self._world_size else None
+            for launch in self.launches
+        ]
+
+    @cached_property
+    def _groups(self) -> dict[tuple[int | None, str], Group]:
+        told: dict[tuple[int | None, str], dict[tuple[int, ...], str]] = {}
+        for world_size, writer in zip(self._world_sizes, self._writers, strict=True):
             for root in _objects(writer.manifest.get("roots")):
                 parallel = root.get("data_parallel")
                 if isinstance(parallel, dict) and isinstance(root.get("name"), str):
-                    ranks = self._as_ranks(parallel.get("ranks"))
+                    ranks = self._as_ranks(parallel.get("ranks"), world_size)
                     if ranks:
-                        told.setdefault(root["name"], {})[ranks] = "ddp" if parallel.get("kind") == "ddp" else "fsdp"
+                        source = "ddp" if parallel.get("kind") == "ddp" else "fsdp"
+                        told.setdefault((world_size, root["name"]), {})[ranks] = source
         found = {}
         for name, sources in told.items():
             ranks = tuple(dict.fromkeys(rank for some in sources for rank in some))
@@ -136,9 +155,9 @@ class RunFacts:
             found[name] = Group(next(iter(sources.values())), ranks, conflict, ranks == tuple(sorted(ranks)))
         return found
 
-    def _as_ranks(self, value: Any) -> tuple[int, ...]:
+    def _as_ranks(self, value: Any, world_size: int | None) -> tuple[int, ...]:
         """Ranks out of a manifest; none where they cannot be those of this run."""
-        if not isinstance(value, list) or len(value) > min(_MAX_RANKS, self._world_size or _MAX_RANKS):
+        if not isinstance(value, list) or len(value) > min(_MAX_RANKS, world_size or self._world_size or _MAX_RANKS):
             return ()
         is_sound = all(type(rank) is int and 0 <= rank < _MAX_RANK for rank in value)
         return tuple(dict.fromkeys(value)) if is_sound else ()
@@ -160,15 +179,23 @@ class RunFacts:
         return known is None or not module_path or (root, module_path) in known
 
     def _find_launches(self) -> list[Launch]:
-        seen: dict[tuple[int | None, int], int] = {}
-        found = []
+        """Of one attempt with as many ranks, the n-th writers of all ranks are one launch; launches by their start."""
+        seen: dict[tuple[int | None, int, int], int] = {}
+        keys = []
+        starts: dict[tuple[int, int, int], int] = {}
         for writer in self._writers:  # of one rank, in the order of their start
-            key = writer.rank, writer.attempt
-            number = seen.get(key, -1) + 1
+            world_size = count(writer.manifest.get("world_size"))
+            of_rank = writer.rank, writer.attempt, world_size
+            number = seen.get(of_rank, -1) + 1
             if writer.num_rows:  # one that left nothing supersedes nothing
-                seen[key] = number
-            found.append(Launch(writer.attempt, number))
-        return found
+                seen[of_rank] = number
+            key = writer.attempt, world_size, number
+            starts[key] = min(starts.get(key, writer.started_ns), writer.started_ns)
+            keys.append(key)
+        in_order: dict[int, list[tuple[int, int, int]]] = {}
+        for key in sorted(starts, key=lambda key: (starts[key], key)):
+            in_order.setdefault(key[0], []).append(key)
+        return [Launch(key[0], in_order[key[0]].index(key)) for key in keys]
 
 
 def sharing_ranks(parallel: dict[str, Any]) -> list[int]:

@@ -5,6 +5,7 @@ Must never write, and never turn text that was read from a file into a path.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Sequence
@@ -36,18 +37,29 @@ class ByteSource(Protocol):
 
 
 def open_regular(path: Path) -> int:
-    """Open for reading and return the descriptor, which the caller owns. FileNotFoundError passes through."""
+    """Open for reading and return the descriptor, which the caller owns.
+
+    Raises:
+        FileNotFoundError: it is gone, or NFS says that what this name meant is (ESTALE): list again.
+        NotARunError: it is a link, a device or another thing that no run holds, or may not be read.
+    """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO would block the open
     try:
         descriptor = os.open(path, flags)
     except FileNotFoundError:
         raise
     except OSError as error:
+        _raise_if_gone(error, path)
         raise NotARunError(f"{path}: cannot be opened ({error.strerror}); symbolic links are not followed") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise NotARunError(f"{path}: not a regular file; a run holds nothing else")
     return descriptor
+
+
+def _raise_if_gone(error: OSError, path: Path | str) -> None:
+    if error.errno == errno.ESTALE:
+        raise FileNotFoundError(error.errno, error.strerror, str(path)) from error
 
 
 class MappedFile:
@@ -89,7 +101,13 @@ class GrowingFile:
         for piece in [range(num_bytes)] if wanted is None else wanted:
             start = piece.start
             while start < piece.stop:
-                got = os.preadv(self._descriptor, [out.data[start : piece.stop]], offset + start)
+                try:
+                    got = os.preadv(self._descriptor, [out.data[start : piece.stop]], offset + start)
+                except OSError as error:
+                    _raise_if_gone(error, self.where)
+                    raise CorruptError(
+                        f"{self.where}: cannot be read at byte {offset + start} ({error.strerror})"
+                    ) from error
                 if got == 0:
                     raise CorruptError(f"{self.where}: was cut to {offset + start} bytes while it was read")
                 start += got

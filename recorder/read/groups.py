@@ -34,7 +34,12 @@ STATE_SITES = ("param", "grad", "buffer", "optim")
 _FORWARD_OF = {"grad_input": "input", "grad_output": "output", "tap": "tap"}
 _KEY = ("root", "module_path", "site", "name", "phase", "mode", "step", "micro_step", "call", "repeat")
 _LABELS = ("root", "module_path", "site", "name", "mode", "phase")
-_PIECE = ("dtype", "shape", "global_shape", "offsets", "placements", "mesh")
+_PIECE = ("dtype", "shape", "global_shape", "offsets", "placements", "mesh", "note")
+_ALONE = {
+    "no_layout": "it is a piece of something, and its place there is not known",
+    "inner_of": "it is a part of a composite tensor, which means nothing without the rank's other parts",
+}
+"""Members of a note for which ranks' values are not laid side by side."""
 COLUMNS = (
     *_KEY, *_PIECE, *STATISTICS, *COUNTS, "fingerprint", "rank", "seq", "part", "attempt", "encoding", "payload_bytes",
     "numel", "batch", "row",
@@ -270,6 +275,7 @@ class Grouping:
             offsets or (() if texts["offsets"] else None),
             texts["placements"],
             texts["mesh"],
+            next((member for member in _ALONE if f'"{member}":' in (texts["note"] or "")), None),
         )
 
     def _value(self, described: Described, number: int, forward: Value | None, *, is_gradient: bool) -> Value:
@@ -277,7 +283,8 @@ class Grouping:
         first = int(described.chosen[start])
         names = tuple(text_of(described.labels[label], number) for label in _LABELS)
         root, path, site, name, mode, phase = names
-        group = self._facts.group(root, path)
+        writer = int(self._rows.writer_numbers(described.chosen[start : start + 1])[0])
+        group = self._facts.group(root, path, writer)
         places = list(range(start, end))
         if len(places) > 1 and not group.is_sorted:
             order = {rank: i for i, rank in enumerate(group.ranks)}
@@ -355,6 +362,9 @@ class Grouping:
             return plan, batches[0]
         if group.conflict and pieces[0].global_shape is None and site != "scalar":
             return Apart("per_rank", group.conflict), batches[0]
+        alone = next((piece.alone for piece in pieces if piece.alone and piece.global_shape is None), None)
+        if alone is not None and num_expected > 1 and (alone == "no_layout" or site not in STATE_SITES):
+            return Apart("per_rank", _ALONE[alone]), batches[0]
         if site in STATE_SITES:
             return decide_state(pieces, source=group.source, num_expected=num_expected), batches[0]
         if site == "scalar" and len({piece.dtype for piece in pieces}) == 1 and not any(p.shape for p in pieces):
@@ -465,6 +475,8 @@ def _of_ranks(forward: Value, ranks: tuple[int, ...]) -> Batch:
     batch = forward.batch
     if batch.sizes is None or ranks == forward.present:
         return batch
+    if len(batch.sizes) != len(forward.present):
+        return batch._replace(sizes=None)  # a rank had two rows of it
     sizes = dict(zip(forward.present, batch.sizes, strict=True))
     return batch._replace(sizes=tuple(sizes[rank] for rank in ranks) if set(ranks) <= set(sizes) else None)
 

@@ -89,7 +89,7 @@ def find_tensor(
             raise LookupFailedError(
                 f"{what}: a later attempt recorded these steps again; rank= gives what one rank had"
             )
-    elif question.get("attempt") is None:
+    elif counts is None:  # also of one attempt: a job that is launched again begins with attempt 0 again
         positions = _of_newest_attempt(rows, writers, positions)
     if question.get("rank") is None and (rows.numbers("rank")[positions] == NONE).any():
         positions = positions[rows.numbers("rank")[positions] == NONE]  # merged: the ranks' own rows stand beside it

@@ -28,6 +28,12 @@ MAX_METADATA_BYTES = 1 << 20
 MAX_BATCH_BYTES = 1 << 30
 """Bound on one batch in memory. Ours hold 8 MiB of payload, or one part of 32 MiB, and their light columns."""
 
+_MAX_RATIO = 128
+"""Bytes of a compressed batch for each on disk: columns that are all constants come to 13. A bomb has thousands."""
+_MIN_DECLARED_BYTES = 1 << 20
+_MAX_PAIRS = 64
+"""Pairs of custom metadata in one message; ours have two. Many could share their bytes, and take long to read."""
+
 SCHEMA_MESSAGE = 1
 BATCH_MESSAGE = 3
 
@@ -123,6 +129,8 @@ def parse_message(metadata: pa.Buffer, where: str) -> Message:
         if kind == BATCH_MESSAGE and header is not None:
             buffers = tuple(struct.iter_unpack("<qq", header.vector(2, 16)))
             is_compressed = header.table(3) is not None
+        if len(root.vector(4, 4)) > 4 * _MAX_PAIRS:
+            raise struct.error("too many pairs")
         texts = [(pair.vector(0, 1), pair.vector(1, 1)) for pair in root.tables(4)]
         if sum(len(key) + len(value) for key, value in texts) > len(root.data):
             raise struct.error("pairs that share their bytes")  # many could point at one long text
@@ -183,7 +191,7 @@ def check_block(block: Block, source: ByteSource) -> None:
 
 
 def check_declared_sizes(buffers: Sequence[tuple[int, int]], body: pa.Buffer, where: str) -> None:
-    """Refuse compressed buffers that declare more than `MAX_BATCH_BYTES` together."""
+    """Refuse compressed buffers that declare more than `MAX_BATCH_BYTES` together, or than `body` can honestly hold."""
     total_bytes = 0
     for offset, length in buffers:
         if 0 < length < 8:
@@ -191,5 +199,6 @@ def check_declared_sizes(buffers: Sequence[tuple[int, int]], body: pa.Buffer, wh
         if length:
             (declared_bytes,) = struct.unpack("<q", body.slice(offset, 8))
             total_bytes += max(declared_bytes, 0)  # -1 marks a buffer that is stored as it is
-    if total_bytes > MAX_BATCH_BYTES:
-        raise CorruptError(f"{where}: declares {total_bytes} bytes, more than the {MAX_BATCH_BYTES} a batch may have")
+    max_bytes = min(MAX_BATCH_BYTES, max(_MIN_DECLARED_BYTES, _MAX_RATIO * body.size))
+    if total_bytes > max_bytes:
+        raise CorruptError(f"{where}: declares {total_bytes} bytes, more than the {max_bytes} a batch may have")

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from ..errors import LookupFailedError
 from ..format.schema import COUNTS, SITES, STATISTICS
+from ..units import counted
 from .lookup import nearest
 
 if TYPE_CHECKING:
@@ -139,11 +140,11 @@ class ModuleView:
 
     def __repr__(self) -> str:
         name = f" ({', '.join(map(_plain, self._class_names))})" if self._class_names else ""
-        parts = [_counted(self.table(["step"]).num_rows, "row")]
+        parts = [counted(self.table(["step"]).num_rows, "row")]
         if self.steps:
             parts += [f"steps {self.steps[0]} to {self.steps[-1]}", *map(_plain, self.sites)]
         if self._below:
-            parts.append(f"{_counted(len(self._below), 'module')} below")
+            parts.append(f"{counted(len(self._below), 'module')} below")
         return f"<Module {self.path!r}{name}: {', '.join(parts)}>"
 
     def _repr_html_(self) -> str:
@@ -282,7 +283,3 @@ def _span(numbers: Sequence[int]) -> str:
     if not numbers:
         return ""
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} ({len(numbers)})"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from ..errors import CorruptError, RunError
 from ..format.codec import REF, Payload, ref_target
-from .decode import decode_payload
+from .decode import check_payload, decode_payload
 from .light import LightRows
 from .rows import ShardRows
 
@@ -36,6 +36,10 @@ class Payloads:
             CorruptError: the bytes are not those that were written.
         """
         source = self._source(position)
+        try:
+            check_payload(source["encoding"], source["data"], source["payload_bytes"])
+        except RunError as error:
+            raise self._named(error, position, source) from error
         return Payload(source["encoding"], source["data"], source["payload_bytes"])
 
     def described(self, position: int) -> tuple[npt.NDArray[np.uint8], str, str]:
@@ -54,8 +58,11 @@ class Payloads:
         try:
             return decode_payload(source["encoding"], source["data"], source["payload_bytes"], source["dtype"])
         except RunError as error:
-            path = self._rows.shard_of(position)[0].path
-            raise type(error)(f"{path}, row seq={source['seq']}: {error}") from error
+            raise self._named(error, position, source) from error
+
+    def _named(self, error: RunError, position: int, source: dict[str, Any]) -> RunError:
+        """The same error, with the row that it is about."""
+        return type(error)(f"{self._rows.shard_of(position)[0].path}, row seq={source['seq']}: {error}")
 
     def column(self, positions: npt.NDArray[np.int64]) -> list[Any]:
         """The column `data` of some rows, one Arrow array a batch; and their order, as last item."""

@@ -44,7 +44,7 @@ class ShardRows:
         self.is_sealed = is_sealed
         self.size_bytes = size_bytes
         self.num_trailing_bytes = 0
-        """Bytes behind the last whole batch of a shard that is not sealed; zeros not counted."""
+        """Bytes behind the last whole batch of a shard without footer; zeros not counted."""
         self.damage: list[str] = []
         """What could not be read, and so is missing from the rows; grows as columns are read."""
         self._index: Shard | None = None
@@ -202,7 +202,10 @@ class ShardRows:
             except CorruptError as error:
                 found = salvage(lambda: MappedFile(self.path))
                 self._shard = Shard(lambda: MappedFile(self.path), found.layout, found.blocks)
-                self._note(*dict.fromkeys((str(error), *found.damage)))
+                self.num_trailing_bytes = found.num_trailing_bytes
+                rest = f"{self.path}: {found.num_trailing_bytes} bytes follow the last whole batch and are none"
+                damage = (str(error), *found.damage, *([rest] if found.num_trailing_bytes else []))
+                self._note(*dict.fromkeys(damage))
         return self._shard
 
     def _note(self, *damage: str) -> None:

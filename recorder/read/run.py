@@ -23,6 +23,7 @@ from ..errors import CorruptError, LookupFailedError, NotARunError, RunError, Un
 from ..format.dtypes import item_bytes
 from ..format.rundir import RUN_MANIFEST, check_version, read_json
 from ..format.schema import LIGHT_COLUMNS, SCHEMA
+from ..units import counted
 from .decode import as_array, check_bytes, count, parse_shape
 from .light import NONE, PLACE_COLUMNS, TIME_ORDER, LightRows, Positions
 from .lookup import QUALIFIERS, find_tensor
@@ -67,7 +68,8 @@ class Run:
 
     @property
     def run_id(self) -> str:
-        return str(self.manifest.get("run_id", self.path.name))
+        found = str(self.manifest.get("run_id", self.path.name))
+        return found.encode(errors="backslashreplace").decode()  # JSON may hold half a character, UTF-8 must not
 
     @property
     def version(self) -> tuple[int, int]:
@@ -276,8 +278,8 @@ class Run:
     def __repr__(self) -> str:
         steps = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no steps"
         counts = {"unclosed writer": len(self.endings), "problem": len(self.problems)}
-        rest = "".join(f", {_counted(number, noun)}" for noun, number in counts.items() if number)
-        ranks, rows = _counted(len(self.ranks), "rank"), _counted(self.num_rows, "row")
+        rest = "".join(f", {counted(number, noun)}" for noun, number in counts.items() if number)
+        ranks, rows = counted(len(self.ranks), "rank"), counted(self.num_rows, "row")
         return f"<Run {self.run_id!r}: {ranks}, {steps}, {rows}{rest}>"
 
     def _filter(self, positions: Positions, expression: Any, names: Sequence[str]) -> Positions:
@@ -329,10 +331,6 @@ class Run:
         return data, dtype, sizes
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def open_run(path: str | PathLike[str]) -> Run:
     """Open a recorded run for reading, also one that is still being written or was left by a kill.
 
@@ -344,6 +342,11 @@ def open_run(path: str | PathLike[str]) -> Run:
         CorruptError: its manifest is damaged. Damage in shards does not raise: see `Run.problems`.
         UnsupportedError: it is of a newer major version.
     """
+    return Run(*find_run(path))
+
+
+def find_run(path: str | PathLike[str]) -> tuple[Path, dict[str, Any]]:
+    """The directory and the manifest of the run that `open_run` would open. It raises the same."""
     path = Path(path)
     try:
         if not path.is_dir():
@@ -354,7 +357,7 @@ def open_run(path: str | PathLike[str]) -> Run:
         path = _only_run_in(path)
     manifest = read_json(path / RUN_MANIFEST)
     check_version(manifest, str(path / RUN_MANIFEST))
-    return Run(path, manifest)
+    return path, manifest
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -388,7 +391,8 @@ def _only_run_in(folder: Path) -> Path:
     for parent in _parents(folder):
         if has_manifest(parent):
             raise NotARunError(f"{folder}: is a part of a run; open the run: recorder ls {parent}")
-    why = "RECORDER=1 in front of a training command records one, recorder doctor says what keeps it from it"
+    why = "RECORDER=1 in front of a training command records one; where it does not, `recorder doctor`, without a path"
+    why += ", says what keeps it from it"
     raise NotARunError(f"{folder}: no run here ({RUN_MANIFEST} is missing); {why}")
 
 

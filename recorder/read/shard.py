@@ -16,6 +16,7 @@ import pyarrow as pa
 from ..errors import CorruptError, RunError, UnsupportedError
 from ..format.integrity import BatchHeader, check_batch
 from ..format.schema import SCHEMA
+from ..records import PART_BYTES
 from .files import ByteSource, MappedFile
 from .messages import (
     FIRST_MESSAGE,
@@ -31,6 +32,17 @@ from .messages import (
 )
 
 _NEVER_NULL = frozenset(field.name for field in SCHEMA if not field.nullable) | {"batch", "row"}
+MAX_COUNT = 1 << 53
+"""Bound on every whole number of a row: float64 holds them exactly, and sums and products with a width fit int64."""
+_LOWEST = {
+    field.name: -MAX_COUNT if field.name == "step" else 0
+    for field in (*SCHEMA, pa.field("batch", pa.int32()), pa.field("row", pa.int32()))
+    if pa.types.is_integer(field.type) and field.name != "time_ns"
+}
+"""Smallest value of the columns that count; a user may name a step -1."""
+_HIGHEST = dict.fromkeys(_LOWEST, MAX_COUNT - 1) | {"payload_bytes": PART_BYTES}
+_MAX_BATCHES = 1 << 31
+"""The index names a batch by an int32."""
 
 
 ARROW_ERRORS = (pa.ArrowException, OSError, EOFError, StopIteration, UnicodeDecodeError)
@@ -159,22 +171,37 @@ def read_batch(source: ByteSource, block: Block, layout: Layout, columns: Sequen
     message = parse_message(source.read(block.offset, block.metadata_bytes).slice(PREFIX_BYTES), where)
     if message.body_bytes != block.body_bytes:
         raise CorruptError(f"{where}: has {message.body_bytes} bytes, the footer says {block.body_bytes}")
-    places = layout.places(columns) or [0]  # Arrow takes no columns for all columns
+    read = columns or ("seq",)  # whose length says how many rows there really are
+    places = layout.places(read)
     buffers = layout.buffers_of(places, message, where)
     wanted = [range(block.metadata_bytes + start, block.metadata_bytes + start + size) for start, size in buffers]
     whole = source.read(block.offset, block.end - block.offset, [range(block.metadata_bytes), *wanted])
     if message.is_compressed:
         check_declared_sizes(buffers, whole.slice(block.metadata_bytes), where)
     try:
-        batch = _decode(whole, layout.schema, places, message).select(list(columns))
+        batch = _decode(whole, layout.schema, places, message).select(list(read))
         batch.validate(full=True)
     except ARROW_ERRORS as error:
         raise CorruptError(f"{where}: {error}") from error
     header = check_batch(batch, message.custom_metadata, where=where)
+    if not 0 <= header.number < _MAX_BATCHES:
+        raise CorruptError(f"{where}: its number is {header.number}; expected one below {_MAX_BATCHES}")
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if name in _NEVER_NULL and column.null_count:
             raise CorruptError(f"{where}: column {name!r} has nulls, which it must not")
-    return CheckedBatch(batch, header)
+        if name in _LOWEST:
+            _check_counts(column, name, where)
+    return CheckedBatch(batch.select(list(columns)), header)
+
+
+def _check_counts(column: Any, name: str, where: str) -> None:
+    """Refuse numbers that no recorder can have counted, before anything is computed with them."""
+    values = (column.drop_null() if column.null_count else column).to_numpy()
+    if len(values) and not _LOWEST[name] <= values.min() <= values.max() <= _HIGHEST[name]:
+        raise CorruptError(
+            f"{where}: column {name!r} holds {values.min()} to {values.max()}; "
+            f"expected numbers from {_LOWEST[name]} to {_HIGHEST[name]}"
+        )
 
 
 def _decode(whole: Any, schema: Any, places: Sequence[int], message: Message) -> Any:

@@ -18,6 +18,7 @@ from .rows import INDEX_COLUMNS, PLACE_FIELDS, SHARD_BYTES_KEY, ShardRows
 from .run import Run
 from .salvage import salvage
 from .shard import ARROW_ERRORS, Shard, open_sealed, read_layout
+from .unsealed import unsealed_note
 from .writers import RecordedWriter
 
 Report = Callable[[int], None]
@@ -51,6 +52,8 @@ def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[Findin
         yield from _verify_rows(writer)
         if writer.ending:
             yield Finding(False, writer.ending)
+    if note := unsealed_note(run):
+        yield Finding(False, note)
 
 
 def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[Finding]:
@@ -73,9 +76,11 @@ def _verify_open(rows: ShardRows, writer: RecordedWriter, report: Report) -> Ite
     report(rows.size_bytes)
     num_rows = sum(found.rows_of.values())
     rest = f", then {found.num_trailing_bytes} bytes that are no whole batch" if found.num_trailing_bytes else ""
-    text = f"{rows.path}: not sealed, {len(found.blocks)} batches with {num_rows} rows are readable{rest}"
+    batches = "1 batch" if len(found.blocks) == 1 else f"{len(found.blocks)} batches"
+    readable = f"{batches} with {num_rows} {'row' if num_rows == 1 else 'rows'} can be read"
+    text = f"{rows.path}: not sealed, {readable}{rest}"
     if writer.state == "closed":
-        yield Finding(True, f"{text}, although its writer closed")
+        yield Finding(False, f"{text}; the disk refused it while its writer went on with another")
     elif writer.state == "unclosed":
         yield Finding(False, f"{text}; its writer was killed or is on another host")
     elif rest:
@@ -169,6 +174,10 @@ def _verify_rows(writer: RecordedWriter) -> Iterator[Finding]:
     if len(np.unique(seq)) != len(seq):
         yield Finding(True, f"{writer.directory}: {len(seq) - len(np.unique(seq))} rows have the number of another")
     balance = writer.balance
+    if not balance.is_possible:
+        accounts = f"{balance.retired_rows} rows removed by retention, of {balance.written} written"
+        yield Finding(True, f"{writer.directory}: the accounts contradict themselves: {accounts}")
+        return
     if writer.state == "recording" or writer.problems:
         return
     is_closed = writer.state == "closed"

@@ -22,7 +22,7 @@ from ..layout.plans import Plan, Term
 from ..layout.rules import LOSSES
 from .assembler import Assembler, Part, as_items
 from .combine import combine, combine_fingerprints
-from .decode import as_array
+from .decode import as_array, parse_shape
 from .facts import RunFacts
 from .groups import COLUMNS, Finding, Grouping, Value, listed, parse_overrides
 from .light import NONE, LightRows, Positions, text_keys
@@ -195,9 +195,9 @@ class GlobalRows:
             LookupFailedError: it has no values.
             CorruptError: the bytes are not those that were written.
         """
-        shape = json.loads(self.table.column("shape")[i].as_py())
-        dtype = self.table.column("dtype")[i].as_py()
         source = self._with_payload(i)
+        shape = parse_shape(self.table.column("shape")[i].as_py())
+        dtype = self.table.column("dtype")[i].as_py()
         if isinstance(source, int):
             return as_array(self._assembler.local(source), dtype, shape)
         assert isinstance(source.plan, Plan)

@@ -5,6 +5,8 @@ Must never follow a symbolic link, and never take a name for more than what `for
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import time
@@ -20,6 +22,8 @@ import pyarrow.compute as pc
 from ..errors import NotARunError, RunError
 from ..format.rundir import WRITER_MANIFEST, check_version, parse_rank_dir, parse_shard_name, read_json, shard_name
 from ..format.schema import SCHEMA
+from ..format.status import STATUS
+from ..processes import runs
 from .rows import ShardRows, load_open, load_sealed
 
 logger = logging.getLogger(__name__)
@@ -28,7 +32,7 @@ GLOBAL_DIR = "global"
 _NUM_TRIES = 3
 """A shard may be sealed or retired between listing and opening; the second listing knows its new name."""
 _QUIET_S = 60.0
-"""A writer on another host whose open shard has not grown for so long is taken for dead."""
+"""A writer on another host that has shown nothing new for so long is taken for dead."""
 
 
 @dataclass(slots=True)
@@ -40,6 +44,8 @@ class Balance:
     dropped: dict[str, int] = field(default_factory=dict)
     retired_rows: int = 0
     retired_bytes: int = 0
+    suspect: int = 0
+    """Written rows of which nobody knows whether the medium has them: a sync of their file has failed."""
 
     @classmethod
     def read(cls, ledger: Any) -> Balance:
@@ -49,11 +55,12 @@ class Balance:
         dropped = dropped if isinstance(dropped, dict) else {}
         retired = retired if isinstance(retired, dict) else {}
         return cls(
-            observed=_count(ledger.get("observed")),
-            written=_count(ledger.get("written")),
-            dropped={reason: _count(number) for reason, number in dropped.items() if _count(number)},
-            retired_rows=_count(retired.get("rows")),
-            retired_bytes=_count(retired.get("bytes")),
+            observed=count(ledger.get("observed")),
+            written=count(ledger.get("written")),
+            dropped={reason: count(number) for reason, number in dropped.items() if count(number)},
+            retired_rows=count(retired.get("rows")),
+            retired_bytes=count(retired.get("bytes")),
+            suspect=count(ledger.get("suspect")),
         )
 
     @property
@@ -64,6 +71,11 @@ class Balance:
     def num_missing(self) -> int:
         """Rows that were numbered and are neither written nor counted as dropped."""
         return self.observed - self.written - self.num_dropped
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether no more was removed than was ever written."""
+        return self.retired_rows <= self.written
 
 
 class RecordedWriter:
@@ -77,6 +89,8 @@ class RecordedWriter:
         self.shards = shards
         self.manifest: dict[str, Any] = {}
         self.manifest_problem: str | None = None
+        self.retired_later: list[dict[str, Any]] = []
+        """What later writers of the rank say that they have deleted of it."""
         path = directory / WRITER_MANIFEST
         if not os.path.lexists(path):
             return  # it has only just begun, or was killed before it could say more
@@ -89,11 +103,11 @@ class RecordedWriter:
 
     @property
     def attempt(self) -> int:
-        return _count(self.manifest.get("attempt"))
+        return count(self.manifest.get("attempt"))
 
     @property
     def started_ns(self) -> int:
-        return _count(self.manifest.get("started_ns"))
+        return count(self.manifest.get("started_ns"))
 
     @property
     def is_counted(self) -> bool:
@@ -123,7 +137,24 @@ class RecordedWriter:
     def balance(self) -> Balance:
         """The newest accounts there are: in the manifest, or in the last batch of a shard."""
         ledgers = [self.manifest.get("ledger"), *(shard.last_ledger() for shard in self._newest_shards())]
-        return max(map(Balance.read, ledgers), key=lambda balance: (balance.observed, balance.written))
+        ledgers += [note.get("ledger") for note in self.retired_later]  # it may have gone with its shard
+        balance = max(map(Balance.read, ledgers), key=lambda balance: (balance.observed, balance.written))
+        for size in self.retired_shards.values():
+            balance.retired_rows += count(size.get("rows"))
+            balance.retired_bytes += count(size.get("bytes"))
+        return balance
+
+    @cached_property
+    def retired_shards(self) -> dict[tuple[str, int], dict[str, Any]]:
+        """Shards of it that a later writer has deleted, by kind and number, with how many rows they had."""
+        found = {}
+        present = {name[:2] for shard in self.shards if (name := parse_shard_name(shard.path.name))}
+        for note in self.retired_later:
+            for text, size in _object(note.get("shards")).items():
+                name = parse_shard_name(text)
+                if name is not None and name[:2] not in present:
+                    found[name[:2]] = _object(size)
+        return found
 
     @cached_property
     def state(self) -> str:
@@ -144,13 +175,13 @@ class RecordedWriter:
         if self.state != "unclosed":
             return ""
         who = "global" if self.rank is None else f"rank {self.rank}"
-        how = "its process ended without closing" if self._is_here else "not closed, on another host and quiet"
+        is_gone = runs(self.manifest) is False
+        how = "its process ended without closing" if is_gone else "not closed, out of sight from here and quiet"
         end = "there are no rows of it" if self.last_step is None else f"the record ends in step {self.last_step}"
         num_lost = self.balance.num_missing
-        rows = (
-            "1 row that was on its way is lost" if num_lost == 1 else f"{num_lost} rows that were on their way are lost"
-        )
-        lost = f", and {rows}" if num_lost > 0 else "; rows of the last steps may be missing"
+        rows = "1 row that was on its way is" if num_lost == 1 else f"{num_lost} rows that were on their way are"
+        # What was seen after the last flush is in no account.
+        lost = f", and at least {rows} lost" if num_lost > 0 else "; rows of the last steps may be missing"
         return f"{who} (writer {self.name}): {how}; {end}{lost}"
 
     @property
@@ -169,24 +200,12 @@ class RecordedWriter:
                 seen.add(kind)
                 yield shard
 
-    @property
-    def _is_here(self) -> bool:
-        """Whether it says of itself that it ran on this host."""
-        return self.manifest.get("host") == os.uname().nodename
-
     def _is_alive(self) -> bool:
-        pid = self.manifest.get("pid")
-        if self._is_here and type(pid) is int and pid > 0:
-            if _is_zombie(pid):
-                return False
-            try:
-                os.kill(pid, 0)
-            except (ProcessLookupError, OverflowError):
-                return False
-            except PermissionError:
-                return True
-            return True
-        changed_s = max((_changed_s(path) for path in (self.directory, *(s.path for s in self.shards))), default=0.0)
+        is_running = runs(self.manifest)
+        if is_running is not None:
+            return is_running
+        signs = (self.directory, self.directory / STATUS, *(shard.path for shard in self.shards))
+        changed_s = max(map(_changed_s, signs))
         return time.time() - changed_s < _QUIET_S
 
 
@@ -202,7 +221,42 @@ def find_writers(run: Path) -> list[RecordedWriter]:
         if rank is not None or name == GLOBAL_DIR:
             for writer in list_directory(run / name, directories=True):
                 writers.append(_load_writer(run / name / writer, rank))
+    _find_copies(writers)
+    _share_notes(writers)
     return sorted(writers, key=lambda w: (-1 if w.rank is None else w.rank, w.attempt, w.started_ns, w.name))
+
+
+def _find_copies(writers: list[RecordedWriter]) -> None:
+    """Call a writer's directory that was copied under another name what it is: its rows are there twice."""
+    lifetimes: dict[tuple[Any, ...], list[RecordedWriter]] = {}
+    for writer in writers:
+        its = [writer.manifest.get(name) for name in ("writer", "run_id", "pid", "started_ns")]
+        if isinstance(its[0], str):
+            key = (writer.rank, *(value if isinstance(value, (int, str)) else None for value in its))
+            lifetimes.setdefault(key, []).append(writer)
+    for same in lifetimes.values():
+        original = next((writer for writer in same if writer.name == writer.manifest["writer"]), same[0])
+        for writer in same:
+            if writer is not original and writer.name != writer.manifest["writer"] and not writer.manifest_problem:
+                what = f"is a copy of {original.name} beside it, so its rows are there twice"
+                writer.manifest_problem = f"{writer.directory}: {what}; remove the copy"
+                logger.warning("%s", writer.manifest_problem)
+
+
+def _share_notes(writers: list[RecordedWriter]) -> None:
+    """Tell each writer what later ones of its rank have deleted of it."""
+    of_rank: dict[int | None, dict[str, RecordedWriter]] = {}
+    for writer in writers:
+        of_rank.setdefault(writer.rank, {})[writer.name] = writer
+    for members in of_rank.values():
+        for later in members.values() if len(members) > 1 else ():
+            manifest = later.manifest
+            if later.state == "recording":  # it may have deleted something since; a deletion is noted before
+                with contextlib.suppress(RunError):
+                    manifest = read_json(later.directory / WRITER_MANIFEST)
+            for name, note in _object(manifest.get("retired_earlier")).items():
+                if name in members and name != later.name:
+                    members[name].retired_later.append(_object(note))
 
 
 def list_directory(path: Path, *, directories: bool) -> list[str]:
@@ -211,15 +265,18 @@ def list_directory(path: Path, *, directories: bool) -> list[str]:
     Raises:
         NotARunError: it cannot be listed.
     """
-    try:
-        with os.scandir(path) as entries:
-            return sorted(
-                entry.name
-                for entry in entries
-                if (entry.is_dir(follow_symlinks=False) if directories else entry.is_file(follow_symlinks=False))
-            )
-    except OSError as error:
-        raise NotARunError(f"{path}: cannot be listed ({error.strerror})") from error
+    for is_last_try in [False] * (_NUM_TRIES - 1) + [True]:
+        try:
+            with os.scandir(path) as entries:
+                return sorted(
+                    entry.name
+                    for entry in entries
+                    if (entry.is_dir(follow_symlinks=False) if directories else entry.is_file(follow_symlinks=False))
+                )
+        except OSError as error:
+            if is_last_try or error.errno != errno.ESTALE:
+                raise NotARunError(f"{path}: cannot be listed ({error.strerror})") from error
+    raise AssertionError("the last try returns or raises")
 
 
 def _load_writer(directory: Path, rank: int | None) -> RecordedWriter:
@@ -247,14 +304,6 @@ def _list_shards(directory: Path) -> list[tuple[str, int, bool]]:
     return [(kind, number, is_open) for (number, kind), is_open in sorted(found.items())]
 
 
-def _is_zombie(pid: int) -> bool:
-    """Whether a process has ended and merely waits for its parent to ask how; signals still reach it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[:1] == ["Z"]
-    except (OSError, ValueError):
-        return False  # not Linux, or gone
-
-
 def _changed_s(path: Path) -> float:
     try:
         return path.stat(follow_symlinks=False).st_mtime
@@ -269,6 +318,11 @@ def _size_bytes(path: Path) -> int:
         return 0
 
 
-def _count(value: Any) -> int:
+def _object(value: Any) -> dict[str, Any]:
+    """An object out of JSON; an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def count(value: Any) -> int:
     """A count out of JSON; 0 for anything else."""
     return value if type(value) is int and 0 <= value < 1 << 63 else 0

@@ -1,11 +1,13 @@
 """Runs at the end of ``import torch`` (entry point group ``torch.backends``) and starts `recorder` if the flag asks.
 
-It imports only `os` while the flag is off. It must never break ``import torch``: every failure but a wrong setting is
-one line on stderr. A user's own ``recorder.py`` beside the script hides ours from ``import recorder``; then ours is
+It imports only `os` and `sys` while the flag is off; where the program has imported `recorder` before torch, it
+registers the op that loaded artefacts may hold. It must never break ``import torch``: every failure but a wrong setting
+is one line on stderr. A user's own ``recorder.py`` beside the script hides ours from ``import recorder``; then ours is
 loaded under another name, so that both work.
 """
 
 import os
+import sys
 
 
 def start() -> None:
@@ -14,22 +16,23 @@ def start() -> None:
     Raises:
         SystemExit: code 2, a setting is wrong; it passes through ``import torch`` and stops the launch.
     """
-    if os.environ.get("RECORDER", "").strip().lower() in ("", "0", "false", "no", "off"):
+    is_off = os.environ.get("RECORDER", "").strip().lower() in ("", "0", "false", "no", "off")
+    if is_off and "recorder" not in sys.modules:
         return
     try:
         import importlib
 
-        importlib.import_module(f"{_package()}.recorder").start_from_environment()
+        if is_off:
+            importlib.import_module(f"{_package()}.ops")
+            return
+        importlib.import_module(f"{_package()}.active").start_from_environment()
     except Exception as error:
-        import sys
-
         print(f"recorder: not recording: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _package() -> str:
     """The name under which our package can be imported here."""
     import importlib.util
-    import sys
 
     here = os.path.dirname(os.path.abspath(__file__))
     beside, above = os.path.join(here, "recorder"), os.path.dirname(here)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 
-from .ledger import DISK_FULL, WRITE_ERROR
+from .ledger import DISK_FULL, NO_MEMORY, WRITE_ERROR
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
@@ -39,4 +39,6 @@ def drop_reason(error: OSError) -> str:
     """The word in the ledger for rows that an error of the disk has cost."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DISK_FULL
+    if error.errno == errno.ENOMEM:
+        return NO_MEMORY
     return f"{WRITE_ERROR}:{errno.errorcode.get(error.errno or 0, 'UNKNOWN')}"

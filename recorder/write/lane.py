@@ -5,22 +5,29 @@ A refusal of the disk never raises from here: rows are dropped with a reason, an
 
 from __future__ import annotations
 
+import contextlib
+import errno
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from ..config import Schedule
 from ..format.rundir import open_name, shard_name
 from ..records import KEEP_TENSOR, PART_BYTES, Measured, Staged
 from .backoff import Backoff, drop_reason
 from .file import Disk, PageMemory
 from .ipc import Layout
-from .ledger import QUOTA, WRITER_ERROR, Ledger
+from .ledger import NO_MEMORY, QUOTA, WRITER_ERROR, Ledger
 from .notices import Notices
-from .quota import Floor, Quota
+from .quota import Floor, Held, Quota
 from .rows import RowBatch
 from .settings import WriteSettings
 from .shard import BatchFile, Index, StoredShard
+
+_MAY_SYNC_AGAIN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Where nothing was synced because nothing could be opened."""
 
 
 class Lane:
@@ -40,7 +47,8 @@ class Lane:
         ledger: Ledger,
         quota: Quota,
         floor: Floor,
-        retire: Callable[[StoredShard], None],
+        keep_steps: Schedule,
+        retire: Callable[[str, Held], None],
         notices: Notices,
         clock: Callable[[], float],
     ) -> None:
@@ -49,6 +57,7 @@ class Lane:
         self._directory = directory
         self._batch = batch
         self._backoff = Backoff(clock)
+        self._syncing = Backoff(clock)
         self._layout = layout
         self._has_index = has_index
         self._settings = settings
@@ -57,13 +66,19 @@ class Lane:
         self._ledger = ledger
         self._quota = quota
         self._floor = floor
+        self._keep_steps = keep_steps
         self._retire = retire
         self._notices = notices
         self._clock = clock
         self._max_shard_bytes = min(settings.shard_bytes, quota.max_shard_bytes(kind))
         self._next_number = 0
         self._shard: BatchFile | None = None
-        self._index = Index()
+        self._index: Index | None = None
+        self._first_step = self._last_step = 0
+        """Of the shard."""
+        self._is_kept = False
+        """Whether retention never deletes the steps of the batch and the shard."""
+        self._num_unsynced_rows = 0
         self._oldest_row_s = 0.0
         self._oldest_unsynced_s: float | None = None
 
@@ -79,6 +94,11 @@ class Lane:
 
     def add(self, staged: Staged, measured: Measured, part: int) -> None:
         """Take one row; the payload is copied. A batch without room for it is written first."""
+        is_kept = staged.moment.step in self._keep_steps
+        if is_kept != self._is_kept:  # retention deletes whole shards, so none has steps of both sorts
+            self.flush()
+            self.seal(self._ledger.snapshot())
+            self._is_kept = is_kept
         has_payload = bool(staged.keep & KEEP_TENSOR)
         if has_payload and not self._batch.has_room(min(len(staged.block.data), PART_BYTES)):
             self.flush()
@@ -89,6 +109,12 @@ class Lane:
         else:
             self._batch.add(staged, measured)
 
+    def ran_out_of_memory(self, error: MemoryError) -> str:
+        """Leave the memory alone for a while, as one leaves a disk; returns the word for the ledger."""
+        self._notices.failed("the writer has no memory; rows are dropped", error)
+        self._backoff.failed(NO_MEMORY)
+        return NO_MEMORY
+
     def flush_if_full(self) -> None:
         if self._batch.is_full:
             self.flush()
@@ -98,7 +124,8 @@ class Lane:
         now = self._clock()
         if self._batch.num_rows and now >= self._oldest_row_s + self._settings.flush_interval_s:
             self.flush()
-        if self._oldest_unsynced_s is not None and now >= self._oldest_unsynced_s + self._settings.sync_interval_s:
+        since_s = self._oldest_unsynced_s
+        if since_s is not None and now >= since_s + self._settings.sync_interval_s and self._syncing.is_over:
             self.sync()
 
     def flush(self) -> bool:
@@ -109,30 +136,37 @@ class Lane:
         dropped_for: str | None = WRITER_ERROR
         try:
             dropped_for = self._write(self._batch.build())
+        except MemoryError as error:
+            dropped_for = self.ran_out_of_memory(error)
         finally:
             self._batch.clear()
             if dropped_for is not None:
                 self._ledger.drop(dropped_for, num_rows)
+        self._rotate_if_full()
         return dropped_for is None
 
     def sync(self) -> bool:
         """Make what was written durable. True where it is."""
         if self._oldest_unsynced_s is None or self._shard is None:
             return True
-        self._oldest_unsynced_s = None
         try:
             self._shard.sync()
         except OSError as error:
-            # The kernel may have thrown the pages away and say yes the next time: this file is not touched again.
-            self._give_up_shard(error, cut_back=False)
+            # A disk that fails each sync gets fewer, or it would get a shard for each.
+            self._syncing.failed(drop_reason(error))
+            if error.errno in _MAY_SYNC_AGAIN and not self._shard.is_sick:
+                self._notices.failed(f"{self._directory}: a {self._kind} shard cannot be synced; later", error)
+            else:
+                self._give_up_shard(error)
             return False
+        self._syncing.succeeded()
+        self._oldest_unsynced_s = None
+        self._num_unsynced_rows = 0
         return True
 
     def seal(self, ledger: Mapping[str, object]) -> bool:
         """End the shard and publish it, with its index. True where there was none, or all went well."""
-        shard, self._shard = self._shard, None
-        index, self._index = self._index, Index()
-        self._oldest_unsynced_s = None
+        shard = self._shard
         if shard is None:
             return True
         name = shard_name(self._kind, self._next_number - 1)
@@ -141,16 +175,37 @@ class Lane:
         try:
             shard.seal(final, ledger)
         except OSError as error:
-            self._shard = shard
             self._add_bytes(shard.num_bytes - before)
             self._give_up_shard(error)
             return False
-        index_bytes = self._write_index(index, final, shard.num_bytes)
-        self._add_bytes(shard.num_bytes - before + index_bytes)
-        self._quota.keep(self._kind, StoredShard(final, shard.num_rows, shard.num_bytes + index_bytes))
+        except BaseException:
+            self._add_bytes(shard.num_bytes - before)
+            self._leave_shard(shard)
+            raise
+        index, self._index = self._index, None
+        self._shard, self._oldest_unsynced_s, self._num_unsynced_rows = None, None, 0
+        self._add_bytes(shard.num_bytes - before)
+        stored = StoredShard(final, shard.num_rows, shard.num_bytes)
+        try:
+            index_bytes = self._write_index(index, final, shard.num_bytes)
+            self._add_bytes(index_bytes)
+            stored = stored._replace(num_bytes=shard.num_bytes + index_bytes)
+        finally:
+            self._quota.keep(self._kind, Held(stored, self._last_step, self._is_kept))
         with self._notices.on_error(f"{self._directory} cannot be synced"):
             self._disk.sync_directory(self._directory)
         return True
+
+    def begin_anew(self) -> None:
+        """After an error of ours: leave the shard as it is, open and readable, and the rows that wait for good."""
+        self._ledger.drop(WRITER_ERROR, self.num_pending_rows)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Hold no file and no row any more; who waits in vain is counted by the caller."""
+        self._batch.clear()
+        if self._shard is not None:
+            self._leave_shard(self._shard)
 
     def _write(self, batch: pa.RecordBatch) -> str | None:
         """Write a batch. Returns why its rows must be dropped, or None."""
@@ -166,7 +221,6 @@ class Lane:
                 self._give_up_shard(error)
             else:
                 self._backoff.succeeded()
-                self._rotate_if_full()
                 return None
         assert reason is not None
         self._backoff.failed(reason)
@@ -181,63 +235,105 @@ class Lane:
             reason = drop_reason(error)
         if reason is not None:
             return reason
-        may_retire = self._settings.on_quota == "retire" and self._quota.could_fit(self._kind, num_bytes)
-        while may_retire and not self._quota.fits(self._kind, num_bytes):
-            oldest = self._quota.retire(self._kind)
-            assert oldest is not None, "could_fit promised that enough can go"
-            self._retire(oldest)
-        if self._quota.fits(self._kind, num_bytes):
+        if self._make_room(num_bytes):
             return None
         self._notices.say(
             QUOTA, f"{self._directory}: the {self._kind} have used up their part of max_bytes; rows are dropped"
         )
         return QUOTA
 
+    def _make_room(self, num_bytes: int) -> bool:
+        """Whether the quota has room for `num_bytes`, once what may go is gone."""
+        kind, quota = self._kind, self._quota
+        while not quota.fits(kind, num_bytes):
+            if self._settings.on_quota != "retire" or not quota.could_fit(kind, num_bytes):
+                return False
+            oldest = quota.oldest(kind)
+            if oldest is None:
+                return False
+            self._retire(kind, oldest)
+        return True
+
     def _append(self, batch: pa.RecordBatch) -> None:
         if self._shard is None:
             self._shard = self._begin_shard()
         shard, before = self._shard, self._shard.num_bytes
-        shard.append(batch, self._ledger.snapshot(about_to_write=batch.num_rows))
+        try:
+            shard.append(batch, self._ledger.snapshot(about_to_write=batch.num_rows))
+        except OSError:
+            raise
+        except BaseException:  # of a shard that may disagree with what is known of it no footer is written
+            self._leave_shard(shard)
+            raise
         self._ledger.add_written(batch.num_rows)
         self._add_bytes(shard.num_bytes - before)
-        if self._has_index:
-            self._index.add(batch)
         if self._oldest_unsynced_s is None:
             self._oldest_unsynced_s = self._clock()
+        self._num_unsynced_rows += batch.num_rows
+        steps = batch.column("step")
+        low, high = pc.min_max(steps).as_py().values()
+        is_first = shard.num_rows == batch.num_rows
+        self._first_step = low if is_first else min(low, self._first_step)
+        self._last_step = high if is_first else max(high, self._last_step)
+        self._quota.saw(steps[-1].as_py())
+        if self._index is not None:
+            try:
+                self._index.add(batch)
+            except MemoryError:  # the rows are written, so they must not be counted as lost
+                self._index = None
 
     def _begin_shard(self) -> BatchFile:
         name = shard_name(self._kind, self._next_number)
         path = self._directory / open_name(name)
         is_direct = self._settings.direct_io == "auto"
+        self._next_number += 1  # also where it fails: a name that is taken must not be tried for ever
         shard = BatchFile(self._disk, path, self._layout, self._memory, is_direct=is_direct)
-        self._next_number += 1
+        self._index = Index() if self._has_index else None
         self._add_bytes(shard.num_bytes)
         return shard
 
     def _rotate_if_full(self) -> None:
         shard = self._shard
-        assert shard is not None
-        if shard.num_bytes >= self._max_shard_bytes or shard.num_rows >= self._settings.shard_rows:
-            self.seal(self._ledger.snapshot())
-
-    def _give_up_shard(self, error: OSError, *, cut_back: bool = True) -> None:
-        """Leave the shard as it is, open and readable up to its last batch; the next batch begins another."""
-        self._notices.failed(f"{self._directory}: a {self._kind} shard cannot be written; the next one is tried", error)
-        shard, self._shard = self._shard, None
-        self._index = Index()
-        self._oldest_unsynced_s = None
         if shard is None:
             return
-        left = shard.abandon(cut_back=cut_back)
+        max_steps = self._quota.max_shard_steps
+        has_many_steps = max_steps is not None and self._last_step - self._first_step >= max_steps
+        if (
+            shard.num_bytes >= self._max_shard_bytes
+            or shard.num_rows >= self._settings.shard_rows
+            or (has_many_steps and shard.num_rows)
+        ):
+            self.seal(self._ledger.snapshot())
+
+    def _give_up_shard(self, error: OSError) -> None:
+        """Say so, and leave the shard; the next batch begins another."""
+        self._notices.failed(
+            f"{self._directory}: a {self._kind} shard cannot be written; another is tried, and rows that none takes "
+            "are dropped and counted",
+            error,
+        )
+        if self._shard is not None:
+            self._leave_shard(self._shard)
+
+    def _leave_shard(self, shard: BatchFile) -> None:
+        """Leave the shard as it is, open and readable up to its last batch; rows that cannot be synced are suspect."""
+        num_unsynced_rows, self._num_unsynced_rows = self._num_unsynced_rows, 0
+        self._shard = self._index = self._oldest_unsynced_s = None
+        if not shard.is_synced and not shard.is_sick:
+            with contextlib.suppress(OSError):
+                shard.sync()
+        if not shard.is_synced:
+            self._ledger.add_suspect(num_unsynced_rows)
+        left = shard.abandon()
         if left is None:
             self._quota.add(self._kind, -shard.num_bytes)
         else:
-            self._quota.keep(self._kind, left)
+            self._quota.keep(self._kind, Held(left, self._last_step, self._is_kept))
 
-    def _write_index(self, index: Index, shard: Path, shard_bytes: int) -> int:
+    def _write_index(self, index: Index | None, shard: Path, shard_bytes: int) -> int:
         num_bytes = 0
-        if self._has_index:
-            with self._notices.on_error(f"{shard}: its index cannot be written; readers do without"):
+        if index is not None:
+            with self._notices.on_error(f"{shard}: its index cannot be written; readers do without", is_aside=True):
                 num_bytes = index.write(self._disk, shard, shard_bytes, self._memory)
         return num_bytes
 

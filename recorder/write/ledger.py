@@ -19,6 +19,7 @@ WRITER_ERROR = "writer_error"
 QUOTA = "quota"
 DISK_FLOOR = "disk_floor"
 DISK_FULL = "disk_full"
+NO_MEMORY = "no_memory"
 WRITE_ERROR = "write_error"
 """Followed by a colon and the name of the errno."""
 
@@ -50,6 +51,7 @@ class Ledger:
         self._written = 0
         self._retired_rows = 0
         self._retired_bytes = 0
+        self._suspect = 0
         self._lock = threading.RLock()
         """Between the writer thread and those who look, perhaps from a signal handler; `drop` never takes it."""
         self._final: dict[str, Any] | None = None
@@ -69,6 +71,13 @@ class Ledger:
         with self._lock:
             self._retired_rows += num_rows
             self._retired_bytes += num_bytes
+
+    def add_suspect(self, num_rows: int) -> None:
+        """Count written rows of which nobody knows whether the medium has them; the last syncs follow the end."""
+        with self._lock:
+            self._suspect += num_rows
+            if self._final is not None and self._suspect:
+                self._final = {**self._final, "suspect": self._suspect}
 
     def snapshot(self, *, about_to_write: int = 0) -> dict[str, Any]:
         """The accounts as JSON-ready data, with rows that are written if the snapshot itself is."""
@@ -94,4 +103,5 @@ class Ledger:
             "written": self._written + about_to_write,
             "dropped": {reason: count for reason, count in dropped.items() if count},
             "retired": {"rows": self._retired_rows, "bytes": self._retired_bytes},
+            **({"suspect": self._suspect} if self._suspect else {}),
         }

@@ -1,6 +1,6 @@
 """Owns what the writer says in the log: one line for each kind of trouble, and again after a while, never more.
 
-It never raises: standard error may lie on the same sick disk.
+It never raises and never waits: standard error may lie on the same sick disk, or be a pipe that nobody reads.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+
+from ..voice import can_say
+from .backoff import drop_reason
 
 _SILENCE_S = 300.0
 
@@ -23,20 +26,27 @@ class Notices:
     def say(self, kind: str, message: str, *, level: int = logging.WARNING) -> None:
         """Log `message` unless one of its kind was logged lately."""
         now = self._clock()
-        if now - self._last_s.get(kind, float("-inf")) < _SILENCE_S:
+        if now - self._last_s.get(kind, float("-inf")) < _SILENCE_S or not can_say(self._logger):
             return
         self._last_s[kind] = now
         with contextlib.suppress(Exception):
             self._logger.log(level, "recorder: %s", message)
 
-    def failed(self, what: str, error: BaseException) -> None:
-        """Log that something failed, once for each kind of failure."""
-        self.say(what, f"{what} ({type(error).__name__}: {error})")
+    def failed(self, what: str, error: BaseException, *, is_aside: bool = False) -> None:
+        """Log that something failed, once for each kind of failure.
+
+        Args:
+            what: what could not be done, and what follows.
+            error: why; what the disk refuses has the kind of its errno, whatever was tried.
+            is_aside: no rows are lost by it. A first line of that sort must not silence one of the other.
+        """
+        kind = f"{drop_reason(error)} {is_aside}" if isinstance(error, OSError) else what
+        self.say(kind, f"{what} ({type(error).__name__}: {error})")
 
     @contextlib.contextmanager
-    def on_error(self, what: str) -> Iterator[None]:
+    def on_error(self, what: str, *, is_aside: bool = False) -> Iterator[None]:
         """Log an OSError of the body and go on after it."""
         try:
             yield
         except OSError as error:
-            self.failed(what, error)
+            self.failed(what, error, is_aside=is_aside)

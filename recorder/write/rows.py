@@ -59,7 +59,9 @@ def max_payload_bytes(batch_bytes: int) -> int:
 class RowBatch:
     """Rows of one kind that will be written together."""
 
-    def __init__(self, *, attempt: int, rank: int, encoder: Encoder, batch_bytes: int) -> None:
+    def __init__(
+        self, *, attempt: int, rank: int, encoder: Encoder, batch_bytes: int, max_rows: int = MAX_ROWS
+    ) -> None:
         """Start empty.
 
         Args:
@@ -67,10 +69,12 @@ class RowBatch:
             rank: the column's value.
             encoder: for the payloads.
             batch_bytes: payload at which the batch is full.
+            max_rows: rows at which it is, too.
         """
         self._constants = {"attempt": attempt, "rank": rank}
         self._encoder = encoder
         self._batch_bytes = batch_bytes
+        self._max_rows = max_rows
         self._rows: list[_Row] = []
         self._ends = [0]
         self._payload = PageMemory(max_payload_bytes(batch_bytes)).data
@@ -81,7 +85,7 @@ class RowBatch:
 
     @property
     def is_full(self) -> bool:
-        return self._ends[-1] >= self._batch_bytes or len(self._rows) >= MAX_ROWS
+        return self._ends[-1] >= self._batch_bytes or len(self._rows) >= self._max_rows
 
     def has_room(self, payload_bytes: int) -> bool:
         """Whether a payload can be added before the batch is written; an empty batch takes any part."""
@@ -89,8 +93,8 @@ class RowBatch:
 
     def add(self, staged: Staged, measured: Measured) -> None:
         """Add a row without a payload."""
-        self._ends.append(self._ends[-1])
         self._add(staged, measured, 0, 0, None, None)
+        self._ends.append(self._ends[-1])
 
     def add_part(self, staged: Staged, measured: Measured, part: int) -> None:
         """Encode one part of the payload, and add its row; statistics go with part 0."""
@@ -100,8 +104,8 @@ class RowBatch:
         start = part * PART_BYTES
         piece = data[start : start + PART_BYTES]
         encoding, nbytes = self._encoder.encode(piece, item_bytes, self._payload[self._ends[-1] :])
-        self._ends.append(self._ends[-1] + nbytes)
         self._add(staged, NOT_MEASURED if part else measured, part, start // item_bytes, encoding, len(piece))
+        self._ends.append(self._ends[-1] + nbytes)
 
     def _add(
         self,

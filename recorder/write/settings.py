@@ -24,7 +24,13 @@ class WriteSettings:
     codec_level: int = 1
     """zstd's level."""
     max_bytes: int = 16 << 30
-    """What the writer may take of the disk; a quarter of it is for statistics."""
+    """What the rank may take of the disk, earlier writers included; a quarter of it is for statistics."""
+    keep_newest: int = 0
+    """Shards whose steps all lie before the newest so many are deleted; 0 for none."""
+    keep_steps: str = ""
+    """A schedule of steps that retention never deletes; empty for none."""
+    permissions: str = "owner"
+    """Who else may read: ``owner`` nobody, ``group``, ``all``."""
     min_free_bytes: int = 2 << 30
     """What it leaves free on the file system, for others."""
     on_quota: str = "retire"

@@ -58,6 +58,16 @@ class BatchFile:
         return self._file.end
 
     @property
+    def is_synced(self) -> bool:
+        """Whether the disk has said to hold all of it for good."""
+        return self._file.synced_end == self._file.end
+
+    @property
+    def is_sick(self) -> bool:
+        """Whether a sync has failed."""
+        return self._file.is_sick
+
+    @property
     def num_batches(self) -> int:
         return len(self._blocks)
 
@@ -78,16 +88,12 @@ class BatchFile:
         self._file.append_bytes(self._layout.ending(self._blocks))
         self._file.publish(final)
 
-    def abandon(self, *, cut_back: bool = True) -> StoredShard | None:
-        """Stop writing and leave what was appended where readers can salvage it; None where there was nothing.
-
-        Args:
-            cut_back: False after a failed sync: such a file is left alone.
-        """
+    def abandon(self) -> StoredShard | None:
+        """Stop writing and leave what was appended where readers can salvage it; None where there was nothing."""
         if not self.num_rows:
             self.discard()
             return None
-        if cut_back:
+        if not self.is_sick:  # after a failed sync the file is left alone
             with contextlib.suppress(OSError):
                 self._file.cut_back()
         with contextlib.suppress(OSError):
@@ -123,7 +129,7 @@ class Index:
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Remember the next batch of the shard by all but its payload."""
-        self._pending.append(batch.drop_columns(["data"]))
+        self._pending.append(batch.select(list(LIGHT_COLUMNS)))
         self._num_pending_rows += batch.num_rows
         if self._num_pending_rows >= _INDEX_BATCH_ROWS:
             self._compress_pending()

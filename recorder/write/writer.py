@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import WriteError
-from ..records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR, Measure, Measured, Staged
-from .file import Disk
+from ..records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR, LostError, Measure, Measured, Ready, Staged
+from ..voice import can_say
+from .file import FILE_MODES, Disk
 from .ledger import ABANDONED, CLOSED, INTERRUPTED, WRITER_DEAD, WRITER_ERROR, Ledger
 from .notices import Notices
 from .rows import NOT_MEASURED
@@ -106,15 +107,21 @@ class Writer:
         self._clock = clock
         self._ledger = Ledger(observed)
         self._notices = Notices(_log, clock)
-        self._store = Store(settings, self._ledger, disk or Disk(), self._notices, clock)
+        self._disk = disk or Disk()
+        self._disk.file_mode = FILE_MODES[settings.permissions]
+        self._disk.keeps_reserve = True
+        self._store = Store(settings, self._ledger, self._disk, self._notices, clock)
         self._queue: queue.SimpleQueue[Staged | _Drain] = queue.SimpleQueue()
         self._manifest: Mapping[str, Any] | None = None
+        self._status: Mapping[str, Any] | None = None
+        self._shown: Mapping[str, Any] | None = None
         self._refusal: str | None = None
         self._abandon_after_s = float("inf")
         self._is_stopped = False
         self._is_complete = False
         self._failure: BaseException | None = None
         self._num_failures = 0
+        self._has_restarted = False
         self._next_look_s = self._next_poll_s = 0.0
         self._nap_s = _SHORT_NAP_S
         self._report: CloseReport | None = None
@@ -146,6 +153,10 @@ class Writer:
     def set_manifest(self, manifest: Mapping[str, Any]) -> None:
         """What `_writer.json` shall say, beside the writer's own keys. Any thread; it must not change later."""
         self._manifest = manifest
+
+    def set_status(self, status: Mapping[str, Any]) -> None:
+        """What `_status.json` shall show next, beside the writer's own numbers; it has ``step``. Any thread."""
+        self._status = status
 
     def stats(self) -> WriterStats:
         """A look from any thread."""
@@ -199,15 +210,15 @@ class Writer:
             ledger=self._ledger.close(leftover_reason),
             error=self._error(),
         )
-        if not report.is_complete:
+        if not report.is_complete and can_say(_log):
             with contextlib.suppress(Exception):
                 accounts = report.ledger
-                lost = ", ".join(f"{count} {reason}" for reason, count in accounts["dropped"].items()) or "none dropped"
+                lost = ", ".join(f"{count} {reason}" for reason, count in accounts["dropped"].items())
                 _log.warning(
                     "recorder: the recording is incomplete: %s of %s rows were written (%s)",
                     accounts["written"],
                     accounts["observed"],
-                    lost,
+                    lost or "what could not be sealed is readable as it is",
                 )
         self._report = report
         return report
@@ -235,16 +246,35 @@ class Writer:
             self._take_manifest()
             self._store.settle(place)
             while not self._is_stopped:
-                self._turn()
+                try:
+                    self._turn()
+                except Exception as error:
+                    if self._has_restarted:
+                        raise
+                    self._begin_anew(error)
         except BaseException as error:
             self._failure = error
             self._refusal = WRITER_DEAD
             self._ledger.drop(WRITER_DEAD, self._store.num_pending_rows)
             problem = f"the writer gave up, nothing more is recorded ({type(error).__name__}: {error})"
             self._notices.say(WRITER_DEAD, problem, level=logging.ERROR)
+            with contextlib.suppress(Exception):
+                self._show("failed")
         finally:
             self._is_stopped = True
             self._discard_queue()
+            with contextlib.suppress(Exception):
+                self._store.let_go()
+            self._disk.keeps_reserve = False
+            self._disk.release_reserve()
+
+    def _begin_anew(self, error: Exception) -> None:
+        """The one restart: nothing of what was half done is trusted any more."""
+        self._has_restarted = True
+        self._num_failures = 0
+        problem = f"{type(error).__name__}: {error}"
+        self._notices.say("restart", f"the writer failed and begins anew, with new shards ({problem})")
+        self._store.begin_anew(problem)
 
     def _turn(self) -> None:
         """Do the next thing, whatever it is."""
@@ -294,9 +324,8 @@ class Writer:
         num_left = staged.num_parts
         drop_reason = WRITER_ERROR
         try:
-            if staged.ready is not None:
-                staged.ready.wait()
-            refusal = self._store.refusal(kind)
+            refusal = self._wait_for(staged.ready) if staged.ready is not None else None
+            refusal = refusal or self._store.refusal(kind)
             if refusal is not None:
                 drop_reason = refusal
                 return
@@ -308,13 +337,31 @@ class Writer:
                     self._tick()
                     if self._is_stopped:
                         return
-                lane.add(staged, measured, part)
+                try:
+                    lane.add(staged, measured, part)
+                except MemoryError as error:
+                    drop_reason = lane.ran_out_of_memory(error)
+                    return
                 num_left -= 1
         finally:
             staged.block.release()
             if num_left:
                 self._ledger.drop(drop_reason, num_left)
         lane.flush_if_full()
+
+    def _wait_for(self, ready: Ready) -> str | None:
+        """Wait for the bytes of a record, and keep up with the rest meanwhile. Returns why they will not come."""
+        try:
+            while not ready.wait(_SHORT_NAP_S):
+                self._tick()
+                if self._is_stopped or self._clock() > self._abandon_after_s:
+                    self._refusal = ABANDONED
+                    return ABANDONED
+        except LostError as error:
+            if error.__cause__ is not None:
+                self._notices.failed("a value did not arrive from its device", error.__cause__)
+            return str(error)
+        return None
 
     def _measured(self, staged: Staged) -> Measured:
         if not staged.keep & (KEEP_STATS | KEEP_FINGERPRINT):
@@ -336,11 +383,21 @@ class Writer:
         if now >= self._next_poll_s and self._refusal is None:
             self._next_poll_s = now + _POLL_S
             self._poll()
+            self._show()
 
     def _take_manifest(self) -> None:
         manifest, self._manifest = self._manifest, None
         if manifest is not None:
             self._store.set_manifest(manifest)
+
+    def _show(self, state: str = "recording") -> None:
+        """Bring the status up to date where there is anything new to show."""
+        status, self._status = self._status, None
+        if status is None and state == "recording":
+            return
+        self._shown = status or self._shown
+        if self._shown is not None:
+            self._store.show({**self._shown, "queue_length": self._queue.qsize()}, state=state)
 
     def _finish(self) -> None:
         """Everything is taken: write the rest, balance the ledger, seal."""
@@ -349,6 +406,7 @@ class Writer:
         ledger = self._ledger.close(INTERRUPTED)
         is_sealed = self._store.close(ledger)
         self._is_complete = is_flushed and is_sealed and self._refusal == CLOSED
+        self._show("closed")
         self._is_stopped = True
 
     def _discard_queue(self) -> None:

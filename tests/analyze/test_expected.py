@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from recorder.analyze.accounts import Tail
 from recorder.analyze.expected import Expectation, at_steps, compare
 from recorder.analyze.holes import Hole
 from recorder.config import Rule, Schedule
@@ -222,6 +223,28 @@ class TestLosses:
         record(run, rows, 1, ledger=dropped(rows, 85, disk_full=51))
         assert what(only(found_in(run), "dropped"))[2:] == ([2, 3, 4], [1], 51)
 
+    def test_what_was_dropped_behind_the_end_of_the_table_is_told(self, run: Path) -> None:
+        rows = training(3)
+        record(run, rows, ledger=dropped(rows, 85, disk_full=34))
+        record(run, training(3, 1), 1)
+        assert found_in(run).tails == [Tail(0, 2, 34)]
+
+    def test_what_was_dropped_before_the_end_of_the_table_is_in_the_table(self, run: Path) -> None:
+        rows = training(2, 1)
+        record(run, rows, 1, ledger=dropped(rows, 85, disk_full=51))
+        record(run, training(5))
+        assert found_in(run).tails == []
+
+    def test_accounts_explain_no_more_than_they_hold(self, run: Path) -> None:
+        rows = training(5)
+        kept = [row for row in rows if row["step"] not in (1, 2)]
+        for rank, number in ((0, 34), (1, 33)):
+            its = [row | {"rank": rank} for row in kept]
+            record(run, its, rank, ledger=dropped(its, len(rows), pool_full=number))
+        found = found_in(run)
+        assert only(found, "dropped").num_missing == 68
+        assert sum(total.dropped for total in found.totals) == 34, "of rank 0 alone"
+
     def test_a_killed_rank_says_where_its_record_ends(self, run: Path, dead: dict[str, Any]) -> None:
         record(run, training(5))
         record(run, training(3, 1)[:-2], 1, **dead)
@@ -251,6 +274,7 @@ class TestLosses:
         writer.finish(roots=root(), rules=[RULE], ledger=accounts)
         found = found_in(run)
         assert what(only(found, "retired"))[2:] == ([2, 3], [0], 34)
+        assert sum(total.retired for total in found.totals) == 34
         assert reasons(found) == ["retired"]
 
     def test_a_damaged_shard_is_named(self, run: Path) -> None:
@@ -516,7 +540,7 @@ class TestStrangers:
         assert "(?!a)" in problem and "cannot be judged" in problem
 
     def test_steps_at_the_ends_of_their_range(self, run: Path) -> None:
-        rows = [make_row(n, step=step, module_path="a") for n, step in enumerate((-(2**63), -1, 0, 2**63 - 1))]
+        rows = [make_row(n, step=step, module_path="a") for n, step in enumerate((-(2**53), -1, 0, 2**53 - 1))]
         record(run, rows, roots=root([module("a", ["output"])]))
         assert totals(found_in(run))["output"] == (2, 2), "no schedule holds a step below 0"
 

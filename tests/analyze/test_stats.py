@@ -333,3 +333,32 @@ def test_elements_that_are_not_finite_are_counted(dtype: str) -> None:
 def test_integers_are_finite_and_a_nan_part_makes_a_complex_nan() -> None:
     assert count_nonfinite(np.arange(3)) == count_nonfinite(np.array([True])) == (0, 0)
     assert count_nonfinite(np.array([complex(np.nan, np.inf), complex(1, -np.inf)])) == (1, 1)
+
+
+class TestInside:
+    """Tensors inside of composite ones: the indices of a sparse gradient are no gradients."""
+
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> recorder.Run:
+        note = json.dumps({"inner_of": {"kind": "sparse_coo", "dtype": "float32", "shape": [8, 4]}})
+        rows = [
+            make_row(step, numbers, step=step, module_path="emb", site="grad", name=name, note=note)
+            for step in range(2)
+            for name, numbers in (("weight.indices", [0.0, 7.0]), ("weight.values", [0.25, -0.5]))
+        ]
+        rows += [make_row(step, [1.0], step=step, module_path="out", site="grad", name="weight") for step in range(2)]
+        return write(tmp_path / "run", rows)
+
+    @pytest.mark.parametrize("words", [("module",), ("site",), ("step", "module")])
+    def test_indices_and_values_are_never_pooled(self, run: recorder.Run, words: tuple[str, ...]) -> None:
+        found = statistics(run, Selection(site="grad"), by=words).table.to_pylist()
+        by_leaf: dict[str | None, set[float]] = {}
+        for row in found:
+            by_leaf.setdefault(row["inner"], set()).add(row["absmax"])
+        assert by_leaf == {"indices": {7.0}, "values": {0.5}, None: {1.0}}
+
+    def test_without_such_tensors_the_table_has_no_such_column(self, run: recorder.Run) -> None:
+        table = statistics(run, Selection(module="out"), by=("module",)).table
+        assert "inner" not in table.column_names
+        assert "note" not in table.column_names
+        assert "inner" in as_long(statistics(run, Selection(), by=("module",)).table).column_names

@@ -2,7 +2,9 @@
 
     python -m tests.bench                      both core settings, 5 rounds of 30 steps
     python -m tests.bench --cores spare --rounds 15 --json bench.json
+    python -m tests.bench --sync               what syncing more or less often costs
     python -m tests.bench merge --help         what merging costs
+    python -m tests.bench taps --help          what taps in a compiled graph cost
 
 Every leaf module's output and every parameter's gradient at every step. Each round runs every recorder once, in an
 order that moves on from round to round; a ratio is that of the median step times of one round, so that slow changes of
@@ -32,6 +34,7 @@ CORES = {"busy": 2, "spare": 1}
 STEP_BYTES = 200 << 20
 """About what one step writes; for the check of free space."""
 LEAVES = "leaf=yes site=output keep={keep}; site=grad keep={keep}"
+TENSORS = {"RECORDER": "1", "RECORDER_RULES": LEAVES.format(keep="tensor")}
 RECORDERS: dict[str, tuple[str, dict[str, str]]] = {
     "none": ("none", {}),
     "none again": ("none", {}),
@@ -39,10 +42,15 @@ RECORDERS: dict[str, tuple[str, dict[str, str]]] = {
     "hooks, copy, drop": ("pool", {}),
     "torch.save per step": ("torch.save", {}),
     "safetensors per step": ("safetensors", {}),
-    "recorder, tensors": ("none", {"RECORDER": "1", "RECORDER_RULES": LEAVES.format(keep="tensor")}),
+    "recorder, tensors": ("none", TENSORS),
     "recorder, statistics": ("none", {"RECORDER": "1", "RECORDER_RULES": LEAVES.format(keep="stats")}),
 }
 """What it is called in the table: the name that `tests.bench.train` knows, and the environment."""
+SYNCS = {
+    f"tensors, sync_interval_s={interval_s}": ("none", {**TENSORS, "RECORDER_SYNC_INTERVAL_S": interval_s})
+    for interval_s in ("0", "0.1", "60")
+}
+"""What surviving a loss of power costs; with `--sync`."""
 
 
 @dataclass
@@ -63,7 +71,7 @@ class Sample:
 
 def run_process(name: str, threads: int, args: argparse.Namespace) -> Sample:
     """Train once under the recorder of that name, in a directory that is removed afterwards."""
-    recorder, extra = RECORDERS[name]
+    recorder, extra = (RECORDERS | SYNCS)[name]
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-") as directory:
         env = {k: v for k, v in os.environ.items() if extra or not k.startswith("RECORDER")}
         env |= {"OMP_NUM_THREADS": str(threads), **extra}
@@ -211,6 +219,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5, help="first steps that are not counted (default 5)")
     parser.add_argument("--cores", choices=[*CORES, "both"], default="both")
     parser.add_argument("--only", action="append", metavar="NAME", choices=RECORDERS, help="beside none; repeatable")
+    parser.add_argument("--sync", action="store_true", help="compare sync intervals, and nothing else")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="where the recorders write")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure of every process")
     args = parser.parse_args()
@@ -229,6 +238,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     names = [name for name in RECORDERS if name == "none" or not args.only or name in args.only]
+    if args.sync:
+        names = ["none", "none again", "recorder, tensors", *SYNCS]
     count_args = argparse.Namespace(steps=1, warmup=0)
     counted, *_ = measure(
         "count", str(args.dir), {k: v for k, v in os.environ.items() if k[:8] != "RECORDER"}, count_args
@@ -278,4 +289,8 @@ if __name__ == "__main__":
         from tests.bench.merge import main as main_of_merge
 
         sys.exit(main_of_merge(sys.argv[2:]))
+    if sys.argv[1:2] == ["taps"]:
+        from tests.bench.taps import main as main_of_taps
+
+        sys.exit(main_of_taps(sys.argv[2:]))
     sys.exit(main())

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import recorder
-from recorder import recorder as recording_side
+from recorder import active as recording_side
 
 EVERYTHING = "site=* keep=tensor,stats,fingerprint"
 

@@ -88,9 +88,10 @@ def test_an_error_of_ours_is_counted_and_training_goes_on(
         actual = train(model := Tiny(), list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     ledger = recording.manifest["ledger"]
-    assert ledger["dropped"]["hook_error"] == len(calls) // 5 > 0
+    reason = "no_memory" if kind in (MemoryError, torch.OutOfMemoryError) else "hook_error"
+    assert ledger["dropped"][reason] == len(calls) // 5 > 0
     assert ledger["observed"] == ledger["written"] + sum(ledger["dropped"].values())
-    assert len([r for r in caplog.records if "injected" in r.getMessage()]) == len(recording.events("hook_error"))
+    assert len([r for r in caplog.records if "injected" in r.getMessage()]) == min(5, len(recording.events(reason)))
 
 
 def test_a_site_that_keeps_failing_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +106,8 @@ def test_a_site_that_keeps_failing_is_left_alone(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Watch, "_enter", broken)
     with flagged(tmp_path, rules="module=first site=output keep=stats") as recording:
         train(model := Tiny(), list(model.parameters()), 30)
-    assert len(calls) == 10
-    assert recording.manifest["ledger"]["dropped"] == {"hook_error": 10}
+    assert len(calls) == 20
+    assert recording.manifest["ledger"]["dropped"] == {"hook_error": 20}
 
 
 def test_every_hook_is_gone_after_close(tmp_path: Path) -> None:
@@ -314,10 +315,32 @@ def test_an_exception_of_the_users_signal_handler_is_never_caught(
     assert len(lost) < 30
 
 
+# Said by torch of its own code: dynamo looks at a graph's inputs.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_hooks_of_the_users_are_compiled_beside_ours(tmp_path: Path) -> None:
+    class Add:
+        def __init__(self, number: float) -> None:
+            self.number = number
+
+        def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+            return output + self.number
+
+    model = Tiny()
+    model.first.register_forward_hook(Add(2.0))
+    model.register_forward_hook(Add(3.0))
+    expected = model(batch())
+    with recorder.attach(model, enabled=True, dir=tmp_path, rules="site=output keep=stats"):
+        assert torch.equal(torch.compile(model, backend="eager")(batch()), expected)
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(model, backend="eager")(batch()), expected)
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch 2.9 does not say so
 def test_scripting_a_recorded_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with flagged(tmp_path):
         train(model := Tiny(), list(model.parameters()), 1)
-        with pytest.warns(DeprecationWarning), pytest.raises(RuntimeError, match="without RECORDER=1"):
+        with pytest.raises(RuntimeError, match="without RECORDER=1"):
             torch.jit.script(model)
 
 

@@ -69,6 +69,8 @@ def test_attach_refuses_a_pattern_that_matches_nothing_and_names_the_nearest(tmp
     model = Tiny()
     with pytest.raises(AttachError, match=r"'module=frist .*matches no module; module paths near it: 'first'"):
         recorder.attach(model, enabled=True, dir=tmp_path, rules="module=frist site=output")
+    with pytest.raises(AttachError, match=r"'class=Linaer' matches no module; class names near it: 'Linear'"):
+        recorder.attach(model, enabled=True, dir=tmp_path, rules="class=Linaer")
     assert not model.first._forward_hooks
     assert list(tmp_path.iterdir()) == []
 

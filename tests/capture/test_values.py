@@ -226,26 +226,6 @@ def test_a_view_is_recorded_as_the_values_it_shows(tmp_path: Path, view: Callabl
     assert torch.equal(recording.run.tensor("", site="tap", name="mine"), value.resolve_conj().resolve_neg())
 
 
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda: torch.eye(3).to_sparse(), "unsupported_type:sparse_coo"),
-        (lambda: torch.empty(3, device="meta"), "unsupported_type:meta"),
-        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "unsupported_type:qint8"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore")
-def test_a_kind_that_cannot_be_recorded_is_counted_with_its_reason(
-    tmp_path: Path, make: Callable[[], torch.Tensor], reason: str
-) -> None:
-    with flagged(tmp_path) as recording:
-        Tiny()(batch())
-        recorder.tap("odd", make())
-    ledger = recording.manifest["ledger"]
-    assert ledger["dropped"] == {reason: 1}
-    assert ledger["observed"] == ledger["written"] + 1
-
-
 def test_a_tap_carries_its_module_its_calls_and_its_gradient(tmp_path: Path) -> None:
     class Tapped(Tiny):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

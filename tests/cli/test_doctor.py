@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from recorder.cli.module_names import grouped
-from tests.analyze.test_expected import record, renumbered, step_rows, training
+from tests.analyze.test_expected import RULE, record, renumbered, root, step_rows, training
 from tests.cli.conftest import Cli, Result, on_a_terminal
 from tests.distributed import jobs
-from tests.read.handmade import ledger, make_row, make_run
+from tests.read.handmade import HandmadeWriter, ledger, make_row, make_run
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_what_never_was_is_a_note_and_no_finding_however_strict(cli: Cli, run: P
     record(run, renumbered(row for row in training(3) if row["module_path"] != "a" or row["site"] in ("param", "grad")))
     found = cli("doctor", run)
     assert codes(cli, run) == (0, 0)
-    assert lines(found, "note", "never called by its own forward, though its parameters have gradients: 'a'")
+    assert lines(found, "note", "though its parameters have gradients: used directly, or called as .forward(): 'a'")
     for site in ("output", "grad_output"):
         (line,) = [line for line in lines(found, "expected") if line.split()[1] == site]
         assert " ".join(line.split()[2:]) == "12 expected 9 found 3 missing 3 of these explained"
@@ -95,6 +95,75 @@ def test_unequal_steps_are_told_also_where_no_rule_wants_the_steps_between(cli: 
         record(run, rows, rank, rules=[rule])
     assert lines(cli("doctor", run), "note", "the record ends on rank 2 in step 5, ranks 0..1 in step 7")
     assert codes(cli, run) == (0, 1)
+
+
+def test_what_the_accounts_explain_is_a_note_and_no_ok(cli: Cli, run: Path) -> None:
+    rows = training(5)
+    kept = [row for row in rows if row["step"] not in (1, 2)]
+    record(run, kept, ledger=ledger(len(kept), observed=len(rows), pool_full=34))
+    (line,) = lines(cli("doctor", run), "note", "param ")
+    assert line.split()[1:8] == ["param", "15", "expected", "9", "found", "6", "missing"]
+    assert line.endswith("6 missing  explained by the accounts: 6 dropped")
+    assert not [line for line in lines(cli("doctor", run), "expected") if line.startswith("ok")]
+
+
+def test_what_never_was_and_what_the_accounts_explain_are_told_apart(cli: Cli, run: Path) -> None:
+    rows = renumbered(row for row in training(5) if row["module_path"] != "a" or row["site"] in ("param", "grad"))
+    kept = [row for row in rows if row["step"] not in (1, 2) or not row["module_path"].startswith("b")]
+    record(run, kept, ledger=ledger(len(kept), observed=len(rows), pool_full=20))
+    (line,) = lines(cli("doctor", run), "note    output ", "20 expected")
+    assert " ".join(line.split()[6:]) == "9 missing 5 of these explained, the others by the accounts: 4 dropped"
+
+
+def test_what_never_was_is_not_laid_on_steps_of_which_everything_was_dropped(cli: Cli, run: Path) -> None:
+    rows = renumbered(row for row in training(5) if row["module_path"] != "a" or row["site"] in ("param", "grad"))
+    kept = [row for row in rows if row["step"] not in (1, 2)]
+    record(run, kept, ledger=ledger(len(kept), observed=len(rows), pool_full=28))
+    (line,) = lines(cli("doctor", run), "note    output ", "20 expected")
+    assert " ".join(line.split()[6:]) == "11 missing 5 of these explained, the others by the accounts: 6 dropped"
+
+
+def test_what_no_account_covers_is_not_explained_by_them(cli: Cli, run: Path) -> None:
+    rows = training(5)
+    kept = [row for row in rows if row["step"] not in (1, 2)]
+    record(run, kept, ledger=ledger(len(kept), observed=len(kept) + 3, pool_full=3))
+    (line,) = lines(cli("doctor", run), "note", "param ")
+    assert line.endswith("0 of these explained")
+
+
+def test_steps_behind_the_last_recorded_one_are_said_to_be_in_no_table(cli: Cli, run: Path) -> None:
+    rows = training(3)
+    record(run, rows, ledger=ledger(len(rows), observed=85, disk_full=34))
+    (line,) = lines(cli("doctor", run), "note", "seen after the last")
+    assert line == (
+        "note    rank 0: 34 rows were seen after the last recorded one, of step 2, and dropped: "
+        "steps after it, if there were any, are not in the table"
+    )
+
+
+@pytest.mark.parametrize(("keep_newest", "setting"), [(5, "keep_newest"), (0, "max_bytes"), ("x", "max_bytes")])
+def test_retention_is_told_with_the_setting_that_is_in_force(
+    cli: Cli, run: Path, keep_newest: Any, setting: str
+) -> None:
+    writer = HandmadeWriter(run)
+    rows = training(6)
+    for first in (0, 2, 4):
+        writer.add_shard([[row for row in rows if row["step"] in (first, first + 1)]])
+    (writer.directory / "tensors-000001.arrow").unlink()
+    accounts = ledger(len(rows)) | {"retired": {"rows": 34, "bytes": 1}}
+    settings = {"keep_newest": {"value": keep_newest, "source": "default"}, "max_bytes": {"value": 1, "source": "env"}}
+    writer.finish(roots=root(), rules=[RULE], ledger=accounts, settings=settings)
+    found = cli("doctor", run)
+    assert lines(found, "note", "34 values missing, rank 0, steps 2..3", f": removed by retention ({setting}): ")
+    assert all(line.startswith("note") and "by the accounts: " in line for line in lines(found, "expected"))
+
+
+def test_a_forged_count_of_removed_rows_is_not_told_as_a_fact(cli: Cli, run: Path) -> None:
+    rows = training(5)
+    record(run, rows, ledger=ledger(len(rows)) | {"retired": {"rows": 123456789, "bytes": 1}})
+    found = cli("doctor", run)
+    assert found.exit_code == 1 and "123456789" not in found.out
+    assert lines(found, "missing", "its accounts contradict themselves")
 
 
 def test_absent_ranks_are_told_with_what_may_have_kept_them(cli: Cli, tmp_path: Path) -> None:

@@ -48,6 +48,12 @@ def test_an_empty_folder_is_not_answered_with_the_same_command(cli: Cli, tmp_pat
     assert "no run here" in found.err and "recorder ls" not in found.err and "RECORDER=1" in found.err
 
 
+def test_doctor_of_a_folder_without_a_run_is_not_answered_with_itself(cli: Cli, tmp_path: Path) -> None:
+    found = cli("doctor", tmp_path)
+    assert found.exit_code == 2
+    assert "where it does not, `recorder doctor`, without a path, says what keeps it from it" in found.err
+
+
 def test_the_version_is_printed(cli: Cli) -> None:
     found = cli("--version")
     assert (found.exit_code, found.out.split()[0]) == (0, "recorder")

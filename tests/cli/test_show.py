@@ -224,3 +224,17 @@ def test_a_narrow_terminal_does_without_the_least_columns_and_says_which(recorde
 
 def test_a_negative_zero_is_a_zero() -> None:
     assert (number(-0.0), number(-0.5), number(0)) == ("0", "-0.5", "0")
+
+
+def test_the_absmax_of_a_module_is_of_values_and_not_of_indices(cli: Cli, tmp_path: Path) -> None:
+    inside = '{"inner_of":{"kind":"sparse_coo","dtype":"float32","shape":[8,4]}}'
+    names = (("weight.indices", [0.0, 7.0]), ("weight.values", [0.25, -0.5]))
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run)
+    writer.add_shard([[make_row(i, v, site="grad", name=name, note=inside) for i, (name, v) in enumerate(names)]])
+    writer.finish()
+    (module,) = cli("show", run, "--json").json["modules"]
+    assert module["last_absmax"] == 0.5
+    rows = cli("stats", run, "--by", "module", "--json").json["rows"]
+    assert {row["inner"]: row["absmax"] for row in rows} == {"indices": 7.0, "values": 0.5}
+    assert "inner" in cli("stats", run, "--by", "module").out

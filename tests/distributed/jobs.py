@@ -55,6 +55,11 @@ class Finished:
         """What `scripts/train.py` saved, by rank."""
         return [torch.load(path, weights_only=False) for path in sorted((self.folder / "out").glob("rank*.pt"))]
 
+    @property
+    def said(self) -> str:
+        """What the program said, without the closing lines of the recorder."""
+        return "\n".join(line for line in self.output.splitlines() if not line.startswith("recorder: "))
+
     def lines(self, *words: str) -> list[str]:
         """Lines of the output in which all of these words occur."""
         return [line for line in self.output.splitlines() if all(word in line for word in words)]

@@ -52,7 +52,7 @@ def test_the_launcher_records_and_hands_on_arguments_and_exit_code(tmp_path: Pat
     command = ("-m", "recorder", "run", LOOP, "--end=sys_exit", "--steps=3")
     finished = jobs.python(tmp_path, *command, RECORDER_RULES=jobs.EVERYTHING).wait()
     assert finished.returncode == 3
-    assert finished.output == ""
+    assert finished.said == ""
     assert_recorded(finished)
 
 
@@ -78,7 +78,7 @@ def test_forked_processes_record_nothing_and_disturb_nothing(tmp_path: Path) -> 
     on = jobs.python(tmp_path / "on", WORKERS, tmp_path / "on.pt", **jobs.recording(**waiting))
     recorded = jobs.succeeded(on)
     jobs.succeeded(off)
-    (slowest_s,) = recorded.output.splitlines()
+    (slowest_s,) = recorded.said.splitlines()
     assert float(slowest_s) < 10
     expected, actual = (torch.load(tmp_path / name) for name in ("off.pt", "on.pt"))
     assert all(torch.equal(expected[key], actual[key]) for key in expected)

@@ -96,6 +96,22 @@ def test_a_stalled_disk_holds_a_step_no_longer_than_configured_and_the_loss_is_c
     assert len([r for r in caplog.records if "the pool" in r.getMessage()]) == 1
 
 
+@pytest.mark.parametrize(("policy", "allowed_s"), [("wait", 0.2), ("drop", 0.0)])
+def test_a_disk_that_hangs_from_the_start_holds_the_first_step_no_longer_than_a_step_may_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, allowed_s: float
+) -> None:
+    expected, _ = train(3)
+    gate = threading.Event()
+    monkeypatch.setattr(Disk, "make_directory", lambda self, path: gate.wait(20))
+    with flagged(tmp_path, RULES, policy=policy, wait_s_per_step=0.2, close_deadline_s=0.2):
+        actual, step_s = train(3)
+        ends = time.monotonic()
+    assert time.monotonic() - ends < 0.2 + 0.6
+    gate.set()
+    assert allowed_s <= step_s[0] < allowed_s + 0.6
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
 def test_with_the_drop_policy_no_step_waits(tmp_path: Path, on_write: Any) -> None:
     gate = threading.Event()
     on_write(lambda: gate.wait(20))

@@ -1,4 +1,4 @@
-"""Names in a run directory are parsed strictly, and manifests are replaced whole or not at all."""
+"""Names in a run directory are parsed strictly, and a manifest that is not as it was written is refused."""
 
 from __future__ import annotations
 
@@ -69,35 +69,30 @@ def test_no_other_name_is_a_shard(name: str) -> None:
     assert rundir.parse_shard_name(name) is None
 
 
-def test_a_manifest_is_replaced_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_manifest_reads_back_and_every_flipped_bit_of_it_is_seen(tmp_path: Path) -> None:
     path = tmp_path / rundir.WRITER_MANIFEST
-    for state in ("recording", "closed"):
-        rundir.write_json_atomically(path, {"state": state})
-        assert rundir.read_json(path) == {"state": state}
-    assert os.listdir(tmp_path) == [rundir.WRITER_MANIFEST]
-    assert path.stat().st_mode & 0o777 == 0o600
+    manifest = {"format": "recorder", "version": [1, 1], "rank": 3, "host": "a", "state": "recording"}
+    text = rundir.encode_manifest(manifest)
+    path.write_bytes(text)
+    assert rundir.read_json(path) == manifest
+    assert json.loads(text).keys() == {rundir.CHECKSUM, *manifest}
+    for bit in range(8 * len(text)):
+        flipped = bytearray(text)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(CorruptError, match=r"_writer\.json"):
+            rundir.read_json(path)
 
 
-def test_the_first_run_manifest_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("minor", "is_read"), [(0, True), (1, False), (7, False)])
+def test_a_manifest_without_a_checksum_is_of_version_1_0(tmp_path: Path, minor: int, is_read: bool) -> None:
     path = tmp_path / rundir.RUN_MANIFEST
-    assert rundir.create_json(path, {"rank": 0})
-    assert not rundir.create_json(path, {"rank": 1})
-    assert rundir.read_json(path) == {"rank": 0}
-    assert os.listdir(tmp_path) == [rundir.RUN_MANIFEST]
-
-
-def test_a_failed_replacement_leaves_the_old_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / rundir.WRITER_MANIFEST
-    rundir.write_json_atomically(path, {"state": "recording"})
-
-    def fails(descriptor: int) -> None:
-        raise OSError(5, "disk is sick")
-
-    monkeypatch.setattr(os, "fsync", fails)
-    with pytest.raises(OSError, match="sick"):
-        rundir.write_json_atomically(path, {"state": "closed"})
-    assert rundir.read_json(path) == {"state": "recording"}
-    assert os.listdir(tmp_path) == [rundir.WRITER_MANIFEST]
+    path.write_text(json.dumps({"format": "recorder", "version": [1, minor]}))
+    if is_read:
+        assert rundir.read_json(path)["version"] == [1, 0]
+    else:
+        with pytest.raises(CorruptError, match="no checksum"):
+            rundir.read_json(path)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b"[" * 100_000])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from recorder.errors import LookupFailedError, NotARunError, UnsupportedError
+from recorder.format.rundir import encode_manifest
 from recorder.merge.merge import MergeReport, merge_run
 from recorder.read.run import open_run
 from recorder.read.verify import verify
@@ -174,7 +175,7 @@ def test_another_major_version_is_refused(tmp_path: Path) -> None:
 def test_a_later_minor_version_is_merged(tmp_path: Path) -> None:
     run = make_small_run(tmp_path / "run")
     manifest = json.loads((run / "_run.json").read_text())
-    (run / "_run.json").write_text(json.dumps(manifest | {"version": [1, 7], "news": True}))
+    (run / "_run.json").write_bytes(encode_manifest(manifest | {"version": [1, 7], "news": True}))
     _, out = merged(run)
     assert_is_merge(out, run)
 

@@ -44,7 +44,7 @@ def killed(tmp_path: Path, dead_pid: int) -> Path:
 
 ENDING = (
     "rank 0 (writer 20260101-000000-host-1): its process ended without closing; "
-    "the record ends in step 23, and 7 rows that were on their way are lost"
+    "the record ends in step 23, and at least 7 rows that were on their way are lost"
 )
 
 

@@ -182,9 +182,10 @@ class TestForgedSizes:
         assert len(bomb) < 10_000
         row = make_row(0, np.zeros(1 << 24, np.float32)) | {"encoding": "raw", "data": bomb, "payload_bytes": 1 << 26}
         honest = make_row(1, [1.0]) | {"encoding": "raw", "data": bomb, "step": 1}
-        writer.add_shard([[row, honest]])
+        writer.add_shard([[row], [honest]])
         run = open_run(run_of(writer))
-        with pytest.raises(CorruptError, match="a row has at most"):
+        assert run.steps == [0, 1]
+        with pytest.raises(CorruptError, match="payload_bytes"):
             run.array("layers.0", step=0)
         with pytest.raises(CorruptError, match="expected 8"):
             run.array("layers.0", step=1)
@@ -250,7 +251,7 @@ class TestForeignSchemas:
         path.write_bytes(sink.getvalue())
         run = open_run(run_of(writer))
         assert run.num_rows == 0
-        assert len(run.problems) == is_sealed
+        assert bool(run.problems) == is_sealed
 
     @pytest.mark.parametrize("word", [b"module_path", b"recorder_format"])
     def test_a_schema_whose_texts_are_no_texts_is_borne(self, writer: HandmadeWriter, word: bytes) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from recorder.errors import LookupFailedError, NotARunError, UnsupportedError
+from recorder.format.rundir import encode_manifest
 from recorder.format.schema import LIGHT_COLUMNS, SCHEMA
 from recorder.read.run import open_run
 from tests.read.conftest import payload_rows
@@ -241,9 +242,11 @@ class TestOpening:
             open_run(make_run(tmp_path / "run", version=[2, 0]))
 
     def test_a_newer_minor_version_is_read(self, tmp_path: Path) -> None:
-        run = make_run(tmp_path / "run", version=[1, 7], colour="blue")
+        run = make_run(tmp_path / "run")
         writer = HandmadeWriter(run)
         writer.add_shard([[make_row(0, [1.0])]])
+        newer = json.loads((run / "_run.json").read_text()) | {"version": [1, 7], "colour": "blue"}
+        (run / "_run.json").write_bytes(encode_manifest(newer))
         (writer.directory / "_later-000000.thing").write_text("x")
         (run / "later").mkdir()
         assert open_run(run).array("layers.0").tolist() == [1.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,12 @@ def writer(tmp_path: Path) -> HandmadeWriter:
     return HandmadeWriter(make_run(tmp_path / "run"))
 
 
-def test_a_shard_left_open_by_a_closed_writer_is_a_fault(writer: HandmadeWriter) -> None:
+def test_a_shard_that_a_closed_writer_left_open_is_no_fault(writer: HandmadeWriter) -> None:
     writer.add_shard([payload_rows()], is_sealed=False)
     writer.finish()
-    (fault,) = faults(writer.directory.parents[1])
-    assert "not sealed, 1 batches with 10 rows are readable, although its writer closed" in fault
+    shard, note = findings(writer.directory.parents[1])
+    assert not shard.is_fault and not note.is_fault
+    assert "not sealed, 1 batch with 10 rows can be read; the disk refused it" in shard.text
 
 
 def test_a_running_writer_is_no_fault(writer: HandmadeWriter) -> None:
@@ -69,6 +71,61 @@ def test_rows_that_vanished_are_a_fault(writer: HandmadeWriter) -> None:
 def test_retired_rows_are_expected_to_be_gone(writer: HandmadeWriter) -> None:
     writer.add_shard([payload_rows()])
     writer.finish(ledger=ledger(15) | {"retired": {"rows": 5, "bytes": 1}})
+    assert findings(writer.directory.parents[1]) == []
+
+
+@pytest.mark.parametrize("state", ["closed", "recording"])
+def test_more_rows_removed_than_ever_written_are_a_fault(writer: HandmadeWriter, state: str) -> None:
+    writer.add_shard([payload_rows()])
+    writer.finish(state=state, ledger=ledger(15) | {"retired": {"rows": 16, "bytes": 1}})
+    (fault,) = faults(writer.directory.parents[1])
+    assert fault.endswith("the accounts contradict themselves: 16 rows removed by retention, of 15 written")
+
+
+def test_a_later_writer_cannot_have_removed_more_than_an_earlier_one_wrote(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows()])
+    writer.finish()
+    note = {"rows": 1000, "bytes": 1, "shards": {"tensors-000007.arrow": {"rows": 1000, "bytes": 1}}}
+    later = HandmadeWriter(writer.directory.parents[1], 0, "later")
+    later.finish(attempt=1, retired_earlier={writer.directory.name: note})
+    (fault,) = faults(writer.directory.parents[1])
+    assert str(writer.directory) in fault and "1000 rows removed by retention, of 10 written" in fault
+
+
+def test_a_copy_of_a_writer_under_another_name_is_a_fault(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows()])
+    writer.finish()
+    for name in ("0-before-it", "backup"):
+        shutil.copytree(writer.directory, writer.directory.with_name(name))
+    found = faults(writer.directory.parents[1])
+    assert [Path(fault.partition(":")[0]).name for fault in found] == ["0-before-it", "backup"]
+    assert all(f"is a copy of {writer.directory.name} beside it" in fault for fault in found)
+    assert all(fault.endswith("its rows are there twice; remove the copy") for fault in found)
+
+
+def test_of_two_renamed_copies_one_is_a_fault(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows()])
+    writer.finish()
+    shutil.copytree(writer.directory, writer.directory.with_name("b"))
+    writer.directory.rename(writer.directory.with_name("a"))
+    (fault,) = faults(writer.directory.parents[1])
+    assert "is a copy of a beside it" in fault
+
+
+def test_what_a_stranger_says_of_a_process_makes_no_copy_and_no_error(writer: HandmadeWriter) -> None:
+    nested: list[object] = []
+    for _ in range(900):
+        nested = [nested]
+    for name in ("a", "b"):
+        HandmadeWriter(writer.directory.parents[1], 0, name).finish(pid=nested, started_ns={}, writer=["w"])
+    assert not any("copy" in finding.text for finding in findings(writer.directory.parents[1]))
+
+
+def test_a_renamed_writer_and_a_restart_are_no_faults(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows()])
+    writer.finish()
+    writer.directory.rename(writer.directory.with_name("renamed"))
+    HandmadeWriter(writer.directory.parents[1], 0, "restart").finish(attempt=1)
     assert findings(writer.directory.parents[1]) == []
 
 

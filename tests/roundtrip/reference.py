@@ -223,7 +223,7 @@ class Reference:
         self._optimizer = train.make_optimizer(self._masters)
 
     def train(self) -> Observer:
-        recorder.tap = self.observer.tap  # type: ignore[assignment]
+        recorder.tap = self.observer.tap
         for step in range(self._options.steps):
             is_short = self._options.ragged and self._options.layout == "ddp" and step == self._options.steps - 1
             self._step(step, self._sizes[:-1] if is_short else self._sizes)

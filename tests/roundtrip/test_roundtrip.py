@@ -31,9 +31,7 @@ RAGGED = Case(layout="ddp", world_size=2, way="ragged", steps=2)
 SQUARE = Case(layout="ddp", world_size=2, way="square", steps=1)
 QUICK = [
     RAGGED,
-    Case(layout="fsdp1 flat", world_size=2, way="accumulate", steps=2),
     Case(layout="fsdp2 Shard(1)", world_size=2, way="checkpoint", steps=2),
-    Case(layout="hsdp fsdp1", world_size=4, steps=2),
 ]
 CASES = [
     *(pytest.param(case, id=f"{case}, {case.steps} steps") for case in QUICK),

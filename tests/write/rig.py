@@ -36,9 +36,7 @@ class Rig:
     ) -> None:
         self.num_observed = 0
         self.staged: list[Staged] = []
-        place = RunPlace(
-            run_dir=run_dir, run_manifest={"format": "recorder", "version": [1, 0]}, rank=rank, attempt=attempt
-        )
+        place = RunPlace(run_dir=run_dir, run_manifest={"run_id": run_dir.name}, rank=rank, attempt=attempt)
         self.writer = Writer(
             settings=WriteSettings(**{"min_free_bytes": 0, **settings}),
             measure=measure,

@@ -10,7 +10,7 @@ import pytest
 
 from recorder.records import KEEP_STATS
 from recorder.write import backoff
-from recorder.write.quota import Quota
+from recorder.write.quota import Held, Quota
 from recorder.write.shard import StoredShard
 from tests.fakes import FaultyDisk
 from tests.write.rig import Rig
@@ -143,7 +143,7 @@ def test_the_quota_knows_what_is_on_the_disk_whatever_has_failed(
         if number % 5 == 0:
             disk.fail("write", errno.EIO, times=1 + number % 3)
         if number % 10 == 0:
-            disk.fail("publish", errno.EIO)
+            disk.fail("link", errno.EIO)
         rig.put(VALUES)
         rig.drain()
         disk.free_for_writes = None
@@ -172,7 +172,7 @@ def test_only_what_lies_between_the_first_and_the_newest_can_go(num_shards: int)
     quota = Quota(1000)
     for number in range(num_shards):
         quota.add("tensors", 100)
-        quota.keep("tensors", StoredShard(Path(str(number)), 1, 100))
+        quota.keep("tensors", Held(StoredShard(Path(str(number)), 1, 100), number, False))
     removable = max(0, num_shards - 2)
     room = 750 - 100 * num_shards
     assert quota.fits("tensors", room)
@@ -180,7 +180,9 @@ def test_only_what_lies_between_the_first_and_the_newest_can_go(num_shards: int)
     assert quota.could_fit("tensors", room + 100 * removable)
     assert not quota.could_fit("tensors", room + 100 * removable + 1)
     assert quota.could_fit("stats", 250)
-    retired = [quota.retire("tensors") for _ in range(removable)]
-    assert [shard and shard.path.name for shard in retired] == [str(number) for number in range(1, 1 + removable)]
-    assert quota.retire("tensors") is None
+    for number in range(1, 1 + removable):
+        oldest = quota.oldest("tensors")
+        assert oldest is not None and oldest.last_step == number
+        quota.take_off("tensors", oldest)
+    assert quota.oldest("tensors") is None
     assert quota.used_bytes("tensors") == 100 * (num_shards - removable)

@@ -28,6 +28,7 @@ from recorder.records import (
     KEEP_TENSOR,
     PART_BYTES,
     Chunk,
+    LostError,
     Measured,
 )
 from recorder.write import shard as shard_module
@@ -343,14 +344,67 @@ def test_progress_is_reported_while_idle(rig: Rig) -> None:
 
 def test_a_copy_is_awaited_before_its_bytes_are_read(rig: Rig) -> None:
     class Arriving:
-        def wait(self) -> None:
+        def wait(self, timeout_s: float) -> bool:
             staged.block.data[:] = 7
+            return True
 
     staged = fake_staged(np.zeros(4, np.uint8), ready=Arriving())
     rig.num_observed = 1
     rig.writer.put(staged)
     rig.close()
     assert [payload(row) for row in rig.rows()] == [b"\7\7\7\7"]
+
+
+class Late:
+    """A copy that arrives when the test says so."""
+
+    def __init__(self) -> None:
+        self.has_arrived = False
+        self.num_waits = 0
+
+    def wait(self, timeout_s: float) -> bool:
+        self.num_waits += 1
+        time.sleep(timeout_s)
+        return self.has_arrived
+
+
+def test_the_writer_keeps_up_while_it_waits_for_a_copy(rig: Rig) -> None:
+    rig.put()
+    late = Late()
+    rig.put(ready=late)
+    wait_until(lambda: late.num_waits > 0)
+    before = rig.writer.last_progress_s
+    wait_until(lambda: rig.writer.last_progress_s > before)
+    late.has_arrived = True
+    assert rig.close().is_complete
+    assert [row["seq"] for row in rig.rows()] == [0, 1]
+
+
+def test_a_copy_that_never_arrives_does_not_outlast_close(rig: Rig) -> None:
+    rig.put()
+    rig.put(ready=Late())
+    rig.put()
+    report = rig.close(1.0)
+    assert not report.is_complete
+    assert report.ledger["dropped"] == {"abandoned_at_close": 2}
+    assert [row["seq"] for row in rig.rows()] == [0]
+    rig.assert_blocks_are_released()
+
+
+def test_a_value_that_its_device_lost_is_counted_with_its_reason(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    class Lost:
+        def wait(self, timeout_s: float) -> bool:
+            raise LostError("copy_failed") from RuntimeError("the device is gone")
+
+    for _ in range(6):
+        rig.put(ready=Lost())
+    rig.put()
+    report = rig.close()
+    assert report.is_complete, "a sick device is no reason for the writer to begin anew"
+    assert report.ledger["dropped"] == {"copy_failed": 6}
+    assert [row["seq"] for row in rig.rows()] == [6]
+    assert caplog.text.count("the device is gone") == 1
+    rig.assert_blocks_are_released()
 
 
 # -- where --------------------------------------------------------------------------------------------------------
@@ -396,7 +450,7 @@ def test_the_manifest_holds_what_the_owner_says_and_what_the_writer_knows(rig: R
     assert manifest["ledger"]["written"] == 1
     assert manifest["closed_ns"] > 0
     assert manifest["writer"] == rig.directory.name
-    assert (manifest["format"], manifest["version"]) == ("recorder", [1, 0])
+    assert (manifest["format"], manifest["version"]) == ("recorder", [1, 1])
 
 
 def test_a_writer_without_records_leaves_a_closed_manifest_and_no_shard(rig: Rig) -> None:
@@ -436,7 +490,7 @@ def test_a_backlog_beyond_the_deadline_is_counted_and_the_rest_is_sealed(tmp_pat
     assert rig.manifest()["ledger"] == report.ledger
 
 
-@pytest.mark.parametrize("method", ["write", "sync", "publish", "create", "make_directory"])
+@pytest.mark.parametrize("method", ["write", "sync", "link", "create", "make_directory"])
 def test_close_returns_at_its_deadline_while_the_disk_hangs(
     tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -462,6 +516,21 @@ def test_close_returns_at_its_deadline_while_the_disk_hangs(
     rig.writer._thread.join(PATIENCE_S)
     assert rig.writer.close(1.0).ledger == before
     rig.assert_blocks_are_released()
+
+
+@pytest.mark.parametrize("method", ["write", "create"])
+def test_a_writer_that_was_given_up_closes_its_files_once_the_disk_lets_it(tmp_path: Path, method: str) -> None:
+    disk = FaultyDisk()
+    rig = Rig(tmp_path / "run", disk=disk, batch_bytes=1).start()
+    wait_until(lambda: rig.writer.directory)
+    disk.stalled.add(method)
+    rig.put()
+    wait_until(lambda: disk.calls[method])
+    assert not rig.close(deadline_s=0.1).is_complete
+    disk.recover()
+    rig.writer._thread.join(PATIENCE_S)
+    held = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if os.path.lexists(path)]
+    assert not any(path.startswith(str(tmp_path)) for path in held)
 
 
 def test_put_never_waits_for_the_disk(tmp_path: Path) -> None:
@@ -533,7 +602,7 @@ def test_a_forked_child_can_drop_a_busy_writer(tmp_path: Path) -> None:
 
 
 class Broken:
-    def wait(self) -> None:
+    def wait(self, timeout_s: float) -> bool:
         raise RuntimeError("the copy failed")
 
 
@@ -547,15 +616,34 @@ def test_one_bad_record_costs_only_itself(rig: Rig, caplog: pytest.LogCaptureFix
     assert caplog.text.count("the copy failed") == 1
 
 
-def test_three_bad_records_in_a_row_stop_the_writer(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_three_bad_records_in_a_row_begin_new_shards_once(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.put()
+    rig.drain()
     rig.put()
     for _ in range(3):
+        rig.put(ready=Broken())
+    rig.put()
+    report = rig.close()
+    assert report.is_complete
+    assert report.ledger["dropped"] == {"writer_error": 4}, "the row that waited is lost with the three"
+    assert [row["seq"] for row in rig.rows()] == [0, 5]
+    assert [path.name for path in rig.files("*tensors*.arrow*")] == [
+        *("_tensors-000000.arrow.open", "tensors-000001.arrow")
+    ]
+    assert rig.manifest()["restarted"] == "RuntimeError: the copy failed"
+    assert caplog.text.count("begins anew") == 1
+    rig.assert_blocks_are_released()
+
+
+def test_a_writer_that_fails_again_after_its_restart_gives_up(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.put()
+    for _ in range(6):
         rig.put(ready=Broken())
     wait_until(lambda: not rig.writer.stats().is_alive)
     rig.put()
     report = rig.close()
     assert not report.is_complete
-    assert report.ledger["dropped"] == {"writer_error": 3, "writer_dead": 2}
+    assert report.ledger["dropped"] == {"writer_error": 7, "writer_dead": 1}
     assert isinstance(report.error, Exception)
     assert isinstance(report.error.__cause__, RuntimeError)
     assert [record.levelno for record in caplog.records].count(logging.ERROR) == 1

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import inspect
-import os
 import pickle
 import random
 import sys
@@ -352,13 +352,19 @@ def fail_hooks() -> None:
 
 
 def main() -> None:
-    global tap
     options = arguments()
     is_distributed = options.layout.startswith(("ddp", "fsdp"))
-    rank = int(os.environ.get("RANK", 0)) if is_distributed else 0
     collectives = Collectives()
     if is_distributed:
         dist.init_process_group("gloo")
+    run(options, collectives, dist.get_rank() if is_distributed else 0)
+    if is_distributed:
+        gc.collect()  # DDP that outlives its process group can block the end of the process
+        dist.destroy_process_group()
+
+
+def run(options: argparse.Namespace, collectives: Collectives, rank: int) -> None:
+    global tap
     if options.fail_hooks_on_rank == rank:
         fail_hooks()
     gate = stall_writer() if options.stall else None
@@ -444,8 +450,6 @@ def main() -> None:
         "layouts": watch.layouts if watch is not None else {},
     }
     torch.save(saved, options.out / f"rank{rank}.pt")
-    if is_distributed:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,183 @@
+"""The dispatcher ops that record a value wherever a graph goes: compiled, exported, traced, scripted, differentiated.
+
+``recorder::tap`` returns a copy of ``x`` and hands ``x`` to the recorder that is on, if any; its gradient passes
+through ``recorder::tap_grad``, which does the same for the gradient. A copy, for what is functional is what compilers
+keep. ``recorder::see`` returns ``x`` itself, for graphs that run as they are, such as TorchScript's. Importing this
+module registers them; it imports torch alone, and must never raise out of an op for a reason of the recorder's own.
+
+Every op has a ``name`` and a ``where``, as in `recorder.taps`. ``number`` tells the taps of one graph apart, so that
+none is taken for another's double, and a gradient finds its value; ``with_grad`` says that the graph was made with
+gradients enabled, which compiled code no longer knows when it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+from torch.fx.node import has_side_effect
+
+_ARGUMENTS = 'str name, str where="", int number=0, bool with_grad=False'
+
+
+class Sink(Protocol):
+    """Who takes what the ops see. Called on the thread that runs the graph; never raises."""
+
+    def tapped(self, value: torch.Tensor, name: str, where: str, number: int, with_grad: bool) -> None: ...
+
+    def tapped_gradient(
+        self, gradient: torch.Tensor, name: str, where: str, number: int, *, is_total: bool = False
+    ) -> None: ...
+
+    def has_no_hook(self, where: str) -> bool:
+        """Whether a module that runs eagerly is seen through its tap alone."""
+
+
+_numbers = itertools.count(1)
+sink: Sink | None = None
+is_on = False
+"""Whether there is a sink. Compiled code asks: it is compiled anew, with taps or without, where that has changed."""
+
+
+def turn(new: Sink | None) -> None:
+    """Hand what the ops see to ``new``, or to nobody."""
+    global sink, is_on
+    sink, is_on = new, new is not None
+
+
+def _tap(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
+    if sink is not None:
+        sink.tapped(x, name, where, number, with_grad)
+    return x.clone()
+
+
+def _tap_grad(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
+    if sink is not None:
+        sink.tapped_gradient(x, name, where, number)
+    return x.clone()
+
+
+def _see(x: torch.Tensor, name: str, where: str = "") -> torch.Tensor:
+    if sink is not None:
+        number = next(_numbers)
+        sink.tapped(x.detach(), name, where, number, torch.is_grad_enabled() and x.requires_grad)
+        if x.requires_grad and torch.is_grad_enabled():
+            x.register_hook(_Seen(name, where, number))
+    return x
+
+
+class _Seen:
+    """Tensor hook behind `recorder::see`."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, *key: Any) -> None:
+        self._key = key
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        if sink is not None:
+            sink.tapped_gradient(gradient, *self._key, is_total=True)
+
+
+@contextlib.contextmanager
+def _next_level() -> Iterator[None]:
+    """Below autograd; where `torch.func` has further transforms, with the gradients that a function's forward lacks."""
+    with contextlib.ExitStack() as stack:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
+        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+        yield
+
+
+class _Tap(_SingleLevelFunction):
+    """The autograd formula. A function of one level: the dispatcher calls it once for each transform of functorch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *key: Any) -> torch.Tensor:
+        ctx.key = key
+        with _next_level():
+            return torch.ops.recorder.tap(x, *key)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
+        passed = None if gradient is None else torch.ops.recorder.tap_grad(gradient, *ctx.key)
+        return passed, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor | None, *key: Any) -> torch.Tensor | None:
+        return None if tangent is None else tangent.clone()
+
+
+class _TapGrad(_SingleLevelFunction):
+    """The gradient of a gradient is the user's affair: it passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *key: Any) -> torch.Tensor:
+        with _next_level():
+            return torch.ops.recorder.tap_grad(x, *key)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
+        return gradient, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor | None, *key: Any) -> torch.Tensor | None:
+        return None if tangent is None else tangent.clone()
+
+
+def _register() -> torch.library.Library:
+    library = torch.library.Library("recorder", "FRAGMENT")
+    if hasattr(torch.ops.recorder, "tap"):  # another copy of this package was first, beside a user's own recorder.py
+        return library
+    for op, kernel, function in (("tap", _tap, _Tap), ("tap_grad", _tap_grad, _TapGrad)):
+        library.define(f"{op}(Tensor x, {_ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(op, kernel, "CompositeExplicitAutograd")
+        library.impl(op, _differentiable(function, getattr(torch.ops.recorder, op)), "Autograd")
+        torch.library.register_fake(f"recorder::{op}", _like, lib=library)
+        torch.library.register_vmap(f"recorder::{op}", _batched(getattr(torch.ops.recorder, op)), lib=library)
+        has_side_effect(getattr(torch.ops.recorder, op).default)  # no dead code, where nothing uses what it returns
+    library.define('see(Tensor(a) x, str name, str where="") -> Tensor(a)', tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl("see", _see, "CompositeImplicitAutograd")
+    return library
+
+
+def _like(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _differentiable(function: Any, op: Any) -> Any:
+    # `torch.library.register_autograd` makes a formula that `torch.func` refuses.
+    functorch = torch._C._functorch
+
+    def apply(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
+        number = number or next(_numbers)
+        is_forward_mode = forward_ad._current_level >= 0 or functorch.peek_interpreter_stack() is not None
+        if not is_forward_mode and not (torch.is_grad_enabled() and x.requires_grad):
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(x, name, where, number, with_grad)  # type: ignore[no-any-return]
+        before = functorch.get_single_level_autograd_function_allowed()
+        try:
+            functorch.set_single_level_autograd_function_allowed(True)
+            return function.apply(x, name, where, number, with_grad)  # type: ignore[no-any-return]
+        finally:
+            functorch.set_single_level_autograd_function_allowed(before)
+
+    return apply
+
+
+def _batched(op: Any) -> Any:
+    def batched(info: Any, in_dims: Any, x: torch.Tensor, *key: Any) -> tuple[torch.Tensor, int]:
+        """All of the batch is one value, its dim in front."""
+        return op(x.movedim(in_dims[0], 0), *key), 0
+
+    return batched
+
+
+_library = _register()
+"""The ops live as long as this does."""

@@ -1,0 +1,284 @@
+"""Owns what a run shows of itself while it is under way: the newest `_status.json` of each rank.
+
+Opens no shard. What a status says comes from a stranger: what is no number in range is 0, what is no text is empty.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import RunError
+from ..format.rundir import WRITER_MANIFEST, parse_rank_dir, parse_shard_name, read_json
+from ..format.status import STATUS, STATUS_BYTES
+from ..processes import runs
+from .writers import count, list_directory
+
+_MAX_REASONS = 64
+_MAX_TEXT = 300
+_MAX_SMALL_MANIFEST_BYTES = 1 << 20
+"""Of a writer without a status, a larger manifest is not looked at: thousands of them would take minutes."""
+_GRACE_S = 3.0
+"""How much later than due a status may be before its writer counts as silent."""
+
+ENDED = ("closed", "killed", "failed")
+"""States from which a writer does not come back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """One writer as it described itself last."""
+
+    writer: str
+    attempt: int = 0
+    state: str = ""
+    """``recording``, ``closed``, or ``failed`` where its thread has given up."""
+    host: str = ""
+    pid: int = 0
+    process: str | None = None
+    """Which process of that number."""
+    started_ns: int = 0
+    interval_s: float = 0.0
+    """How often it meant to describe itself."""
+    step: int = 0
+    has_step: bool = True
+    """False where the numbers are no numbers: the writer has left a manifest and no status."""
+    observed: int = 0
+    written: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    written_bytes: int = 0
+    used_bytes: int = 0
+    """On the disk now: less than was written where retention has removed some."""
+    max_bytes: int = 0
+    free_bytes: int | None = None
+    """Of the file system."""
+    pool_bytes: int = 0
+    pool_used_bytes: int = 0
+    pool_peak_bytes: int = 0
+    waited_s: float = 0.0
+    longest_wait_s: float = 0.0
+    queue_length: int = 0
+    recent_s: float = 0.0
+    """The last steps and bytes are of this many seconds."""
+    recent_steps: int = 0
+    recent_bytes: int = 0
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(self.dropped.values())
+
+    @property
+    def steps_per_s(self) -> float:
+        return self.recent_steps / self.recent_s if self.recent_s > 0 else 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.recent_bytes / self.recent_s if self.recent_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankNow:
+    """One rank, by its newest writer."""
+
+    rank: int
+    state: str
+    """As in `Status`, or ``killed`` (its process is gone), ``silent`` (nothing heard for too long), ``starting``."""
+    silent_s: float
+    """Since it was heard of last."""
+    status: Status
+    num_writers: int
+    """Process lifetimes that this rank has had in this run."""
+    num_alive: int
+    """How many of them are recording: more than one is two jobs in one directory."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One writer directory, as it was looked at last."""
+
+    directory: Path
+    status: Status
+    is_shown: bool = False
+    """Whether there is a status, and not a manifest alone."""
+    changed_ns: int = 0
+    inode: int = 0
+
+
+class RunWatch:
+    """A run that is looked at again and again. Ranks may begin, begin again and end meanwhile."""
+
+    def __init__(self, run: Path, *, now_ns: Callable[[], int] = time.time_ns) -> None:
+        self.run = run
+        self._now_ns = now_ns
+        self._seen: dict[Path, _Seen] = {}
+
+    def look(self) -> list[RankNow]:
+        """Every rank as it is now, in order.
+
+        Raises:
+            NotARunError: the run's directory cannot be listed any more.
+        """
+        found = []
+        for name in list_directory(self.run, directories=True):
+            rank = parse_rank_dir(name)
+            if rank is not None:
+                now = self._look_at(rank, self.run / name)
+                if now is not None:
+                    found.append(now)
+        return sorted(found, key=lambda one: one.rank)
+
+    def _look_at(self, rank: int, parent: Path) -> RankNow | None:
+        try:
+            names = list_directory(parent, directories=True)
+        except RunError:
+            return None  # removed between the two listings
+        writers = [self._refresh(parent / name) for name in names]
+        if not writers:
+            return None
+        states = [self._state(seen) for seen in writers]
+        best = max(range(len(writers)), key=lambda i: (writers[i].status.attempt, writers[i].status.started_ns))
+        seen = writers[best]
+        return RankNow(
+            rank=rank,
+            state=states[best],
+            silent_s=self._silent_s(seen),
+            status=seen.status,
+            num_writers=len(writers),
+            num_alive=sum(state not in ENDED for state in states),
+        )
+
+    def _refresh(self, directory: Path) -> _Seen:
+        """Read what has changed since the last look; a torn or senseless file leaves what was known."""
+        seen = self._seen.get(directory)
+        if seen is None:
+            seen = self._seen[directory] = _Seen(directory, Status(writer=directory.name, has_step=False))
+        if seen.status.state == "closed":
+            return seen
+        if not self._read_status(seen) and not seen.is_shown:
+            self._read_manifest(seen)
+        return seen
+
+    def _read_status(self, seen: _Seen) -> bool:
+        path = seen.directory / STATUS
+        try:
+            changed_ns = os.stat(path, follow_symlinks=False).st_mtime_ns
+            members = read_json(path, STATUS_BYTES)
+        except (OSError, RunError):
+            return False
+        seen.status, seen.is_shown, seen.changed_ns = _parse(seen.directory.name, members), True, changed_ns
+        return True
+
+    def _read_manifest(self, seen: _Seen) -> None:
+        path = seen.directory / WRITER_MANIFEST
+        try:
+            found = os.stat(path, follow_symlinks=False)
+            if (found.st_mtime_ns, found.st_ino) == (seen.changed_ns, seen.inode):
+                return
+            seen.status = _parse_manifest(seen.directory, read_json(path, _MAX_SMALL_MANIFEST_BYTES))
+        except (OSError, RunError):
+            return
+        seen.changed_ns, seen.inode = found.st_mtime_ns, found.st_ino
+
+    def _silent_s(self, seen: _Seen) -> float:
+        """By the file's own time, which is the file system's: hosts need not agree on theirs."""
+        return max((self._now_ns() - seen.changed_ns) / 1e9, 0.0) if seen.changed_ns else 0.0
+
+    def _state(self, seen: _Seen) -> str:
+        status = seen.status
+        if status.state in ENDED:
+            return status.state
+        if not seen.changed_ns:
+            return "starting"
+        if runs({"host": status.host, "pid": status.pid, "process": status.process}) is False:
+            return "killed"
+        if seen.is_shown and self._silent_s(seen) > 2 * status.interval_s + _GRACE_S:
+            return "silent"
+        return "recording"
+
+
+def _parse(writer: str, members: Mapping[str, Any]) -> Status:
+    recent = members.get("recent")
+    recent = recent if isinstance(recent, dict) else {}
+    free_bytes = members.get("free_bytes")
+    return Status(
+        **_identity(writer, members),
+        interval_s=_seconds(members.get("interval_s")),
+        step=count(members.get("step")),
+        observed=count(members.get("observed")),
+        written=count(members.get("written")),
+        dropped=_drops(members.get("dropped")),
+        written_bytes=count(members.get("written_bytes")),
+        used_bytes=count(members.get("used_bytes")),
+        max_bytes=count(members.get("max_bytes")),
+        free_bytes=None if free_bytes is None else count(free_bytes),
+        pool_bytes=count(members.get("pool_bytes")),
+        pool_used_bytes=count(members.get("pool_used_bytes")),
+        pool_peak_bytes=count(members.get("pool_peak_bytes")),
+        waited_s=_seconds(members.get("waited_s")),
+        longest_wait_s=_seconds(members.get("longest_wait_s")),
+        queue_length=count(members.get("queue_length")),
+        recent_s=_seconds(recent.get("seconds")),
+        recent_steps=count(recent.get("steps")),
+        recent_bytes=count(recent.get("bytes")),
+    )
+
+
+def _parse_manifest(directory: Path, members: Mapping[str, Any]) -> Status:
+    """What is known of a writer that shows no status (the setting, or an older version)."""
+    ledger = members.get("ledger")
+    ledger = ledger if isinstance(ledger, dict) else {}
+    return Status(
+        **_identity(directory.name, members),
+        has_step=False,
+        observed=count(ledger.get("observed")),
+        written=count(ledger.get("written")),
+        dropped=_drops(ledger.get("dropped")),
+        used_bytes=_shard_bytes(directory),
+    )
+
+
+def _identity(writer: str, members: Mapping[str, Any]) -> dict[str, Any]:
+    state = members.get("state")
+    return {
+        "writer": writer,
+        "attempt": count(members.get("attempt")),
+        "state": state if state in ("recording", *ENDED) else "recording",
+        "host": _text(members.get("host")),
+        "pid": count(members.get("pid")),
+        "process": None if members.get("process") is None else _text(members.get("process")),
+        "started_ns": count(members.get("started_ns")),
+    }
+
+
+def _shard_bytes(directory: Path) -> int:
+    total = 0
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if parse_shard_name(entry.name) is not None:
+                    total += entry.stat(follow_symlinks=False).st_size
+    except OSError:
+        return total
+    return total
+
+
+def _drops(value: Any) -> dict[str, int]:
+    if not isinstance(value, dict):
+        return {}
+    counts = {_text(reason): count(number) for reason, number in list(value.items())[:_MAX_REASONS]}
+    return {reason: count for reason, count in counts.items() if count}
+
+
+def _seconds(value: Any) -> float:
+    """A duration that can be shown and calculated with; 0 for anything else."""
+    is_number = type(value) in (int, float) and math.isfinite(value)
+    return float(value) if is_number and 0 <= value < 1e12 else 0.0
+
+
+def _text(value: Any) -> str:
+    return value[:_MAX_TEXT] if isinstance(value, str) else ""

@@ -1,0 +1,100 @@
+"""The last words of a recording: two lines by rank 0, from what it knows itself, through `logging`.
+
+No collective and no file of another rank. Nothing here may raise, or wait longer than it was given: standard error may
+be a pipe that nobody reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .units import counted, size
+from .voice import can_say
+
+_logger = logging.getLogger("recorder")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What rank 0 knows at the end."""
+
+    run_dir: Path
+    world_size: int
+    last_step: int
+    ledger: Mapping[str, Any]
+    """The final accounts."""
+    written_bytes: int
+    waited_s: float
+    longest_wait_s: float
+
+    @property
+    def lines(self) -> tuple[str, str]:
+        """How it went; what to type next."""
+        ledger = self.ledger
+        of_rank = f" of rank 0 (of {self.world_size})" if self.world_size > 1 else ""
+        rows = counted(ledger["written"], "row")
+        written = f"{rows}{of_rank}, {size(self.written_bytes)}, up to step {self.last_step}"
+        losses = [f"{count:,} {reason}" for reason, count in ledger["dropped"].items()]
+        facts = [f"dropped {', '.join(losses)}" if losses else "nothing dropped"]
+        if self.waited_s >= 0.05:
+            facts.append(f"training waited {self.waited_s:.1f} s, at most {self.longest_wait_s:.1f} s at once")
+        if retired := ledger["retired"]["rows"]:
+            facts.append(f"{counted(retired, 'row')} retired")
+        if suspect := ledger.get("suspect", 0):
+            facts.append(f"{counted(suspect, 'row')} that the disk may have lost")
+        command = "doctor" if losses or suspect else "show"
+        return f"{written}; {'; '.join(facts)}", f"next: recorder {command} {_quoted(self.run_dir)}"
+
+
+def say(summary: Summary, deadline_s: float, is_first: Callable[[], bool] = lambda: True) -> None:
+    """Say it, at level INFO.
+
+    Where nobody configured logging it goes to standard error all the same; else the user's levels and handlers decide.
+
+    Args:
+        summary: what to say.
+        deadline_s: how long to wait for room.
+        is_first: asked when nothing is left to wait for; False where somebody else has begun to say it.
+    """
+    with contextlib.suppress(Exception):
+        is_configured = _is_configured()
+        if (is_configured and not _logger.isEnabledFor(logging.INFO)) or not can_say(_logger, deadline_s):
+            return
+        lines = summary.lines
+        if not is_first():
+            return
+        if is_configured:
+            for line in lines:
+                _logger.info("recorder: %s", line)
+        else:
+            sys.stderr.write("".join(f"recorder: {line}\n" for line in lines))
+            sys.stderr.flush()
+
+
+def _is_configured() -> bool:
+    """Whether somebody has said where messages go, or which."""
+    root = logging.getLogger()
+    return (
+        _logger.hasHandlers()
+        or _logger.level != logging.NOTSET
+        or root.level != logging.WARNING
+        or root.manager.disable >= logging.INFO
+    )
+
+
+def _quoted(path: Path) -> str:
+    """For a shell, without anything that a terminal would obey."""
+    text = str(path)
+    if text.isprintable():
+        return shlex.quote(text)
+    plain = text.replace("\\", "\\\\").replace("'", "\\'")
+    shown = (char if char.isprintable() else "".join(f"\\x{byte:02x}" for byte in os.fsencode(char)) for char in plain)
+    return f"$'{''.join(shown)}'"

@@ -1,0 +1,361 @@
+"""Owns what is put into a model so that its values are seen in every transform: a forward hook that calls the op.
+
+The hook is a plain function whose name says all it does, so that it is pickled, packaged and copied by name and made
+again from it (`__getattr__`), and has source that `torch.jit.script` can compile. In plain eager code it does nothing:
+there the recorder's own hooks see the value, without a copy. Nothing here knows a recording.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import inspect
+import itertools
+import json
+import linecache
+import sys
+import types
+import typing
+import weakref
+import zlib
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple, Union
+
+import torch
+from torch import nn
+
+from . import graphs, ops
+from .errors import TapError
+
+_KEY = 0x7265636F72646572
+"""Under which a module's dict of hooks holds ours: no counter reaches it, so that no hook of another can replace it,
+which torch's own numbers do where a model is loaded from a file."""
+_PREFIX = "recorder_tap_"
+MAX_NAME_LENGTH = 256
+_MAX_HOOK_BYTES = 1 << 20
+_SCRIPT_NAMES = {"Tensor", "int", "float", "bool", "str", "Tuple", "List", "Dict", "Optional"}
+
+
+_models: dict[str, weakref.ref[nn.Module]] = {}
+"""By the name that it was given, the model that was instrumented last in this process."""
+
+
+class Where(NamedTuple):
+    """Which value a tap shows; as JSON text it is an argument of the op."""
+
+    root: str
+    """The name that the model was given where it was instrumented."""
+    path: str
+    """The module's."""
+    site: str
+    """``output`` or ``input``."""
+    cls: str
+    leaf: bool
+    source: str
+    """``file:line`` of the module's forward, or nothing."""
+
+    @property
+    def text(self) -> str:
+        return json.dumps(self._asdict(), separators=(",", ":"), ensure_ascii=True)
+
+    @classmethod
+    @lru_cache(maxsize=65536)
+    def from_text(cls, text: str) -> Where:
+        """Raises ValueError: the text is not ours."""
+        try:
+            found = cls(**json.loads(text))
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+        is_typed = all(isinstance(value, bool if name == "leaf" else str) for name, value in found._asdict().items())
+        if not is_typed or found.site not in ("input", "output"):
+            raise ValueError(f"not the place of a tap: {text[:200]!r}")
+        return found
+
+
+# -- hooks ----------------------------------------------------------------------------------------------------------
+
+
+def place(module: nn.Module, where: Where) -> None:
+    """Tap a module's output; it is tapped once, however often this is asked."""
+    types = _script_types(module)
+    hook: Any = OutputTap(where.text)
+    if types is not None:
+        content = json.dumps([where.text, *types], separators=(",", ":")).encode()
+        name = _PREFIX + base64.b32encode(zlib.compress(content, 9)).decode().rstrip("=").lower()
+        hook = getattr(sys.modules[__name__], name)
+    module._forward_hooks[_KEY] = hook
+    module._forward_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined]  # before hooks that change it
+
+
+def place_inputs(module: nn.Module, where: Where) -> None:
+    """Tap a module's arguments."""
+    module._forward_pre_hooks[_KEY] = InputTap(where.text)
+    module._forward_pre_hooks_with_kwargs[_KEY] = True
+
+
+def where_tapped(module: nn.Module) -> Iterator[Where]:
+    """What taps on a module show."""
+    hook = module._forward_hooks.get(_KEY)
+    if hook is not None:
+        yield Where.from_text(hook.where)  # type: ignore[attr-defined]
+    before = module._forward_pre_hooks.get(_KEY)
+    if before is not None:
+        yield Where.from_text(before.where)  # type: ignore[attr-defined]
+
+
+def name_for(model: nn.Module, name: str | None) -> str:
+    """The name under which a model is instrumented; no other that is alive may have it.
+
+    Raises:
+        TapError: another has it, or it is no text of a sensible length.
+    """
+    if name is not None and not (isinstance(name, str) and 0 < len(name) <= MAX_NAME_LENGTH):
+        raise TapError(f"instrument: name = {str(name)[:50]!r}: expected 1 to {MAX_NAME_LENGTH} letters")
+    live = {known: held for known, reference in list(_models.items()) if (held := reference()) is not None}
+    for known in set(_models) - set(live):
+        del _models[known]
+    if name is None:
+        own = next((known for known, held in live.items() if held is model), None)
+        names = (f"model_{i}" if i else "model" for i in itertools.count())
+        name = own or next(known for known in names if known not in live)
+    elif live.get(name, model) is not model:
+        raise TapError(f"instrument: another model is instrumented as {name!r}; give this one another name")
+    _models[name] = weakref.ref(model)
+    return name
+
+
+def model_of(where: str) -> nn.Module | None:
+    """The model of this process that was instrumented under the name in a tap, while it is alive."""
+    reference = _models.get(Where.from_text(where).root) if where else None
+    return reference() if reference is not None else None
+
+
+def is_tapped(module: nn.Module) -> bool:
+    """Whether a graph that is made of the module shows its output."""
+    return _KEY in module._forward_hooks
+
+
+def remove(module: nn.Module) -> None:
+    """Take the taps of one module off."""
+    module._forward_hooks.pop(_KEY, None)
+    module._forward_pre_hooks.pop(_KEY, None)
+    module._forward_pre_hooks_with_kwargs.pop(_KEY, None)
+
+
+class _ObjectTap:
+    """A hook that `torch.jit.script` cannot compile."""
+
+    __slots__ = ("where",)
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        graphs.allow_in_graph()
+
+    @property
+    def __name__(self) -> str:
+        """`torch.jit.script` asks for it."""
+        if sys._getframe(1).f_globals.get("__name__") == "torch.jit._recursive":
+            told = Where.from_text(self.where)
+            raise TapError(
+                f"torch.jit.script cannot compile the tap on the {told.site} of {told.path or 'the model'!r} "
+                f"({told.cls}): leave it out, as in "
+                f"recorder.instrument(model, select='site=output class=!{told.cls}'), or strip the model"
+            )
+        return str(type(self).__qualname__)
+
+
+class OutputTap(_ObjectTap):
+    """Forward hook of a module whose types TorchScript cannot write."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return tap_output(module, args, output, self.where)
+
+
+class InputTap(_ObjectTap):
+    """Forward pre-hook with kwargs."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_for_graph = graphs.is_for_graph((args, kwargs))
+        if not is_for_graph and (ops.sink is None or not ops.sink.has_no_hook(self.where)):
+            return None
+        if is_for_graph and getattr(module, "inplace", False):
+            return None
+        positional = [
+            name
+            for name, parameter in inspect.signature(module.forward).parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        named = [positional[i] if i < len(positional) else f"args.{i - len(positional)}" for i in range(len(args))]
+        tap = graphs.tap_argument if is_for_graph else graphs.see_one
+        tapped = tuple(tap(value, name, self.where) for name, value in zip(named, args, strict=True))
+        return tapped, {name: tap(value, name, self.where) for name, value in kwargs.items()}
+
+
+def tap_output(module: nn.Module, args: tuple[Any, ...], output: Any, where: str) -> Any:
+    """What hooks call outside of TorchScript."""
+    if graphs.is_for_graph(output):
+        return graphs.tap_output(module, args, output, where)
+    if ops.sink is not None and ops.sink.has_no_hook(where):  # a compiler left this part of its model to Python
+        return graphs.through(output, where)
+    return output
+
+
+def __getattr__(name: str) -> Any:
+    """The hook of this name; made when it is asked for, also by whoever loads a model that has it."""
+    if not name.startswith(_PREFIX):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    packed = name.removeprefix(_PREFIX).upper()
+    try:
+        content = zlib.decompressobj().decompress(base64.b32decode(packed + "=" * (-len(packed) % 8)), _MAX_HOOK_BYTES)
+        where, arguments, result = json.loads(content)
+        Where.from_text(where)
+        if not all(_is_script_type(kind) for kind in (*arguments, result)):
+            raise ValueError("it names types that TorchScript has not")
+    except (ValueError, TypeError, RecursionError, zlib.error) as error:
+        raise AttributeError(f"module {__name__!r} has no attribute {name[:100]!r}: {error}") from None
+    taken = f"Tuple[{', '.join(arguments)}]" if arguments else "Tuple[()]"
+    # The docstring's place is taken by what it shows; the first branch alone is compiled by TorchScript.
+    source = (
+        f"def {name}(self, input: {taken}, output: {result}) -> {result}:\n"
+        f"    if torch.jit.is_scripting():\n"
+        f"        return {_scripted('output', result, '', where)}\n"
+        f"    else:\n"
+        f"        return tap_output(self, input, output, {where!r})\n"
+    )
+    file = f"<{name}>"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    exec(compile(source, file, "exec", dont_inherit=True), globals())
+    graphs.allow_in_graph()
+    made: Any = globals()[name]
+    made.where = where
+    return made
+
+
+def _is_script_type(kind: object) -> bool:
+    """Whether a text from a name is one of our types, and nothing else."""
+    try:
+        tree = ast.parse(kind, mode="eval").body if isinstance(kind, str) else None
+    except (SyntaxError, MemoryError):
+        return False
+    return tree is not None and all(
+        node.id in _SCRIPT_NAMES
+        if isinstance(node, ast.Name)
+        else isinstance(node, (ast.Subscript, ast.Tuple, ast.Load))
+        for node in ast.walk(tree)
+    )
+
+
+def _scripted(value: str, kind: str, name: str, where: str) -> str:
+    """TorchScript that taps a value of a known type; what it cannot take apart passes."""
+    if kind == "Tensor":
+        return f"torch.ops.recorder.see({value}, {name!r}, {where!r})"
+    if kind.startswith("Tuple["):
+        parts = _members(kind)
+        names = [f"{name}.{i}" if name else str(i) for i in range(len(parts))]
+        inner = (_scripted(f"{value}[{i}]", part, names[i], where) for i, part in enumerate(parts))
+        return f"({', '.join(inner)},)"
+    return value
+
+
+def _members(kind: str) -> list[str]:
+    """The types between the brackets."""
+    inner, depth, parts = kind[kind.index("[") + 1 : -1], 0, [""]
+    for letter in inner:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _script_types(module: nn.Module) -> tuple[list[str], str] | None:
+    """The types of a forward's arguments and result, as TorchScript writes them; what is not said is a tensor.
+
+    None where they cannot be written, or where there are several forwards.
+    """
+    if isinstance(module, nn.RNNBase):
+        return None
+    forward = inspect.unwrap(type(module).forward)
+    try:
+        hints = typing.get_type_hints(forward)
+    except Exception:  # names that only a type checker imports
+        hints = {}
+    try:
+        parameters = list(inspect.signature(forward).parameters.values())[1:]
+    except (TypeError, ValueError):
+        parameters = []
+    arguments = [
+        _script_type(hints.get(parameter.name, torch.Tensor))
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    result = _script_type(hints.get("return", torch.Tensor))
+    known = [kind for kind in arguments if kind is not None]
+    return (known, result) if result is not None and len(known) == len(arguments) else None
+
+
+def _script_type(hint: Any) -> str | None:
+    """A type as TorchScript writes it, or None where it has none."""
+    if isinstance(hint, type) and issubclass(hint, torch.Tensor):
+        return "Tensor"
+    if hint in (int, float, bool, str):
+        return str(hint.__name__)
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType) and len(inner) == 2 and type(None) in inner:
+        kind = _script_type(next(one for one in inner if one is not type(None)))
+        return f"Optional[{kind}]" if kind else None
+    name = {tuple: "Tuple", list: "List", dict: "Dict"}.get(origin) if origin is not None else None
+    kinds = [_script_type(one) for one in inner]
+    if name is None or not kinds or not all(kinds):
+        return None
+    return f"{name}[{', '.join(str(kind) for kind in kinds)}]"
+
+
+# -- by hand --------------------------------------------------------------------------------------------------------
+
+
+def tap(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Record a tensor under ``name``, and its gradient; the identity when nothing is recording.
+
+    In compiled, exported and traced code it becomes an op of the graph, where the recorder is on when the graph is
+    made; in TorchScript always.
+
+    Raises:
+        TapError: the name is no text, or longer than 256 letters.
+    """
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return torch.ops.recorder.see(tensor, name)  # type: ignore[no-any-return]
+    else:
+        return _tap_by_hand(name, tensor)  # type: ignore[no-any-return]
+
+
+def _tap_by_hand(name: Any, tensor: Any) -> Any:
+    if not isinstance(name, str):
+        raise TapError(f"tap: the name is {type(name).__name__} {str(name)[:50]!r}; expected a constant text")
+    if not 0 < len(name) <= MAX_NAME_LENGTH:
+        raise TapError(
+            f"tap: the name {name[:50]!r} has {len(name)} letters; expected 1 to {MAX_NAME_LENGTH}, the same at every "
+            "step"
+        )
+    if not ops.is_on:
+        return tensor
+    if graphs.is_for_graph(tensor):
+        return graphs.tap_by_hand(tensor, name)
+    _by_hand(name, tensor)
+    return tensor
+
+
+def _by_hand(name: str, tensor: Any) -> None:
+    active = sys.modules[__name__.rpartition(".")[0]]._active
+    if active is not None:
+        active.tap(name, tensor)
+
+
+Tensor, Tuple, List, Dict, Optional = torch.Tensor, tuple, list, dict, typing.Optional
+"""What the source of hooks names."""

@@ -1,0 +1,46 @@
+"""A sample of the campaign of flips; `python -m tests.faults flip` does 20,000."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from recorder.format import integrity
+from recorder.read import shard
+from tests.faults.flip import Flips, flip
+
+NUM_FLIPS = 150
+
+
+@pytest.fixture(scope="module")
+def flips(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flips]:
+    yield Flips(tmp_path_factory.mktemp("flips"), seed=1)
+
+
+def test_a_damaged_byte_gives_no_wrong_value_and_is_never_silent(flips: Flips) -> None:
+    found = [verdict.finding for verdict in flip(flips, range(NUM_FLIPS)) if verdict.finding]
+    assert not found, found[0]
+
+
+def test_every_kind_of_file_is_damaged(flips: Flips) -> None:
+    wanted = {
+        "_run.json",
+        "_writer.json",
+        "stats.arrow",
+        "stats.open",
+        "tensors.arrow",
+        "tensors.index",
+        "tensors.open",
+    }
+    assert set(flips.kinds()) == wanted
+
+
+def test_the_campaign_sees_what_a_reader_without_checksums_gives(flips: Flips, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unchecked(batch: Any, metadata: Mapping[Any, Any], *, where: str) -> integrity.BatchHeader:
+        return integrity._header(integrity._parse(metadata, where), where)
+
+    monkeypatch.setattr(shard, "check_batch", unchecked)
+    found = [flips.check(case) for case in range(80)]
+    assert any(text.startswith("WRONG VALUE") for text in found)
