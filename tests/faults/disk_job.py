@@ -10,20 +10,22 @@ import argparse
 import atexit
 import contextlib
 import errno
+import faulthandler
 import os
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 RUN_ID = "5eed0000-0000-4000-8000-000000000001"
 NUM_STEPS, GOES_BAD, RECOVERS = 40, 12, 22
+HANGS_S = 120.0
 SETTINGS = {
     "RECORDER_RULES": "site=output,grad keep=tensor,stats; site=scalar keep=stats",
     "RECORDER_MIN_FREE_BYTES": "0",
@@ -211,7 +213,7 @@ def train(rank: int, world_size: int, case: Case, folder: Path) -> dict[str, Any
     from .training import batch, make
 
     if world_size > 1:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", os.environ.get("STORE"), timedelta(seconds=60), world_size, rank)
     net, optimizer = make(rank)
     model = torch.nn.parallel.DistributedDataParallel(net) if world_size > 1 else net
     losses, longest_s = [], 0.0
@@ -301,6 +303,7 @@ def fork(name: str, out: Path, *, is_recorded: bool, ranks: dict[str, str]) -> i
         with (out / "output.txt").open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+        faulthandler.dump_traceback_later(HANGS_S, exit=True, file=2)  # one that hangs says where, and ends
         run(name, out, is_recorded=is_recorded)
         code = 0
     except BaseException:
@@ -336,7 +339,7 @@ def main() -> int:
         is_recorded, case = not name.endswith("-off"), name.removesuffix("-off").removeprefix("pair-")
         ranks: list[dict[str, str]] = [{}]
         if name.startswith("pair-"):
-            shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            shared = {"WORLD_SIZE": "2", "STORE": f"file://{out.resolve()}/store"}
             ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
         pids += [(name, fork(case, out, is_recorded=is_recorded, ranks=rank)) for rank in ranks]
     codes = dict.fromkeys(options.cases, 0)
@@ -346,12 +349,6 @@ def main() -> int:
     for name, code in codes.items():
         (options.out / name / "code").write_text(str(code))
     return 0
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 if __name__ == "__main__":
