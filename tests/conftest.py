@@ -1,8 +1,9 @@
-"""What holds for every test: nothing of the caller's environment records, and GPU tests need a GPU."""
+"""What holds for every test: nothing of the caller's environment records, Ctrl-C works, and GPU tests need a GPU."""
 
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
@@ -11,6 +12,8 @@ def pytest_configure() -> None:
     """Before any test imports torch, and so before any child process inherits the flag."""
     for name in [name for name in os.environ if name.startswith(("RECORDER", "_RECORDER"))]:
         del os.environ[name]
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what is to run in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
