@@ -1,7 +1,8 @@
-"""A small training under DDP with one thing wrong, or nothing: what `first` and `diff` have to find."""
+"""Small trainings under DDP with one thing wrong, or nothing: what `first` and `diff` have to find."""
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import torch
@@ -9,6 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import recorder
+
+RULES = "site=input,output,grad,param,buffer keep=tensor,stats,fingerprint"
 BROKEN_STEP, BROKEN_RANK = 2, 1
 
 
@@ -39,8 +43,7 @@ class Net(nn.Module):
         return out
 
 
-def main(what: str) -> None:
-    dist.init_process_group("gloo")
+def train(what: str) -> None:
     torch.manual_seed(0)
     net = Net()
     net.act.is_broken = what == "nan"
@@ -49,12 +52,21 @@ def main(what: str) -> None:
     model = DistributedDataParallel(net, broadcast_buffers=what != "stale")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     torch.manual_seed(10 + dist.get_rank())
-    for _ in range(4):
-        model(torch.randn(4, 6)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    with recorder.attach(model, enabled=True, dir=f"{what}/recordings", rules=RULES):
+        for _ in range(4):
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def main(kinds: list[str]) -> None:
+    """One after the other, a recording each."""
+    dist.init_process_group("gloo")
+    for what in kinds:
+        train(what)
+        gc.collect()  # a recording would count its steps on from an optimizer that is still there
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])
