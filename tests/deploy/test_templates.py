@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import recorder
 
 ROOT = Path(__file__).parents[2]
 TRAINING = ROOT / "tests" / "small_training.py"
+COMMANDS: dict[str, tuple[str | Path, ...]] = {"torchrun.sh": ("2", TRAINING), "single-node.sbatch": (TRAINING,)}
 
 
 def start(cwd: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
@@ -24,16 +26,28 @@ def start(cwd: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.parametrize(
-    "command", [("torchrun.sh", "2", TRAINING), ("single-node.sbatch", TRAINING)], ids=lambda command: command[0]
-)
-def test_a_template_records_every_rank(tmp_path: Path, command: tuple[str | Path, ...]) -> None:
-    done = start(tmp_path, ROOT / "deploy" / command[0], *command[1:])
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, subprocess.CompletedProcess[str]]]:
+    """Where each template ran and how it ended, side by side."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in COMMANDS}
+    with ThreadPoolExecutor() as executor:
+        ends = {
+            name: executor.submit(start, folders[name], ROOT / "deploy" / name, *words)
+            for name, words in COMMANDS.items()
+        }
+    return {name: (folders[name], end.result()) for name, end in ends.items()}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_template_records_every_rank(
+    launched: dict[str, tuple[Path, subprocess.CompletedProcess[str]]], name: str
+) -> None:
+    folder, done = launched[name]
     assert done.returncode == 0, done.stderr
-    assert recorder.open_run(tmp_path / "recordings").ranks == [0, 1]
+    assert recorder.open_run(folder / "recordings").ranks == [0, 1]
 
 
-@pytest.mark.parametrize("name", ["torchrun.sh", "single-node.sbatch"])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_template_without_a_script_says_how_it_is_used(tmp_path: Path, name: str) -> None:
     done = start(tmp_path, ROOT / "deploy" / name)
     assert done.returncode == 2
