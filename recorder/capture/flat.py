@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ..records import Chunk, Moment
-from .parallel import loaded
-from .values import compact
+from .parallel import fsdp1_ranks, loaded
+from .places import compact
 from .watch import Watch
 
 _NAME = "_flat_param"
@@ -237,5 +237,6 @@ def _mesh(wrapper: Any) -> tuple[str, bool]:
         "shape": [group.size() for group in groups],
         "dim_names": list(names[: len(groups)]) if names else None,
         "coordinate": [group.rank() for group in groups],
+        "ranks": fsdp1_ranks(wrapper),
     }
     return compact(mesh), across is not None

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..records import Chunk
 from .parallel import loaded
-from .values import PLAIN, compact, dtensor_chunk
+from .places import compact, dtensor_chunk
+from .values import PLAIN
 
 _Inner = Mapping[str, torch.Tensor]
 

@@ -214,9 +214,11 @@ class OptimizerWatch:
         self._learned_at = self.num_steps
         self._strangers |= self._latecomers  # those that are found now are owned, which is asked first
         self._latecomers.clear()
-        self._owned = {
-            id(parameter): owned for root in self._capture.roots for parameter, owned in owned_parameters(root)
-        }
+        roots = self._capture.roots
+        names = {root.name for root in roots}
+        # DDP around tensor parallel modules takes parameters out of them for good when they first run.
+        kept = {key: o for key, o in self._owned.items() if o.root_name in names and id(o.reference()) == key}
+        self._owned = kept | {id(parameter): owned for root in roots for parameter, owned in owned_parameters(root)}
 
     def rescan(self) -> None:
         """Learn the owner of every parameter again: there is a new root."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from ..records import Chunk, Moment
+from .places import dtensor_chunk, localized_chunk
 from .root import Root
-from .values import dtensor_chunk
 from .watch import Watch
 
 
@@ -46,13 +46,12 @@ class Owned(Protocol):
 class Single:
     """A parameter as the module registered it: plain, or a DTensor."""
 
-    __slots__ = ("_chunks", "_name", "_watch", "reference")
+    __slots__ = ("_name", "_watch", "reference")
 
     def __init__(self, parameter: torch.Tensor, watch: Watch, name: str) -> None:
         self.reference: Callable[[], torch.Tensor | None] = weakref.ref(parameter)
         self._watch = watch
         self._name = name
-        self._chunks: dict[Any, Chunk] = {}
 
     @property
     def root_name(self) -> str:
@@ -77,15 +76,11 @@ class Single:
         self._watch.record(site, name, tensor, moment, phase, repeat, scope=scope, chunk=chunk, note=note)
 
     def _chunk_of(self, tensor: torch.Tensor) -> Chunk | None:
-        """The place of a parameter, gradient or state tensor; worked out once for each layout (40 us)."""
-        placements = getattr(tensor, "placements", None)
-        if placements is None:
-            return None
-        key = placements, tensor.shape
-        known = self._chunks.get(key)
-        if known is None:
-            known = self._chunks[key] = dtensor_chunk(tensor)
-        return known
+        """The place of a parameter, gradient or state tensor."""
+        if getattr(tensor, "placements", None) is not None:
+            return dtensor_chunk(tensor)
+        parameter = self.reference()
+        return None if parameter is None else localized_chunk(parameter, tensor)
 
 
 def owned_parameters(root: Root) -> Iterator[tuple[torch.Tensor, Owned]]:

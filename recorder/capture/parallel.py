@@ -1,4 +1,6 @@
-"""Which ranks share a root's batch: the facts of DDP, FSDP1 and FSDP2 wrappers, for the manifest.
+"""Which ranks share a root's batch, and which work on the same part of it, for the manifest.
+
+The facts of DDP, FSDP1 and FSDP2 wrappers, and of the meshes of DTensor parameters.
 
 Reads metadata only: never issues a collective, never keeps a wrapper, a mesh or a process group.
 """
@@ -11,12 +13,15 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 DataParallel = dict[str, Any]
 """``kind``: ``ddp``, ``fsdp1`` or ``fsdp2``; ``ranks``: global ranks in data-parallel order; ``broadcast_buffers``: of
 ``ddp`` alone."""
+ModelParallel = dict[str, Any]
+"""``ranks``: global ranks, row-major in a mesh of ``shape`` whose axes have ``dim_names``, or None."""
 
 _FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 
@@ -38,6 +43,39 @@ def find_data_parallel(root: nn.Module, around: Iterable[nn.Module]) -> DataPara
         if facts is not None:
             return facts
     return None
+
+
+def find_model_parallel(meshes: Iterable[Any], data_parallel: DataParallel | None) -> ModelParallel | None:
+    """The ranks that work on the same part of the batch as this one; None where it is alone.
+
+    Args:
+        meshes: over which parameters are laid; of several the one that tells of most ranks counts.
+        data_parallel: the ranks that work on other parts: the axes that lead to them are left out.
+    """
+    elsewhere = set(data_parallel["ranks"]) if data_parallel is not None else set()
+    distinct = {id(mesh): mesh for mesh in meshes}.values()
+    found = [facts for mesh in distinct if (facts := _beside(mesh, elsewhere)) is not None]
+    return max(found, key=lambda facts: len(facts["ranks"]), default=None)
+
+
+def _beside(mesh: Any, elsewhere: set[int]) -> ModelParallel | None:
+    here, grid = mesh.get_coordinate(), np.array(mesh.mesh.tolist())
+    if here is None:
+        return None
+    place: list[Any] = list(here)
+    for axis in range(mesh.ndim):
+        line = grid[(*here[:axis], slice(None), *here[axis + 1 :])].tolist()
+        if len(line) > 1 and not elsewhere.issuperset(line):
+            place[axis] = slice(None)
+    axes = [axis for axis, at in enumerate(place) if isinstance(at, slice)]
+    if not axes:
+        return None
+    ranks, names = grid[tuple(place)], mesh.mesh_dim_names
+    return {
+        "ranks": ranks.flatten().tolist(),
+        "shape": list(ranks.shape),
+        "dim_names": [names[axis] for axis in axes] if names else None,
+    }
 
 
 def wrappers_around(root: nn.Module) -> list[nn.Module]:
@@ -65,7 +103,7 @@ def _facts(module: nn.Module) -> DataParallel | None:
         return _ddp_facts(module)
     fsdp1 = loaded(*_FSDP1)
     if fsdp1 is not None and isinstance(module, fsdp1):
-        return {"kind": "fsdp1", "ranks": _fsdp1_ranks(module)}
+        return {"kind": "fsdp1", "ranks": fsdp1_ranks(module)}
     fsdp2 = loaded("torch.distributed.fsdp", "FSDPModule")
     if fsdp2 is not None and isinstance(module, fsdp2):
         state = module._get_fsdp_state()
@@ -104,7 +142,7 @@ def _mesh_ranks(info: Any) -> list[int]:
     return ranks
 
 
-def _fsdp1_ranks(wrapper: Any) -> list[int]:
+def fsdp1_ranks(wrapper: Any) -> list[int]:
     """With a hybrid strategy every pair of a replica and a shard, row-major.
 
     Of two plain groups only those of this rank are known; that they form a regular grid, as the strategy needs, tells

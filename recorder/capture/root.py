@@ -21,7 +21,8 @@ from . import hooks, tree
 from .clock import RootClock, Slice
 from .discovery import has_compiled, has_compiled_anything
 from .flat import FlatParameter, find_flat_parameters
-from .parallel import DataParallel, find_data_parallel, wrappers_around
+from .parallel import DataParallel, ModelParallel, find_data_parallel, find_model_parallel, wrappers_around
+from .places import mesh_of
 from .values import requires_gradient
 from .watch import Watch
 
@@ -73,16 +74,20 @@ class Root:
         self._tap_paths: dict[str, str] = {}
         self.data_parallel: DataParallel | None = None
         """The ranks that share its batch, for the manifest; None where no wrapper says so."""
+        self.model_parallel: ModelParallel | None = None
+        """The ranks that work on the same part of the batch, for the manifest; None where parameters tell of none."""
         self._around = [weakref.ref(wrapper) for wrapper in wrappers_around(module)]
-        self._learn_data_parallel(module)
+        self._learn_groups(module)
         self._install(module)
 
     def _wrappers_around(self) -> list[nn.Module]:
         return [wrapper for reference in self._around if (wrapper := reference()) is not None]
 
-    def _learn_data_parallel(self, module: nn.Module) -> None:
+    def _learn_groups(self, module: nn.Module) -> None:
         try:
             self.data_parallel = find_data_parallel(module, self._wrappers_around())
+            meshes = [mesh for parameter in module.parameters() if (mesh := mesh_of(parameter)) is not None]
+            self.model_parallel = find_model_parallel(meshes, self.data_parallel) or self.model_parallel
         except Exception as error:
             text = f"{self.name}: the ranks that share its batch are not known: {type(error).__name__}: {error}"
             self.capture.events.add("data_parallel_unknown", text, key=self.name, exception=error)
@@ -327,7 +332,7 @@ class Root:
             is_first_call=self.num_calls == 0,
         )
         if self.data_parallel is None and self.num_calls < _MAX_LATE_LOOKS:
-            self._learn_data_parallel(module)
+            self._learn_groups(module)
         self.num_calls += 1
         if torch.is_grad_enabled():
             self.capture.has_seen_forward = True

@@ -6,15 +6,14 @@ with a reason for the ledger.
 
 from __future__ import annotations
 
-import json
 import sys
-from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from ..format.dtypes import ITEM_BYTES
 from ..records import Chunk
+from .places import dtensor_chunk
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """Types whose values are their own memory, as far as dtype and layout say so."""
@@ -80,38 +79,3 @@ def requires_gradient(tensor: torch.Tensor) -> bool:
     """
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.requires_grad and not is_lazy(tensor)
-
-
-def dtensor_chunk(tensor: Any) -> Chunk:
-    """Where a DTensor's local values lie; metadata alone, no collective."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    mesh, placements = tensor.device_mesh, tensor.placements
-    offsets: tuple[int, ...] | None = None
-    if all(type(p) in (Shard, Replicate) for p in placements):
-        offsets = tuple(compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1])
-    return Chunk(
-        global_shape=tuple(tensor.shape),
-        offsets=offsets,
-        placements=compact([_placement(p) for p in placements]),
-        mesh=compact(
-            {
-                "shape": list(mesh.shape),
-                "dim_names": list(mesh.mesh_dim_names) if mesh.mesh_dim_names else None,
-                "coordinate": mesh.get_coordinate(),
-            }
-        ),
-        layout_source="dtensor",
-    )
-
-
-def _placement(placement: Any) -> dict[str, Any]:
-    kind = type(placement).__name__.lstrip("_")
-    details = {key: getattr(placement, key) for key in ("dim", "split_factor", "reduce_op") if hasattr(placement, key)}
-    return {"kind": kind, **details}
-
-
-def compact(value: object) -> str:
-    """JSON as the columns hold it."""
-    return json.dumps(value, separators=(",", ":"), default=str)

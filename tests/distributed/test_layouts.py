@@ -143,7 +143,8 @@ def test_slices_lie_in_a_mesh_of_one_axis(pieces: Any, case: str) -> None:
     rows = rows[rows["shape"] != "[]"]
     assert set(rows["layout_source"]) == {"fsdp"} and rows["offsets"].isna().all()
     for row in rows.itertuples():
-        assert json.loads(row.mesh) == {"shape": [4], "dim_names": None, "coordinate": [row.rank]}
+        at = {"coordinate": [row.rank], "ranks": [0, 1, 2, 3]}
+        assert json.loads(row.mesh) == {"shape": [4], "dim_names": None} | at
         assert [placement["kind"] for placement in json.loads(row.placements)] == ["FlatShard"]
 
 
@@ -157,7 +158,8 @@ def test_a_grid_has_two_placements_and_coordinates(pieces: Any, case: str, kind:
     for row in rows.itertuples():
         coordinate = [row.rank // 2, row.rank % 2]
         names = ["replicate", "shard"]
-        assert json.loads(row.mesh) == {"shape": [2, 2], "dim_names": names, "coordinate": coordinate}
+        ranks = [0, 1, 2, 3]
+        assert json.loads(row.mesh) == {"shape": [2, 2], "dim_names": names, "coordinate": coordinate, "ranks": ranks}
         assert [placement["kind"] for placement in json.loads(row.placements)] == ["Replicate", shard]
 
 

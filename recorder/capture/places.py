@@ -1,0 +1,95 @@
+"""Where the local values of a DTensor lie in the global tensor.
+
+Reads metadata only: never issues a collective, never keeps a mesh, which knows process groups, alive.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..records import Chunk
+from .parallel import loaded
+
+_MAX_KNOWN = 4096
+_known: dict[tuple[Any, ...], tuple[weakref.ref[Any], Chunk]] = {}
+"""What was worked out before (40 us each), by mesh, shape and placements; of a mesh that is gone its entry is void."""
+
+
+def dtensor_chunk(tensor: Any) -> Chunk:
+    """Where a DTensor's local values lie."""
+    return chunk_of(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
+
+
+def localized_chunk(parameter: torch.Tensor, tensor: torch.Tensor) -> Chunk | None:
+    """The place of a parameter that DDP took out of its DTensor, or of what belongs to it; None where it has none."""
+    spec = localized_spec(parameter)
+    if spec is None or tensor.shape != parameter.shape:
+        return None
+    return chunk_of(tuple(spec.shape), spec.mesh, spec.placements)
+
+
+def localized_spec(parameter: torch.Tensor) -> Any:
+    """What torch notes on a parameter that was a DTensor until DDP wrapped the model."""
+    return getattr(parameter, "_st_info", None)
+
+
+def mesh_of(parameter: torch.Tensor) -> Any:
+    """The mesh of a parameter; None where it is a plain tensor and was never anything else."""
+    dtensor = loaded("torch.distributed.tensor", "DTensor")
+    if dtensor is not None and isinstance(parameter, dtensor):
+        return parameter.device_mesh
+    return getattr(localized_spec(parameter), "mesh", None)
+
+
+def chunk_of(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> Chunk:
+    """The place that this rank's piece has in a tensor of a global ``shape``."""
+    if any(type(p).__name__ == "_MaskPartial" for p in placements):  # one of its own for each call, with a mask
+        return _chunk(shape, mesh, placements)
+    key = (id(mesh), shape, tuple(placements))
+    found = _known.get(key)
+    if found is not None and found[0]() is mesh:
+        return found[1]
+    if len(_known) >= _MAX_KNOWN:
+        _known.clear()
+    chunk = _chunk(shape, mesh, placements)
+    _known[key] = weakref.ref(mesh), chunk
+    return chunk
+
+
+def _chunk(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> Chunk:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    offsets: tuple[int, ...] | None = None
+    if all(type(p) in (Shard, Replicate) for p in placements):
+        offsets = tuple(compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)[1])
+    return Chunk(
+        global_shape=shape,
+        offsets=offsets,
+        placements=compact([_placement(p) for p in placements]),
+        mesh=compact(
+            {
+                "shape": list(mesh.shape),
+                "dim_names": list(mesh.mesh_dim_names) if mesh.mesh_dim_names else None,
+                "coordinate": mesh.get_coordinate(),
+                "ranks": mesh.mesh.flatten().tolist(),
+            }
+        ),
+        layout_source="dtensor",
+    )
+
+
+def _placement(placement: Any) -> dict[str, Any]:
+    kind = type(placement).__name__.lstrip("_")
+    details = {key: getattr(placement, key) for key in ("dim", "split_factor", "reduce_op") if hasattr(placement, key)}
+    return {"kind": kind, **details}
+
+
+def compact(value: object) -> str:
+    """JSON as the columns hold it."""
+    return json.dumps(value, separators=(",", ":"), default=str)
