@@ -24,6 +24,8 @@ from .clock import Clock, Slice
 from .events import Events, comes_from_signal_handler
 from .flat import merged
 from .inner import Inner, inner_tensors
+from .neighbours import Neighbours, made_of
+from .places import without_masked
 from .pool import Pool
 from .root import Root
 from .select import Selection, scalar_keep
@@ -70,6 +72,7 @@ class Capture:
         self.past_roots: list[Root] = []
         self.nesting = Nesting()
         self.tapped = Tapped(self)
+        self.neighbours = Neighbours(channel.put)
         self.is_open = True
         self.every_call_is_a_step = False
         """Inference: no optimizer counts the steps."""
@@ -107,6 +110,7 @@ class Capture:
 
     def fetch(self) -> None:
         """Bring what waits for the end of a step, whatever it costs."""
+        self.neighbours.flush()
         for stager in list(self._stagers.values()):
             stager.fetch()
 
@@ -140,6 +144,7 @@ class Capture:
         scope: str | None = None,
         chunk: Chunk | None = None,
         note: str | None = None,
+        put: Callable[[Staged], None] | None = None,
     ) -> None:
         """Copy a tensor's values into the pool and hand them to the writer, or count why not. Any thread.
 
@@ -154,9 +159,12 @@ class Capture:
             scope: of a gradient or parameter; None where it has no meaning.
             chunk: its place in a global tensor, where the caller knows better than the tensor.
             note: JSON text for the row.
+            put: takes the record instead of the channel.
         """
         try:
             local, chunk = plain(tensor, chunk)
+            if chunk is not None and 'Partial"' in chunk.placements:
+                local, keep, note = self._summand(tensor, local, keep, note)
             nbytes = local.numel() * local.itemsize  # torch's own product wraps at 2^64, as expanded tensors reach
             stager = self._stagers.get(local.device.type) or self._stager(local.device.type)
         except UnsupportedKind as error:
@@ -167,12 +175,11 @@ class Capture:
         except Exception as error:
             self.site_failed(origin, error)
             return
-        if chunk is not None and keep & KEEP_STATS and '"Partial"' in chunk.placements:
-            keep &= ~KEEP_STATS  # statistics of summands say nothing of the sum
-            note = _NO_STATISTICS_OF_PARTIAL
         parts = -(-nbytes // PART_BYTES) if keep & KEEP_TENSOR and nbytes > PART_BYTES else 1
         settings = self.settings
         block = self.pool.take(nbytes)
+        if block is None:
+            self.neighbours.flush()  # what waits there has memory that the writer can give back
         if block is None and settings.policy == "wait":
             block = self.pool.take_or_wait(
                 nbytes,
@@ -196,7 +203,7 @@ class Capture:
             block.release()
             raise
         sequence = self._number(parts)
-        self.channel.put(
+        (put or self.channel.put)(
             Staged(
                 sequence,
                 parts,
@@ -216,6 +223,17 @@ class Capture:
                 time.time_ns(),
             )
         )
+
+    def _summand(
+        self, tensor: torch.Tensor, local: torch.Tensor, keep: int, note: str | None
+    ) -> tuple[torch.Tensor, int, str | None]:
+        """Of a value that is to be added up over ranks, what is recorded."""
+        masked = without_masked(tensor, local)
+        if masked is not None:
+            local, note = masked, merged(note, _MASKED)
+        if keep & KEEP_STATS:  # statistics of summands say nothing of the sum
+            keep, note = keep & ~KEEP_STATS, merged(note, _NO_STATISTICS_OF_PARTIAL)
+        return local, keep, note
 
     def _inside(self, origin: Origin, tensor: torch.Tensor, chunk: Chunk | None, reason: str) -> list[Inner]:
         """What a composite tensor is made of. What is none, or fails to say, is counted here."""
@@ -290,7 +308,9 @@ class Capture:
             count >= _MAX_ERRORS and (key[2], key[3]) == (site, name) for key, count in list(self._errors.items())
         )
 
-    def watch_gradient(self, tensor: torch.Tensor, origin: Origin, moment: Moment, call: int, keep: int) -> None:
+    def watch_gradient(
+        self, tensor: torch.Tensor, origin: Origin, moment: Moment, call: int, keep: int
+    ) -> hooks.GradientArrives:
         """Record the gradient that arrives at ``tensor``, each time one does."""
         hook = hooks.GradientArrives(self, origin, moment, call, keep)
         with torch._C.DisableTorchFunctionSubclass():  # a subclass's own may count calls, or refuse this one
@@ -299,6 +319,18 @@ class Capture:
         if is_leaf:
             hook.handle = handle
             self.keep_leaf_hook(handle)
+        return hook
+
+    def watch_share(self, tensor: torch.Tensor, origin: Origin, moment: Moment, call: int, keep: int) -> None:
+        """Record the gradient of a DTensor argument: where it was made for one module, of what it was made of."""
+        found = made_of(tensor)
+        if found is None:
+            self.watch_gradient(tensor, origin, moment, call, keep)
+            return
+        node, number, chunk = found
+        hook = hooks.GradientArrives(self, origin, moment, call, keep)
+        hook.chunk = chunk
+        node.register_prehook(lambda gradients: hook(gradients[number]))
 
     def keep_leaf_hook(self, handle: Any) -> None:
         """A hook on a leaf outlives the graph: it is removed at the next step, or when too many wait for one."""
@@ -394,6 +426,7 @@ class Capture:
     def close(self) -> None:
         """Remove every hook; what was put on the channel stays there."""
         self.is_open = False
+        self.neighbours.flush()
         for root in self.roots:
             root.remove()
         self.roots.clear()
@@ -410,6 +443,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     )
 
 
+_MASKED = '{"masked":true}'
 _NO_STATISTICS_OF_PARTIAL = '{"no_statistics":"Partial"}'
 _NO_ROOM = {
     "too_large": "{origin.module_path}:{origin.site} has {nbytes} bytes, more than the pool ({pool.capacity_bytes}); "

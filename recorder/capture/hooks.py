@@ -20,7 +20,7 @@ from ..graphs import in_functorch, is_traced
 from ..taps import is_tapped
 
 if TYPE_CHECKING:
-    from ..records import Moment, Origin
+    from ..records import Chunk, Moment, Origin
     from .clock import RootClock, Slice
     from .core import Capture
     from .root import Root
@@ -170,7 +170,7 @@ class RootEnds(_Hook):
 class GradientArrives:
     """Tensor hook: the gradient of one observed value. Fires once per backward through it."""
 
-    __slots__ = ("_call", "_capture", "_keep", "_moment", "_origin", "_repeat", "handle")
+    __slots__ = ("_call", "_capture", "_keep", "_moment", "_origin", "_repeat", "chunk", "handle")
 
     def __init__(self, capture: Capture, origin: Origin, moment: Moment, call: int, keep: int) -> None:
         self._capture = capture
@@ -179,6 +179,8 @@ class GradientArrives:
         self._call = call
         self._keep = keep
         self._repeat = 0
+        self.chunk: Chunk | None = None
+        """The place of a gradient that does not know it."""
         self.handle: Any = None
         """Set where the tensor is a leaf, which outlives the step: its hook is removed once it has fired."""
 
@@ -189,7 +191,10 @@ class GradientArrives:
             capture = self._capture
             if not capture.is_open:
                 return
-            capture.observe(self._origin, self._moment, "backward", self._call, self._repeat, self._keep, gradient)
+            capture.observe(
+                *(self._origin, self._moment, "backward", self._call, self._repeat, self._keep, gradient),
+                chunk=self.chunk,
+            )
             self._repeat += 1
             if self.handle is not None:
                 self.handle.remove()

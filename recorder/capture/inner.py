@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..records import Chunk
 from .parallel import loaded
 from .places import compact, dtensor_chunk
-from .values import PLAIN
+from .values import PLAIN, arrived
 
 _Inner = Mapping[str, torch.Tensor]
 
@@ -50,7 +50,7 @@ def inner_tensors(name: str, tensor: torch.Tensor, chunk: Chunk | None) -> list[
         dtensor = loaded("torch.distributed.tensor", "DTensor")
         if dtensor is not None and isinstance(tensor, dtensor):
             chunk = chunk or dtensor_chunk(tensor)
-            tensor = tensor._local_tensor
+            tensor = arrived(tensor._local_tensor)
         found = _inside(tensor)
         if not found:
             return []
@@ -93,9 +93,8 @@ def _inside(tensor: torch.Tensor) -> _Inner:
             if tensor.is_quantized:
                 return _quantized(tensor)
             return {name: read(tensor) for name, read in _SPARSE.get(tensor.layout, {}).items()}
-    if type(tensor).__name__ == "AsyncCollectiveTensor":
-        # Before somebody has waited there is nothing to read, and waiting is training's own affair.
-        return {"": tensor.elem} if getattr(tensor, "completed", False) else {}  # type: ignore[attr-defined]
+    if (value := arrived(tensor)) is not tensor:
+        return {"": value}
     known = _KNOWN.get((type(tensor).__module__, type(tensor).__name__))
     if known is None and is_traceable_wrapper_subclass(tensor):
         known = {name: name for name in tensor.__tensor_flatten__()[0]}

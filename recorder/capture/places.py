@@ -86,8 +86,26 @@ def _chunk(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> Chun
 
 def _placement(placement: Any) -> dict[str, Any]:
     kind = type(placement).__name__.lstrip("_")
+    if kind == "MaskPartial" and placement.mask_buffer.data is not None:
+        kind = "Partial"  # once the mask is applied, see `without_masked`
     details = {key: getattr(placement, key) for key in ("dim", "split_factor", "reduce_op") if hasattr(placement, key)}
     return {"kind": kind, **details}
+
+
+def without_masked(tensor: Any, local: torch.Tensor) -> torch.Tensor | None:
+    """A copy of the local values, with zeros where an embedding by rows has rows that are another rank's.
+
+    None where there is nothing to mask. Training applies the mask itself, later and in place.
+    """
+    masks = [p.mask_buffer for p in getattr(tensor, "placements", ()) if type(p).__name__ == "_MaskPartial"]
+    masks = [mask for mask in masks if mask.data is not None]
+    if not masks:
+        return None
+    with torch.no_grad():
+        copied = local.detach().clone()
+        for mask in masks:
+            mask.apply_mask(copied)
+    return copied
 
 
 def compact(value: object) -> str:

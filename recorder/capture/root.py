@@ -331,8 +331,11 @@ class Root:
             every_call_is_a_step=self.capture.every_call_is_a_step,
             is_first_call=self.num_calls == 0,
         )
-        if self.data_parallel is None and self.num_calls < _MAX_LATE_LOOKS:
-            self._learn_groups(module)
+        if self.num_calls < _MAX_LATE_LOOKS:
+            if self.data_parallel is None:
+                self._learn_groups(module)
+            for watch in self.watches:
+                watch.stay_last()
         self.num_calls += 1
         if torch.is_grad_enabled():
             self.capture.has_seen_forward = True
@@ -349,6 +352,8 @@ class Root:
         nesting.depth -= 1
         if nesting.depth:
             return
+        if self.model_parallel is not None:
+            self.capture.neighbours.end()
         current = self.clock.active
         self.clock.end()
         if current is not None and torch.is_grad_enabled():

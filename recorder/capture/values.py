@@ -1,7 +1,7 @@
 """What of a tensor can be recorded: its plain local values, and where they lie in a global tensor.
 
-Reads metadata only: no copy, no collective, no device sync. A kind that cannot be recorded is an `UnsupportedKind`
-with a reason for the ledger.
+Reads metadata only: no copy, no collective, no device sync; but what a collective is about to bring is waited for. A
+kind that cannot be recorded is an `UnsupportedKind` with a reason for the ledger.
 """
 
 from __future__ import annotations
@@ -60,16 +60,26 @@ def plain(tensor: torch.Tensor, chunk: Chunk | None = None) -> tuple[torch.Tenso
 def _unwrap(tensor: torch.Tensor, chunk: Chunk | None) -> tuple[torch.Tensor, Chunk | None]:
     dtensor_module = sys.modules.get("torch.distributed.tensor")
     if dtensor_module is not None and isinstance(tensor, dtensor_module.DTensor):
-        local = tensor._local_tensor
+        local = arrived(tensor._local_tensor)
         if type(local) not in PLAIN:
             raise UnsupportedKind(f"unsupported_type:DTensor of {type(local).__name__}")
         return local, chunk or dtensor_chunk(tensor)
+    if type(found := arrived(tensor)) in PLAIN:
+        return found, chunk
     if is_lazy(tensor):
         raise UnsupportedKind("unsupported_type:uninitialized")
     if hasattr(tensor, "__torch_dispatch__") and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         with torch._C.DisableTorchFunctionSubclass():  # a subclass that only adds Python methods
             return tensor.as_subclass(torch.Tensor), chunk
     raise UnsupportedKind(f"unsupported_type:{type(tensor).__name__}")
+
+
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """What a collective brings, once it is there: the next use of the tensor would wait as well. Others as they are."""
+    if type(tensor).__name__ != "AsyncCollectiveTensor":
+        return tensor
+    with torch.no_grad():
+        return tensor.trigger_wait()  # type: ignore[attr-defined,no-any-return]
 
 
 def requires_gradient(tensor: torch.Tensor) -> bool:

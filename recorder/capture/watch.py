@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch import nn
 from ..records import Chunk, Moment, Origin
 from . import hooks, tree
 from .clock import Slice
+from .neighbours import Waiting, chunk_of_gradient, has_owner, is_dtensor
 from .select import NOTHING
 from .values import requires_gradient
 
@@ -190,13 +192,46 @@ class Watch:
         with_grad: bool,
     ) -> None:
         keep_of = self.capture.keep_of
+        chunk = waiting = None
+        if self.root.model_parallel is not None:
+            chunk, waiting = self._place_of(tensor)
         origin, rule_set = self._leaf(site, name)
         if keep := keep_of(rule_set, call):
-            self.capture.observe(origin, moment, phase, call, 0, keep, tensor)
+            put = None if waiting is None else waiting.put
+            self.capture.observe(origin, moment, phase, call, 0, keep, tensor, chunk=chunk, put=put)
         if with_grad and requires_gradient(tensor):
             origin, rule_set = self._leaf(gradient_site, name)
             if keep := keep_of(rule_set, call):
-                self.capture.watch_gradient(tensor, origin, moment, call, keep)
+                if site == "input" and is_dtensor(tensor):
+                    self.capture.watch_share(tensor, origin, moment, call, keep)
+                    return
+                hook = self.capture.watch_gradient(tensor, origin, moment, call, keep)
+                if chunk is not None:
+                    hook.chunk = chunk_of_gradient(chunk)
+                elif waiting is not None:
+                    waiting.hook = hook
+        if waiting is not None:
+            self.capture.neighbours.wait(waiting)
+
+    def _place_of(self, tensor: torch.Tensor) -> tuple[Chunk | None, Waiting | None]:
+        """In a tensor parallel region, where a plain tensor lies; what may yet be learnt is waited for."""
+        neighbours = self.capture.neighbours
+        if is_dtensor(tensor):
+            neighbours.saw(tensor)
+            return None, None
+        if not has_owner(tensor):
+            return None, None
+        chunk = neighbours.place_of(tensor)
+        return chunk, None if chunk is not None else Waiting(tensor)
+
+    def stay_last(self) -> None:
+        """Be the last to see the arguments again, where others have put pre-hooks on the module since."""
+        module = self.module()
+        if self.pre_hook is not None and module is not None:
+            registered = cast("OrderedDict[int, Any]", module._forward_pre_hooks)
+            number = next((key for key, hook in registered.items() if hook is self.pre_hook), None)
+            if number is not None and next(reversed(registered)) != number:
+                registered.move_to_end(number)
 
     def own(self, kind: str) -> Iterator[tuple[str, Any]]:
         """The module's own parameters or buffers by name."""

@@ -246,8 +246,8 @@ def kinds() -> Iterator[tuple[str, Kind]]:
             lambda t: {name: getattr(t._local_tensor, name) for name in ("data_", "scale_")},
         ),
     )
-    yield "waited_for", Kind("`AsyncCollectiveTensor`, waited for", waited_for, lambda t: {"": t.elem})
-    yield "under_way", Kind("`AsyncCollectiveTensor`, under way", lambda: AsyncCollectiveTensor(eight()), None)
+    yield "waited_for", Kind("`AsyncCollectiveTensor`", waited_for, lambda t: {"": t.elem})
+    yield "under_way", Kind("`AsyncCollectiveTensor`", lambda: AsyncCollectiveTensor(eight()), lambda t: {"": t.elem})
     yield "mkldnn", Kind("mkldnn", lambda: eight().to_mkldnn(), None)
     yield "meta", Kind("meta", lambda: torch.empty(3, device="meta"), None)
     yield "fake", Kind("fake", lambda: FakeTensorMode().from_tensor(eight()), None)
@@ -321,7 +321,6 @@ def reasons(values: Mapping[str, torch.Tensor], times: int = 1) -> dict[str, int
 def reason_of(name: str, kind: Kind) -> str:
     known = {
         "four_bits": "quint4x2",
-        "under_way": "AsyncCollectiveTensor",
         "fake": "FakeTensor",
         "lazy_parameter": "uninitialized",
         "lazy_buffer": "uninitialized",

@@ -14,11 +14,12 @@ import recorder
 from . import jobs
 from .jobs import SCRIPTS, Finished
 
-OF_TWO = ["tp", "sp"]
+OF_TWO = ["tp", "tp_late", "sp"]
 OF_FOUR = ["tp_ddp", "tp_fsdp2", "sp_fsdp2", "tp_hsdp"]
 CASES = [*OF_TWO, *OF_FOUR]
 GROUPS = {0: ([0, 2], [0, 1]), 1: ([1, 3], [0, 1]), 2: ([0, 2], [2, 3]), 3: ([1, 3], [2, 3])}
 """By rank of a 2 x 2 mesh, data parallel and model parallel ranks."""
+Key = tuple[str, str, str, int]
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +75,98 @@ def test_a_row_names_the_ranks_that_its_placements_are_over(runs: dict[str, reco
         mesh = json.loads(str(row.mesh))
         ranks = np.array(mesh["ranks"]).reshape(mesh["shape"])
         assert ranks[tuple(mesh["coordinate"])] == row.rank
+
+
+class Wholes:
+    """What the pieces of a case make up, wherever their rows say where they lie."""
+
+    def __init__(self, finished: Finished, run: recorder.Run) -> None:
+        self.run = run
+        self.expected: dict[Key, torch.Tensor] = torch.load(finished.folder / "out" / "plain.pt")
+        frame = run.to_pandas()
+        self.frame = frame[(frame["mode"] == "train") & frame["site"].isin([key[0] for key in self.expected])]
+        self.by_key: dict[Key, list[Any]] = {}
+        row: Any
+        for row in self.frame.sort_values("rank").itertuples():
+            self.by_key.setdefault((row.site, row.module_path, row.name, row.step), []).append(row)
+
+    def of(self, key: Key) -> list[torch.Tensor]:
+        """Of every group of ranks that have the same tensor, that tensor."""
+        groups: dict[tuple[int, ...], list[Any]] = {}
+        for row in self.by_key[key]:
+            ranks = tuple(json.loads(row.mesh)["ranks"]) if isinstance(row.mesh, str) else (row.rank,)
+            groups.setdefault(ranks, []).append(row)
+        return [self._assembled(key, rows) for rows in groups.values()]
+
+    def _assembled(self, key: Key, rows: list[Any]) -> torch.Tensor:
+        question: dict[str, Any] = {"site": key[0], "name": key[2], "step": key[3], "mode": "train"}
+        pieces = [self.run.tensor(key[1], **question, rank=row.rank) for row in rows]
+        if not isinstance(rows[0].placements, str):
+            return pieces[0]
+        whole = torch.zeros(json.loads(rows[0].global_shape), dtype=pieces[0].dtype)
+        for row, piece in zip(rows, pieces, strict=True):
+            if '"Partial"' in row.placements:
+                whole += piece
+            else:
+                starts = json.loads(row.offsets)
+                whole[tuple(slice(i, i + size) for i, size in zip(starts, piece.shape, strict=True))] = piece
+        return whole
+
+
+@pytest.fixture(scope="module")
+def wholes(finished: dict[str, Finished], runs: dict[str, recorder.Run]) -> dict[str, Wholes]:
+    return {case: Wholes(finished[case], run) for case, run in runs.items()}
+
+
+def is_strided(row: Any) -> bool:
+    return isinstance(row.placements, str) and "StridedShard" in row.placements
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pieces_make_up_the_tensors_of_one_process(wholes: dict[str, Wholes], case: str) -> None:
+    """Activations, their gradients, parameters and their gradients; what names no place is a replica."""
+    found = wholes[case]
+    assert set(found.by_key) == set(found.expected)
+    for key, expected in found.expected.items():
+        if key[3] == 1 and not any(map(is_strided, found.by_key[key])):
+            for whole in found.of(key):
+                torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-6, msg=str(key))
+
+
+@pytest.mark.parametrize("case", ["sp", "sp_fsdp2"])
+def test_every_activation_of_a_sequence_parallel_model_has_a_place(wholes: dict[str, Wholes], case: str) -> None:
+    frame = wholes[case].frame
+    frame = frame[frame["site"].isin(["input", "output", "grad_input", "grad_output"])]
+    assert frame[frame["placements"].isna()].groupby(["site", "module_path"]).size().to_dict() == {}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("tp")])
+def test_plain_tensors_between_two_linears_have_a_place(wholes: dict[str, Wholes], case: str) -> None:
+    frame = wholes[case].frame
+    for path, sites in (("blocks.0.mlp.act", 4), ("blocks.1.attn.core", 8)):
+        rows = frame[(frame["module_path"] == path) & (frame["step"] == 1) & (frame["rank"] == 0)]
+        assert len(rows) == sites
+        assert all("Shard" in placements for placements in rows["placements"])
+
+
+def test_summands_have_no_statistics_and_masked_rows_are_zero(wholes: dict[str, Wholes]) -> None:
+    rows = wholes["tp"].by_key["output", "embed", "", 0]
+    assert {row.note for row in rows} == {'{"masked":true,"no_statistics":"Partial"}'}
+    assert all(np.isnan(row.mean) and row.nan_count != row.nan_count for row in rows)
+    (whole,) = wholes["tp"].of(("output", "embed", "", 0))
+    pieces = [wholes["tp"].run.tensor("embed", site="output", step=0, rank=rank) for rank in range(2)]
+    is_zero = [(piece == 0).all(-1) for piece in pieces]
+    assert torch.equal(is_zero[0], ~is_zero[1]) and whole.count_nonzero() == whole.numel()
+
+
+def test_gradients_of_sequence_parallel_norms_are_summands_still(wholes: dict[str, Wholes]) -> None:
+    for row in wholes["sp"].by_key["grad", "blocks.0.attn_norm", "weight", 0]:
+        assert json.loads(row.placements) == [{"kind": "Partial", "reduce_op": "sum"}]
+        assert row.note == '{"no_statistics":"Partial"}' and np.isnan(row.mean)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_was_lost_and_nothing_went_wrong(runs: dict[str, recorder.Run], case: str) -> None:
+    for writer in runs[case].writers:
+        assert writer.balance.dropped == {}
+        assert writer.manifest["events"] == []

@@ -216,11 +216,18 @@ def counted(model: nn.Module) -> tuple[list[Tensor], int]:
     return fit(model), num_collectives() - before
 
 
-def train(case: Callable[[nn.Module], nn.Module], folder: Path) -> None:
-    """The same training without and with the recorder; what differed is saved beside the run."""
+def train(case: Callable[[nn.Module], nn.Module], folder: Path, *, late: bool = False) -> None:
+    """The same training without and with the recorder; what differed is saved beside the run.
+
+    Args:
+        case: what to make of the model.
+        folder: where to record to.
+        late: whether the model is made parallel when it is recorded already.
+    """
     without, count = counted(case(make()))
-    model = case(make())
+    model = make() if late else case(make())
     with recorder.attach(model, enabled=True, dir=folder, rules=RULES):
+        model = case(model) if late else model
         recorded, count_recorded = counted(model)
     twins = {
         "same": len(recorded) == len(without) and all(map(torch.equal, recorded, without)),
@@ -264,7 +271,7 @@ def plain_values() -> dict[Any, Tensor]:
         step = at + 1
 
     fit(model, read)
-    return values
+    return {key: value for key, value in values.items() if key[3] < STEPS}
 
 
 def main() -> None:
@@ -272,6 +279,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     for case in CASES[dist.get_world_size()]:
         train(case, out / case.__name__)
+    if dist.get_world_size() == 2:
+        train(tp, out / "tp_late", late=True)
     if dist.get_rank() == 0:
         torch.save(plain_values(), out / "plain.pt")
     dist.barrier()
