@@ -9,14 +9,26 @@ import json
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from .plans import MAX_NAMED, Apart, Part, Piece, Plan, Term, named
-from .regions import Ints, Region, box_region, flat_region, overlap, ranges_region, shard, strided_shard
+from .regions import Ints, Region, box_region, flat_index, flat_region, overlap, ranges_region, shard, strided_shard
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 _MAX_SPLIT_FACTOR = 1 << 12
 """Product of all split factors of a row: a strided shard has a box for each, and so has every combination of dims."""
+_MAX_RANKS = 1 << 14
+_MAX_TEXT = 1 << 18
+
+
+class Mesh(NamedTuple):
+    """The ranks that placements are over, as a row says."""
+
+    shape: Ints
+    coordinate: Ints
+    """Of the row's rank."""
+    ranks: Ints
+    """All of them, row-major; none where the row does not say."""
 
 
 def place(pieces: Sequence[Piece], num_expected: int) -> Plan | Apart:
@@ -36,7 +48,7 @@ def place(pieces: Sequence[Piece], num_expected: int) -> Plan | Apart:
     kinds = [str(placement.get("kind")) for placement in _placements(pieces[0])]
     if unknown := [kind for kind in kinds if kind not in _KINDS]:
         return Apart("per_rank", f"placement {unknown[0]} cannot be assembled")
-    coordinates = [_mesh(piece)[1] for piece in pieces]
+    coordinates = [mesh_of(piece).coordinate for piece in pieces]
     parts, copies, op = [], [], "sum"
     for same in regions.values():
         region = found[same[0]]
@@ -48,7 +60,9 @@ def place(pieces: Sequence[Piece], num_expected: int) -> Plan | Apart:
             copies.append(replicas)
         if region.numel:
             factor = 1 / len(summands) if op == "avg" else 1.0
-            parts.append(Part(region, tuple(Term(i, factor) for i in summands)))
+            is_local = pieces[same[0]].offsets is None and region.run is None
+            terms = tuple(Term(i, factor) for i in summands)
+            parts.append(Part(region, terms, region.start if is_local else None))
     try:
         clash = overlap([part.region for part in parts], global_shape)
     except OverflowError as error:
@@ -58,7 +72,7 @@ def place(pieces: Sequence[Piece], num_expected: int) -> Plan | Apart:
         return Apart(
             "inconsistent", f"the pieces of ranks {pieces[i].rank} and {pieces[j].rank} overlap: {_places(pieces)}"
         )
-    num_places = math.prod(_mesh(pieces[0])[0])
+    num_places = math.prod(mesh_of(pieces[0]).shape)
     covered = sum(part.region.numel for part in parts)
     is_partial_sum_whole = "Partial" not in kinds or len(pieces) >= num_places
     is_complete = covered == math.prod(global_shape) and is_partial_sum_whole
@@ -130,7 +144,7 @@ def _region_of(piece: Piece) -> Region | str:
 
 def _derived(piece: Piece, placements: tuple[dict[str, Any], ...]) -> Region | str | None:
     """What DTensor's rules make of placements and mesh; None where these do not say."""
-    mesh_shape, coordinate = _mesh(piece)
+    mesh_shape, coordinate, _ = mesh_of(piece)
     if not placements or len(mesh_shape) != len(placements) or len(coordinate) != len(placements):
         return None
     assert piece.global_shape is not None
@@ -158,24 +172,43 @@ def _contradiction(pieces: Sequence[Piece]) -> Apart | None:
     for field, what in (("global_shape", "global shapes differ"), ("dtype", "dtypes differ")):
         if len({getattr(piece, field) for piece in pieces}) > 1:
             return Apart("inconsistent", f"{what}: {named(pieces, field)}")
-    meshes = {_mesh(piece)[0] for piece in pieces}
+    meshes = {mesh_of(piece).shape for piece in pieces}
     if len(meshes) > 1:
-        found = ", ".join(f"rank {piece.rank} {list(_mesh(piece)[0])}" for piece in pieces[:MAX_NAMED])
+        found = ", ".join(f"rank {piece.rank} {list(mesh_of(piece).shape)}" for piece in pieces[:MAX_NAMED])
         return Apart("inconsistent", f"ranks disagree on the mesh: {found}")
     kinds = {str([(p.get("kind"), p.get("dim")) for p in _placements(piece)]) for piece in pieces}
     if len(kinds) > 1:
         return Apart("inconsistent", f"ranks disagree on the placements: {named(pieces, 'placements')}")
-    mesh_shape, coordinate = _mesh(pieces[0])
+    mesh_shape, coordinate, _ = mesh_of(pieces[0])
     if len(coordinate) != len(_placements(pieces[0])) or len(mesh_shape) != len(coordinate):
         return Apart(
             "inconsistent", f"rank {pieces[0].rank}: its mesh and its placements have different numbers of axes"
         )
     taken: dict[Ints, int] = {}
     for piece in pieces:
-        other = taken.setdefault(_mesh(piece)[1], piece.rank)
+        other = taken.setdefault(mesh_of(piece).coordinate, piece.rank)
         if other != piece.rank:
-            at = list(_mesh(piece)[1])
+            at = list(mesh_of(piece).coordinate)
             return Apart("inconsistent", f"ranks {other} and {piece.rank} both say they are at {at} of the mesh")
+    return next((problem for piece in pieces if (problem := _misplaced(piece)) is not None), None)
+
+
+def _misplaced(piece: Piece) -> Apart | None:
+    """A rank that is not where its own mesh has it."""
+    mesh = mesh_of(piece)
+    if not mesh.ranks:
+        return None
+    if len(mesh.ranks) != math.prod(mesh.shape) or len(set(mesh.ranks)) < len(mesh.ranks):
+        return Apart(
+            "inconsistent",
+            f"rank {piece.rank}: its mesh of {list(mesh.shape)} has ranks {list(mesh.ranks[:MAX_NAMED])}",
+        )
+    at = flat_index(mesh.coordinate, mesh.shape)
+    if not 0 <= at < len(mesh.ranks) or mesh.ranks[at] != piece.rank:
+        why = (
+            f"rank {piece.rank} says it is at {list(mesh.coordinate)} of a mesh of ranks {list(mesh.ranks[:MAX_NAMED])}"
+        )
+        return Apart("inconsistent", why)
     return None
 
 
@@ -199,26 +232,27 @@ def parse_placements(text: str | None) -> tuple[dict[str, Any], ...]:
     return tuple(item for item in found if isinstance(item, dict)) if isinstance(found, list) else ()
 
 
-def _mesh(piece: Piece) -> tuple[Ints, Ints]:
+def mesh_of(piece: Piece) -> Mesh:
+    """Where a piece's row says that its rank is."""
     return parse_mesh(piece.mesh)
 
 
 @lru_cache(maxsize=4096)
-def parse_mesh(text: str | None) -> tuple[Ints, Ints]:
-    """Shape and this rank's coordinate, out of the column `mesh`; empty where they are no lists of numbers."""
+def parse_mesh(text: str | None) -> Mesh:
+    """The column `mesh`; of what is no list of numbers, nothing."""
     found = _json(text)
     found = found if isinstance(found, dict) else {}
-    shape, coordinate = (found.get(name) for name in ("shape", "coordinate"))
-    return _ints(shape), _ints(coordinate)
+    shape, coordinate = (_ints(found.get(name), 64) for name in ("shape", "coordinate"))
+    return Mesh(shape, coordinate, _ints(found.get("ranks"), _MAX_RANKS))
 
 
-def _ints(value: Any) -> Ints:
-    is_list = isinstance(value, list) and len(value) <= 64 and all(type(v) is int and 0 <= v < 1 << 48 for v in value)
-    return tuple(value) if is_list else ()
+def _ints(value: Any, max_items: int) -> Ints:
+    is_list = isinstance(value, list) and len(value) <= max_items
+    return tuple(value) if is_list and all(type(v) is int and 0 <= v < 1 << 48 for v in value) else ()
 
 
 def _json(text: str | None) -> Any:
-    if text is None or len(text) > 65536:
+    if text is None or len(text) > _MAX_TEXT:
         return None
     try:
         return json.loads(text)

@@ -24,6 +24,8 @@ class Piece(NamedTuple):
     alone: str | None = None
     """Why its row says that it has no place beside other ranks' pieces, or that it was inside of another tensor:
     ``no_layout``, ``inner_of``."""
+    micro_step: int = 0
+    """Which slice of the batch, where a pipeline ran it slice by slice."""
 
 
 class Term(NamedTuple):
@@ -38,6 +40,8 @@ class Part(NamedTuple):
 
     region: Region
     terms: tuple[Term, ...]
+    moved: Ints | None = None
+    """Where the region begins, from where its piece's fingerprint has it begin; None where that is the same."""
 
     @property
     def is_copy(self) -> bool:
@@ -65,14 +69,16 @@ class Plan(NamedTuple):
     note: tuple[tuple[str, Any], ...] = ()
     """More members for the row's `note`."""
 
+    across: Plan | None = None
+    """Where ranks share a batch: how their tensors are one, as if each were a single rank's."""
     needs_all: bool = False
     """Ranks that are missing might have changed it, although one rank's tensor has all its elements."""
 
     @property
     def is_replica(self) -> bool:
-        """Whether one rank's tensor is all of it."""
-        is_whole = self.is_complete and self.dim is None and len(self.parts) == 1
-        return is_whole and self.parts[0].is_copy and not self.needs_all
+        """Whether those that are there are all of it, and more would be copies."""
+        is_whole = self.is_complete and self.dim is None and not self.needs_all
+        return is_whole and all(part.is_copy for part in self.parts)
 
 
 class Apart(NamedTuple):

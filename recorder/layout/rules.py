@@ -91,7 +91,7 @@ def decide_activation(pieces: Sequence[Piece], *, batch: Batch, values: Values, 
         if has_one_shape and not values.is_constant() and values.are_equal():
             return _replicas(pieces, "inferred")
         if (problem := _unequal_shapes(pieces, but=0)) is None:
-            return _concatenated(pieces, 0, (("batch", "unknown: the root's input was not recorded"),))
+            return concatenated(pieces, 0, (("batch", "unknown: the root's input was not recorded"),))
         return problem
     fits = [
         dim
@@ -104,12 +104,12 @@ def decide_activation(pieces: Sequence[Piece], *, batch: Batch, values: Values, 
         is_repeated = max(sizes) > 1 and may_be_equal and values.are_equal() and values.is_repeated(fits[0])
         if may_be_equal and values.are_equal() and not is_repeated:
             return _replicas(pieces, "inferred")
-        return _concatenated(pieces, fits[0], (("batch_dims", tuple(fits)),) if len(fits) > 1 else ())
+        return concatenated(pieces, fits[0], (("batch_dims", tuple(fits)),) if len(fits) > 1 else ())
     of_pieces = zip(pieces, sizes, strict=True)  # an empty batch has no rows, whatever the factor
     ratios = {piece.shape[0] / size if size else 0.0 for piece, size in of_pieces if size or piece.shape[0]}
     is_multiple = len(ratios) == 1 and ratios <= {float(factor) for factor in batch.factors}
     if is_multiple and _unequal_shapes(pieces, but=0) is None and not (may_be_equal and values.are_equal()):
-        return _concatenated(pieces, 0, (("batch_factor", int(min(ratios))),))
+        return concatenated(pieces, 0, (("batch_factor", int(min(ratios))),))
     if has_one_shape and values.are_equal():
         return _replicas(pieces, "inferred")
     return Apart("per_rank", f"no dim of {_shapes(pieces)} is the batch of {', '.join(map(str, dict.fromkeys(sizes)))}")
@@ -117,7 +117,7 @@ def decide_activation(pieces: Sequence[Piece], *, batch: Batch, values: Values, 
 
 def _settled(pieces: Sequence[Piece], num_expected: int) -> Plan | Apart | None:
     """What needs no rule: pieces that say where they belong, or contradict each other, or have no others."""
-    if (problem := _mixed(pieces)) is not None:
+    if (problem := mixed(pieces)) is not None:
         return problem
     if pieces[0].global_shape is not None:
         return place(pieces, num_expected)
@@ -171,29 +171,30 @@ def decide_gradient(
         return Apart("per_rank", "the value itself is placed by its own row, the gradient is a plain tensor")
     if len({len(piece.shape) for piece in pieces}) != 1 or _unequal_shapes(pieces, but=forward.dim) is not None:
         return Apart("per_rank", f"gradients of {_shapes(pieces)} cannot be laid end to end along dim {forward.dim}")
-    plan = _concatenated(pieces, forward.dim, forward.note)
+    plan = concatenated(pieces, forward.dim, forward.note)
     sizes = batch.sizes or tuple(piece.shape[forward.dim] for piece in pieces)
     factors, scale = _loss_factors(sizes, batch.total, len(pieces), loss, num_expected)
     parts = tuple(
-        Part(part.region, (Term(i, factor),)) for i, (part, factor) in enumerate(zip(plan.parts, factors, strict=True))
+        part._replace(terms=(Term(i, factor),))
+        for i, (part, factor) in enumerate(zip(plan.parts, factors, strict=True))
     )
     return plan._replace(parts=parts, scale=scale)
 
 
-def decide_override(pieces: Sequence[Piece], wanted: str) -> Plan | Apart:
-    """What the user says: ``shard(d)``, ``replicate``, ``partial(op)`` or ``per_rank``."""
+def decide_override(pieces: Sequence[Piece], wanted: str, rule: str) -> Plan | Apart:
+    """What the user says: ``shard(d)``, ``replicate``, ``partial(op)`` or ``per_rank``; `rule` names it in messages."""
     word, argument = parse_override(wanted)
     if word == "per_rank":
         return Apart("per_rank", "as --layout says")
     if len({piece.dtype for piece in pieces}) > 1:
-        return Apart("inconsistent", f"dtypes differ: {named(pieces, 'dtype')}")
+        return Apart("inconsistent", f"--layout '{rule}' does not fit: dtypes differ: {named(pieces, 'dtype')}")
     if word == "shard":
         dim = int(argument)
         if any(dim >= len(piece.shape) for piece in pieces) or _unequal_shapes(pieces, but=dim) is not None:
-            return Apart("inconsistent", f"--layout {wanted} does not fit {_shapes(pieces)}")
-        return _concatenated(pieces, dim, ())._replace(source="override")
+            return Apart("inconsistent", f"--layout '{rule}' does not fit {_shapes(pieces)}")
+        return concatenated(pieces, dim, ())._replace(source="override")
     if (problem := _unequal_shapes(pieces)) is not None:
-        return Apart("inconsistent", f"--layout {wanted} does not fit {problem.why}")
+        return Apart("inconsistent", f"--layout '{rule}' does not fit: {problem.why}")
     if word == "replicate":
         return _replicas(pieces, "override")
     if pieces[0].dtype in _NO_NUMBERS:
@@ -225,11 +226,12 @@ def _replicas(pieces: Sequence[Piece], source: str) -> Plan:
     return Plan(pieces[0].shape, (Part(whole(pieces[0].shape), (Term(0),)),), source, copies=copies)
 
 
-def _concatenated(pieces: Sequence[Piece], dim: int, note: tuple[tuple[str, Any], ...]) -> Plan:
+def concatenated(pieces: Sequence[Piece], dim: int, note: tuple[tuple[str, Any], ...]) -> Plan:
+    """Pieces laid end to end along a dim, as batches are."""
     parts, position = [], 0
     for i, piece in enumerate(pieces):
         start = tuple(position if d == dim else 0 for d in range(len(piece.shape)))
-        parts.append(Part(box_region(start, piece.shape), (Term(i),)))
+        parts.append(Part(box_region(start, piece.shape), (Term(i),), start))
         position += piece.shape[dim]
     shape = pieces[0].shape
     return Plan((*shape[:dim], position, *shape[dim + 1 :]), tuple(parts), "assumed", dim=dim, note=note)
@@ -247,7 +249,7 @@ def _loss_factors(
     return [1 / num_expected] * num_pieces, "assumed_mean_loss"
 
 
-def _mixed(pieces: Sequence[Piece]) -> Apart | None:
+def mixed(pieces: Sequence[Piece]) -> Apart | None:
     """Pieces of which only some know their place, or of different dtypes."""
     if len({piece.global_shape is None for piece in pieces}) > 1:
         without = next(piece.rank for piece in pieces if piece.global_shape is None)

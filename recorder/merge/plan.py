@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..format.rundir import rank_dir
+from ..read.facts import PARALLEL
 from ..read.run import Run
 from ..read.writers import GLOBAL_DIR, RecordedWriter
 
@@ -27,7 +28,7 @@ UNIT_ROWS = 100_000
 """Rows of a unit, of all ranks: what bounds the memory for their columns."""
 ROWS_PER_WRITER = 4096
 """Where there are many writers, a unit has at least so many rows of each: shards are read batch by batch."""
-UNIT_FORMAT = 1
+UNIT_FORMAT = 2
 """Changes when the same inputs would be merged into something else; units of another number are made again."""
 _NAME = re.compile(r"steps(-?[0-9]+)to(-?[0-9]+)-([0-9]+)of([0-9]+)-([0-9a-f]{16})")
 
@@ -185,7 +186,7 @@ def _facts(writer: RecordedWriter) -> list[Any]:
     groups = [
         [
             root.get("name"),
-            root.get("data_parallel"),
+            *(root.get(name) for name in PARALLEL),
             len(found) if isinstance(found := root.get("modules"), list) else 0,
         ]
         for root in (roots if isinstance(roots, list) else ())

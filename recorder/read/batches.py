@@ -103,20 +103,21 @@ class RootBatches:
         is_input = (sites.codes == sites.code("input")) & (phases.codes == phases.code("forward"))
         positions = positions[is_input & (rows.numbers("part")[positions] == 0)]
         positions = positions[np.argsort(rows.numbers("seq")[positions], kind="stable")]
-        columns = {name: rows.keys(name, positions) for name in ("root", "mode", "name", "shape", "fingerprint")}
+        names = ("root", "mode", "name", "shape", "global_shape", "fingerprint")
+        columns = {name: rows.keys(name, positions) for name in names}
         numbers = {
             name: rows.numbers(name)[positions].tolist() for name in ("step", "micro_step", "call", "rank", "seq")
         }
         found: dict[_When, dict[int, list[_Call]]] = {}
         last: dict[tuple[_When, int], int] = {}
         for i in range(len(positions)):
-            root, mode, name, shape, fingerprint = (text_of(columns[n], i) for n in columns)
+            root, mode, name, shape, global_shape, fingerprint = (text_of(columns[n], i) for n in names)
             when, rank = (root, mode, numbers["step"][i], numbers["micro_step"][i]), numbers["rank"][i]
             of_rank = found.setdefault(when, {}).setdefault(rank, [])
             if last.get((when, rank)) != numbers["call"][i]:
                 last[when, rank] = numbers["call"][i]
                 of_rank.append(_Call(numbers["seq"][i], {}))
-            sizes = parse_shape(shape)
+            sizes = parse_shape(global_shape or shape)
             if sizes:
                 of_rank[-1].leaves[name] = _Leaf(sizes, fingerprint)
         return found

@@ -49,20 +49,31 @@ class Evidence:
         self,
         described: Described,
         number: int,
-        positions: tuple[int, ...],
+        places: Sequence[int],
         is_same: Callable[[Sequence[int]], bool | None],
         is_repeated: Callable[[int, int], bool | None],
         *,
         is_float: bool,
     ) -> None:
+        """Of a value.
+
+        Args:
+            described: rows grouped by value.
+            number: of the value.
+            places: of its rows among those described, in data-parallel order.
+            is_same: whether the tensors of rows at some positions are equal; None where a payload is missing.
+            is_repeated: whether the tensor of a row is one slice repeated along a dim; None likewise.
+            is_float: whether equal sums tell that values are equal.
+        """
         self.has_read = False
         self.is_by_statistics = False
         """Whether equality was judged by statistics alone."""
+        self._described = described
+        self._places = places
         self._is_float = is_float
         self._equal = described.equal_of(number)
         self._has_same_statistics = bool(described.has_same_statistics[number])
         self._is_constant = bool(described.constant[number])
-        self._positions = positions
         self._is_same = is_same
         self._is_repeated = is_repeated
 
@@ -70,24 +81,46 @@ class Evidence:
         """All that is known from the rows."""
         return self._equal, self._has_same_statistics, self._is_constant
 
+    def pattern(self) -> tuple[tuple[int, ...], ...]:
+        """Which rows have the same fingerprint, and which the same statistics: of each the first of its like."""
+        found = []
+        for column in (self._described.fingerprints, self._described.statistics):
+            numbers = column[self._places].tolist()
+            first: dict[int, int] = {}
+            found.append(tuple(NONE if n == NONE else first.setdefault(n, i) for i, n in enumerate(numbers)))
+        return tuple(found)
+
     def are_equal(self) -> bool:
         """By fingerprint, else by value, else by statistics: of floats, whose sums tell, and the row says so.
 
         Whole numbers are indices, masks and permutations often enough, which have equal statistics in any order.
         """
         if self._equal is None:
-            self.has_read = True
-            found = self._is_same(self._positions)
-            self.is_by_statistics = found is None and self._has_same_statistics and self._is_float
-            self._equal = self.is_by_statistics if found is None else found
+            self._equal = self._judged(self._places, has_same_statistics=self._has_same_statistics)
         return self._equal
+
+    def among(self, numbers: Sequence[int]) -> bool:
+        """The same of some of the pieces."""
+        places = [self._places[i] for i in numbers]
+        fingerprints, statistics = self._described.fingerprints[places], self._described.statistics[places]
+        if (fingerprints != NONE).all():
+            return bool((fingerprints == fingerprints[0]).all())
+        is_measured = bool((statistics != NONE).all())
+        is_alike = bool((statistics == statistics[0]).all())
+        return (is_alike or not is_measured) and self._judged(places, has_same_statistics=is_measured and is_alike)
+
+    def _judged(self, places: Sequence[int], *, has_same_statistics: bool) -> bool:
+        self.has_read = True
+        found = self._is_same(self._described.chosen[list(places)].tolist())
+        self.is_by_statistics |= found is None and has_same_statistics and self._is_float
+        return (has_same_statistics and self._is_float) if found is None else found
 
     def is_constant(self) -> bool:
         return self._is_constant
 
     def is_repeated(self, dim: int) -> bool:
         self.has_read = True
-        return bool(self._is_repeated(self._positions[0], dim))
+        return bool(self._is_repeated(int(self._described.chosen[self._places[0]]), dim))
 
 
 def pack(columns: Sequence[npt.NDArray[Any]]) -> Ints:

@@ -9,21 +9,12 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from .grid import Group, Told, find_group
 from .writers import RecordedWriter, count
 
+PARALLEL = ("data_parallel", "model_parallel")
+"""Members of a root that say how its ranks stand to each other."""
 _MAX_RANKS, _MAX_RANK = 1 << 14, 1 << 24
-
-
-class Group(NamedTuple):
-    """Ranks that share one model and differ in their batches."""
-
-    source: str
-    """The row's `layout_source` for replicas: ``ddp``, ``fsdp``, or ``assumed`` where no wrapper was seen."""
-    ranks: tuple[int, ...]
-    """In data-parallel order."""
-    conflict: str = ""
-    """Why the ranks of this root are no single group."""
-    is_sorted: bool = True
 
 
 class Launch(NamedTuple):
@@ -57,8 +48,11 @@ class RunFacts:
         if key not in self._expected:
             world = tuple(range(world_size)) if world_size is not None else self._world
             base = self._groups.get((world_size, root)) or Group("assumed", world)
+            if base.instances:  # ranks that its meshes leave out are expected all the same
+                left_out = (rank for rank in world if rank not in self._modules or root in self._roots[rank])
+                base = base._replace(ranks=tuple(dict.fromkeys((*base.ranks, *left_out))))
             has = tuple(rank for rank in base.ranks if self._has_module(rank, root, module_path))
-            self._expected[key] = base._replace(ranks=has or base.ranks)
+            self._expected[key] = base.of(has or base.ranks)
         return self._expected[key]
 
     def describe(self, number: int) -> str:
@@ -136,24 +130,20 @@ class RunFacts:
 
     @cached_property
     def _groups(self) -> dict[tuple[int | None, str], Group]:
-        told: dict[tuple[int | None, str], dict[tuple[int, ...], str]] = {}
+        told: dict[tuple[int | None, str], list[Told]] = {}
         for world_size, writer in zip(self._world_sizes, self._writers, strict=True):
             for root in _objects(writer.manifest.get("roots")):
-                parallel = root.get("data_parallel")
-                if isinstance(parallel, dict) and isinstance(root.get("name"), str):
-                    ranks = self._as_ranks(parallel.get("ranks"), world_size)
-                    if ranks:
-                        source = "ddp" if parallel.get("kind") == "ddp" else "fsdp"
-                        told.setdefault((world_size, root["name"]), {})[ranks] = source
-        found = {}
-        for name, sources in told.items():
-            ranks = tuple(dict.fromkeys(rank for some in sources for rank in some))
-            conflict = ""
-            if len(sources) > 1:
-                shown = ", ".join(str(list(some)) for some in list(sources)[:4])
-                conflict = f"its ranks belong to {len(sources)} data-parallel groups ({shown})"
-            found[name] = Group(next(iter(sources.values())), ranks, conflict, ranks == tuple(sorted(ranks)))
-        return found
+                if isinstance(root.get("name"), str):
+                    told.setdefault((world_size, root["name"]), []).append(self._told(writer, root, world_size))
+        found = {key: find_group(some) for key, some in told.items()}
+        return {key: group for key, group in found.items() if group is not None}
+
+    def _told(self, writer: RecordedWriter, root: dict[str, Any], world_size: int | None) -> Told:
+        data, model = (parallel if isinstance(parallel := root.get(name), dict) else {} for name in PARALLEL)
+        source = "ddp" if data.get("kind") == "ddp" else "fsdp"
+        of_data, of_model = (self._as_ranks(one.get("ranks"), world_size) for one in (data, model))
+        rank = -1 if writer.rank is None else writer.rank
+        return Told(rank, source if of_data else "", of_data, of_model if rank in of_model else ())
 
     def _as_ranks(self, value: Any, world_size: int | None) -> tuple[int, ...]:
         """Ranks out of a manifest; none where they cannot be those of this run."""
@@ -173,6 +163,10 @@ class RunFacts:
                 for root in roots:
                     known.update((str(root.get("name")), str(m.get("path"))) for m in _objects(root.get("modules")))
         return found
+
+    @cached_property
+    def _roots(self) -> dict[int, set[str]]:
+        return {rank: {root for root, _ in modules} for rank, modules in self._modules.items()}
 
     def _has_module(self, rank: int, root: str, module_path: str) -> bool:
         known = self._modules.get(rank)

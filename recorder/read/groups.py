@@ -14,32 +14,21 @@ import numpy as np
 import numpy.typing as npt
 
 from ..format.schema import COUNTS, STATISTICS
+from ..layout.levels import Block, split
 from ..layout.plans import Apart, Piece, Plan
-from ..layout.rules import (
-    Batch,
-    decide_activation,
-    decide_gradient,
-    decide_override,
-    decide_scalar,
-    decide_state,
-    parse_override,
-)
+from ..layout.rules import Batch, parse_override
 from .batches import NO_BATCH, RootBatches, text_of
+from .deciding import ALONE, STATE_SITES, Override, Question, decide
 from .decode import parse_shape
 from .evidence import NULL, POSITIVE, Described, Evidence, Ints, bits_of, digest, pack
-from .facts import Group, RunFacts
+from .facts import RunFacts
+from .grid import Group
 from .light import NONE, Keys, LightRows, Positions
 
-STATE_SITES = ("param", "grad", "buffer", "optim")
 _FORWARD_OF = {"grad_input": "input", "grad_output": "output", "tap": "tap"}
 _KEY = ("root", "module_path", "site", "name", "phase", "mode", "step", "micro_step", "call", "repeat")
 _LABELS = ("root", "module_path", "site", "name", "mode", "phase")
 _PIECE = ("dtype", "shape", "global_shape", "offsets", "placements", "mesh", "note")
-_ALONE = {
-    "no_layout": "it is a piece of something, and its place there is not known",
-    "inner_of": "it is a part of a composite tensor, which means nothing without the rank's other parts",
-}
-"""Members of a note for which ranks' values are not laid side by side."""
 COLUMNS = (
     *_KEY, *_PIECE, *STATISTICS, *COUNTS, "fingerprint", "rank", "seq", "part", "attempt", "encoding", "payload_bytes",
     "numel", "batch", "row",
@@ -78,6 +67,8 @@ class Value(NamedTuple):
     """Ranks whose replica differs from the first one's."""
     batch: Batch = Batch(None)
     """That decided of an activation."""
+    leads: tuple[int, ...] = ()
+    """The ranks whose batches `batch` is of; one of each part of the batch."""
 
     @property
     def is_refused(self) -> bool:
@@ -117,6 +108,7 @@ class Grouping:
         self._is_repeated = is_repeated
         self._decided: dict[Any, tuple[Plan | Apart, Batch, Plan | Apart | None]] = {}
         """Decisions by all that they hang on; with the plan whose identity is a part of the key, so that it lives."""
+        self._split: dict[Any, tuple[Block, ...] | Apart | None] = {}
         self._pieces: list[Piece] = []
         self._numbers: dict[Piece, int] = {}
         self._found: dict[Any, int] = {}
@@ -275,7 +267,7 @@ class Grouping:
             offsets or (() if texts["offsets"] else None),
             texts["placements"],
             texts["mesh"],
-            next((member for member in _ALONE if f'"{member}":' in (texts["note"] or "")), None),
+            next((member for member in ALONE if f'"{member}":' in (texts["note"] or "")), None),
         )
 
     def _value(self, described: Described, number: int, forward: Value | None, *, is_gradient: bool) -> Value:
@@ -300,93 +292,81 @@ class Grouping:
             expected = tuple(rank for rank in expected if rank in reports or self._facts.last_step(rank) < step)
         elif site == "optim" and group.source == "fsdp" and all(piece.shape == () for piece in pieces):
             expected = ranks  # FSDP1 keeps no step where a rank holds nothing of a parameter
+        blocks = self._blocks(codes, pieces, group, expected)
         batches: tuple[Batch, ...] = NO_BATCH
+        leads: tuple[int, ...] = ranks
+        num_expected = len(expected)
+        if blocks is not None and not isinstance(blocks, Apart):
+            at = [block.units[0][0] for block in blocks]
+            leads = tuple(ranks[i] for i in at)
+            num_expected = max(len(blocks), len(group.instances))
         if site not in STATE_SITES:
             is_later = is_gradient or phase == "recompute"
-            batches = self._batches(first, rows_at, ranks, expected, (root, mode, is_later), forward)
+            if leads is ranks:
+                of_batches = rows_at, ranks, expected
+            else:
+                others = (some[0] for some in group.instances if not set(some) & set(leads))
+                of_batches = tuple(rows_at[i] for i in at), leads, (*leads, *others)
+            batches = self._batches(first, *of_batches, (root, mode, is_later), forward)
         override = self._override(path, site, name)
         is_float = pieces[0].dtype.startswith(("float", "bfloat"))
-        evidence = Evidence(described, number, rows_at, self._is_same, self._is_repeated, is_float=is_float)
-        known_of_values = evidence.without_payloads()
+        evidence = Evidence(described, number, places, self._is_same, self._is_repeated, is_float=is_float)
+        known_of_values = evidence.without_payloads(), evidence.pattern() if blocks is not None else ()
         forward_plan = forward.plan if forward is not None else None
         key = codes, group, expected, site, known_of_values, override, batches, id(forward_plan), is_gradient
         known = self._decided.get(key)
         if known is None:
-            known = *self._decide(
-                pieces, site, group, len(expected), evidence, override, batches, forward_plan, is_gradient=is_gradient
-            ), forward_plan  # fmt: skip
+            question = Question(
+                pieces, site, group, num_expected, evidence, override, batches, forward_plan, is_gradient, self._loss,
+                self._infer,
+            )  # fmt: skip
+            known = *decide(question, blocks), forward_plan
             if not evidence.has_read:
                 self._decided[key] = known
         plan, batch, _ = known
         differing: tuple[int, ...] = ()
-        if isinstance(plan, Plan) and plan.copies and plan.source != "inferred":
-            differing = self._differing(described, number, places, plan, rows_at)
+        if isinstance(plan, Plan) and plan.copies and (plan.source != "inferred" or site in STATE_SITES):
+            differing, originals = self._differing(described, number, places, plan, rows_at)
         differing_ranks = tuple(ranks[i] for i in differing)
         present = tuple(dict.fromkeys(ranks))
         if missing := tuple(rank for rank in expected if rank not in present):
             self._missing(first, missing, expected, names)
         if differing:
-            text = f"rank {listed(differing_ranks)} differs from rank {ranks[0]}"
-            if group.source == "assumed":
+            original_ranks = tuple(ranks[i] for i in originals)
+            text = f"rank {listed(differing_ranks)} differs from rank {listed(original_ranks)}"
+            if group.source == "assumed" and not group.instances:
                 text += _ASSUMED
             kind = "buffers_differ" if site == "buffer" else "replicas_differ"
-            self._note(kind, first, (ranks[0], *differing_ranks), text, path, site, name)
+            self._note(kind, first, (*original_ranks, *differing_ranks), text, path, site, name)
             if site != "buffer":
                 plan = Apart("replicas_differ", text)
         elif isinstance(plan, Apart):
             self._note(plan.kind, first, present, plan.why, path, site, name)
-        return Value(rows_at, plan, present, expected, differing_ranks, batch)
+        return Value(rows_at, plan, present, expected, differing_ranks, batch, leads)
 
-    def _decide(
-        self,
-        pieces: list[Piece],
-        site: str,
-        group: Group,
-        num_expected: int,
-        evidence: Evidence,
-        override: str | None,
-        batches: tuple[Batch, ...],
-        forward: Plan | Apart | None,
-        *,
-        is_gradient: bool,
-    ) -> tuple[Plan | Apart, Batch]:
-        if len({piece.rank for piece in pieces}) < len(pieces):
-            twice = next(p.rank for i, p in enumerate(pieces) if p.rank in {q.rank for q in pieces[:i]})
-            return Apart("inconsistent", f"rank {twice} has two rows of this value"), batches[0]
-        if override is not None:
-            plan = decide_override(pieces, override)
-            if is_gradient and isinstance(plan, Plan) and plan.dim is not None:  # a layout says nothing of the loss
-                batch = batches[0]
-                plan = decide_gradient(pieces, plan, batch=batch, loss=self._loss, num_expected=num_expected)
-                plan = plan._replace(source="override") if isinstance(plan, Plan) else plan
-            return plan, batches[0]
-        if group.conflict and pieces[0].global_shape is None and site != "scalar":
-            return Apart("per_rank", group.conflict), batches[0]
-        alone = next((piece.alone for piece in pieces if piece.alone and piece.global_shape is None), None)
-        if alone is not None and num_expected > 1 and (alone == "no_layout" or site not in STATE_SITES):
-            return Apart("per_rank", _ALONE[alone]), batches[0]
-        if site in STATE_SITES:
-            return decide_state(pieces, source=group.source, num_expected=num_expected), batches[0]
-        if site == "scalar" and len({piece.dtype for piece in pieces}) == 1 and not any(p.shape for p in pieces):
-            return decide_scalar(pieces, evidence), batches[0]
-        for batch in batches:
-            if is_gradient:
-                plan = decide_gradient(pieces, forward, batch=batch, loss=self._loss, num_expected=num_expected)
-            else:
-                plan = decide_activation(pieces, batch=batch, values=evidence, num_expected=num_expected)
-                if evidence.is_by_statistics and isinstance(plan, Plan) and plan.source == "inferred":
-                    plan = plan._replace(note=(*plan.note, ("equal_by", "statistics")))
-            if isinstance(plan, Plan):
-                break
-        return plan, batch
+    def _blocks(
+        self, codes: tuple[int, ...], pieces: list[Piece], group: Group, expected: tuple[int, ...]
+    ) -> tuple[Block, ...] | Apart | None:
+        """The pieces by the parts of the batch, where several ranks share one; None where none do."""
+        if not group.instances and pieces[0].mesh is None:
+            return None
+        key = codes, group, expected
+        if key not in self._split:
+            self._split[key] = split(pieces, () if group.conflict else group.instances, expected)
+        return self._split[key]
+
+    def _infer(self, pieces: Sequence[Piece]) -> int | Apart:
+        ranks, shapes = listed([piece.rank for piece in pieces]), list(pieces[0].shape)
+        why = f"ranks {ranks} share a batch, their tensors of {shapes} differ, and nothing says how they are one"
+        return Apart("per_rank", f"{why}; --layout '...=shard(DIM)' can")
 
     def _differing(
         self, described: Described, number: int, places: list[int], plan: Plan, positions: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        """Numbers of the pieces that differ from the one they should be a copy of."""
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Numbers of the pieces that differ from the one they should be a copy of, and of those."""
         if described.equal_of(number):
-            return ()
-        found = []
+            return (), ()
+        found, originals = [], []
         for first, *others in plan.copies:
             for other in others:
                 at = [places[first], places[other]]
@@ -399,13 +379,14 @@ class Grouping:
                     is_same = self._is_same((positions[first], positions[other]))
                 if is_same is False:
                     found.append(other)
-        return tuple(found)
+                    originals.append(first)
+        return tuple(found), tuple(dict.fromkeys(originals))
 
-    def _override(self, path: str, site: str, name: str) -> str | None:
+    def _override(self, path: str, site: str, name: str) -> Override | None:
         found = None
         for pattern, wanted in self._overrides:
             if fnmatchcase(f"{path}:{site}:{name}", pattern):
-                found = wanted
+                found = Override(wanted, f"{pattern}={wanted}")
         return found
 
     def _batches(
@@ -473,11 +454,11 @@ def parse_overrides(layouts: Sequence[str]) -> list[tuple[str, str]]:
 def _of_ranks(forward: Value, ranks: tuple[int, ...]) -> Batch:
     """The batch of a value, for those of its ranks whose gradient was recorded."""
     batch = forward.batch
-    if batch.sizes is None or ranks == forward.present:
+    if batch.sizes is None or ranks == forward.leads:
         return batch
-    if len(batch.sizes) != len(forward.present):
+    if len(set(forward.leads)) != len(batch.sizes):
         return batch._replace(sizes=None)  # a rank had two rows of it
-    sizes = dict(zip(forward.present, batch.sizes, strict=True))
+    sizes = dict(zip(forward.leads, batch.sizes, strict=True))
     return batch._replace(sizes=tuple(sizes[rank] for rank in ranks) if set(ranks) <= set(sizes) else None)
 
 

@@ -346,12 +346,12 @@ class _Columns:
         for plan, positions, dtype in zip(self._plans, used, dtypes, strict=True):
             own = texts[start : start + len(positions)]
             start += len(positions)
-            if not _is_copied(plan):
-                found.append(None)
-            elif len(own) == 1 and plan.dim is None:
+            if not _is_copied(plan) or any(len(part.region.boxes) > 1 for part in plan.parts):
+                found.append(None)  # a strided shard's was taken of it as it lies in memory
+            elif len(own) == 1 and plan.parts[0].moved is None:
                 found.append(own[0])
-            else:  # a batch's fingerprints were taken at the origin of each rank's own
-                moves = [part.region.start if plan.dim is not None else None for part in plan.parts]
+            else:
+                moves = [part.moved for part in plan.parts]
                 found.append(combine_fingerprints(own, moves, ITEM_BYTES.get(dtype, 1)))
         return found
 
