@@ -164,6 +164,20 @@ class RunFacts:
                     known.update((str(root.get("name")), str(m.get("path"))) for m in _objects(root.get("modules")))
         return found
 
+    def is_linear(self, root: str, module_path: str) -> bool:
+        """Whether a module is of a class that is called a linear one."""
+        return (root, module_path) in self._linear
+
+    @cached_property
+    def _linear(self) -> set[tuple[str, str]]:
+        return {
+            (str(root.get("name")), str(module.get("path")))
+            for writer in self._writers
+            for root in _objects(writer.manifest.get("roots"))
+            for module in _objects(root.get("modules"))
+            if str(module.get("class")).endswith("Linear")
+        }
+
     @cached_property
     def _roots(self) -> dict[int, set[str]]:
         return {rank: {root for root, _ in modules} for rank, modules in self._modules.items()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from ..layout.levels import Block, split
 from ..layout.plans import Apart, Piece, Plan
 from ..layout.rules import Batch, parse_override
 from .batches import NO_BATCH, RootBatches, text_of
+from .cuts import Cuts, Wanted
 from .deciding import ALONE, STATE_SITES, Override, Question, decide
 from .decode import parse_shape
 from .evidence import NULL, POSITIVE, Described, Evidence, Ints, bits_of, digest, pack
@@ -115,6 +116,7 @@ class Grouping:
         self.counts = self._which_count()
         """By position, whether a row counts: superseded ones and those of another run do not."""
         self._roots = RootBatches(rows, self.counts)
+        self._cuts = Cuts(rows, self.counts, facts.is_linear)
 
     def values(self, positions: Positions | None = None) -> Iterator[Value]:
         """The values of some rows (all by default), in the order of execution; rows that do not count are skipped."""
@@ -318,7 +320,7 @@ class Grouping:
         if known is None:
             question = Question(
                 pieces, site, group, num_expected, evidence, override, batches, forward_plan, is_gradient, self._loss,
-                self._infer,
+                partial(self._infer, evidence, Wanted(root, path, site, int(self._rows.numbers("step")[first]))),
             )  # fmt: skip
             known = *decide(question, blocks), forward_plan
             if not evidence.has_read:
@@ -355,10 +357,9 @@ class Grouping:
             self._split[key] = split(pieces, () if group.conflict else group.instances, expected)
         return self._split[key]
 
-    def _infer(self, pieces: Sequence[Piece]) -> int | Apart:
-        ranks, shapes = listed([piece.rank for piece in pieces]), list(pieces[0].shape)
-        why = f"ranks {ranks} share a batch, their tensors of {shapes} differ, and nothing says how they are one"
-        return Apart("per_rank", f"{why}; --layout '...=shard(DIM)' can")
+    def _infer(self, evidence: Evidence, wanted: Wanted, pieces: Sequence[Piece]) -> int | Apart:
+        evidence.has_read = True  # other rows, and of that step: no answer for another
+        return self._cuts.infer(wanted, pieces)
 
     def _differing(
         self, described: Described, number: int, places: list[int], plan: Plan, positions: tuple[int, ...]

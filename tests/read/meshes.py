@@ -107,6 +107,10 @@ def grid_facts(ranks: Any, rank: int, kind: str | None = "ddp") -> dict[str, Any
     return {"data_parallel": {"kind": kind, "ranks": grid[:, tp].tolist()}, "model_parallel": model}
 
 
+def _class_of(module_path: str) -> str:
+    return "Linear" if module_path.rpartition(".")[2].startswith("fc") else "GELU"
+
+
 def mesh_run(path: Path, rows: Mapping[int, Sequence[Row]], facts: Mapping[int, Mapping[str, Any]], **more: Any) -> Run:
     """A run of ranks with their rows and what their manifests say of root ``model``."""
     make_run(path, **more)
@@ -115,6 +119,6 @@ def mesh_run(path: Path, rows: Mapping[int, Sequence[Row]], facts: Mapping[int, 
         writer = HandmadeWriter(path, rank=rank)
         writer.add_shard([[one | {"rank": rank} for one in own]])
         known = {one["module_path"] for one in own} | {""} if "pipeline" in facts[rank] else paths
-        root = {"name": "model", "modules": [{"path": module} for module in sorted(known)]}
+        root = {"name": "model", "modules": [{"path": path, "class": _class_of(path)} for path in sorted(known)]}
         writer.finish(roots=[root | dict(facts[rank])])
     return open_run(path)

@@ -191,6 +191,69 @@ class TestTensorParallelWithDDP:
         assert "--layout 'layers.*:output:=shard(0)' does not fit rank 0 [4, 6], rank 1 [4, 5]" in finding.text
 
 
+class TestInference:
+    """Of plain tensors that differ between ranks which share a batch."""
+
+    def mlp(self, *, with_neighbour: bool = True, **more: Any) -> tuple[dict[int, list[Row]], list[Array]]:
+        """A column-wise layer `fc1`, whose output is a DTensor, and an activation behind it, whose output is plain."""
+        rows, hidden = batches(4, 3), [values(4, 6), values(3, 6)]
+        for rank, own in rows.items():
+            if with_neighbour:
+                own.append(TP.row(rank, 1, hidden[rank // 2], [shard(1)], module_path="fc1"))
+            cut = np.split(hidden[rank // 2], 2, axis=1)[rank % 2].copy()
+            own.append(plain(2, cut, **({"module_path": "act"} | more)))
+        return rows, hidden
+
+    def test_they_are_cut_as_values_of_that_shape_beside_them(self, tmp_path: Path) -> None:
+        rows, hidden = self.mlp()
+        run = grid_run(tmp_path / "run", rows)
+        assert same(run.array("act", step=0), np.concatenate(hidden))
+        (one,) = (one for one in run.view().rows().table.to_pylist() if one["module_path"] == "act")
+        assert (one["layout_source"], one["fingerprint"]) == ("assumed", finger(np.concatenate(hidden)))
+
+    def test_that_of_one_batch_is_said_to_be_inferred(self, tmp_path: Path) -> None:
+        rows, hidden = self.mlp()
+        rows = {rank: rows[rank] for rank in (0, 1)}
+        run = mesh_run(tmp_path / "run", rows, {rank: grid_facts([0, 1], rank) for rank in rows})
+        (one,) = (one for one in run.view().rows().table.to_pylist() if one["module_path"] == "act")
+        assert one["layout_source"] == "inferred" and same(run.array("act", step=0), hidden[0])
+
+    def test_values_of_another_step_say_nothing(self, tmp_path: Path) -> None:
+        rows, _ = self.mlp(step=1)
+        findings = grid_run(tmp_path / "run", rows).view().rows().findings
+        assert [(one.kind, one.module_path) for one in findings] == [("per_rank", "act")]
+
+    def test_values_that_disagree_say_nothing(self, tmp_path: Path) -> None:
+        rows, _ = self.mlp()
+        for rank, own in rows.items():
+            size = 4 - rank // 2
+            own.append(TP.row(rank, 3, values(2 * size, 3), [shard(0)], module_path="other"))
+        findings = grid_run(tmp_path / "run", rows).view().rows().findings
+        (text,) = (finding.text for finding in findings if finding.module_path == "act")
+        assert "ranks 0, 1 share a batch" in text and "along dims [0, 1]" in text
+
+    @pytest.mark.parametrize(("site", "dim"), [("output", 0), ("input", 1)])
+    @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+    def test_they_are_cut_as_the_weight_of_their_layer(self, tmp_path: Path, site: str, dim: int, kind: str) -> None:
+        rows, hidden = self.mlp(with_neighbour=False, module_path="fc", site=site)
+        weight = values(6, 6)
+        for rank, own in rows.items():
+            if kind == "ddp":
+                own.append(TP.row(rank, 3, weight, [shard(dim)], **PARAM, module_path="fc"))
+            else:
+                own.append(GRID.row(rank, 3, weight, [shard(0), shard(dim)], **PARAM, module_path="fc"))
+        facts = {rank: grid_facts(GRID.ranks.tolist(), rank, kind) for rank in rows}
+        run = mesh_run(tmp_path / "run", rows, facts)
+        assert same(run.array("fc", site=site, step=0), np.concatenate(hidden))
+
+    def test_a_layer_that_is_no_linear_one_tells_nothing_by_its_weight(self, tmp_path: Path) -> None:
+        rows, _ = self.mlp(with_neighbour=False)
+        for rank, own in rows.items():
+            own.append(TP.row(rank, 3, values(6, 6), [shard(0)], **PARAM, module_path="act"))
+        kinds = {one.kind for one in grid_run(tmp_path / "run", rows).view().rows().findings if one.site == "output"}
+        assert kinds == {"per_rank"}
+
+
 class TestWholeMeshes:
     def test_parameters_over_data_and_tensor_parallel_ranks_are_one(self, tmp_path: Path) -> None:
         weight = values(6, 8)
