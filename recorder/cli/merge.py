@@ -30,6 +30,7 @@ _KINDS = {
     "partial": "partial, because ranks are missing",
     "stranger": "left out, because it belongs to another run",
     "per_rank": "kept per rank",
+    "between_stages": "kept per rank, because it goes from one pipeline stage to another",
     "superseded": "left out, because a newer attempt recorded the same steps",
 }
 """How findings are called; another kind by its own name."""
@@ -123,7 +124,7 @@ def _lines(run: Run, report: MergeReport) -> Iterator[str]:
 
 
 def _describe(example: dict[str, Any]) -> str:
-    if example["step"] is None:
+    if example["step"] is None or (example["step"] < 0 and not example["module_path"]):
         return str(example["text"])
     where = ":".join(str(example[name]) for name in ("module_path", "site", "name") if example[name])
     return f"step {example['step']} {where}: {example['text']}"

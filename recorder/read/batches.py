@@ -94,6 +94,18 @@ class RootBatches:
         """Whether a call of the root was recorded on a rank."""
         return rank in self._calls.get(when, {})
 
+    def slices(self, when: tuple[str, str, int], ranks: set[int]) -> set[int]:
+        """The micro-steps of a root, mode and step in which some of these ranks called the root."""
+        return set().union(*(own for rank, own in self._slices.get(when, {}).items() if rank in ranks))
+
+    @cached_property
+    def _slices(self) -> dict[tuple[str, str, int], dict[int, set[int]]]:
+        found: dict[tuple[str, str, int], dict[int, set[int]]] = {}
+        for (root, mode, step, micro_step), of_ranks in self._calls.items():
+            for rank in of_ranks:
+                found.setdefault((root, mode, step), {}).setdefault(rank, set()).add(micro_step)
+        return found
+
     @cached_property
     def _calls(self) -> dict[_When, dict[int, list[_Call]]]:
         """Calls in order, by slice and rank."""

@@ -10,9 +10,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from .grid import Group, Told, find_group
+from .stages import Stage, read_stage
 from .writers import RecordedWriter, count
 
-PARALLEL = ("data_parallel", "model_parallel")
+PARALLEL = ("data_parallel", "model_parallel", "pipeline")
 """Members of a root that say how its ranks stand to each other."""
 _MAX_RANKS, _MAX_RANK = 1 << 14, 1 << 24
 
@@ -33,7 +34,7 @@ class RunFacts:
         ranks = sorted({writer.rank for writer in writers if writer.rank is not None})
         self._world_size = world_size
         self._world = tuple(range(world_size)) if world_size and world_size <= _MAX_RANKS else tuple(ranks)
-        self._expected: dict[tuple[int | None, str, str], Group] = {}
+        self._expected: dict[tuple[int | None, str, int | None, str], Group] = {}
         self.strangers = [
             number for number, writer in enumerate(writers) if writer.manifest.get("run_id", run_id) != run_id
         ]
@@ -44,11 +45,17 @@ class RunFacts:
     def group(self, root: str, module_path: str, number: int) -> Group:
         """The ranks that should have rows of a module, where a writer of that number has one."""
         world_size = self._world_sizes[number]
-        key = world_size, root, module_path
+        stage = self.stages.get((number, root))
+        of_stage = world_size, root, stage.number if stage is not None else None
+        key = (*of_stage, module_path)
         if key not in self._expected:
             world = tuple(range(world_size)) if world_size is not None else self._world
-            base = self._groups.get((world_size, root)) or Group("assumed", world)
-            if base.instances:  # ranks that its meshes leave out are expected all the same
+            base = self._groups.get(of_stage)
+            if stage is not None:
+                base = base or Group("assumed", self._ranks_of_stage(root, stage))
+            elif base is None:
+                base = Group("assumed", world)
+            elif base.instances:  # ranks that its meshes leave out are expected all the same
                 left_out = (rank for rank in world if rank not in self._modules or root in self._roots[rank])
                 base = base._replace(ranks=tuple(dict.fromkeys((*base.ranks, *left_out))))
             has = tuple(rank for rank in base.ranks if self._has_module(rank, root, module_path))
@@ -129,17 +136,20 @@ class RunFacts:
         ]
 
     @cached_property
-    def _groups(self) -> dict[tuple[int | None, str], Group]:
-        told: dict[tuple[int | None, str], list[Told]] = {}
+    def _groups(self) -> dict[tuple[int | None, str, int | None], Group]:
+        """By size of the world, root and pipeline stage."""
+        told: dict[tuple[int | None, str, int | None], list[Told]] = {}
         for world_size, writer in zip(self._world_sizes, self._writers, strict=True):
             for root in _objects(writer.manifest.get("roots")):
                 if isinstance(root.get("name"), str):
-                    told.setdefault((world_size, root["name"]), []).append(self._told(writer, root, world_size))
+                    stage = read_stage(root)
+                    key = world_size, root["name"], None if stage is None else stage.number
+                    told.setdefault(key, []).append(self._told(writer, root, world_size))
         found = {key: find_group(some) for key, some in told.items()}
         return {key: group for key, group in found.items() if group is not None}
 
     def _told(self, writer: RecordedWriter, root: dict[str, Any], world_size: int | None) -> Told:
-        data, model = (parallel if isinstance(parallel := root.get(name), dict) else {} for name in PARALLEL)
+        data, model = (parallel if isinstance(parallel := root.get(name), dict) else {} for name in PARALLEL[:2])
         source = "ddp" if data.get("kind") == "ddp" else "fsdp"
         of_data, of_model = (self._as_ranks(one.get("ranks"), world_size) for one in (data, model))
         rank = -1 if writer.rank is None else writer.rank
@@ -163,6 +173,20 @@ class RunFacts:
                 for root in roots:
                     known.update((str(root.get("name")), str(m.get("path"))) for m in _objects(root.get("modules")))
         return found
+
+    @cached_property
+    def stages(self) -> dict[tuple[int, str], Stage]:
+        """Pipeline stages by number of the writer and root."""
+        return {
+            (number, root["name"]): stage
+            for number, writer in enumerate(self._writers)
+            for root in _objects(writer.manifest.get("roots"))
+            if isinstance(root.get("name"), str) and (stage := read_stage(root)) is not None
+        }
+
+    def _ranks_of_stage(self, root: str, stage: Stage) -> tuple[int, ...]:
+        writers = [self._writers[number] for (number, name), own in self.stages.items() if (name, own) == (root, stage)]
+        return tuple(sorted({writer.rank for writer in writers if writer.rank is not None}))
 
     def is_linear(self, root: str, module_path: str) -> bool:
         """Whether a module is of a class that is called a linear one."""

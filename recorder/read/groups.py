@@ -25,6 +25,7 @@ from .evidence import NULL, POSITIVE, Described, Evidence, Ints, bits_of, digest
 from .facts import RunFacts
 from .grid import Group
 from .light import NONE, Keys, LightRows, Positions
+from .stages import Slices, Stage, missing_stages, unseen
 
 _FORWARD_OF = {"grad_input": "input", "grad_output": "output", "tap": "tap"}
 _KEY = ("root", "module_path", "site", "name", "phase", "mode", "step", "micro_step", "call", "repeat")
@@ -75,6 +76,11 @@ class Value(NamedTuple):
     def is_refused(self) -> bool:
         return isinstance(self.plan, Apart)
 
+    @property
+    def is_between_stages(self) -> bool:
+        """Whether it goes from one stage of a pipeline to another."""
+        return isinstance(self.plan, Apart) and self.plan.kind == "between_stages"
+
 
 class Grouping:
     """Plans for some rows of a run."""
@@ -114,6 +120,8 @@ class Grouping:
         self._numbers: dict[Piece, int] = {}
         self._found: dict[Any, int] = {}
         self.counts = self._which_count()
+        for text in missing_stages(facts.stages):
+            self._note("partial", None, (), text)
         """By position, whether a row counts: superseded ones and those of another run do not."""
         self._roots = RootBatches(rows, self.counts)
         self._cuts = Cuts(rows, self.counts, facts.is_linear)
@@ -125,12 +133,13 @@ class Grouping:
         chosen = chosen[rows.numbers("part")[chosen] == 0]
         if not len(chosen):
             return
-        groups, twins = self._group_numbers(chosen)
+        slices = Slices(rows, chosen, self._facts.stages)
+        groups, twins = self._group_numbers(chosen, slices)
         ranks = rows.numbers("rank")[chosen]
-        order = np.lexsort([ranks, groups])
+        order = np.lexsort([slices.micro_step, ranks, groups])
         chosen, groups, twins = chosen[order], groups[order], twins[order]
         starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
-        described = self._describe(chosen, starts)
+        described = self._describe(chosen, starts, slices.micro_step[order])
         sequence = np.lexsort([rows.numbers("seq")[chosen[starts]], rows.numbers("step")[chosen[starts]]])
         is_gradient = twins[starts] >= 0
         of_group: dict[int, Value] = {}
@@ -187,10 +196,11 @@ class Grouping:
         counts &= ~is_superseded
         return counts
 
-    def _group_numbers(self, chosen: Positions) -> tuple[Ints, Ints]:
+    def _group_numbers(self, chosen: Positions, slices: Slices) -> tuple[Ints, Ints]:
         """The number of each row's value, and of the value that it is the gradient of (-1: none)."""
         keys = {name: self._keys(name, chosen) for name in _KEY}
         columns = {name: key.codes.copy() for name, key in keys.items()}
+        columns |= {"micro_step": slices.key, "stage": slices.stage}
         sites = keys["site"]
         forward_site = np.full(len(sites.texts or ()) + 1, NONE)
         for code, site in enumerate(sites.texts or ()):
@@ -204,7 +214,7 @@ class Grouping:
             "phase": np.full(len(at), forward),
             "repeat": np.zeros(len(at)),
         }
-        both = [np.concatenate([columns[name], changed.get(name, columns[name][at])]) for name in _KEY]
+        both = [np.concatenate([columns[name], changed.get(name, columns[name][at])]) for name in columns]
         numbers = pack(both)
         twins = np.full(len(chosen), -1)
         twins[at] = numbers[len(chosen) :]
@@ -216,14 +226,15 @@ class Grouping:
     def _keys(self, name: str, positions: Positions) -> Keys:
         return self._rows.keys(name, positions)
 
-    def _describe(self, chosen: Positions, starts: Ints) -> Described:
+    def _describe(self, chosen: Positions, starts: Ints, micro_steps: Ints) -> Described:
         """Per row a number that stands for its piece, and per value whether all its rows are equal."""
         rows = self._rows
         ends = np.r_[starts[1:], len(chosen)]
         columns = [self._keys(name, chosen).codes for name in _PIECE]
-        local = pack([*columns, rows.numbers("rank")[chosen]])
+        local = pack([*columns, rows.numbers("rank")[chosen], micro_steps])
         _, first_of_code = np.unique(local, return_index=True)
-        codes = np.array([self._number_of(self._piece(int(chosen[at]))) for at in first_of_code], np.int64)[local]
+        pieces = (self._piece(int(chosen[at]), int(micro_steps[at])) for at in first_of_code)
+        codes = np.array([self._number_of(piece) for piece in pieces], np.int64)[local]
         of_row = np.repeat(np.arange(len(starts)), ends - starts)
         fingerprints = self._keys("fingerprint", chosen).codes
         firsts = starts[of_row]
@@ -258,7 +269,7 @@ class Grouping:
             self._pieces.append(piece)
         return number
 
-    def _piece(self, position: int) -> Piece:
+    def _piece(self, position: int, micro_step: int) -> Piece:
         texts = {name: self._rows.text(name, position) for name in _PIECE}
         global_shape, offsets = (texts[name] and parse_shape(texts[name]) for name in ("global_shape", "offsets"))
         return Piece(
@@ -270,6 +281,7 @@ class Grouping:
             texts["placements"],
             texts["mesh"],
             next((member for member in ALONE if f'"{member}":' in (texts["note"] or "")), None),
+            micro_step,
         )
 
     def _value(self, described: Described, number: int, forward: Value | None, *, is_gradient: bool) -> Value:
@@ -290,26 +302,16 @@ class Grouping:
         expected = group.ranks if set(ranks) <= set(group.ranks) else tuple(dict.fromkeys((*group.ranks, *ranks)))
         if site == "scalar":  # the program decides who reports a number
             reports = self._reporting.get((root, name), set())
-            step = int(self._rows.numbers("step")[first])
+            step = self._step_of(first)
             expected = tuple(rank for rank in expected if rank in reports or self._facts.last_step(rank) < step)
         elif site == "optim" and group.source == "fsdp" and all(piece.shape == () for piece in pieces):
             expected = ranks  # FSDP1 keeps no step where a rank holds nothing of a parameter
         blocks = self._blocks(codes, pieces, group, expected)
+        parts = _parts_of_batch(pieces, blocks, group, expected)
         batches: tuple[Batch, ...] = NO_BATCH
-        leads: tuple[int, ...] = ranks
-        num_expected = len(expected)
-        if blocks is not None and not isinstance(blocks, Apart):
-            at = [block.units[0][0] for block in blocks]
-            leads = tuple(ranks[i] for i in at)
-            num_expected = max(len(blocks), len(group.instances))
         if site not in STATE_SITES:
-            is_later = is_gradient or phase == "recompute"
-            if leads is ranks:
-                of_batches = rows_at, ranks, expected
-            else:
-                others = (some[0] for some in group.instances if not set(some) & set(leads))
-                of_batches = tuple(rows_at[i] for i in at), leads, (*leads, *others)
-            batches = self._batches(first, *of_batches, (root, mode, is_later), forward)
+            labels = root, mode, is_gradient or phase == "recompute"
+            batches = self._batches(first, rows_at, parts, labels, forward)
         override = self._override(path, site, name)
         is_float = pieces[0].dtype.startswith(("float", "bfloat"))
         evidence = Evidence(described, number, places, self._is_same, self._is_repeated, is_float=is_float)
@@ -319,13 +321,16 @@ class Grouping:
         known = self._decided.get(key)
         if known is None:
             question = Question(
-                pieces, site, group, num_expected, evidence, override, batches, forward_plan, is_gradient, self._loss,
-                partial(self._infer, evidence, Wanted(root, path, site, int(self._rows.numbers("step")[first]))),
+                pieces, site, group, parts.num_expected, evidence, override, batches, forward_plan, is_gradient,
+                self._loss, partial(self._infer, evidence, Wanted(root, path, site, self._step_of(first))),
             )  # fmt: skip
             known = *decide(question, blocks), forward_plan
             if not evidence.has_read:
                 self._decided[key] = known
         plan, batch, _ = known
+        stage = self._facts.stages.get((writer, root))
+        if stage is not None:
+            plan = self._in_pipeline(plan, pieces, names, first, stage)
         differing: tuple[int, ...] = ()
         if isinstance(plan, Plan) and plan.copies and (plan.source != "inferred" or site in STATE_SITES):
             differing, originals = self._differing(described, number, places, plan, rows_at)
@@ -344,18 +349,21 @@ class Grouping:
                 plan = Apart("replicas_differ", text)
         elif isinstance(plan, Apart):
             self._note(plan.kind, first, present, plan.why, path, site, name)
-        return Value(rows_at, plan, present, expected, differing_ranks, batch, leads)
+        return Value(rows_at, plan, present, expected, differing_ranks, batch, parts.ranks)
 
     def _blocks(
         self, codes: tuple[int, ...], pieces: list[Piece], group: Group, expected: tuple[int, ...]
     ) -> tuple[Block, ...] | Apart | None:
         """The pieces by the parts of the batch, where several ranks share one; None where none do."""
-        if not group.instances and pieces[0].mesh is None:
+        if not group.instances and pieces[0].mesh is None and pieces[-1].micro_step == pieces[0].micro_step:
             return None
         key = codes, group, expected
         if key not in self._split:
             self._split[key] = split(pieces, () if group.conflict else group.instances, expected)
         return self._split[key]
+
+    def _step_of(self, position: int) -> int:
+        return int(self._rows.numbers("step")[position])
 
     def _infer(self, evidence: Evidence, wanted: Wanted, pieces: Sequence[Piece]) -> int | Apart:
         evidence.has_read = True  # other rows, and of that step: no answer for another
@@ -391,16 +399,40 @@ class Grouping:
         return found
 
     def _batches(
-        self, first: int, positions: tuple[int, ...], ranks: tuple[int, ...], expected: tuple[int, ...],
-        labels: tuple[str, str, bool], forward: Value | None,
+        self, first: int, positions: tuple[int, ...], parts: _Parts, labels: tuple[str, str, bool],
+        forward: Value | None,
     ) -> tuple[Batch, ...]:  # fmt: skip
         """What the root's input says of the batch, likeliest first."""
         root, mode, is_later = labels
         if forward is not None:
-            return (_of_ranks(forward, ranks),)
-        when = root, mode, int(self._rows.numbers("step")[first]), int(self._rows.numbers("micro_step")[first])
-        seqs = None if is_later else self._rows.numbers("seq")[list(positions)].tolist()
-        return self._roots.of(when, ranks, seqs, expected)
+            return (_of_ranks(forward, parts.ranks),)
+        step = self._step_of(first)
+        seqs = self._rows.numbers("seq")[[positions[i] for i in parts.pieces]].tolist()
+        if len(set(parts.micro_steps)) == 1 and not parts.micro_steps[0]:
+            when = root, mode, step, int(self._rows.numbers("micro_step")[first])
+            return self._roots.of(when, parts.ranks, None if is_later else seqs, parts.expected)
+        found = [
+            self._roots.of((root, mode, step, micro_step), (rank,), None if is_later else [seq], (rank,))[0]
+            for rank, micro_step, seq in zip(parts.ranks, parts.micro_steps, seqs, strict=True)
+        ]
+        sizes = [batch.sizes[0] for batch in found if batch.sizes]
+        return (found[0]._replace(sizes=tuple(sizes), total=None),) if len(sizes) == len(found) else NO_BATCH
+
+    def _in_pipeline(
+        self, plan: Plan | Apart, pieces: list[Piece], names: tuple[str, ...], first: int, stage: Stage
+    ) -> Plan | Apart:
+        """What being of a stage makes of a plan: values between stages are no model's, and no micro-batch may lack."""
+        root, path, site, _, mode, _ = names
+        if stage.is_between(path, site):
+            return Apart("between_stages", f"stage {stage.number} of {stage.num_stages} hands it on or is handed it")
+        if site in STATE_SITES or site == "scalar" or isinstance(plan, Apart):
+            return plan
+        ranks, micro_steps = [piece.rank for piece in pieces], [piece.micro_step for piece in pieces]
+        known = self._roots.slices((root, mode, self._step_of(first)), set(ranks))
+        if lacking := unseen(ranks, micro_steps, known):
+            return Apart("partial", lacking)
+        num = len(set(micro_steps))
+        return plan._replace(note=(*plan.note, ("micro_batches", num))) if num > 1 else plan
 
     def _missing(self, first: int, missing: tuple[int, ...], expected: tuple[int, ...], names: tuple[str, ...]) -> None:
         """Say which ranks lack a row, and whether they ever ran what it is of."""
@@ -450,6 +482,34 @@ def parse_overrides(layouts: Sequence[str]) -> list[tuple[str, str]]:
         parse_override(wanted)
         found.append((pattern if ":" in pattern else f"{pattern}:*", wanted))
     return found
+
+
+class _Parts(NamedTuple):
+    """The parts of the batch that pieces are of."""
+
+    pieces: tuple[int, ...]
+    """The first piece of each part."""
+    ranks: tuple[int, ...]
+    """Its rank."""
+    micro_steps: tuple[int, ...]
+    expected: tuple[int, ...]
+    """A rank of each part that there should be."""
+    num_expected: int
+
+
+def _parts_of_batch(
+    pieces: list[Piece], blocks: tuple[Block, ...] | Apart | None, group: Group, expected: tuple[int, ...]
+) -> _Parts:
+    ranks = tuple(piece.rank for piece in pieces)
+    micro_steps = tuple(piece.micro_step for piece in pieces)
+    if blocks is None or isinstance(blocks, Apart):
+        return _Parts(tuple(range(len(pieces))), ranks, micro_steps, expected, len(expected))
+    at = tuple(block.units[0][0] for block in blocks)
+    leads = tuple(ranks[i] for i in at)
+    others = (some[0] for some in group.instances if not set(some) & set(leads))
+    num_ranks = len(group.instances) or (len(expected) if pieces[0].mesh is None else 0)
+    num_expected = max(len(blocks), num_ranks * len(set(micro_steps)))
+    return _Parts(at, leads, tuple(micro_steps[i] for i in at), (*dict.fromkeys(leads), *others), num_expected)
 
 
 def _of_ranks(forward: Value, ranks: tuple[int, ...]) -> Batch:

@@ -46,6 +46,7 @@ def find_tensor(
     question: Mapping[str, Any],
     *,
     counts: npt.NDArray[np.bool_] | None = None,
+    has_slices: bool = False,
 ) -> Found:
     """The rows of the one tensor with a payload that the question means.
 
@@ -56,6 +57,7 @@ def find_tensor(
         question: value by qualifier; None where it is left open.
         counts: given where rows of several ranks are one tensor, whose payload may be missing on some: by position,
             whether a row counts for it.
+        has_slices: a pipeline's micro-batches are one tensor, too.
 
     Raises:
         LookupFailedError: no tensor, or more than one; the message lists the choices.
@@ -63,6 +65,7 @@ def find_tensor(
     rows.load([*QUALIFIERS, "module_path", "encoding", "part", *PLACE_COLUMNS])
     what = f"{module_path!r}"
     any_rank = counts is not None
+    merged_names = (*_OF_RANKS, "micro_step") if has_slices else _OF_RANKS
     positions = np.flatnonzero(rows.module_paths().codes == module_code(rows, module_path))
     of_module = positions
     for name in QUALIFIERS:
@@ -98,7 +101,7 @@ def find_tensor(
         steps = _choices("step", rows.keys("step", positions))
         raise LookupFailedError(f"{what} was recorded without values at {steps}; a rule with keep=tensor keeps them")
     found = {name: rows.keys(name, positions[has_payload]) for name in QUALIFIERS}
-    single = {name: keys for name, keys in found.items() if not (any_rank and name in _OF_RANKS)}
+    single = {name: keys for name, keys in found.items() if not (any_rank and name in merged_names)}
     choices = [_choices(name, keys) for name, keys in single.items() if len(np.unique(keys.codes)) > 1]
     if choices:
         raise LookupFailedError(f"{what} means several tensors; choose {', '.join(choices)}")

@@ -307,7 +307,10 @@ class Run:
         counts = None
         if is_global:
             counts = np.ones(self.num_rows, bool) if self.is_merged else self._view.counts(self._rows)
-        found = find_tensor(self._rows, self.writers, module_path, question, counts=counts)
+        has_slices = is_global and not self.is_merged and self._view.has_pipeline
+        if has_slices and question.get("micro_step") is not None:
+            raise LookupFailedError("micro_step of a pipeline is a slice of the batch, not of the model; add rank=")
+        found = find_tensor(self._rows, self.writers, module_path, question, counts=counts, has_slices=has_slices)
         if is_global and not found.is_merged:
             if counts is not None and not counts[found.positions].any():
                 again = "a later attempt recorded this step again; rank= gives what one rank had"

@@ -62,6 +62,11 @@ class GlobalView:
         self._facts = RunFacts(run.writers, run.run_id, run.world_size)
         self._kept: tuple[tuple[int, int], tuple[Grouping, Assembler]] | None = None
 
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether the stages of a pipeline ran in it: then the micro-batches of a step are one batch."""
+        return bool(self._facts.stages)
+
     def windows(self, max_rows: int = 200_000) -> list[tuple[int, int]]:
         """Half-open ranges of steps that cover every recorded one, in order; found from the indexes.
 
@@ -491,6 +496,8 @@ def global_tensor(
     grouping, assembler = view.grouping_of_all(light)
     wanted = set(positions.tolist())
     found = [value for value in grouping.values(related) if wanted & set(value.positions)]
+    if len(found) > 1:  # what stages hand on has the same name as the input and the output of the model
+        found = [value for value in found if not value.is_between_stages]
     if len(found) != 1:
         raise LookupFailedError(f"{what}: {len(found)} values of the newest attempt are meant")
     value = found[0]

@@ -1,0 +1,89 @@
+"""Owns what manifests say of pipelines: which stage of a root a writer ran, and which stages nobody recorded.
+
+The stages of a root are one model, and the slices of a step (its micro-batches) one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .light import NONE, LightRows, Positions
+
+_MAX_STAGES = 1 << 14
+Ints = npt.NDArray[np.int64]
+
+
+class Stage(NamedTuple):
+    """A part of a model that runs one after the others."""
+
+    number: int
+    num_stages: int
+
+    def is_between(self, module_path: str, site: str) -> bool:
+        """Whether a value comes from another stage or goes to one, and is no input or output of the model."""
+        if module_path:
+            return False
+        is_first, is_last = self.number == 0, self.number == self.num_stages - 1
+        return not is_first if site in ("input", "grad_input") else not is_last and site in ("output", "grad_output")
+
+
+def read_stage(root: Mapping[str, Any]) -> Stage | None:
+    """Of a root in a manifest; None where it says nothing, or what cannot be."""
+    found = root.get("pipeline")
+    if not isinstance(found, dict):
+        return None
+    number, num_stages = found.get("stage"), found.get("num_stages")
+    if type(number) is not int or type(num_stages) is not int or not 0 <= number < num_stages <= _MAX_STAGES:
+        return None
+    return Stage(number, num_stages)
+
+
+def missing_stages(stages: Mapping[tuple[int, str], Stage]) -> Iterator[str]:
+    """A sentence for each root of which stages are missing."""
+    by_root: dict[str, list[Stage]] = {}
+    for (_, root), stage in stages.items():
+        by_root.setdefault(root, []).append(stage)
+    for root, some in by_root.items():
+        num_stages = max(stage.num_stages for stage in some)
+        gone = sorted(set(range(num_stages)) - {stage.number for stage in some})
+        if gone:
+            shown = ", ".join(map(str, gone[:8])) + (", ..." if len(gone) > 8 else "")
+            yield f"no rank of pipeline stage {shown} of {num_stages} (from 0) left a record of root {root!r}"
+
+
+class Slices:
+    """Of some rows, the stage of each and the micro-batch that it is of."""
+
+    def __init__(self, rows: LightRows, chosen: Positions, stages: Mapping[tuple[int, str], Stage]) -> None:
+        self.stage: Ints = np.full(len(chosen), NONE)
+        """`NONE` for a row of no pipeline, and for the numbers of a step, which are of the whole program."""
+        self.micro_step: Ints = np.zeros(len(chosen), np.int64)
+        """0 but in a pipeline."""
+        self.key: Ints = rows.numbers("micro_step")[chosen].copy()
+        """The slice that tells values apart: in a pipeline there is none."""
+        if stages:
+            self._fill(rows, chosen, stages)
+
+    def _fill(self, rows: LightRows, chosen: Positions, stages: Mapping[tuple[int, str], Stage]) -> None:
+        writers, roots, sites = rows.writer_numbers(chosen), rows.keys("root", chosen), rows.keys("site", chosen)
+        is_value = sites.codes != sites.code("scalar")
+        for (writer, root), stage in stages.items():
+            self.stage[(writers == writer) & (roots.codes == roots.code(root)) & is_value] = stage.number
+        at = (self.stage != NONE) & (self.key != NONE)
+        self.micro_step[at] = self.key[at]
+        self.key[at] = 0
+
+
+def unseen(ranks: Sequence[int], micro_steps: Sequence[int], known: set[int]) -> str:
+    """Which micro-batches some rank lacks, of those that any has; empty where none does."""
+    everything = known | set(micro_steps)
+    of_rank: dict[int, set[int]] = {}
+    for rank, micro_step in zip(ranks, micro_steps, strict=True):
+        of_rank.setdefault(rank, set()).add(micro_step)
+    lacking = {rank: sorted(everything - own) for rank, own in of_rank.items() if everything - own}
+    shown = [f"{', '.join(map(str, gone[:8]))} of rank {rank}" for rank, gone in list(lacking.items())[:4]]
+    return f"no row of micro-batch {'; '.join(shown)}" if shown else ""

@@ -1,0 +1,172 @@
+"""The global view of a pipeline: stages on several ranks are one model, micro-batches one batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recorder.errors import LookupFailedError
+from recorder.read.run import Run
+
+from .handmade import Row
+from .meshes import BACK, PARAM, Array, Mesh, finger, grid_facts, mesh_run, plain, root_input, shard
+
+RNG = np.random.default_rng(11)
+
+
+def values(*shape: int) -> Array:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def same(one: Array, two: Array) -> bool:
+    return one.dtype == two.dtype and one.shape == two.shape and one.tobytes() == two.tobytes()
+
+
+def stage(number: int, num_stages: int = 2) -> dict[str, Any]:
+    return {"pipeline": {"stage": number, "num_stages": num_stages}}
+
+
+class Model:
+    """Two layers, a stage each, of which `num_micro` micro-batches went through."""
+
+    def __init__(self, num_micro: int = 3, size: int = 2) -> None:
+        self.x, self.hidden, self.y = ([values(size, width) for _ in range(num_micro)] for width in (3, 5, 4))
+        self.gradient = [values(size, 5) for _ in range(num_micro)]
+        self.weights = [values(5, 3), values(4, 5)]
+
+    def rows(self, number: int) -> list[Row]:
+        """What the rank of a stage records: first all forwards, then the backwards."""
+        inputs, outputs = (self.x, self.hidden) if number == 0 else (self.hidden, self.y)
+        found: list[Row] = []
+        for m, (x, y) in enumerate(zip(inputs, outputs, strict=True)):
+            path = f"layers.{number}"
+            found.append(root_input(len(found), x, micro_step=m))
+            found.append(plain(len(found), y, micro_step=m, module_path=path))
+            found.append(plain(len(found), y, micro_step=m, module_path=""))
+        if number == 0:
+            for m, gradient in enumerate(self.gradient):
+                found.append(plain(len(found), gradient, micro_step=m, module_path="layers.0", **BACK))
+        found.append(plain(len(found), self.weights[number], **PARAM, module_path=f"layers.{number}"))
+        return found
+
+
+def pipeline_run(path: Path, model: Model, **more: Any) -> Run:
+    return mesh_run(path, {r: model.rows(r) for r in (0, 1)}, {r: stage(r) for r in (0, 1)}, **more)
+
+
+def test_stages_are_one_model_and_micro_batches_one_batch(tmp_path: Path) -> None:
+    model = Model()
+    run = pipeline_run(tmp_path / "run", model)
+    assert same(run.array("layers.0", step=0), np.concatenate(model.hidden))
+    assert same(run.array("layers.1", step=0), np.concatenate(model.y))
+    for number, weight in enumerate(model.weights):
+        assert same(run.array(f"layers.{number}", site="param", step=0), weight)
+    view = run.view().rows()
+    (one,) = (one for one in view.table.to_pylist() if (one["module_path"], one["site"]) == ("layers.1", "output"))
+    assert (one["layout_source"], one["fingerprint"]) == ("assumed", finger(np.concatenate(model.y)))
+    assert json.loads(one["note"]) == {"micro_batches": 3, "batch_dim": 0}
+    assert one["ranks_present"] == one["ranks_expected"] == "[1]"
+
+
+def test_the_models_input_is_the_first_stages_and_its_output_the_last_ones(tmp_path: Path) -> None:
+    model = Model()
+    run = pipeline_run(tmp_path / "run", model)
+    assert same(run.array("", site="input", step=0), np.concatenate(model.x))
+    assert same(run.array("", site="output", step=0), np.concatenate(model.y))
+    rows = run.view().rows()
+    assert {finding.kind for finding in rows.findings} == {"between_stages"}
+    between = [one for one in rows.table.to_pylist() if one["rank"] is not None]
+    assert {(one["rank"], one["module_path"], one["site"]) for one in between} == {(0, "", "output"), (1, "", "input")}
+    assert len(between) == 6, "one of each micro-batch"
+
+
+def test_gradients_are_scaled_by_micro_batches(tmp_path: Path) -> None:
+    model = Model(num_micro=4)
+    run = pipeline_run(tmp_path / "run", model)
+    assert np.array_equal(run.array("layers.0", site="grad_output", step=0), np.concatenate(model.gradient) / 4)
+
+
+def test_micro_batches_of_unequal_size_are_laid_by_their_own(tmp_path: Path) -> None:
+    model = Model(num_micro=2)
+    model.x[1], model.hidden[1], model.y[1], model.gradient[1] = (values(1, width) for width in (3, 5, 4, 5))
+    run = pipeline_run(tmp_path / "run", model)
+    assert same(run.array("layers.0", step=0), np.concatenate(model.hidden))
+    found = run.view(loss="weighted").rows()
+    (i,) = (i for i, one in enumerate(found.table.to_pylist()) if one["site"] == "grad_output")
+    wanted = np.concatenate([model.gradient[0] * 2 / 3, model.gradient[1] / 3])
+    assert np.allclose(found.array(i), wanted, rtol=1e-6)
+
+
+def test_the_ranks_of_a_stage_are_data_parallel_and_their_micro_batches_in_order(tmp_path: Path) -> None:
+    """Ranks 0 and 1 run stage 0, ranks 2 and 3 stage 1; each pair has two batches of three micro-batches."""
+    models = [Model(), Model()]
+    models[1].weights = models[0].weights
+    rows = {rank: models[rank % 2].rows(rank // 2) for rank in range(4)}
+    facts = {
+        r: {**stage(r // 2), "data_parallel": {"kind": "ddp", "ranks": [[0, 1], [2, 3]][r // 2]}} for r in range(4)
+    }
+    run = mesh_run(tmp_path / "run", rows, facts)
+    assert same(run.array("layers.1", step=0), np.concatenate([*models[0].y, *models[1].y]))
+    assert same(run.array("layers.1", site="param", step=0), models[0].weights[1])
+    gradients = np.concatenate([*models[0].gradient, *models[1].gradient])
+    scaled = (gradients.astype(np.float64) / 6).astype(np.float32)
+    assert np.array_equal(run.array("layers.0", site="grad_output", step=0), scaled)
+
+
+def test_the_ranks_of_a_stage_may_be_tensor_parallel(tmp_path: Path) -> None:
+    model, mesh = Model(num_micro=2), Mesh([0, 1])
+    rows: dict[int, list[Row]] = {}
+    for rank in (0, 1):
+        rows[rank] = [root_input(m, x, micro_step=m) for m, x in enumerate(model.x)]
+        rows[rank] += [mesh.row(rank, 4 + m, y, [shard(1)], micro_step=m) for m, y in enumerate(model.hidden)]
+    run = mesh_run(tmp_path / "run", rows, {rank: {**stage(0, 1), **grid_facts([0, 1], rank)} for rank in rows})
+    assert same(run.array("layers.0", step=0), np.concatenate(model.hidden))
+
+
+def test_a_stage_that_is_missing_is_named_and_the_rest_is_merged(tmp_path: Path) -> None:
+    model = Model()
+    run = mesh_run(tmp_path / "run", {0: model.rows(0)}, {0: stage(0)}, world_size=2)
+    assert same(run.array("layers.0", step=0), np.concatenate(model.hidden))
+    texts = [finding.text for finding in run.view().rows().findings if finding.kind == "partial"]
+    assert texts == ["no rank of pipeline stage 1 of 2 (from 0) left a record of root 'model'"]
+
+
+def test_a_micro_batch_that_is_missing_makes_no_smaller_tensor(tmp_path: Path) -> None:
+    model = Model()
+    rows = {rank: model.rows(rank) for rank in (0, 1)}
+    rows[1] = [one for one in rows[1] if (one["module_path"], one["micro_step"]) != ("layers.1", 2)]
+    run = mesh_run(tmp_path / "run", rows, {rank: stage(rank) for rank in (0, 1)})
+    with pytest.raises(LookupFailedError, match="no row of micro-batch 2 of rank 1"):
+        run.array("layers.1", step=0)
+    assert same(run.array("layers.0", step=0), np.concatenate(model.hidden))
+    assert {finding.kind for finding in run.view().rows().findings} == {"partial", "between_stages"}
+
+
+def test_numbers_of_the_step_are_the_programs(tmp_path: Path) -> None:
+    scalar = {"site": "scalar", "name": "lr", "module_path": "", "micro_step": None}
+    model = Model()
+    rows = {rank: [*model.rows(rank), plain(90, np.array(np.float32(0.5)), **scalar)] for rank in (0, 1)}
+    run = mesh_run(tmp_path / "run", rows, {rank: stage(rank) for rank in (0, 1)})
+    assert run.array("", site="scalar", step=0) == 0.5
+    assert len([one for one in run.view().rows().table.to_pylist() if one["site"] == "scalar"]) == 1
+
+
+def test_one_micro_batch_is_asked_for_with_its_rank(tmp_path: Path) -> None:
+    model = Model()
+    run = pipeline_run(tmp_path / "run", model)
+    assert same(run.array("layers.0", step=0, rank=0, micro_step=1), model.hidden[1])
+    with pytest.raises(LookupFailedError, match="add rank="):
+        run.array("layers.0", step=0, micro_step=1)
+
+
+@pytest.mark.parametrize(
+    "pipeline", [{"stage": 2, "num_stages": 2}, {"stage": True, "num_stages": 2}, {"stage": 0}, []]
+)
+def test_pipelines_that_are_none_are_taken_for_nothing(tmp_path: Path, pipeline: Any) -> None:
+    rows = {0: [root_input(0, values(2, 3)), plain(1, values(2, 2))]}
+    run = mesh_run(tmp_path / "run", rows, {0: {"pipeline": pipeline}})
+    assert run.array("layers.0", step=0).shape == (2, 2) and run.view().rows().findings == []
