@@ -21,6 +21,7 @@ from .align import align
 from .compare import Tolerance
 from .keys import Integers, group_rows
 from .moments import Floats, integers, numbers
+from .naming import Culprit, Naming
 from .pairs import Side, judge
 from .selection import GlobalOptions, Selection
 
@@ -82,6 +83,9 @@ class Diff(NamedTuple):
     the other lacks, and all could be compared."""
     first: Difference | None
     """The first value that differs, in the order of execution of the first run."""
+    culprits: list[Culprit]
+    """The stages that differ although all that they are made from agrees, the first on top; what else differs inherits.
+    Of the first steps with differences."""
     table: Any
     """`pa.Table` of the values that differ, in that order: place, kind, dtypes, shapes and distances."""
     modules: Any
@@ -210,6 +214,7 @@ class _Comparison:
         self._seen = (_Seen(), _Seen())
         self._counts = np.zeros(len(_COUNTED), np.int64)
         self._partial: Counter[tuple[str, str]] = Counter()
+        self._naming = Naming()
 
     def add(self, a: Side, b: Side) -> None:
         pairs = align(a.table, b.table)
@@ -223,6 +228,7 @@ class _Comparison:
             self._report(side.payload_bytes(places))
         if len(pairs.a):
             found = judge(a, b, pairs, self._tolerance, self._report)
+            self._naming.add(a, b, pairs, found)
             self._differing.append(found.differing)
             self._counts += np.array([getattr(found, name) for name in _COUNTED])
             self._partial += found.partial
@@ -261,6 +267,7 @@ class _Comparison:
         return Diff(
             is_equal=not table.num_rows and (common or not (lacks or by_nothing)),
             first=_first(table),
+            culprits=self._naming.culprits,
             table=table,
             modules=_by_module(table, pa.concat_tables(self._compared)),
             only_a=only[0],

@@ -78,6 +78,8 @@ class Judged(NamedTuple):
     """Pairs of which neither has any: summands over ranks whose values were not kept, such as a position's gradient."""
     partial: Counter[tuple[str, str]]
     """Pairs of which one run (``a`` or ``b``) lacks ranks that the other has not lost; by the run and these ranks."""
+    kinds: npt.NDArray[np.object_]
+    """Of each pair how it differs, see `Difference.kind`; an empty text where it does not."""
 
 
 def judge(a: Side, b: Side, pairs: Alignment, tolerance: Tolerance, report: Callable[[int], None]) -> Judged:
@@ -135,6 +137,7 @@ def judge(a: Side, b: Side, pairs: Alignment, tolerance: Tolerance, report: Call
             for side, ranks in zip("ab", lacks, strict=True)
             for text in ranks[is_partial & (ranks != "")].tolist()
         ),
+        kinds=kinds,
     )
 
 

@@ -207,9 +207,11 @@ def diff(
 ) -> None:
     """Compare two runs value by value, whatever their layouts.
 
-    The global tensors are compared, the first module that differs on top: one process, DDP and FSDP of any number of
-    ranks. Exactly, unless a tolerance is given; an element within any of them is equal. --loss and --layout hold for
-    both runs.
+    The global tensors are compared: one process, DDP and FSDP of any number of ranks. Exactly, unless a tolerance is
+    given; an element within any of them is equal. --loss and --layout hold for both runs.
+
+    On top are the culprits: the stages (forward, backward, reduction, update) that differ although all that they are
+    made from agrees. The rest inherits, in the order in which it differs first.
 
     Columns: max abs is the largest difference of two elements; of max the same, relative to the largest magnitude in
     either tensor; max rel and max ulp are of single elements, so that one near zero may make them large and mean

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..analyze.compare import Tolerance
 from ..analyze.diff import Diff, Difference, diff, payload_bytes
+from ..analyze.naming import Culprit
 from ..analyze.selection import GlobalOptions, Selection
 from ..read.run import Run
 from .first import as_dict
@@ -63,6 +64,8 @@ def show_diff(
     for partial in found.partial:
         num_values = counted(partial.num_values, "value")
         say(f"{partial.run.upper()} lacks {_named(partial.ranks)} in {num_values}")
+    for line in _accusations(found.culprits, limit):
+        say(line)
     if found.first is not None:
         say(_describe(found.first))
         _print_modules(found, limit)
@@ -92,6 +95,39 @@ def _describe(first: Difference) -> str:
     if first.nonfinite_a or first.nonfinite_b:
         apart += f"; NaN or infinite in {first.nonfinite_a} elements of A, {first.nonfinite_b} of B"
     return f"first difference: step {first.step}{when}, {what}{rank}: {how}{apart}"
+
+
+def _accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
+    """A line for each culprit."""
+    for culprit in culprits[: limit or None]:
+        rank = f", {_named(culprit.ranks)}" if culprit.ranks else ""
+        yield f"culprit: step {culprit.step}, {culprit.phase} of {_accused(culprit)}{rank}: {_shown(culprit)}"
+    if limit and len(culprits) > limit:
+        yield f"{len(culprits) - limit} more culprits (--limit 0 shows all)"
+
+
+def _accused(culprit: Culprit) -> str:
+    if culprit.module_path is None:
+        touched = f"{culprit.num_params} parameters" if culprit.num_params > 1 else "all parameters"
+        return f"{touched} alike" + (f" ({culprit.why})" if culprit.why else "")
+    return f"{culprit.module_path!r}" + (f" ({culprit.why})" if culprit.why else "")
+
+
+def _shown(culprit: Culprit) -> str:
+    """Which value shows it, and how."""
+    is_there = culprit.seen_at == culprit.module_path or culprit.site == "scalar"
+    of = "" if is_there else f" of {culprit.seen_at!r}"
+    value = " ".join(filter(None, (culprit.site, culprit.name))) + of
+    if culprit.alone_in is not None:
+        return f"{value} is in {culprit.alone_in.upper()} alone"
+    if culprit.factor is not None:
+        return f"{value} is {number(culprit.factor)} times what it was"
+    if culprit.max_abs:
+        of_max = "" if culprit.of_max is None else f", {number(culprit.of_max)} of the largest magnitude"
+        return f"{value} differs by up to {number(culprit.max_abs)}{of_max}"
+    if culprit.statistic is not None:
+        return f"{value} differs: {_statistic({**culprit._asdict(), 'statistic_rel': None})}"
+    return f"{value} differs" + (f" ({culprit.kind})" if culprit.kind else "")
 
 
 def _print_modules(found: Diff, limit: int) -> None:

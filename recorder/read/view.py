@@ -19,6 +19,7 @@ from ..errors import LookupFailedError, RunError
 from ..format.dtypes import ITEM_BYTES, item_bytes, numpy_dtype
 from ..format.schema import COUNTS, LIGHT_COLUMNS, SCHEMA, STATISTICS
 from ..layout.plans import Plan, Term
+from ..layout.regions import Region
 from ..layout.rules import LOSSES
 from .assembler import Assembler, Part, as_items
 from .combine import combine, combine_fingerprints
@@ -209,6 +210,17 @@ class GlobalRows:
         data = self._assembler.array(source.plan, source.positions)
         self._assembler.forget()
         return as_array(data, dtype, shape)
+
+    def places(self, i: int) -> list[tuple[int, Region]]:
+        """Which rank holds which elements of a row's tensor alone; empty where that cannot be said of each."""
+        source = self._sources[i]
+        if isinstance(source, int) or not isinstance(source.plan, Plan):
+            return []
+        parts = source.plan.parts
+        if any(len(part.terms) != 1 for part in parts):
+            return []
+        ranks = self._light.numbers("rank")
+        return [(int(ranks[source.positions[part.terms[0].piece]]), part.region) for part in parts]
 
     def parts(self, i: int) -> Iterator[Part]:
         """The encoded payload of a row, in parts of at most 32 MiB; frames are copied where nothing is computed.

@@ -1,0 +1,131 @@
+"""Owns the pairs of a step as events in the order of execution: which values differ, and of which ranks.
+
+Rows of one value, one for each rank where the ranks make no single tensor, are one event. Never reads a payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from .align import Alignment
+from .keys import VALUE_KEY, Integers
+from .moments import integers
+
+Flags = npt.NDArray[np.bool_]
+_ALONE_SITES = ("grad", "grad_input", "grad_output")
+"""Sites at which it is an error that one run alone has a value: no gradient came, or one came where none should."""
+_SIGNATURE = ("shape", "dtype", "mean", "std", "min", "max", "l2")
+_COLUMNS = (*VALUE_KEY, "scope", "rank", "fingerprint", *_SIGNATURE)
+
+
+class Event(NamedTuple):
+    """One value of a step, in both runs or in one alone."""
+
+    order: float
+    """Its place in the order of execution of the first run."""
+    root: str
+    path: str
+    site: str
+    name: str
+    phase: str
+    mode: str
+    micro_step: int | None
+    call: int
+    scope: str | None
+    signature: Any
+    """Equal where two values of a step are equal, as far as the rows say; None where they say nothing."""
+    differs: bool
+    ranks: tuple[int, ...]
+    """Of the second run, whose own values differ; empty where the value is of all ranks."""
+    pair: int
+    """Number of the pair that differs; -1 where there is none."""
+    alone: str = ""
+    """``a`` or ``b``: the other run has no such value."""
+
+
+def events(a: Any, b: Any, pairs: Alignment, differs: Flags) -> dict[int, list[Event]]:
+    """The events of each step of which both runs have rows.
+
+    Args:
+        a: rows of the one run.
+        b: of the other.
+        pairs: which belong together.
+        differs: of each pair.
+    """
+    left, ranks_b = a.take(pa.array(pairs.a)), integers(b.column("rank").take(pa.array(pairs.b)))
+    found: dict[tuple[Any, ...], Event] = {}
+    for number, row in enumerate(_rows(left)):
+        event = _event(float(pairs.a[number]), row)
+        rank = int(ranks_b[number]) if ranks_b[number] >= 0 else row["rank"]
+        if differs[number]:
+            event = event._replace(differs=True, ranks=() if rank is None else (rank,), pair=number)
+        _join(found, row, event)
+    for event, row in _alone(a, b, pairs):
+        _join(found, row, event)
+    steps: dict[int, list[Event]] = {}
+    for key, event in found.items():
+        steps.setdefault(key[VALUE_KEY.index("step")], []).append(event)
+    return {step: sorted(steps[step], key=lambda event: event.order) for step in sorted(steps)}
+
+
+def differing_steps(a: Any, b: Any, pairs: Alignment, differs: Flags) -> list[int]:
+    """Common steps at which something differs, or one run alone has a gradient."""
+    steps = integers(a.column("step"))
+    found = set(steps[pairs.a[differs]].tolist())
+    for table, places in ((a, pairs.only_a), (b, pairs.only_b)):
+        alone = table.select(["step", "site"]).take(pa.array(places))
+        alone = alone.filter(pc.is_in(alone.column("site"), pa.array(_ALONE_SITES)))
+        found.update(alone.column("step").unique().to_pylist())
+    return sorted(found & set(steps[pairs.a].tolist()))
+
+
+def of_steps(pairs: Alignment, a: Any, b: Any, steps: list[int]) -> tuple[Alignment, Integers]:
+    """The part of an alignment that is of some steps, and which pairs these are."""
+    is_a, is_b = (np.isin(integers(table.column("step")), steps) for table in (a, b))
+    kept = np.flatnonzero(is_a[pairs.a])
+    only_a, only_b = pairs.only_a[is_a[pairs.only_a]], pairs.only_b[is_b[pairs.only_b]]
+    return Alignment(pairs.a[kept], pairs.b[kept], only_a, only_b), kept
+
+
+def _rows(table: Any) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = table.select(list(_COLUMNS)).to_pylist()
+    return rows
+
+
+def _event(order: float, row: dict[str, Any]) -> Event:
+    signature = row["fingerprint"] or (row["l2"] is not None and tuple(row[name] for name in _SIGNATURE)) or None
+    return Event(
+        order, row["root"], row["module_path"], row["site"], row["name"], row["phase"], row["mode"],
+        row["micro_step"], row["call"], row["scope"], signature, differs=False, ranks=(), pair=-1,
+    )  # fmt: skip
+
+
+def _join(found: dict[tuple[Any, ...], Event], row: dict[str, Any], event: Event) -> None:
+    key = tuple(row[name] for name in VALUE_KEY)
+    known = found.get(key)
+    if known is None or (event.differs and not known.differs):
+        found[key] = event if known is None else event._replace(order=known.order)
+    elif event.differs:
+        found[key] = known._replace(ranks=tuple(dict.fromkeys((*known.ranks, *event.ranks))))
+
+
+def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[Event, dict[str, Any]]]:
+    """Gradients that one run alone has, at steps and sites that are recorded in both."""
+    common = set(zip(*(a.column(name).take(pa.array(pairs.a)).to_pylist() for name in ("step", "site")), strict=True))
+    order = np.argsort(pairs.b, kind="stable")
+    for side, table, places in (("a", a, pairs.only_a), ("b", b, pairs.only_b)):
+        for place, row in zip(places.tolist(), _rows(table.take(pa.array(places))), strict=True):
+            if row["site"] not in _ALONE_SITES or (row["step"], row["site"]) not in common:
+                continue
+            when = float(place)
+            if side == "b":  # right behind what comes before it there
+                at = int(np.searchsorted(pairs.b[order], place)) - 1
+                when = float(pairs.a[order[at]]) + 0.5 if at >= 0 else -0.5
+            ranks = () if row["rank"] is None else (row["rank"],)
+            yield _event(when, row)._replace(differs=True, ranks=ranks, alone=side), row

@@ -1,0 +1,170 @@
+"""Owns culprits as they are told: the place, the ranks, and how far the value that shows each is apart.
+
+Reads payloads of culprits alone, to say whose part of a tensor it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ..errors import RunError
+from .align import Alignment
+from .culprits import CulpritSearch, Suspect
+from .events import differing_steps, events, of_steps
+from .keys import VALUE_KEY, Integers
+from .pairs import Judged, Side
+
+_NAMED_KINDS = ("values", "statistics", "fingerprint", "shape")
+"""Kinds of differences that are errors of the training; others are of how it was recorded."""
+_OWN_SHARE = 1e-3
+"""A rank's part of a tensor differs where it does so by this share of the largest difference."""
+_MIN_COSINE = 0.999
+_MIN_FACTOR = 1e-3
+_FIGURES = ("kind", "max_abs", "of_max", "max_ulp", "cosine", "noise", "statistic", "statistic_a", "statistic_b")
+
+
+class Culprit(NamedTuple):
+    """A stage of the second run that is wrong although all that it is made from agrees with the first."""
+
+    step: int
+    phase: str
+    """``forward``, ``backward``, ``reduction`` (anything between a parameter's gradients of the backward and those that
+    the update uses), ``update``, or ``start``: state that differs from its first record on."""
+    root: str
+    module_path: str | None
+    """None where all parameters are touched alike."""
+    site: str
+    """The first value that shows it, with the next ones: a module's input shows what its caller did."""
+    name: str
+    seen_at: str
+    """Module whose value that is."""
+    micro_step: int | None
+    call: int
+    rank: int | None
+    """None: of several ranks, or not known."""
+    ranks: list[int]
+    """Of the second run, whose value or whose part of it differs; empty where that is not known."""
+    why: str
+    alone_in: str | None
+    """``a`` or ``b`` where that run alone has the value."""
+    num_params: int
+    """Parameters that are touched, where all are alike."""
+    factor: float | None
+    """What the value of the first run was multiplied with, where one number says it."""
+    kind: str | None
+    max_abs: float | None
+    of_max: float | None
+    max_ulp: int | None
+    cosine: float | None
+    noise: float | None
+    """How far noise alone moves that value; None without noise runs."""
+    statistic: str | None
+    statistic_a: float | None
+    statistic_b: float | None
+
+
+class Naming:
+    """Finds culprits, range by range of steps."""
+
+    def __init__(self) -> None:
+        self.culprits: list[Culprit] = []
+        self._search = CulpritSearch()
+
+    def add(self, a: Side, b: Side, pairs: Alignment, judged: Judged) -> None:
+        """The pairs of a range of steps, and what came of them."""
+        if self._search.is_over:
+            return
+        differs = np.isin(judged.kinds, _NAMED_KINDS)
+        steps = a.table.column("step").take(pa.array(pairs.a)).unique().to_pylist()
+        wrong = differing_steps(a.table, b.table, pairs, differs)
+        wanted, kept = of_steps(pairs, a.table, b.table, wrong)
+        of_step = events(a.table, b.table, wanted, differs[kept]) if wrong else {}
+        roots = a.table.column("root").unique().to_pylist()
+        for step in sorted(steps):
+            if step not in of_step:
+                self._search.equal_step(step, roots)
+            elif not self._search.is_over:
+                for suspect in self._search.step(step, of_step[step]):
+                    self.culprits.append(_told(suspect, a, b, wanted, kept, judged))
+
+
+def _told(suspect: Suspect, a: Side, b: Side, pairs: Alignment, kept: Integers, judged: Judged) -> Culprit:
+    event = suspect.event
+    row: dict[str, Any] = {}
+    ranks = list(event.ranks)
+    if event.pair >= 0:
+        at = int(np.searchsorted(np.flatnonzero(judged.kinds != ""), kept[event.pair]))
+        row = judged.differing.slice(at, 1).to_pylist()[0]
+        ranks = ranks or _owners(a, b, int(pairs.a[event.pair]), int(pairs.b[event.pair]))
+    return Culprit(
+        step=suspect.step, phase=suspect.phase, root=suspect.root, module_path=suspect.path, site=event.site,
+        name=event.name, seen_at=event.path, micro_step=event.micro_step, call=event.call,
+        rank=ranks[0] if len(ranks) == 1 else None, ranks=sorted(ranks), why=suspect.why,
+        alone_in=event.alone or None, num_params=suspect.num_params, factor=_factor(row),
+        **{name: row.get(name) for name in _FIGURES},
+    )  # fmt: skip
+
+
+def _factor(row: dict[str, Any]) -> float | None:
+    """By what the one tensor is a multiple of the other, if it is one."""
+    cosine, one, two = (row.get(name) for name in ("cosine", "l2_a", "l2_b"))
+    if cosine is None or not one or not two or abs(cosine) < _MIN_COSINE:
+        return None
+    found = float(two / one) * (1 if cosine > 0 else -1)
+    return found if abs(found - 1) > _MIN_FACTOR else None
+
+
+def _owners(a: Side, b: Side, row_a: int, row_b: int) -> list[int]:
+    """The ranks of the second run whose part of a global tensor differs; none where that cannot be told."""
+    try:
+        own_a, own_b = _own_rows(a, row_a), _own_rows(b, row_b)
+        both = sorted(own_a.keys() & own_b.keys())
+        if len(both) > 1:
+            apart = {rank: _far(a.rows.array(own_a[rank]), b.rows.array(own_b[rank])) for rank in both}
+        else:
+            places = b.rows.places(b.table.column("at")[row_b].as_py())
+            if len(places) < 2:
+                return []
+            one, two = a.array(row_a), b.array(row_b)
+            apart = {rank: _far(*(_part(values, region) for values in (one, two))) for rank, region in places}
+    except RunError:
+        return []
+    limit = max(apart.values()) * _OWN_SHARE
+    return [rank for rank, far in apart.items() if far > limit]
+
+
+def _own_rows(side: Side, row: int) -> dict[int, int]:
+    """Where in a run's rows the ranks' own rows of a value are, beside the one of all ranks."""
+    key = {name: side.table.column(name)[row].as_py() for name in VALUE_KEY}
+    table = side.rows.table
+    is_own = table.column("rank").is_valid().to_numpy().copy()
+    for name, value in key.items():
+        column = table.column(name)
+        is_own &= np.asarray(
+            (column.is_null() if value is None else pa.compute.fill_null(pa.compute.equal(column, value), False))
+            .to_numpy()
+        )  # fmt: skip
+    return {table.column("rank")[i].as_py(): i for i in np.flatnonzero(is_own).tolist()}
+
+
+def _part(values: npt.NDArray[Any], region: Any) -> npt.NDArray[Any]:
+    """The elements of a region, flattened."""
+    if region.run is not None:
+        return values.reshape(-1)[slice(*region.run)]
+    boxes = [values[tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))] for box in region.boxes]
+    return np.concatenate([box.reshape(-1) for box in boxes]) if boxes else values.reshape(-1)[:0]
+
+
+def _far(one: npt.NDArray[Any], two: npt.NDArray[Any]) -> float:
+    """The largest difference; infinite where the one is finite and the other not, or the shapes differ."""
+    if one.shape != two.shape or one.dtype.names or two.dtype.names:
+        return np.inf
+    wide = np.complex128 if "c" in (one.dtype.kind, two.dtype.kind) else np.float64
+    with np.errstate(all="ignore"):
+        far = np.abs(two.astype(wide) - one.astype(wide))
+    far[np.isnan(far)] = np.where((np.isnan(one.astype(wide)) & np.isnan(two.astype(wide)))[np.isnan(far)], 0, np.inf)
+    return float(far.max(initial=0.0))

@@ -1,0 +1,127 @@
+"""Which injected errors `diff` names: `python -m tests.analyze.injected [NAME...]` prints the table.
+
+Each error of `scripts/inject.py` is compared with the sound training of the same layout.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import recorder
+from recorder.analyze.diff import Diff, diff
+from tests.distributed import jobs
+
+SCRIPT = Path(__file__).parent / "scripts" / "inject.py"
+ALL = None
+"""All parameters alike."""
+
+
+class Error(NamedTuple):
+    """What must be named."""
+
+    module: str | None
+    phase: str
+    step: int = 0
+    base: str = "sound"
+    """The training that it is compared with."""
+    rank: int | None = None
+    """The only one that is wrong."""
+
+
+ERRORS = {
+    "skipped": Error("blocks.1.mlp.down", "reduction"),
+    "scale_on_one_rank": Error("", "backward", rank=1),
+    "stale_buffer": Error("blocks.1", "forward", 1, rank=1),
+    "transposed": Error("blocks.1.attention.out", "forward"),
+    "bias_twice": Error("blocks.1.mlp.up", "forward"),
+    "mask": Error("blocks.1.attention", "forward"),
+    "untied": Error("embed", "backward", 1),
+    "norm_eps": Error("blocks.1.norm2", "forward"),
+    "momentum": Error(ALL, "update", 1, rank=1),
+    "detached": Error("blocks.1", "backward"),
+    "no_residual": Error("blocks.1", "forward"),
+    "doubled_loss": Error("", "backward"),
+    "activation": Error("blocks.1.mlp.act", "forward"),
+    "swapped": Error("blocks.1.attention", "forward"),
+    "attention_scale": Error("blocks.1.attention", "forward"),
+    "clipping_skipped": Error(ALL, "reduction", base="clipped", rank=1),
+    "frozen_trained": Error("frozen", "backward"),
+    "label_shift": Error("", "backward"),
+    "word_order": Error("", "forward", 1),
+    "data": Error("", "forward", 1, rank=1),
+    "position_offset": Error("", "forward"),
+    "dropout_seed": Error("drop", "forward", rank=1),
+    "rate": Error(ALL, "update"),
+    "decayed_norm": Error("norm", "update"),
+    "not_updated": Error("blocks.1.mlp.up", "update", rank=1),
+    "custom_backward": Error("blocks.1.mlp.act", "backward"),
+    "gradient_scaled_on_one_rank": Error("blocks.1.mlp.down", "reduction", 1, rank=1),
+    "bit_flip": Error("blocks.1.mlp.up", "update", rank=1),
+    "wrong_start": Error("blocks.1.norm1", "start", rank=1),
+}
+"""By the name in `scripts/inject.py`."""
+
+
+def record(folder: Path, names: list[str]) -> None:
+    """Record the trainings of these names, and what they are compared with."""
+    bases = dict.fromkeys(["sound", *(ERRORS[name].base for name in names)])
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), *bases, "sound+again", *names]
+    subprocess.run(command, check=True, env=jobs.environment({}), stdout=subprocess.DEVNULL, timeout=300)
+
+
+def opened(folder: Path, name: str) -> recorder.Run:
+    """A training that was recorded."""
+    return recorder.open_run(folder / name / "recordings")
+
+
+def compared(folder: Path, name: str) -> Diff:
+    """An erroneous training beside the sound one of the same layout."""
+    return diff(opened(folder, ERRORS[name].base), opened(folder, name))
+
+
+class Verdict(NamedTuple):
+    """What was named."""
+
+    word: str
+    """``correctly``, ``wrongly``, ``not found``."""
+    named: str
+
+
+def judge(found: Diff, error: Error) -> Verdict:
+    """Whether the first culprit is the error, and no other is named at its step."""
+    if not found.culprits:
+        return Verdict("not found", "")
+    first = found.culprits[0]
+    named = f"{first.module_path!r} {first.phase} step {first.step} ranks {first.ranks}"
+    is_right = (first.module_path, first.phase, first.step) == (error.module, error.phase, error.step)
+    is_right = is_right and (error.rank is None or first.rank == error.rank)
+    others = [f"{one.module_path!r} {one.phase} {one.step}" for one in found.culprits[1:]]
+    return Verdict("correctly" if is_right else "wrongly", named + "".join(f" + {one}" for one in others))
+
+
+def main(names: list[str]) -> int:
+    """Print the table; 1 where something is not named correctly."""
+    names = names or list(ERRORS)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        record(folder, names)
+        return show(folder, names)
+
+
+def show(folder: Path, names: list[str]) -> int:
+    """Print a line for each error, and how many are named."""
+    counts = dict.fromkeys(("correctly", "wrongly", "not found"), 0)
+    for name in names:
+        verdict = judge(compared(folder, name), ERRORS[name])
+        counts[verdict.word] += 1
+        print(f"{name:28} {verdict.word:10} {verdict.named}")
+    print(", ".join(f"{word} {count}" for word, count in counts.items()))
+    return int(counts["correctly"] < len(names))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
