@@ -185,11 +185,14 @@ def _seen_as(
     """Of a view of a whole piece the global shape and placements; None where they cannot be told for sure.
 
     The dim that takes the place of a sharded one is the one that ends where that ended in memory: the other factors of
-    the old dim, where it was split, lie inside it. Only even shards: of others, sizes differ between ranks.
+    the old dim, where it was split, lie inside it. Only even shards: of others, sizes differ between ranks. A new dim of
+    size 1 may be what is left of a sharded one, such as the one head of a rank.
     """
     from torch.distributed.tensor import Replicate, Shard
 
     global_shape, placements = list(shape), list(place.placements)
+    if list(shape).count(1) > list(place.shape).count(1):
+        return None
     for axis, placement in enumerate(place.placements):
         if type(placement) is Replicate:
             continue
