@@ -48,8 +48,9 @@ def test_the_traceback_of_an_exception_has_no_frame_of_ours(tmp_path: Path) -> N
 
 def test_a_healthy_rank_that_torchrun_ends_keeps_what_it_had(tmp_path: Path) -> None:
     arguments = (LOOP, "--end=exception", "--rank=1")
-    without = jobs.torchrun(tmp_path / "off", *arguments).wait()
+    off = jobs.torchrun(tmp_path / "off", *arguments)
     recorded = jobs.torchrun(tmp_path / "on", *arguments, **jobs.recording()).wait()
+    without = off.wait()
     assert recorded.returncode == without.returncode == 1
     assert len(recorded.lines("ArithmeticError: the end that was asked for")) > 0
     assert_quiet(recorded)
