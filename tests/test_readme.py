@@ -8,6 +8,9 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,27 +38,35 @@ def run(command: str | list[str], cwd: Path) -> str:
     return done.stdout
 
 
-def record(folder: Path, command: str) -> Path:
-    shutil.copy(HERE / "small_training.py", folder / "train.py")
-    run(command, folder)
-    return folder
-
-
 class Typed(NamedTuple):
     """A folder in which everything was typed that README says, and what it said."""
 
     folder: Path
     said: dict[str, str]
+    snippets: dict[str, Future[str]]
 
 
 @pytest.fixture(scope="module")
-def typed(tmp_path_factory: pytest.TempPathFactory) -> Typed:
+def side_by_side() -> Iterator[ThreadPoolExecutor]:
+    """Two processes at a time: most of each is an interpreter that imports, on one core."""
+    with ThreadPoolExecutor(2) as executor:
+        yield executor
+        executor.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def typed(side_by_side: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) -> Typed:
     command, other = SHELL[0], [line for line in SHELL if line.startswith("RECORDER_DIR=other RECORDER=1 torchrun ")]
     assert command.startswith("RECORDER=1 torchrun ")
     assert len(other) == 1
-    folder = record(tmp_path_factory.mktemp("readme"), command)
-    record(folder, other[0])
-    return Typed(folder, {line: run(line, folder) for line in COMMANDS})
+    folder = tmp_path_factory.mktemp("readme")
+    shutil.copy(HERE / "small_training.py", folder / "train.py")
+    list(side_by_side.map(partial(run, cwd=folder), (command, other[0])))
+    said = {line: run(line, folder) for line in COMMANDS}
+    snippets = {
+        snippet: side_by_side.submit(run, [sys.executable, "-W", "error", "-c", snippet], folder) for snippet in PYTHON
+    }
+    return Typed(folder, said, snippets)
 
 
 def name_of(snippet: str) -> str:
@@ -66,7 +77,7 @@ def name_of(snippet: str) -> str:
 
 @pytest.mark.parametrize("snippet", PYTHON, ids=map(name_of, PYTHON))
 def test_a_python_snippet_runs_and_prints(typed: Typed, snippet: str) -> None:
-    assert run([sys.executable, "-W", "error", "-c", snippet], typed.folder).strip()
+    assert typed.snippets[snippet].result().strip()
 
 
 @pytest.mark.parametrize("line", COMMANDS)
@@ -86,7 +97,7 @@ def test_the_answers_are_those_of_a_run_that_is_whole(typed: Typed) -> None:
 
 def test_the_global_tensor_is_that_of_both_ranks(typed: Typed) -> None:
     (snippet,) = [snippet for snippet in PYTHON if "of which rank 1 had" in snippet]
-    assert "(8, 8) of which rank 1 had (4, 8)" in run([sys.executable, "-c", snippet], typed.folder)
+    assert "(8, 8) of which rank 1 had (4, 8)" in typed.snippets[snippet].result()
 
 
 def test_what_went_wrong_first_is_what_the_readme_shows(tmp_path: Path) -> None:
@@ -119,7 +130,8 @@ def test_the_table_of_commands_names_every_command_but_run() -> None:
 
 def test_the_rules_of_the_readme_record_what_they_say(tmp_path: Path) -> None:
     (command,) = [line for line in SHELL if line.startswith("RECORDER_RULES=")]
-    record(tmp_path, command)
+    shutil.copy(HERE / "small_training.py", tmp_path / "train.py")
+    run(command, tmp_path)
     import recorder
 
     rows = recorder.open_run(tmp_path / "recordings").table(columns=["site", "module_path", "step", "encoding"])
