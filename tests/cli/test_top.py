@@ -173,7 +173,7 @@ def test_statuses_that_change_while_they_are_read_are_never_torn_for_people(tmp_
     thread.start()
     watch, seen = RunWatch(run), []
     try:
-        for _ in range(500):
+        for _ in range(200):
             (now,) = watch.look()
             assert now.status.step == now.status.observed == now.status.written == now.status.written_bytes
             seen.append(now.status.step)

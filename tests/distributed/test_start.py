@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,49 +29,130 @@ for step in range(3):
     optimizer.zero_grad()
     print("finished step", step, flush=True)
 """
+End = Callable[[str], Finished]
+"""How the job of this name ended."""
 STEPS = [f"finished step {i}" for i in range(3)]
 
 
-def write_script(folder: Path, first: str = "") -> Path:
+def write_script(folder: Path, first: str = "", last: str = "") -> Path:
     path = folder / "train.py"
-    path.write_text(TRAIN.format(first=first))
+    path.write_text(TRAIN.format(first=first) + last)
     return path
 
 
-def assert_recorded(finished: Finished) -> None:
-    assert finished.run.steps == [0, 1, 2]
-    assert set(finished.run.to_pandas()["site"]) >= {"input", "output", "grad_output", "param", "grad", "optim"}
+def train(folder: Path, settings: dict[str, str], first: str = "", last: str = "") -> jobs.Job:
+    return jobs.python(folder, write_script(folder, first, last), **settings)
 
 
-@pytest.mark.parametrize("first", ["import recorder; print(recorder.OURS)", ""])
-def test_a_users_own_recorder_py_harms_nothing(tmp_path: Path, first: str) -> None:
-    (tmp_path / "recorder.py").write_text("OURS = 'my own'\n")
-    finished = jobs.succeeded(jobs.python(tmp_path, write_script(tmp_path, first), **jobs.recording()))
-    assert finished.output.splitlines() == [*(["my own"] if first else []), *STEPS]
-    assert_recorded(finished)
+def train_beside_own(folder: Path, first: str = "") -> jobs.Job:
+    (folder / "recorder.py").write_text("OURS = 'my own'\n")
+    return train(folder, jobs.recording(), first)
 
 
-def test_the_launcher_records_and_hands_on_arguments_and_exit_code(tmp_path: Path) -> None:
-    command = ("-m", "recorder", "run", LOOP, "--end=sys_exit", "--steps=3")
-    finished = jobs.python(tmp_path, *command, RECORDER_RULES=jobs.EVERYTHING).wait()
-    assert finished.returncode == 3
-    assert finished.said == ""
-    assert_recorded(finished)
+def train_beside_file(folder: Path, **settings: str) -> jobs.Job:
+    (folder / "a_file").touch()
+    return train(folder, jobs.recording(**settings))
 
 
-def test_the_launcher_records_where_autoload_is_off(tmp_path: Path) -> None:
-    command = ("-m", "recorder", "run", write_script(tmp_path))
-    settings = {"RECORDER_RULES": jobs.EVERYTHING, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    finished = jobs.succeeded(jobs.python(tmp_path, *command, **settings))
-    assert len(finished.lines("TORCH_DEVICE_BACKEND_AUTOLOAD=0")) == 1
-    assert_recorded(finished)
+def launch(folder: Path, *command: str | Path, **settings: str) -> jobs.Job:
+    return jobs.python(folder, "-m", "recorder", "run", *command, RECORDER_RULES=jobs.EVERYTHING, **settings)
 
 
-def test_without_autoload_nothing_is_recorded_and_nothing_breaks(tmp_path: Path) -> None:
-    settings = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **jobs.recording()}
-    finished = jobs.succeeded(jobs.python(tmp_path, write_script(tmp_path), **settings))
-    assert finished.output.splitlines() == STEPS
-    assert not (tmp_path / "recordings").exists()
+def train_in_child(folder: Path) -> jobs.Job:
+    """Somebody edits the file while a job runs, and a worker imports torch."""
+    (folder / "recorder.toml").write_text("codec_level = 1\n")
+    parent = folder / "parent.py"
+    parent.write_text(
+        "import pathlib, subprocess, sys, torch\n"
+        "pathlib.Path('recorder.toml').write_text('codec_level = 99')\n"
+        f"sys.exit(subprocess.run([sys.executable, {str(write_script(folder))!r}]).returncode)\n"
+    )
+    return jobs.python(folder, parent, RECORDER="1", RECORDER_CONFIG="recorder.toml")
+
+
+def train_twice(folder: Path) -> jobs.Job:
+    script = folder / "train.py"
+    script.write_text(
+        "import torch\n"
+        "for width in (4, 5):\n"
+        "    model = torch.nn.Linear(width, 2)\n"
+        "    optimizer = torch.optim.AdamW(model.parameters())\n"
+        "    for _ in range(4):\n"
+        "        model(torch.ones(width)).sum().backward()\n"
+        "        optimizer.step()\n"
+        "    del model, optimizer\n"
+    )
+    return jobs.python(folder, script, **jobs.recording("site=grad keep=stats"))
+
+
+WRONG = {
+    "RECORDER_RULES": ("site=outputs", ["site", "'outputs'", "output"]),
+    "RECORDER_POOL_BITES": ("1", ["RECORDER_POOL_BITES", "RECORDER_POOL_BYTES"]),
+    "RECORDER": ("maybe", ["RECORDER", "maybe"]),
+}
+NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+IS_PANDAS_THERE = "import recorder; recorder._active.flush(10); print('pandas' in sys.modules)\n"
+JOBS: dict[str, Callable[[Path], jobs.Job]] = {
+    "beside own": train_beside_own,
+    "beside own, imported": partial(train_beside_own, first="import recorder; print(recorder.OURS)"),
+    "launcher": lambda folder: launch(folder, LOOP, "--end=sys_exit", "--steps=3"),
+    "launcher, no autoload": lambda folder: launch(folder, write_script(folder), **NO_AUTOLOAD),
+    "no autoload": lambda folder: train(folder, NO_AUTOLOAD | jobs.recording()),
+    **{name: partial(train, settings={"RECORDER": "1", name: value}) for name, (value, _) in WRONG.items()},
+    "in a child": train_in_child,
+    "no match": partial(train, settings=jobs.recording("module=blocks.9 site=output; site=grad keep=stats")),
+    "other rank": partial(train, settings=jobs.recording("module=0 rank=7 site=output; site=grad keep=stats")),
+    "unwritable": partial(train_beside_file, dir="a_file/recordings"),
+    "full": partial(train_beside_file, min_free_bytes=str(1 << 60)),
+    "modules": partial(train, settings=jobs.recording(), last=IS_PANDAS_THERE),
+    "twice": train_twice,
+    "off": partial(
+        train,
+        settings={"RECORDER": "0", "RECORDER_RULES": "nonsense"},
+        last="print('recorder' in sys.modules)\n",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Finished]]]:
+    """How each of the jobs ended. Two run at a time: most of each is an interpreter that imports, on one core."""
+    root = tmp_path_factory.mktemp("start")
+
+    def run(number: int, start: Callable[[Path], jobs.Job]) -> Finished:
+        folder = root / str(number)
+        folder.mkdir()
+        return start(folder).wait()
+
+    with ThreadPoolExecutor(2) as executor:
+        yield {name: executor.submit(run, i, start) for i, (name, start) in enumerate(JOBS.items())}
+        executor.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def ended(ends: dict[str, Future[Finished]]) -> End:
+    return lambda name: ends[name].result()
+
+
+@pytest.fixture
+def succeeded(ended: End) -> End:
+    def succeeded(name: str) -> Finished:
+        finished = ended(name)
+        assert finished.returncode == 0, finished.output
+        return finished
+
+    return succeeded
+
+
+# What takes its time comes first, while none of the other jobs runs beside it.
+def test_a_wrong_setting_stops_torchrun_before_any_rank_starts(tmp_path: Path) -> None:
+    began = time.monotonic()
+    wrong = {"RECORDER": "1", "RECORDER_RULES": "site=outputs"}
+    finished = jobs.torchrun(tmp_path, write_script(tmp_path), **wrong).wait()
+    assert time.monotonic() - began < 15
+    assert finished.returncode == 2
+    (message,) = finished.output.splitlines()
+    assert "'outputs'" in message
 
 
 def test_forked_processes_record_nothing_and_disturb_nothing(tmp_path: Path) -> None:
@@ -91,76 +175,72 @@ def test_forked_processes_record_nothing_and_disturb_nothing(tmp_path: Path) -> 
     assert found == [(step, "train", 0) for step in range(10)]
 
 
-WRONG = {
-    "RECORDER_RULES": ("site=outputs", ["site", "'outputs'", "output"]),
-    "RECORDER_POOL_BITES": ("1", ["RECORDER_POOL_BITES", "RECORDER_POOL_BYTES"]),
-    "RECORDER": ("maybe", ["RECORDER", "maybe"]),
-}
+def assert_recorded(finished: Finished) -> None:
+    assert finished.run.steps == [0, 1, 2]
+    assert set(finished.run.to_pandas()["site"]) >= {"input", "output", "grad_output", "param", "grad", "optim"}
+
+
+@pytest.mark.parametrize(("name", "said"), [("beside own", []), ("beside own, imported", ["my own"])])
+def test_a_users_own_recorder_py_harms_nothing(succeeded: End, name: str, said: list[str]) -> None:
+    finished = succeeded(name)
+    assert finished.output.splitlines() == [*said, *STEPS]
+    assert_recorded(finished)
+
+
+def test_the_launcher_records_and_hands_on_arguments_and_exit_code(ended: End) -> None:
+    finished = ended("launcher")
+    assert finished.returncode == 3
+    assert finished.said == ""
+    assert_recorded(finished)
+
+
+def test_the_launcher_records_where_autoload_is_off(succeeded: End) -> None:
+    finished = succeeded("launcher, no autoload")
+    assert len(finished.lines("TORCH_DEVICE_BACKEND_AUTOLOAD=0")) == 1
+    assert_recorded(finished)
+
+
+def test_without_autoload_nothing_is_recorded_and_nothing_breaks(succeeded: End) -> None:
+    finished = succeeded("no autoload")
+    assert finished.output.splitlines() == STEPS
+    assert not (finished.folder / "recordings").exists()
 
 
 @pytest.mark.parametrize("variable", WRONG)
-def test_a_wrong_setting_stops_the_launch_with_one_message(tmp_path: Path, variable: str) -> None:
-    value, words = WRONG[variable]
-    finished = jobs.python(tmp_path, write_script(tmp_path), **{"RECORDER": "1", variable: value}).wait()
+def test_a_wrong_setting_stops_the_launch_with_one_message(ended: End, variable: str) -> None:
+    finished, (_, words) = ended(variable), WRONG[variable]
     assert finished.returncode == 2
     (message,) = finished.output.splitlines()
     assert all(word in message for word in words), message
 
 
-def test_a_wrong_setting_stops_torchrun_before_any_rank_starts(tmp_path: Path) -> None:
-    began = time.monotonic()
-    finished = jobs.torchrun(tmp_path, write_script(tmp_path), RECORDER="1", RECORDER_RULES="site=outputs").wait()
-    assert time.monotonic() - began < 15
-    assert finished.returncode == 2
-    (message,) = finished.output.splitlines()
-    assert "'outputs'" in message
-
-
-def test_in_a_child_process_a_wrong_setting_is_one_line(tmp_path: Path) -> None:
-    """Somebody edits the file while a job runs, and a worker imports torch."""
-    (tmp_path / "recorder.toml").write_text("codec_level = 1\n")
-    child = write_script(tmp_path)
-    parent = tmp_path / "parent.py"
-    parent.write_text(
-        "import pathlib, subprocess, sys, torch\n"
-        "pathlib.Path('recorder.toml').write_text('codec_level = 99')\n"
-        f"sys.exit(subprocess.run([sys.executable, {str(child)!r}]).returncode)\n"
-    )
-    finished = jobs.succeeded(jobs.python(tmp_path, parent, RECORDER="1", RECORDER_CONFIG="recorder.toml"))
+def test_in_a_child_process_a_wrong_setting_is_one_line(succeeded: End) -> None:
+    finished = succeeded("in a child")
     problem, *rest = finished.output.splitlines()
     assert "not recording" in problem and "codec_level = 99" in problem
     assert rest == STEPS
-    assert not (tmp_path / "recordings").exists()
+    assert not (finished.folder / "recordings").exists()
 
 
-def test_a_pattern_that_matches_nothing_is_one_line_and_training_goes_on(tmp_path: Path) -> None:
-    rules = "module=blocks.9 site=output; site=grad keep=stats"
-    finished = jobs.succeeded(jobs.python(tmp_path, write_script(tmp_path), **jobs.recording(rules)))
+def test_a_pattern_that_matches_nothing_is_one_line_and_training_goes_on(succeeded: End) -> None:
+    finished = succeeded("no match")
     problem, *rest = sorted(finished.output.splitlines())
     assert problem.startswith("ERROR recorder: ") and "'module=blocks.9 site=output" in problem
     assert rest == STEPS
     assert set(finished.run.to_pandas()["site"]) == {"grad"}
 
 
-def test_patterns_are_judged_without_their_rank_clause(tmp_path: Path) -> None:
-    rules = "module=0 rank=7 site=output; site=grad keep=stats"
-    finished = jobs.succeeded(jobs.python(tmp_path, write_script(tmp_path), **jobs.recording(rules)))
-    assert finished.output.splitlines() == STEPS
+def test_patterns_are_judged_without_their_rank_clause(succeeded: End) -> None:
+    assert succeeded("other rank").output.splitlines() == STEPS
 
 
 @pytest.mark.parametrize(
-    ("settings", "word", "reason"),
-    [
-        ({"dir": "a_file/recordings"}, "a_file/recordings", None),
-        ({"min_free_bytes": str(1 << 60)}, "free", "disk_floor"),
-    ],
-    ids=["unwritable", "full"],
+    ("name", "word", "reason"), [("unwritable", "a_file/recordings", None), ("full", "free", "disk_floor")]
 )
 def test_a_disk_that_takes_nothing_is_said_at_once_and_training_goes_on(
-    tmp_path: Path, settings: dict[str, str], word: str, reason: str | None
+    succeeded: End, name: str, word: str, reason: str | None
 ) -> None:
-    (tmp_path / "a_file").touch()
-    finished = jobs.succeeded(jobs.python(tmp_path, write_script(tmp_path), **jobs.recording(**settings)))
+    finished = succeeded(name)
     problem, *steps, closing = finished.output.splitlines()
     assert problem.split()[0] in ("ERROR", "WARNING") and word in problem
     assert steps == STEPS
@@ -171,30 +251,13 @@ def test_a_disk_that_takes_nothing_is_said_at_once_and_training_goes_on(
         assert writer.balance.dropped == {reason: writer.balance.observed}
 
 
-def test_recording_loads_no_data_frame_library(tmp_path: Path) -> None:
+def test_recording_loads_no_data_frame_library(succeeded: End) -> None:
     """It takes a second of a training process's interpreter, and 50 MB."""
-    script = write_script(tmp_path)
-    script.write_text(
-        script.read_text() + "import recorder; recorder._active.flush(10); print('pandas' in sys.modules)\n"
-    )
-    finished = jobs.succeeded(jobs.python(tmp_path, script, **jobs.recording()))
-    assert finished.output.splitlines() == [*STEPS, "False"]
+    assert succeeded("modules").output.splitlines() == [*STEPS, "False"]
 
 
-def test_a_second_training_in_the_same_process_goes_on_with_the_steps(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import torch\n"
-        "for width in (4, 5):\n"
-        "    model = torch.nn.Linear(width, 2)\n"
-        "    optimizer = torch.optim.AdamW(model.parameters())\n"
-        "    for _ in range(4):\n"
-        "        model(torch.ones(width)).sum().backward()\n"
-        "        optimizer.step()\n"
-        "    del model, optimizer\n"
-    )
-    finished = jobs.succeeded(jobs.python(tmp_path, script, **jobs.recording("site=grad keep=stats")))
-    rows = finished.run.to_pandas()
+def test_a_second_training_in_the_same_process_goes_on_with_the_steps(succeeded: End) -> None:
+    rows = succeeded("twice").run.to_pandas()
     rows = rows[rows["name"] == "bias"]
     assert list(zip(rows["root"], rows["step"], strict=True)) == [
         *(("model", step) for step in range(4)),
@@ -202,8 +265,5 @@ def test_a_second_training_in_the_same_process_goes_on_with_the_steps(tmp_path: 
     ]
 
 
-def test_the_flag_off_is_as_no_flag(tmp_path: Path) -> None:
-    script = write_script(tmp_path)
-    script.write_text(script.read_text() + "print('recorder' in sys.modules)\n")
-    finished = jobs.succeeded(jobs.python(tmp_path, script, RECORDER="0", RECORDER_RULES="nonsense"))
-    assert finished.output.splitlines() == [*STEPS, "False"]
+def test_the_flag_off_is_as_no_flag(succeeded: End) -> None:
+    assert succeeded("off").output.splitlines() == [*STEPS, "False"]
