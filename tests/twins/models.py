@@ -140,9 +140,9 @@ def batch(model: str, rows: int) -> Batch:
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Parameters, gradients and buffers by name."""
+    """Parameters, gradients and buffers by name; of a buffer that a symbolic trace made a proxy there is no value."""
     return {
         **{f"param {name}": value for name, value in model.named_parameters()},
         **{f"grad {name}": value.grad for name, value in model.named_parameters() if value.grad is not None},
-        **{f"buffer {name}": value for name, value in model.named_buffers()},
+        **{f"buffer {name}": value for name, value in model.named_buffers() if isinstance(value, Tensor)},
     }
