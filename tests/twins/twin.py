@@ -67,7 +67,7 @@ REFUSALS = (
     Refusal(ALL_MODELS, ("checkpoint reentrant",), "double backward", "appears to not have been used in the graph"),
     Refusal(_OTHERS, ("compile inductor",), "double backward", f"{_ONCE}|compiled with non-empty donated buffers"),
     Refusal(("tied",), _AOT, "double backward", _IN_PLACE),
-    Refusal(("lstm",), ("tap aot_eager", "instrument aot_eager"), "double backward", _ONCE, only_with_taps=True),
+    Refusal(("lstm",), ("tap aot_eager", "instrument aot_eager"), "double backward", _IN_PLACE, only_with_taps=True),
     Refusal(_OTHERS, _AOT, "double backward", _ONCE),
 )
 
