@@ -88,6 +88,5 @@ class Description:
 
 
 def _describe_root(root: Root) -> dict[str, Any]:
-    known = {"data_parallel": root.data_parallel, "model_parallel": root.model_parallel}
-    facts = {name: value for name, value in known.items() if value is not None}
+    facts = {name: value for name, value in root.facts.items() if value is not None}
     return {"name": root.name, "class": root.class_name, **facts, "modules": root.described}

@@ -253,7 +253,7 @@ class Recorder:
             capture = self.capture
             if capture is None or self._is_closed:
                 return
-            roots = tuple((root, root.data_parallel is None, root.model_parallel is None) for root in capture.roots)
+            roots = tuple((root, *(fact is None for fact in root.facts.values())) for root in capture.roots)
             key = (self.events.has_changed, capture.clock.source, roots)
             if key != self._manifest_key:
                 self.events.has_changed = False

@@ -52,19 +52,37 @@ class Clock:
 class RootClock:
     """The slices of one root, one for each mode."""
 
-    __slots__ = ("_clock", "_latest", "_slices", "_trained_mode", "active")
+    __slots__ = ("_by_micro_batch", "_clock", "_latest", "_slices", "_trained_mode", "active")
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._slices: dict[str, Slice] = {}
+        self._by_micro_batch: dict[int, Slice] = {}
+        """Of a pipeline's stage, the latest of each micro-batch: its backward comes when others have begun."""
         self._trained_mode: str | None = None
         """The mode of the first forward that a gradient came back to; a look at shapes in eval mode is none."""
         self._latest: Slice | None = None
         self.active: Slice | None = None
         """The slice of the call of the root that is running, or None between calls."""
 
-    def begin(self, *, with_grad: bool, training: bool, every_call_is_a_step: bool, is_first_call: bool) -> bool:
-        """A call of the root begins. Returns True where the step has moved."""
+    def begin(
+        self,
+        *,
+        with_grad: bool,
+        training: bool,
+        every_call_is_a_step: bool,
+        is_first_call: bool,
+        micro_batch: int | None = None,
+    ) -> bool:
+        """A call of the root begins. Returns True where the step has moved.
+
+        Args:
+            with_grad: whether gradients are enabled.
+            training: the root's training flag.
+            every_call_is_a_step: there is no optimizer.
+            is_first_call: of the root.
+            micro_batch: its number, of a pipeline's stage: each is a slice.
+        """
         moved = False
         if every_call_is_a_step and not is_first_call and not self._clock.is_by_hand:
             self._clock.step += 1
@@ -75,12 +93,18 @@ class RootClock:
         current = self._slices.get(mode)
         if current is None or current.moment.step != self._clock.step:
             current = Slice(Moment(self._clock.step, 0, mode))
-        elif current.has_gradient and mode != "no_grad":
+        elif micro_batch is not None or (current.has_gradient and mode != "no_grad"):
             current = Slice(Moment(self._clock.step, (current.moment.micro_step or 0) + 1, mode))
         self._slices[mode] = self.active = current
         if with_grad:
             self._latest = current
+            if micro_batch is not None:
+                self._by_micro_batch[micro_batch] = current
         return moved
+
+    def begin_trial(self) -> None:
+        """A call of the root begins that is no part of training: its slice is no other's."""
+        self.active = Slice(Moment(self._clock.step, None, "train"))
 
     def gradient_arrived(self, slice_: Slice) -> None:
         """A gradient has come back to an output of the root."""
@@ -102,8 +126,10 @@ class RootClock:
             found = self._slices[mode] = Slice(Moment(self._clock.step, 0, mode))
         return found
 
-    def recomputed(self) -> Slice:
-        """The slice that a recompute in a backward belongs to: the latest."""
+    def recomputed(self, micro_batch: int | None = None) -> Slice:
+        """The slice that a recompute in a backward belongs to: the micro-batch's where that is known, or the latest."""
+        if micro_batch is not None and micro_batch in self._by_micro_batch:
+            return self._by_micro_batch[micro_batch]
         if self._latest is None:
             self._latest = Slice(Moment(self._clock.step, 0, "train"))
         return self._latest

@@ -57,13 +57,23 @@ class Nesting(threading.local):
     outermost: Root | None = None
 
 
+class _Nothing:
+    """Masks that select nothing."""
+
+    def __getitem__(self, rule_set: int) -> int:
+        return 0
+
+
+_NOTHING = _Nothing()
+
+
 class Capture:
     """One recording's training side: selection, clock, pool and roots."""
 
     def __init__(self, *, settings: Settings, rank: int, pool: Pool, channel: Channel, events: Events) -> None:
         self.settings = settings
         self.selection = Selection(settings.rules, rank)
-        self.masks = self.selection.masks
+        self.masks: list[int] | _Nothing = self.selection.masks
         self.clock = Clock()
         self.pool = pool
         self.channel = channel
@@ -123,6 +133,14 @@ class Capture:
             return
         if torch._C._current_graph_task_id() == -1 and self.clock.advance_if_stepped():
             self.step_changed()
+
+    def pause(self) -> None:
+        """Keep nothing until `resume`."""
+        self.masks = _NOTHING
+
+    def resume(self) -> None:
+        """Keep what the rules select."""
+        self.masks = self.selection.masks
 
     def keep_of(self, rule_set: int, call: int) -> int:
         """Bits of KEEP_* for a rule set at this step and call."""

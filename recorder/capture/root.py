@@ -22,6 +22,7 @@ from .clock import RootClock, Slice
 from .discovery import has_compiled, has_compiled_anything
 from .flat import FlatParameter, find_flat_parameters
 from .parallel import DataParallel, ModelParallel, find_data_parallel, find_model_parallel, wrappers_around
+from .pipelines import Pipeline, micro_batch_of_backward, stage_call
 from .places import mesh_of
 from .values import requires_gradient
 from .watch import Watch
@@ -76,9 +77,20 @@ class Root:
         """The ranks that share its batch, for the manifest; None where no wrapper says so."""
         self.model_parallel: ModelParallel | None = None
         """The ranks that work on the same part of the batch, for the manifest; None where parameters tell of none."""
+        self.pipeline: Pipeline | None = None
+        """Which stage of a pipeline it is, for the manifest; None where no stage was seen to call it."""
         self._around = [weakref.ref(wrapper) for wrapper in wrappers_around(module)]
         self._learn_groups(module)
         self._install(module)
+
+    @property
+    def facts(self) -> dict[str, dict[str, Any] | None]:
+        """How it shares its work with other ranks, as the manifest says it; None where nothing tells. Any thread."""
+        return {
+            "data_parallel": self.data_parallel,
+            "model_parallel": self.model_parallel,
+            "pipeline": self.pipeline,
+        }
 
     def _wrappers_around(self) -> list[nn.Module]:
         return [wrapper for reference in self._around if (wrapper := reference()) is not None]
@@ -325,11 +337,20 @@ class Root:
         if nesting.depth > 1:
             return
         nesting.outermost = self
+        stage = stage_call()
+        if stage is not None:
+            self.pipeline = stage.pipeline
+            if stage.micro_batch is None:
+                self.capture.pause()
+                self.clock.begin_trial()
+                return
+        self.capture.resume()
         moved = self.clock.begin(
             with_grad=torch.is_grad_enabled(),
             training=module.training,
             every_call_is_a_step=self.capture.every_call_is_a_step,
             is_first_call=self.num_calls == 0,
+            micro_batch=None if stage is None else stage.micro_batch,
         )
         if self.num_calls < _MAX_LATE_LOOKS:
             if self.data_parallel is None:
@@ -356,6 +377,8 @@ class Root:
             self.capture.neighbours.end()
         current = self.clock.active
         self.clock.end()
+        if current is not None and current.moment.micro_step is None:
+            return  # a trial
         if current is not None and torch.is_grad_enabled():
             for _, tensor in tree.tensor_leaves(output):
                 if not current.has_gradient and requires_gradient(tensor):
@@ -370,7 +393,8 @@ class Root:
     def slice_now(self) -> tuple[Slice, str]:
         """The slice and phase of a value seen now."""
         if torch._C._current_graph_task_id() != -1:
-            return self.clock.recomputed(), "recompute"
+            micro_batch = micro_batch_of_backward() if self.pipeline is not None else None
+            return self.clock.recomputed(micro_batch), "recompute"
         module = self.module()
         training = module.training if module is not None else True
         return self.clock.current(with_grad=torch.is_grad_enabled(), training=training), "forward"

@@ -16,6 +16,7 @@ from .jobs import SCRIPTS, Finished
 
 OF_TWO = ["tp", "tp_late", "sp"]
 OF_FOUR = ["tp_ddp", "tp_fsdp2", "sp_fsdp2", "tp_hsdp"]
+PIPELINED = ["one_forward_one_backward", "checkpointed", "gpipe", "interleaved", "split"]
 CASES = [*OF_TWO, *OF_FOUR]
 GROUPS = {0: ([0, 2], [0, 1]), 1: ([1, 3], [0, 1]), 2: ([0, 2], [2, 3]), 3: ([1, 3], [2, 3])}
 """By rank of a 2 x 2 mesh, data parallel and model parallel ranks."""
@@ -168,5 +169,71 @@ def test_gradients_of_sequence_parallel_norms_are_summands_still(wholes: dict[st
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_was_lost_and_nothing_went_wrong(runs: dict[str, recorder.Run], case: str) -> None:
     for writer in runs[case].writers:
+        assert writer.balance.dropped == {}
+        assert writer.manifest["events"] == []
+
+
+@pytest.fixture(scope="module")
+def pipelined(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("pipelined")
+    return jobs.succeeded(jobs.torchrun(folder, SCRIPTS / "pipelined.py", "out"))
+
+
+@pytest.fixture(scope="module")
+def stages(pipelined: Finished) -> dict[str, recorder.Run]:
+    return {case: recorder.open_run(pipelined.folder / "out" / case) for case in PIPELINED}
+
+
+@pytest.mark.parametrize("case", PIPELINED)
+def test_a_pipeline_is_not_changed(pipelined: Finished, case: str) -> None:
+    for rank in range(2):
+        twins = torch.load(pipelined.folder / "out" / f"{case}.twins{rank}")
+        assert twins["same"]
+        without, recorded = twins["num_collectives"]
+        assert without == recorded > 0
+
+
+@pytest.mark.parametrize("case", PIPELINED)
+def test_a_root_says_which_stage_it_is(stages: dict[str, recorder.Run], case: str) -> None:
+    roots = [writer.manifest["roots"] for writer in stages[case].writers]
+    found = [sorted((root["pipeline"] for root in mine), key=lambda facts: facts["stage"]) for mine in roots]
+    num_stages = 4 if case == "interleaved" else 2
+    expected = [range(rank, num_stages, 2) for rank in range(2)]
+    assert found == [[{"stage": stage, "num_stages": num_stages} for stage in mine] for mine in expected]
+
+
+@pytest.mark.parametrize("case", PIPELINED)
+def test_stages_together_have_each_value_of_one_process_once(
+    pipelined: Finished, stages: dict[str, recorder.Run], case: str
+) -> None:
+    """Micro-batches are slices, and a run that only learns shapes is none."""
+    expected: dict[Any, torch.Tensor] = torch.load(pipelined.folder / "out" / "plain.pt")
+    run = stages[case]
+    frame = run.to_pandas()
+    frame = frame[(frame["phase"] != "recompute") & ~frame["module_path"].isin(["", "layers"])]
+    found = []
+    row: Any
+    for row in frame[frame["site"].isin([key[0] for key in expected])].itertuples():
+        path = f"{row.module_path}.{row.name}" if row.site in ("param", "grad") else row.module_path
+        key = (row.site, path, row.step, None if np.isnan(row.micro_step) else int(row.micro_step))
+        found.append(key)
+        question: dict[str, Any] = {"site": row.site, "name": row.name, "step": row.step, "phase": row.phase}
+        question |= {"rank": row.rank} if key[3] is None else {"rank": row.rank, "micro_step": key[3]}
+        value = run.tensor(row.module_path, **question)
+        torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-6, msg=str(key))
+    assert len(found) == len(set(found)) and set(found) == set(expected)
+
+
+def test_a_recomputed_block_is_of_the_micro_batch_that_goes_back(stages: dict[str, recorder.Run]) -> None:
+    frame = stages["checkpointed"].to_pandas()
+    frame = frame[(frame["module_path"] == "layers.0.linear") & (frame["site"] == "input") & (frame["step"] == 1)]
+    by_phase = frame.groupby(["phase", "micro_step"])["fingerprint"].agg(list).unstack(0)
+    assert list(by_phase.index) == [0, 1, 2, 3]
+    assert (by_phase["forward"] == by_phase["recompute"]).all()
+
+
+@pytest.mark.parametrize("case", PIPELINED)
+def test_nothing_of_a_pipeline_was_lost(stages: dict[str, recorder.Run], case: str) -> None:
+    for writer in stages[case].writers:
         assert writer.balance.dropped == {}
         assert writer.manifest["events"] == []
