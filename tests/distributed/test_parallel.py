@@ -32,6 +32,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
         options = ("--standalone", f"--nproc-per-node={world_size}")
         job = jobs.succeeded(jobs.torchrun(folder, SCRIPTS / "parallel.py", "out", options=options))
         found |= dict.fromkeys(cases, job)
+    found["experts"] = found["tp"]
     return found
 
 
@@ -40,13 +41,23 @@ def runs(finished: dict[str, Finished]) -> dict[str, recorder.Run]:
     return {case: recorder.open_run(job.folder / "out" / case) for case, job in finished.items()}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "experts"])
 def test_training_is_not_changed(finished: dict[str, Finished], case: str) -> None:
-    for rank in range(2 if case in OF_TWO else 4):
+    for rank in range(4 if case in OF_FOUR else 2):
         twins = torch.load(finished[case].folder / "out" / f"{case}.twins{rank}")
         assert twins["same"]
         without, recorded = twins["num_collectives"]
         assert without == recorded > 0
+
+
+def test_experts_on_ranks_of_their_own_are_recorded_rank_by_rank(runs: dict[str, recorder.Run]) -> None:
+    """Nothing tells what the rows that they exchange are pieces of."""
+    frame = runs["experts"].to_pandas()
+    assert frame["placements"].isna().all()
+    rows = frame[(frame["module_path"] == "blocks.0.mlp.expert") & (frame["site"] == "input") & (frame["step"] == 0)]
+    sizes = [json.loads(shape)[0] for shape in rows["shape"]]
+    assert len(sizes) == 2 and sum(sizes) == 2 * 3 * 8
+    assert facts(runs["experts"]) == [(None, None)] * 2
 
 
 def facts(run: recorder.Run) -> list[tuple[Any, Any]]:
@@ -166,7 +177,7 @@ def test_gradients_of_sequence_parallel_norms_are_summands_still(wholes: dict[st
         assert row.note == '{"no_statistics":"Partial"}' and np.isnan(row.mean)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "experts"])
 def test_nothing_was_lost_and_nothing_went_wrong(runs: dict[str, recorder.Run], case: str) -> None:
     for writer in runs[case].writers:
         assert writer.balance.dropped == {}
@@ -175,6 +186,8 @@ def test_nothing_was_lost_and_nothing_went_wrong(runs: dict[str, recorder.Run], 
 
 @pytest.fixture(scope="module")
 def pipelined(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    if torch.__version__ < "2.13":
+        pytest.skip("on gloo the pipelining of torch 2.9 aborts, without the recorder too")
     folder = tmp_path_factory.mktemp("pipelined")
     return jobs.succeeded(jobs.torchrun(folder, SCRIPTS / "pipelined.py", "out"))
 

@@ -92,6 +92,50 @@ class Net(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
+class Exchange(torch.autograd.Function):
+    """Rows to the ranks that want them, and their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        ctx.sizes = sent, received
+        return exchange(x, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        sent, received = ctx.sizes
+        return exchange(gradients[0], received, sent), None, None
+
+
+def exchange(x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    found = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(found, x.contiguous(), received, sent)
+    return found
+
+
+class Experts(nn.Module):
+    """One expert on each rank; the gate's choice decides on which rank a row is worked on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(DIM, dist.get_world_size())
+        self.expert = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weights = self.gate(rows).softmax(-1)
+        chosen = weights.argmax(-1)
+        order = chosen.argsort(stable=True)
+        sent = torch.bincount(chosen, minlength=dist.get_world_size())
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent)
+        sizes = sent.tolist(), received.tolist()
+        worked_on = self.expert(Exchange.apply(rows[order], *sizes))  # type: ignore[no-untyped-call]
+        back = Exchange.apply(worked_on, *reversed(sizes))  # type: ignore[no-untyped-call]
+        found = torch.empty_like(rows).index_copy(0, order, back) * weights.gather(-1, chosen[:, None])
+        rows_back: Tensor = found.unflatten(0, x.shape[:2])
+        return rows_back
+
+
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     plan: dict[str, Any] = {
         "embed": RowwiseParallel(input_layouts=Replicate()),
@@ -162,8 +206,14 @@ def tp_hsdp(model: nn.Module) -> nn.Module:
     return sharded(tensor_parallel(model, mesh["tp"]), mesh["replicate", "shard"])
 
 
+def experts(model: Any) -> nn.Module:
+    for block in model.blocks:
+        block.mlp = Experts()
+    return model  # type: ignore[no-any-return]
+
+
 CASES: dict[int, tuple[Callable[[nn.Module], nn.Module], ...]] = {
-    2: (tp, sp),
+    2: (tp, sp, experts),
     4: (tp_ddp, tp_fsdp2, sp_fsdp2, tp_hsdp),
 }
 
