@@ -37,6 +37,8 @@ class Described(NamedTuple):
     """Of each row, a number that is equal where all statistics are; `NONE` without any."""
     labels: dict[str, Keys]
     """Of each value, the texts that name it."""
+    writers: Ints
+    """Of each value, the number of its first row's writer."""
 
     def equal_of(self, number: int) -> bool | None:
         return None if self.equal[number] == NONE else bool(self.equal[number])

@@ -35,6 +35,7 @@ class RunFacts:
         self._world_size = world_size
         self._world = tuple(range(world_size)) if world_size and world_size <= _MAX_RANKS else tuple(ranks)
         self._expected: dict[tuple[int | None, str, int | None, str], Group] = {}
+        self._interned: dict[Group, Group] = {}
         self.strangers = [
             number for number, writer in enumerate(writers) if writer.manifest.get("run_id", run_id) != run_id
         ]
@@ -43,7 +44,10 @@ class RunFacts:
         """By number of the writer."""
 
     def group(self, root: str, module_path: str, number: int) -> Group:
-        """The ranks that should have rows of a module, where a writer of that number has one."""
+        """The ranks that should have rows of a module, where a writer of that number has one.
+
+        Equal groups are one object, which lives as long as these facts.
+        """
         world_size = self._world_sizes[number]
         stage = self.stages.get((number, root))
         of_stage = world_size, root, stage.number if stage is not None else None
@@ -59,7 +63,8 @@ class RunFacts:
                 left_out = (rank for rank in world if rank not in self._modules or root in self._roots[rank])
                 base = base._replace(ranks=tuple(dict.fromkeys((*base.ranks, *left_out))))
             has = tuple(rank for rank in base.ranks if self._has_module(rank, root, module_path))
-            self._expected[key] = base.of(has or base.ranks)
+            group = base.of(has or base.ranks)
+            self._expected[key] = self._interned.setdefault(group, group)
         return self._expected[key]
 
     def describe(self, number: int) -> str:

@@ -115,7 +115,7 @@ class Grouping:
         self._is_repeated = is_repeated
         self._decided: dict[Any, tuple[Plan | Apart, Batch, Plan | Apart | None]] = {}
         """Decisions by all that they hang on; with the plan whose identity is a part of the key, so that it lives."""
-        self._split: dict[Any, tuple[Block, ...] | Apart | None] = {}
+        self._split: dict[Any, tuple[tuple[Block, ...] | Apart | None, _Parts]] = {}
         self._pieces: list[Piece] = []
         self._numbers: dict[Piece, int] = {}
         self._found: dict[Any, int] = {}
@@ -158,6 +158,12 @@ class Grouping:
 
         for number in sequence.tolist():
             yield value_of(number)
+
+    def pieces(self, value: Value) -> list[Piece]:
+        """What the rows of a value say of it, as its plan numbers them."""
+        at = np.array(value.positions, np.int64)
+        slices = Slices(self._rows, at, self._facts.stages)
+        return [self._piece(int(p), int(m)) for p, m in zip(at, slices.micro_step, strict=True)]
 
     @cached_property
     def _reporting(self) -> dict[tuple[str, str], set[int]]:
@@ -260,6 +266,7 @@ class Grouping:
             fingerprints=fingerprints,
             statistics=np.where(bits[-1] == NULL, NONE, digests & POSITIVE),
             labels={name: self._keys(name, chosen[starts]) for name in _LABELS},
+            writers=rows.writer_numbers(chosen[starts]),
         )
 
     def _number_of(self, piece: Piece) -> int:
@@ -289,7 +296,7 @@ class Grouping:
         first = int(described.chosen[start])
         names = tuple(text_of(described.labels[label], number) for label in _LABELS)
         root, path, site, name, mode, phase = names
-        writer = int(self._rows.writer_numbers(described.chosen[start : start + 1])[0])
+        writer = int(described.writers[number])
         group = self._facts.group(root, path, writer)
         places = list(range(start, end))
         if len(places) > 1 and not group.is_sorted:
@@ -306,8 +313,7 @@ class Grouping:
             expected = tuple(rank for rank in expected if rank in reports or self._facts.last_step(rank) < step)
         elif site == "optim" and group.source == "fsdp" and all(piece.shape == () for piece in pieces):
             expected = ranks  # FSDP1 keeps no step where a rank holds nothing of a parameter
-        blocks = self._blocks(codes, pieces, group, expected)
-        parts = _parts_of_batch(pieces, blocks, group, expected)
+        blocks, parts = self._parts(codes, pieces, group, expected)
         batches: tuple[Batch, ...] = NO_BATCH
         if site not in STATE_SITES:
             labels = root, mode, is_gradient or phase == "recompute"
@@ -317,7 +323,7 @@ class Grouping:
         evidence = Evidence(described, number, places, self._is_same, self._is_repeated, is_float=is_float)
         known_of_values = evidence.without_payloads(), evidence.pattern() if blocks is not None else ()
         forward_plan = forward.plan if forward is not None else None
-        key = codes, group, expected, site, known_of_values, override, batches, id(forward_plan), is_gradient
+        key = codes, id(group), expected, site, known_of_values, override, batches, id(forward_plan), is_gradient
         known = self._decided.get(key)
         if known is None:
             question = Question(
@@ -351,16 +357,16 @@ class Grouping:
             self._note(plan.kind, first, present, plan.why, path, site, name)
         return Value(rows_at, plan, present, expected, differing_ranks, batch, parts.ranks)
 
-    def _blocks(
+    def _parts(
         self, codes: tuple[int, ...], pieces: list[Piece], group: Group, expected: tuple[int, ...]
-    ) -> tuple[Block, ...] | Apart | None:
-        """The pieces by the parts of the batch, where several ranks share one; None where none do."""
-        if not group.instances and pieces[0].mesh is None and pieces[-1].micro_step == pieces[0].micro_step:
-            return None
-        key = codes, group, expected
-        if key not in self._split:
-            self._split[key] = split(pieces, () if group.conflict else group.instances, expected)
-        return self._split[key]
+    ) -> tuple[tuple[Block, ...] | Apart | None, _Parts]:
+        """The pieces by the parts of the batch, where several ranks share one, and those parts."""
+        key = codes, id(group), expected
+        found = self._split.get(key)
+        if found is None:
+            blocks = split(pieces, () if group.conflict else group.instances, expected)
+            found = self._split[key] = blocks, _parts_of_batch(pieces, blocks, group, expected)
+        return found
 
     def _step_of(self, position: int) -> int:
         return int(self._rows.numbers("step")[position])
@@ -407,13 +413,16 @@ class Grouping:
         if forward is not None:
             return (_of_ranks(forward, parts.ranks),)
         step = self._step_of(first)
-        seqs = self._rows.numbers("seq")[[positions[i] for i in parts.pieces]].tolist()
-        if len(set(parts.micro_steps)) == 1 and not parts.micro_steps[0]:
+        seqs = None
+        if not is_later:
+            at = positions if len(parts.pieces) == len(positions) else [positions[i] for i in parts.pieces]
+            seqs = self._rows.numbers("seq")[list(at)].tolist()
+        if not parts.has_slices:
             when = root, mode, step, int(self._rows.numbers("micro_step")[first])
-            return self._roots.of(when, parts.ranks, None if is_later else seqs, parts.expected)
+            return self._roots.of(when, parts.ranks, seqs, parts.expected)
         found = [
-            self._roots.of((root, mode, step, micro_step), (rank,), None if is_later else [seq], (rank,))[0]
-            for rank, micro_step, seq in zip(parts.ranks, parts.micro_steps, seqs, strict=True)
+            self._roots.of((root, mode, step, micro_step), (rank,), seqs and seqs[i : i + 1], (rank,))[0]
+            for i, (rank, micro_step) in enumerate(zip(parts.ranks, parts.micro_steps, strict=True))
         ]
         sizes = [batch.sizes[0] for batch in found if batch.sizes]
         return (found[0]._replace(sizes=tuple(sizes), total=None),) if len(sizes) == len(found) else NO_BATCH
@@ -495,6 +504,11 @@ class _Parts(NamedTuple):
     expected: tuple[int, ...]
     """A rank of each part that there should be."""
     num_expected: int
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether they are micro-batches of a pipeline."""
+        return any(self.micro_steps)
 
 
 def _parts_of_batch(

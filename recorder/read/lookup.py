@@ -47,6 +47,7 @@ def find_tensor(
     *,
     counts: npt.NDArray[np.bool_] | None = None,
     has_slices: bool = False,
+    needs_values: bool = True,
 ) -> Found:
     """The rows of the one tensor with a payload that the question means.
 
@@ -58,6 +59,7 @@ def find_tensor(
         counts: given where rows of several ranks are one tensor, whose payload may be missing on some: by position,
             whether a row counts for it.
         has_slices: a pipeline's micro-batches are one tensor, too.
+        needs_values: leave out rows without a payload.
 
     Raises:
         LookupFailedError: no tensor, or more than one; the message lists the choices.
@@ -96,7 +98,7 @@ def find_tensor(
         positions = _of_newest_attempt(rows, writers, positions)
     if question.get("rank") is None and (rows.numbers("rank")[positions] == NONE).any():
         positions = positions[rows.numbers("rank")[positions] == NONE]  # merged: the ranks' own rows stand beside it
-    has_payload = rows.keys("encoding", positions).codes != NONE
+    has_payload = (rows.keys("encoding", positions).codes != NONE) | (not needs_values)
     if not has_payload.any():
         steps = _choices("step", rows.keys("step", positions))
         raise LookupFailedError(f"{what} was recorded without values at {steps}; a rule with keep=tensor keeps them")

@@ -30,6 +30,7 @@ from .lookup import QUALIFIERS, find_tensor
 from .modules import ModuleInfo, read_modules
 from .notebook import ModuleView, known_paths, narrow, run_html, to_long
 from .payload import Payloads
+from .picture import Layout, explain
 from .view import GlobalView, global_tensor, is_partial
 from .writers import RecordedWriter, find_writers, list_directory
 
@@ -261,6 +262,40 @@ class Run:
             return torch.empty(shape, dtype=torch_dtype)
         return torch.from_numpy(data).view(torch_dtype).reshape(shape)
 
+    def layout(
+        self,
+        module_path: str,
+        site: str = "output",
+        step: int | None = None,
+        name: str | None = None,
+        micro_step: int | None = None,
+        call: int | None = None,
+        **more: Unpack[MoreQualifiers],
+    ) -> Layout:
+        """Where each piece of a global tensor came from: its ranks, their places, how that is known. Print it.
+
+        Arguments are those of `array`; no values are needed, and of pieces that make no tensor it says why.
+
+        Raises:
+            LookupFailedError: no such tensor, or several; the message lists the choices. Or the run is a merged one.
+        """
+        if self.is_merged:
+            source = self.manifest["merged_from"]
+            raise LookupFailedError(f"a merged run has whole tensors; ask the run {source.get('path')} that it is of")
+        question = {"site": site, "step": step, "name": name, "micro_step": micro_step, "call": call, **more}
+        _check_words(question)
+        question.pop("partial", None)
+        found = find_tensor(
+            self._rows,
+            self.writers,
+            module_path,
+            question,
+            counts=self._view.counts(self._rows),
+            has_slices=self._view.has_pipeline,
+            needs_values=False,
+        )
+        return explain(self._view, self._rows, found)
+
     def __getitem__(self, module_path: str) -> ModuleView:
         """The run narrowed to one module and what is below it: ``run["layers.0.mlp"]``; ``run[""]`` is the root.
 
@@ -299,9 +334,7 @@ class Run:
     def _tensor_bytes(
         self, module_path: str, question: dict[str, Any]
     ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
-        for word in question.keys() - _QUESTION_WORDS:
-            near = difflib.get_close_matches(word, _QUESTION_WORDS, n=1)
-            raise TypeError(f"unknown argument {word!r}{f'; did you mean {near[0]!r}?' if near else ''}")
+        _check_words(question)
         partial = bool(question.pop("partial", False))
         is_global = question.get("rank") is None and max(len(self.ranks), self.world_size or 1) > 1
         counts = None
@@ -332,6 +365,12 @@ class Run:
                 f"{module_path!r}: only {data.nbytes} of the {whole_bytes} bytes of this tensor were recorded"
             )
         return data, dtype, sizes
+
+
+def _check_words(question: dict[str, Any]) -> None:
+    for word in question.keys() - _QUESTION_WORDS:
+        near = difflib.get_close_matches(word, _QUESTION_WORDS, n=1)
+        raise TypeError(f"unknown argument {word!r}{f'; did you mean {near[0]!r}?' if near else ''}")
 
 
 def open_run(path: str | PathLike[str]) -> Run:

@@ -489,6 +489,22 @@ def is_partial(light: LightRows, positions: Positions) -> bool:
     return note is not None and '"partial":[' in note
 
 
+def value_of(view: GlobalView, light: LightRows, positions: Positions, related: Positions, what: str) -> Value:
+    """The one value that some ranks' rows are; arguments as of `global_tensor`.
+
+    Raises:
+        LookupFailedError: they are several.
+    """
+    grouping, _ = view.grouping_of_all(light)
+    wanted = set(positions.tolist())
+    found = [value for value in grouping.values(related) if wanted & set(value.positions)]
+    if len(found) > 1:  # what stages hand on has the same name as the input and the output of the model
+        found = [value for value in found if not value.is_between_stages]
+    if len(found) != 1:
+        raise LookupFailedError(f"{what}: {len(found)} values of the newest attempt are meant")
+    return found[0]
+
+
 def global_tensor(
     view: GlobalView, light: LightRows, positions: Positions, related: Positions, *, partial: bool, what: str
 ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
@@ -505,14 +521,8 @@ def global_tensor(
     Raises:
         LookupFailedError: they make no single tensor, or ranks are missing; the message says why.
     """
-    grouping, assembler = view.grouping_of_all(light)
-    wanted = set(positions.tolist())
-    found = [value for value in grouping.values(related) if wanted & set(value.positions)]
-    if len(found) > 1:  # what stages hand on has the same name as the input and the output of the model
-        found = [value for value in found if not value.is_between_stages]
-    if len(found) != 1:
-        raise LookupFailedError(f"{what}: {len(found)} values of the newest attempt are meant")
-    value = found[0]
+    value = value_of(view, light, positions, related, what)
+    assembler = view.grouping_of_all(light)[1]
     ranks = listed(value.present)
     if not isinstance(value.plan, Plan):
         raise LookupFailedError(f"{what} makes no single tensor: {value.plan.why}; ask for one of rank={ranks}")

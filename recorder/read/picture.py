@@ -1,0 +1,221 @@
+"""Owns the explanation of a global tensor: which rank had which piece of it, and how the tensor is cut, as text.
+
+Must never read a payload.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from dataclasses import dataclass
+
+from ..layout.placement import parse_mesh, parse_placements
+from ..layout.plans import Apart, Piece, Plan
+from ..layout.regions import Ints, Region
+from .light import LightRows
+from .lookup import Found
+from .view import GlobalView, value_of
+
+_MAX_LISTED = 64
+_MAX_CELLS = 16
+_MAX_CHARACTERS = 100
+_SOURCES = {
+    "dtensor": "rows name their places (DTensor)",
+    "fsdp": "rows name their places (FSDP), or replicas that FSDP keeps",
+    "ddp": "replicas that DDP keeps",
+    "single": "one rank has it",
+    "assumed": "assumed: the batches of data-parallel ranks end to end, or replicas without a wrapper",
+    "inferred": "inferred from equal values and from shapes",
+    "override": "as --layout says",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutPiece:
+    """What one rank had of a tensor."""
+
+    rank: int
+    shape: Ints
+    coordinate: Ints | None
+    """In the mesh that its row names; None of a plain tensor."""
+    placements: str
+    """Such as ``Shard(0) Replicate``; empty for a plain tensor."""
+    offsets: Ints | None
+    """Where it begins in the global tensor; None where it is no box of it, or there is no global tensor."""
+    micro_step: int
+    """Its slice of the batch, in a pipeline."""
+    is_copy: bool
+    """Whether another rank's piece was taken in its stead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where the pieces of a global tensor came from. Made by `Run.layout`; printing it shows it."""
+
+    what: str
+    """The question."""
+    global_shape: Ints | None
+    """None where the pieces make no single tensor."""
+    source: str
+    """The row's `layout_source`; empty where the pieces make no single tensor."""
+    why: str
+    """Why they make none; else empty."""
+    scale: str | None
+    """The row's `scale`."""
+    mesh_shape: Ints | None
+    pieces: tuple[LayoutPiece, ...]
+    missing: Ints
+    """Ranks that should have a piece."""
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def _lines(self) -> list[str]:
+        if self.global_shape is None:
+            lines = [f"{self.what}: no single tensor", f"  {self.why}"]
+        else:
+            lines = [f"{self.what}: {_sizes(self.global_shape)}", f"  {self.source}: {_SOURCES.get(self.source, '')}"]
+        if self.scale:
+            lines.append(f"  scaled: {self.scale}")
+        if self.missing:
+            lines.append(f"  missing: rank {', '.join(map(str, self.missing))}")
+        return [*lines, *self._mesh(), *self._cut(), "", *self._table()]
+
+    def _mesh(self) -> list[str]:
+        """The ranks where they stand in the mesh: rows are its first axis, columns the second."""
+        placed = {piece.coordinate: piece.rank for piece in self.pieces if piece.coordinate}
+        if not self.mesh_shape or not placed or math.prod(self.mesh_shape) > _MAX_LISTED:
+            return []
+        lines = ["", f"mesh {_sizes(self.mesh_shape)}" + (f", {kinds}" if (kinds := self.pieces[0].placements) else "")]
+        width = max(len(str(rank)) for rank in placed.values())
+        for number in range(math.prod(self.mesh_shape[:-1])):
+            lead, rest = [], number
+            for size in reversed(self.mesh_shape[:-1]):
+                lead.append(rest % size)
+                rest //= size
+            row = [placed.get((*reversed(lead), column)) for column in range(self.mesh_shape[-1])]
+            lines.append("  " + " ".join("." * width if rank is None else str(rank).rjust(width) for rank in row))
+        return lines
+
+    def _cut(self) -> list[str]:
+        """The tensor as a box, cut along at most two dims, with the ranks that have each piece."""
+        if self.global_shape is None or any(piece.offsets is None for piece in self.pieces):
+            return []
+        starts = [sorted({(piece.offsets or ())[d] for piece in self.pieces}) for d in range(len(self.global_shape))]
+        cut = [dim for dim, some in enumerate(starts) if len(some) > 1]
+        if not cut or len(cut) > 2 or max(len(starts[dim]) for dim in cut) > _MAX_CELLS:
+            return []
+        down, across = (cut[0], cut[1]) if len(cut) == 2 else (None, cut[0])
+        rows = starts[down] if down is not None else [0]
+        cells = [
+            [
+                ",".join(str(p.rank) for p in self.pieces if p.offsets is not None and all(p.shape)
+                         and p.offsets[across] == column and (down is None or p.offsets[down] == row))
+                for column in starts[across]
+            ]
+            for row in rows
+        ]  # fmt: skip
+        width = max(len(cell) for line in cells for cell in line)
+        if len(starts[across]) * (width + 3) > _MAX_CHARACTERS:
+            return []
+        edge = "  +" + "+".join("-" * (width + 2) for _ in starts[across]) + "+"
+        dims = f"dim {across}" if down is None else f"dim {down} down, dim {across} across"
+        lines = ["", f"cut along {dims}; in each piece the ranks that have it", edge]
+        for line in cells:
+            lines += ["  |" + "|".join(f" {cell.center(width)} " for cell in line) + "|", edge]
+        return lines
+
+    def _table(self) -> list[str]:
+        has_slices = any(piece.micro_step for piece in self.pieces)
+        titles = ["rank", *(["micro-batch"] if has_slices else []), "mesh", "offsets", "shape", ""]
+        lines = [
+            [
+                str(piece.rank),
+                *([str(piece.micro_step)] if has_slices else []),
+                "-" if piece.coordinate is None else _sizes(piece.coordinate),
+                "-" if piece.offsets is None else _sizes(piece.offsets),
+                _sizes(piece.shape),
+                "copy" if piece.is_copy else "",
+            ]
+            for piece in self.pieces[:_MAX_LISTED]
+        ]
+        widths = [max(len(line[i]) for line in [titles, *lines]) for i in range(len(titles))]
+        shown = ["  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True)) for line in [titles, *lines]]
+        more = len(self.pieces) - _MAX_LISTED
+        return [line.rstrip() for line in shown] + ([f"and {more} more"] if more > 0 else [])
+
+
+def explain(view: GlobalView, light: LightRows, found: Found) -> Layout:
+    """Where the pieces of the one tensor that a question means came from.
+
+    Raises:
+        LookupFailedError: its rows are several values.
+    """
+    value = value_of(view, light, found.positions, found.related, found.what)
+    pieces = view.grouping_of_all(light)[0].pieces(value)
+    return describe(found.what, pieces, value.plan, expected=value.expected, differing=value.differing)
+
+
+def describe(what: str, pieces: list[Piece], plan: Plan | Apart, *, expected: Ints, differing: Ints = ()) -> Layout:
+    """The explanation of one value.
+
+    Args:
+        what: the question, for people.
+        pieces: of all ranks, as the plan numbers them.
+        plan: of the value.
+        expected: ranks that should have a piece.
+        differing: ranks whose copy differs.
+    """
+    is_plan = isinstance(plan, Plan)
+    starts: dict[int, Ints | None] = {}
+    copies: set[int] = set()
+    if isinstance(plan, Plan):
+        starts = {term.piece: _start(part.region) for part in plan.parts for term in part.terms}
+        for first, *others in plan.copies:
+            starts |= {other: starts.get(first) for other in others}
+            copies |= set(others)
+    meshes = [parse_mesh(piece.mesh) for piece in pieces]
+    shapes = {mesh.shape for mesh in meshes if mesh.shape}
+    ranks = {piece.rank for piece in pieces}
+    return Layout(
+        what=what,
+        global_shape=plan.global_shape if isinstance(plan, Plan) else None,
+        source=plan.source if isinstance(plan, Plan) else "",
+        why="" if isinstance(plan, Plan) else plan.why,
+        scale=plan.scale if isinstance(plan, Plan) else None,
+        mesh_shape=next(iter(shapes)) if len(shapes) == 1 else None,
+        pieces=tuple(
+            LayoutPiece(
+                rank=piece.rank,
+                shape=piece.shape,
+                coordinate=mesh.coordinate or None,
+                placements=_placements(piece.placements),
+                offsets=starts.get(i) if is_plan else None,
+                micro_step=piece.micro_step,
+                is_copy=i in copies and piece.rank not in differing,
+            )
+            for i, (piece, mesh) in enumerate(zip(pieces, meshes, strict=True))
+        ),
+        missing=tuple(rank for rank in expected if rank not in ranks),
+    )
+
+
+def _start(region: Region) -> Ints | None:
+    return (0,) * len(region.local_shape) if not region.boxes and region.run is None else region.start
+
+
+def _placements(text: str | None) -> str:
+    """``Shard(0) Partial(sum)``."""
+    found = []
+    for placement in parse_placements(text):
+        kind = str(placement.get("kind"))
+        argument = next((placement[key] for key in ("dim", "reduce_op", "offset") if key in placement), None)
+        found.append(kind if argument is None else f"{kind}({argument})")
+    return " ".join(found)
+
+
+def _sizes(numbers: Ints) -> str:
+    return "[" + ", ".join(map(str, numbers)) + "]"
