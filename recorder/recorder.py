@@ -129,15 +129,20 @@ class Recorder:
             self._live = find_live()
         return any(id(p) in parameters for o in self._live for g in o.param_groups for p in g["params"])
 
-    def found(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make a module a root; its call is under way."""
+    def found(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """Make a module a root; its call is under way. Other arguments where the settings ask for jitter."""
         root = self.add_root(module, None)
         if isinstance(module, torch.jit.ScriptModule):
-            return  # it takes no hooks, so that nobody would see the call end; its taps show what they show
+            return None  # it takes no hooks, so that nobody would see the call end; its taps show what they show
         root.begins(module)
+        moved = root.jitter(module, args, kwargs) if root.jitter is not None else None
+        if moved is not None:
+            args = moved[0]
+            kwargs.update(moved[1])  # the very dict with which the call goes on
         watch = next((w for w in root.watches if w.module() is module), None)
         if watch is not None and watch.pre_hook is not None:
             watch.pre_hook(module, args, kwargs)
+        return args if moved is not None else None
 
     def discovery_failed(self, error: Exception) -> None:
         """An error of ours while a root was looked for."""

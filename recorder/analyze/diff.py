@@ -22,6 +22,7 @@ from .compare import Tolerance
 from .keys import Integers, group_rows
 from .moments import Floats, integers, numbers
 from .naming import Culprit, Naming
+from .noise import without_noise
 from .pairs import Side, judge
 from .selection import GlobalOptions, Selection
 
@@ -61,6 +62,8 @@ class Difference(NamedTuple):
     statistic_b: float | None
     statistic_rel: float | None
     """By how much, of the largest magnitude; of a norm the larger one. None for a count."""
+    noise: float | None
+    """How far noise moves it, in the same measure; None without noise runs, or where they lack the value."""
     lacks_a: str | None
     """Ranks that the first run lacks of it, as JSON."""
     lacks_b: str | None
@@ -119,6 +122,7 @@ def diff(
     rtol: float = 0.0,
     atol: float = 0.0,
     ulp: int = 0,
+    noise: Sequence[Run] = (),
     common: bool = False,
     loss: str = "mean",
     layouts: Sequence[str] = (),
@@ -139,6 +143,8 @@ def diff(
         rtol: difference allowed, relative to the larger magnitude, as in `math.isclose`.
         atol: absolute difference allowed.
         ulp: representable numbers allowed between two floats of one type.
+        noise: runs that differ from `a` by noise alone: repeats of it, or twins with the setting `jitter`. A difference
+            counts only where it is more than `noise.MARGIN` times what they show at that tensor and step.
         common: what only one of them has, or has values or statistics of, does not count.
         loss: how activation gradients of the ranks are scaled, in both runs; see `Run.view`.
         layouts: how the ranks' values of some leaves lie, in both runs; see `Run.view`.
@@ -153,9 +159,9 @@ def diff(
     selection.check()
     GlobalOptions(across_ranks=True, loss=loss, layouts=layouts).check(a, b)
     comparison = _Comparison(Tolerance(rtol, atol, ulp), report)
-    view_a, view_b = (run.view(loss=loss, layouts=layouts) for run in (a, b))
-    for first, last in _ranges(view_a.windows(), view_b.windows()):
-        comparison.add(*(Side.read(view, selection, first, last) for view in (view_a, view_b)))
+    views = [run.view(loss=loss, layouts=layouts) for run in (a, b, *noise)]
+    for first, last in _ranges(*(view.windows() for view in views)):
+        comparison.add(*(Side.read(view, selection, first, last) for view in views))
     comparison.refuse_nothing(a, b, selection)
     return comparison.result(common=common)
 
@@ -216,7 +222,7 @@ class _Comparison:
         self._partial: Counter[tuple[str, str]] = Counter()
         self._naming = Naming()
 
-    def add(self, a: Side, b: Side) -> None:
+    def add(self, a: Side, b: Side, *noise: Side) -> None:
         pairs = align(a.table, b.table)
         steps = pc.unique(a.table.column("step")), pc.unique(b.table.column("step"))
         for side, others, places, only, seen in zip(
@@ -228,6 +234,7 @@ class _Comparison:
             self._report(side.payload_bytes(places))
         if len(pairs.a):
             found = judge(a, b, pairs, self._tolerance, self._report)
+            found = without_noise(found, a, pairs, noise)
             self._naming.add(a, b, pairs, found)
             self._differing.append(found.differing)
             self._counts += np.array([getattr(found, name) for name in _COUNTED])

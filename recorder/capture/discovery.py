@@ -31,8 +31,8 @@ class Owner(Protocol):
     def wants(self, module: nn.Module) -> bool:
         """Whether an outermost module should become a root."""
 
-    def found(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make it one; its call is under way with these arguments."""
+    def found(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """Make it one; its call is under way with these arguments, or goes on with those returned."""
 
     def discovery_failed(self, error: Exception) -> None:
         """An error of ours; said once, training goes on."""
@@ -51,7 +51,7 @@ class Discovery:
     def start(self) -> None:
         """Put the hook on."""
         self.reconsider()
-        self._handle = register_module_forward_pre_hook(self._before_any_forward)
+        self._handle = register_module_forward_pre_hook(self._before_any_forward)  # type: ignore[arg-type]  # it may return arguments
         self._ask_torch: Any = getattr(module_internals, "_has_any_global_hook", None)
         if self._ask_torch is not None:
             module_internals._has_any_global_hook = self._has_other_global_hook
@@ -66,26 +66,27 @@ class Discovery:
         ours_alone = list(hooks) == [ours] and not any(getattr(module_internals, name) for name in _OTHER_HOOKS)
         return not ours_alone and bool(self._ask_torch and self._ask_torch())
 
-    def _before_any_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _before_any_forward(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if _is_compiling():
-            return
+            return None
         try:
             owner = self._owner
             if owner.is_inside_root() or torch._C._current_graph_task_id() != -1:
-                return
+                return None
             rejected = self._rejected[torch.is_grad_enabled()]
             if module in rejected:
-                return
+                return None
             if is_traced():
-                return
+                return None
             if not owner.wants(module):
                 rejected.add(module)
-                return
+                return None
             # A global pre-hook is given no kwargs; they are a local of the frame that calls it.
             kwargs = sys._getframe(1).f_locals.get("kwargs")
-            owner.found(module, args, kwargs if isinstance(kwargs, dict) else {})
+            return owner.found(module, args, kwargs if isinstance(kwargs, dict) else {})
         except Exception as error:
             self._owner.discovery_failed(error)
+            return None
 
     def reconsider(self) -> None:
         """An optimizer is new: modules turned down before may be roots now."""

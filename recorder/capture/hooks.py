@@ -54,7 +54,9 @@ def _inert() -> Callable[..., None]:
     return contextlib.nullcontext().__exit__
 
 
-class _Hook:
+class Hook:
+    """What all of them share: a number, and inert copies."""
+
     __slots__ = ("number",)
 
     def __init__(self, number: int) -> None:
@@ -77,7 +79,7 @@ class _Hook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-class BeforeForward(_Hook):
+class BeforeForward(Hook):
     """Forward pre-hook with kwargs, registered last: the arguments as the module's forward sees them."""
 
     __slots__ = ()
@@ -99,7 +101,7 @@ class BeforeForward(_Hook):
                 watch.capture.lost()
 
 
-class AfterForward(_Hook):
+class AfterForward(Hook):
     """Forward hook, registered first: the output as the module's forward returned it."""
 
     __slots__ = ()
@@ -123,7 +125,7 @@ class AfterForward(_Hook):
                 watch.capture.lost()
 
 
-class RootBegins(_Hook):
+class RootBegins(Hook):
     """Forward pre-hook of a root, registered first."""
 
     __slots__ = ()
@@ -145,7 +147,7 @@ class RootBegins(_Hook):
                 root.capture.lost()
 
 
-class RootEnds(_Hook):
+class RootEnds(Hook):
     """Forward hook of a root, always called and registered last."""
 
     __slots__ = ()

@@ -21,6 +21,7 @@ from . import hooks, tree
 from .clock import RootClock, Slice
 from .discovery import has_compiled, has_compiled_anything
 from .flat import FlatParameter, find_flat_parameters
+from .jitter import JitterInputs, add_jitter
 from .parallel import DataParallel, ModelParallel, find_data_parallel, find_model_parallel, wrappers_around
 from .pipelines import Pipeline, micro_batch_of_backward, stage_call
 from .places import mesh_of
@@ -79,6 +80,8 @@ class Root:
         """The ranks that work on the same part of the batch, for the manifest; None where parameters tell of none."""
         self.pipeline: Pipeline | None = None
         """Which stage of a pipeline it is, for the manifest; None where no stage was seen to call it."""
+        self.jitter: JitterInputs | None = None
+        """Moves the root's inputs, where the settings ask for it."""
         self._around = [weakref.ref(wrapper) for wrapper in wrappers_around(module)]
         self._learn_groups(module)
         self._install(module)
@@ -181,6 +184,9 @@ class Root:
                 self._tap(node, self.watches[-1])
             self.tapped |= {where.text: self.watches[-1] for where in taps.where_tapped(node.owner)}
         if not isinstance(module, torch.jit.ScriptModule):
+            if self.capture.settings.jitter:
+                self.jitter, handles = add_jitter(module, nodes, self._number, self.capture.settings.jitter)
+                self._handles += handles
             self._handles.append(module.register_forward_pre_hook(hooks.RootBegins(self._number), prepend=True))
             hooks.keep_first(module._forward_pre_hooks)
             self._handles.append(module.register_forward_hook(hooks.RootEnds(self._number), always_call=True))

@@ -193,6 +193,14 @@ def diff(
     ] = 0.0,
     atol: Annotated[float, typer.Option(min=0, help="Allowed |a - b| of two elements, as it is.")] = 0.0,
     ulp: Annotated[int, typer.Option(min=0, help="Allowed representable numbers between two floats.")] = 0,
+    noise: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="RUN",
+            help="A repeat of A, or its twin under RECORDER_JITTER=1; may be given again. A difference counts only "
+            "where it is more than 10 times what noise does at that tensor and step.",
+        ),
+    ] = None,
     module: Annotated[str | None, typer.Option(help="Only this module, or those that a glob matches.")] = None,
     site: SiteOption = None,
     name: NameOption = None,
@@ -228,7 +236,9 @@ def diff(
     runs = (open_typed(a, context.obj), open_typed(b, context.obj))
     tolerance = Tolerance(rtol, atol, ulp)
     options = GlobalOptions(across_ranks=True, loss=loss, layouts=layout or [])
-    raise typer.Exit(show_diff(*runs, selection, tolerance, options, common=common, limit=limit, as_json=as_json))
+    twins = [open_typed(path, context.obj) for path in noise or []]
+    found = show_diff(*runs, selection, tolerance, options, noise=twins, common=common, limit=limit, as_json=as_json)
+    raise typer.Exit(found)
 
 
 @app.command(epilog="Example: recorder export recordings -o grads.parquet --site grad")

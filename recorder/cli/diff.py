@@ -37,6 +37,7 @@ def show_diff(
     tolerance: Tolerance,
     options: GlobalOptions,
     *,
+    noise: Sequence[Run] = (),
     common: bool,
     limit: int,
     as_json: bool,
@@ -51,6 +52,7 @@ def show_diff(
             name=selection.name,
             step=selection.step,
             **_given(tolerance),
+            noise=noise,
             common=common,
             loss=options.loss,
             layouts=options.layouts,
@@ -61,6 +63,8 @@ def show_diff(
         return int(not found.is_equal)
     say(f"A: {a.path}")
     say(f"B: {b.path}")
+    for run in noise:
+        say(f"noise: {run.path}{f', jitter {run.jitter}' if run.jitter else ''}")
     for partial in found.partial:
         num_values = counted(partial.num_values, "value")
         say(f"{partial.run.upper()} lacks {_named(partial.ranks)} in {num_values}")
@@ -72,7 +76,7 @@ def show_diff(
         _print_values(found, limit)
     _print_only("A", found.only_a, found.steps_only_a, limit)
     _print_only("B", found.only_b, found.steps_only_b, limit)
-    for line in _summary(found, tolerance, common=common):
+    for line in _summary(found, tolerance, common=common, has_noise=bool(noise)):
         say(line)
     return int(not found.is_equal)
 
@@ -124,7 +128,8 @@ def _shown(culprit: Culprit) -> str:
         return f"{value} is {number(culprit.factor)} times what it was"
     if culprit.max_abs:
         of_max = "" if culprit.of_max is None else f", {number(culprit.of_max)} of the largest magnitude"
-        return f"{value} differs by up to {number(culprit.max_abs)}{of_max}"
+        noise = f", {culprit.max_abs / culprit.noise:.3g} times the noise" if culprit.noise else ""
+        return f"{value} differs by up to {number(culprit.max_abs)}{of_max}{noise}"
     if culprit.statistic is not None:
         return f"{value} differs: {_statistic({**culprit._asdict(), 'statistic_rel': None})}"
     return f"{value} differs" + (f" ({culprit.kind})" if culprit.kind else "")
@@ -202,9 +207,11 @@ def _print_only(run: str, only: Any, steps: list[int], limit: int) -> None:
         say(f"steps only in {run}: {span(steps)} (not compared; no difference by itself)")
 
 
-def _summary(found: Diff, tolerance: Tolerance, *, common: bool) -> Iterator[str]:
+def _summary(found: Diff, tolerance: Tolerance, *, common: bool, has_noise: bool) -> Iterator[str]:
     num_equal = found.num_compared - found.table.num_rows - found.num_incomparable - found.num_bare
     within = "exactly" if tolerance.is_exact else f"within {_said(tolerance)}"
+    if has_noise:
+        within = "within the noise" + (f" or {_said(tolerance)}" if not tolerance.is_exact else "")
     yield (
         f"{counted(found.num_compared, 'value')} compared: {num_equal} equal {within}, {found.table.num_rows} differ "
         f"({found.num_by_fingerprint} equal by fingerprint, {found.num_by_values} by values, "

@@ -45,7 +45,7 @@ def _list_runs(paths: list[Path], *, as_json: bool) -> int:
         found.append(summary)
         ranks = f"{len(run.ranks)} of {run.world_size}" if run.world_size else str(len(run.ranks))
         facts = [moment(summary["started_ns"]), ranks, span(run.steps), str(run.num_rows), size(summary["bytes"])]
-        rows.append([path.name, *facts, _losses(summary), summary["state"]])
+        rows.append([path.name, *facts, _losses(summary), _state(summary)])
     if as_json:
         print_json(found)
         return exit_code
@@ -86,6 +86,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "open_rows": num_open_rows,
         "open_files": num_open_files,
         "state": next((state for state in _STATES if state in states), "empty"),
+        "jitter": run.jitter,
         "problems": run.problems,
         "endings": run.endings,
     }
@@ -130,11 +131,22 @@ def _list_writers(run: Run, *, as_json: bool) -> int:
         for title in titles
     ]
     Table(columns, rows, title=f"{printable(run.path.name)}: {', '.join(facts)}").print()
+    if run.jitter:
+        say(jitter_note(run))
     if note := unsealed_note(run):
         say(note)
     for ending in run.endings:
         say(ending)
     return exit_code
+
+
+def jitter_note(run: Run) -> str:
+    """That its training was changed on purpose."""
+    return f"note: the model's inputs were moved by a last place on purpose (jitter = {run.jitter})"
+
+
+def _state(summary: dict[str, Any]) -> str:
+    return f"{summary['state']}, jitter {summary['jitter']}" if summary["jitter"] else str(summary["state"])
 
 
 def _losses(found: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from ..errors import LookupFailedError
 from ..format.schema import COUNTS, SITES, STATISTICS
 from ..read.lookup import ended_before, nearest
 from ..read.run import Run
+from .ls import jitter_note
 from .output import Column, Table, counted, number, print_json, say, span
 from .spark import NOT_FINITE, spark_line
 
@@ -114,6 +115,8 @@ def show_modules(run: Run, wanted: Wanted, *, as_json: bool) -> int:
     subtitle = _say_bad(next(iter(bad.values()))) if bad else ""
     texts = ("root", "module", "class", "sites")
     _print(titles, lines, texts=texts, title=facts, subtitle=subtitle, drops=_MODULE_DROPS)
+    if run.jitter:
+        say(jitter_note(run))
     return int(bool(run.problems))
 
 
@@ -146,6 +149,8 @@ def show_module(run: Run, module_path: str, wanted: Wanted, *, last: int, as_jso
         for info in infos[:1]
     ]
     say(", ".join([f"{run.path.name}: {module_path!r}", *facts]))
+    if run.jitter:
+        say(jitter_note(run))
     _print_series(series)
     first_site = series[0].key["site"]
     _print_steps([one for one in series if one.key["site"] == first_site], first_site, last)

@@ -108,6 +108,14 @@ class Run:
         return self._rows.num_rows
 
     @cached_property
+    def jitter(self) -> int:
+        """The seed with which its inputs were moved on purpose, as the setting `jitter` asked; 0: they were not."""
+        told = [writer.manifest.get("settings") for writer in self.writers]
+        found = [settings.get("jitter") for settings in told if isinstance(settings, dict)]
+        values = [setting.get("value") for setting in found if isinstance(setting, dict)]
+        return next((value for value in values if type(value) is int and value), 0)
+
+    @cached_property
     def ranks(self) -> list[int]:
         """Ranks that left a writer, rows or not."""
         return sorted({writer.rank for writer in self.writers if writer.rank is not None})

@@ -1,6 +1,7 @@
 """Which injected errors `diff` names: `python -m tests.analyze.injected [NAME...]` prints the table.
 
-Each error of `scripts/inject.py` is compared with the sound training of the same layout.
+Each error of `scripts/inject.py` is compared with the sound training of the same layout, bit by bit, and with one
+process that had the whole batch, beyond the noise that a twin of it shows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from recorder.analyze.diff import Diff, diff
 from tests.distributed import jobs
 
 SCRIPT = Path(__file__).parent / "scripts" / "inject.py"
+TWIN = "+jitter=1"
 ALL = None
 """All parameters alike."""
 
@@ -69,8 +71,9 @@ ERRORS = {
 def record(folder: Path, names: list[str]) -> None:
     """Record the trainings of these names, and what they are compared with."""
     bases = dict.fromkeys(["sound", *(ERRORS[name].base for name in names)])
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), *bases, "sound+again", *names]
-    subprocess.run(command, check=True, env=jobs.environment({}), stdout=subprocess.DEVNULL, timeout=300)
+    sound = [f"{start}{base}{end}" for base in bases for start, end in (("", ""), ("one_", ""), ("one_", TWIN))]
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), *sound, *names]
+    subprocess.run(command, check=True, env=jobs.environment({}), stdout=subprocess.DEVNULL, timeout=600)
 
 
 def opened(folder: Path, name: str) -> recorder.Run:
@@ -78,9 +81,12 @@ def opened(folder: Path, name: str) -> recorder.Run:
     return recorder.open_run(folder / name / "recordings")
 
 
-def compared(folder: Path, name: str) -> Diff:
-    """An erroneous training beside the sound one of the same layout."""
-    return diff(opened(folder, ERRORS[name].base), opened(folder, name))
+def compared(folder: Path, name: str, *, one: bool = False) -> Diff:
+    """A training beside the sound one of the same layout, or of one process."""
+    base = ERRORS[name].base if name in ERRORS else name
+    if not one:
+        return diff(opened(folder, base), opened(folder, name))
+    return diff(opened(folder, f"one_{base}"), opened(folder, name), noise=[opened(folder, f"one_{base}{TWIN}")])
 
 
 class Verdict(NamedTuple):
@@ -114,13 +120,19 @@ def main(names: list[str]) -> int:
 
 def show(folder: Path, names: list[str]) -> int:
     """Print a line for each error, and how many are named."""
-    counts = dict.fromkeys(("correctly", "wrongly", "not found"), 0)
-    for name in names:
-        verdict = judge(compared(folder, name), ERRORS[name])
-        counts[verdict.word] += 1
-        print(f"{name:28} {verdict.word:10} {verdict.named}")
+    counts = dict.fromkeys(("correctly", "wrongly", "not found", "false alarms"), 0)
+    for one in (False, True):
+        print(f"against {'one process' if one else 'the same layout'}:")
+        for name in names:
+            verdict = judge(compared(folder, name, one=one), ERRORS[name])
+            counts[verdict.word] += 1
+            print(f"  {name:28} {verdict.word:10} {verdict.named}")
+        for name in dict.fromkeys(ERRORS[name].base for name in names) if one else ():
+            found = compared(folder, name, one=True)
+            counts["false alarms"] += not found.is_equal
+            print(f"  {name:28} {'equal' if found.is_equal else 'false alarm'}")
     print(", ".join(f"{word} {count}" for word, count in counts.items()))
-    return int(counts["correctly"] < len(names))
+    return int(counts["correctly"] < 2 * len(names) or counts["false alarms"] > 0)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from recorder.analyze.diff import Diff, diff
+from recorder.cli.ls import list_path
 
 from . import injected
 
@@ -24,14 +25,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", injected.ERRORS)
-def test_an_error_is_named(folder: Path, name: str) -> None:
+def test_an_error_is_named_against_the_same_layout(folder: Path, name: str) -> None:
     verdict = injected.judge(injected.compared(folder, name), injected.ERRORS[name])
     assert verdict.word == "correctly", verdict
 
 
-def test_a_repeat_names_nothing(folder: Path) -> None:
-    found = diff(injected.opened(folder, "sound"), injected.opened(folder, "sound+again"))
-    assert found.is_equal and found.culprits == []
+SAMPLE = ("skipped", "scale_on_one_rank", "mask", "momentum", "detached", "clipping_skipped", "custom_backward", "rate")
+
+
+@pytest.mark.parametrize("name", SAMPLE)  # the command has all of them
+def test_an_error_is_named_against_one_process_beyond_the_noise(folder: Path, name: str) -> None:
+    verdict = injected.judge(injected.compared(folder, name, one=True), injected.ERRORS[name])
+    assert verdict.word == "correctly", verdict
+
+
+@pytest.mark.parametrize("name", ["sound", "clipped"])
+def test_two_ranks_and_one_process_differ_by_noise_alone(folder: Path, name: str) -> None:
+    exactly = diff(injected.opened(folder, f"one_{name}"), injected.opened(folder, name))
+    assert exactly.table.num_rows > 100
+    found = injected.compared(folder, name, one=True)
+    assert found.is_equal and found.culprits == [] and found.num_compared > 700
 
 
 def test_a_factor_is_told(folder: Path) -> None:
@@ -40,6 +53,19 @@ def test_a_factor_is_told(folder: Path) -> None:
 
     assert factor(injected.compared(folder, "doubled_loss")) == pytest.approx(2, rel=1e-3)
     assert factor(injected.compared(folder, "gradient_scaled_on_one_rank")) == pytest.approx(3, rel=1e-3)
+
+
+def test_a_twin_says_what_it_is_and_was_moved_by_a_last_place(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, twin = injected.opened(folder, "one_sound"), injected.opened(folder, f"one_sound{injected.TWIN}")
+    assert (one.jitter, twin.jitter) == (0, 1)
+    moved = {(line["step"], line["name"]): line for line in diff(one, twin, "", site="input").table.to_pylist()}
+    assert set(moved) == {(step, "features") for step in range(4)}  # the words are whole numbers
+    assert all(1 <= line["max_ulp"] <= 2 for line in moved.values())
+    for path in (twin.path, twin.path.parent):
+        list_path(path, as_json=False)
+        assert "jitter" in capsys.readouterr().out
+    list_path(one.path, as_json=False)
+    assert "jitter" not in capsys.readouterr().out
 
 
 def test_the_command_says_it_on_top_in_one_line_and_as_json(folder: Path) -> None:
