@@ -90,7 +90,7 @@ def test_the_answers_are_those_of_a_run_that_is_whole(typed: Typed) -> None:
     assert all(line.startswith("ok ") for line in answers["doctor"].splitlines())
     assert "no NaN" in answers["first"]
     assert "180 equal exactly, 0 differ" in typed.said["recorder diff recordings other"]
-    assert "no findings" in answers["merge"]
+    assert "no findings" in typed.said["recorder merge recordings -o merged"]
     steps = {line.split()[0] for line in answers["stats"].splitlines()[2:]}
     assert steps == {"0", "1", "2", "3", "4"}
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -13,10 +11,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ..errors import LookupFailedError, WriteError
+from ..errors import LookupFailedError
 from ..format.schema import COUNTS, LIGHT_COLUMNS, SCHEMA, STATISTICS
-from ..read.run import Run, find_run_around
+from ..read.run import Run
 from .partial import Partial
+from .publishing import published_file
 from .selection import GlobalOptions, Selection
 from .tensorfiles import write_npz, write_safetensors
 from .tensors import Entry, Tensors, row_pieces
@@ -73,7 +72,7 @@ class Export:
             WriteError: the file exists and `force` is not given, or it cannot be written.
             CorruptError: a payload is not what was written.
         """
-        with _published(path, force=force) as file:
+        with published_file(path, force=force) as file:
             if self.to == "parquet":
                 num_rows = self._write_parquet(file, report)
             else:
@@ -209,42 +208,3 @@ def _as_table(rows: list[dict[str, Any]]) -> Any:
         [SCHEMA.field(name).with_nullable(True) for name in SCHEMA.names if name in (*LIGHT_COLUMNS, "data")]
     )
     return pa.Table.from_pylist(rows, schema).select([*LIGHT_COLUMNS, "data"])
-
-
-@contextmanager
-def _published(path: Path, *, force: bool) -> Iterator[BinaryIO]:
-    """A new file that gets its name when the block ends well, and else leaves nothing behind."""
-    if (run := find_run_around(path.parent)) is not None:
-        raise WriteError(f"{path}: lies inside the run {run}, which is never changed; choose another folder")
-    if not force and os.path.lexists(path):
-        raise WriteError(f"{path}: exists; choose another name, or --force to replace it")
-    if path.is_dir():
-        raise WriteError(f"{path}: is a directory; name the file to write")
-    temporary = path.with_name(f".recorder-{os.getpid()}.tmp")
-    try:
-        file = temporary.open("xb")
-    except OSError as error:
-        raise WriteError(f"{path}: cannot be written ({error.strerror}); choose a folder that exists") from error
-    try:
-        with file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        _name(temporary, path, force=force)
-    except OSError as error:
-        raise WriteError(f"{path}: cannot be written ({error.strerror})") from error
-    finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
-
-
-def _name(temporary: Path, path: Path, *, force: bool) -> None:
-    if force:
-        os.replace(temporary, path)
-        return
-    try:
-        os.link(temporary, path)  # unlike a rename, never replaces what came since
-    except FileExistsError:
-        raise WriteError(f"{path}: exists by now; choose another name, or --force to replace it") from None
-    except OSError:  # a file system without hard links
-        os.rename(temporary, path)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import struct
 import zipfile
-from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import numpy.lib.format as npy
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from ..errors import UnsupportedError
 from ..format.dtypes import item_bytes, numpy_dtype
-from .tensors import Entry, Tensors
+from .tensors import Entry, Piece
 
 Report = Callable[[int], None]
 _INDEX = "index.json"
@@ -36,8 +37,17 @@ _AS_PARTS = {"complex32": "F16", "complex128": "F64"}
 _AS_BYTES = ("float4_e2m1fn_x2",)
 """Pairs in a byte; the readers disagree on their shape."""
 
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
-def write_npz(file: BinaryIO, tensors: Tensors, entries: Sequence[Entry], report: Report) -> None:
+
+class HasPieces(Protocol):
+    """Where tensors come from."""
+
+    def pieces(self, entry: Entry) -> Iterator[Piece]:
+        """The bytes of one tensor, in order."""
+
+
+def write_npz(file: BinaryIO, tensors: HasPieces, entries: Sequence[Entry], report: Report) -> None:
     """Write a file for `numpy.load`.
 
     numpy has no bfloat16 and no 8-bit floats: they become float32, which holds every one of them exactly. What each
@@ -60,17 +70,20 @@ def write_npz(file: BinaryIO, tensors: Tensors, entries: Sequence[Entry], report
         archive.writestr(zipfile.ZipInfo(_INDEX, _NO_TIME), json.dumps(index))
 
 
-def write_safetensors(file: BinaryIO, tensors: Tensors, entries: Sequence[Entry], report: Report) -> None:
+def write_safetensors(
+    file: BinaryIO, tensors: HasPieces, entries: Sequence[Entry], report: Report, about: Mapping[str, str] = _NOTHING
+) -> None:
     """Write a safetensors file: 8 bytes of length, a JSON header, then the bytes, without a gap.
 
-    The header's metadata have ``origin of NAME``, as JSON: of which ranks a tensor was made, and how.
+    The header's metadata have ``origin of NAME``, as JSON: of which ranks a tensor was made, and how; and what `about`
+    says of the whole.
 
     Raises:
         UnsupportedError: there are more tensors than the format's header may name.
     """
     # Widest elements first, so that every tensor lies at a multiple of its own.
     in_file_order = sorted(entries, key=lambda entry: -item_bytes(entry.dtype))
-    header: dict[str, Any] = {"__metadata__": {"writer": "recorder"}}
+    header: dict[str, Any] = {"__metadata__": {"writer": "recorder", **about}}
     end = 0
     for entry in in_file_order:
         dtype, shape = _safetensors_type(entry)

@@ -67,6 +67,12 @@ class FlatParameter:
             if (watch := watch_of(info.module)) is not None
         ]
         """Every name under which a module of the root knows an original parameter, ties included."""
+        self.ties = [
+            (watch, info.param_name, first, info.prim_param_name)
+            for info in flat._shared_param_infos
+            if (watch := watch_of(info.module)) is not None and (first := watch_of(info.prim_module)) is not None
+        ]
+        """Those of ties: of each the module and its name there, and those under which it is recorded."""
         originals = flat._params or [None] * len(flat._shapes)
         mesh, is_hybrid = _mesh(wrapper)
         self.pieces: list[Piece] = []

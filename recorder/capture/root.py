@@ -25,6 +25,7 @@ from .jitter import JitterInputs, add_jitter
 from .parallel import DataParallel, ModelParallel, find_data_parallel, find_model_parallel, wrappers_around
 from .pipelines import Pipeline, micro_batch_of_backward, stage_call
 from .places import mesh_of
+from .statedict import Ties, about_state, find_ties
 from .values import requires_gradient
 from .watch import Watch
 
@@ -124,7 +125,8 @@ class Root:
         hooks.ROOTS[self._number] = self
         self._add_hooks(module, nodes)
         self.flats = self._find_flats(module)
-        self.modules = [self._describe(node, watch) for node, watch in zip(nodes, self.watches, strict=True)]
+        ties = find_ties(self.watches, self.flats)
+        self.modules = [self._describe(node, watch, ties) for node, watch in zip(nodes, self.watches, strict=True)]
         """What is known of each module when it is attached, and of what graphs and steps told later; see `described`.
         Nothing here keeps the model alive."""
 
@@ -489,7 +491,7 @@ class Root:
         self._seen_at_taps.clear()
         hooks.ROOTS.pop(self._number, None)
 
-    def _describe(self, node: tree.Node, watch: Watch) -> dict[str, Any]:
+    def _describe(self, node: tree.Node, watch: Watch, ties: Ties) -> dict[str, Any]:
         flat_ids = self._flat_ids()
         flat_names = [name for flat in self.flats for owner, name in flat.names if owner is watch]
         return {
@@ -500,6 +502,7 @@ class Root:
             "sites": [site for site, rule_set in watch.rule_sets.items() if rule_set],
             "params": flat_names + [name for name, value in watch.own("_parameters") if id(value) not in flat_ids],
             "buffers": [name for name, _ in watch.own("_buffers")],
+            **about_state(node.owner, ties.get(node.path)),
             "compiled": node.is_compiled,
             **({"hidden": hidden} if (hidden := "late" if node.path in self._late else node.hidden) else {}),
         }

@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from .. import __version__
-from ..errors import RecorderError
+from ..errors import LookupFailedError, RecorderError
 from .output import LineHandler, printable_line
 
 _PACKAGE = (__package__ or "recorder").partition(".")[0]
@@ -71,6 +71,17 @@ def run_command(arguments: list[str]) -> NoReturn:
     except (RecorderError, OSError, MemoryError) as error:
         print(f"recorder: {printable_line(error or 'out of memory')}", file=sys.stderr)
     sys.exit(2)
+
+
+def _refuse(why: str, **options: object) -> None:
+    """Options that would change nothing.
+
+    Raises:
+        LookupFailedError: one of them was given.
+    """
+    given = [f"--{name}" for name, value in options.items() if value is not None]
+    if given:
+        raise LookupFailedError(f"{' and '.join(given)}: {why}")
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -344,7 +355,9 @@ def repair(
     raise typer.Exit(repair_typed(run, is_dry=dry_run, assume_dead=assume_dead, as_json=as_json))
 
 
-@app.command(epilog="Example: recorder merge recordings -o merged")
+@app.command(
+    epilog="Example: recorder merge recordings -o merged    Another: recorder merge recordings --to dcp -o checkpoint"
+)
 def merge(
     context: typer.Context,
     path: RunPath,
@@ -354,9 +367,31 @@ def merge(
             "-o",
             "--out",
             metavar="OUT",
-            help="Where: a new or empty directory, or an earlier merge of this run, which is brought up to date.",
+            help="Where: a new or empty directory, or an earlier merge of this run, which is brought up to date. With "
+            "--to a new file for safetensors, a new or empty directory for dcp.",
         ),
     ],
+    to: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of a run, one step's parameters or gradients as torch loads them: dcp (a directory for "
+            "torch.distributed.checkpoint) or safetensors."
+        ),
+    ] = None,
+    what: Annotated[
+        str | None,
+        typer.Option(
+            help="With --to: param (the state dict: parameters and persistent buffers, the default) or grad (gradients "
+            "under their parameters' names)."
+        ),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(help="With --to: the step; by default the last one whose tensors were recorded.")
+    ] = None,
+    root: Annotated[str | None, typer.Option(help="With --to: which model, where several were recorded.")] = None,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="With --to: write the rest where some tensors cannot be given.")
+    ] = False,
     loss: LossOption = "mean",
     layout: LayoutOption = None,
     jobs: Annotated[
@@ -364,20 +399,36 @@ def merge(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the global view of a run as a run of its own.
+    """Write the global view of a run as a run, or as a checkpoint.
 
-    Every command reads it like any other. A merge that was interrupted goes on where it was, and one of a run that has
-    grown adds what is new: type the same command again. Rows that cannot be assembled stay per rank.
+    As a run: every command reads it like any other. A merge that was interrupted goes on where it was, and one of a run
+    that has grown adds what is new: type the same command again. Rows that cannot be assembled stay per rank.
 
     Exit code 1: merged, but something is wrong or missing. Pieces that do not fit, parameters, gradients or optimizer
     states that differ between replicas, ranks missing at a step, damaged shards. Not: buffers that differ (the next
     forward broadcasts them), rows that stay per rank, older attempts. Exit code 2: nothing was published.
+
+    With --to: under the names of the unwrapped model's state dict, whatever the layout was. Parameters of step n are
+    those that its forwards used, before the update. Exit code 1: a tensor of the model is missing, lacks a rank's piece
+    or has replicas that differ; each is named, and without --partial nothing is written.
     """
-    from .merge import merge_typed
     from .paths import open_typed
 
-    run = open_typed(path, context.obj)
-    raise typer.Exit(merge_typed(run, out, loss=loss, layouts=layout or [], jobs=jobs, as_json=as_json))
+    if to is None:
+        from .merge import merge_typed
+
+        _refuse("only for --to dcp and --to safetensors", what=what, step=step, root=root, partial=partial or None)
+        run = open_typed(path, context.obj)
+        raise typer.Exit(merge_typed(run, out, loss=loss, layouts=layout or [], jobs=jobs, as_json=as_json))
+    from .model import Wanted, write_typed
+
+    _refuse(
+        "not for --to, which writes one step's parameters or gradients in this process",
+        loss=None if loss == "mean" else loss,
+        jobs=jobs,
+    )
+    wanted = Wanted(to=to, what=what or "param", step=step, root=root, layouts=layout or [], partial=partial)
+    raise typer.Exit(write_typed(open_typed(path, context.obj), out, wanted, as_json=as_json))
 
 
 @app.command(epilog="Example: RECORDER_MAX_BYTES=4GB recorder config --show")

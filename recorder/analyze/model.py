@@ -1,0 +1,209 @@
+"""Owns a model's tensors at one step of a run: under which names, what keeps some of them out, and their bytes.
+
+Must never give a tensor of which a piece is missing, or whose replicas differ, and never hold more than one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..errors import CorruptError, LookupFailedError
+from ..format.dtypes import item_bytes
+from ..read.decode import count, parse_shape
+from ..read.run import Run
+from ..read.view import GlobalRows
+from .state_dict import StateDict, full_name, roots_of, state_dict_of
+from .tensors import Entry, Piece, row_pieces
+
+SITES = {"param": ("param", "buffer"), "grad": ("grad",)}
+"""By what is asked for, the sites that make it up; the first one decides which steps there are."""
+_NOUNS = {"param": "parameter", "grad": "gradient"}
+_COLUMNS = ("site", "module_path", "name", "rank", "repeat", "scope", "dtype", "shape", "encoding", "note",
+            "ranks_present", "ranks_expected")  # fmt: skip
+_MAX_LISTED = 12
+
+
+class Refused(NamedTuple):
+    """A tensor of the model that cannot be given."""
+
+    name: str
+    why: str
+
+
+class Model:
+    """The parameters and buffers, or the gradients, of one model at one step, in the global view."""
+
+    def __init__(
+        self, run: Run, what: str, *, root: str | None = None, step: int | None = None, layouts: Sequence[str] = ()
+    ) -> None:
+        """Find what there is; no tensor is read.
+
+        Args:
+            run: recorded or merged.
+            what: ``param`` or ``grad``.
+            root: which model, where the run has several.
+            step: which step; by default the last one with such tensors.
+            layouts: how the ranks' values of some leaves lie; see `Run.view`.
+
+        Raises:
+            LookupFailedError: there is no such model, or step, or nothing of it was recorded with its values.
+        """
+        if what not in SITES:
+            raise LookupFailedError(f"{what!r}: choose of {', '.join(SITES)}")
+        self.what = what
+        self.root = _choose_root(run, what, root)
+        self._run, self._layouts = run, layouts
+        self.step, self._rows = self._find_rows(step)
+        self.entries: list[Entry] = []
+        """Those that can be given, in the order of the state dict."""
+        self.refused: list[Refused] = []
+        """Those that cannot, though the model has them."""
+        self.notes: list[str] = []
+        self._judge()
+        self.total_bytes = sum(entry.payload_bytes for entry in self.entries)
+
+    def pieces(self, entry: Entry) -> Iterator[Piece]:
+        """The bytes of one tensor, at most 32 MiB at once.
+
+        Raises:
+            CorruptError: the bytes are not those that were written.
+        """
+        num_bytes = 0
+        for piece in row_pieces(self._rows, entry.row, entry.dtype):
+            num_bytes += piece.data.nbytes
+            yield piece
+        if num_bytes != entry.payload_bytes:
+            raise CorruptError(f"{entry.name}: {num_bytes} bytes are not a {entry.dtype} tensor of {list(entry.shape)}")
+
+    def _find_rows(self, step: int | None) -> tuple[int, GlobalRows]:
+        """The rows of the step that is asked for, or of the last one that has what is asked for."""
+        view = self._run.view(layouts=self._layouts)
+        steps = self._steps()
+        for one in [step] if step is not None else reversed(steps):
+            if one in steps:
+                rows = view.rows(one, one + 1)
+                if self._mine(rows.table.filter(pc.field("encoding").is_valid())).num_rows:
+                    return one, rows
+        which = f"step {step} of {self._run.path.name}" if step is not None else str(self._run.path.name)
+        there = f"steps with some are {_listed(steps)}"
+        if not steps:
+            rule = f"site={','.join(SITES[self.what])} keep=tensor steps=::100"
+            there = f"without a rule that says so they are not kept: record with RECORDER_RULES='{rule}'"
+        raise LookupFailedError(f"{which} has no {_NOUNS[self.what]} of {self.root!r} with its values; {there}")
+
+    def _steps(self) -> list[int]:
+        """Steps at which some rank recorded what is asked for, with its values."""
+        is_asked = (pc.field("site") == SITES[self.what][0]) & (pc.field("root") == self.root)
+        table = self._run.table(["step"], is_asked & pc.field("encoding").is_valid())
+        found: list[int] = sorted(table.column("step").unique().to_pylist())
+        return found
+
+    def _mine(self, table: Any) -> Any:
+        return table.filter((pc.field("root") == self.root) & pc.field("site").isin(SITES[self.what]))
+
+    def _judge(self) -> None:
+        """Sort the tensors of the model into those that can be given and those that cannot."""
+        table = self._rows.table
+        table = table.append_column("at", pa.array(np.arange(table.num_rows)))
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for row in self._mine(table).select([*_COLUMNS, "at"]).to_pylist():
+            rows.setdefault(full_name(row["module_path"], row["name"]), []).append(row)
+        known = state_dict_of(self._run, self.root)
+        reasons = {
+            full_name(one.module_path, one.name): one.text
+            for one in self._rows.findings
+            if one.site in SITES[self.what] and one.kind != "partial"
+        }
+        alone: dict[tuple[str, str], int] = {}
+        for name, recorded in _names(known, rows, with_ties=self.what == "param").items():
+            row = _last_of(rows.get(recorded, []))
+            why = _why_not(row, recorded, rows, reasons)
+            if row is None or why is not None:
+                if self.what == "param" or row is not None:  # not every parameter has a gradient
+                    self.refused.append(Refused(name, why or ""))
+                continue
+            dtype, shape = row["dtype"], parse_shape(row["shape"])
+            self.entries.append(Entry(0, row["at"], name, dtype, shape, count(shape) * item_bytes(dtype), {}, {}))
+            if row["ranks_present"] != row["ranks_expected"]:
+                ranks = row["ranks_present"], row["ranks_expected"]
+                alone[ranks] = alone.get(ranks, 0) + 1
+        self._note(alone, reasons)
+
+    def _note(self, alone: dict[tuple[str, str], int], reasons: dict[str, str]) -> None:
+        for (present, expected), num_tensors in alone.items():
+            self.notes.append(
+                f"{num_tensors} of ranks {present} alone, of {expected}: whole, but not compared with all"
+            )
+        for entry in self.entries:
+            if entry.name in reasons:  # buffers: those of the first rank are taken
+                self.notes.append(f"{entry.name}: {reasons[entry.name]}; the first rank's is taken")
+
+
+def _choose_root(run: Run, what: str, root: str | None) -> str:
+    """The model that is meant: the only one of which there is something, where none is named."""
+    table = run.table(["root"], pc.field("site") == SITES[what][0])
+    there = table.column("root").unique().to_pylist() or roots_of(run) or ["model"]
+    if root is None and len(there) > 1:
+        named = " or ".join(f"--root {one}" for one in there)
+        raise LookupFailedError(f"{run.path.name} has {len(there)} models, and a file holds one: {named}")
+    if root is not None and root not in there:
+        raise LookupFailedError(f"{run.path.name} has no {_NOUNS[what]} of {root!r}; it has of {_listed(there)}")
+    return there[0] if root is None else root
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values[:_MAX_LISTED])) + ", ..." * (len(values) > _MAX_LISTED)
+
+
+def _names(known: StateDict, rows: dict[str, Any], *, with_ties: bool) -> dict[str, str]:
+    """Each name that is wanted, and the one under which its rows stand."""
+    names = known.names if with_ties else {name: name for name in known.names.values()}
+    taken = set(names.values())
+    further = {
+        name: name for name in rows if name not in taken and name not in known.left_out and not _is_part(name, taken)
+    }
+    return {**names, **further}
+
+
+def _is_part(name: str, taken: set[str]) -> bool:
+    """Whether a row is of a part of a parameter, such as ``weight._scale``."""
+    pieces = name.split(".")
+    return any(".".join(pieces[:i]) in taken for i in range(1, len(pieces)))
+
+
+def _last_of(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Of several rows of a name the one that the update used; the global one before the ranks' own."""
+    if not rows:
+        return None
+    return max(rows, key=lambda row: (row["repeat"], row["scope"] in (None, "final"), row["rank"] is None))
+
+
+def _why_not(row: dict[str, Any] | None, recorded: str, rows: dict[str, Any], reasons: dict[str, str]) -> str | None:
+    """What keeps a tensor out; None where nothing does."""
+    if row is None:
+        parts = sorted(name for name in rows if name.startswith(f"{recorded}."))
+        if parts:
+            return f"recorded as its parts {_listed(parts)}"
+        return "no row of it at this step: no rule keeps it, it was dropped, or no optimizer holds it"
+    note = _parsed(row["note"])
+    if isinstance(missing := note.get("partial"), list) and missing and row["encoding"] is None:
+        return f"no row of rank {', '.join(map(str, missing))}, which held a piece of it"
+    if row["rank"] is not None:
+        return reasons.get(recorded, "the ranks' pieces make no whole of it")
+    if row["encoding"] is None:
+        return str(note.get("no_values", "its values were not recorded, only statistics"))
+    return None
+
+
+def _parsed(note: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(note) if note else {}
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,90 @@
+"""Owns the names of a model's state dict, as the manifests of a run tell them. Takes nothing in them for granted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from ..errors import UnsupportedError
+from ..read.run import Run
+
+_MAX_NAMES = 1_000_000
+"""Of a model. A stranger's manifest may say that modules are shared in ways that make no end of names."""
+
+
+class StateDict(NamedTuple):
+    """What a model's state dict holds."""
+
+    names: dict[str, str]
+    """Each name in its order, and the one under which its rows stand: another one of what is tied or shared."""
+    left_out: set[str]
+    """Buffers that are not persistent."""
+
+
+def roots_of(run: Run) -> list[str]:
+    """Names of the outermost modules that the manifests know, in their order."""
+    return list(dict.fromkeys(_text(root.get("name")) for root in _roots(run)))
+
+
+def state_dict_of(run: Run, root: str) -> StateDict:
+    """The names of a model's parameters and buffers.
+
+    Raises:
+        UnsupportedError: the manifests say that there are too many.
+    """
+    found = StateDict({}, set())
+    aliases: dict[str, str] = {}
+    for module in _modules(run, root):
+        path = _text(module.get("path"))
+        tied, unsaved = module.get("tied"), _texts(module.get("non_persistent"))
+        for name in _texts(module.get("params")):
+            own = full_name(path, name)
+            recorded = tied.get(name) if isinstance(tied, dict) else None
+            found.names.setdefault(own, recorded if isinstance(recorded, str) else own)
+        for name in _texts(module.get("buffers")):
+            own = full_name(path, name)
+            if name in unsaved:
+                found.left_out.add(own)
+            else:
+                found.names.setdefault(own, own)
+        aliases |= dict.fromkeys(_texts(module.get("aliases")), path)
+    _add_shared(found.names, aliases)
+    return found
+
+
+def full_name(path: str, name: str) -> str:
+    """The name in the model of what a module calls so."""
+    return f"{path}.{name}" if path and name else path or name
+
+
+def _add_shared(names: dict[str, str], aliases: dict[str, str]) -> None:
+    """Names below the further paths of shared modules; the innermost first, so that those around them repeat it all."""
+    for alias, path in sorted(aliases.items(), key=lambda pair: -pair[1].count(".")):
+        for name, recorded in list(names.items()):
+            if not path or name.startswith(f"{path}."):
+                names.setdefault(full_name(alias, name[len(path) :].removeprefix(".")), recorded)
+        if len(names) > _MAX_NAMES:
+            raise UnsupportedError(f"its manifests give the model more than {_MAX_NAMES} names")
+
+
+def _roots(run: Run) -> Iterator[dict[str, Any]]:
+    for writer in run.writers:
+        yield from _objects(writer.manifest.get("roots"))
+
+
+def _modules(run: Run, root: str) -> Iterator[dict[str, Any]]:
+    for found in _roots(run):
+        if _text(found.get("name")) == root:
+            yield from _objects(found.get("modules"))
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _texts(value: Any) -> list[str]:
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
