@@ -6,6 +6,7 @@ Must never give a tensor of which a piece is missing, or whose replicas differ, 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from ..format.dtypes import item_bytes
 from ..read.decode import count, parse_shape
 from ..read.run import Run
 from ..read.view import GlobalRows
+from ..units import counted
 from .state_dict import StateDict, full_name, roots_of, state_dict_of
 from .tensors import Entry, Piece, row_pieces
 
@@ -27,6 +29,7 @@ _NOUNS = {"param": "parameter", "grad": "gradient"}
 _COLUMNS = ("site", "module_path", "name", "rank", "repeat", "scope", "dtype", "shape", "encoding", "note",
             "ranks_present", "ranks_expected")  # fmt: skip
 _MAX_LISTED = 12
+_NO_ROW = "no row of it at this step: no rule keeps it, it was dropped, or no optimizer holds it"
 
 
 class Refused(NamedTuple):
@@ -59,6 +62,7 @@ class Model:
         self.what = what
         self.root = _choose_root(run, what, root)
         self._run, self._layouts = run, layouts
+        self._steps = self._find_steps()
         self.step, self._rows = self._find_rows(step)
         self.entries: list[Entry] = []
         """Those that can be given, in the order of the state dict."""
@@ -84,7 +88,7 @@ class Model:
     def _find_rows(self, step: int | None) -> tuple[int, GlobalRows]:
         """The rows of the step that is asked for, or of the last one that has what is asked for."""
         view = self._run.view(layouts=self._layouts)
-        steps = self._steps()
+        steps = self._steps
         for one in [step] if step is not None else reversed(steps):
             if one in steps:
                 rows = view.rows(one, one + 1)
@@ -97,7 +101,12 @@ class Model:
             there = f"without a rule that says so they are not kept: record with RECORDER_RULES='{rule}'"
         raise LookupFailedError(f"{which} has no {_NOUNS[self.what]} of {self.root!r} with its values; {there}")
 
-    def _steps(self) -> list[int]:
+    @property
+    def step_before(self) -> int | None:
+        """The last earlier step at which something was recorded with its values."""
+        return max((step for step in self._steps if step < self.step), default=None)
+
+    def _find_steps(self) -> list[int]:
         """Steps at which some rank recorded what is asked for, with its values."""
         is_asked = (pc.field("site") == SITES[self.what][0]) & (pc.field("root") == self.root)
         table = self._run.table(["step"], is_asked & pc.field("encoding").is_valid())
@@ -120,29 +129,51 @@ class Model:
             for one in self._rows.findings
             if one.site in SITES[self.what] and one.kind != "partial"
         }
-        alone: dict[tuple[str, str], int] = {}
+        given: list[dict[str, Any]] = []
         for name, recorded in _names(known, rows, with_ties=self.what == "param").items():
             row = _last_of(rows.get(recorded, []))
-            why = _why_not(row, recorded, rows, reasons)
-            if row is None or why is not None:
-                if self.what == "param" or row is not None:  # not every parameter has a gradient
-                    self.refused.append(Refused(name, why or ""))
-                continue
-            dtype, shape = row["dtype"], parse_shape(row["shape"])
-            self.entries.append(Entry(0, row["at"], name, dtype, shape, count(shape) * item_bytes(dtype), {}, {}))
-            if row["ranks_present"] != row["ranks_expected"]:
-                ranks = row["ranks_present"], row["ranks_expected"]
-                alone[ranks] = alone.get(ranks, 0) + 1
-        self._note(alone, reasons)
-
-    def _note(self, alone: dict[tuple[str, str], int], reasons: dict[str, str]) -> None:
-        for (present, expected), num_tensors in alone.items():
+            if row is None:
+                parts = sorted(name for name in rows if name.startswith(f"{recorded}."))
+                if parts:
+                    self.refused.append(Refused(name, f"recorded as its parts {_listed(parts)}"))
+                elif self.what == "param":  # not every parameter has a gradient
+                    self.refused.append(Refused(name, _NO_ROW))
+            elif (why := _why_not(row, reasons.get(recorded))) is not None:
+                self.refused.append(Refused(name, why))
+            else:
+                dtype, shape = row["dtype"], parse_shape(row["shape"])
+                self.entries.append(Entry(0, row["at"], name, dtype, shape, count(shape) * item_bytes(dtype), {}, {}))
+                given.append(row)
+        self._note(given, reasons)
+        if self.what == "grad" and (gone := sorted(self._names_before() - rows.keys())):
+            n = counted(len(gone), "parameter")
             self.notes.append(
-                f"{num_tensors} of ranks {present} alone, of {expected}: whole, but not compared with all"
+                f"{n} with a gradient at step {self.step_before} and none at step {self.step}: {_listed(gone)}"
             )
+
+    def _names_before(self) -> set[str]:
+        """What had a gradient at the step before: a kill in the middle of a step leaves some of it."""
+        if self.step_before is None:
+            return set()
+        table = self._run.table(["root", "site", "module_path", "name"], pc.field("step") == self.step_before)
+        return {full_name(row["module_path"], row["name"]) for row in self._mine(table).to_pylist()}
+
+    def _note(self, given: list[dict[str, Any]], reasons: dict[str, str]) -> None:
+        """What there is to know of those that can be given."""
+        of_ranks = Counter((row["ranks_present"], row["ranks_expected"]) for row in given)
+        for (present, expected), number in of_ranks.items():
+            if present != expected:
+                tensors = counted(number, "tensor")
+                self.notes.append(
+                    f"{tensors} recorded by ranks {present} alone, of {expected}: whole, but not compared"
+                )
         for entry in self.entries:
             if entry.name in reasons:  # buffers: those of the first rank are taken
                 self.notes.append(f"{entry.name}: {reasons[entry.name]}; the first rank's is taken")
+        num_scaled = sum(_parsed(row["note"]).get("grad") == "scaled" for row in given)
+        if num_scaled:
+            gradients = counted(num_scaled, "gradient")
+            self.notes.append(f"{gradients} still multiplied with the loss scale, as the optimizer was given them")
 
 
 def _choose_root(run: Run, what: str, root: str | None) -> str:
@@ -184,18 +215,13 @@ def _last_of(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     return max(rows, key=lambda row: (row["repeat"], row["scope"] in (None, "final"), row["rank"] is None))
 
 
-def _why_not(row: dict[str, Any] | None, recorded: str, rows: dict[str, Any], reasons: dict[str, str]) -> str | None:
+def _why_not(row: dict[str, Any], reason: str | None) -> str | None:
     """What keeps a tensor out; None where nothing does."""
-    if row is None:
-        parts = sorted(name for name in rows if name.startswith(f"{recorded}."))
-        if parts:
-            return f"recorded as its parts {_listed(parts)}"
-        return "no row of it at this step: no rule keeps it, it was dropped, or no optimizer holds it"
     note = _parsed(row["note"])
     if isinstance(missing := note.get("partial"), list) and missing and row["encoding"] is None:
         return f"no row of rank {', '.join(map(str, missing))}, which held a piece of it"
     if row["rank"] is not None:
-        return reasons.get(recorded, "the ranks' pieces make no whole of it")
+        return reason or "the ranks' pieces make no whole of it"
     if row["encoding"] is None:
         return str(note.get("no_values", "its values were not recorded, only statistics"))
     return None

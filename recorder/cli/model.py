@@ -54,12 +54,15 @@ def _say(model: Model, out: Path, num_bytes: int | None) -> None:
     tensors = counted(len(model.entries), "tensor")
     if num_bytes is not None:
         without = f", {len(model.refused)} left out" if model.refused else ""
-        say(printable_line(f"{out}: {what}: {tensors}, {size(num_bytes)}{without}"))
+        say(f"{out}: {what}: {tensors}, {size(num_bytes)}{without}")
     elif model.entries:
-        say(printable_line(f"{out}: not written, for {len(model.refused)} of the {what} cannot be given; --partial "
-                           f"writes the other {tensors}, --step another step"))  # fmt: skip
+        before = "" if model.step_before is None else f", --step {model.step_before} takes the step before"
+        say(
+            f"{out}: not written: {len(model.refused)} of the {what} cannot be given; --partial writes the other "
+            f"{tensors}{before}"
+        )
     else:
-        say(printable_line(f"{out}: not written, for none of the {what} can be given"))
+        say(f"{out}: not written: none of the {what} can be given")
 
 
 def _as_json(model: Model, out: Path, wanted: Wanted, num_bytes: int | None) -> dict[str, object]:

@@ -284,8 +284,8 @@ def test_what_cannot_be_given_is_named_and_nothing_is_written(cli: Cli, tmp_path
     assert found.exit_code == 1
     assert found.err.splitlines() == [f"finding: {name}: {why}" for name, why in REFUSED.items()]
     assert found.out == (
-        f"{out}: not written, for 5 of the parameters and buffers of 'model' at step 0 cannot be given; --partial "
-        "writes the other 1 tensor, --step another step\n"
+        f"{out}: not written: 5 of the parameters and buffers of 'model' at step 0 cannot be given; --partial "
+        "writes the other 1 tensor\n"
     )
     assert not out.exists()
 
@@ -312,7 +312,7 @@ def test_a_replica_that_one_rank_recorded_is_whole_and_said(cli: Cli, tmp_path: 
     run = write(tmp_path / "run", [state_row(0, "w", WHOLE)], [])
     found = cli("merge", run.path, "--to", "safetensors", "-o", tmp_path / "out.safetensors")
     assert found.exit_code == 0
-    assert found.err == "note: 1 of ranks [0] alone, of [0,1]: whole, but not compared with all\n"
+    assert found.err == "note: 1 tensor recorded by ranks [0] alone, of [0,1]: whole, but not compared\n"
 
 
 def test_buffers_that_differ_are_the_first_ranks(tmp_path: Path) -> None:
@@ -370,6 +370,39 @@ def test_of_several_gradients_of_a_step_the_last_one_is_taken(tmp_path: Path) ->
     model = Model(write(tmp_path / "run", rows), "grad")
     write_model(model, tmp_path / "out.safetensors", "safetensors")
     assert load(tmp_path / "out.safetensors")["w"].tolist() == (WHOLE + 2).tolist()
+
+
+def test_where_the_last_step_is_cut_the_one_before_is_named(cli: Cli, tmp_path: Path) -> None:
+    rows = [[sharded(2 * step, "w", WHOLE, rank, step=step) for step in (2, 5)] for rank in (0, 1)]
+    rows[0] += [sharded(4, "v", WHOLE, 0, step=5)]
+    run = write(tmp_path / "run", *rows, kind="fsdp2")
+    found = cli("merge", run.path, "--to", "safetensors", "-o", tmp_path / "out")
+    assert found.exit_code == 1
+    assert found.out.endswith("--partial writes the other 1 tensor, --step 2 takes the step before\n")
+    assert cli("merge", run.path, "--to", "safetensors", "-o", tmp_path / "out", "--step", 2).exit_code == 0
+
+
+def test_gradients_that_the_optimizer_unscales_itself_are_noted(tmp_path: Path) -> None:
+    row = state_row(0, "w", WHOLE, "grad", scope="final", note='{"grad":"scaled"}')
+    model = Model(write(tmp_path / "run", [row]), "grad")
+    assert model.notes == ["1 gradient still multiplied with the loss scale, as the optimizer was given them"]
+
+
+def test_gradients_are_those_that_there_are(tmp_path: Path) -> None:
+    rows = [state_row(0, "w", WHOLE, "grad"), state_row(1, "embed.weight.values", WHOLE, "grad")]
+    modules = [module("", "w", "frozen"), module("embed", "weight")]
+    model = Model(write(tmp_path / "run", rows, modules=modules), "grad")
+    assert [entry.name for entry in model.entries] == ["w"]
+    assert model.refused == [("embed.weight", "recorded as its parts embed.weight.values")]
+
+
+def test_gradients_that_a_kill_took_are_noted(tmp_path: Path) -> None:
+    rows = [
+        state_row(i, name, WHOLE, "grad", step=step) for i, (step, name) in enumerate(((0, "v"), (0, "w"), (1, "v")))
+    ]
+    run = write(tmp_path / "run", rows)
+    assert Model(run, "grad").notes == ["1 parameter with a gradient at step 0 and none at step 1: w"]
+    assert Model(run, "grad", step=0).notes == []
 
 
 def test_of_several_models_one_is_named(tmp_path: Path) -> None:
