@@ -86,11 +86,15 @@ def boxes(shape: tuple[int, ...], max_numel: int) -> Iterator[tuple[tuple[int, .
 
 
 def regrouped(pieces: Iterable[Piece], sizes: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
-    """The bytes of some pieces, end to end, as new arrays of these sizes."""
+    """The bytes of some pieces, end to end, in arrays of these sizes; each is good until the next one comes.
+
+    All lie in the same memory, for what `torch.save` was given may live until a garbage collection (torch 2.9).
+    """
     source = iter(pieces)
     piece, used = np.empty(0, np.uint8), 0
+    buffer = np.empty(max(sizes, default=0), np.uint8)
     for size in sizes:
-        out, done = np.empty(size, np.uint8), 0
+        out, done = buffer[:size], 0
         while done < size:
             if used == len(piece):
                 piece, used = next(source).data, 0

@@ -276,7 +276,8 @@ def export(
 ) -> None:
     """Write statistics as Parquet, tensors as npz or safetensors.
 
-    Tensors have names such as step=3/layers.0.mlp/output. --loss and --layout belong to --global.
+    Tensors have names such as step=3/layers.0.mlp/output. --loss and --layout belong to --global. A file with a model's
+    own names, for load_state_dict, is written by recorder merge --to.
 
     numpy has no bfloat16 and no 8-bit floats: in npz they are float32, which holds them exactly.
     """

@@ -17,8 +17,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
 import recorder
 from recorder.analyze import checkpoint, state_dict
@@ -27,7 +29,7 @@ from recorder.analyze.model_files import write_model
 from recorder.analyze.tensors import Entry, Piece
 from recorder.errors import CorruptError, LookupFailedError, UnsupportedError, WriteError
 from recorder.format.dtypes import ITEM_BYTES, numpy_dtype
-from recorder.records import PART_BYTES
+from recorder.read import assembler
 from tests.cli.conftest import Cli, cli
 from tests.read.handmade import HandmadeWriter, Row, make_parts, make_row, make_run
 
@@ -102,7 +104,7 @@ def test_every_type_and_shape_is_loaded_bit_for_bit(tmp_path: Path, dtype: str, 
             write_model(model, tmp_path / "out", to)
         return
     assert write_model(model, tmp_path / "out", to) > 0
-    if to == "safetensors" and not safetensors_knows(dtype):
+    if not loader_knows(to, getattr(torch, dtype)):
         return
     found = load(tmp_path / "out")
     assert found.keys() == arrays.keys()
@@ -111,11 +113,17 @@ def test_every_type_and_shape_is_loaded_bit_for_bit(tmp_path: Path, dtype: str, 
         assert found[name].reshape(-1).view(torch.uint8).numpy().tobytes() == array.tobytes()
 
 
-def safetensors_knows(dtype: str) -> bool:
-    """Whether this version's loader for torch does; what is in the file is checked with those of the export."""
-    from safetensors import torch as loader
+def loader_knows(to: str, dtype: torch.dtype) -> bool:
+    """Whether this version's loader does: torch 2.9 copies no 4-bit floats, which its loader does with each tensor."""
+    if to == "safetensors":
+        from safetensors import torch as loader
 
-    return getattr(torch, dtype) in loader._TYPES.values()
+        return dtype in loader._TYPES.values()
+    try:
+        torch.empty(1, dtype=dtype).copy_(torch.empty(1, dtype=dtype))
+    except NotImplementedError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bool", "bfloat16"])
@@ -222,11 +230,13 @@ def test_nothing_is_overwritten(tmp_path: Path, to: str) -> None:
         assert load(tmp_path / "empty")["w"].tolist() == [1, 1, 1]
 
 
-def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    array = np.arange(3 * PART_BYTES // 8 // 1000 * 1000).reshape(1000, -1)
+def test_memory_does_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(assembler, "PART_BYTES", 1 << 20)
+    array = np.arange(2 << 20).reshape(1024, -1)
     writer = HandmadeWriter(make_run(tmp_path / "run"))
     for i in range(2):
-        writer.add_shard([[row] for row in make_parts(4 * i, array, 4, **columns_of(f"w{i}"))])
+        writer.add_shard([[row] for row in make_parts(16 * i, array, 16, **columns_of(f"w{i}"))])
     writer.finish()
     model = Model(recorder.open_run(tmp_path / "run"), "param")
     tracemalloc.start()
@@ -236,7 +246,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert model.total_bytes == 2 * array.nbytes
-    assert peak < 4 * PART_BYTES < model.total_bytes
+    assert peak < 6 << 20  # of 32; a part has one
 
 
 def sharded(seq: int, name: str, whole: npt.NDArray[Any], rank: int, **columns: Any) -> Row:
@@ -297,6 +307,14 @@ def test_the_rest_is_written_where_that_is_asked_for(cli: Cli, tmp_path: Path) -
     assert {one["name"]: one["why"] for one in found.json["refused"]} == REFUSED
     assert (found.json["is_written"], found.json["tensors"]) == (True, 1)
     assert {name: value.tolist() for name, value in load(out).items()} == {"up.weight": WHOLE.tolist()}
+
+
+def test_the_rest_of_a_checkpoint_is_loaded_by_a_planner_that_allows_it(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert cli("merge", broken_run(tmp_path / "run").path, "--to", "dcp", "-o", out, "--partial").exit_code == 1
+    state = {"up.weight": torch.zeros(WHOLE.shape), "gone": torch.zeros(3)}
+    load_checkpoint(state, checkpoint_id=out, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert (state["up.weight"].tolist(), state["gone"].tolist()) == (WHOLE.tolist(), [0, 0, 0])
 
 
 def test_a_sound_model_is_no_finding(cli: Cli, tmp_path: Path) -> None:
