@@ -15,7 +15,7 @@ from torch import nn
 
 from ..records import Chunk, Moment
 from .parallel import fsdp1_ranks, loaded
-from .places import compact
+from .places import compact, written_ranks
 from .watch import Watch
 
 _NAME = "_flat_param"
@@ -243,6 +243,6 @@ def _mesh(wrapper: Any) -> tuple[str, bool]:
         "shape": [group.size() for group in groups],
         "dim_names": list(names[: len(groups)]) if names else None,
         "coordinate": [group.rank() for group in groups],
-        "ranks": fsdp1_ranks(wrapper),
+        "ranks": written_ranks(fsdp1_ranks(wrapper), tuple(group.size() for group in groups)),
     }
     return compact(mesh), across is not None

@@ -185,8 +185,8 @@ def _seen_as(
     """Of a view of a whole piece the global shape and placements; None where they cannot be told for sure.
 
     The dim that takes the place of a sharded one is the one that ends where that ended in memory: the other factors of
-    the old dim, where it was split, lie inside it. Only even shards: of others, sizes differ between ranks. A new dim of
-    size 1 may be what is left of a sharded one, such as the one head of a rank.
+    the old dim, where it was split, lie inside it. Only even shards: of others, sizes differ between ranks. A new dim
+    of size 1 may be what is left of a sharded one, such as the one head of a rank.
     """
     from torch.distributed.tensor import Replicate, Shard
 

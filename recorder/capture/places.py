@@ -10,11 +10,14 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..records import Chunk
 from .parallel import loaded
 
+_MAX_LISTED = 16
+"""Ranks of a mesh that each row lists; a thousand of them would outweigh the rest of the row."""
 _MAX_KNOWN = 4096
 _known: dict[tuple[Any, ...], tuple[weakref.ref[Any], Chunk]] = {}
 """What was worked out before (40 us each), by mesh, shape and placements; of a mesh that is gone its entry is void."""
@@ -77,11 +80,23 @@ def _chunk(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> Chun
                 "shape": list(mesh.shape),
                 "dim_names": list(mesh.mesh_dim_names) if mesh.mesh_dim_names else None,
                 "coordinate": mesh.get_coordinate(),
-                "ranks": mesh.mesh.flatten().tolist(),
+                "ranks": written_ranks(mesh.mesh.flatten().tolist(), tuple(mesh.shape)),
             }
         ),
         layout_source="dtensor",
     )
+
+
+def written_ranks(ranks: list[int], shape: tuple[int, ...]) -> list[int] | dict[str, Any]:
+    """The ranks of a mesh, row-major, as the column ``mesh`` holds them: of many that lie regularly, how they do."""
+    if len(ranks) <= _MAX_LISTED:
+        return ranks
+    grid = np.array(ranks).reshape(shape)
+    ends = [grid.take(min(1, size - 1), axis).flat[0] for axis, size in enumerate(shape)]
+    strides = [int(end) - ranks[0] for end in ends]
+    regular = ranks[0] + sum(i * stride for i, stride in zip(np.indices(shape), strides, strict=True))
+    is_regular = min(strides) >= 0 and np.array_equal(grid, regular)
+    return {"first": ranks[0], "strides": strides} if is_regular else ranks
 
 
 def _placement(placement: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Must never trust one of them: what they say is checked against the others, and a
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -243,7 +244,17 @@ def parse_mesh(text: str | None) -> Mesh:
     found = _json(text)
     found = found if isinstance(found, dict) else {}
     shape, coordinate = (_ints(found.get(name), 64) for name in ("shape", "coordinate"))
-    return Mesh(shape, coordinate, _ints(found.get("ranks"), _MAX_RANKS))
+    ranks = found.get("ranks")
+    return Mesh(shape, coordinate, _regular(ranks, shape) if isinstance(ranks, dict) else _ints(ranks, _MAX_RANKS))
+
+
+def _regular(told: dict[str, Any], shape: Ints) -> Ints:
+    """The ranks of a mesh in which each axis goes on by a stride."""
+    first, strides = _ints([told.get("first")], 1), _ints(told.get("strides"), 64)
+    if not first or len(strides) != len(shape) or not 0 < math.prod(shape) <= _MAX_RANKS:
+        return ()
+    places = itertools.product(*(range(size) for size in shape))
+    return tuple(first[0] + sum(i * n for i, n in zip(place, strides, strict=True)) for place in places)
 
 
 def _ints(value: Any, max_items: int) -> Ints:
