@@ -1,0 +1,108 @@
+"""Training in layouts of more than data parallelism, each data-parallel rank on its slice of one global batch.
+
+The model and how it is cut are those of `tests/distributed/scripts/parallel.py`. Rank 0 trains it once more, in one
+process with the whole batch, under plain hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+import recorder
+from tests.distributed.scripts import parallel
+from tests.distributed.scripts.parallel import mesh_of, sequence_parallel, sharded, tensor_parallel
+
+STEPS, BATCH = 2, 8
+RULES = "site=* keep=tensor,stats,fingerprint"
+CUTS = {"tp": tensor_parallel, "sp": sequence_parallel}
+
+
+def parallelized(layout: str, model: nn.Module) -> tuple[nn.Module, int, int]:
+    """The model of this rank, which slice of the batch is its own, and of how many."""
+    cut, _, around = layout.partition(" x ")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if not around:
+        return CUTS[cut](model, mesh_of(("tp", world_size))), 0, 1
+    if around == "hsdp":
+        mesh = mesh_of(("replicate", 2), ("shard", world_size // 4), ("tp", 2))
+        return sharded(CUTS[cut](model, mesh["tp"]), mesh["replicate", "shard"]), rank // 2, world_size // 2
+    mesh = mesh_of(("dp", world_size // 2), ("tp", 2))
+    model = CUTS[cut](model, mesh["tp"])
+    if around == "ddp":
+        return nn.parallel.DistributedDataParallel(model, device_mesh=mesh["dp"]), rank // 2, world_size // 2
+    return sharded(model, mesh["dp"]), rank // 2, world_size // 2
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(parallel.WORDS, (BATCH, 9), generator=generator)
+    return tokens[:, :8], tokens[:, 1:]
+
+
+def fit(
+    model: nn.Module,
+    read: Callable[[nn.Module, int, torch.optim.Optimizer], None] = lambda *_: None,
+    *,
+    slice_: int = 0,
+    num_slices: int = 1,
+) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    for step in range(STEPS):
+        tokens, targets = (tensor.chunk(num_slices)[slice_] for tensor in batch(step))
+        logits = model(tokens)
+        with loss_parallel() if isinstance(logits, DTensor) else contextlib.nullcontext():
+            nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        read(model, step, optimizer)
+        optimizer.step()
+        read(model, step, optimizer)
+        optimizer.zero_grad()
+
+
+def one_process() -> dict[Any, Tensor]:
+    """What plain hooks see, by site, path, name and step; optimizer state as the recorder names it."""
+    optimizer_state: dict[Any, Tensor] = {}
+
+    def watched(model: nn.Module, read: Callable[[nn.Module, int], None] | None = None) -> list[Tensor]:
+        def both(model: nn.Module, step: int, optimizer: torch.optim.Optimizer) -> None:
+            names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+            is_before = len(optimizer.state) == 0 or optimizer.state[next(iter(names))]["step"] == step
+            if is_before and read is not None:
+                read(model, step)
+            for parameter, state in optimizer.state.items() if not is_before else ():
+                path, _, name = names[parameter].rpartition(".")
+                for key, value in state.items():
+                    optimizer_state["optim", path, f"{name}.{key}", step] = value.detach().clone()
+
+        fit(model, both)
+        return []
+
+    parallel.fit = watched
+    return parallel.plain_values() | optimizer_state
+
+
+def main() -> None:
+    out, layouts = Path(sys.argv[1]), sys.argv[2:]
+    parallel.DIM = 16  # two heads for each of four ranks: of one head a rank no reader can tell that it is one
+    dist.init_process_group("gloo")
+    for layout in layouts:
+        model, slice_, num_slices = parallelized(layout, parallel.make())
+        with recorder.attach(model, enabled=True, dir=out / layout, rules=RULES):
+            fit(model, slice_=slice_, num_slices=num_slices)
+    if dist.get_rank() == 0:
+        torch.save(one_process(), out / "one.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Ranks that share a part of the batch: the global view has what one process with the whole batch has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import recorder
+
+from .meshes import LAYOUTS, SITES, compare, train
+
+QUICK = ("tp x ddp", "sp x fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layouts"),
+    [
+        pytest.param(4, QUICK, id="4 ranks, two layouts"),
+        *(pytest.param(num, layouts, id=f"{num} ranks", marks=pytest.mark.slow) for num, layouts in LAYOUTS.items()),
+    ],
+)
+def test_every_value_of_one_process_is_in_the_global_view(
+    tmp_path: Path, num_ranks: int, layouts: tuple[str, ...]
+) -> None:
+    out = train(tmp_path, num_ranks, layouts)
+    values = torch.load(out / "one.pt")
+    assert {key[0] for key in values} == set(SITES)
+    for layout in layouts:
+        counts, problems = compare(recorder.open_run(out / layout), values)
+        assert problems == [], layout
+        assert sum(counts["grad_output"].values()) > 50
