@@ -58,7 +58,7 @@ def find_tensor(
         question: value by qualifier; None where it is left open.
         counts: given where rows of several ranks are one tensor, whose payload may be missing on some: by position,
             whether a row counts for it.
-        has_slices: a pipeline's micro-batches are one tensor, too.
+        has_slices: a pipeline's micro-batches are one tensor, too, and its stages' roots one model.
         needs_values: leave out rows without a payload.
 
     Raises:
@@ -67,7 +67,7 @@ def find_tensor(
     rows.load([*QUALIFIERS, "module_path", "encoding", "part", *PLACE_COLUMNS])
     what = f"{module_path!r}"
     any_rank = counts is not None
-    merged_names = (*_OF_RANKS, "micro_step") if has_slices else _OF_RANKS
+    merged_names = (*_OF_RANKS, "micro_step", "root") if has_slices else _OF_RANKS
     positions = np.flatnonzero(rows.module_paths().codes == module_code(rows, module_path))
     of_module = positions
     for name in QUALIFIERS:

@@ -344,11 +344,11 @@ class Run:
     ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
         _check_words(question)
         partial = bool(question.pop("partial", False))
-        is_global = question.get("rank") is None and max(len(self.ranks), self.world_size or 1) > 1
+        has_slices = question.get("rank") is None and not self.is_merged and self._view.has_pipeline
+        is_global = has_slices or (question.get("rank") is None and max(len(self.ranks), self.world_size or 1) > 1)
         counts = None
         if is_global:
             counts = np.ones(self.num_rows, bool) if self.is_merged else self._view.counts(self._rows)
-        has_slices = is_global and not self.is_merged and self._view.has_pipeline
         if has_slices and question.get("micro_step") is not None:
             raise LookupFailedError("micro_step of a pipeline is a slice of the batch, not of the model; add rank=")
         found = find_tensor(self._rows, self.writers, module_path, question, counts=counts, has_slices=has_slices)

@@ -43,16 +43,20 @@ def read_stage(root: Mapping[str, Any]) -> Stage | None:
 
 
 def missing_stages(stages: Mapping[tuple[int, str], Stage]) -> Iterator[str]:
-    """A sentence for each root of which stages are missing."""
-    by_root: dict[str, list[Stage]] = {}
-    for (_, root), stage in stages.items():
-        by_root.setdefault(root, []).append(stage)
-    for root, some in by_root.items():
-        num_stages = max(stage.num_stages for stage in some)
-        gone = sorted(set(range(num_stages)) - {stage.number for stage in some})
-        if gone:
+    """A sentence for each pipeline of which stages are missing; a rank with several stages has a root for each."""
+    found: dict[int, set[int]] = {}
+    for stage in stages.values():
+        found.setdefault(stage.num_stages, set()).add(stage.number)
+    for num_stages, some in found.items():
+        if gone := sorted(set(range(num_stages)) - some):
             shown = ", ".join(map(str, gone[:8])) + (", ..." if len(gone) > 8 else "")
-            yield f"no rank of pipeline stage {shown} of {num_stages} (from 0) left a record of root {root!r}"
+            yield f"no rank left a record of stage {shown} (from 0) of a pipeline of {num_stages}"
+
+
+def whole_roots(stages: Mapping[tuple[int, str], Stage]) -> dict[str, str]:
+    """For each root that is a stage the name of the whole model: the root of the first stage."""
+    names = {stage.num_stages: root for (_, root), stage in sorted(stages.items()) if stage.number == 0}
+    return {root: names.get(stage.num_stages, root) for (_, root), stage in stages.items()}
 
 
 class Slices:

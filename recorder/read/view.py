@@ -6,8 +6,9 @@ A merged run is passed through as it is. Must never show a tensor as whole of wh
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from .groups import COLUMNS, Finding, Grouping, Value, listed, parse_overrides
 from .light import NONE, LightRows, Positions, text_keys
 from .payload import Payloads, is_same
 from .rows import ShardRows
+from .stages import whole_roots
 
 if TYPE_CHECKING:
     from .run import Run
@@ -101,7 +103,7 @@ class GlobalView:
             return GlobalRows(light, None, [], positions)
         grouping, payloads = self.grouping(light)
         values = list(grouping.values(positions))
-        return GlobalRows(light, payloads, values, positions, grouping.findings)
+        return GlobalRows(light, payloads, values, positions, grouping.findings, whole_roots(self._facts.stages))
 
     def grouping_of_all(self, light: LightRows) -> tuple[Grouping, Assembler]:
         """The same, kept for the next question as long as no damage has moved the rows."""
@@ -172,7 +174,10 @@ class GlobalRows:
         values: Sequence[Value],
         positions: Positions,
         findings: Sequence[Finding] = (),
+        roots: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        """Made by `GlobalView.rows`; of a pipeline's roots `roots` says of which model each is a stage."""
+        self._roots = roots
         self.findings = list(findings)
         """What the reader should know; the same of many values once."""
         self._light = light
@@ -255,6 +260,9 @@ class GlobalRows:
         values = [source for source in sources if not isinstance(source, int)]
         is_global = pa.array([not isinstance(source, int) for source in sources], pa.bool_())
         changed = _Columns(light, self._assembler, values).by_name() if values else {}
+        if values and self._roots:
+            at = np.array([value.positions[0] for value in values], np.int64)
+            changed["root"] = [self._roots.get(root, root) for root in light.take("root", at).to_pylist()]
         columns = {}
         for name in LIGHT_COLUMNS:
             kind = SCHEMA.field(name).type

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from recorder.errors import LookupFailedError
-from recorder.read.run import Run
+from recorder.read.run import Run, open_run
 
 from .handmade import Row
 from .meshes import BACK, PARAM, Array, Mesh, finger, grid_facts, mesh_run, plain, root_input, shard
@@ -132,7 +132,25 @@ def test_a_stage_that_is_missing_is_named_and_the_rest_is_merged(tmp_path: Path)
     run = mesh_run(tmp_path / "run", {0: model.rows(0)}, {0: stage(0)}, world_size=2)
     assert same(run.array("layers.0", step=0), np.concatenate(model.hidden))
     texts = [finding.text for finding in run.view().rows().findings if finding.kind == "partial"]
-    assert texts == ["no rank of pipeline stage 1 of 2 (from 0) left a record of root 'model'"]
+    assert texts == ["no rank left a record of stage 1 (from 0) of a pipeline of 2"]
+
+
+def test_stages_that_are_roots_of_one_rank_are_one_model(tmp_path: Path) -> None:
+    """As interleaved schedules have them: a rank runs several stages, each under a root of its own."""
+    model = Model()
+    rows = [*model.rows(0), *(one | {"root": "model_1", "seq": one["seq"] + 100} for one in model.rows(1))]
+    run = mesh_run(tmp_path / "run", {0: rows}, {0: stage(0)})
+    manifest = next(run.path.glob("rank=*/*/_writer.json"))
+    found = json.loads(manifest.read_text())
+    modules = [{"path": ""}, {"path": "layers.1"}]
+    found["roots"].append({"name": "model_1", "modules": modules, **stage(1)})
+    manifest.write_text(json.dumps(found))
+    run = open_run(run.path)
+    assert same(run.array("", step=0), np.concatenate(model.y))
+    assert same(run.array("layers.1", step=0), np.concatenate(model.y))
+    view = run.view().rows()
+    assert {one["root"] for one in view.table.to_pylist() if one["rank"] is None} == {"model"}
+    assert {finding.kind for finding in view.findings} == {"between_stages"}
 
 
 def test_a_micro_batch_that_is_missing_makes_no_smaller_tensor(tmp_path: Path) -> None:
