@@ -6,7 +6,9 @@ Must never read a payload.
 from __future__ import annotations
 
 import html
+import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..layout.placement import parse_mesh, parse_placements
@@ -18,15 +20,16 @@ from .view import GlobalView, value_of
 
 _MAX_LISTED = 64
 _MAX_CELLS = 16
+_MAX_MESHES = 4
 _MAX_CHARACTERS = 100
 _SOURCES = {
     "dtensor": "rows name their places (DTensor)",
     "fsdp": "rows name their places (FSDP), or replicas that FSDP keeps",
     "ddp": "replicas that DDP keeps",
     "single": "one rank has it",
-    "assumed": "assumed: the batches of data-parallel ranks end to end, or replicas without a wrapper",
-    "inferred": "inferred from equal values and from shapes",
-    "override": "as --layout says",
+    "assumed": "the batches of data-parallel ranks end to end, or replicas without a wrapper",
+    "inferred": "from equal values and from shapes",
+    "override": "as the layout that was given says",
 }
 
 
@@ -38,6 +41,8 @@ class LayoutPiece:
     shape: Ints
     coordinate: Ints | None
     """In the mesh that its row names; None of a plain tensor."""
+    mesh: Ints
+    """The ranks of that mesh, row-major; none where its row does not name them."""
     placements: str
     """Such as ``Shard(0) Replicate``; empty for a plain tensor."""
     offsets: Ints | None
@@ -85,20 +90,15 @@ class Layout:
         return [*lines, *self._mesh(), *self._cut(), "", *self._table()]
 
     def _mesh(self) -> list[str]:
-        """The ranks where they stand in the mesh: rows are its first axis, columns the second."""
-        placed = {piece.coordinate: piece.rank for piece in self.pieces if piece.coordinate}
-        if not self.mesh_shape or not placed or math.prod(self.mesh_shape) > _MAX_LISTED:
+        """The ranks where they stand in each mesh: rows are its first axes, columns the last one."""
+        if not self.mesh_shape or math.prod(self.mesh_shape) > _MAX_LISTED:
             return []
+        meshes = dict.fromkeys(piece.mesh for piece in self.pieces if piece.coordinate)
         lines = ["", f"mesh {_sizes(self.mesh_shape)}" + (f", {kinds}" if (kinds := self.pieces[0].placements) else "")]
-        width = max(len(str(rank)) for rank in placed.values())
-        for number in range(math.prod(self.mesh_shape[:-1])):
-            lead, rest = [], number
-            for size in reversed(self.mesh_shape[:-1]):
-                lead.append(rest % size)
-                rest //= size
-            row = [placed.get((*reversed(lead), column)) for column in range(self.mesh_shape[-1])]
-            lines.append("  " + " ".join("." * width if rank is None else str(rank).rjust(width) for rank in row))
-        return lines
+        for number, mesh in enumerate(list(meshes)[:_MAX_MESHES]):
+            placed = {p.coordinate: p.rank for p in self.pieces if p.coordinate and p.mesh == mesh}
+            lines += [""] * (number > 0) + _grid(placed, self.mesh_shape)
+        return lines + (["  ..."] if len(meshes) > _MAX_MESHES else [])
 
     def _cut(self) -> list[str]:
         """The tensor as a box, cut along at most two dims, with the ranks that have each piece."""
@@ -148,6 +148,16 @@ class Layout:
         return [line.rstrip() for line in shown] + ([f"and {more} more"] if more > 0 else [])
 
 
+def _grid(placed: Mapping[Ints, int], shape: Ints) -> list[str]:
+    """Ranks by their coordinates; a dot where a rank is missing."""
+    width = max(len(str(rank)) for rank in placed.values())
+    lines = []
+    for lead in itertools.product(*map(range, shape[:-1])):
+        row = [placed.get((*lead, column)) for column in range(shape[-1])]
+        lines.append("  " + " ".join("." * width if rank is None else str(rank).rjust(width) for rank in row))
+    return lines
+
+
 def explain(view: GlobalView, light: LightRows, found: Found) -> Layout:
     """Where the pieces of the one tensor that a question means came from.
 
@@ -192,6 +202,7 @@ def describe(what: str, pieces: list[Piece], plan: Plan | Apart, *, expected: In
                 rank=piece.rank,
                 shape=piece.shape,
                 coordinate=mesh.coordinate or None,
+                mesh=mesh.ranks,
                 placements=_placements(piece.placements),
                 offsets=starts.get(i) if is_plan else None,
                 micro_step=piece.micro_step,

@@ -62,6 +62,7 @@ def test_copies_and_batches_say_which_ranks_have_them(tmp_path: Path) -> None:
     assert (output.global_shape, output.source) == ((12, 8), "assumed")
     assert [piece.offsets for piece in output.pieces] == [(0, 0), (0, 4), (6, 0), (6, 4)]
     assert [piece.is_copy for piece in weight.pieces] == [False, False, True, True]
+    assert "mesh [2], Shard(0)\n  0 1\n\n  2 3\n" in str(weight)
     assert "cut along dim 0;" in str(weight) and "  | 0,2 | 1,3 |" in str(weight)
 
 
