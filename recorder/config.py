@@ -269,6 +269,9 @@ class Settings:
     compiled: str = _setting(
         "skip", "what is about to be compiled: left as it is, or tapped in its graph", "skip", "tap"
     )
+    local_gradients: bool = _setting(
+        False, "where site=grad is recorded, also each rank's own gradients of parameters, before they are reduced"
+    )
     jitter: int = _setting(
         0, "changes training on purpose: seed that moves the model's inputs by a last place, for diff --noise; 0: not"
     )

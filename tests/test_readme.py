@@ -56,12 +56,12 @@ def side_by_side() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture(scope="module")
 def typed(side_by_side: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) -> Typed:
-    command, other = SHELL[0], [line for line in SHELL if line.startswith("RECORDER_DIR=other RECORDER=1 torchrun ")]
+    command, others = SHELL[0], [line for line in SHELL if line.startswith("RECORDER_DIR=") and " torchrun " in line]
     assert command.startswith("RECORDER=1 torchrun ")
-    assert len(other) == 1
+    assert len(others) == 2  # another run, and a twin
     folder = tmp_path_factory.mktemp("readme")
     shutil.copy(HERE / "small_training.py", folder / "train.py")
-    list(side_by_side.map(partial(run, cwd=folder), (command, other[0])))
+    list(side_by_side.map(partial(run, cwd=folder), (command, *others)))
     said = {line: run(line, folder) for line in COMMANDS}
     snippets = {
         snippet: side_by_side.submit(run, [sys.executable, "-W", "error", "-c", snippet], folder) for snippet in PYTHON

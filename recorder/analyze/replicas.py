@@ -112,6 +112,7 @@ class _Replicas:
         self._timeline = timeline
         table = timeline.table
         is_candidate = holds(table.column("site"), (*STATE_SITES, "buffer").__contains__)
+        is_candidate &= ~holds(table.column("phase"), "backward".__eq__)  # gradients before their reduction
         leaders, self._assumed = _leaders(run, timeline)
         is_plain = table.column("placements").is_null().to_numpy()
         is_replicated = holds(table.column("placements"), _has_replicas)

@@ -32,7 +32,7 @@ from .select import Selection, scalar_keep
 from .tapped import Tapped
 from .values import DTYPES, UnsupportedKind, plain, requires_gradient
 
-_MAX_LEAF_HOOKS = 4096
+_MAX_LEAF_HOOKS = 1 << 16
 _MAX_DROPPED_PARTS = 1 << 20
 """Rows that one tensor counts for at most where it is dropped: each takes a number, and an expanded one has no end."""
 _MAX_ERRORS = 20
@@ -327,10 +327,16 @@ class Capture:
         )
 
     def watch_gradient(
-        self, tensor: torch.Tensor, origin: Origin, moment: Moment, call: int, keep: int
+        self,
+        tensor: torch.Tensor,
+        origin: Origin,
+        moment: Moment,
+        call: int,
+        keep: int,
+        scope: str | None = None,
     ) -> hooks.GradientArrives:
         """Record the gradient that arrives at ``tensor``, each time one does."""
-        hook = hooks.GradientArrives(self, origin, moment, call, keep)
+        hook = hooks.GradientArrives(self, origin, moment, call, keep, scope)
         with torch._C.DisableTorchFunctionSubclass():  # a subclass's own may count calls, or refuse this one
             handle = tensor.register_hook(hook)
             is_leaf = tensor.is_leaf

@@ -172,14 +172,17 @@ class RootEnds(Hook):
 class GradientArrives:
     """Tensor hook: the gradient of one observed value. Fires once per backward through it."""
 
-    __slots__ = ("_call", "_capture", "_keep", "_moment", "_origin", "_repeat", "chunk", "handle")
+    __slots__ = ("_call", "_capture", "_keep", "_moment", "_origin", "_repeat", "_scope", "chunk", "handle")
 
-    def __init__(self, capture: Capture, origin: Origin, moment: Moment, call: int, keep: int) -> None:
+    def __init__(
+        self, capture: Capture, origin: Origin, moment: Moment, call: int, keep: int, scope: str | None = None
+    ) -> None:
         self._capture = capture
         self._origin = origin
         self._moment = moment
         self._call = call
         self._keep = keep
+        self._scope = scope
         self._repeat = 0
         self.chunk: Chunk | None = None
         """The place of a gradient that does not know it."""
@@ -196,6 +199,7 @@ class GradientArrives:
             capture.observe(
                 *(self._origin, self._moment, "backward", self._call, self._repeat, self._keep, gradient),
                 chunk=self.chunk,
+                scope=self._scope,
             )
             self._repeat += 1
             if self.handle is not None:

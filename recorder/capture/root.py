@@ -81,6 +81,11 @@ class Root:
         """The ranks that work on the same part of the batch, for the manifest; None where parameters tell of none."""
         self.pipeline: Pipeline | None = None
         """Which stage of a pipeline it is, for the manifest; None where no stage was seen to call it."""
+        self._named: set[tuple[str, str]] | None = None
+        """Module paths and names by which parameters go, where one has several."""
+        self._met_in: Slice | None = None
+        self._met: set[int] = set()
+        """Parameters, by id, whose local gradients are awaited in that slice."""
         self.jitter: JitterInputs | None = None
         """Moves the root's inputs, where the settings ask for it."""
         self._around = [weakref.ref(wrapper) for wrapper in wrappers_around(module)]
@@ -470,6 +475,16 @@ class Root:
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield watch, name, parameter
+
+    def first_here(self, watch: Watch, name: str, parameter: torch.Tensor, slice_: Slice) -> bool:
+        """Whether a parameter is met for the first time in a slice, at the module and name that it goes by."""
+        if self._named is None:
+            self._named = {(owner.node_path, own) for owner, own, _ in self.parameters()}
+        if self._met_in is not slice_:
+            self._met_in, self._met = slice_, set()
+        is_first = (watch.node_path, name) in self._named and id(parameter) not in self._met
+        self._met.add(id(parameter))
+        return is_first
 
     def _flat_ids(self) -> set[int]:
         found = [flat.reference for flat in self.flats]

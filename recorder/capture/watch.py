@@ -43,6 +43,7 @@ class Watch:
         "_phase_slice",
         "_signature",
         "_tapped_slice",
+        "_wants_local",
         "_was_called",
         "capture",
         "class_name",
@@ -77,12 +78,14 @@ class Watch:
         self._tapped_slice: Slice | None = None
         """Where the op in a graph has shown this call's output: the hook around the graph leaves it alone."""
         self._number = next(_numbers)
+        has_parameters = any(True for _ in self.own("_parameters"))
+        self._wants_local = self.capture.settings.local_gradients and has_parameters and bool(self.rule_sets["grad"])
         self.is_hidden = not wants_hooks
         """Where a compiler is to take its module away."""
         self.pre_hook: hooks.BeforeForward | None = None
         if wants_hooks:
             hooks.WATCHES[self._number] = self
-            if self.rule_sets["input"] or self.rule_sets["grad_input"]:
+            if self.rule_sets["input"] or self.rule_sets["grad_input"] or self._wants_local:
                 self.pre_hook = hooks.BeforeForward(self._number)
                 self._handles.append(node.module.register_forward_pre_hook(self.pre_hook, with_kwargs=True))
             if self.pre_hook or self.rule_sets["output"] or self.rule_sets["grad_output"]:
@@ -147,6 +150,8 @@ class Watch:
         call = self._enter(slice_, phase)
         self._open_calls.setdefault(threading.get_ident(), []).append(call)
         masks = capture.masks
+        if self._wants_local and phase == "forward" and masks[self.rule_sets["grad"]] and torch.is_grad_enabled():
+            self._await_local_gradients(slice_)
         value_mask, gradient_mask = masks[self.rule_sets["input"]], masks[self.rule_sets["grad_input"]]
         if not value_mask and not gradient_mask:
             return
@@ -158,6 +163,15 @@ class Watch:
         with_grad = bool(gradient_mask) and self._has_new_graph(slice_, phase)
         for name, tensor in self._signature.leaves(args, kwargs):
             self._see("input", "grad_input", name, tensor, slice_.moment, phase, call, with_grad)
+
+    def _await_local_gradients(self, slice_: Slice) -> None:
+        """Record what this backward adds to the gradients of the module's own parameters, before any reduction."""
+        for name, parameter in self.own("_parameters"):
+            is_plain = type(parameter) in (nn.Parameter, torch.Tensor) and parameter.is_leaf and parameter.requires_grad
+            if is_plain and self.root.first_here(self, name, parameter, slice_):
+                origin, rule_set = self._leaf("grad", name)
+                if keep := self.capture.keep_of(rule_set, 0):
+                    self.capture.watch_gradient(parameter, origin, slice_.moment, 0, keep, "local")
 
     def after_forward(self, output: Any) -> None:
         """The module's forward has returned."""

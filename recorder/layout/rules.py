@@ -64,6 +64,16 @@ def decide_state(pieces: Sequence[Piece], *, source: str, num_expected: int) -> 
     return _unequal_shapes(pieces) or _replicas(pieces, source)
 
 
+def decide_local_gradient(pieces: Sequence[Piece], *, num_expected: int) -> Plan | Apart:
+    """Gradients of parameters before their reduction: the mean over ranks is what that should make of them."""
+    if (settled := _settled(pieces, num_expected) or _unequal_shapes(pieces)) is not None:
+        return settled
+    terms = tuple(Term(i, 1 / len(pieces)) for i in range(len(pieces)))
+    note = (("mean_of_ranks", len(pieces)),)
+    part = Part(whole(pieces[0].shape), terms)
+    return Plan(pieces[0].shape, (part,), "assumed", scale="assumed_mean", needs_all=True, note=note)
+
+
 def decide_activation(pieces: Sequence[Piece], *, batch: Batch, values: Values, num_expected: int) -> Plan | Apart:
     """Inputs, outputs and taps of data-parallel ranks: the batch laid end to end, or the same on all ranks.
 

@@ -14,6 +14,7 @@ from ..layout.rules import (
     Batch,
     decide_activation,
     decide_gradient,
+    decide_local_gradient,
     decide_override,
     decide_scalar,
     decide_state,
@@ -23,6 +24,8 @@ from .evidence import Evidence
 from .grid import Group
 
 STATE_SITES = ("param", "grad", "buffer", "optim")
+LOCAL_GRADIENT = "local_grad"
+"""Stands for site `grad` of phase `backward`: before any reduction."""
 ALONE = {
     "no_layout": "it is a piece of something, and its place there is not known",
     "inner_of": "it is a part of a composite tensor, which means nothing without the rank's other parts",
@@ -104,6 +107,8 @@ def _overridden(question: Question, override: Override) -> Plan | Apart:
 
 def _of_one_level(question: Question, pieces: Sequence[Piece], evidence: Evidence | _Across) -> Decided:
     num_expected, loss = question.num_expected, question.loss
+    if question.site == LOCAL_GRADIENT:
+        return decide_local_gradient(pieces, num_expected=num_expected), question.batches[0]
     if question.site in STATE_SITES:
         plan = decide_state(pieces, source=question.group.source, num_expected=num_expected)
         return plan, question.batches[0]

@@ -19,7 +19,7 @@ from ..layout.plans import Apart, Piece, Plan
 from ..layout.rules import Batch, parse_override
 from .batches import NO_BATCH, RootBatches, text_of
 from .cuts import Cuts, Wanted
-from .deciding import ALONE, STATE_SITES, Override, Question, decide
+from .deciding import ALONE, LOCAL_GRADIENT, STATE_SITES, Override, Question, decide
 from .decode import parse_shape
 from .evidence import NULL, POSITIVE, Described, Evidence, Ints, bits_of, digest, pack
 from .facts import RunFacts
@@ -323,11 +323,12 @@ class Grouping:
         evidence = Evidence(described, number, places, self._is_same, self._is_repeated, is_float=is_float)
         known_of_values = evidence.without_payloads(), evidence.pattern() if blocks is not None else ()
         forward_plan = forward.plan if forward is not None else None
-        key = codes, id(group), expected, site, known_of_values, override, batches, id(forward_plan), is_gradient
+        kind = LOCAL_GRADIENT if site == "grad" and phase == "backward" else site
+        key = codes, id(group), expected, kind, known_of_values, override, batches, id(forward_plan), is_gradient
         known = self._decided.get(key)
         if known is None:
             question = Question(
-                pieces, site, group, parts.num_expected, evidence, override, batches, forward_plan, is_gradient,
+                pieces, kind, group, parts.num_expected, evidence, override, batches, forward_plan, is_gradient,
                 self._loss, partial(self._infer, evidence, Wanted(root, path, site, self._step_of(first))),
             )  # fmt: skip
             known = *decide(question, blocks), forward_plan

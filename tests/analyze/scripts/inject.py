@@ -267,7 +267,7 @@ def run(folder: Path, name: str, rank: int, size: int) -> None:
         dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size)
     what, _, option = name.removeprefix("one_").partition("+")
     setting, _, value = option.partition("=")
-    settings = {setting: value} if value else {}
+    settings: dict[str, Any] = {"local_gradients": True, **({setting: value} if value else {})}
     torch.manual_seed(0)
     net = Net(what, rank, size)
     with recorder.attach(net, enabled=True, dir=str(folder / "recordings"), rules=RULES, **settings):
