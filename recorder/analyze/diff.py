@@ -24,6 +24,7 @@ from .moments import Floats, integers, numbers
 from .naming import Culprit, Naming
 from .noise import without_noise
 from .pairs import Side, judge
+from .renames import NO_RENAMES, Renames
 from .selection import GlobalOptions, Selection
 
 _MODULE = ["root", "module_path"]
@@ -109,6 +110,10 @@ class Diff(NamedTuple):
     """Pairs of which one run lacks ranks, however they compare."""
     steps_only_a: list[int]
     steps_only_b: list[int]
+    unpaired_a: Sequence[str] = ()
+    """Where modules were renamed: those of the first run that the second has under no name."""
+    unpaired_b: Sequence[str] = ()
+    """By its own names."""
 
 
 def diff(
@@ -123,6 +128,7 @@ def diff(
     atol: float = 0.0,
     ulp: int = 0,
     noise: Sequence[Run] = (),
+    renames: Renames = NO_RENAMES,
     common: bool = False,
     loss: str = "mean",
     layouts: Sequence[str] = (),
@@ -145,6 +151,7 @@ def diff(
         ulp: representable numbers allowed between two floats of one type.
         noise: runs that differ from `a` by noise alone: repeats of it, or twins with the setting `jitter`. A difference
             counts only where it is more than `noise.MARGIN` times what they show at that tensor and step.
+        renames: what the modules of `b` are called in `a`, whose names all answers use; from `read_renames`.
         common: what only one of them has, or has values or statistics of, does not count.
         loss: how activation gradients of the ranks are scaled, in both runs; see `Run.view`.
         layouts: how the ranks' values of some leaves lie, in both runs; see `Run.view`.
@@ -152,7 +159,7 @@ def diff(
 
     Raises:
         LookupFailedError: nothing is selected, or the runs have no value in common; the message says why. Or a loss,
-            a layout or a tolerance is none.
+            a layout or a tolerance is none, or a rename fits no module.
         RunError: a payload cannot be read.
     """
     selection = Selection(module=module, site=site, name=name, step=step)
@@ -160,16 +167,27 @@ def diff(
     GlobalOptions(across_ranks=True, loss=loss, layouts=layouts).check(a, b)
     comparison = _Comparison(Tolerance(rtol, atol, ulp), report)
     views = [run.view(loss=loss, layouts=layouts) for run in (a, b, *noise)]
+    unpaired = _unpaired(a, b, renames) if renames else ([], [])
     for first, last in _ranges(*(view.windows() for view in views)):
-        comparison.add(*(Side.read(view, selection, first, last) for view in views))
+        names = (renames if view is views[1] else NO_RENAMES for view in views)
+        comparison.add(*(Side.read(view, selection, first, last, own) for view, own in zip(views, names, strict=True)))
     comparison.refuse_nothing(a, b, selection)
-    return comparison.result(common=common)
+    return comparison.result(common=common)._replace(unpaired_a=unpaired[0], unpaired_b=unpaired[1])
 
 
 def payload_bytes(run: Run) -> int:
     """How many bytes all payloads of a run come to: what `report` is called with in sum, for each of the two."""
     column = run.table(["payload_bytes"]).column("payload_bytes")
     return int(pc.sum(column).as_py() or 0)
+
+
+def _unpaired(a: Run, b: Run, renames: Renames) -> tuple[list[str], list[str]]:
+    """Modules of each run, by their names there, that the other one has not."""
+    names = {path: renames.old(path) for path in b.module_paths}
+    renames.check_used(names)
+    there = set(a.module_paths)
+    lost = [path for path in a.module_paths if path not in set(names.values())]
+    return lost, [path for path, old in names.items() if old not in there]
 
 
 def _ranges(*windows: list[tuple[int, int]]) -> Iterator[tuple[int | None, int | None]]:

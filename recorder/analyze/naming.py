@@ -139,8 +139,9 @@ def _owners(a: Side, b: Side, row_a: int, row_b: int) -> list[int]:
 
 def _own_rows(side: Side, row: int) -> dict[int, int]:
     """Where in a run's rows the ranks' own rows of a value are, beside the one of all ranks."""
-    key = {name: side.table.column(name)[row].as_py() for name in VALUE_KEY}
     table = side.rows.table
+    at = side.table.column("at")[row].as_py()
+    key = {name: table.column(name)[at].as_py() for name in VALUE_KEY}
     is_own = table.column("rank").is_valid().to_numpy().copy()
     for name, value in key.items():
         column = table.column(name)

@@ -21,6 +21,7 @@ from .compare import Distance, Tolerance, compare
 from .keys import Integers, common_ids
 from .moments import Floats, integers, numbers
 from .partial import missing_ranks
+from .renames import NO_RENAMES, Renames
 from .selection import Selection
 
 PLACE = ("step", "root", "module_path", "site", "name", "phase", "mode", "micro_step", "call", "repeat")
@@ -46,10 +47,13 @@ class Side(NamedTuple):
     """What of it is selected, with a column `at`: the place in `rows`."""
 
     @classmethod
-    def read(cls, view: Any, selection: Selection, first: int | None, last: int | None) -> Side:
+    def read(
+        cls, view: Any, selection: Selection, first: int | None, last: int | None, renames: Renames = NO_RENAMES
+    ) -> Side:
         """The rows of the steps from `first` up to, but not including, `last`."""
         rows = view.rows(first, last)
-        return cls(rows, selection.narrow(rows.table.append_column("at", pa.array(np.arange(rows.table.num_rows)))))
+        table = renames.apply(rows.table).append_column("at", pa.array(np.arange(rows.table.num_rows)))
+        return cls(rows, selection.narrow(table))
 
     def payload_bytes(self, rows: Integers) -> int:
         """Of some rows of `table`, each once."""

@@ -212,6 +212,12 @@ def diff(
             "where it is more than 10 times what noise does at that tensor and step.",
         ),
     ] = None,
+    rename: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Modules that are called otherwise in B: lines such as encoder.layers = blocks."
+        ),
+    ] = None,
     module: Annotated[str | None, typer.Option(help="Only this module, or those that a glob matches.")] = None,
     site: SiteOption = None,
     name: NameOption = None,
@@ -239,6 +245,7 @@ def diff(
     Exit code 1: they differ. 2: they have nothing in common.
     """
     from ..analyze.compare import Tolerance
+    from ..analyze.renames import NO_RENAMES, read_renames
     from ..analyze.selection import GlobalOptions, Selection
     from .diff import show_diff
     from .paths import open_typed
@@ -247,8 +254,11 @@ def diff(
     runs = (open_typed(a, context.obj), open_typed(b, context.obj))
     tolerance = Tolerance(rtol, atol, ulp)
     options = GlobalOptions(across_ranks=True, loss=loss, layouts=layout or [])
+    renames = read_renames(rename) if rename is not None else NO_RENAMES
     twins = [open_typed(path, context.obj) for path in noise or []]
-    found = show_diff(*runs, selection, tolerance, options, noise=twins, common=common, limit=limit, as_json=as_json)
+    found = show_diff(
+        *runs, selection, tolerance, options, noise=twins, renames=renames, common=common, limit=limit, as_json=as_json
+    )
     raise typer.Exit(found)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from ..analyze.compare import Tolerance
 from ..analyze.diff import Diff, Difference, diff, payload_bytes
 from ..analyze.naming import Culprit
+from ..analyze.renames import NO_RENAMES, Renames
 from ..analyze.selection import GlobalOptions, Selection
 from ..read.run import Run
 from .first import as_dict
@@ -38,6 +39,7 @@ def show_diff(
     options: GlobalOptions,
     *,
     noise: Sequence[Run] = (),
+    renames: Renames = NO_RENAMES,
     common: bool,
     limit: int,
     as_json: bool,
@@ -53,6 +55,7 @@ def show_diff(
             step=selection.step,
             **_given(tolerance),
             noise=noise,
+            renames=renames,
             common=common,
             loss=options.loss,
             layouts=options.layouts,
@@ -68,6 +71,10 @@ def show_diff(
     for partial in found.partial:
         num_values = counted(partial.num_values, "value")
         say(f"{partial.run.upper()} lacks {_named(partial.ranks)} in {num_values}")
+    for name, paths in (("A", found.unpaired_a), ("B", found.unpaired_b)):
+        if paths:
+            shown = ", ".join(map(repr, paths[: limit or None])) + _cut(len(paths), limit)
+            say(f"modules of {name} without a partner ({len(paths)}): {shown}")
     for line in _accusations(found.culprits, limit):
         say(line)
     if found.first is not None:
