@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from ..format.schema import COUNTS
 from .align import Alignment
-from .compare import Distance, Tolerance, compare
+from .compare import IDENTICAL, Distance, Tolerance, are_identical, compare
 from .keys import Integers, common_ids
 from .moments import Floats, integers, numbers
 from .partial import missing_ranks
@@ -107,7 +107,8 @@ def judge(a: Side, b: Side, pairs: Alignment, tolerance: Tolerance, report: Call
     report(a.payload_bytes(pairs.a[~by_values]) + b.payload_bytes(pairs.b[~by_values]))
     distances = []
     for pair in np.flatnonzero(by_values).tolist():
-        distances.append(compare(a.array(int(pairs.a[pair])), b.array(int(pairs.b[pair])), tolerance))
+        one, two = a.array(int(pairs.a[pair])), b.array(int(pairs.b[pair]))
+        distances.append(IDENTICAL if are_identical(one, two) else compare(one, two, tolerance))
         report(a.payload_bytes(pairs.a[pair : pair + 1]) + b.payload_bytes(pairs.b[pair : pair + 1]))
     statistics = _Statistics.compare(left, right, tolerance)
     kinds = np.full(left.num_rows, "", object)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recorder.analyze.compare import Tolerance, compare
+from recorder.analyze.compare import Tolerance, are_identical, compare
 from recorder.errors import LookupFailedError
 from recorder.format.dtypes import numpy_dtype
 
@@ -209,3 +209,19 @@ def test_infinities_of_half_complex_numbers_keep_their_sign() -> None:
 def test_a_tolerance_that_says_nothing_is_refused(name: str, value: float) -> None:
     with pytest.raises(LookupFailedError, match=rf"{name} (nan|-1): a tolerance is 0 or more"):
         Tolerance(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64", "bool", "complex64"])
+def test_identical_arrays_are_so_by_their_bits(dtype: str) -> None:
+    values = np.random.default_rng(0).integers(0, 2, (700, 900)).astype(dtype)
+    assert are_identical(values, values.copy()) and are_identical(values.T, values.T.copy())
+    other = values.copy()
+    other[-1, -1] = not other[-1, -1]
+    assert not are_identical(values, other)
+    assert not are_identical(values, values.astype("complex128"))
+    assert are_identical(values[:0], values[:0]) and are_identical(values[0, 0].reshape(()), values[0, 0].reshape(()))
+
+
+def test_a_nan_is_identical_and_a_negative_zero_is_not() -> None:
+    assert are_identical(np.array([np.nan, 1]), np.array([np.nan, 1]))
+    assert not are_identical(np.array([0.0]), np.array([-0.0]))

@@ -4,6 +4,7 @@
     python -m tests.bench --cores spare --rounds 15 --json bench.json
     python -m tests.bench --sync               what syncing more or less often costs
     python -m tests.bench merge --help         what merging costs
+    python -m tests.bench diff --help          what comparing equal runs costs
     python -m tests.bench taps --help          what taps in a compiled graph cost
 
 Every leaf module's output and every parameter's gradient at every step. Each round runs every recorder once, in an
@@ -285,6 +286,10 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["diff"]:
+        from tests.bench.diff import main as main_of_diff
+
+        sys.exit(main_of_diff(sys.argv[2:]))
     if sys.argv[1:2] == ["merge"]:
         from tests.bench.merge import main as main_of_merge
 
