@@ -24,7 +24,7 @@ from .clock import Clock, Slice
 from .events import Events, comes_from_signal_handler
 from .flat import merged
 from .inner import Inner, inner_tensors
-from .neighbours import Neighbours, made_of
+from .neighbours import Neighbours, chunk_of_gradient, has_owner, made_of
 from .places import without_masked
 from .pool import Pool
 from .root import Root
@@ -397,9 +397,12 @@ class Capture:
         if not keep:
             return
         origin = Origin(root.name, path, "tap", name)
-        self.observe(origin, slice_.moment, phase, call, 0, keep, tensor)
+        is_in_region = root.model_parallel is not None and has_owner(tensor)
+        chunk = self.neighbours.place_of(tensor) if is_in_region else None
+        self.observe(origin, slice_.moment, phase, call, 0, keep, tensor, chunk=chunk)
         if with_graph and requires_gradient(tensor):
-            self.watch_gradient(tensor, origin, slice_.moment, call, keep)
+            hook = self.watch_gradient(tensor, origin, slice_.moment, call, keep)
+            hook.chunk = None if chunk is None else chunk_of_gradient(chunk)
 
     def _name_rule_set(self, site: str, name: str) -> int:
         return self.selection.narrow(self.selection.rule_sets("", "", False)[site], name)

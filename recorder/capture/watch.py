@@ -209,23 +209,37 @@ class Watch:
         chunk = waiting = None
         if self.root.model_parallel is not None:
             chunk, waiting = self._place_of(tensor)
-        origin, rule_set = self._leaf(site, name)
-        if keep := keep_of(rule_set, call):
-            put = None if waiting is None else waiting.put
-            self.capture.observe(origin, moment, phase, call, 0, keep, tensor, chunk=chunk, put=put)
-        if with_grad and requires_gradient(tensor):
-            origin, rule_set = self._leaf(gradient_site, name)
+        try:
+            origin, rule_set = self._leaf(site, name)
             if keep := keep_of(rule_set, call):
-                if site == "input" and is_dtensor(tensor):
-                    self.capture.watch_share(tensor, origin, moment, call, keep)
-                    return
-                hook = self.capture.watch_gradient(tensor, origin, moment, call, keep)
-                if chunk is not None:
-                    hook.chunk = chunk_of_gradient(chunk)
-                elif waiting is not None:
-                    waiting.hook = hook
-        if waiting is not None:
-            self.capture.neighbours.wait(waiting)
+                put = None if waiting is None else waiting.put
+                self.capture.observe(origin, moment, phase, call, 0, keep, tensor, chunk=chunk, put=put)
+            if with_grad and requires_gradient(tensor):
+                origin, rule_set = self._leaf(gradient_site, name)
+                if keep := keep_of(rule_set, call):
+                    self._see_gradient(origin, tensor, moment, call, keep, chunk, waiting)
+        finally:
+            if waiting is not None:
+                self.capture.neighbours.wait(waiting)
+
+    def _see_gradient(
+        self,
+        origin: Origin,
+        tensor: torch.Tensor,
+        moment: Moment,
+        call: int,
+        keep: int,
+        chunk: Chunk | None,
+        waiting: Waiting | None,
+    ) -> None:
+        if origin.site == "grad_input" and is_dtensor(tensor):
+            self.capture.watch_share(tensor, origin, moment, call, keep)
+            return
+        hook = self.capture.watch_gradient(tensor, origin, moment, call, keep)
+        if chunk is not None:
+            hook.chunk = chunk_of_gradient(chunk)
+        elif waiting is not None:
+            waiting.hook = hook
 
     def _place_of(self, tensor: torch.Tensor) -> tuple[Chunk | None, Waiting | None]:
         """In a tensor parallel region, where a plain tensor lies; what may yet be learnt is waited for."""

@@ -161,6 +161,14 @@ def test_plain_tensors_between_two_linears_have_a_place(wholes: dict[str, Wholes
         assert all("Shard" in placements for placements in rows["placements"])
 
 
+@pytest.mark.parametrize("case", OF_TWO)
+def test_what_a_program_taps_in_a_region_has_a_place_too(runs: dict[str, recorder.Run], case: str) -> None:
+    frame = runs[case].to_pandas()
+    rows = frame[(frame["site"] == "tap") & (frame["mode"] == "train") & (frame["rank"] == 0)]
+    assert dict(rows.groupby("phase").size()) == {"backward": 4, "forward": 4}
+    assert set(rows["placements"]) == {'[{"kind":"Shard","dim":2}]'} and set(rows["global_shape"]) == {"[3,8,12]"}
+
+
 def test_summands_have_no_statistics_and_masked_rows_are_zero(wholes: dict[str, Wholes]) -> None:
     rows = wholes["tp"].by_key["output", "embed", "", 0]
     assert {row.note for row in rows} == {'{"masked":true,"no_statistics":"Partial"}'}

@@ -61,7 +61,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(HIDDEN, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(x)))  # type: ignore[no-any-return]
+        return self.down(self.act(recorder.tap("hidden", self.up(x))))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
