@@ -197,6 +197,9 @@ def _contradiction(pieces: Sequence[Piece]) -> Apart | None:
 def _misplaced(piece: Piece) -> Apart | None:
     """A rank that is not where its own mesh has it."""
     mesh = mesh_of(piece)
+    if len(mesh.coordinate) != len(mesh.shape):
+        why = f"rank {piece.rank} says it is at {list(mesh.coordinate)} of a mesh of {list(mesh.shape)}"
+        return Apart("inconsistent", why)
     if not mesh.ranks:
         return None
     if len(mesh.ranks) != math.prod(mesh.shape) or len(set(mesh.ranks)) < len(mesh.ranks):

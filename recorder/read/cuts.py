@@ -131,6 +131,8 @@ def _cuts_of(piece: Piece) -> list[_Cut]:
     placements = parse_placements(piece.placements)
     if not len(shape) == len(coordinate) == len(placements) or (ranks and len(ranks) != math.prod(shape)):
         return []
+    if any(at >= num for at, num in zip(coordinate, shape, strict=True)):
+        return []
     found = []
     for axis, (placement, num) in enumerate(zip(placements, shape, strict=True)):
         kind, dim = placement.get("kind"), placement.get("dim")

@@ -25,6 +25,7 @@ from .evidence import NULL, POSITIVE, Described, Evidence, Ints, bits_of, digest
 from .facts import RunFacts
 from .grid import Group
 from .light import NONE, Keys, LightRows, Positions
+from .parts import Parts, parts_of_batch
 from .stages import Slices, Stage, missing_stages, unseen
 
 _FORWARD_OF = {"grad_input": "input", "grad_output": "output", "tap": "tap"}
@@ -115,7 +116,7 @@ class Grouping:
         self._is_repeated = is_repeated
         self._decided: dict[Any, tuple[Plan | Apart, Batch, Plan | Apart | None]] = {}
         """Decisions by all that they hang on; with the plan whose identity is a part of the key, so that it lives."""
-        self._split: dict[Any, tuple[tuple[Block, ...] | Apart | None, _Parts]] = {}
+        self._split: dict[Any, tuple[tuple[Block, ...] | Apart | None, Parts]] = {}
         self._pieces: list[Piece] = []
         self._numbers: dict[Piece, int] = {}
         self._found: dict[Any, int] = {}
@@ -360,13 +361,13 @@ class Grouping:
 
     def _parts(
         self, codes: tuple[int, ...], pieces: list[Piece], group: Group, expected: tuple[int, ...]
-    ) -> tuple[tuple[Block, ...] | Apart | None, _Parts]:
+    ) -> tuple[tuple[Block, ...] | Apart | None, Parts]:
         """The pieces by the parts of the batch, where several ranks share one, and those parts."""
         key = codes, id(group), expected
         found = self._split.get(key)
         if found is None:
             blocks = split(pieces, () if group.conflict else group.instances, expected)
-            found = self._split[key] = blocks, _parts_of_batch(pieces, blocks, group, expected)
+            found = self._split[key] = blocks, parts_of_batch(pieces, blocks, group, expected)
         return found
 
     def _step_of(self, position: int) -> int:
@@ -406,7 +407,7 @@ class Grouping:
         return found
 
     def _batches(
-        self, first: int, positions: tuple[int, ...], parts: _Parts, labels: tuple[str, str, bool],
+        self, first: int, positions: tuple[int, ...], parts: Parts, labels: tuple[str, str, bool],
         forward: Value | None,
     ) -> tuple[Batch, ...]:  # fmt: skip
         """What the root's input says of the batch, likeliest first."""
@@ -492,39 +493,6 @@ def parse_overrides(layouts: Sequence[str]) -> list[tuple[str, str]]:
         parse_override(wanted)
         found.append((pattern if ":" in pattern else f"{pattern}:*", wanted))
     return found
-
-
-class _Parts(NamedTuple):
-    """The parts of the batch that pieces are of."""
-
-    pieces: tuple[int, ...]
-    """The first piece of each part."""
-    ranks: tuple[int, ...]
-    """Its rank."""
-    micro_steps: tuple[int, ...]
-    expected: tuple[int, ...]
-    """A rank of each part that there should be."""
-    num_expected: int
-
-    @property
-    def has_slices(self) -> bool:
-        """Whether they are micro-batches of a pipeline."""
-        return any(self.micro_steps)
-
-
-def _parts_of_batch(
-    pieces: list[Piece], blocks: tuple[Block, ...] | Apart | None, group: Group, expected: tuple[int, ...]
-) -> _Parts:
-    ranks = tuple(piece.rank for piece in pieces)
-    micro_steps = tuple(piece.micro_step for piece in pieces)
-    if blocks is None or isinstance(blocks, Apart):
-        return _Parts(tuple(range(len(pieces))), ranks, micro_steps, expected, len(expected))
-    at = tuple(block.units[0][0] for block in blocks)
-    leads = tuple(ranks[i] for i in at)
-    others = (some[0] for some in group.instances if not set(some) & set(leads))
-    num_ranks = len(group.instances) or (len(expected) if pieces[0].mesh is None else 0)
-    num_expected = max(len(blocks), num_ranks * len(set(micro_steps)))
-    return _Parts(at, leads, tuple(micro_steps[i] for i in at), (*dict.fromkeys(leads), *others), num_expected)
 
 
 def _of_ranks(forward: Value, ranks: tuple[int, ...]) -> Batch:

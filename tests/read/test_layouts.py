@@ -321,6 +321,8 @@ class TestContradictions:
             ({"coordinate": [0]}, "both say they are at [0] of the mesh"),
             ({"ranks": [2, 3, 1]}, "disagree on the mesh"),
             ({"ranks": [3, 2]}, "disagree on the mesh"),
+            ({"coordinate": [1, 0]}, "rank 3 says it is at [1, 0] of a mesh of [2]"),
+            ({"coordinate": [5]}, "rank 3 says it is at [5] of a mesh of ranks [2, 3]"),
         ],
     )
     def test_a_rank_that_is_not_where_it_says_is_named(self, tmp_path: Path, change: dict[str, Any], why: str) -> None:
