@@ -111,6 +111,7 @@ def train(layout: str, folder: Path) -> dict[str, Tensor]:
 def tied(layout: str, out: Path) -> None:
     folder = out / f"tied-{layout}"
     state: dict[str, Any] = train(layout, folder)
+    dist.barrier()  # both have closed their recordings
     if dist.get_rank() == 0:
         torch.save(state, out / f"tied-{layout}.pt")
         write_model(Model(recorder.open_run(folder), "param"), out / f"tied-{layout}.dcp", "dcp")
