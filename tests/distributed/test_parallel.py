@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import recorder
+from tests.roundtrip import meshes
 
 from . import jobs
 from .jobs import SCRIPTS, Finished
@@ -243,6 +244,17 @@ def test_stages_together_have_each_value_of_one_process_once(
         value = run.tensor(row.module_path, **question)
         torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-6, msg=str(key))
     assert len(found) == len(set(found)) and set(found) == set(expected)
+
+
+@pytest.mark.parametrize("case", PIPELINED)
+def test_the_global_view_of_a_pipeline_is_the_whole_batch_in_one_process(
+    pipelined: Finished, stages: dict[str, recorder.Run], case: str
+) -> None:
+    seen: dict[Any, torch.Tensor] = torch.load(pipelined.folder / "out" / "plain.pt")
+    values = meshes.of_pipeline(seen, meshes.NUM_MICRO_BATCHES, is_traced=case == "split")
+    counts, problems = meshes.compare(stages[case], values)
+    assert problems == []
+    assert sum(counts["grad_input"].values()) == 18
 
 
 def test_a_recomputed_block_is_of_the_micro_batch_that_goes_back(stages: dict[str, recorder.Run]) -> None:

@@ -1,7 +1,7 @@
 """Print the evidence that the global view is right where ranks share a part of the batch: layout x ranks x site.
 
     python -m tests.roundtrip.meshes          # on 2, 4 and 8 ranks; some minutes on two cores
-    python -m tests.roundtrip.meshes 4        # on 4
+    python -m tests.roundtrip.meshes 4        # on 4; pipelines are of 2
 
 Each layout trains with the recorder, and one process under plain hooks trains the same with the whole batch. `equal`
 values have equal bits; `close` ones differ by at most `TOLERANCE` of the largest magnitude in the tensor, as sums in
@@ -23,6 +23,9 @@ from recorder.errors import RecorderError
 from tests.distributed import jobs
 
 SCRIPT = Path(__file__).parent / "scripts" / "meshes.py"
+PIPELINE = Path(jobs.__file__).parent / "scripts" / "pipelined.py"
+PIPELINES = ("gpipe", "one_forward_one_backward", "checkpointed", "interleaved", "split")
+NUM_MICRO_BATCHES = 4
 REPOSITORY = Path(__file__).parents[2]
 LAYOUTS = {
     2: ("tp", "sp"),
@@ -56,7 +59,8 @@ def compare(run: recorder.Run, values: dict[Any, torch.Tensor]) -> Result:
     problems = []
     for (site, path, name, step), value in values.items():
         try:
-            found = run.tensor(path, site, step, name, mode="train")
+            phase = {"grad_input": "backward", "grad_output": "backward", "input": "forward", "output": "forward"}
+            found = run.tensor(path, site, step, name, mode="train", phase=phase.get(site))
         except RecorderError as error:
             counts[site]["missing"] += 1
             problems.append(str(error))
@@ -68,6 +72,26 @@ def compare(run: recorder.Run, values: dict[Any, torch.Tensor]) -> Result:
     return Result(counts, problems)
 
 
+def of_pipeline(values: dict[Any, torch.Tensor], num_micro_batches: int, *, is_traced: bool) -> dict[Any, torch.Tensor]:
+    """What one process had of each micro-batch as values of the whole batch, of whose samples the loss is the mean.
+
+    Args:
+        values: of `tests/distributed/scripts/pipelined.py`.
+        num_micro_batches: of a step.
+        is_traced: whether torch has cut the model, whose modules are then called by position.
+    """
+    found: dict[Any, torch.Tensor] = {}
+    for site, path, step, micro_step in values:
+        if micro_step is None:
+            found[site, *path.rpartition(".")[::2], step] = values[site, path, step, None]
+        elif micro_step == 0:
+            name = "args.0" if is_traced else "input" if path.endswith(("embed", "head", "linear")) else "x"
+            of_each = [values[site, path, step, i] for i in range(num_micro_batches)]
+            whole = torch.cat(of_each) / (num_micro_batches if site.startswith("grad") else 1)
+            found[site, path, name if site.endswith("input") else "", step] = whole
+    return found
+
+
 def _judge(found: torch.Tensor, value: torch.Tensor) -> str:
     if found.dtype != value.dtype or found.shape != value.shape:
         return "wrong"
@@ -77,24 +101,36 @@ def _judge(found: torch.Tensor, value: torch.Tensor) -> str:
     return "close" if farthest <= TOLERANCE * value.double().abs().max() else "wrong"
 
 
+def _row(layout: str, num_ranks: int, result: Result) -> bool:
+    """Print a line; whether it tells of nothing wrong."""
+    of_sites = [result.counts[site] for site in SITES]
+    missing, wrong = (sum(of[what] for of in of_sites) for what in ("missing", "wrong"))
+    cells = [f"{of['equal']} + {of['close']}" for of in of_sites]
+    print(f"| {layout} | {num_ranks} | {' | '.join(cells)} | {missing}, {wrong} |", flush=True)
+    for problem in result.problems:
+        print(f"    {problem}", file=sys.stderr)
+    return not missing and not wrong
+
+
 def main() -> int:
     wanted = [int(word) for word in sys.argv[1:]] or list(LAYOUTS)
-    is_bad = False
+    is_right = True
     print("| layout | ranks | " + " | ".join(SITES) + " | missing, wrong |\n|" + "---|" * (len(SITES) + 3))
     for num_ranks in wanted:
         with tempfile.TemporaryDirectory() as folder:
             out = train(Path(folder), num_ranks, LAYOUTS[num_ranks])
             values = torch.load(out / "one.pt")
             for layout in LAYOUTS[num_ranks]:
-                counts, problems = compare(recorder.open_run(out / layout), values)
-                cells = [f"{of['equal']} + {of['close']}" for of in counts.values()]
-                bad = [sum(of[what] for of in counts.values()) for what in ("missing", "wrong")]
-                print(f"| {layout} | {num_ranks} | {' | '.join(cells)} | {bad[0]}, {bad[1]} |", flush=True)
-                for problem in problems:
-                    print(f"    {problem}", file=sys.stderr)
-                is_bad |= any(bad)
+                is_right &= _row(layout, num_ranks, compare(recorder.open_run(out / layout), values))
+    if 2 in wanted:
+        with tempfile.TemporaryDirectory() as folder:
+            jobs.succeeded(jobs.torchrun(Path(folder), PIPELINE, "out"))
+            out = Path(folder) / "out"
+            for case in PIPELINES:
+                values = of_pipeline(torch.load(out / "plain.pt"), NUM_MICRO_BATCHES, is_traced=case == "split")
+                is_right &= _row(f"pipeline, {case}", 2, compare(recorder.open_run(out / case), values))
     print("\nof each site: equal + close")
-    return int(is_bad)
+    return int(not is_right)
 
 
 if __name__ == "__main__":
