@@ -18,6 +18,8 @@ _MIN_ALIKE = 3
 """Parameters that must be wrong at once, and which share of all, for an error that is of none of them."""
 MAX_STEPS = 32
 """Steps with differences that are looked at: after the first ones everything inherits."""
+_MAX_FOLLOWING = 256
+"""Outputs among which the module that ran next is looked for, where no inputs tell."""
 
 Value = tuple[str, str, str, str]
 """Root, module path, site, name."""
@@ -38,21 +40,52 @@ class Suspect(NamedTuple):
     why: str = ""
 
 
+class _Paths:
+    """Events by module: at it, and below it. Adding and asking take time by the depth of a path alone."""
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self.at: dict[str, int] = {}
+        """How many are at a module."""
+        self.below: dict[str, int] = {}
+        """How many are below it."""
+        self.last_below: dict[str, float] = {}
+        for event in events:
+            self.add(event)
+
+    def add(self, event: Event) -> None:
+        path = event.path
+        self.at[path] = self.at.get(path, 0) + 1
+        while path:
+            path = path.rpartition(".")[0]
+            self.below[path] = self.below.get(path, 0) + 1
+            self.last_below[path] = event.order
+
+    def has(self, path: str, *, below: bool = True) -> bool:
+        """Whether there is one at a module, or below it."""
+        return path in self.at or (below and path in self.below)
+
+    def has_below(self, path: str, *, but: str | None) -> bool:
+        """Whether there is one below a module, and not at or below another one."""
+        count = self.below.get(path, 0)
+        if but is not None and _is_below(but, path):
+            count -= self.at.get(but, 0) + self.below.get(but, 0)
+        return count > 0
+
+
 class _Step:
     """The events of one step of one root."""
 
     def __init__(self, root: str, events: Sequence[Event]) -> None:
         self.root = root
         self.events = events
-        self.differing = {_value(event) for event in events if event.differs}
         self.known = {_value(event) for event in events}
-        self.sites = {event.site for event in events}
+        wrong = [event for event in events if event.differs]
+        self.differing = {_value(event) for event in wrong}
+        self._wrong = {site: _Paths(e for e in wrong if e.site == site) for site in {event.site for event in wrong}}
 
     def differs(self, sites: Sequence[str], path: str, *, below: bool = True) -> bool:
         """Whether one of these sites differs at a module, or below it."""
-        return any(
-            site in sites and (one == path or (below and _is_below(one, path))) for _, one, site, _ in self.differing
-        )
+        return any(site in self._wrong and self._wrong[site].has(path, below=below) for site in sites)
 
     def slices(self, phase: str) -> Iterator[list[Event]]:
         """The events of a phase, micro-step by micro-step."""
@@ -61,6 +94,49 @@ class _Step:
             if event.phase == phase and event.site != "scalar":
                 found.setdefault((event.mode, event.micro_step), []).append(event)
         yield from found.values()
+
+
+class _Forward:
+    """One forward of a root: who was called, and who was given what."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.called = {event.path for event in events}
+        self.wrong = _Paths(event for event in events if event.differs)
+        self.has_inputs = any(event.site == "input" and event.path for event in events)
+        self._outputs = [event for event in events if event.site == "output"]
+        self._output_at = {(event.path, event.name, event.call): n for n, event in enumerate(self._outputs)}
+        self._takers: dict[Any, list[Event]] = {}
+        for event in events:
+            if event.site == "input" and event.signature is not None:
+                self._takers.setdefault(event.signature, []).append(event)
+
+    def caller(self, path: str) -> str | None:
+        """The module whose code calls another: the nearest above it that was itself called; None above the root."""
+        while path:
+            path = path.rpartition(".")[0]
+            if path in self.called or not path:
+                return path
+        return None
+
+    def consumer(self, event: Event) -> str:
+        """The module in whose backward the gradient of an output was made.
+
+        It is the one that was given the output, if that is known; else the one whose code called the module.
+        """
+        caller = self.caller(event.path) or ""
+        number = self._output_at.get((event.path, event.name, event.call))
+        if number is None:
+            return caller
+        output = self._outputs[number]
+        given = self._takers.get(output.signature, []) if output.signature is not None else []
+        takers = [one.path for one in given if one.order > output.order and not _at(event.path, one.path)]
+        if takers:
+            return next((path for path in reversed(takers) if _is_below(path, takers[0])), takers[0])
+        if self.has_inputs:
+            return caller
+        following = self._outputs[number + 1 : number + 1 + _MAX_FOLLOWING]
+        later = (one.path for one in following if not _at(event.path, one.path))
+        return next((path for path in later if self.caller(path) == caller), caller)
 
 
 class CulpritSearch:
@@ -101,130 +177,76 @@ class CulpritSearch:
 def _forward(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> Iterator[Suspect]:
     old = before[1] if before else None
     for events in now.slices("forward"):
-        begins = _beginnings(events, "input")
-        bad: list[Event] = []
+        forward = _Forward(events)
+        begins: dict[tuple[str, int], float] = {}
+        for event in events:
+            if event.site == "input":
+                begins.setdefault((event.path, event.call), event.order)
+        bad, bad_inputs = _Paths(), _Paths()
         for event in events:
             if not event.differs:
                 continue
             is_input = event.site == "input"
-            owner = _caller(event.path, events) if is_input else event.path
+            owner = forward.caller(event.path) if is_input else event.path
             if owner is None:
-                if not bad:
+                if not bad.at:
                     yield Suspect(step, FORWARD, now.root, "", event, why="the root was given something else")
-            elif not _inside(bad, owner, begins.get((owner, event.call)), event, is_input=is_input) and not (
-                now.differs(("param",), owner, below=not is_input)
+            elif not (
+                _inherits_forward(bad, bad_inputs, owner, begins.get((owner, event.call)), is_input=is_input)
+                or now.differs(("param",), owner, below=not is_input)
                 or (old is not None and old.differs(("buffer",), owner, below=not is_input))
             ):
                 yield Suspect(step, FORWARD, now.root, owner, event)
-            bad.append(event)
+            bad.add(event)
+            if is_input:
+                bad_inputs.add(event)
 
 
-def _inside(bad: Sequence[Event], owner: str, begins: float | None, event: Event, *, is_input: bool) -> bool:
+def _inherits_forward(bad: _Paths, bad_inputs: _Paths, owner: str, begins: float | None, *, is_input: bool) -> bool:
     """Whether something that a call is made from differs: its own inputs, or what ran inside it before.
 
     Args:
         bad: what differs so far.
+        bad_inputs: inputs among it.
         owner: whose call it is.
         begins: when its inputs were seen; None where they were not recorded, so that all before it may be its input.
-        event: what is looked at.
         is_input: whether it is the input of a module that the owner calls.
     """
     if begins is None and not (owner == "" and is_input):
-        return bool(bad)
-    return any(
-        (one.path == owner and one.site == "input") or _is_below(one.path, owner) or (one.path == owner and is_input)
-        for one in bad
-        if begins is None or one.order >= begins or one.path == owner
-    )
-
-
-def _beginnings(events: Sequence[Event], site: str) -> dict[tuple[str, int], float]:
-    """When each call's first value at a site was seen, by module and call."""
-    found: dict[tuple[str, int], float] = {}
-    for event in events:
-        if event.site == site:
-            found.setdefault((event.path, event.call), event.order)
-    return found
-
-
-def _caller(path: str, events: Sequence[Event]) -> str | None:
-    """The module whose code calls another: the nearest one above it that was itself called; None above the root."""
-    called = {event.path for event in events}
-    while path:
-        path = path.rpartition(".")[0]
-        if path in called:
-            return path
-        if not path:
-            return ""
-    return None
+        return bool(bad.at)
+    if owner in bad_inputs.at or (is_input and owner in bad.at):
+        return True
+    return owner in bad.last_below and (begins is None or bad.last_below[owner] >= begins)
 
 
 def _backward(step: int, now: _Step) -> Iterator[Suspect]:
     forwards = {(events[0].mode, events[0].micro_step): events for events in now.slices("forward")}
     for events in now.slices("backward"):
-        forward = forwards.get((events[0].mode, events[0].micro_step), [])
+        forward = _Forward(forwards.get((events[0].mode, events[0].micro_step), []))
         of_output = {event.path for event in events if event.site == "grad_output"}
-        bad: list[Event] = []
+        wrong_output = {event.path for event in events if event.site == "grad_output" and event.differs}
+        bad = _Paths()
         for event in events:
             if not event.differs or event.alone == "b":  # which parameters have gradients now, these say themselves
                 continue
-            owner = event.path
-            if event.site == "grad_output" and event.path:
-                owner = _consumer(event, forward)
-            is_made_right = not _wrong_output_gradient(events, bad, owner, of_output, event)
-            if is_made_right and not any(one.differs and _at(one.path, owner) for one in forward):
-                why = "the loss" if event.path == "" and event.site == "grad_output" else ""
-                yield Suspect(step, BACKWARD, now.root, owner, event, why=why)
-            bad.append(event)
-
-
-def _wrong_output_gradient(
-    events: Sequence[Event], bad: Sequence[Event], owner: str, of_output: set[str], event: Event
-) -> bool:
-    """Whether the gradient that came into a module's backward differs, or something inside it did before."""
-    if owner == "" and event.path == "" and event.site == "grad_output":
-        return any(one.site == "grad_output" and one.path == "" for one in bad)
-    behind = event.path if event.path != owner else None  # what is made from this very gradient
-    if any(_is_below(one.path, owner) and (behind is None or not _at(one.path, behind)) for one in bad):
-        return True
-    if owner in of_output:
-        return any(one.differs and one.path == owner and one.site == "grad_output" for one in events)
-    return bool(bad)
-
-
-def _consumer(event: Event, forward: Sequence[Event]) -> str:
-    """The module in whose backward the gradient of an output was made.
-
-    It is the one that was given the output, if that is known; else the one whose code called the module.
-    """
-    output = next(
-        (one for one in forward if one.site == "output" and _same_place(one, event)),
-        None,
-    )
-    caller = _caller(event.path, forward)
-    if output is None:
-        return caller or ""
-    later = [one for one in forward if one.order > output.order and not _at(event.path, one.path)]
-    takers = [one.path for one in later if one.site == "input" and one.signature == output.signature is not None]
-    if takers:
-        outermost = takers[0]
-        inside = [path for path in takers if _is_below(path, outermost)]
-        return inside[-1] if inside else outermost
-    if not any(one.site == "input" and one.path for one in forward):
-        following = next(
-            (one.path for one in later if one.site == "output" and _caller(one.path, forward) == caller), None
-        )
-        return following if following is not None else caller or ""
-    return caller or ""
-
-
-def _same_place(one: Event, other: Event) -> bool:
-    return (one.path, one.name, one.call) == (other.path, other.name, other.call)
+            is_loss = event.path == "" and event.site == "grad_output"
+            owner = forward.consumer(event) if event.site == "grad_output" and event.path else event.path
+            if is_loss:
+                inherits = "" in bad.at
+            elif bad.has_below(owner, but=event.path if event.path != owner else None):  # not what is made from it
+                inherits = True
+            else:
+                inherits = owner in wrong_output if owner in of_output else bool(bad.at)
+            if not inherits and not forward.wrong.has(owner):
+                yield Suspect(step, BACKWARD, now.root, owner, event, why="the loss" if is_loss else "")
+            bad.add(event)
 
 
 def _gradients(step: int, now: _Step) -> Iterator[Suspect]:
     """Final gradients that are wrong although the backward was right, or is not known to be wrong."""
-    local = {(event.path, event.name) for event in now.events if event.site == "grad" and event.scope == "local"}
+    of_local = [event for event in now.events if event.site == "grad" and event.scope == "local"]
+    local = {(event.path, event.name) for event in of_local}
+    wrong_local = {(event.path, event.name) for event in of_local if event.differs}
     has_flow = {event.path for event in now.events if event.site in ("output", "grad_output")}
     any_flow = any(event.differs and event.phase in ("forward", "backward") for event in now.events)
     for event in now.events:
@@ -235,11 +257,7 @@ def _gradients(step: int, now: _Step) -> Iterator[Suspect]:
         elif now.differs(("param",), event.path, below=False):
             continue
         elif (event.path, event.name) in local:
-            is_local = any(
-                one.differs and one.scope == "local" and (one.path, one.name) == (event.path, event.name)
-                for one in now.events
-            )
-            if not is_local:
+            if (event.path, event.name) not in wrong_local:
                 yield Suspect(step, REDUCTION, now.root, event.path, event)
         elif not any_flow or (
             event.path in has_flow
@@ -277,10 +295,11 @@ def _states(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> I
 def _inherits_update(event: Event, old: _Step) -> bool:
     """Whether what a parameter was updated with differed."""
     if (event.root, event.path, "grad", event.name) in old.known:
-        return any(
-            path == event.path and (name == event.name or (site == "optim" and name.startswith(f"{event.name}.")))
+        if any((event.root, event.path, site, event.name) in old.differing for site in ("grad", "param")):
+            return True
+        return old.differs(("optim",), event.path, below=False) and any(
+            (path, site) == (event.path, "optim") and name.startswith(f"{event.name}.")
             for _, path, site, name in old.differing
-            if site in ("grad", "optim", "param")
         )
     return bool(old.differing)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ..errors import RunError
 from .align import Alignment
@@ -146,7 +147,7 @@ def _own_rows(side: Side, row: int) -> dict[int, int]:
     for name, value in key.items():
         column = table.column(name)
         is_own &= np.asarray(
-            (column.is_null() if value is None else pa.compute.fill_null(pa.compute.equal(column, value), False))
+            (column.is_null() if value is None else pc.fill_null(pc.equal(column, value), False))
             .to_numpy()
         )  # fmt: skip
     return {table.column("rank")[i].as_py(): i for i in np.flatnonzero(is_own).tolist()}
