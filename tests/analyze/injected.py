@@ -17,6 +17,8 @@ from recorder.analyze.diff import Diff, diff
 from tests.distributed import jobs
 
 SCRIPT = Path(__file__).parent / "scripts" / "inject.py"
+PARALLEL_SCRIPT = Path(__file__).parent / "scripts" / "inject_parallel.py"
+REPOSITORY = Path(__file__).parents[2]
 TWIN = "+jitter=1"
 ALL = None
 """All parameters alike."""
@@ -71,6 +73,30 @@ ERRORS = {
 }
 """By the name in `scripts/inject.py`."""
 
+PARALLEL_ERRORS = {
+    "dropout_seed": Error("drop", "forward", rank=1),
+    "bias_on_each_rank": Error("blocks.1.mlp.down", "forward"),
+    "norm_not_summed": Error("blocks.1.mlp_norm", "reduction", 1, base="sound_sequence"),
+}
+"""By the name in `scripts/inject_parallel.py`: of tensor and sequence parallel ranks."""
+
+
+def record_parallel(folder: Path) -> None:
+    """Record those trainings, and what they are compared with."""
+    settings = {"PYTHONPATH": str(REPOSITORY)}
+    ranks = jobs.torchrun(folder / "ranks", PARALLEL_SCRIPT, folder, **settings)
+    jobs.succeeded(jobs.python(folder / "process", PARALLEL_SCRIPT, folder, **settings))
+    jobs.succeeded(ranks)
+
+
+def compared_parallel(folder: Path, name: str, *, one: bool) -> Diff:
+    """One of those beside the sound training of the same layout, or of one process."""
+    error = PARALLEL_ERRORS.get(name)
+    run = recorder.open_run(folder / name)
+    if not one:
+        return diff(recorder.open_run(folder / (error.base if error else name)), run)
+    return diff(recorder.open_run(folder / "one"), run, noise=[recorder.open_run(folder / "twin")])
+
 
 def record(folder: Path, names: list[str]) -> None:
     """Record the trainings of these names, and what they are compared with."""
@@ -115,11 +141,30 @@ def judge(found: Diff, error: Error) -> Verdict:
 
 def main(names: list[str]) -> int:
     """Print the table; 1 where something is not named correctly."""
-    names = names or list(ERRORS)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        record(folder, names)
-        return show(folder, names)
+        record(folder, names or list(ERRORS))
+        result = show(folder, names or list(ERRORS))
+        if not names:
+            record_parallel(folder)
+            result |= show_parallel(folder)
+    return result
+
+
+def show_parallel(folder: Path) -> int:
+    """The same of tensor and sequence parallel ranks."""
+    num_bad = 0
+    for one in (False, True):
+        print(f"tensor and sequence parallel, against {'one process' if one else 'the same layout'}:")
+        for name, error in PARALLEL_ERRORS.items():
+            verdict = judge(compared_parallel(folder, name, one=one), error)
+            num_bad += verdict.word != "correctly"
+            print(f"  {name:28} {verdict.word:10} {verdict.named}")
+    for name in ("sound", "sound_sequence"):
+        is_equal = compared_parallel(folder, name, one=True).is_equal
+        num_bad += not is_equal
+        print(f"  {name:28} {'equal' if is_equal else 'false alarm'}")
+    return int(num_bad > 0)
 
 
 def show(folder: Path, names: list[str]) -> int:

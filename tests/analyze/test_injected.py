@@ -47,6 +47,26 @@ def test_two_ranks_and_one_process_differ_by_noise_alone(folder: Path, name: str
     assert found.is_equal and found.culprits == [] and found.num_compared > 700
 
 
+@pytest.fixture(scope="module")
+def parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("injected_parallel")
+    injected.record_parallel(folder)
+    return folder
+
+
+@pytest.mark.parametrize("one", [False, True], ids=["same layout", "one process"])
+@pytest.mark.parametrize("name", injected.PARALLEL_ERRORS)
+def test_an_error_of_tensor_parallel_ranks_is_named(parallel: Path, name: str, one: bool) -> None:
+    verdict = injected.judge(injected.compared_parallel(parallel, name, one=one), injected.PARALLEL_ERRORS[name])
+    assert verdict.word == "correctly", verdict
+
+
+@pytest.mark.parametrize("name", ["sound", "sound_sequence"])
+def test_tensor_parallel_ranks_and_one_process_differ_by_noise_alone(parallel: Path, name: str) -> None:
+    found = injected.compared_parallel(parallel, name, one=True)
+    assert found.is_equal and found.culprits == [] and found.num_compared > 600
+
+
 def test_a_factor_is_told(folder: Path) -> None:
     def factor(found: Diff) -> float | None:
         return found.culprits[0].factor
