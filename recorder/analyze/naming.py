@@ -5,6 +5,7 @@ Reads payloads of culprits alone, to say whose part of a tensor it is.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,8 @@ _NAMED_KINDS = ("values", "statistics", "fingerprint", "shape")
 """Kinds of differences that are errors of the training; others are of how it was recorded."""
 _OWN_SHARE = 1e-3
 """A rank's part of a tensor differs where it does so by this share of the largest difference."""
-_MIN_COSINE = 0.999
+_MAX_REST = 0.02
+"""What a factor leaves unexplained, of what it explains: a tensor that was moved is no multiple of what it was."""
 _MIN_FACTOR = 1e-3
 _FIGURES = ("kind", "max_abs", "of_max", "max_ulp", "cosine", "noise", "statistic", "statistic_a", "statistic_b")
 
@@ -113,10 +115,11 @@ def _told(suspect: Suspect, a: Side, b: Side, pairs: Alignment, kept: Integers, 
 def _factor(row: dict[str, Any]) -> float | None:
     """By what the one tensor is a multiple of the other, if it is one."""
     cosine, one, two = (row.get(name) for name in ("cosine", "l2_a", "l2_b"))
-    if cosine is None or not one or not two or abs(cosine) < _MIN_COSINE:
+    if cosine is None or not one or not two:
         return None
     found = float(two / one) * (1 if cosine > 0 else -1)
-    return found if abs(found - 1) > _MIN_FACTOR else None
+    rest = math.sqrt(max(0.0, 1 - cosine * cosine))
+    return found if abs(found - 1) > _MIN_FACTOR and rest <= _MAX_REST * abs(found - 1) else None
 
 
 def _owners(a: Side, b: Side, row_a: int, row_b: int) -> list[int]:

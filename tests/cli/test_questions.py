@@ -145,11 +145,14 @@ def test_diff_puts_the_first_module_on_top(cli: Cli, tmp_path: Path) -> None:
     found = cli("diff", a, b, "--limit", "1")
     assert found.exit_code == 1
     lines = found.out.splitlines()
-    assert lines[:3] == [
+    apart = "by up to 0.5, 0.03226 of the largest magnitude"
+    assert lines[:4] == [
         f"A: {a}",
         f"B: {b}",
-        "first difference: step 0, micro_step 0, 'down' output: values by up to 0.5, 0.03226 of the largest magnitude",
+        f"culprit: step 0, forward of 'down', ranks 0, 1: output differs {apart}",
+        f"first difference: step 0, micro_step 0, 'down' output: values {apart}",
     ]
+    del lines[2]
     assert lines[3] == "modules that differ (1), in the order in which they do"
     assert lines[4] == "of max: max abs relative to the largest magnitude in either tensor"
     titles = ["module", "first step", "first value", "differ", "compared", "max abs", "of max", "cosine", "nonfinite"]
@@ -177,6 +180,7 @@ def test_diff_of_statistics_says_which_and_by_what(cli: Cli, tmp_path: Path) -> 
         runs.append(write(tmp_path / str(n), rows))
     lines = cli("diff", *runs).out.splitlines()
     how = "statistics, without values to compare: max 4 | 4.000001, 2.5e-07 apart"
+    assert lines.pop(2) == "culprit: step 0, forward of 'up': output differs: max 4 | 4.000001"
     assert lines[2] == f"first difference: step 0, micro_step 0, 'up' output: {how}"
     assert "stats apart: where only statistics are there" in lines[4]
     assert lines[5].index("of max") < lines[5].index("stats apart")
