@@ -193,6 +193,7 @@ def main() -> None:
         print(f"held-out loss {held_out_loss:.4f}", flush=True)
 
     if dist.is_initialized():
+        del model  # DDP that outlives its process group can block the end of the process
         dist.destroy_process_group()
 
 

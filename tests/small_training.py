@@ -48,6 +48,7 @@ def main() -> None:
         model(torch.randn(4, 8)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    del model  # DDP that outlives its process group can block the end of the process
     dist.destroy_process_group()
 
 

@@ -134,8 +134,8 @@ def test_local_shards_say_where_they_lie(train: Train, what: str, site: str) -> 
             assert json.loads(row["shape"]) == list(value.shape)
             assert json.loads(row["placements"]) == [{"kind": kind, "dim": dim} for kind, dim in layout["placements"]]
             mesh = json.loads(row["mesh"])
-            place = {"shape": layout["mesh"], "dim_names": ["dp"], "coordinate": list(layout["coordinate"])}
-            assert mesh == {**place, "ranks": [0, 1]}
+            at = {"shape": layout["mesh"], "dim_names": ["dp"], "coordinate": list(layout["coordinate"])}
+            assert mesh == {**at, "ranks": [0, 1]}
             assert row["layout_source"] == "dtensor"
             place = tuple(slice(start, start + size) for start, size in zip(offsets, value.shape, strict=True))
             assert torch.equal(full[place], value)
@@ -167,8 +167,8 @@ def test_slices_say_where_they_lie(train: Train, what: str, site: str) -> None:
             assert pd.isna(row["offsets"])
             assert json.loads(row["global_shape"]) == layout["shape"]
             assert json.loads(row["shape"]) == list(value.shape)
-            mesh = {"shape": [2], "dim_names": None, "coordinate": [rank], "ranks": [0, 1]}
-            assert json.loads(row["mesh"]) == mesh
+            place = {"shape": [2], "dim_names": None, "coordinate": [rank], "ranks": [0, 1]}
+            assert json.loads(row["mesh"]) == place
             ((kind, start),) = [(p["kind"], p["offset"]) for p in json.loads(row["placements"])]
             assert kind == "FlatShard"
             assert start == layout["start"] or not value.numel()

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import errno
 import faulthandler
+import gc
 import os
 import resource
 import shutil
@@ -233,6 +234,8 @@ def train(rank: int, world_size: int, case: Case, folder: Path) -> dict[str, Any
             longest_s = max(longest_s, time.monotonic() - began)
         if step >= GOES_BAD and not (case.end is None and step > GOES_BAD + 10):
             time.sleep(0.02 if step < RECOVERS else 0.05)  # the writer looks again after 0.5 s
+    del model, loss
+    gc.collect()  # DDP that outlives its process group can block the end of the process
     if world_size > 1:
         dist.destroy_process_group()
     parameters = {name: p.detach().clone() for name, p in net.named_parameters()}

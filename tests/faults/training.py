@@ -7,6 +7,7 @@ It must never depend on the clock, the number of ranks that were before it, or a
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from pathlib import Path
 
@@ -91,6 +92,8 @@ def train(steps: int, *, store: str | None = None, fail_at: int | None = None, s
         optimizer.step()
         optimizer.zero_grad()
     if world_size > 1:
+        del model
+        gc.collect()  # DDP that outlives its process group can block the end of the process
         dist.destroy_process_group()
 
 

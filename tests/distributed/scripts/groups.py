@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -115,6 +116,8 @@ def main() -> None:
         call(model)
     evaluated_inside_ddp()
     wrapped_after_attach()
+    del model
+    gc.collect()  # DDP that outlives its process group can block the end of the process
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import torch
@@ -19,6 +20,8 @@ def work(rank: int, address: str, num_ranks: int) -> None:
         model(torch.randn(3, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+    del model  # DDP that outlives its process group can block the end of the process
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ training compiled and recorded. ``tapped.py OUT NAME...`` runs the cases of thes
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import os
 import sys
@@ -253,6 +254,7 @@ def main() -> None:
         folder = out / name
         folder.mkdir(parents=True, exist_ok=True)
         run(CASES[name], folder)
+    gc.collect()  # DDP that outlives its process group can block the end of the process
     dist.destroy_process_group()
 
 

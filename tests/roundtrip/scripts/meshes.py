@@ -7,6 +7,7 @@ process with the whole batch, under plain hooks.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         torch.save(one_process(), out / "one.pt")
     dist.barrier()
+    del model
+    gc.collect()  # DDP that outlives its process group can block the end of the process
     dist.destroy_process_group()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -291,6 +292,8 @@ def main() -> None:
                     evaluated(take(make_batch(step, 1, sum(sizes), is_training=False)[0], start, end), index, **fixed)
             model.train()
     dist.barrier()  # a rank that leaves while another is in its last all-gather aborts it
+    del model, evaluated
+    gc.collect()  # DDP that outlives its process group can block the end of the process
     dist.destroy_process_group()
 
 
