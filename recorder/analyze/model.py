@@ -20,7 +20,7 @@ from ..read.decode import count, parse_shape
 from ..read.run import Run
 from ..read.view import GlobalRows
 from ..units import counted
-from .state_dict import StateDict, full_name, roots_of, state_dict_of
+from .state_dict import StateDict, full_name, roots_of, stages_of, state_dict_of
 from .tensors import Entry, Piece, row_pieces
 
 SITES = {"param": ("param", "buffer"), "grad": ("grad",)}
@@ -130,6 +130,9 @@ class Model:
             if one.site in SITES[self.what] and one.kind != "partial"
         }
         given: list[dict[str, Any]] = []
+        stages = stages_of(self._run)
+        for stage in stages.missing:
+            self.refused.append(Refused(f"stage {stage}", "no rank that has this stage of the pipeline left anything"))
         for name, recorded in _names(known, rows, with_ties=self.what == "param").items():
             row = _last_of(rows.get(recorded, []))
             if row is None:
@@ -138,6 +141,8 @@ class Model:
                     self.refused.append(Refused(name, f"recorded as its parts {_listed(parts)}"))
                 elif self.what == "param":  # not every parameter has a gradient
                     self.refused.append(Refused(name, _NO_ROW))
+            elif len(owners := stages.owners.get(recorded, set())) > 1:
+                self.refused.append(Refused(name, f"stages {_listed(sorted(owners))} of the pipeline each have one"))
             elif (why := _why_not(row, reasons.get(recorded))) is not None:
                 self.refused.append(Refused(name, why))
             else:
@@ -194,7 +199,8 @@ def _listed(values: Sequence[object]) -> str:
 
 def _names(known: StateDict, rows: dict[str, Any], *, with_ties: bool) -> dict[str, str]:
     """Each name that is wanted, and the one under which its rows stand."""
-    names = known.names if with_ties else {name: name for name in known.names.values()}
+    names = {name: name if name in rows else tied for name, tied in known.names.items()}  # a tie may have come apart
+    names = names if with_ties else {name: name for name in names.values()}
     taken = set(names.values())
     further = {
         name: name for name in rows if name not in taken and name not in known.left_out and not _is_part(name, taken)

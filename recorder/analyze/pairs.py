@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from ..format.schema import COUNTS
 from .align import Alignment
 from .compare import IDENTICAL, Distance, Tolerance, are_identical, compare
-from .keys import Integers, common_ids
+from .keys import Integers, common_ids, holds
 from .moments import Floats, integers, numbers
 from .partial import missing_ranks
 from .renames import NO_RENAMES, Renames
@@ -79,7 +79,7 @@ class Judged(NamedTuple):
     by_nothing: int
     """Pairs of which one side has values, statistics or a fingerprint that the other lacks."""
     bare: int
-    """Pairs of which neither has any: summands over ranks whose values were not kept, such as a position's gradient."""
+    """Pairs of which neither has any, or one can have none: summands over ranks whose values were not kept."""
     partial: Counter[tuple[str, str]]
     """Pairs of which one run (``a`` or ``b``) lacks ranks that the other has not lost; by the run and these ranks."""
     kinds: npt.NDArray[np.object_]
@@ -119,7 +119,7 @@ def judge(a: Side, b: Side, pairs: Alignment, tolerance: Tolerance, report: Call
     kinds[by_values] = np.where([distance.num_outside > 0 for distance in distances], "values", kinds[by_values])
     kinds[~same_shape] = "shape"
     is_unknown = is_open & ~has_values & ~has_numbers & ~prints_differ
-    is_bare = ~(_any(left) | _any(right))
+    is_bare = ~(_any(left) | _any(right)) | _has_none(left) | _has_none(right)
     other_meaning = np.asarray(_is_after_tap(left) != _is_after_tap(right))
     kinds[other_meaning & np.isin(kinds, ("values", "statistics", "fingerprint"))] = "after_tap"
     lacks = missing_ranks(left), missing_ranks(right)
@@ -236,6 +236,12 @@ def _any(table: Any) -> Flags:
     """Rows that say anything of their values."""
     found = [table.column(name).is_valid().to_numpy() for name in ("fingerprint", "encoding", "nan_count")]
     return found[0] | found[1] | found[2]  # type: ignore[no-any-return]
+
+
+def _has_none(table: Any) -> Flags:
+    """Rows that cannot have statistics, such as summands over ranks, and of which no values were kept."""
+    is_summand = holds(table.column("note"), lambda text: '"no_statistics"' in text)
+    return np.asarray(is_summand & ~table.column("encoding").is_valid().to_numpy())
 
 
 def _both(left: Any, right: Any, name: str) -> Flags:

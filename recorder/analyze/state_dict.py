@@ -11,6 +11,8 @@ from ..read.run import Run
 _MAX_NAMES = 1_000_000
 """Of a model. A stranger's manifest may say that modules are shared in ways that make no end of names."""
 
+_MAX_STAGES = 1 << 12
+
 
 class StateDict(NamedTuple):
     """What a model's state dict holds."""
@@ -65,6 +67,33 @@ def _add_shared(names: dict[str, str], aliases: dict[str, str]) -> None:
                 names.setdefault(full_name(alias, name[len(path) :].removeprefix(".")), recorded)
         if len(names) > _MAX_NAMES:
             raise UnsupportedError(f"its manifests give the model more than {_MAX_NAMES} names")
+
+
+class Stages(NamedTuple):
+    """What the stages of a pipeline hold of a model."""
+
+    owners: dict[str, set[int]]
+    """By the name of a parameter or buffer, the stages that have one of that name."""
+    missing: list[int]
+    """Stages of which no rank left a manifest."""
+
+
+def stages_of(run: Run) -> Stages:
+    """The stages of a run, if it is of a pipeline."""
+    owners: dict[str, set[int]] = {}
+    seen: set[int] = set()
+    num_stages = 0
+    for root in _roots(run):
+        facts = root.get("pipeline")
+        stage, num = (facts.get("stage"), facts.get("num_stages")) if isinstance(facts, dict) else (None, None)
+        if type(stage) is not int or type(num) is not int or not 0 <= stage < num <= _MAX_STAGES:
+            continue
+        seen.add(stage)
+        num_stages = max(num_stages, num)
+        for module in _objects(root.get("modules")):
+            for name in (*_texts(module.get("params")), *_texts(module.get("buffers"))):
+                owners.setdefault(full_name(_text(module.get("path")), name), set()).add(stage)
+    return Stages(owners, sorted(set(range(num_stages)) - seen))
 
 
 def _roots(run: Run) -> Iterator[dict[str, Any]]:

@@ -88,6 +88,8 @@ class Neighbours:
         owner = _owner(tensor)
         for place in reversed(self._known):
             if place.owner() is owner:
+                if _was_changed(tensor) and any(placement.is_partial() for placement in place.placements):
+                    return None
                 return _chunk_in(place, tensor.storage_offset(), tensor.shape, tensor.stride())
         return None
 
@@ -179,19 +181,24 @@ def _chunk_in(place: _Place, start: Any, shape: torch.Size, strides: tuple[int, 
     return None if seen is None else chunk_of(*seen)
 
 
+def _was_changed(tensor: torch.Tensor) -> bool:
+    """Whether something was written into it since it was made: a summand may have become the sum."""
+    return tensor.is_inference() or tensor._version > 0
+
+
 def _seen_as(
     place: _Place, mesh: Any, shape: Sequence[int], strides: Sequence[int]
 ) -> tuple[tuple[int, ...], Any, tuple[Any, ...]] | None:
     """Of a view of a whole piece the global shape and placements; None where they cannot be told for sure.
 
     The dim that takes the place of a sharded one is the one that ends where that ended in memory: the other factors of
-    the old dim, where it was split, lie inside it. Only even shards: of others, sizes differ between ranks. A new dim
-    of size 1 may be what is left of a sharded one, such as the one head of a rank.
+    the old dim, where it was split, lie inside it. Only even shards: of others, sizes differ between ranks. A dim of
+    size 1 may be what is left of a sharded one, such as the one head of a rank.
     """
     from torch.distributed.tensor import Replicate, Shard
 
     global_shape, placements = list(shape), list(place.placements)
-    if list(shape).count(1) > list(place.shape).count(1):
+    if 1 in shape:
         return None
     for axis, placement in enumerate(place.placements):
         if type(placement) is Replicate:

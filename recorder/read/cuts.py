@@ -1,6 +1,7 @@
 """Owns the guess of how tensors without a place are cut: as the module's parameters are, or as values beside them.
 
-Must never choose between two answers: what rows of the same step do not agree on is not known.
+Must never choose between two answers: what rows of the same step do not agree on is not known, nor which of two dims of
+one size is cut.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Cuts:
         if not found:
             cuts = [neighbours.get((wanted.root, piece.rank, piece.shape), set()) for piece in pieces]
             found = _common([{cut.dim for cut in some if _is_of(cut, ranks)} for some in cuts])
+            if len(found) == 1 and any(piece.shape.count(piece.shape[min(found)]) > 1 for piece in pieces):
+                found = set()  # a copy of such a value that is turned round has the same shape
         shapes = ", ".join(str(list(shape)) for shape in dict.fromkeys(piece.shape for piece in pieces))
         why = f"ranks {', '.join(map(str, ranks[:8]))} share a batch, and their tensors of {shapes} differ"
         if len(found) == 1:

@@ -317,6 +317,51 @@ def test_the_rest_of_a_checkpoint_is_loaded_by_a_planner_that_allows_it(cli: Cli
     assert (state["up.weight"].tolist(), state["gone"].tolist()) == (WHOLE.tolist(), [0, 0, 0])
 
 
+def staged(path: Path, *, name: str, num_stages: int) -> recorder.Run:
+    """Stages on two ranks, the second of which calls its weight by that name."""
+    run = make_run(path, world_size=2)
+    for rank, own in enumerate(("0.w", name)):
+        writer = HandmadeWriter(run, rank)
+        writer.add_shard([[state_row(0, own, WHOLE + rank, rank=rank)]])
+        modules = [module(own.rpartition(".")[0], "w")]
+        facts = {"pipeline": {"stage": rank, "num_stages": num_stages}}
+        writer.finish(roots=[{"name": "model", "class": "Net", "modules": modules, **facts}], world_size=2)
+    return recorder.open_run(run)
+
+
+def test_stages_of_a_pipeline_are_one_model(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    found = cli("merge", staged(tmp_path / "run", name="1.w", num_stages=2).path, "--to", "safetensors", "-o", out)
+    assert found.exit_code == 0
+    assert {name: value.tolist() for name, value in load(out).items()} == {
+        "0.w": WHOLE.tolist(),
+        "1.w": (WHOLE + 1).tolist(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "said"),
+    [
+        ("0.w", 2, "finding: 0.w: stages 0, 1 of the pipeline each have one"),
+        ("1.w", 3, "finding: stage 2: no rank that has this stage of the pipeline left anything"),
+    ],
+)
+def test_a_model_of_which_a_stage_is_missing_or_hidden_is_not_given(
+    cli: Cli, tmp_path: Path, name: str, num_stages: int, said: str
+) -> None:
+    out = tmp_path / "out.safetensors"
+    run = staged(tmp_path / "run", name=name, num_stages=num_stages)
+    found = cli("merge", run.path, "--to", "safetensors", "-o", out)
+    assert (found.exit_code, found.err.splitlines(), out.exists()) == (1, [said], False)
+
+
+def test_a_tie_that_came_apart_is_two_tensors(tmp_path: Path) -> None:
+    modules = [module("", "a", "b", tied={"b": "a"})]
+    run = write(tmp_path / "run", [state_row(0, "a", WHOLE), state_row(1, "b", WHOLE + 1)], modules=modules)
+    write_model(Model(run, "param"), tmp_path / "out.safetensors", "safetensors")
+    assert load(tmp_path / "out.safetensors")["b"].tolist() == (WHOLE + 1).tolist()
+
+
 def test_a_sound_model_is_no_finding(cli: Cli, tmp_path: Path) -> None:
     run = write(tmp_path / "run", *([sharded(0, "w", WHOLE, rank)] for rank in (0, 1)), kind="fsdp2")
     out = tmp_path / "out.safetensors"

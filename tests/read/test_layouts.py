@@ -194,9 +194,11 @@ class TestTensorParallelWithDDP:
 class TestInference:
     """Of plain tensors that differ between ranks which share a batch."""
 
-    def mlp(self, *, with_neighbour: bool = True, **more: Any) -> tuple[dict[int, list[Row]], list[Array]]:
+    def mlp(
+        self, *, with_neighbour: bool = True, sizes: tuple[int, int] = (5, 4), **more: Any
+    ) -> tuple[dict[int, list[Row]], list[Array]]:
         """A column-wise layer `fc1`, whose output is a DTensor, and an activation behind it, whose output is plain."""
-        rows, hidden = batches(4, 3), [values(4, 6), values(3, 6)]
+        rows, hidden = batches(*sizes), [values(size, 6) for size in sizes]
         for rank, own in rows.items():
             if with_neighbour:
                 own.append(TP.row(rank, 1, hidden[rank // 2], [shard(1)], module_path="fc1"))
@@ -218,6 +220,12 @@ class TestInference:
         (one,) = (one for one in run.view().rows().table.to_pylist() if one["module_path"] == "act")
         assert one["layout_source"] == "inferred" and same(run.array("act", step=0), hidden[0])
 
+    def test_where_two_dims_have_the_size_of_the_cut_one_nothing_is_guessed(self, tmp_path: Path) -> None:
+        """A transposed copy has the same shape."""
+        rows, _ = self.mlp(sizes=(3, 3))
+        findings = grid_run(tmp_path / "run", rows).view().rows().findings
+        assert [(one.kind, one.module_path) for one in findings] == [("per_rank", "act")]
+
     def test_values_of_another_step_say_nothing(self, tmp_path: Path) -> None:
         rows, _ = self.mlp(step=1)
         findings = grid_run(tmp_path / "run", rows).view().rows().findings
@@ -226,7 +234,7 @@ class TestInference:
     def test_values_that_disagree_say_nothing(self, tmp_path: Path) -> None:
         rows, _ = self.mlp()
         for rank, own in rows.items():
-            size = 4 - rank // 2
+            size = 5 - rank // 2
             own.append(TP.row(rank, 3, values(2 * size, 3), [shard(0)], module_path="other"))
         findings = grid_run(tmp_path / "run", rows).view().rows().findings
         (text,) = (finding.text for finding in findings if finding.module_path == "act")
