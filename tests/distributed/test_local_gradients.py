@@ -29,16 +29,28 @@ for step in range(2):
         model(torch.randn(3, 4)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+del model  # DDP that outlives its process group can block the end of the process
 dist.destroy_process_group()
 """
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp2"])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> recorder.Run:
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    (folder / "train.py").write_text(PROGRAM)
-    settings = jobs.recording("site=grad,input keep=tensor,stats", local_gradients="1")
-    return jobs.succeeded(jobs.torchrun(folder, "train.py", request.param, **settings)).run
+LAYOUTS = ("ddp", "fsdp2")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, recorder.Run]:
+    started = {}
+    for layout in LAYOUTS:
+        folder: Path = tmp_path_factory.mktemp(layout)
+        (folder / "train.py").write_text(PROGRAM)
+        settings = jobs.recording("site=grad,input keep=tensor,stats", local_gradients="1")
+        started[layout] = jobs.torchrun(folder, "train.py", layout, **settings)
+    return {layout: jobs.succeeded(job).run for layout, job in started.items()}
+
+
+@pytest.fixture(params=LAYOUTS)
+def run(request: pytest.FixtureRequest, runs: dict[str, recorder.Run]) -> recorder.Run:
+    return runs[request.param]
 
 
 def test_local_gradients_average_to_those_of_the_update(run: recorder.Run) -> None:

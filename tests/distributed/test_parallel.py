@@ -27,12 +27,13 @@ Key = tuple[str, str, str, int]
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     """By case, the job that trained it."""
-    found: dict[str, Finished] = {}
-    for world_size, cases in ((2, OF_TWO), (4, OF_FOUR)):
+    started = {}
+    for world_size in (2, 4):
         folder = tmp_path_factory.mktemp("parallel")
         options = ("--standalone", f"--nproc-per-node={world_size}")
-        job = jobs.succeeded(jobs.torchrun(folder, SCRIPTS / "parallel.py", "out", options=options))
-        found |= dict.fromkeys(cases, job)
+        started[world_size] = jobs.torchrun(folder, SCRIPTS / "parallel.py", "out", options=options)
+    found: dict[str, Finished] = dict.fromkeys(OF_TWO, jobs.succeeded(started[2]))
+    found |= dict.fromkeys(OF_FOUR, jobs.succeeded(started[4]))
     found["experts"] = found["tp"]
     return found
 

@@ -154,7 +154,7 @@ def _nested(depth: int) -> Any:
 def _big_manifest(path: Path) -> None:
     writer = HandmadeWriter(make_run(path))
     writer.add_shard([[make_row(0, [1.0])]])
-    writer.finish(events=[[] for _ in range(300_000)])
+    writer.finish(events=[[] for _ in range(100_000)])
 
 
 def _many_entries(path: Path) -> None:
@@ -211,7 +211,7 @@ BOMBS = {
     "stripes of stripes of stripes": Bomb(_forged_strides),
     "compressed columns": Bomb(_compressed_columns),
     "JSON of 100,000 levels": Bomb(_deep),
-    "a manifest of 300,000 lists": Bomb(_big_manifest),
+    "a manifest of 100,000 lists": Bomb(_big_manifest),
     "hundreds of names, a billion ranks": Bomb(_many_entries),
     "30 shards of one row": Bomb(_tiny_shards),
     "100,000 ranks in a list": Bomb(_many_ranks_in_json),
