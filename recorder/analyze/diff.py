@@ -159,13 +159,14 @@ def diff(
 
     Raises:
         LookupFailedError: nothing is selected, or the runs have no value in common; the message says why. Or a loss,
-            a layout or a tolerance is none, or a rename fits no module.
+            a layout or a tolerance is none, a rename fits no module, or a noise run is of another model.
         RunError: a payload cannot be read.
     """
     selection = Selection(module=module, site=site, name=name, step=step)
     selection.check()
     GlobalOptions(across_ranks=True, loss=loss, layouts=layouts).check(a, b)
     comparison = _Comparison(Tolerance(rtol, atol, ulp), report)
+    _check_twins(a, noise)
     views = [run.view(loss=loss, layouts=layouts) for run in (a, b, *noise)]
     unpaired = _unpaired(a, b, renames) if renames else ([], [])
     for first, last in _ranges(*(view.windows() for view in views)):
@@ -179,6 +180,21 @@ def payload_bytes(run: Run) -> int:
     """How many bytes all payloads of a run come to: what `report` is called with in sum, for each of the two."""
     column = run.table(["payload_bytes"]).column("payload_bytes")
     return int(pc.sum(column).as_py() or 0)
+
+
+def _check_twins(a: Run, noise: Sequence[Run]) -> None:
+    """Refuse a noise run of another model.
+
+    Raises:
+        LookupFailedError: one of them has not the modules of the first run.
+    """
+    for run in noise:
+        lost = [path for path in a.module_paths if path not in set(run.module_paths)]
+        if lost:
+            few = _listed(lost)
+            raise LookupFailedError(
+                f"{run.path}: a twin has the modules of {a.path}, with the same rules; it lacks {few}"
+            )
 
 
 def _unpaired(a: Run, b: Run, renames: Renames) -> tuple[list[str], list[str]]:

@@ -52,16 +52,24 @@ class Renames:
         return table.set_column(place, table.schema.field(place), names.take(pa.array(ids)))
 
     def check_used(self, paths: Iterable[str]) -> None:
-        """Refuse a line that fits no module.
+        """Refuse a line that fits no module, and lines that make one of two.
 
         Raises:
-            LookupFailedError: there is one; the message says where.
+            LookupFailedError: there is such a line; the message says where.
         """
         there = sorted(paths)
         for rename in self._renames:
             if not any(map(rename.fits, there)):
                 shown = ", ".join(map(repr, there[:8])) + (", ..." if len(there) > 8 else "")
                 raise LookupFailedError(f"{rename.where}: the second run has no module {rename.new!r}; it has {shown}")
+        taken: dict[str, str] = {}
+        for path in filter(None, there):
+            other = taken.setdefault(self.old(path), path)
+            if other != path:
+                both = f"{other!r} and {path!r} of the second run would both be {self.old(path)!r}"
+                raise LookupFailedError(
+                    f"{self._renames[0].where.rpartition(':')[0]}: {both}; rename the other one too"
+                )
 
 
 NO_RENAMES = Renames()

@@ -79,6 +79,22 @@ def test_a_name_that_no_module_has_is_named(tmp_path: Path) -> None:
         diff(a, a, renames=renames(tmp_path, "up = updown\n"))
 
 
+def test_two_modules_of_one_name_are_refused(tmp_path: Path) -> None:
+    a, b = (run(tmp_path / name, {"up": "up", "down": "down"}) for name in "ab")
+    why = "names.txt: 'down' and 'up' of the second run would both be 'down'; rename the other one too"
+    with pytest.raises(LookupFailedError, match=re.escape(why)):
+        diff(a, b, renames=renames(tmp_path, "down = up\n"))
+    swapped = renames(tmp_path, "down = up\nup = down\n")
+    assert diff(a, b, renames=swapped).num_compared == 2
+
+
+def test_a_noise_run_of_another_model_is_refused(tmp_path: Path) -> None:
+    a, b = (run(tmp_path / name, {"up": "up"}) for name in "ab")
+    twin = run(tmp_path / "twin", {"other": "other"})
+    with pytest.raises(LookupFailedError, match=r"twin.*with the same rules; it lacks 'up'"):
+        diff(a, b, noise=[twin])
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(LookupFailedError, match="nowhere: the file of renamed modules cannot be read"):
         read_renames(tmp_path / "nowhere")
