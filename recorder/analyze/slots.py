@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from ..config import Rule, parse_rules
 from ..errors import ConfigError
+from ..read import untrusted
 
 Flags = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
@@ -199,18 +200,18 @@ def _hidden(module: dict[str, Any]) -> int:
 
 def _described(tree: Any) -> Iterable[dict[str, Any]]:
     """The modules of a manifest's roots, each with every member there and of its type."""
-    for root in _objects(tree):
-        for module in _objects(root.get("modules")):
+    for root in untrusted.objects(tree):
+        for module in untrusted.objects(root.get("modules")):
             yield {
-                "root": _text(root.get("name")),
-                "path": _text(module.get("path")),
-                "class": _text(module.get("class")),
-                "params": _texts(module.get("params")),
-                "buffers": _texts(module.get("buffers")),
-                "aliases": _texts(module.get("aliases")),
-                "sites": _texts(module.get("sites")),
+                "root": untrusted.text(root.get("name")),
+                "path": untrusted.text(module.get("path")),
+                "class": untrusted.text(module.get("class")),
+                "params": untrusted.texts(module.get("params")),
+                "buffers": untrusted.texts(module.get("buffers")),
+                "aliases": untrusted.texts(module.get("aliases")),
+                "sites": untrusted.texts(module.get("sites")),
                 "hidden": _hidden(module),
-                "tapped": _texts(module.get("tapped")),
+                "tapped": untrusted.texts(module.get("tapped")),
                 "disarmed": _steps(module.get("disarmed")),
             }
 
@@ -251,7 +252,7 @@ def read_rules(manifest: dict[str, Any]) -> tuple[list[Rule], list[str]]:
     """The rules of a manifest, and what is wrong with those that cannot be read."""
     rules: list[Rule] = []
     problems: list[str] = []
-    texts = _texts(manifest.get("rules"))
+    texts = untrusted.texts(manifest.get("rules"))
     if len(texts) > _MAX_RULES:
         problems.append(f"there are {len(texts)} rules; those behind the first {_MAX_RULES} are not judged")
     for text in texts[:_MAX_RULES]:
@@ -311,15 +312,3 @@ def distinct(numbers: Integers) -> Integers:
     """Sorted, each once. By sorting: numpy's own looks integers up in a hash table, at a fifth of the speed."""
     found = np.sort(numbers)
     return found[np.insert(np.diff(found) > 0, 0, True)] if len(found) else found
-
-
-def _objects(value: Any) -> list[dict[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
-def _texts(value: Any) -> list[str]:
-    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""

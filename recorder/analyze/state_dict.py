@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..errors import UnsupportedError
+from ..read import untrusted
 from ..read.run import Run
 
 _MAX_NAMES = 1_000_000
@@ -25,7 +26,7 @@ class StateDict(NamedTuple):
 
 def roots_of(run: Run) -> list[str]:
     """Names of the outermost modules that the manifests know, in their order."""
-    return list(dict.fromkeys(_text(root.get("name")) for root in _roots(run)))
+    return list(dict.fromkeys(untrusted.text(root.get("name")) for root in _roots(run)))
 
 
 def state_dict_of(run: Run, root: str) -> StateDict:
@@ -37,19 +38,19 @@ def state_dict_of(run: Run, root: str) -> StateDict:
     found = StateDict({}, set())
     aliases: dict[str, str] = {}
     for module in _modules(run, root):
-        path = _text(module.get("path"))
-        tied, unsaved = module.get("tied"), _texts(module.get("non_persistent"))
-        for name in _texts(module.get("params")):
+        path = untrusted.text(module.get("path"))
+        tied, unsaved = module.get("tied"), untrusted.texts(module.get("non_persistent"))
+        for name in untrusted.texts(module.get("params")):
             own = full_name(path, name)
             recorded = tied.get(name) if isinstance(tied, dict) else None
             found.names.setdefault(own, recorded if isinstance(recorded, str) else own)
-        for name in _texts(module.get("buffers")):
+        for name in untrusted.texts(module.get("buffers")):
             own = full_name(path, name)
             if name in unsaved:
                 found.left_out.add(own)
             else:
                 found.names.setdefault(own, own)
-        aliases |= dict.fromkeys(_texts(module.get("aliases")), path)
+        aliases |= dict.fromkeys(untrusted.texts(module.get("aliases")), path)
     _add_shared(found.names, aliases)
     return found
 
@@ -90,30 +91,18 @@ def stages_of(run: Run) -> Stages:
             continue
         seen.add(stage)
         num_stages = max(num_stages, num)
-        for module in _objects(root.get("modules")):
-            for name in (*_texts(module.get("params")), *_texts(module.get("buffers"))):
-                owners.setdefault(full_name(_text(module.get("path")), name), set()).add(stage)
+        for module in untrusted.objects(root.get("modules")):
+            for name in (*untrusted.texts(module.get("params")), *untrusted.texts(module.get("buffers"))):
+                owners.setdefault(full_name(untrusted.text(module.get("path")), name), set()).add(stage)
     return Stages(owners, sorted(set(range(num_stages)) - seen))
 
 
 def _roots(run: Run) -> Iterator[dict[str, Any]]:
     for writer in run.writers:
-        yield from _objects(writer.manifest.get("roots"))
+        yield from untrusted.objects(writer.manifest.get("roots"))
 
 
 def _modules(run: Run, root: str) -> Iterator[dict[str, Any]]:
     for found in _roots(run):
-        if _text(found.get("name")) == root:
-            yield from _objects(found.get("modules"))
-
-
-def _objects(value: Any) -> list[dict[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
-def _texts(value: Any) -> list[str]:
-    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
+        if untrusted.text(found.get("name")) == root:
+            yield from untrusted.objects(found.get("modules"))

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..format.schema import FORMAT_NAME, FORMAT_VERSION
+from ..read import untrusted
 from ..read.run import Run
 
 _INFORMATIVE = ("versions", "settings", "rules", "optimizers", "autoload")
@@ -90,11 +91,11 @@ def _roots(run: Run) -> list[dict[str, Any]]:
     roots: dict[str, dict[str, Any]] = {}
     modules: dict[str, dict[str, Any]] = {}
     for writer in run.writers:
-        for root in _objects(writer.manifest.get("roots")):
+        for root in untrusted.objects(writer.manifest.get("roots")):
             name = str(root.get("name"))
             roots[name] = roots.get(name, {}) | root
             of_root = modules.setdefault(name, {})
-            of_root |= {str(module.get("path")): module for module in _objects(root.get("modules"))}
+            of_root |= {str(module.get("path")): module for module in untrusted.objects(root.get("modules"))}
     return [root | {"modules": list(modules[name].values())} for name, root in roots.items()]
 
 
@@ -102,7 +103,7 @@ def _events(run: Run) -> list[dict[str, Any]]:
     """What the recorder had to say, the same on several ranks once."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for writer in run.writers:
-        for event in _objects(writer.manifest.get("events")):
+        for event in untrusted.objects(writer.manifest.get("events")):
             known = found.setdefault((str(event.get("kind")), str(event.get("message"))), event | {"ranks": []})
             if writer.rank is not None and writer.rank not in known["ranks"]:
                 known["ranks"].append(writer.rank)
@@ -122,7 +123,3 @@ def _account(writer: Any) -> dict[str, Any]:
         "dropped": balance.dropped,
         "retired": {"rows": balance.retired_rows, "bytes": balance.retired_bytes},
     }
-
-
-def _objects(value: Any) -> list[dict[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from . import untrusted
 from .grid import Group, Told, find_group
 from .stages import Stage, read_stage
 from .writers import RecordedWriter, count
@@ -145,7 +146,7 @@ class RunFacts:
         """By size of the world, root and pipeline stage."""
         told: dict[tuple[int | None, str, int | None], list[Told]] = {}
         for world_size, writer in zip(self._world_sizes, self._writers, strict=True):
-            for root in _objects(writer.manifest.get("roots")):
+            for root in untrusted.objects(writer.manifest.get("roots")):
                 if isinstance(root.get("name"), str):
                     stage = read_stage(root)
                     key = world_size, root["name"], None if stage is None else stage.number
@@ -172,11 +173,13 @@ class RunFacts:
         """Roots and paths by rank, of the ranks whose manifests tell."""
         found: dict[int, set[tuple[str, str]]] = {}
         for writer in self._writers:
-            roots = _objects(writer.manifest.get("roots"))
+            roots = untrusted.objects(writer.manifest.get("roots"))
             if writer.rank is not None and roots:
                 known = found.setdefault(writer.rank, set())
                 for root in roots:
-                    known.update((str(root.get("name")), str(m.get("path"))) for m in _objects(root.get("modules")))
+                    known.update(
+                        (str(root.get("name")), str(m.get("path"))) for m in untrusted.objects(root.get("modules"))
+                    )
         return found
 
     @cached_property
@@ -185,7 +188,7 @@ class RunFacts:
         return {
             (number, root["name"]): stage
             for number, writer in enumerate(self._writers)
-            for root in _objects(writer.manifest.get("roots"))
+            for root in untrusted.objects(writer.manifest.get("roots"))
             if isinstance(root.get("name"), str) and (stage := read_stage(root)) is not None
         }
 
@@ -202,8 +205,8 @@ class RunFacts:
         return {
             (str(root.get("name")), str(module.get("path")))
             for writer in self._writers
-            for root in _objects(writer.manifest.get("roots"))
-            for module in _objects(root.get("modules"))
+            for root in untrusted.objects(writer.manifest.get("roots"))
+            for module in untrusted.objects(root.get("modules"))
             if str(module.get("class")).endswith("Linear")
         }
 
@@ -240,7 +243,3 @@ def sharing_ranks(parallel: dict[str, Any]) -> list[int]:
     ranks = parallel.get("ranks")
     is_sound = isinstance(ranks, list) and all(type(rank) is int and rank >= 0 for rank in ranks)
     return ranks if isinstance(ranks, list) and is_sound else []
-
-
-def _objects(value: Any) -> list[dict[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

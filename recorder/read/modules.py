@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from . import untrusted
 from .writers import RecordedWriter
 
 
@@ -30,14 +31,14 @@ def read_modules(writers: Iterable[RecordedWriter]) -> dict[tuple[str, str], Mod
     """Modules by root and path, in the order of `named_modules()`; the newest writer that knows one describes it."""
     found: dict[tuple[str, str], ModuleInfo] = {}
     for writer in writers:
-        for root in _objects(writer.manifest.get("roots")):
-            for module in _objects(root.get("modules")):
-                sites = tuple(site for site in _items(module.get("sites")) if isinstance(site, str))
+        for root in untrusted.objects(writer.manifest.get("roots")):
+            for module in untrusted.objects(root.get("modules")):
+                sites = tuple(site for site in untrusted.items(module.get("sites")) if isinstance(site, str))
                 info = ModuleInfo(
-                    root=_text(root.get("name")),
-                    path=_text(module.get("path")),
-                    class_name=_text(module.get("class")),
-                    source=_text(module.get("source")),
+                    root=untrusted.text(root.get("name")),
+                    path=untrusted.text(module.get("path")),
+                    class_name=untrusted.text(module.get("class")),
+                    source=untrusted.text(module.get("source")),
                     sites=sites,
                     has_values=any(_has_values(site, module) for site in sites),
                     is_compiled=module.get("compiled") is True,
@@ -48,17 +49,5 @@ def read_modules(writers: Iterable[RecordedWriter]) -> dict[tuple[str, str], Mod
 
 def _has_values(site: str, module: dict[str, Any]) -> bool:
     if site in ("param", "grad", "optim"):
-        return bool(_items(module.get("params")))
-    return bool(_items(module.get("buffers"))) if site == "buffer" else site not in ("tap", "scalar")
-
-
-def _items(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _objects(value: Any) -> list[dict[str, Any]]:
-    return [item for item in _items(value) if isinstance(item, dict)]
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
+        return bool(untrusted.items(module.get("params")))
+    return bool(untrusted.items(module.get("buffers"))) if site == "buffer" else site not in ("tap", "scalar")

@@ -127,7 +127,11 @@ def test_links_pipes_and_large_files_are_no_status(run: Path, tmp_path: Path) ->
 NUMBERS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=5)
 )
-JSON = st.recursive(NUMBERS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner))
+JSON = st.recursive(
+    NUMBERS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=8,
+)  # small: drawing what is large took longer than Hypothesis waits on a busy machine
 MEMBERS = (
     *("attempt", "state", "host", "pid", "started_ns", "interval_s", "step", "observed", "written", "dropped"),
     *("written_bytes", "used_bytes", "max_bytes", "free_bytes", "pool_bytes", "pool_used_bytes", "waited_s"),

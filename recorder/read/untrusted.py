@@ -1,0 +1,25 @@
+"""Owns what is taken of JSON that a stranger may have written: of each thing its kind, and nothing of another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def items(value: Any) -> list[Any]:
+    """A list; empty where it is none."""
+    return value if isinstance(value, list) else []
+
+
+def objects(value: Any) -> list[dict[str, Any]]:
+    """The objects of a list."""
+    return [item for item in items(value) if isinstance(item, dict)]
+
+
+def texts(value: Any) -> list[str]:
+    """The texts of a list."""
+    return [item for item in items(value) if isinstance(item, str)]
+
+
+def text(value: Any) -> str:
+    """A text; empty where it is none."""
+    return value if isinstance(value, str) else ""
