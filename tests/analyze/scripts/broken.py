@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import recorder
+from tests.leaving import leave
 
 RULES = "site=input,output,grad,param,buffer keep=tensor,stats,fingerprint"
 BROKEN_STEP, BROKEN_RANK = 2, 1
@@ -65,7 +66,7 @@ def main(kinds: list[str]) -> None:
     for what in kinds:
         train(what)
         gc.collect()  # a recording would count its steps on from an optimizer that is still there
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

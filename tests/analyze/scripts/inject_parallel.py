@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import recorder
 from tests.distributed.scripts import parallel
+from tests.leaving import leave
 
 CUTS = {
     "sound": parallel.tp,
@@ -114,8 +115,7 @@ def main() -> None:
         dist.init_process_group("gloo")
         for what in CUTS:
             run(folder, what)
-        dist.barrier()
-        dist.destroy_process_group()
+        leave()
     else:
         one_process(folder)
 

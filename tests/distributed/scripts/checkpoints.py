@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 import recorder
 from recorder.analyze.model import Model
 from recorder.analyze.model_files import write_model
+from tests.leaving import leave
 
 if __name__ == "__main__":
     from train import Net  # type: ignore[import-not-found]  # beside this file, which runs as a script
@@ -134,7 +135,7 @@ def main() -> None:
         load(folder)
     for layout in LAYOUTS:
         tied(layout, Path(sys.argv[2]))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.nn.parallel import DistributedDataParallel
 
 import recorder
+from tests.leaving import leave
 
 CPU = torch.device("cpu")
 HYBRID: dict[str, Any] = {"device_id": CPU, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
@@ -116,9 +116,7 @@ def main() -> None:
         call(model)
     evaluated_inside_ddp()
     wrapped_after_attach()
-    del model
-    gc.collect()  # DDP that outlives its process group can block the end of the process
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

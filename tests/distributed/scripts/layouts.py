@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import recorder
+from tests.leaving import leave
 
 STEPS, MICRO_BATCHES = 2, 2
 
@@ -292,7 +293,7 @@ def main() -> None:
         values = job(out / name)
         if dist.get_rank() == 0:
             torch.save(values, out / f"{name}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

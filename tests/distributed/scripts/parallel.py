@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import recorder
+from tests.leaving import leave
 
 STEPS = 2
 WORDS, DIM, HEAD, HIDDEN = 12, 8, 2, 12
@@ -333,8 +334,7 @@ def main() -> None:
         train(tp, out / "tp_late", late=True)
     if dist.get_rank() == 0:
         torch.save(plain_values(), out / "plain.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

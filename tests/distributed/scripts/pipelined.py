@@ -26,6 +26,7 @@ from torch.distributed.pipelining import (
 from torch.utils.checkpoint import checkpoint
 
 import recorder
+from tests.leaving import leave
 
 STEPS, MICRO_BATCHES, ROWS = 2, 4, 2
 IN, DIM, OUT, LAYERS = 4, 8, 3, 4
@@ -198,8 +199,7 @@ def main() -> None:
         train(case, out / case.__name__)
     if dist.get_rank() == 0:
         torch.save(plain_values(), out / "plain.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ training compiled and recorded. ``tapped.py OUT NAME...`` runs the cases of thes
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import os
 import sys
@@ -24,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import recorder
 from recorder import active as recording_side
+from tests.leaving import leave
 
 RULES = "site=output,grad_output,grad keep=tensor"
 WIDTH = 6
@@ -254,8 +254,7 @@ def main() -> None:
         folder = out / name
         folder.mkdir(parents=True, exist_ok=True)
         run(CASES[name], folder)
-    gc.collect()  # DDP that outlives its process group can block the end of the process
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ process with the whole batch, under plain hooks.
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import recorder
 from tests.distributed.scripts import parallel
 from tests.distributed.scripts.parallel import mesh_of, sequence_parallel, sharded, tensor_parallel
+from tests.leaving import leave
 
 STEPS, BATCH = 2, 8
 RULES = "site=* keep=tensor,stats,fingerprint"
@@ -101,10 +101,7 @@ def main() -> None:
             fit(model, slice_=slice_, num_slices=num_slices)
     if dist.get_rank() == 0:
         torch.save(one_process(), out / "one.pt")
-    dist.barrier()
-    del model
-    gc.collect()  # DDP that outlives its process group can block the end of the process
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import recorder
+from tests.leaving import leave
 
 VOCABULARY, WIDTH, HIDDEN, HEADS, LENGTH = 13, 9, 12, 3, 5
 BATCH = 8
@@ -291,10 +291,7 @@ def main() -> None:
                     end = start if is_last_rank else stop
                     evaluated(take(make_batch(step, 1, sum(sizes), is_training=False)[0], start, end), index, **fixed)
             model.train()
-    dist.barrier()  # a rank that leaves while another is in its last all-gather aborts it
-    del model, evaluated
-    gc.collect()  # DDP that outlives its process group can block the end of the process
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
