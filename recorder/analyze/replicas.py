@@ -1,8 +1,8 @@
-"""Owns the first replica that differs: values that data-parallel ranks must share bit by bit.
+"""Owns the first replica that differs: values that ranks must share bit by bit, data-parallel or of one mesh.
 
 By fingerprint, else by the bytes; statistics that differ prove a difference, equal ones prove nothing. Who is a
-replica, and whether anything makes buffers equal again, the manifests say; where they do not, it is assumed, and the
-finding says so.
+replica, and whether anything makes buffers equal again, the manifests say, and of placed values their own rows; where
+nothing does, it is assumed, and the finding says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from ..errors import RunError
 from ..format.schema import COUNTS, STATISTICS
-from ..read.facts import sharing_ranks
+from ..read.facts import RunFacts
 from ..read.run import Run
 from .keys import VALUE_KEY, Integers, codes, group, holds
 from .moments import integers, numbers
@@ -54,7 +54,7 @@ class Differing(NamedTuple):
     """How it was seen: ``fingerprint``, ``statistics``, ``values`` or ``merge``."""
     ranks: list[RankValue]
     is_assumed: bool
-    """Whether nothing says that these ranks are data-parallel: no DDP or FSDP was seen around the model."""
+    """Whether nothing says that these ranks have one model: no DDP or FSDP was seen around it, no mesh in it."""
     last_equal: Place | None
     """The last record of this very value, at an earlier step, at which all ranks agreed."""
     sync: str | None = None
@@ -113,16 +113,22 @@ class _Replicas:
         table = timeline.table
         is_candidate = holds(table.column("site"), (*STATE_SITES, "buffer").__contains__)
         is_candidate &= ~holds(table.column("phase"), "backward".__eq__)  # gradients before their reduction
-        leaders, self._assumed = _leaders(run, timeline)
-        is_plain = table.column("placements").is_null().to_numpy()
-        is_replicated = holds(table.column("placements"), _has_replicas)
+        facts = RunFacts(run.writers, run.run_id, run.world_size)
+        leaders, self._assumed = _leaders(run, timeline, facts)
+        is_plain = table.column("placements").is_null().to_numpy() & ~holds(table.column("note"), _is_apart)
         shards = _shards(table)
+        has_offsets = table.column("offsets").is_valid().to_numpy()
         # Without offsets, equal placements do not mean equal pieces.
-        is_placed = table.column("offsets").is_valid().to_numpy() | ~holds(table.column("placements"), _is_boxed)
-        is_replicated &= is_placed | (shards > 0)
-        is_replicated &= integers(table.column("numel")) != 0  # an empty slice begins where another one does
-        leaders = np.where(is_plain, leaders, np.where(is_replicated, 0, -1))
-        self._rows = np.flatnonzero(is_candidate & (leaders >= 0))
+        is_placed = has_offsets | ~holds(table.column("placements"), _is_boxed) | (shards > 0)
+        is_placed &= holds(table.column("placements"), _has_replicas) | has_offsets
+        is_placed &= ~holds(table.column("placements"), _is_summand)
+        is_placed &= integers(table.column("numel")) != 0  # an empty slice begins where another one does
+        is_own = is_plain & is_candidate & _are_own(timeline, facts)
+        is_counted = is_own & ~holds(table.column("shape"), "[]".__eq__)
+        self._num_own = group(
+            [timeline.codes[name][is_counted] for name in ("root", "module_path", "site", "name")]
+        ).num_groups
+        self._rows = np.flatnonzero(is_candidate & (leaders >= 0) & ((is_plain & ~is_own) | is_placed))
         pieces = [codes(table.column(name)) for name in ("offsets", "placements")]
         keys = [*(timeline.codes[name] for name in VALUE_KEY), leaders, shards, *pieces]
         self._groups = group([key[self._rows] for key in keys])
@@ -230,6 +236,10 @@ class _Replicas:
             found.append(f"{alone} replicas have statistics alone: they are equal, which proves nothing")
         if after:
             found.append(f"{after} replicas after the first that differs have no fingerprints and were not compared")
+        if self._num_own:
+            found.append(
+                f"{self._num_own} parameters, gradients and states are each rank's own, as experts' are: left out"
+            )
         return found + self._problems
 
     def why_none(self, run: Run) -> str:
@@ -291,8 +301,26 @@ class _Replicas:
 
 
 def _has_replicas(placements: str) -> bool:
-    """Whether ranks along some axis of the mesh hold the same piece, to be compared as it is."""
-    return '"Replicate"' in placements and '"Partial"' not in placements
+    """Whether ranks along some axis of the mesh hold the same piece."""
+    return '"Replicate"' in placements
+
+
+def _is_summand(placements: str) -> bool:
+    return 'Partial"' in placements
+
+
+def _is_apart(note: str) -> bool:
+    """Whether it is a piece whose place nobody knows."""
+    return '"no_layout":' in note
+
+
+def _are_own(timeline: Timeline, facts: RunFacts) -> npt.NDArray[np.bool_]:
+    """Which rows are of parameters that each rank has for itself."""
+    columns = ("root", "module_path", "name")
+    cells = group([timeline.codes[name] for name in columns])
+    named = (timeline.table.column(name).take(pa.array(cells.firsts)).to_pylist() for name in columns)
+    found = np.array([facts.unshared.has(*cell) for cell in zip(*named, strict=True)], np.bool_)
+    return np.asarray(found[cells.ids] if len(found) else np.zeros(timeline.num_rows, np.bool_))
 
 
 def _is_boxed(placements: str) -> bool:
@@ -330,26 +358,31 @@ def _statistics_ids(table: Any) -> Integers:
     return group([np.unique(column, return_inverse=True)[1] for column in columns]).ids
 
 
-def _leaders(run: Run, timeline: Timeline) -> tuple[Integers, set[str]]:
-    """Of each row the lowest rank that holds a replica of it (-1: of no rank); and roots where that is assumed."""
-    found: dict[tuple[str, int], int] = {}
-    for writer in run.writers:
-        roots = writer.manifest.get("roots")
-        for root in roots if isinstance(roots, list) else ():
-            facts = root.get("data_parallel") if isinstance(root, dict) else None
-            ranks = sharing_ranks(facts) if isinstance(facts, dict) else []
-            if writer.rank is not None and writer.rank in ranks:
-                found[str(root.get("name")), writer.rank] = min(ranks)
+def _leaders(run: Run, timeline: Timeline, facts: RunFacts) -> tuple[Integers, set[str]]:
+    """Of each row the lowest rank that works on the same model; and roots where that is assumed.
+
+    Ranks of other stages of a pipeline do not. Where manifests contradict each other, each rank's own word counts.
+    """
+    number_of = {(writer.rank, writer.attempt): number for number, writer in enumerate(run.writers)}
+    is_merged = "merged_from" in run.manifest  # a merge leaves a replica with its rank only where it differs
     table = timeline.table
-    cells = group([timeline.codes["root"], timeline.codes["rank"]])
-    pairs = list(
-        zip(*(table.column(n).take(pa.array(cells.firsts)).to_pylist() for n in ("root", "rank")), strict=True)
-    )
-    of_cell = [-1 if rank is None else found.get((root, rank), 0) for root, rank in pairs]
-    # A merge leaves a replica with its rank only where it differs from the others.
-    is_merged = "merged_from" in run.manifest
-    assumed = {root for root, rank in pairs if rank is not None and (root, rank) not in found and not is_merged}
-    return np.array([*of_cell, -1], np.int64)[cells.ids], assumed
+    columns = ("root", "rank", "attempt")
+    cells = group([codes(table.column(name)) for name in columns])
+    assumed: set[str] = set()
+    leaders = []
+    for root, rank, attempt in zip(
+        *(table.column(name).take(pa.array(cells.firsts)).to_pylist() for name in columns), strict=True
+    ):
+        number = number_of.get((rank, attempt))
+        if rank is None or is_merged or number is None:
+            leaders.append(-1 if rank is None else 0)
+            continue
+        of_model = facts.group(root, "", number)
+        ranks = facts.own_ranks(root, number) if of_model.conflict else of_model.ranks
+        leaders.append(min(ranks) if rank in ranks else rank)
+        if of_model.source == "assumed" and not of_model.instances:
+            assumed.add(root)
+    return np.array([*leaders, -1], np.int64)[cells.ids], assumed
 
 
 def _syncs(run: Run) -> dict[str, str]:

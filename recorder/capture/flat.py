@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..records import Chunk, Moment
-from .parallel import fsdp1_ranks, loaded
+from .parallel import FSDP1, fsdp1_ranks, loaded
 from .places import compact, written_ranks
 from .watch import Watch
 
@@ -207,10 +207,20 @@ def find_flat_parameters(
     wrappers: Sequence[nn.Module], watch_of: Callable[[nn.Module], Watch | None]
 ) -> Iterator[FlatParameter]:
     """The flat parameters of FSDP1 wrappers among some modules."""
-    kind = loaded("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+    kind = loaded(*FSDP1)
     for module in wrappers:
         if kind is not None and isinstance(module, kind) and getattr(module, "_handle", None) is not None:
             yield FlatParameter(module, watch_of)
+
+
+def meshes_of_flat(wrappers: Iterable[nn.Module]) -> Iterator[Any]:
+    """The meshes of parameters that were DTensors until FSDP1 flattened them."""
+    kind = loaded(*FSDP1)
+    for module in wrappers if kind is not None else ():
+        if isinstance(module, kind) and getattr(module, "_handle", None) is not None:
+            for spec in module._handle.flat_param._param_extensions:
+                if (mesh := getattr(spec, "mesh", None)) is not None:
+                    yield mesh
 
 
 def unsharded_scope(site: str, scope: str | None) -> str | None:

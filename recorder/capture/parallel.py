@@ -23,7 +23,7 @@ DataParallel = dict[str, Any]
 ModelParallel = dict[str, Any]
 """``ranks``: global ranks, row-major in a mesh of ``shape`` whose axes have ``dim_names``, or None."""
 
-_FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 
 
 def find_data_parallel(root: nn.Module, around: Iterable[nn.Module]) -> DataParallel | None:
@@ -82,7 +82,7 @@ def wrappers_around(root: nn.Module) -> list[nn.Module]:
     """DDP and FSDP1 wrappers of a model that is called directly, among all live objects (0.1 s for 361,000)."""
     if not _is_distributed() or _facts(root) is not None:
         return []
-    fsdp1 = loaded(*_FSDP1)
+    fsdp1 = loaded(*FSDP1)
     kinds = (DistributedDataParallel,) if fsdp1 is None else (DistributedDataParallel, fsdp1)
     return [
         found
@@ -101,7 +101,7 @@ def _is_distributed() -> bool:
 def _facts(module: nn.Module) -> DataParallel | None:
     if isinstance(module, DistributedDataParallel):
         return _ddp_facts(module)
-    fsdp1 = loaded(*_FSDP1)
+    fsdp1 = loaded(*FSDP1)
     if fsdp1 is not None and isinstance(module, fsdp1):
         return {"kind": "fsdp1", "ranks": fsdp1_ranks(module)}
     fsdp2 = loaded("torch.distributed.fsdp", "FSDPModule")

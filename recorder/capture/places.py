@@ -41,12 +41,17 @@ def localized_spec(parameter: torch.Tensor) -> Any:
     return getattr(parameter, "_st_info", None)
 
 
-def mesh_of(parameter: torch.Tensor) -> Any:
-    """The mesh of a parameter; None where it is a plain tensor and was never anything else."""
+def spec_of(parameter: torch.Tensor) -> Any:
+    """Mesh, placements and global shape of a parameter; None where it is a plain tensor and was never anything else."""
     dtensor = loaded("torch.distributed.tensor", "DTensor")
     if dtensor is not None and isinstance(parameter, dtensor):
-        return parameter.device_mesh
-    return getattr(localized_spec(parameter), "mesh", None)
+        return parameter._spec
+    return localized_spec(parameter)
+
+
+def mesh_of(parameter: torch.Tensor) -> Any:
+    """The mesh of a parameter; None where it is a plain tensor and was never anything else."""
+    return getattr(spec_of(parameter), "mesh", None)
 
 
 def chunk_of(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> Chunk:

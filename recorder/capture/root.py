@@ -20,12 +20,13 @@ from ..taps import Where
 from . import hooks, tree
 from .clock import RootClock, Slice
 from .discovery import has_compiled, has_compiled_anything
-from .flat import FlatParameter, find_flat_parameters
+from .flat import FlatParameter, find_flat_parameters, meshes_of_flat
 from .jitter import JitterInputs, add_jitter
 from .parallel import DataParallel, ModelParallel, find_data_parallel, find_model_parallel, wrappers_around
 from .pipelines import Pipeline, micro_batch_of_backward, stage_call
 from .places import mesh_of
-from .statedict import Ties, about_state, find_ties
+from .statedict import Ties, about_state, find_ties, full_name
+from .unshared import find_unshared
 from .values import requires_gradient
 from .watch import Watch
 
@@ -79,6 +80,8 @@ class Root:
         """The ranks that share its batch, for the manifest; None where no wrapper says so."""
         self.model_parallel: ModelParallel | None = None
         """The ranks that work on the same part of the batch, for the manifest; None where parameters tell of none."""
+        self.unshared: dict[str, str] | None = None
+        """Why parameters, by full name, are others on ranks with other batches, for the manifest."""
         self.pipeline: Pipeline | None = None
         """Which stage of a pipeline it is, for the manifest; None where no stage was seen to call it."""
         self._named: set[tuple[str, str]] | None = None
@@ -89,8 +92,8 @@ class Root:
         self.jitter: JitterInputs | None = None
         """Moves the root's inputs, where the settings ask for it."""
         self._around = [weakref.ref(wrapper) for wrapper in wrappers_around(module)]
-        self._learn_groups(module)
         self._install(module)
+        self._learn_groups(module)
 
     @property
     def facts(self) -> dict[str, dict[str, Any] | None]:
@@ -99,6 +102,7 @@ class Root:
             "data_parallel": self.data_parallel,
             "model_parallel": self.model_parallel,
             "pipeline": self.pipeline,
+            "unshared": self.unshared,
         }
 
     def _wrappers_around(self) -> list[nn.Module]:
@@ -107,8 +111,18 @@ class Root:
     def _learn_groups(self, module: nn.Module) -> None:
         try:
             self.data_parallel = find_data_parallel(module, self._wrappers_around())
+            around = [*module.modules(), *self._wrappers_around()]
             meshes = [mesh for parameter in module.parameters() if (mesh := mesh_of(parameter)) is not None]
+            meshes += meshes_of_flat(around)
             self.model_parallel = find_model_parallel(meshes, self.data_parallel) or self.model_parallel
+            reasons = find_unshared(around, self.data_parallel)
+            self.unshared = {
+                full_name(watch.node_path, name): reasons[id(parameter)]
+                for watch in self.watches
+                if reasons
+                for name, parameter in watch.own("_parameters")
+                if id(parameter) in reasons
+            } or None
         except Exception as error:
             text = f"{self.name}: the ranks that share its batch are not known: {type(error).__name__}: {error}"
             self.capture.events.add("data_parallel_unknown", text, key=self.name, exception=error)

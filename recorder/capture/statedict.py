@@ -23,13 +23,13 @@ def find_ties(watches: Iterable[Watch], flats: Iterable[FlatParameter]) -> Ties:
     first_names: dict[int, str] = {}
     for watch in watches:
         for name, parameter in watch.own("_parameters"):
-            full = _full_name(watch.node_path, name)
+            full = full_name(watch.node_path, name)
             first = first_names.setdefault(id(parameter), full)
             if first != full:
                 ties.setdefault(watch.node_path, {})[name] = first
     for flat in flats:
         for watch, name, first_watch, first_name in flat.ties:
-            ties.setdefault(watch.node_path, {})[name] = _full_name(first_watch.node_path, first_name)
+            ties.setdefault(watch.node_path, {})[name] = full_name(first_watch.node_path, first_name)
     return ties
 
 
@@ -40,5 +40,6 @@ def about_state(module: nn.Module, tied: Mapping[str, str] | None) -> dict[str, 
     return {**({"tied": dict(tied)} if tied else {}), **({"non_persistent": left_out} if left_out else {})}
 
 
-def _full_name(path: str, name: str) -> str:
+def full_name(path: str, name: str) -> str:
+    """A parameter as `named_parameters()` calls it."""
     return f"{path}.{name}" if path else name

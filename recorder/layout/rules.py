@@ -110,15 +110,17 @@ def decide_activation(pieces: Sequence[Piece], *, batch: Batch, values: Values, 
         and _unequal_shapes(pieces, but=dim) is None
     ]
     may_be_equal = has_one_shape and not batch.is_shared and not values.is_constant()
-    if fits:
+    of_pieces = zip(pieces, sizes, strict=True)  # an empty batch has no rows, whatever the factor
+    ratios = {piece.shape[0] / size if size else 0.0 for piece, size in of_pieces if size or piece.shape[0]}
+    is_multiple = len(ratios) == 1 and ratios <= {float(factor) for factor in batch.factors}
+    is_multiple = is_multiple and _unequal_shapes(pieces, but=0) is None
+    # Of a batch of several samples a dim 0 with just their words is no accident, a later dim of its size may be one.
+    if fits and not (is_multiple and fits[0] > 0 and max(sizes) > 1):
         is_repeated = max(sizes) > 1 and may_be_equal and values.are_equal() and values.is_repeated(fits[0])
         if may_be_equal and values.are_equal() and not is_repeated:
             return _replicas(pieces, "inferred")
         return concatenated(pieces, fits[0], (("batch_dims", tuple(fits)),) if len(fits) > 1 else ())
-    of_pieces = zip(pieces, sizes, strict=True)  # an empty batch has no rows, whatever the factor
-    ratios = {piece.shape[0] / size if size else 0.0 for piece, size in of_pieces if size or piece.shape[0]}
-    is_multiple = len(ratios) == 1 and ratios <= {float(factor) for factor in batch.factors}
-    if is_multiple and _unequal_shapes(pieces, but=0) is None and not (may_be_equal and values.are_equal()):
+    if is_multiple and not (may_be_equal and values.are_equal()):
         return concatenated(pieces, 0, (("batch_factor", int(min(ratios))),))
     if has_one_shape and values.are_equal():
         return _replicas(pieces, "inferred")

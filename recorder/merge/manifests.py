@@ -93,7 +93,11 @@ def _roots(run: Run) -> list[dict[str, Any]]:
     for writer in run.writers:
         for root in untrusted.objects(writer.manifest.get("roots")):
             name = str(root.get("name"))
-            roots[name] = roots.get(name, {}) | root
+            known = roots.get(name, {})
+            unshared = [one["unshared"] for one in (known, root) if isinstance(one.get("unshared"), dict)]
+            roots[name] = (
+                known | root | ({"unshared": {k: v for one in unshared for k, v in one.items()}} if unshared else {})
+            )
             of_root = modules.setdefault(name, {})
             of_root |= {str(module.get("path")): module for module in untrusted.objects(root.get("modules"))}
     return [root | {"modules": list(modules[name].values())} for name, root in roots.items()]

@@ -10,11 +10,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from . import untrusted
-from .grid import Group, Told, find_group
+from .experts import Unshared
+from .grid import Group, Ranks, Told, find_group
 from .stages import Stage, read_stage
 from .writers import RecordedWriter, count
 
-PARALLEL = ("data_parallel", "model_parallel", "pipeline")
+PARALLEL = ("data_parallel", "model_parallel", "pipeline", "unshared")
 """Members of a root that say how its ranks stand to each other."""
 _MAX_RANKS, _MAX_RANK = 1 << 14, 1 << 24
 
@@ -43,6 +44,8 @@ class RunFacts:
         """Numbers of writers that say they belong to another run."""
         self.launches = self._find_launches()
         """By number of the writer."""
+        self.unshared = Unshared(writers)
+        """Parameters that are each rank's own."""
 
     def group(self, root: str, module_path: str, number: int) -> Group:
         """The ranks that should have rows of a module, where a writer of that number has one.
@@ -67,6 +70,15 @@ class RunFacts:
             group = base.of(has or base.ranks)
             self._expected[key] = self._interned.setdefault(group, group)
         return self._expected[key]
+
+    def own_ranks(self, root: str, number: int) -> Ranks:
+        """The ranks that a writer says share a root with it: those of its data-parallel group, else of its mesh."""
+        writer = self._writers[number]
+        for one in untrusted.objects(writer.manifest.get("roots")):
+            if one.get("name") == root:
+                told = self._told(writer, one, self._world_sizes[number])
+                return told.data or told.model
+        return ()
 
     def describe(self, number: int) -> str:
         """A writer by its number, for people."""
@@ -236,10 +248,3 @@ class RunFacts:
         for key in sorted(starts, key=lambda key: (starts[key], key)):
             in_order.setdefault(key[0], []).append(key)
         return [Launch(key[0], in_order[key[0]].index(key)) for key in keys]
-
-
-def sharing_ranks(parallel: dict[str, Any]) -> list[int]:
-    """The ranks of a manifest's `data_parallel`; none where they are no ranks."""
-    ranks = parallel.get("ranks")
-    is_sound = isinstance(ranks, list) and all(type(rank) is int and rank >= 0 for rank in ranks)
-    return ranks if isinstance(ranks, list) and is_sound else []

@@ -22,6 +22,7 @@ from .cuts import Cuts, Wanted
 from .deciding import ALONE, LOCAL_GRADIENT, STATE_SITES, Override, Question, decide
 from .decode import parse_shape
 from .evidence import NULL, POSITIVE, Described, Evidence, Ints, bits_of, digest, pack
+from .experts import NOT_OF_BATCH, NOT_SHARED
 from .facts import RunFacts
 from .grid import Group
 from .light import NONE, Keys, LightRows, Positions
@@ -342,10 +343,13 @@ class Grouping:
         differing: tuple[int, ...] = ()
         if isinstance(plan, Plan) and plan.copies and (plan.source != "inferred" or site in STATE_SITES):
             differing, originals = self._differing(described, number, places, plan, rows_at)
-        differing_ranks = tuple(ranks[i] for i in differing)
         present = tuple(dict.fromkeys(ranks))
-        if missing := tuple(rank for rank in expected if rank not in present):
+        is_own = self._is_own(pieces, expected, names)
+        if is_own and override is None and (site not in STATE_SITES or differing or isinstance(plan, Apart)):
+            plan, differing = Apart("per_rank", NOT_SHARED if site in STATE_SITES else NOT_OF_BATCH), ()
+        if not is_own and (missing := tuple(rank for rank in expected if rank not in present)):
             self._missing(first, missing, expected, names)
+        differing_ranks = tuple(ranks[i] for i in differing)
         if differing:
             original_ranks = tuple(ranks[i] for i in originals)
             text = f"rank {listed(differing_ranks)} differs from rank {listed(original_ranks)}"
@@ -358,6 +362,14 @@ class Grouping:
         elif isinstance(plan, Apart):
             self._note(plan.kind, first, present, plan.why, path, site, name)
         return Value(rows_at, plan, present, expected, differing_ranks, batch, parts.ranks)
+
+    def _is_own(self, pieces: list[Piece], expected: tuple[int, ...], names: tuple[str, ...]) -> bool:
+        """Whether plain pieces are of a parameter that each rank has for itself, or of what it makes with such."""
+        root, path, site, name, _, _ = names
+        if pieces[0].global_shape is not None or len(expected) < 2 or site == "scalar":
+            return False
+        unshared = self._facts.unshared
+        return unshared.has(root, path, name) if site in STATE_SITES else unshared.works_apart(root, path)
 
     def _parts(
         self, codes: tuple[int, ...], pieces: list[Piece], group: Group, expected: tuple[int, ...]

@@ -13,6 +13,7 @@ import pytest
 import recorder
 from recorder.analyze.first import First
 from tests.read.handmade import HandmadeWriter, Row, make_parts, make_row, make_run
+from tests.read.meshes import grid_facts, mesh_run
 
 DDP = {"kind": "ddp", "ranks": [0, 1]}
 MODULES = [{"path": "up", "class": "Linear", "source": "train.py:7", "sites": ["output"]}]
@@ -319,6 +320,36 @@ def test_the_rank_that_differs_from_most_is_named(tmp_path: Path) -> None:
     differing = found(write(tmp_path / "run", *ranks, data_parallel=DDP | {"ranks": [0, 1, 2, 3]})).replica
     assert differing is not None and (differing.groups, differing.place.rank) == ([[1, 2, 3], [0]], 0)
     assert [value.mean for value in differing.ranks] == [7, 2, 2, 2]
+
+
+def test_ranks_that_share_a_batch_hold_replicas_too(tmp_path: Path) -> None:
+    """Plain parameters of a tensor parallel model, under DDP and alone."""
+    for number, grid in enumerate(([[0, 1], [2, 3]], [0, 1, 2, 3])):
+        rows = {rank: params(rank, [1.0, 2.0 + (rank == 1)]) for rank in range(4)}
+        run = mesh_run(tmp_path / str(number), rows, {rank: grid_facts(grid, rank) for rank in rows})
+        differing = found(run).replica
+        assert differing is not None and not differing.is_assumed
+        assert (differing.place.step, differing.groups) == (1, [[0, 2, 3], [1]])
+
+
+def test_stages_of_a_pipeline_hold_no_replicas(tmp_path: Path) -> None:
+    rows = {rank: params(rank, [float(rank)]) for rank in range(2)}
+    facts = {rank: {"pipeline": {"stage": rank, "num_stages": 2}} for rank in rows}
+    result = found(mesh_run(tmp_path / "run", rows, facts))
+    assert not result.is_found and result.num_compared == 0
+
+
+@pytest.mark.parametrize("told", [{"up.weight": "ignored"}, {}, 5, ["up.weight"]])
+def test_parameters_that_each_rank_has_for_itself_are_no_replicas(tmp_path: Path, told: Any) -> None:
+    rows = {rank: params(rank, [float(rank)], module_path="up", name="weight") for rank in range(2)}
+    facts = {rank: {"data_parallel": DDP, "unshared": told} for rank in rows}
+    result = found(mesh_run(tmp_path / "run", rows, facts))
+    assert result.is_found == (told != {"up.weight": "ignored"})
+
+
+def test_pieces_whose_place_nobody_knows_are_no_replicas(tmp_path: Path) -> None:
+    ranks = [params(rank, [float(rank)], note='{"no_layout":"memory_format"}') for rank in range(2)]
+    assert not found(write(tmp_path / "run", *ranks)).is_found
 
 
 def test_groups_of_replicas_are_compared_apart(tmp_path: Path) -> None:

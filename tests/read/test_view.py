@@ -112,8 +112,9 @@ class TestBatches:
         assert json.loads(found["note"])["batch_dim"] == 1
         assert decoded(rows, i).tobytes() == whole.tobytes() and found["fingerprint"] == finger(whole)
 
-    def test_batch_and_sequence_in_one_dim_are_laid_end_to_end(self, tmp_path: Path) -> None:
-        inputs, outputs = [values(3, 7) for _ in range(2)], [values(21, 2) for _ in range(2)]
+    @pytest.mark.parametrize("width", [2, 3], ids=["", "as wide as the batch"])
+    def test_batch_and_sequence_in_one_dim_are_laid_end_to_end(self, tmp_path: Path, width: int) -> None:
+        inputs, outputs = [values(3, 7) for _ in range(2)], [values(21, width) for _ in range(2)]
         run = run_of(tmp_path / "run", [[root_input(0, x), row(1, y)] for x, y in zip(inputs, outputs, strict=True)])
         assert same(run.array("layers.0", step=0), np.concatenate(outputs))
 

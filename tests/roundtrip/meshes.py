@@ -23,6 +23,7 @@ from recorder.errors import RecorderError
 from tests.distributed import jobs
 
 SCRIPT = Path(__file__).parent / "scripts" / "meshes.py"
+EXPERTS_SCRIPT = SCRIPT.with_name("experts.py")
 PIPELINE = Path(jobs.__file__).parent / "scripts" / "pipelined.py"
 PIPELINES = ("gpipe", "one_forward_one_backward", "checkpointed", "interleaved", "split")
 NUM_MICRO_BATCHES = 4
@@ -32,7 +33,14 @@ LAYOUTS = {
     4: ("tp", "sp", "tp x ddp", "sp x ddp", "tp x fsdp2", "sp x fsdp2", "tp x hsdp"),
     8: ("tp x ddp", "sp x ddp", "tp x fsdp2", "sp x fsdp2", "tp x hsdp", "sp x hsdp"),
 }
+EXPERTS = {
+    2: ("placed x fsdp2", "placed x ddp", "own x ddp", "own x fsdp1", "own x fsdp2", "own, marked"),
+    4: ("placed x fsdp2", "placed and sharded x fsdp2", "own x fsdp2"),
+    8: ("placed x fsdp2", "placed and sharded x fsdp2"),
+}
+"""Experts of each rank's own: pieces of one DTensor, or plain tensors under one name."""
 SITES = ("input", "output", "grad_input", "grad_output", "param", "grad", "optim")
+STATE = ("param", "grad", "optim")
 TOLERANCE = 2e-5
 
 
@@ -44,11 +52,11 @@ class Result(NamedTuple):
     problems: list[str]
 
 
-def train(folder: Path, num_ranks: int, layouts: tuple[str, ...]) -> Path:
-    """Where the runs are, by layout, and ``one.pt`` beside them."""
+def train(folder: Path, num_ranks: int, layouts: tuple[str, ...], script: Path = SCRIPT) -> Path:
+    """Where the runs are, by layout, and beside them what one process had."""
     options = ("--standalone", f"--nproc-per-node={num_ranks}")
     settings = {"PYTHONPATH": str(REPOSITORY)}
-    finished = jobs.torchrun(folder, SCRIPT, "out", *layouts, options=options, **settings).wait(300)
+    finished = jobs.torchrun(folder, script, "out", *layouts, options=options, **settings).wait(300)
     assert finished.returncode == 0, finished.output
     return folder / "out"
 
@@ -70,6 +78,19 @@ def compare(run: recorder.Run, values: dict[Any, torch.Tensor]) -> Result:
         if what == "wrong":
             problems.append(f"{path} {site} {name} at step {step}: {list(found.shape)}, not {list(value.shape)}")
     return Result(counts, problems)
+
+
+def of_experts(out: Path, num_ranks: int, layout: str) -> tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]:
+    """What one process had of the whole, and of the experts what must stay with their ranks: rows that others sent, and
+    plain parameters with all that goes with them, here of all experts."""
+    values: dict[Any, torch.Tensor] = torch.load(out / f"{num_ranks // 2 if 'sharded' in layout else num_ranks}.pt")
+    is_plain = layout.startswith("own")
+    own = {
+        key: value
+        for key, value in values.items()
+        if key[1] == "moe.experts" and (is_plain or key[0] not in STATE) and not key[2].endswith(".step")
+    }
+    return {key: value for key, value in values.items() if key not in own}, own
 
 
 def of_pipeline(values: dict[Any, torch.Tensor], num_micro_batches: int, *, is_traced: bool) -> dict[Any, torch.Tensor]:
@@ -122,6 +143,12 @@ def main() -> int:
             values = torch.load(out / "one.pt")
             for layout in LAYOUTS[num_ranks]:
                 is_right &= _row(layout, num_ranks, compare(recorder.open_run(out / layout), values))
+        if num_ranks in EXPERTS:
+            with tempfile.TemporaryDirectory() as folder:
+                out = train(Path(folder), num_ranks, EXPERTS[num_ranks], EXPERTS_SCRIPT)
+                for layout in EXPERTS[num_ranks]:
+                    values, _ = of_experts(out, num_ranks, layout)
+                    is_right &= _row(f"experts, {layout}", num_ranks, compare(recorder.open_run(out / layout), values))
     if 2 in wanted:
         with tempfile.TemporaryDirectory() as folder:
             jobs.succeeded(jobs.torchrun(Path(folder), PIPELINE, "out"))

@@ -97,19 +97,22 @@ class Exchange(torch.autograd.Function):
     """Rows to the ranks that want them, and their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None = None
+    ) -> Tensor:
         ctx.sizes = sent, received
-        return exchange(x, sent, received)
+        ctx.group = group
+        return exchange(x, sent, received, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         sent, received = ctx.sizes
-        return exchange(gradients[0], received, sent), None, None
+        return exchange(gradients[0], received, sent, ctx.group), None, None, None
 
 
-def exchange(x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+def exchange(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None) -> Tensor:
     found = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(found, x.contiguous(), received, sent)
+    dist.all_to_all_single(found, x.contiguous(), received, sent, group)
     return found
 
 
