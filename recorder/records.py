@@ -76,6 +76,8 @@ class Chunk(NamedTuple):
     layout_source: str
     flat_start: int | None = None
     """Where the piece is a run of the flattened (C order) global tensor: its first element there."""
+    flat_shape: tuple[int, ...] | None = None
+    """Where it is a run of the flattened box of this shape, at `offsets` of the global tensor, and not of all of it."""
 
 
 class Staged(NamedTuple):

@@ -119,9 +119,9 @@ class _Replicas:
         shards = _shards(table)
         has_offsets = table.column("offsets").is_valid().to_numpy()
         # Without offsets, equal placements do not mean equal pieces.
-        is_placed = has_offsets | ~holds(table.column("placements"), _is_boxed) | (shards > 0)
-        is_placed &= holds(table.column("placements"), _has_replicas) | has_offsets
-        is_placed &= ~holds(table.column("placements"), _is_summand)
+        is_placed = has_offsets | ~holds(table.column("placements"), _is_boxed)
+        is_placed |= (shards > 0) & holds(table.column("placements"), _has_replicas)
+        is_placed &= table.column("placements").is_valid().to_numpy() & ~holds(table.column("placements"), _is_summand)
         is_placed &= integers(table.column("numel")) != 0  # an empty slice begins where another one does
         is_own = is_plain & is_candidate & _are_own(timeline, facts)
         is_counted = is_own & ~holds(table.column("shape"), "[]".__eq__)

@@ -5,6 +5,7 @@ Reads the wrapper's metadata only: never issues a collective, never keeps a wrap
 
 from __future__ import annotations
 
+import json
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ from torch import nn
 
 from ..records import Chunk, Moment
 from .parallel import FSDP1, fsdp1_ranks, loaded
-from .places import compact, written_ranks
+from .places import chunk_of, compact, written_ranks
 from .watch import Watch
 
 _NAME = "_flat_param"
@@ -37,6 +38,36 @@ class Piece(NamedTuple):
     chunk: Chunk | None
     """None where the rank holds all of it, or where a slice is no run of elements in C order."""
     note: str | None
+    local: Chunk | None = None
+    """Where all of it lies that FSDP1 was given, where that is a piece of a tensor parallel parameter."""
+
+
+class _Mesh(NamedTuple):
+    """The ranks over which a parameter is laid, row-major."""
+
+    shape: tuple[int, ...]
+    dim_names: tuple[str, ...] | None
+    coordinate: tuple[int, ...]
+    ranks: list[int]
+
+    @property
+    def text(self) -> str:
+        """As the column ``mesh`` has it."""
+        return compact(self._asdict() | {"ranks": written_ranks(self.ranks, self.shape)})
+
+    def with_axes(self, more: Any) -> _Mesh:
+        """The same with the axes of a tensor parallel mesh behind its own; they are taken to form a regular grid."""
+        coordinate = more.get_coordinate()
+        here = int(more.mesh[tuple(coordinate)])
+        beside = [int(rank) - here for rank in more.mesh.flatten().tolist()]
+        names = (*(self.dim_names or ()), *(more.mesh_dim_names or ()))
+        shape = (*self.shape, *more.shape)
+        return _Mesh(
+            shape,
+            names if len(names) == len(shape) else None,
+            (*self.coordinate, *coordinate),
+            [rank + step for rank in self.ranks for step in beside],
+        )
 
 
 class FlatParameter:
@@ -85,19 +116,28 @@ class FlatParameter:
             begin, end = (
                 min(max(edge - place, 0), numel) for edge in (self._shard_start, self._shard_start + self._num_sharded)
             )
-            reason = None
+            spec, reason = flat._param_extensions[index], None
+            local = None if spec is None else _chunk_of_local(spec, shape)
             if self.is_sharded and not flat._contiguities[index]:
                 reason = "memory_format"
-            elif flat._param_extensions[index] is not None:
+            elif spec is not None and local is None:
                 reason = "tensor_parallel"
             chunk = None
             if self.is_sharded and reason is None:
                 placements = [{"kind": "FlatShard", "offset": begin}]
                 if is_hybrid:
                     placements.insert(0, {"kind": "Replicate"})
-                chunk = Chunk(shape, None, compact(placements), mesh, "fsdp", begin)
+                if local is None:
+                    chunk = Chunk(shape, None, compact(placements), mesh.text, "fsdp", begin)
+                else:
+                    placements += json.loads(local.placements)
+                    within = mesh.with_axes(spec.mesh).text
+                    chunk = Chunk(
+                        local.global_shape, local.offsets, compact(placements), within, "fsdp", begin, flat_shape=shape
+                    )
             note = None if reason is None else compact({"no_layout": reason})
-            piece = Piece(watch, info.param_name, shape, tuple(flat._strides[index]), place, begin, end, chunk, note)
+            strides = tuple(flat._strides[index])
+            piece = Piece(watch, info.param_name, shape, strides, place, begin, end, chunk, note, local)
             self.pieces.append(piece)
             if originals[index] is not None:
                 self.originals.append(Original(self, piece, index, originals[index]))
@@ -142,7 +182,7 @@ class FlatParameter:
                 part = values[start : start + piece.end - piece.begin]
             elif is_whole:
                 part = values.as_strided(piece.shape, piece.stride, values.storage_offset() + piece.place)
-            chunk = piece.chunk if is_slices else None
+            chunk = piece.chunk if is_slices else piece.local if values.dim() else None
             note_ = merged(note, piece.note if is_slices else None)
             piece.watch.record(
                 site, piece.name + suffix, part, moment, phase, repeat, scope=scope, chunk=chunk, note=note_
@@ -198,7 +238,7 @@ class Original:
             phase,
             repeat,
             scope=scope,
-            chunk=piece.chunk if is_slice else None,
+            chunk=piece.chunk if is_slice else piece.local if tensor.shape == piece.shape else None,
             note=merged(note, piece.note if is_slice else None),
         )
 
@@ -244,15 +284,20 @@ def _places(flat: Any) -> Iterator[int]:
         place += numel
 
 
-def _mesh(wrapper: Any) -> tuple[str, bool]:
-    """The row's ``mesh``, and whether shards are replicated across a second group."""
+def _chunk_of_local(spec: Any, shape: tuple[int, ...]) -> Chunk | None:
+    """The place of a tensor parallel parameter's local values; None where they are no single box."""
+    if not isinstance(getattr(spec, "placements", None), tuple):
+        return None
+    chunk = chunk_of(tuple(spec.shape), spec.mesh, spec.placements)
+    return chunk if chunk.offsets is not None else None
+
+
+def _mesh(wrapper: Any) -> tuple[_Mesh, bool]:
+    """FSDP1's mesh, and whether shards are replicated across a second group."""
     across = getattr(wrapper, "_inter_node_pg", None)
     groups = [wrapper.process_group] if across is None else [across, wrapper.process_group]
     names = getattr(getattr(wrapper, "_device_mesh", None), "mesh_dim_names", None)
-    mesh = {
-        "shape": [group.size() for group in groups],
-        "dim_names": list(names[: len(groups)]) if names else None,
-        "coordinate": [group.rank() for group in groups],
-        "ranks": written_ranks(fsdp1_ranks(wrapper), tuple(group.size() for group in groups)),
-    }
-    return compact(mesh), across is not None
+    shape, coordinate = tuple(group.size() for group in groups), tuple(group.rank() for group in groups)
+    return _Mesh(
+        shape, tuple(names[: len(groups)]) if names else None, coordinate, fsdp1_ranks(wrapper)
+    ), across is not None

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..format.dtypes import item_bytes, numpy_dtype
-from ..format.fingerprint import fingerprint, flat_fingerprint
+from ..format.fingerprint import fingerprint, flat_fingerprint, moved
 from ..records import KEEP_FINGERPRINT, KEEP_STATS, Chunk, Measured
 
 _CHUNK_ITEMS = 1 << 15
@@ -41,6 +41,9 @@ def measure(
 def _fingerprint(data: npt.NDArray[np.uint8], item_bytes: int, shape: tuple[int, ...], chunk: Chunk | None) -> int:
     if chunk is None:
         return fingerprint(data, item_bytes, shape)
+    if chunk.flat_start is not None and chunk.flat_shape is not None and chunk.offsets is not None:
+        in_box = flat_fingerprint(data, item_bytes, chunk.flat_shape, chunk.flat_start)
+        return moved(in_box, item_bytes, chunk.offsets)
     if chunk.flat_start is not None:
         return flat_fingerprint(data, item_bytes, chunk.global_shape, chunk.flat_start)
     return fingerprint(data, item_bytes, shape, chunk.offsets)

@@ -79,7 +79,7 @@ def _chunk(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> Chun
     return Chunk(
         global_shape=shape,
         offsets=offsets,
-        placements=compact([_placement(p) for p in placements]),
+        placements=compact([_placement(p, mesh.size(axis)) for axis, p in enumerate(placements)]),
         mesh=compact(
             {
                 "shape": list(mesh.shape),
@@ -104,10 +104,10 @@ def written_ranks(ranks: list[int], shape: tuple[int, ...]) -> list[int] | dict[
     return {"first": ranks[0], "strides": strides} if is_regular else ranks
 
 
-def _placement(placement: Any) -> dict[str, Any]:
+def _placement(placement: Any, num_ranks: int) -> dict[str, Any]:
     kind = type(placement).__name__.lstrip("_")
-    if kind == "MaskPartial" and placement.mask_buffer.data is not None:
-        kind = "Partial"  # once the mask is applied, see `without_masked`
+    if kind == "MaskPartial" and (placement.mask_buffer.data is not None or num_ranks == 1):
+        kind = "Partial"  # once the mask is applied, see `without_masked`; of one rank no row is another's
     details = {key: getattr(placement, key) for key in ("dim", "split_factor", "reduce_op") if hasattr(placement, key)}
     return {"kind": kind, **details}
 

@@ -71,7 +71,7 @@ def _local_view(source: Source, low: Ints, sizes: Ints) -> Items:
     shape = source.region.local_shape
     first = flat_index(low, shape)
     last = flat_index(tuple(i + n - 1 for i, n in zip(low, sizes, strict=True)), shape)
-    items = source.fetch(first, last + 1)
+    items = source.fetch(first - source.region.skipped, last + 1 - source.region.skipped)
     strides, step = [], items.itemsize
     for size in reversed(shape):
         strides.append(step)

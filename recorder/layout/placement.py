@@ -13,7 +13,18 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .plans import MAX_NAMED, Apart, Part, Piece, Plan, Term, named
-from .regions import Ints, Region, box_region, flat_index, flat_region, overlap, ranges_region, shard, strided_shard
+from .regions import (
+    Ints,
+    Region,
+    box_region,
+    flat_index,
+    flat_region,
+    overlap,
+    ranges_region,
+    run_in_box,
+    shard,
+    strided_shard,
+)
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 _MAX_SPLIT_FACTOR = 1 << 12
@@ -117,10 +128,17 @@ def _region_of(piece: Piece) -> Region | str:
     placements = _placements(piece)
     flat = [placement for placement in placements if placement.get("kind") == "FlatShard"]
     if flat:
-        start, total = flat[0].get("offset"), math.prod(piece.global_shape)
+        box = _derived(piece, placements) if piece.offsets is not None else None
+        if isinstance(box, str):
+            return box
+        start, total = flat[0].get("offset"), math.prod(piece.global_shape if box is None else box.local_shape)
         if type(start) is not int or len(piece.shape) != 1 or not 0 <= start <= start + piece.shape[0] <= total:
             return f"its slice of {list(piece.shape)} elements at {start} lies outside a tensor of {total}"
-        return flat_region(start, piece.shape[0])
+        if piece.offsets is None:
+            return flat_region(start, piece.shape[0])
+        if box is None or (box.numel and box.start != piece.offsets):
+            return f"offsets {list(piece.offsets)} are not what its placements and mesh make"
+        return run_in_box(box, start, piece.shape[0])
     if len(piece.global_shape) != len(piece.shape):
         return f"its shape {list(piece.shape)} has not the dims of the global {list(piece.global_shape)}"
     derived = _derived(piece, placements)

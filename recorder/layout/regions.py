@@ -39,6 +39,8 @@ class Region(NamedTuple):
     """Elements of the flattened global tensor, of a local tensor with a single dim."""
     boxes: tuple[Box, ...]
     local_shape: Ints
+    skipped: int = 0
+    """Elements of a flattened tensor of `local_shape` before the first that the local tensor, a run of it, has."""
 
     @property
     def numel(self) -> int:
@@ -79,6 +81,16 @@ def box_region(start: Ints, shape: Ints) -> Region:
 def flat_region(start: int, numel: int) -> Region:
     """The region of a slice of the flattened tensor."""
     return Region((start, start + numel), (), (numel,))
+
+
+def run_in_box(box: Region, start: int, numel: int) -> Region:
+    """The region of a slice of a flattened box."""
+    offset = box.start or (0,) * len(box.local_shape)
+    boxes = (
+        Box(tuple(i + first for i, first in zip(inner, offset, strict=True)), shape, inner)
+        for inner, shape in flat_boxes(box.local_shape, start, start + numel)
+    )
+    return Region(None, tuple(boxes), box.local_shape, start)
 
 
 def ranges_region(ranges: Sequence[Sequence[Range]]) -> Region:

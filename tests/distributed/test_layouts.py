@@ -190,12 +190,15 @@ def test_slices_in_another_memory_format_claim_no_place(pieces: Any, case: str) 
 
 
 @pytest.mark.parametrize("case", TENSOR_PARALLEL)
-def test_slices_of_what_was_a_piece_already_claim_no_place(pieces: Any, case: str) -> None:
+def test_slices_of_what_was_a_piece_already_lie_in_its_box(pieces: Any, case: str) -> None:
     rows = pieces(case).frame
     rows = rows[(rows["module_path"] == "up") & ~rows["name"].str.endswith(".step")]
     assert set(rows["site"]) == {"param", "grad", "optim"}
-    assert set(rows["note"]) == {'{"no_layout":"tensor_parallel"}'}
-    assert rows[["global_shape", "placements", "layout_source"]].isna().all(axis=None)
+    assert set(rows["layout_source"]) == {"fsdp"} and rows["note"].isna().all()
+    for row in rows.itertuples():
+        assert [placement["kind"] for placement in json.loads(row.placements)] == ["FlatShard", "Shard"]
+        mesh = json.loads(row.mesh)
+        assert mesh["ranks"][2 * mesh["coordinate"][0] + mesh["coordinate"][1]] == row.rank
 
 
 def test_a_recomputed_block_is_recorded_once_more(pieces: Any) -> None:

@@ -1,6 +1,6 @@
 """Print the evidence that the global view is right where ranks share a part of the batch: layout x ranks x site.
 
-    python -m tests.roundtrip.meshes          # on 2, 4 and 8 ranks; some minutes on two cores
+    python -m tests.roundtrip.meshes          # on 1, 2, 4 and 8 ranks; some minutes on two cores
     python -m tests.roundtrip.meshes 4        # on 4; pipelines are of 2
 
 Each layout trains with the recorder, and one process under plain hooks trains the same with the whole batch. `equal`
@@ -29,10 +29,17 @@ PIPELINES = ("gpipe", "one_forward_one_backward", "checkpointed", "interleaved",
 NUM_MICRO_BATCHES = 4
 REPOSITORY = Path(__file__).parents[2]
 LAYOUTS = {
-    2: ("tp", "sp"),
-    4: ("tp", "sp", "tp x ddp", "sp x ddp", "tp x fsdp2", "sp x fsdp2", "tp x hsdp"),
-    8: ("tp x ddp", "sp x ddp", "tp x fsdp2", "sp x fsdp2", "tp x hsdp", "sp x hsdp"),
-}
+    1: ("tp", "sp", "loss", "prepared"),
+    2: ("tp", "sp", "loss", "prepared"),
+    4: (
+        "tp", "sp", "loss", "prepared", "tp x ddp", "sp x ddp", "loss x ddp", "tp x fsdp2", "sp x fsdp2", "tp x hsdp",
+        "tp x fsdp1", "sp x fsdp1", "tp x fsdp1 flat",
+    ),
+    8: (
+        "tp x ddp", "sp x ddp", "tp x fsdp2", "sp x fsdp2", "prepared x fsdp2", "tp x hsdp", "sp x hsdp",
+        "tp x fsdp1", "sp x fsdp1", "tp x hsdp1", "sp x hsdp1",
+    ),
+}  # fmt: skip
 EXPERTS = {
     2: ("placed x fsdp2", "placed x ddp", "own x ddp", "own x fsdp1", "own x fsdp2", "own, marked"),
     4: ("placed x fsdp2", "placed and sharded x fsdp2", "own x fsdp2"),

@@ -8,16 +8,17 @@ import pytest
 import torch
 
 import recorder
+from tests.read.meshes import finger
 
 from .meshes import LAYOUTS, SITES, compare, train
 
-QUICK = ("tp x ddp", "sp x fsdp2")
+QUICK = ("tp x ddp", "sp x fsdp2", "tp x fsdp1")
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "layouts"),
     [
-        pytest.param(4, QUICK, id="4 ranks, two layouts"),
+        pytest.param(4, QUICK, id="4 ranks, three layouts"),
         *(pytest.param(num, layouts, id=f"{num} ranks", marks=pytest.mark.slow) for num, layouts in LAYOUTS.items()),
     ],
 )
@@ -31,3 +32,14 @@ def test_every_value_of_one_process_is_in_the_global_view(
         counts, problems = compare(recorder.open_run(out / layout), values)
         assert problems == [], layout
         assert sum(counts["grad_output"].values()) > 50
+        assert _num_fingerprints(recorder.open_run(out / layout)) > 50
+
+
+def _num_fingerprints(run: recorder.Run) -> int:
+    """Of parameters, each of which must be that of the whole."""
+    rows, num = run.view().rows(), 0
+    for i, row in enumerate(rows.table.select(["site", "rank", "fingerprint"]).to_pylist()):
+        if row["site"] == "param" and row["rank"] is None and row["fingerprint"] is not None:
+            assert row["fingerprint"] == finger(rows.array(i))
+            num += 1
+    return num

@@ -15,8 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 import recorder
 from tests.distributed.scripts import parallel
@@ -25,7 +35,37 @@ from tests.leaving import leave
 
 STEPS, BATCH = 2, 8
 RULES = "site=* keep=tensor,stats,fingerprint"
-CUTS = {"tp": tensor_parallel, "sp": sequence_parallel}
+CPU = torch.device("cpu")
+
+
+def loss_alone(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Nothing but the head is cut, and the loss with it."""
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    return parallelize_module(model, mesh, {"head": head})
+
+
+def prepared(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Blocks between which the sequence is cut, by what prepares inputs and outputs alone; of tensors, not modules."""
+    whole, cut = (Replicate(),), (Shard(1),)
+    plan: dict[str, Any] = {"embed": PrepareModuleOutput(output_layouts=whole, desired_output_layouts=cut)}
+    for i in range(2):
+        plan[f"blocks.{i}.mlp_norm"] = SequenceParallel(use_local_output=True)
+        plan[f"blocks.{i}.attn_norm"] = SequenceParallel(use_local_output=True)
+        plan[f"blocks.{i}.attn"] = plan[f"blocks.{i}.mlp"] = PrepareModuleInputOutput(
+            input_layouts=cut, desired_input_layouts=whole, use_local_input=True,
+            output_layouts=whole, desired_output_layouts=cut,
+        )  # fmt: skip
+    plan["norm"] = PrepareModuleInput(input_layouts=cut, desired_input_layouts=whole, use_local_output=True)
+    return parallelize_module(model, mesh, plan)
+
+
+def fsdp1(model: nn.Module, mesh: DeviceMesh, how: ShardingStrategy, *, use_orig_params: bool = True) -> nn.Module:
+    return FullyShardedDataParallel(
+        model, device_mesh=mesh, device_id=CPU, sharding_strategy=how, use_orig_params=use_orig_params
+    )
+
+
+CUTS = {"tp": tensor_parallel, "sp": sequence_parallel, "loss": loss_alone, "prepared": prepared}
 
 
 def parallelized(layout: str, model: nn.Module) -> tuple[nn.Module, int, int]:
@@ -34,11 +74,16 @@ def parallelized(layout: str, model: nn.Module) -> tuple[nn.Module, int, int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if not around:
         return CUTS[cut](model, mesh_of(("tp", world_size))), 0, 1
-    if around == "hsdp":
+    if around in ("hsdp", "hsdp1"):
         mesh = mesh_of(("replicate", 2), ("shard", world_size // 4), ("tp", 2))
-        return sharded(CUTS[cut](model, mesh["tp"]), mesh["replicate", "shard"]), rank // 2, world_size // 2
+        model, two = CUTS[cut](model, mesh["tp"]), mesh["replicate", "shard"]
+        model = sharded(model, two) if around == "hsdp" else fsdp1(model, two, ShardingStrategy.HYBRID_SHARD)
+        return model, rank // 2, world_size // 2
     mesh = mesh_of(("dp", world_size // 2), ("tp", 2))
     model = CUTS[cut](model, mesh["tp"])
+    if around in ("fsdp1", "fsdp1 flat"):
+        model = fsdp1(model, mesh["dp"], ShardingStrategy.FULL_SHARD, use_orig_params=around == "fsdp1")
+        return model, rank // 2, world_size // 2
     if around == "ddp":
         return nn.parallel.DistributedDataParallel(model, device_mesh=mesh["dp"]), rank // 2, world_size // 2
     return sharded(model, mesh["dp"]), rank // 2, world_size // 2
