@@ -57,6 +57,7 @@ REASONS = (
     Reason("scripted", "scripted or traced by torch.jit, which takes no hooks: instrument it before", False, True),
     Reason("inlined", "in a graph of torch.fx or torch.export, where it has no call of its own", False, True),
     Reason("tapped", "no tap showed it: not tapped, not called, or it hands its argument on as it is", False, True),
+    Reason("dtensor", "no tap showed it: its parameters are DTensors, which pass a graph untapped", False, True),
     Reason("fused", "MultiheadAttention uses its parameters without calling it", False, True),
     Reason("silent", "its module left no rows at all", True, False),
     Reason("bypassed", "its own call was never seen, though its parameters have gradients: used directly, or called as "
@@ -309,9 +310,10 @@ def _reasons(
     put("root_idle", is_forward & ~root_called & ~is_hidden[:, None])
     put("disarmed", view.axis[columns][None, :] >= view.disarmed[low:high][rows][:, None])
     put("evaluation", is_forward & ~is_value & ~root_graded & ~is_hidden[:, None])
-    is_tapped = view.hidden[module] == HIDDEN.index("tapped") + 1
     shown = found[first + np.minimum(site, len(FORWARD) - 1) % 2]
-    put("tapped", is_forward & is_tapped[:, None] & called & ~shown)
+    for key in ("tapped", "dtensor"):
+        is_hidden = view.hidden[module] == HIDDEN.index(key) + 1
+        put(key, is_forward & is_hidden[:, None] & called & ~shown)
     put("no_tensor", is_value & called)
     put("evaluation", is_forward & ~is_value & called & ~with_grad)
     put("no_gradient", is_forward & ~is_value & (called | ~watched))

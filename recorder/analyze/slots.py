@@ -30,7 +30,7 @@ NEVER = 1 << 62
 """A step after all others."""
 _MAX_DEPTH = 200
 """Levels of a module tree; a path of more is nobody's, and looking for what is above it would take for ever."""
-HIDDEN = ("fused", "inlined", "tapped", "scripted", "compiled", "late")
+HIDDEN = ("fused", "inlined", "tapped", "dtensor", "scripted", "compiled", "late")
 """Why hooks see no call of a module, as its manifest says; keys of `holes.REASONS`. The last three hold below it."""
 _HOLDS_BELOW = HIDDEN.index("scripted") + 1
 _EACH_PARAM = 3
@@ -164,6 +164,7 @@ class Slots:
         selected = np.zeros((len(self.modules), len(SLOT_SITES)), bool)
         hidden = np.zeros(len(self.modules), np.int64)
         tapped: list[int] = []
+        of_dtensors: list[int] = []
         disarmed = np.full((len(self.modules), len(SLOT_SITES)), NEVER, np.int64)
         for module in modules:
             number = self.place[module["root"], module["path"]]
@@ -175,11 +176,12 @@ class Slots:
             selected[number] = [site in sites for site in SLOT_SITES]
             hidden[number] = module["hidden"]
             if module["tapped"]:
-                tapped.append(number)
+                (of_dtensors if module["dtensor"] else tapped).append(number)
         above = np.maximum(self.parent_of, 0)
         while len(inside := np.flatnonzero((self.parent_of >= 0) & _is_taken(hidden, hidden[above]))):
             hidden[inside] = hidden[above[inside]]  # a graph holds all that its module calls
         hidden[tapped] = HIDDEN.index("tapped") + 1
+        hidden[of_dtensors] = HIDDEN.index("dtensor") + 1
         if not self.modules:
             return Told(np.zeros(0, bool), hidden, np.zeros(0, np.int64))
         return Told(selected[self.module, self.site], hidden, disarmed[self.module, self.site])
@@ -212,6 +214,7 @@ def _described(tree: Any) -> Iterable[dict[str, Any]]:
                 "sites": untrusted.texts(module.get("sites")),
                 "hidden": _hidden(module),
                 "tapped": untrusted.texts(module.get("tapped")),
+                "dtensor": module.get("dtensor") is True and isinstance(root.get("model_parallel"), dict),
                 "disarmed": _steps(module.get("disarmed")),
             }
 

@@ -22,6 +22,7 @@ from .clock import RootClock, Slice
 from .discovery import has_compiled, has_compiled_anything
 from .flat import FlatParameter, find_flat_parameters, meshes_of_flat
 from .jitter import JitterInputs, add_jitter
+from .neighbours import is_dtensor
 from .parallel import DataParallel, ModelParallel, find_data_parallel, find_model_parallel, wrappers_around
 from .pipelines import Pipeline, micro_batch_of_backward, stage_call
 from .places import mesh_of
@@ -532,6 +533,7 @@ class Root:
             "params": flat_names + [name for name, value in watch.own("_parameters") if id(value) not in flat_ids],
             "buffers": [name for name, _ in watch.own("_buffers")],
             **about_state(node.owner, ties.get(node.path)),
+            **({"dtensor": True} if any(is_dtensor(value) for _, value in watch.own("_parameters")) else {}),
             "compiled": node.is_compiled,
             **({"hidden": hidden} if (hidden := "late" if node.path in self._late else node.hidden) else {}),
         }

@@ -30,6 +30,7 @@ _KINDS = {
     "partial": "partial, because ranks are missing",
     "stranger": "left out, because it belongs to another run",
     "per_rank": "kept per rank",
+    "inferred": "put together as their shapes suggest, and nothing else says",
     "between_stages": "kept per rank, because it goes from one pipeline stage to another",
     "superseded": "left out, because a newer attempt recorded the same steps",
 }

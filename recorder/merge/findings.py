@@ -13,7 +13,7 @@ from ..read.groups import Finding
 CORRUPT = "corrupt"
 """Bytes of the source are not those that were written, or are gone."""
 MAX_EXAMPLES = 5
-_HARMLESS = ("per_rank", "superseded", "buffers_differ", "between_stages")
+_HARMLESS = ("per_rank", "inferred", "superseded", "buffers_differ", "between_stages")
 _FIELDS = ("step", "module_path", "site", "name", "text")
 
 Entry = dict[str, Any]

@@ -39,6 +39,12 @@ COLUMNS = (
 )  # fmt: skip
 """What must be loaded of the rows."""
 
+_NO_BITS = "0" * 16
+"""The fingerprint of zeros."""
+_ADDED_UP = (
+    "its rows say that they are summands, and they are equal to the last bit, as if they had been added up in place: "
+    "--layout '...=replicate' if so, '...=partial(sum)' if not"
+)
 _ASSUMED = " (assumed to be replicas: neither DDP nor FSDP was seen; --layout '...=per_rank' if they are not)"
 
 
@@ -331,12 +337,14 @@ class Grouping:
         if known is None:
             question = Question(
                 pieces, kind, group, parts.num_expected, evidence, override, batches, forward_plan, is_gradient,
-                self._loss, partial(self._infer, evidence, Wanted(root, path, site, self._step_of(first))),
+                self._loss, partial(self._infer, evidence, Wanted(root, path, site, self._step_of(first)), first, name),
             )  # fmt: skip
             known = *decide(question, blocks), forward_plan
             if not evidence.has_read:
                 self._decided[key] = known
         plan, batch, _ = known
+        if override is None and self._looks_added_up(plan, pieces, site, rows_at):
+            plan = Apart("per_rank", _ADDED_UP)
         stage = self._facts.stages.get((writer, root))
         if stage is not None:
             plan = self._in_pipeline(plan, pieces, names, first, stage)
@@ -385,9 +393,28 @@ class Grouping:
     def _step_of(self, position: int) -> int:
         return int(self._rows.numbers("step")[position])
 
-    def _infer(self, evidence: Evidence, wanted: Wanted, pieces: Sequence[Piece]) -> int | Apart:
+    def _infer(self, evidence: Evidence, wanted: Wanted, first: int, name: str, pieces: Sequence[Piece]) -> int | Apart:
         evidence.has_read = True  # other rows, and of that step: no answer for another
-        return self._cuts.infer(wanted, pieces)
+        found = self._cuts.infer(wanted, pieces)
+        if not isinstance(found, Apart):
+            text = (
+                f"taken for pieces along dim {found}, by their shapes alone; --layout '...=per_rank' if they are none"
+            )
+            self._note(
+                "inferred", first, tuple(piece.rank for piece in pieces), text, wanted.module_path, wanted.site, name
+            )
+        return found
+
+    def _looks_added_up(self, plan: Plan | Apart, pieces: list[Piece], site: str, positions: tuple[int, ...]) -> bool:
+        """Whether ranks that should have summands of an activation have the same, other than zeros.
+
+        What a program adds up in place through ``.data`` leaves no trace in the tensor that was a summand.
+        """
+        if isinstance(plan, Apart) or site in STATE_SITES or '"Partial"' not in (pieces[0].placements or ""):
+            return False
+        sums = [part.terms for part in plan.parts if len(part.terms) > 1]
+        texts = [{self._rows.text("fingerprint", positions[term.piece]) for term in terms} for terms in sums]
+        return bool(texts) and all(len(some) == 1 and not some & {None, _NO_BITS} for some in texts)
 
     def _differing(
         self, described: Described, number: int, places: list[int], plan: Plan, positions: tuple[int, ...]

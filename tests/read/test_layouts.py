@@ -104,6 +104,20 @@ class TestTensorParallelWithDDP:
         wanted = np.concatenate([(a.astype(np.float64) + b).astype(np.float32) for a, b in outputs])
         assert same(run.array("layers.0", step=0), wanted)
 
+    @pytest.mark.parametrize(("factor", "is_one"), [(1, False), (0, True)])
+    def test_summands_that_are_equal_on_all_ranks_may_be_the_sum_already(
+        self, tmp_path: Path, factor: int, is_one: bool
+    ) -> None:
+        """An all-reduce through ``.data`` leaves no trace; of zeros it does not matter."""
+        rows, outputs = batches(4, 3), [values(n, 6) * factor + 0.0 for n in (4, 3)]
+        for rank in rows:
+            rows[rank].append(TP.row(rank, 1, outputs[rank // 2], [PARTIAL]))
+        run = grid_run(tmp_path / "run", rows)
+        findings = run.view().rows().findings
+        assert [(one.kind, "added up in place" in one.text) for one in findings] == [("per_rank", True)] * (not is_one)
+        said = run.view(layouts=["layers.0=partial(sum)"]).rows()
+        assert [one["rank"] for one in said.table.to_pylist() if one["site"] == "output"] == [None]
+
     @pytest.mark.parametrize(("loss", "factors"), [("mean", (0.5, 0.5)), ("weighted", (0.75, 0.25)), ("sum", (1, 1))])
     def test_gradients_are_scaled_by_the_parts_of_the_batch(
         self, tmp_path: Path, loss: str, factors: tuple[float, float]
@@ -219,6 +233,8 @@ class TestInference:
         run = mesh_run(tmp_path / "run", rows, {rank: grid_facts([0, 1], rank) for rank in rows})
         (one,) = (one for one in run.view().rows().table.to_pylist() if one["module_path"] == "act")
         assert one["layout_source"] == "inferred" and same(run.array("act", step=0), hidden[0])
+        found = [finding for finding in run.view().rows().findings if finding.kind == "inferred"]
+        assert [finding.module_path for finding in found] == ["act"] and "by their shapes alone" in found[0].text
 
     def test_where_two_dims_have_the_size_of_the_cut_one_nothing_is_guessed(self, tmp_path: Path) -> None:
         """A transposed copy has the same shape."""

@@ -20,6 +20,7 @@ import torch
 
 import recorder
 from recorder.errors import RecorderError
+from recorder.merge.merge import merge_run
 from tests.distributed import jobs
 
 SCRIPT = Path(__file__).parent / "scripts" / "meshes.py"
@@ -30,16 +31,24 @@ NUM_MICRO_BATCHES = 4
 REPOSITORY = Path(__file__).parents[2]
 LAYOUTS = {
     1: ("tp", "sp", "loss", "prepared"),
-    2: ("tp", "sp", "loss", "prepared"),
+    2: ("tp", "sp", "loss", "prepared", "cp"),
     4: (
-        "tp", "sp", "loss", "prepared", "tp x ddp", "sp x ddp", "loss x ddp", "tp x fsdp2", "sp x fsdp2", "tp x hsdp",
-        "tp x fsdp1", "sp x fsdp1", "tp x fsdp1 flat",
+        "tp", "sp", "loss", "prepared", "cp", "tp x ddp", "sp x ddp", "loss x ddp", "tp x fsdp2", "sp x fsdp2",
+        "tp x hsdp", "tp x fsdp1", "sp x fsdp1", "tp x fsdp1 flat",
     ),
     8: (
         "tp x ddp", "sp x ddp", "tp x fsdp2", "sp x fsdp2", "prepared x fsdp2", "tp x hsdp", "sp x hsdp",
         "tp x fsdp1", "sp x fsdp1", "tp x hsdp1", "sp x hsdp1",
     ),
 }  # fmt: skip
+SAID = {
+    "cp": (
+        *(f"*:{site}:*=shard(1)" for site in ("input", "output", "grad_input", "grad_output")),
+        *(f"*.core:{site}:{name}=shard(2)" for site, name in (("*input", "q"), ("*output", ""))),
+        *(f"*.core:{site}:[kv]={how}" for site, how in (("input", "replicate"), ("grad_input", "partial(avg)"))),
+    )
+}
+"""What `--layout` has to say where nothing tells the layout: here that the ranks have slices of the sequence."""
 EXPERTS = {
     2: ("placed x fsdp2", "placed x ddp", "own x ddp", "own x fsdp1", "own x fsdp2", "own, marked"),
     4: ("placed x fsdp2", "placed and sharded x fsdp2", "own x fsdp2"),
@@ -85,6 +94,15 @@ def compare(run: recorder.Run, values: dict[Any, torch.Tensor]) -> Result:
         if what == "wrong":
             problems.append(f"{path} {site} {name} at step {step}: {list(found.shape)}, not {list(value.shape)}")
     return Result(counts, problems)
+
+
+def with_layouts(folder: Path, layout: str) -> recorder.Run:
+    """The run of a layout, merged where something must be said of it."""
+    run = recorder.open_run(folder / layout)
+    if layout not in SAID:
+        return run
+    merge_run(run, folder / f"{layout} merged", layouts=SAID[layout])
+    return recorder.open_run(folder / f"{layout} merged")
 
 
 def of_experts(out: Path, num_ranks: int, layout: str) -> tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]:
@@ -149,7 +167,7 @@ def main() -> int:
             out = train(Path(folder), num_ranks, LAYOUTS[num_ranks])
             values = torch.load(out / "one.pt")
             for layout in LAYOUTS[num_ranks]:
-                is_right &= _row(layout, num_ranks, compare(recorder.open_run(out / layout), values))
+                is_right &= _row(layout, num_ranks, compare(with_layouts(out, layout), values))
         if num_ranks in EXPERTS:
             with tempfile.TemporaryDirectory() as folder:
                 out = train(Path(folder), num_ranks, EXPERTS[num_ranks], EXPERTS_SCRIPT)

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import recorder
 from tests.distributed.scripts.parallel import Exchange, mesh_of
 
-STEPS, BATCH, WORDS, DIM = 2, 8, 4, 8
+STEPS, BATCH, WORDS, DIM = 2, 16, 4, 8
 RULES = "site=* keep=tensor,stats,fingerprint"
 CPU = torch.device("cpu")
 

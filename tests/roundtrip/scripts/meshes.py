@@ -68,10 +68,52 @@ def fsdp1(model: nn.Module, mesh: DeviceMesh, how: ShardingStrategy, *, use_orig
 CUTS = {"tp": tensor_parallel, "sp": sequence_parallel, "loss": loss_alone, "prepared": prepared}
 
 
+class Gather(torch.autograd.Function):
+    """All ranks' keys or values, laid along the sequence; their gradients summed up over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        pieces = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(pieces, x.contiguous())
+        return torch.cat(pieces, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        whole = gradients[0].contiguous()
+        dist.all_reduce(whole)
+        return whole.chunk(dist.get_world_size(), 2)[dist.get_rank()]
+
+
+class SequenceCore(nn.Module):
+    """Attention of some of the sequence to all that was before."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        first = dist.get_rank() * q.shape[2]
+        mask = torch.arange(k.shape[2]) <= torch.arange(first, first + q.shape[2])[:, None]
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+class SequenceAttention(parallel.Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, parallel.HEAD)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        k, v = Gather.apply(k), Gather.apply(v)  # type: ignore[no-untyped-call]
+        return self.wo(self.core(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def context_parallel(model: Any) -> nn.Module:
+    """Context parallel by hand: each rank has a slice of the sequence of all samples, and DDP all parameters."""
+    for block in model.blocks:
+        block.attn.__class__ = SequenceAttention
+        block.attn.core = SequenceCore()
+    return nn.parallel.DistributedDataParallel(model)
+
+
 def parallelized(layout: str, model: nn.Module) -> tuple[nn.Module, int, int]:
     """The model of this rank, which slice of the batch is its own, and of how many."""
     cut, _, around = layout.partition(" x ")
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    if layout == "cp":
+        return context_parallel(model), rank, world_size
     if not around:
         return CUTS[cut](model, mesh_of(("tp", world_size))), 0, 1
     if around in ("hsdp", "hsdp1"):
@@ -101,10 +143,11 @@ def fit(
     *,
     slice_: int = 0,
     num_slices: int = 1,
+    dim: int = 0,
 ) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     for step in range(STEPS):
-        tokens, targets = (tensor.chunk(num_slices)[slice_] for tensor in batch(step))
+        tokens, targets = (tensor.chunk(num_slices, dim)[slice_] for tensor in batch(step))
         logits = model(tokens)
         with loss_parallel() if isinstance(logits, DTensor) else contextlib.nullcontext():
             nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
@@ -143,7 +186,7 @@ def main() -> None:
     for layout in layouts:
         model, slice_, num_slices = parallelized(layout, parallel.make())
         with recorder.attach(model, enabled=True, dir=out / layout, rules=RULES):
-            fit(model, slice_=slice_, num_slices=num_slices)
+            fit(model, slice_=slice_, num_slices=num_slices, dim=int(layout == "cp"))
     if dist.get_rank() == 0:
         torch.save(one_process(), out / "one.pt")
     leave()
