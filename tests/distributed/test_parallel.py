@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -271,3 +272,11 @@ def test_nothing_of_a_pipeline_was_lost(stages: dict[str, recorder.Run], case: s
     for writer in stages[case].writers:
         assert writer.balance.dropped == {}
         assert writer.manifest["events"] == []
+
+
+@pytest.mark.slow
+def test_doctor_says_that_dtensors_pass_a_graph_untapped(tmp_path: Path) -> None:
+    jobs.succeeded(jobs.torchrun(tmp_path, SCRIPTS / "compiled_parallel.py", "out"))
+    found = jobs.succeeded(jobs.python(tmp_path, "-m", "recorder", "doctor", "out"))
+    (line,) = found.lines("which pass a graph untapped")
+    assert "output: 8 values missing" in line and line.endswith(": '1', '3'")
