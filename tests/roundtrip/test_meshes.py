@@ -12,13 +12,13 @@ from tests.read.meshes import finger
 
 from .meshes import LAYOUTS, SITES, compare, train, with_layouts
 
-QUICK = ("tp x ddp", "sp x fsdp2", "tp x fsdp1", "cp")
+QUICK = ("tp x ddp", "sp x fsdp1", "cp")
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "layouts"),
     [
-        pytest.param(4, QUICK, id="4 ranks, four layouts"),
+        pytest.param(4, QUICK, id="4 ranks, three layouts"),
         *(pytest.param(num, layouts, id=f"{num} ranks", marks=pytest.mark.slow) for num, layouts in LAYOUTS.items()),
     ],
 )

@@ -7,7 +7,6 @@ records each of `CASES` into ``FOLDER/NAME``, and the first of them without that
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import recorder
 from tests.distributed.scripts import parallel
 from tests.distributed.scripts.parallel import mesh_of, sharded
+from tests.leaving import leave
 
 RULES = "site=param,grad,optim keep=stats,fingerprint"
 STEP, RANK = 1, 3
@@ -81,10 +81,7 @@ def main() -> None:
 
         with recorder.attach(model, enabled=True, dir=out / folder, rules=RULES):
             parallel.fit(model, coming_apart(model, name) if folder != "sound" else None)
-    dist.barrier()
-    del model
-    gc.collect()  # DDP that outlives its process group can block the end of the process
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import recorder
 from tests.distributed.scripts.parallel import mesh_of
+from tests.leaving import leave
 
 
 def main() -> None:
@@ -19,7 +21,7 @@ def main() -> None:
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     mesh = mesh_of(("tp", dist.get_world_size()))
     parallelize_module(model, mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
-    compiled = torch.compile(model, backend="eager")
+    compiled: Any = torch.compile(model, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rules = "site=output,param keep=stats,fingerprint"
     with recorder.attach(compiled, enabled=True, dir=Path(sys.argv[1]), rules=rules, compiled="tap"):
@@ -27,8 +29,7 @@ def main() -> None:
             compiled(torch.ones(4, 8)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ batch. Rank 0 trains all experts once more, in one process with the whole batch,
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import recorder
 from tests.distributed.scripts.parallel import Exchange, mesh_of
+from tests.leaving import leave
 
 STEPS, BATCH, WORDS, DIM = 2, 16, 4, 8
 RULES = "site=* keep=tensor,stats,fingerprint"
@@ -200,10 +200,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         for num in (dist.get_world_size(), dist.get_world_size() // 2):
             torch.save(one_process(num), out / f"{num}.pt")
-    dist.barrier()
-    del model
-    gc.collect()  # DDP that outlives its process group can block the end of the process
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
