@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from .plans import MAX_NAMED, Apart, Part, Piece, Plan, Term, named
+from .plans import MAX_NAMED, Apart, Part, Piece, Plan, Term, named, telling
 from .regions import (
     Ints,
     Region,
@@ -193,7 +193,8 @@ def _contradiction(pieces: Sequence[Piece]) -> Apart | None:
             return Apart("inconsistent", f"{what}: {named(pieces, field)}")
     meshes = {mesh_of(piece).shape for piece in pieces}
     if len(meshes) > 1:
-        found = ", ".join(f"rank {piece.rank} {list(mesh_of(piece).shape)}" for piece in pieces[:MAX_NAMED])
+        told = telling(pieces, lambda piece: mesh_of(piece).shape)
+        found = ", ".join(f"rank {piece.rank} {list(mesh_of(piece).shape)}" for piece in told)
         return Apart("inconsistent", f"ranks disagree on the mesh: {found}")
     kinds = {str([(p.get("kind"), p.get("dim")) for p in _placements(piece)]) for piece in pieces}
     if len(kinds) > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .regions import Ints, Region
@@ -89,7 +89,18 @@ class Apart(NamedTuple):
     why: str
 
 
+def telling(pieces: Sequence[Piece], what: Callable[[Piece], Any]) -> list[Piece]:
+    """As many pieces as a message names; of more, those that differ in something are among them."""
+    if len(pieces) <= MAX_NAMED:
+        return list(pieces)
+    firsts: dict[Any, Piece] = {}
+    for piece in pieces:
+        firsts.setdefault(what(piece), piece)
+    others = [piece for piece in pieces if firsts[what(piece)] is not piece]
+    return sorted([*firsts.values(), *others][:MAX_NAMED], key=lambda piece: piece.rank)
+
+
 def named(pieces: Sequence[Piece], field: str) -> str:
     """What each rank says of something, for messages."""
-    values = ((piece.rank, getattr(piece, field)) for piece in pieces[:MAX_NAMED])
+    values = ((piece.rank, getattr(piece, field)) for piece in telling(pieces, lambda piece: getattr(piece, field)))
     return ", ".join(f"rank {rank} {list(v) if isinstance(v, tuple) else v}" for rank, v in values)

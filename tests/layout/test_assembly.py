@@ -273,3 +273,17 @@ def test_an_element_that_nobody_holds_is_noticed() -> None:
     ]
     found = decide_state(pieces, source="fsdp", num_expected=2)
     assert isinstance(found, Apart) and "no rank holds 2 elements" in found.why
+
+
+@pytest.mark.parametrize("field", ["mesh", "global_shape"])
+def test_of_many_ranks_the_one_that_disagrees_is_named(field: str) -> None:
+    pieces = [
+        Piece(
+            rank, "float32", (1,), (9,), (rank,), '[{"kind":"Shard","dim":0}]', f'{{"shape":[9],"coordinate":[{rank}]}}'
+        )
+        for rank in range(9)
+    ]
+    odd: dict[str, Any] = {"mesh": '{"shape":[7],"coordinate":[8]}', "global_shape": (8,)}
+    pieces[8] = pieces[8]._replace(**{field: odd[field]})
+    problem = decide_state(pieces, source="ddp", num_expected=9)
+    assert isinstance(problem, Apart) and "rank 8" in problem.why
