@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +17,7 @@ from ..read.run import Run
 from .keys import VALUE_KEY, group_rows, holds
 from .moments import combine
 from .partial import Partial
+from .reasons import COLUMNS, WHY, count_without, with_why
 from .selection import RANKS_OWN, GlobalOptions, Selection
 
 if TYPE_CHECKING:
@@ -33,7 +35,9 @@ _VALUE = (
     "name", "dtype", "shape", "numel",
 )  # fmt: skip
 _NUMBERS = (*STATISTICS, *COUNTS)
+_TOLD = tuple(name for name in COLUMNS if name not in (*_VALUE, *_NUMBERS))
 _MAX_NAMED = 3
+_LEAF = ("module_path", "site", "name")
 LONG_COLUMNS = ("step", "rank", "root", "module_path", "site", "name", "statistic", "value")
 
 
@@ -41,8 +45,9 @@ class Statistics(NamedTuple):
     """What `statistics` found."""
 
     table: Any
-    """A `pa.Table`. Ungrouped: one row a value. Grouped: the keys, `inner` where there are tensors inside of composite
-    ones, `rows`, `rows_without` (rows that have none and so are not in it), `numel`, the statistics and the counts."""
+    """A `pa.Table`. Ungrouped: one row a value; `why` says why it has no statistics, or no global tensor. Grouped: the
+    keys, `inner` where there are tensors inside of composite ones, `rows`, `rows_without` (rows that have none and so
+    are not in it), `numel`, the statistics and the counts."""
     notes: list[str]
     """What is not in the table, and why; of which values ranks are missing."""
 
@@ -62,6 +67,8 @@ def stats(
     long: bool = False,
 ) -> pandas.DataFrame:
     """Statistics as a pandas frame; see `statistics`. What it leaves out is said in ``frame.attrs["notes"]``.
+
+    Without `by` the column `why` says why a row has none, or stays with its rank.
 
     Args:
         run: from `open_run`.
@@ -111,7 +118,7 @@ def statistics(
     options.check(run)
     if options.across_ranks:
         return _across_ranks(run, selection, options, words)
-    everything = run.table([*_VALUE, *_NUMBERS, *(["note"] if run.is_merged or words else [])], pc.field("part") == 0)
+    everything = run.table([*_VALUE, *_NUMBERS, *_TOLD], pc.field("part") == 0)
     table = selection.narrow(everything)
     partial = Partial()
     if not table.num_rows:
@@ -119,9 +126,10 @@ def statistics(
     if run.is_merged:
         partial.add(table)
     if not words:
-        return Statistics(table.drop_columns(["note"] if run.is_merged else []), partial.notes())
+        return Statistics(_told(table), partial.notes())
+    without = count_without(with_why(table))
     table = _combined(_with_inner(table), _keys([*words, "rank"]))
-    return Statistics(_without_empty_inner(table), partial.notes() + _say_without(table))
+    return Statistics(_without_empty_inner(table), partial.notes() + _say_without(table, without))
 
 
 def as_long(table: Any) -> Any:
@@ -142,24 +150,26 @@ def _across_ranks(run: Run, selection: Selection, options: GlobalOptions, words:
     """The same of the global view, window by window: groups of groups combine like groups of rows."""
     view = run.view(loss=options.loss, layouts=options.layouts)
     keys, pieces, left_out, partial = _keys(words), [], [], Partial()
+    without: Counter[str] = Counter()
     num_rows = 0
     for first, last in view.windows():
         table = selection.narrow(view.rows(first, last).table)
         num_rows += table.num_rows
         partial.add(table)
         if words:
-            table, stays = _without_rank_rows(table)
+            table, stays = _without_rank_rows(with_why(table))
             left_out.append(stays)
+            without += count_without(table)
             pieces.append(_combined(_with_inner(table), keys))
         else:
-            pieces.append(table.select([*_VALUE, *_NUMBERS]))
+            pieces.append(_told(table))
     if not num_rows:
         raise selection.explain_nothing(run.table(["module_path", "site", "name", "step"]), f"run {run.path.name}")
     table = pa.concat_tables(pieces)
     if not words:
         return Statistics(table, partial.notes())
     table = _combined(table, keys)
-    notes = partial.notes() + _say_without(table) + _say_left_out(pa.concat_tables(left_out))
+    notes = partial.notes() + _say_without(table, without) + _say_left_out(pa.concat_tables(left_out))
     return Statistics(_without_empty_inner(table), notes)
 
 
@@ -168,6 +178,10 @@ def inner_leaves(table: Any) -> Any:
     is_inner = holds(table.column("note"), lambda note: '"inner_of"' in note)
     leaves = pc.replace_substring_regex(table.column("name").cast(pa.string()), pattern=r"^.*\.", replacement="")
     return pc.if_else(pa.array(is_inner), leaves, pa.scalar(None, pa.string()))
+
+
+def _told(table: Any) -> Any:
+    return with_why(table).select([*_VALUE, *_NUMBERS, WHY])
 
 
 def _with_inner(table: Any) -> Any:
@@ -196,23 +210,24 @@ def _without_rank_rows(table: Any) -> tuple[Any, Any]:
     groups = group_rows(table, VALUE_KEY)
     has_global = np.zeros(groups.num_groups, np.bool_)
     has_global[groups.ids[~is_rank]] = True
-    stays = table.filter(pa.array(is_rank & ~has_global[groups.ids])).select(["module_path", "site", "name"])
-    return table.filter(pa.array(~is_rank)), stays.group_by(["module_path", "site", "name"]).aggregate([])
+    stays = table.filter(pa.array(is_rank & ~has_global[groups.ids])).select([*_LEAF, WHY])
+    return table.filter(pa.array(~is_rank)), stays.group_by([*_LEAF, WHY], use_threads=False).aggregate([])
 
 
-def _say_without(table: Any) -> list[str]:
+def _say_without(table: Any, reasons: Counter[str]) -> list[str]:
     without, total = (pc.sum(table.column(name)).as_py() or 0 for name in ("rows_without", "rows"))
     if not without:
         return []
-    why = "have no statistics and are in none of these numbers; see their note, or record keep=stats"
-    return [f"without: {without} of {total} rows {why}"]
+    why = "; ".join(f"{count}: {reason}" for reason, count in reasons.most_common())
+    return [f"without: {without} of {total} rows have no statistics and are in none of these numbers: {why}"]
 
 
 def _say_left_out(stays: Any) -> list[str]:
-    values = stays.group_by(["module_path", "site", "name"]).aggregate([]).to_pylist()
+    values: dict[str, str] = {}
+    for v in stays.to_pylist():
+        values.setdefault(" ".join(filter(None, (repr(v["module_path"]), v["site"], v["name"]))), v[WHY])
     if not values:
         return []
-    named = [" ".join(filter(None, (repr(v["module_path"]), v["site"], v["name"]))) for v in values[:_MAX_NAMED]]
+    named = [f"{value} ({why})" for value, why in list(values.items())[:_MAX_NAMED]]
     more = f" and {len(values) - _MAX_NAMED} more" if len(values) > _MAX_NAMED else ""
-    why = "differing replicas, or no layout fits"
-    return [f"left out, because they stay per rank ({why}): {', '.join(named)}{more}; show them with --by rank"]
+    return [f"left out, because they stay per rank: {', '.join(named)}{more}; show them with --by rank"]

@@ -110,7 +110,7 @@ def ls(
     raise typer.Exit(list_path(path, as_json=as_json))
 
 
-@app.command(epilog="Example: recorder show recordings layers.0.mlp --site grad")
+@app.command(epilog="Examples: recorder show recordings layers.0.mlp    recorder show recordings layers.0.mlp --where")
 def show(
     context: typer.Context,
     path: RunPath,
@@ -122,13 +122,33 @@ def show(
     step: Annotated[str | None, typer.Option(help="Steps: 7, 0:100, ::10, 0,5,7 or pow2.")] = None,
     rank: Annotated[str | None, typer.Option(help="Ranks, written like steps.")] = None,
     last: Annotated[int, typer.Option(min=0, help="Steps in the long table, counted from the end; 0: all.")] = 10,
+    where: Annotated[
+        bool,
+        typer.Option("--where", help="Draw which rank had which part of a module's values, and how that is known."),
+    ] = False,
+    layout: LayoutOption = None,
     as_json: Json = False,
 ) -> None:
-    """Show one module over steps and ranks, or a summary of all modules."""
+    """Show one module over steps and ranks, or a summary of all modules.
+
+    The column why, where there is one, says why rows have no statistics or stay with their rank.
+
+    With --where: the values of one site, by default the outputs, at one step, by default the last. --layout belongs to
+    it. Exit code 1: a piece is missing, or pieces contradict each other.
+    """
     from .paths import open_typed
     from .show import Wanted, show_module, show_modules
 
     wanted = Wanted(site=site, name=name, step=step, rank=rank)
+    if where:
+        from .where import show_where
+
+        _refuse("not with --where, which draws the pieces of all ranks", rank=rank)
+        if module is None:
+            raise LookupFailedError("--where: name the module whose values to draw; '' is the root")
+        run = open_typed(path, context.obj)
+        raise typer.Exit(show_where(run, module, wanted, layouts=layout or [], as_json=as_json))
+    _refuse("only with --where", layout=layout)
     if module is None:
         raise typer.Exit(show_modules(open_typed(path, context.obj), wanted, as_json=as_json))
     raise typer.Exit(show_module(open_typed(path, context.obj), module, wanted, last=last, as_json=as_json))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..analyze.reasons import COLUMNS, WHY, with_why
 from ..analyze.stats import inner_leaves
 from ..config import Schedule
 from ..errors import LookupFailedError
@@ -36,6 +37,7 @@ _VALUES_INSIDE = ("values", "_values", "_masked_data")
 _SITES = ("output", *(site for site in SITES if site != "output"))
 """`output` first: it is what most questions are about."""
 
+_TOLD = tuple(name for name in COLUMNS if name not in (*STATISTICS, *COUNTS))
 Row = dict[str, Any]
 
 
@@ -87,7 +89,7 @@ def show_modules(run: Run, wanted: Wanted, *, as_json: bool) -> int:
     bad = _first_bad(run, wanted)
     modules = _describe_modules(run, wanted, bad)
     if not modules and wanted.is_narrow:
-        _explain_nothing(run, None, wanted)
+        explain_nothing(run, None, wanted)
     if as_json:
         print_json({"run": str(run.path), "first_bad": next(iter(bad.values()), None), "modules": modules})
         return int(bool(run.problems))
@@ -96,7 +98,7 @@ def show_modules(run: Run, wanted: Wanted, *, as_json: bool) -> int:
         [module["root"]] * has_roots
         + [module["module"] or "''", module["class"], " ".join(module["sites"]), str(module["rows"])]
         + [str(module["last_step"]), number(module["last_absmax"])]
-        + [str(module["nan_count"]), str(module["inf_count"]), _text(module["first_bad"])]
+        + [str(module["nan_count"]), str(module["inf_count"]), _text(module["first_bad"]), _text(module[WHY])]
         for module in modules
     ]
     titles = ["root"] * has_roots + [
@@ -109,11 +111,12 @@ def show_modules(run: Run, wanted: Wanted, *, as_json: bool) -> int:
         "nan",
         "inf",
         "first bad",
+        WHY,
     ]
     counts = counted(len(modules), "module")
     facts = f"{run.path.name}: {counts}, ranks {span(run.ranks)}, steps {span(run.steps) or 'none'}"
     subtitle = _say_bad(next(iter(bad.values()))) if bad else ""
-    texts = ("root", "module", "class", "sites")
+    texts = ("root", "module", "class", "sites", WHY)
     _print(titles, lines, texts=texts, title=facts, subtitle=subtitle, drops=_MODULE_DROPS)
     if run.jitter:
         say(jitter_note(run))
@@ -134,10 +137,12 @@ def show_module(run: Run, module_path: str, wanted: Wanted, *, last: int, as_jso
         *STATISTICS,
         *COUNTS,
         "fingerprint",
+        *_TOLD,
     ]
     table = wanted.narrow(run.table(columns, wanted.filter(module_path)))
     if not table.num_rows:
-        _explain_nothing(run, module_path, wanted)
+        explain_nothing(run, module_path, wanted)
+    table = with_why(table).drop_columns(list(_TOLD))
     series = sorted((Series(*group) for group in _groups(table, _KEY)), key=lambda one: _series_order(one.key))
     if as_json:
         found = [one.key | {"rows": one.rows} for one in series]
@@ -167,11 +172,11 @@ def _print_series(series: Sequence[Series]) -> None:
         bad = [bool(row["nan_count"] or row["inf_count"]) for row in one.rows]
         course = spark_line([row["mean"] if row["shape"] == "[]" else row["absmax"] for row in one.rows], bad)
         facts = [newest["dtype"], _shape(newest), str(len(one.rows)), steps, number(newest["absmax"]), course]
-        lines.append([_text(one.key[name]) for name in keys] + facts)
-    titles = [*keys, "dtype", "shape", "rows", "steps", "last absmax", "course"]
-    marks = f"; {NOT_FINITE} stands for NaN or infinity" if any(NOT_FINITE in line[-1] for line in lines) else ""
+        lines.append([_text(one.key[name]) for name in keys] + facts + [_text(newest[WHY])])
+    titles = [*keys, "dtype", "shape", "rows", "steps", "last absmax", "course", WHY]
+    marks = f"; {NOT_FINITE} stands for NaN or infinity" if any(NOT_FINITE in line[-2] for line in lines) else ""
     title = f"course: absmax over steps, the value of a scalar{marks}"
-    texts = (*_KEY[:-1], "dtype", "shape", "steps", "course")
+    texts = (*_KEY[:-1], "dtype", "shape", "steps", "course", WHY)
     _print(titles, lines, texts=texts, title=title, drops=_SERIES_DROPS)
 
 
@@ -186,13 +191,13 @@ def _print_steps(series: Sequence[Series], site: str, last: int) -> None:
     lines = [
         [_text(row[name]) for name in keys]
         + [number(row[name]) for name in (*_SHOWN_STATISTICS, *COUNTS)]
-        + ["yes" if row["encoding"] is not None else "no"]
+        + ["yes" if row["encoding"] is not None else "no", _text(row[WHY])]
         for row in rows
     ]
-    titles = [*keys, *_SHOWN_STATISTICS, *(name.removesuffix("_count") for name in COUNTS), "values"]
+    titles = [*keys, *_SHOWN_STATISTICS, *(name.removesuffix("_count") for name in COUNTS), "values", WHY]
     is_cut = len(shown_steps) < len(steps)
     rest = f", the last {len(shown_steps)} of {len(steps)} steps (--last 0 shows all)" if is_cut else ""
-    _print(titles, lines, texts=(*_KEY[:-1], "values"), title=f"{site}{rest}", drops=_DROPS, dull=True)
+    _print(titles, lines, texts=(*_KEY[:-1], "values", WHY), title=f"{site}{rest}", drops=_DROPS, dull=True)
 
 
 def _print(
@@ -206,13 +211,15 @@ def _print(
     dull: bool = False,
 ) -> None:
     """Print a table; `drops` are the columns to do without, first to last, `dull` leaves counts out where all are 0."""
+    if titles[-1] == WHY and not any(line[-1] for line in lines):
+        titles, lines = titles[:-1], [line[:-1] for line in lines]
     counts = [name.removesuffix("_count") for name in COUNTS]
     columns = [
         Column(
             title=name,
             is_number=name not in texts,
             is_whole=name in ("course", "shape", "steps", "dtype", "site", "phase", "mode", "values"),
-            is_prose=name == "sites",
+            is_prose=name in ("sites", WHY),
             drop=len(drops) - drops.index(name) if name in drops else 0,
             dull="0" if dull and name in counts else None,
         )
@@ -255,7 +262,7 @@ def _say_bad(bad: Row) -> str:
     return f"first NaN or infinity: {where}, step {bad['step']}{rank}"
 
 
-def _explain_nothing(run: Run, module_path: str | None, wanted: Wanted) -> NoReturn:
+def explain_nothing(run: Run, module_path: str | None, wanted: Wanted) -> NoReturn:
     """Raise the most helpful reason why there is nothing to show."""
     if module_path is not None and module_path not in run.module_paths:
         near = nearest(module_path, run.module_paths)
@@ -300,8 +307,9 @@ def _first_bad(run: Run, wanted: Wanted) -> dict[tuple[str, str], Row]:
 def _describe_modules(run: Run, wanted: Wanted, bad: dict[tuple[str, str], Row]) -> list[Row]:
     """One entry a module, in the order of execution; Arrow does the counting."""
     sums = ["absmax", "nan_count", "inf_count"]
-    columns = ["root", "module_path", "site", "name", "step", "rank", "note", *sums]
-    table = _without_inner_absmax(wanted.narrow(run.table(columns, wanted.filter())))
+    columns = ["root", "module_path", "site", "name", "step", "rank", *sums]
+    table = wanted.narrow(run.table([*columns, *(name for name in COLUMNS if name not in columns)], wanted.filter()))
+    table = _without_inner_absmax(with_why(table))
     keys = ["root", "module_path", "site"]
     counts = table.group_by(keys).aggregate(
         [("step", "count"), ("step", "max"), ("nan_count", "sum"), ("inf_count", "sum")]
@@ -309,9 +317,10 @@ def _describe_modules(run: Run, wanted: Wanted, bad: dict[tuple[str, str], Row])
     newest = table.group_by([*keys, "step"]).aggregate([("absmax", "max")]).join(counts, keys)
     newest = newest.filter(pc.field("step") == pc.field("step_max"))
     order = {module_path: place for place, module_path in enumerate(run.module_paths)}
+    whys = _whys(table.filter(pc.field("absmax").is_null()), [*keys, "step"])
     found = []
     for key, sites in _groups(newest, ("root", "module_path")):
-        sites.sort(key=lambda site: _site_order(site["site"]))
+        sites.sort(key=lambda site: site_order(site["site"]))
         info = run.modules.get((key["root"], key["module_path"]))
         found.append(
             {
@@ -323,12 +332,25 @@ def _describe_modules(run: Run, wanted: Wanted, bad: dict[tuple[str, str], Row])
                 "rows": sum(site["step_count"] for site in sites),
                 "last_step": sites[0]["step"],
                 "last_absmax": sites[0]["absmax_max"],
+                WHY: None
+                if sites[0]["absmax_max"] is not None
+                else whys.get((*key.values(), sites[0]["site"], sites[0]["step"])),
                 "nan_count": sum(site["nan_count_sum"] or 0 for site in sites),
                 "inf_count": sum(site["inf_count_sum"] or 0 for site in sites),
                 "first_bad": bad[name]["step"] if (name := (key["root"], key["module_path"])) in bad else None,
             }
         )
     return sorted(found, key=lambda module: (module["root"], order[module["module"]]))
+
+
+def _whys(table: Any, keys: Sequence[str]) -> dict[tuple[Any, ...], str]:
+    """Why rows have no absmax, by what they agree in: of several reasons the first."""
+    found: dict[tuple[Any, ...], str] = {}
+    for row in (
+        table.filter(pc.field(WHY).is_valid()).group_by([*keys, WHY], use_threads=False).aggregate([]).to_pylist()
+    ):
+        found.setdefault(tuple(row[name] for name in keys), row[WHY])
+    return found
 
 
 def _without_inner_absmax(table: Any) -> Any:
@@ -360,10 +382,11 @@ def _worth_showing(names: Sequence[str], keys: Sequence[Row]) -> list[str]:
 
 
 def _series_order(key: Row) -> tuple[Any, ...]:
-    return (_site_order(key["site"]), *((key[name] is not None, key[name]) for name in _KEY[1:]))
+    return (site_order(key["site"]), *((key[name] is not None, key[name]) for name in _KEY[1:]))
 
 
-def _site_order(site: str) -> tuple[int, str]:
+def site_order(site: str) -> tuple[int, str]:
+    """Sorts sites: outputs first, then as the format lists them."""
     return (_SITES.index(site) if site in _SITES else len(_SITES), site)
 
 

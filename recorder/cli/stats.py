@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..analyze.reasons import WHY
 from ..analyze.selection import GlobalOptions, Selection
 from ..analyze.stats import INNER, statistics
 from ..format.schema import COUNTS, STATISTICS
@@ -18,7 +19,7 @@ _KEYS = (
 _ALWAYS = ("step", "rank", "module_path", "site", "name", "shape")
 _TITLES = {"module_path": "module", "rows_without": "without"}
 _SHOWN = ("mean", "std", "min", "max", "absmax", "l2")
-_TEXTS = ("root", "module_path", "site", "name", INNER, "mode", "phase", "scope", "dtype", "shape")
+_TEXTS = ("root", "module_path", "site", "name", INNER, "mode", "phase", "scope", "dtype", "shape", WHY)
 _DROPS = ("shape", "numel", "min", "max", "rows", "name", "std", "zero_count", "l2", "inf_count", "nan_count", "mean")
 """Columns that a narrow terminal does without, the least important first."""
 
@@ -46,13 +47,14 @@ def show_stats(
 def _print(table: Any, title: str) -> None:
     keys = [name for name in _KEYS if name in table.column_names and _is_worth(table, name)]
     counts = [name for name in ("rows", "rows_without", "numel") if name in table.column_names]
-    shown = [*keys, *counts, *_SHOWN, *COUNTS]
+    shown = [*keys, *counts, *_SHOWN, *COUNTS, *([WHY] if has_why(table) else [])]
     rows = table.select(shown).to_pylist()
     columns = [
         Column(
             title=_TITLES.get(name, name.removesuffix("_count")),
             is_number=name not in _TEXTS,
             is_whole=name in ("site", "shape", "dtype"),
+            is_prose=name == WHY,
             drop=len(_DROPS) - _DROPS.index(name) if name in _DROPS else 0,
             dull="0" if name in (*COUNTS, "rows_without") else None,
         )
@@ -60,6 +62,11 @@ def _print(table: Any, title: str) -> None:
     ]
     lines = [[_text(name, row[name]) for name in shown] for row in rows]
     Table(columns, lines, title=title).print()
+
+
+def has_why(table: Any) -> bool:
+    """Whether a row of a table says why it has no statistics, or no global tensor."""
+    return WHY in table.column_names and table.column(WHY).null_count < table.num_rows
 
 
 def _is_worth(table: Any, name: str) -> bool:

@@ -102,8 +102,8 @@ def _by_axis(
     same: list[int], kinds: list[str], coordinates: list[Ints], pieces: Sequence[Piece]
 ) -> tuple[list[int], Ints, str | Apart | None]:
     """Of the pieces of one region: those to be reduced, those that are replicas, and how to reduce."""
-    op = next((str(p.get("reduce_op", "sum")) for p in _placements(pieces[0]) if p.get("kind") == "Partial"), None)
-    if op is not None and op not in REDUCE_OPS:
+    op = reduce_op(pieces[0].placements)
+    if op and op not in REDUCE_OPS:
         return [], (), Apart("per_rank", f"Partial({op}) cannot be reduced")
     by_sharding: dict[Ints, int] = {}
     for i in same:
@@ -115,7 +115,7 @@ def _by_axis(
         clash = [pieces[i].rank for i in by_sharding.values()]
         why = f"ranks {clash[0]} and {clash[1]} say they hold the same elements: {_places(pieces)}"
         return [], (), Apart("inconsistent", why)
-    if op is None:
+    if not op:
         return same[:1], tuple(same), None
     replicated = [tuple(c for c, k in zip(coordinates[i], kinds, strict=True) if k == "Replicate") for i in same]
     first = min(replicated)
@@ -253,6 +253,11 @@ def parse_placements(text: str | None) -> tuple[dict[str, Any], ...]:
     """The column `placements`; nothing of what is no list of objects."""
     found = _json(text)
     return tuple(item for item in found if isinstance(item, dict)) if isinstance(found, list) else ()
+
+
+def reduce_op(text: str | None) -> str:
+    """By what the summands that the column `placements` speaks of are reduced; empty where it is of none."""
+    return next((str(p.get("reduce_op", "sum")) for p in parse_placements(text) if p.get("kind") == "Partial"), "")
 
 
 def mesh_of(piece: Piece) -> Mesh:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import html
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..layout.placement import parse_mesh, parse_placements
-from ..layout.plans import Apart, Piece, Plan
+from ..layout.placement import parse_mesh, parse_placements, reduce_op
+from ..layout.plans import Apart, Part, Piece, Plan
 from ..layout.regions import Ints, Region
+from .groups import listed
 from .light import LightRows
 from .lookup import Found
 from .view import GlobalView, value_of
@@ -51,6 +52,8 @@ class LayoutPiece:
     """Its slice of the batch, in a pipeline."""
     is_copy: bool
     """Whether another rank's piece was taken in its stead."""
+    reduce_op: str = ""
+    """Of a summand by what it is reduced with the others of its place, such as ``sum``; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,8 @@ class Layout:
     """The row's `layout_source`; empty where the pieces make no single tensor."""
     why: str
     """Why they make none; else empty."""
+    kind: str
+    """Then ``per_rank``, ``inconsistent`` or another kind of finding that a merge reports; else empty."""
     scale: str | None
     """The row's `scale`."""
     mesh_shape: Ints | None
@@ -83,6 +88,10 @@ class Layout:
             lines = [f"{self.what}: no single tensor", f"  {self.why}"]
         else:
             lines = [f"{self.what}: {_sizes(self.global_shape)}", f"  {self.source}: {_SOURCES.get(self.source, '')}"]
+        if summed := [piece.rank for piece in self.pieces if piece.reduce_op and not piece.is_copy]:
+            ops = " ".join(dict.fromkeys(piece.reduce_op for piece in self.pieces if piece.reduce_op))
+            ranks = listed(tuple(dict.fromkeys(summed)))
+            lines.append(f"  reduced by {ops}: the pieces of rank {ranks} are summands, not copies")
         if self.scale:
             lines.append(f"  scaled: {self.scale}")
         if self.missing:
@@ -112,8 +121,8 @@ class Layout:
         rows = starts[down] if down is not None else [0]
         cells = [
             [
-                ",".join(str(p.rank) for p in self.pieces if p.offsets is not None and all(p.shape)
-                         and p.offsets[across] == column and (down is None or p.offsets[down] == row))
+                _together([p for p in self.pieces if p.offsets is not None and all(p.shape)
+                           and p.offsets[across] == column and (down is None or p.offsets[down] == row)])
                 for column in starts[across]
             ]
             for row in rows
@@ -123,7 +132,8 @@ class Layout:
             return []
         edge = "  +" + "+".join("-" * (width + 2) for _ in starts[across]) + "+"
         dims = f"dim {across}" if down is None else f"dim {down} down, dim {across} across"
-        lines = ["", f"cut along {dims}; in each piece the ranks that have it", edge]
+        summed = ", + between summands" if any("+" in cell for line in cells for cell in line) else ""
+        lines = ["", f"cut along {dims}; in each piece the ranks that have it{summed}", edge]
         for line in cells:
             lines += ["  |" + "|".join(f" {cell.center(width)} " for cell in line) + "|", edge]
         return lines
@@ -138,7 +148,7 @@ class Layout:
                 "-" if piece.coordinate is None else _sizes(piece.coordinate),
                 "-" if piece.offsets is None else _sizes(piece.offsets),
                 _sizes(piece.shape),
-                "copy" if piece.is_copy else "",
+                "copy" if piece.is_copy else f"summand ({piece.reduce_op})" if piece.reduce_op else "",
             ]
             for piece in self.pieces[:_MAX_LISTED]
         ]
@@ -146,6 +156,12 @@ class Layout:
         shown = ["  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True)) for line in [titles, *lines]]
         more = len(self.pieces) - _MAX_LISTED
         return [line.rstrip() for line in shown] + ([f"and {more} more"] if more > 0 else [])
+
+
+def _together(pieces: Sequence[LayoutPiece]) -> str:
+    """The ranks of one place: ``0,2``, or ``0+1`` of summands; copies of summands are left out."""
+    summands = [str(piece.rank) for piece in pieces if piece.reduce_op and not piece.is_copy]
+    return "+".join(summands) or ",".join(str(piece.rank) for piece in pieces)
 
 
 def _grid(placed: Mapping[Ints, int], shape: Ints) -> list[str]:
@@ -182,11 +198,18 @@ def describe(what: str, pieces: list[Piece], plan: Plan | Apart, *, expected: In
     is_plan = isinstance(plan, Plan)
     starts: dict[int, Ints | None] = {}
     copies: set[int] = set()
+    ops: dict[int, str] = {i: reduce_op(piece.placements) for i, piece in enumerate(pieces)}
     if isinstance(plan, Plan):
         starts = {term.piece: _start(part.region) for part in plan.parts for term in part.terms}
         for first, *others in plan.copies:
             starts |= {other: starts.get(first) for other in others}
             copies |= set(others)
+        for part in plan.parts:
+            if len(part.terms) > 1:
+                ops |= {term.piece: ops[term.piece] or _op_of(part, plan) for term in part.terms}
+        again = {i for i, op in ops.items() if op and i not in starts}  # of a mesh that has the whole sum twice
+        copies |= again
+        starts |= {i: _beside(pieces, i, starts) for i in again}
     meshes = [parse_mesh(piece.mesh) for piece in pieces]
     shapes = {mesh.shape for mesh in meshes if mesh.shape}
     ranks = {piece.rank for piece in pieces}
@@ -195,6 +218,7 @@ def describe(what: str, pieces: list[Piece], plan: Plan | Apart, *, expected: In
         global_shape=plan.global_shape if isinstance(plan, Plan) else None,
         source=plan.source if isinstance(plan, Plan) else "",
         why="" if isinstance(plan, Plan) else plan.why,
+        kind="" if isinstance(plan, Plan) else plan.kind,
         scale=plan.scale if isinstance(plan, Plan) else None,
         mesh_shape=next(iter(shapes)) if len(shapes) == 1 else None,
         pieces=tuple(
@@ -207,11 +231,28 @@ def describe(what: str, pieces: list[Piece], plan: Plan | Apart, *, expected: In
                 offsets=starts.get(i) if is_plan else None,
                 micro_step=piece.micro_step,
                 is_copy=i in copies and piece.rank not in differing,
+                reduce_op=ops[i],
             )
             for i, (piece, mesh) in enumerate(zip(pieces, meshes, strict=True))
         ),
         missing=tuple(rank for rank in expected if rank not in ranks),
     )
+
+
+def _beside(pieces: Sequence[Piece], number: int, starts: Mapping[int, Ints | None]) -> Ints | None:
+    """Where the summand begins that a piece repeats: the one at the same place of the axes that cut and add up."""
+
+    def place(piece: Piece) -> list[int]:
+        kinds = [placement.get("kind") for placement in parse_placements(piece.placements)]
+        return [at for at, kind in zip(parse_mesh(piece.mesh).coordinate, kinds, strict=False) if kind != "Replicate"]
+
+    return next((starts[i] for i in starts if place(pieces[i]) == place(pieces[number])), None)
+
+
+def _op_of(part: Part, plan: Plan) -> str:
+    """How pieces are added up that do not say so themselves."""
+    is_mean = plan.op == "sum" and {term.factor for term in part.terms} == {1 / len(part.terms)}
+    return "avg" if is_mean and plan.scale in (None, "assumed_mean") else plan.op
 
 
 def _start(region: Region) -> Ints | None:

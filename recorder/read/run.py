@@ -278,14 +278,17 @@ class Run:
         name: str | None = None,
         micro_step: int | None = None,
         call: int | None = None,
+        layouts: Sequence[str] = (),
         **more: Unpack[MoreQualifiers],
     ) -> Layout:
         """Where each piece of a global tensor came from: its ranks, their places, how that is known. Print it.
 
-        Arguments are those of `array`; no values are needed, and of pieces that make no tensor it says why.
+        Arguments are those of `array`, and `layouts`, those of `view`; no values are needed, and of pieces that make
+        no tensor it says why.
 
         Raises:
-            LookupFailedError: no such tensor, or several; the message lists the choices. Or the run is a merged one.
+            LookupFailedError: no such tensor, or several; the message lists the choices. Or the run is a merged one,
+                or a layout is none.
         """
         if self.is_merged:
             source = self.manifest["merged_from"]
@@ -293,16 +296,17 @@ class Run:
         question = {"site": site, "step": step, "name": name, "micro_step": micro_step, "call": call, **more}
         _check_words(question)
         question.pop("partial", None)
+        view = self.view(layouts=layouts) if layouts else self._view
         found = find_tensor(
             self._rows,
             self.writers,
             module_path,
             question,
-            counts=self._view.counts(self._rows),
-            has_slices=self._view.has_pipeline,
+            counts=view.counts(self._rows),
+            has_slices=view.has_pipeline,
             needs_values=False,
         )
-        return explain(self._view, self._rows, found)
+        return explain(view, self._rows, found)
 
     def __getitem__(self, module_path: str) -> ModuleView:
         """The run narrowed to one module and what is below it: ``run["layers.0.mlp"]``; ``run[""]`` is the root.

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from ..errors import LookupFailedError, RunError
 from ..format.dtypes import ITEM_BYTES, item_bytes, numpy_dtype
 from ..format.schema import COUNTS, LIGHT_COLUMNS, SCHEMA, STATISTICS
-from ..layout.plans import Plan, Term
+from ..layout.plans import Apart, Plan, Term
 from ..layout.regions import Region
 from ..layout.rules import LOSSES
 from .assembler import Assembler, Part, as_items
@@ -182,6 +182,7 @@ class GlobalRows:
         """What the reader should know; the same of many values once."""
         self._light = light
         self._is_merged = assembler is None
+        self._whys = {at: value.plan.why for value in values if isinstance(value.plan, Apart) for at in value.positions}
         self._assembler = assembler or Assembler(light, Payloads(light))
         if self._is_merged:
             part_0 = positions[light.numbers("part")[positions] == 0]
@@ -273,10 +274,20 @@ class GlobalRows:
             if name in changed:
                 column = pc.replace_with_mask(column, is_global, pa.array(changed[name], kind))
             columns[name] = column
+        if self._whys:
+            columns["note"] = self._with_whys(columns["note"])
         is_cut = self._find_cut(columns)
         for name in ("encoding", "payload_bytes") if is_cut.any() else ():
             columns[name] = pc.if_else(pa.array(is_cut), None, columns[name])
         return pa.table(columns, schema=pa.schema([_nullable(SCHEMA.field(name)) for name in LIGHT_COLUMNS]))
+
+    def _with_whys(self, notes: Any) -> Any:
+        """The notes, with why a row stays with its rank where it does."""
+        whys = [self._whys.get(source, "") if isinstance(source, int) else "" for source in self._sources]
+        is_apart = pa.array([why != "" for why in whys], pa.bool_())
+        own = notes.filter(is_apart).to_pylist()
+        told = [_json(_members(note) | {"per_rank": why}) for note, why in zip(own, filter(None, whys), strict=True)]
+        return pc.replace_with_mask(notes, is_apart, pa.array(told, pa.string()))
 
     def _find_cut(self, columns: dict[str, Any]) -> npt.NDArray[np.bool_]:
         """Rows that stay per rank and lack a further part: they have no values to give."""
@@ -447,11 +458,7 @@ def _note(
     plan: Plan, value: Value, reason: str | None, has_values: bool, encoding: str | None, text: str | None
 ) -> str | None:
     """The row's note: what its first piece says, and what became of it here."""
-    try:
-        own = json.loads(text) if text else {}
-    except (ValueError, RecursionError):
-        own = {}
-    note: dict[str, Any] = dict(own) if isinstance(own, dict) else {}
+    note = _members(text)
     note |= {key: list(item) if isinstance(item, tuple) else item for key, item in plan.note}
     if reason is not None:
         note["no_statistics"] = reason
@@ -467,6 +474,15 @@ def _note(
     elif not has_values and encoding is not None:
         note["no_values"] = "the values of some ranks were not recorded"
     return _json(note) if note else None
+
+
+def _members(note: str | None) -> dict[str, Any]:
+    """What a row's note says; nothing of what is no JSON object."""
+    try:
+        found = json.loads(note) if note else {}
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _floats(column: Any) -> npt.NDArray[np.float64]:

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 
 import recorder
 from recorder.analyze.moments import combine, count_nonfinite
-from recorder.analyze.selection import GlobalOptions, Selection
+from recorder.analyze.selection import RANKS_OWN, GlobalOptions, Selection
 from recorder.analyze.stats import as_long, statistics
 from recorder.errors import LookupFailedError
 from recorder.format.dtypes import numpy_dtype
 from recorder.format.schema import COUNTS, STATISTICS
 from recorder.merge.merge import merge_run
 from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
+from tests.read.meshes import PARTIAL, Mesh
 
 NUMBERS = (*STATISTICS, *COUNTS)
 GLOBAL = GlobalOptions(across_ranks=True)
@@ -184,7 +185,10 @@ def test_replicas_that_differ_are_left_out_and_named(tmp_path: Path) -> None:
     found = statistics(write(tmp_path / "run", *ranks), Selection(), GLOBAL, by=("step",))
     assert found.table.column("rows").to_pylist() == [1]
     (note,) = found.notes
-    assert note.startswith("left out, because they stay per rank") and "'layers.0' grad b" in note
+    why = "rank 1 differs from rank 0"
+    assert (
+        note == f"left out, because they stay per rank: 'layers.0' grad b (per rank: {why}); show them with --by rank"
+    )
 
 
 @pytest.mark.parametrize("by", [(), ("module",)])
@@ -219,8 +223,46 @@ def test_rows_without_statistics_are_counted(tmp_path: Path) -> None:
     found = statistics(write(tmp_path / "run", [make_row(0, [1.0]), bare | {"call": 1}]), Selection(), by=("step",))
     (line,) = found.table.to_pylist()
     assert (line["rows"], line["rows_without"], line["mean"], line["numel"]) == (2, 1, 1, 1)
-    why = "have no statistics and are in none of these numbers; see their note, or record keep=stats"
+    why = "have no statistics and are in none of these numbers: 1: not asked for: the rules keep no stats of it"
     assert found.notes == [f"without: 1 of 2 rows {why}"]
+
+
+def unmeasured(rank: int, placement: dict[str, Any]) -> Row:
+    """A summand, as it is recorded."""
+    row = Mesh([0, 1]).row(rank, 0, np.ones((2, 2), np.float32), [placement], encoding=None)
+    return row | dict.fromkeys(NUMBERS) | {"rank": rank, "note": '{"no_statistics":"Partial"}'}
+
+
+def test_a_row_without_statistics_says_why(tmp_path: Path) -> None:
+    def whys(run: recorder.Run, options: GlobalOptions = RANKS_OWN) -> list[str | None]:
+        return statistics(run, Selection(), options).table.column("why").to_pylist()  # type: ignore[no-any-return]
+
+    summands = [[unmeasured(rank, PARTIAL | {"reduce_op": "max"})] for rank in range(2)]
+    run = write(tmp_path / "summands", *summands)
+    assert whys(run) == ["a summand, not yet reduced over ranks (max)"] * 2
+    assert whys(run, GLOBAL) == ["reduced over ranks: statistics of summands do not add up"]
+    halved = write(tmp_path / "halved", summands[0], [])
+    assert whys(halved, GLOBAL) == ["lacks rank 1", "a summand, not yet reduced over ranks (max)"]
+    plain = [
+        make_row(0, [1.0]),
+        make_row(1, np.zeros(0, np.float32), call=1) | dict.fromkeys(COUNTS, 0),
+        make_row(2, [np.nan], call=2),
+        make_row(3, np.zeros(3, np.complex64), call=3) | {"nan_count": 0, "note": '{"no_statistics":"complex64"}'},
+        make_row(4, [1.0], call=4) | dict.fromkeys(NUMBERS) | {"note": '["no_statistics"]'},
+    ]
+    not_asked = "not asked for: the rules keep no stats of it"
+    expected = [None, "it has no elements", None, "complex64 has none", not_asked]
+    assert whys(write(tmp_path / "plain", plain)) == expected
+
+
+def test_a_value_that_stays_per_rank_says_why_also_once_merged(tmp_path: Path) -> None:
+    ranks = [[make_row(0, np.ones((2, 2 + rank), np.float32), site="grad", rank=rank)] for rank in range(2)]
+    run = write(tmp_path / "run", *ranks)
+    why = "per rank: shapes differ: rank 0 [2, 2], rank 1 [2, 3]"
+    assert statistics(run, Selection(), GLOBAL).table.column("why").to_pylist() == [why] * 2
+    merge_run(run, tmp_path / "merged")
+    merged = recorder.open_run(tmp_path / "merged")
+    assert statistics(merged, Selection()).table.column("why").to_pylist() == [why] * 2
 
 
 def test_a_group_of_nothing_finite_has_counts_alone(tmp_path: Path) -> None:

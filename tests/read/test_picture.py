@@ -11,7 +11,7 @@ from recorder.errors import LookupFailedError
 from recorder.merge.merge import merge_run
 from recorder.read.run import open_run
 
-from .meshes import PARAM, Mesh, grid_facts, mesh_run, plain, root_input, shard
+from .meshes import PARAM, PARTIAL, REPLICATE, Mesh, grid_facts, mesh_run, plain, root_input, shard
 
 GRID = Mesh([[0, 1], [2, 3]])
 TP = GRID.axis(1)
@@ -87,3 +87,48 @@ def test_a_merged_run_sends_to_the_run_that_it_is_of(tmp_path: Path) -> None:
     merge_run(run, tmp_path / "merged")
     with pytest.raises(LookupFailedError, match="that it is of"):
         open_run(tmp_path / "merged").layout("layers.0", site="param", step=0)
+
+
+SUMMED = "rank 0, 1 are summands, not copies"
+
+
+def test_summands_are_no_copies(tmp_path: Path) -> None:
+    rows = {r: [Mesh([0, 1]).row(r, 0, WHOLE, [PARTIAL], **PARAM, encoding=None)] for r in (0, 1)}
+    layout = mesh_run(tmp_path / "run", rows, {r: grid_facts([0, 1], r) for r in rows}).layout(
+        "layers.0", site="param", step=0
+    )
+    assert [(piece.reduce_op, piece.is_copy) for piece in layout.pieces] == [("sum", False)] * 2
+    text = str(layout)
+    assert f"  reduced by sum: the pieces of {SUMMED}" in text.splitlines()
+    assert [line.rpartition("  ")[2] for line in text.splitlines()[-2:]] == ["summand (sum)"] * 2
+
+
+@pytest.mark.parametrize("wrapper", ["one mesh", "ddp"])
+def test_what_repeats_a_sum_is_its_copy(tmp_path: Path, wrapper: str) -> None:
+    """Ranks 0 and 1 add up to the tensor, and so do ranks 2 and 3."""
+    mesh, placements = (GRID, [REPLICATE, PARTIAL]) if wrapper == "one mesh" else (TP, [PARTIAL])
+    rows = {r: [mesh.row(r, 0, WHOLE, placements, **PARAM, encoding=None)] for r in range(4)}
+    facts = {r: grid_facts(GRID.ranks.tolist(), r) for r in rows}
+    layout = mesh_run(tmp_path / "run", rows, facts).layout("layers.0", site="param", step=0)
+    assert f"  reduced by sum: the pieces of {SUMMED}" in str(layout).splitlines()
+    assert [piece.is_copy for piece in layout.pieces] == [False, False, True, True]
+    assert {piece.offsets for piece in layout.pieces} == {(0, 0)}
+
+
+def test_a_cut_tensor_of_summands_is_drawn_as_their_sums(tmp_path: Path) -> None:
+    rows = {r: [GRID.row(r, 0, WHOLE, [shard(0), PARTIAL], **PARAM, encoding=None)] for r in range(4)}
+    rows = {
+        r: [one | {"placements": one["placements"].replace("sum", "max")} for one in own] for r, own in rows.items()
+    }
+    facts = {r: grid_facts(GRID.ranks.tolist(), r, "fsdp2") for r in rows}
+    text = str(mesh_run(tmp_path / "run", rows, facts).layout("layers.0", site="param", step=0))
+    assert "in each piece the ranks that have it, + between summands" in text
+    assert "  | 0+1 | 2+3 |" in text and "summand (max)" in text
+
+
+def test_a_mean_that_was_asked_for_says_so(tmp_path: Path) -> None:
+    rows = {r: [root_input(0, np.ones((4, 3), np.float32)), plain(1, WHOLE + r)] for r in (0, 1)}
+    run = mesh_run(tmp_path / "run", rows, {r: grid_facts([0, 1], r) for r in rows})
+    layout = run.layout("layers.0", step=0, layouts=["layers.0=partial(avg)"])
+    assert layout.source == "override" and [piece.reduce_op for piece in layout.pieces] == ["avg", "avg"]
+    assert "reduced by avg" in str(layout)

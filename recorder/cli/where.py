@@ -1,0 +1,62 @@
+"""Owns ``recorder show --where``: where the ranks' pieces of a module's values lie, drawn, or as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pyarrow.compute as pc
+
+from ..merge.findings import is_problem
+from ..read.picture import Layout
+from ..read.run import Run
+from .output import print_json, say
+from .show import Wanted, explain_nothing, site_order
+
+_VALUE = ("root", "name", "scope", "phase", "mode")
+_MOMENT = ("micro_step", "call", "repeat")
+_OF_STAGES = ("root", "micro_step")
+"""What the pieces of one value differ in where a pipeline's stages have them."""
+
+
+def show_where(run: Run, module_path: str, wanted: Wanted, *, layouts: Sequence[str], as_json: bool) -> int:
+    """Draw the values of one site at one step, by default outputs at the last; 1 if a piece is missing or does not fit.
+
+    Of a value that there is several times in that step the first is drawn.
+    """
+    module_path = "" if module_path == "''" else module_path
+    table = wanted.narrow(run.table(["site", "step", "attempt", *_VALUE, *_MOMENT], wanted.filter(module_path)))
+    if not table.num_rows:
+        explain_nothing(run, module_path, wanted)
+    site = min(table.column("site").unique().to_pylist(), key=site_order)
+    table = table.filter(pc.field("site") == site)
+    step = pc.max(table.column("step")).as_py()
+    table = table.filter(pc.field("step") == step)
+    found = [
+        run.layout(module_path, site, step, layouts=layouts, **question)
+        for question in _questions(table, has_slices=run.view().has_pipeline)
+    ]
+    if as_json:
+        print_json({"run": str(run.path), "module": module_path, "layouts": [asdict(layout) for layout in found]})
+    else:
+        for number, layout in enumerate(found):
+            for line in [""] * (number > 0) + str(layout).splitlines():
+                say(line)
+    return int(bool(run.problems) or any(map(_is_wrong, found)))
+
+
+def _questions(table: Any, *, has_slices: bool) -> list[dict[str, Any]]:
+    """What tells the values of a table apart, for each of them, at its first moment."""
+    of_value = [name for name in _VALUE if not (has_slices and name in _OF_STAGES)]
+    of_moment = [name for name in _MOMENT if not (has_slices and name in _OF_STAGES)]
+    rows = table.group_by([*of_value, *of_moment], use_threads=False).aggregate([]).to_pylist()
+    differing = {name for name in (*of_value, *of_moment) if len({row[name] for row in rows}) > 1}
+    firsts: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: [row[name] or 0 for name in of_moment]):
+        firsts.setdefault(tuple(row[name] for name in of_value), row)
+    return [{name: row[name] for name in differing} for row in firsts.values()]
+
+
+def _is_wrong(layout: Layout) -> bool:
+    return bool(layout.missing) or (layout.kind != "" and is_problem(layout.kind))
