@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from ..errors import LookupFailedError
 from ..read.run import Run
 from .align import align
 from .compare import Tolerance
+from .hints import Lonely, RenameHint, rename_hints
 from .keys import Integers, group_rows
 from .moments import Floats, integers, numbers
 from .naming import Culprit, Naming
@@ -114,6 +115,8 @@ class Diff(NamedTuple):
     """Where modules were renamed: those of the first run that the second has under no name."""
     unpaired_b: Sequence[str] = ()
     """By its own names."""
+    hints: Sequence[RenameHint] = ()
+    """Modules that each run has alone and that look alike: what a file of renamed modules would say of them."""
 
 
 def diff(
@@ -165,15 +168,21 @@ def diff(
     selection = Selection(module=module, site=site, name=name, step=step)
     selection.check()
     GlobalOptions(across_ranks=True, loss=loss, layouts=layouts).check(a, b)
-    comparison = _Comparison(Tolerance(rtol, atol, ulp), report)
+    names = {path: renames.old(path) for path in b.module_paths}
+    renames.check_used(names)
+    lonely = _lonely(a, names)
+    comparison = _Comparison(Tolerance(rtol, atol, ulp), report, lonely)
     _check_twins(a, noise)
     views = [run.view(loss=loss, layouts=layouts) for run in (a, b, *noise)]
-    unpaired = _unpaired(a, b, renames) if renames else ([], [])
     for first, last in _ranges(*(view.windows() for view in views)):
-        names = (renames if view is views[1] else NO_RENAMES for view in views)
-        comparison.add(*(Side.read(view, selection, first, last, own) for view, own in zip(views, names, strict=True)))
-    comparison.refuse_nothing(a, b, selection)
-    return comparison.result(common=common)._replace(unpaired_a=unpaired[0], unpaired_b=unpaired[1])
+        files = (renames if view is views[1] else NO_RENAMES for view in views)
+        comparison.add(*(Side.read(view, selection, first, last, own) for view, own in zip(views, files, strict=True)))
+    hints = rename_hints(*lonely, renames, names)
+    comparison.refuse_nothing(a, b, selection, hints)
+    found = comparison.result(common=common)._replace(hints=hints)
+    if not renames:
+        return found
+    return found._replace(unpaired_a=[*lonely[0].own_names], unpaired_b=[*lonely[1].own_names.values()])
 
 
 def payload_bytes(run: Run) -> int:
@@ -197,13 +206,11 @@ def _check_twins(a: Run, noise: Sequence[Run]) -> None:
             )
 
 
-def _unpaired(a: Run, b: Run, renames: Renames) -> tuple[list[str], list[str]]:
-    """Modules of each run, by their names there, that the other one has not."""
-    names = {path: renames.old(path) for path in b.module_paths}
-    renames.check_used(names)
-    there = set(a.module_paths)
-    lost = [path for path in a.module_paths if path not in set(names.values())]
-    return lost, [path for path, old in names.items() if old not in there]
+def _lonely(a: Run, names: Mapping[str, str]) -> tuple[Lonely, Lonely]:
+    """The modules of each run that the other has not; `names` are those of the second, by its own."""
+    there, theirs = set(a.module_paths), set(names.values())
+    alone_a = {path: path for path in a.module_paths if path not in theirs}
+    return Lonely(alone_a), Lonely({name: own for own, name in names.items() if name not in there})
 
 
 def _ranges(*windows: list[tuple[int, int]]) -> Iterator[tuple[int | None, int | None]]:
@@ -245,9 +252,10 @@ class _Seen:
 class _Comparison:
     """What is found, range by range of steps."""
 
-    def __init__(self, tolerance: Tolerance, report: Callable[[int], None]) -> None:
+    def __init__(self, tolerance: Tolerance, report: Callable[[int], None], lonely: tuple[Lonely, Lonely]) -> None:
         self._tolerance = tolerance
         self._report = report
+        self._lonely = lonely
         self._differing: list[Any] = []
         self._compared: list[Any] = []
         self._only: tuple[list[Any], list[Any]] = ([], [])
@@ -259,10 +267,11 @@ class _Comparison:
     def add(self, a: Side, b: Side, *noise: Side) -> None:
         pairs = align(a.table, b.table)
         steps = pc.unique(a.table.column("step")), pc.unique(b.table.column("step"))
-        for side, others, places, only, seen in zip(
-            (a, b), reversed(steps), (pairs.only_a, pairs.only_b), self._only, self._seen, strict=True
+        for side, others, places, only, seen, lonely in zip(
+            (a, b), reversed(steps), (pairs.only_a, pairs.only_b), self._only, self._seen, self._lonely, strict=True
         ):
             seen.add(side)
+            lonely.add(side.table)
             alone = side.table.take(pa.array(places))
             only.append(_by_value(alone.filter(pc.is_in(alone.column("step"), others))))
             self._report(side.payload_bytes(places))
@@ -276,7 +285,7 @@ class _Comparison:
             compared = a.table.select(_MODULE).take(pa.array(pairs.a))
             self._compared.append(compared.group_by(_MODULE).aggregate([([], "count_all")]))
 
-    def refuse_nothing(self, a: Run, b: Run, selection: Selection) -> None:
+    def refuse_nothing(self, a: Run, b: Run, selection: Selection, hints: Sequence[RenameHint]) -> None:
         """Say why there is nothing to compare, if there is not.
 
         Raises:
@@ -289,7 +298,9 @@ class _Comparison:
                 raise LookupFailedError(f"{run.path}: has no rows, so there is nothing to compare")
             if not seen.num_selected:
                 raise selection.explain_nothing(seen.table(), f"{run.path}")
-        raise LookupFailedError(f"{a.path} and {b.path} have no value in common: {self._reason(selection)}")
+        lines = ", ".join(hint.line for hint in hints[:_MAX_LISTED])
+        renamed = f"; if modules were renamed, --rename takes a file, such as of these lines: {lines}" if hints else ""
+        raise LookupFailedError(f"{a.path} and {b.path} have no value in common: {self._reason(selection)}{renamed}")
 
     def _reason(self, selection: Selection) -> str:
         for column, what in (("step", "steps"), ("root", "roots"), ("module_path", "modules"), ("site", "sites")):

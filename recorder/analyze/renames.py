@@ -29,22 +29,29 @@ class Renames:
     """How module paths of the second run are called in the first; the longest that fits wins, others stay."""
 
     def __init__(self, renames: Iterable[Rename] = ()) -> None:
-        self._renames = sorted(renames, key=lambda one: -len(one.new))
+        self.lines = sorted(renames, key=lambda one: -len(one.new))
 
     def __bool__(self) -> bool:
-        return bool(self._renames)
+        return bool(self.lines)
+
+    def with_lines(self, lines: Iterable[Rename]) -> Renames:
+        """These and more."""
+        return Renames([*self.lines, *lines])
+
+    def line_of(self, path: str) -> Rename | None:
+        """The line that says what a module of the second run is called."""
+        return next((line for line in self.lines if line.fits(path)), None)
 
     def old(self, path: str) -> str:
         """What the first run calls a module of the second."""
-        for rename in self._renames:
-            if rename.fits(path):
-                rest = path[len(rename.new) :].removeprefix(".")
-                return ".".join(filter(None, (rename.old, rest)))
-        return path
+        line = self.line_of(path)
+        if line is None:
+            return path
+        return ".".join(filter(None, (line.old, path[len(line.new) :].removeprefix("."))))
 
     def apply(self, table: Any) -> Any:
         """Rows of the second run under the names of the first."""
-        if not self._renames:
+        if not self.lines:
             return table
         place = table.schema.get_field_index("module_path")
         ids, texts = encode(table.column("module_path"))
@@ -58,7 +65,7 @@ class Renames:
             LookupFailedError: there is such a line; the message says where.
         """
         there = sorted(paths)
-        for rename in self._renames:
+        for rename in self.lines:
             if not any(map(rename.fits, there)):
                 shown = ", ".join(map(repr, there[:8])) + (", ..." if len(there) > 8 else "")
                 raise LookupFailedError(f"{rename.where}: the second run has no module {rename.new!r}; it has {shown}")
@@ -67,9 +74,7 @@ class Renames:
             other = taken.setdefault(self.old(path), path)
             if other != path:
                 both = f"{other!r} and {path!r} of the second run would both be {self.old(path)!r}"
-                raise LookupFailedError(
-                    f"{self._renames[0].where.rpartition(':')[0]}: {both}; rename the other one too"
-                )
+                raise LookupFailedError(f"{self.lines[0].where.rpartition(':')[0]}: {both}; rename the other one too")
 
 
 NO_RENAMES = Renames()

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..analyze.compare import Tolerance
 from ..analyze.diff import Diff, Difference, diff, payload_bytes
+from ..analyze.hints import RenameHint
 from ..analyze.naming import Culprit
 from ..analyze.renames import NO_RENAMES, Renames
 from ..analyze.selection import GlobalOptions, Selection
@@ -75,6 +76,8 @@ def show_diff(
         if paths:
             shown = ", ".join(map(repr, paths[: limit or None])) + _cut(len(paths), limit)
             say(f"modules of {name} without a partner ({len(paths)}): {shown}")
+    for line in _renamed(found.hints, limit):
+        say(line)
     for line in _accusations(found.culprits, limit):
         say(line)
     if found.first is not None:
@@ -106,6 +109,18 @@ def _describe(first: Difference) -> str:
     if first.nonfinite_a or first.nonfinite_b:
         apart += f"; NaN or infinite in {first.nonfinite_a} elements of A, {first.nonfinite_b} of B"
     return f"first difference: step {first.step}{when}, {what}{rank}: {how}{apart}"
+
+
+def _renamed(hints: Sequence[RenameHint], limit: int) -> Iterator[str]:
+    """What a file of renamed modules may say."""
+    if not hints:
+        return
+    num_modules, num_same = (sum(getattr(hint, name) for hint in hints) for name in ("num_modules", "num_same"))
+    same = f", {num_same} of them equal first parameters" if num_same else ""
+    alike = f"{counted(num_modules, 'module')} that A has alone and as many of B have tensors of the same shapes{same}"
+    yield f"hint: {alike}; if they are the same, --rename FILE pairs them, with these lines{_cut(len(hints), limit)}"
+    for hint in hints[: limit or None]:
+        yield f"  {hint.line}"
 
 
 def _accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:

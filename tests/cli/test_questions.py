@@ -253,6 +253,25 @@ def test_diff_groups_what_one_side_lacks(cli: Cli, tmp_path: Path) -> None:
     assert cli("diff", b, c, "--common").exit_code == 0
 
 
+def test_diff_proposes_lines_for_modules_that_may_be_renamed(cli: Cli, tmp_path: Path) -> None:
+    runs = []
+    for name in ("up", "ff"):
+        paths = ["", f"{name}.0", f"{name}.1"]
+        rows = [make_row(i, np.ones(i + 1), module_path=path) for i, path in enumerate(paths)]
+        runs.append(write(tmp_path / name, rows))
+    found = cli("diff", *runs)
+    assert found.exit_code == 1
+    at = found.out.splitlines().index("  up = ff")
+    assert found.out.splitlines()[at - 1] == (
+        "hint: 2 modules that A has alone and as many of B have tensors of the same shapes; if they are the same, "
+        "--rename FILE pairs them, with these lines"
+    )
+    as_json = cli("diff", *runs, "--json").json
+    assert as_json["hints"] == [{"old": "up", "new": "ff", "num_modules": 2, "num_same": 0}]
+    (tmp_path / "names.txt").write_text("up = ff\n")
+    assert cli("diff", *runs, "--rename", tmp_path / "names.txt").exit_code == 0
+
+
 def test_diff_of_runs_with_nothing_in_common(cli: Cli, tmp_path: Path) -> None:
     a, b = (write(tmp_path / name, [make_row(0, [1.0], step=step)]) for name, step in (("a", 3), ("b", 8)))
     found = cli("diff", a, b)
