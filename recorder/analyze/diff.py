@@ -25,6 +25,7 @@ from .moments import Floats, integers, numbers
 from .naming import Culprit, Naming
 from .noise import without_noise
 from .pairs import Side, judge
+from .problems import Problems
 from .renames import NO_RENAMES, Renames
 from .selection import GlobalOptions, Selection
 
@@ -115,6 +116,9 @@ class Diff(NamedTuple):
     """Where modules were renamed: those of the first run that the second has under no name."""
     unpaired_b: Sequence[str] = ()
     """By its own names."""
+    problems_a: Sequence[str] = ()
+    """What contradicts itself in the rows of the first run, or in the layouts that were given."""
+    problems_b: Sequence[str] = ()
     hints: Sequence[RenameHint] = ()
     """Modules that each run has alone and that look alike: what a file of renamed modules would say of them."""
 
@@ -171,7 +175,7 @@ def diff(
     names = {path: renames.old(path) for path in b.module_paths}
     renames.check_used(names)
     lonely = _lonely(a, names)
-    comparison = _Comparison(Tolerance(rtol, atol, ulp), report, lonely)
+    comparison = _Comparison(Tolerance(rtol, atol, ulp), report, lonely, selection)
     _check_twins(a, noise)
     views = [run.view(loss=loss, layouts=layouts) for run in (a, b, *noise)]
     for first, last in _ranges(*(view.windows() for view in views)):
@@ -252,10 +256,17 @@ class _Seen:
 class _Comparison:
     """What is found, range by range of steps."""
 
-    def __init__(self, tolerance: Tolerance, report: Callable[[int], None], lonely: tuple[Lonely, Lonely]) -> None:
+    def __init__(
+        self,
+        tolerance: Tolerance,
+        report: Callable[[int], None],
+        lonely: tuple[Lonely, Lonely],
+        selection: Selection,
+    ) -> None:
         self._tolerance = tolerance
         self._report = report
         self._lonely = lonely
+        self._problems = (Problems(selection), Problems(selection))
         self._differing: list[Any] = []
         self._compared: list[Any] = []
         self._only: tuple[list[Any], list[Any]] = ([], [])
@@ -265,6 +276,8 @@ class _Comparison:
         self._naming = Naming()
 
     def add(self, a: Side, b: Side, *noise: Side) -> None:
+        for problems, side in zip(self._problems, (a, b), strict=True):
+            problems.add(side.rows.findings)
         pairs = align(a.table, b.table)
         steps = pc.unique(a.table.column("step")), pc.unique(b.table.column("step"))
         for side, others, places, only, seen, lonely in zip(
@@ -333,6 +346,8 @@ class _Comparison:
             partial=[Partial(run, json.loads(ranks), num) for (run, ranks), num in sorted(self._partial.items())],
             steps_only_a=sorted(steps[0] - steps[1]),
             steps_only_b=sorted(steps[1] - steps[0]),
+            problems_a=self._problems[0].texts(),
+            problems_b=self._problems[1].texts(),
         )
 
 

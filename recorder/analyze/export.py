@@ -37,6 +37,8 @@ class Exported(NamedTuple):
     """Size of the file."""
     notes: list[str]
     """Of which values ranks are missing."""
+    problems: list[str]
+    """Of the global tensors: what contradicts itself in the ranks' rows, so that these stand in the file instead."""
 
 
 class Export:
@@ -78,7 +80,7 @@ class Export:
             else:
                 num_rows = len(self._entries)
                 _WRITERS[self.to](file, self._tensors, self._entries, report)
-        return Exported(path, num_rows, path.stat().st_size, self._partial.notes())
+        return Exported(path, num_rows, path.stat().st_size, self._partial.notes(), self._tensors.problems.texts())
 
     def _write_parquet(self, file: BinaryIO, report: Callable[[int], None]) -> int:
         num_rows, self._partial = 0, Partial()

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ..read.run import Run
 from .nonfinite import NonFinite, find_nonfinite
+from .problems import layout_problems
 from .replicas import Differing, find_differing
 from .timeline import Timeline
 
@@ -49,6 +50,7 @@ def first(run: Run) -> First:
     nonfinite = find_nonfinite(timeline)
     replicas = find_differing(run, timeline)
     notes = [*nonfinite.notes, *replicas.notes]
+    notes += [f"not compared: {problem}" for problem in layout_problems(run) or ()]
     if timeline.num_superseded:
         notes.append(f"{timeline.num_superseded} rows of steps that a restart did again were left out")
     return First(

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from ..errors import CorruptError, LookupFailedError
 from ..format.dtypes import item_bytes
 from ..read.decode import count, parse_shape
+from ..read.overrides import check_overrides
 from ..read.run import Run
 from ..read.view import GlobalRows
 from ..units import counted
@@ -59,6 +60,7 @@ class Model:
         """
         if what not in SITES:
             raise LookupFailedError(f"{what!r}: choose of {', '.join(SITES)}")
+        check_overrides(layouts, run)
         self.what = what
         self.root = _choose_root(run, what, root)
         self._run, self._layouts = run, layouts

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from ..config import Schedule
 from ..errors import LookupFailedError
 from ..format.schema import SITES
+from ..read.overrides import check_overrides
 from ..read.run import Run
 
 _MAX_LISTED = 8
@@ -116,7 +117,8 @@ class GlobalOptions:
         """Refuse what would change nothing.
 
         Raises:
-            LookupFailedError: a loss or a layout is given, and the ranks are not put together, or were in every run.
+            LookupFailedError: a loss or a layout is given, and the ranks are not put together, or were in every run; or
+                no value fits a layout.
         """
         if self.loss == "mean" and not self.layouts:
             return
@@ -125,6 +127,7 @@ class GlobalOptions:
         if all(run.is_merged for run in runs):
             why = "is merged, and its tensors stay as they were made; give a loss or a layout to the run it is of"
             raise LookupFailedError(f"{runs[0].path}: {why}")
+        check_overrides(self.layouts, *(run for run in runs if not run.is_merged))
 
 
 RANKS_OWN = GlobalOptions()

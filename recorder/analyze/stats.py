@@ -17,6 +17,7 @@ from ..read.run import Run
 from .keys import VALUE_KEY, group_rows, holds
 from .moments import combine
 from .partial import Partial
+from .problems import Problems
 from .reasons import COLUMNS, WHY, count_without, with_why
 from .selection import RANKS_OWN, GlobalOptions, Selection
 
@@ -50,6 +51,8 @@ class Statistics(NamedTuple):
     are not in it), `numel`, the statistics and the counts."""
     notes: list[str]
     """What is not in the table, and why; of which values ranks are missing."""
+    problems: Sequence[str] = ()
+    """With `across_ranks`: what contradicts itself in the rows, or in the layouts that were given."""
 
 
 def stats(
@@ -68,7 +71,8 @@ def stats(
 ) -> pandas.DataFrame:
     """Statistics as a pandas frame; see `statistics`. What it leaves out is said in ``frame.attrs["notes"]``.
 
-    Without `by` the column `why` says why a row has none, or stays with its rank.
+    What contradicts itself is in ``frame.attrs["problems"]``. Without `by` the column `why` says why a row has none, or
+    stays with its rank.
 
     Args:
         run: from `open_run`.
@@ -96,7 +100,7 @@ def stats(
     options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layouts)
     found = statistics(run, selection, options, by=(by,) if isinstance(by, str) else by)
     frame: pandas.DataFrame = (as_long(found.table) if long else found.table).to_pandas()
-    frame.attrs["notes"] = found.notes
+    frame.attrs |= {"notes": found.notes, "problems": list(found.problems)}
     return frame
 
 
@@ -149,11 +153,13 @@ def as_long(table: Any) -> Any:
 def _across_ranks(run: Run, selection: Selection, options: GlobalOptions, words: Sequence[str]) -> Statistics:
     """The same of the global view, window by window: groups of groups combine like groups of rows."""
     view = run.view(loss=options.loss, layouts=options.layouts)
-    keys, pieces, left_out, partial = _keys(words), [], [], Partial()
+    keys, pieces, left_out, partial, problems = _keys(words), [], [], Partial(), Problems(selection)
     without: Counter[str] = Counter()
     num_rows = 0
     for first, last in view.windows():
-        table = selection.narrow(view.rows(first, last).table)
+        rows = view.rows(first, last)
+        problems.add(rows.findings)
+        table = selection.narrow(rows.table)
         num_rows += table.num_rows
         partial.add(table)
         if words:
@@ -167,10 +173,10 @@ def _across_ranks(run: Run, selection: Selection, options: GlobalOptions, words:
         raise selection.explain_nothing(run.table(["module_path", "site", "name", "step"]), f"run {run.path.name}")
     table = pa.concat_tables(pieces)
     if not words:
-        return Statistics(table, partial.notes())
+        return Statistics(table, partial.notes(), problems.texts())
     table = _combined(table, keys)
     notes = partial.notes() + _say_without(table, without) + _say_left_out(pa.concat_tables(left_out))
-    return Statistics(_without_empty_inner(table), notes)
+    return Statistics(_without_empty_inner(table), notes, problems.texts())
 
 
 def inner_leaves(table: Any) -> Any:

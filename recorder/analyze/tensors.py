@@ -17,6 +17,7 @@ from ..read.decode import count, decode_payload, parse_shape
 from ..read.run import Run
 from .names import NAMING, tensor_name
 from .partial import Partial
+from .problems import Problems
 from .selection import GlobalOptions, Selection
 from .timeline import PER_RANK
 
@@ -67,6 +68,9 @@ class Tensors:
         layouts = options.layouts if options.across_ranks else PER_RANK
         self._view = run.view(loss=options.loss, layouts=layouts)
         self._windows = self._view.windows()
+        self._is_global = options.across_ranks
+        self.problems = Problems(selection)
+        """What contradicts itself in the windows that were read of the global view."""
         self._held: tuple[int, Any] | None = None
 
     @property
@@ -78,6 +82,8 @@ class Tensors:
         if self._held is None or self._held[0] != window:
             self._held = None
             self._held = window, self._view.rows(*self._windows[window])
+            if self._is_global:
+                self.problems.add(self._held[1].findings)
         return self._held[1]
 
     def table(self, window: int) -> Any:

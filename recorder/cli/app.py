@@ -198,6 +198,8 @@ def stats(
     --by and --global combine them exactly, without reading a tensor; --loss and --layout belong to --global. Where
     they are combined, the column rows is how many rows stand in a line, and without is how many of these have no
     statistics and so are in none of its numbers.
+
+    Exit code 1, with --global: ranks' rows contradict each other, or --layout does not fit them.
     """
     from ..analyze.selection import GlobalOptions, Selection
     from .paths import open_typed
@@ -262,7 +264,7 @@ def diff(
     either tensor; max rel and max ulp are of single elements, so that one near zero may make them large and mean
     nothing. Of values of which a run lacks ranks the kind is partial.
 
-    Exit code 1: they differ. 2: they have nothing in common.
+    Exit code 1: they differ, or rows of a run contradict each other. 2: they have nothing in common.
     """
     from ..analyze.compare import Tolerance
     from ..analyze.renames import NO_RENAMES, read_renames
@@ -310,6 +312,8 @@ def export(
     own names, for load_state_dict, is written by recorder merge --to.
 
     numpy has no bfloat16 and no 8-bit floats: in npz they are float32, which holds them exactly.
+
+    Exit code 1, with --global: ranks' rows contradict each other, or --layout does not fit them; the file holds them.
     """
     from ..analyze.selection import GlobalOptions, Selection
     from .export import export_run, plan_export

@@ -45,7 +45,7 @@ def show_diff(
     limit: int,
     as_json: bool,
 ) -> int:
-    """Print how two runs compare and return the exit code: 1 if they differ."""
+    """Print how two runs compare and return the exit code: 1 if they differ, or a run contradicts itself."""
     with progress("diff", payload_bytes(a) + payload_bytes(b)) as report:
         found = diff(
             a,
@@ -64,7 +64,7 @@ def show_diff(
         )
     if as_json:
         _print_json(a, b, found, limit)
-        return int(not found.is_equal)
+        return _exit_code(found)
     say(f"A: {a.path}")
     say(f"B: {b.path}")
     for run in noise:
@@ -72,6 +72,9 @@ def show_diff(
     for partial in found.partial:
         num_values = counted(partial.num_values, "value")
         say(f"{partial.run.upper()} lacks {_named(partial.ranks)} in {num_values}")
+    for name, problems in (("A", found.problems_a), ("B", found.problems_b)):
+        for problem in problems:
+            say(f"finding in {name}: {problem}")
     for name, paths in (("A", found.unpaired_a), ("B", found.unpaired_b)):
         if paths:
             shown = ", ".join(map(repr, paths[: limit or None])) + _cut(len(paths), limit)
@@ -88,7 +91,11 @@ def show_diff(
     _print_only("B", found.only_b, found.steps_only_b, limit)
     for line in _summary(found, tolerance, common=common, has_noise=bool(noise)):
         say(line)
-    return int(not found.is_equal)
+    return _exit_code(found)
+
+
+def _exit_code(found: Diff) -> int:
+    return int(not found.is_equal or bool(found.problems_a or found.problems_b))
 
 
 def _describe(first: Difference) -> str:

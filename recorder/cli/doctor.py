@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from ..analyze.expected import Expectation, compare, source_accounts
 from ..analyze.holes import Hole
+from ..analyze.problems import layout_problems
 from ..config import FLAG, is_enabled, load_settings
 from ..errors import ConfigError
 from ..read.run import Run
@@ -137,9 +138,14 @@ def _run(run: Run) -> Iterator[Check]:
     for problem in run.problems:
         yield Check("missing", problem)
     yield from _absent_ranks(run)
+    wrong = layout_problems(run)
+    for problem in wrong or ():
+        yield Check("missing", f"layout: {problem}")
     if note := unsealed_note(run):
         yield Check("note", note)
     yield from _endings(run, found)
+    if wrong is None:
+        yield Check("ok", "not checked here: whether the ranks' pieces fit together, which is a long look at many rows")
     command = shlex.join(["recorder", "verify", str(run.path)])
     yield Check("ok", f"not checked here: whether every byte is as it was written; that is: {command}")
 

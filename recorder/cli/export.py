@@ -20,15 +20,16 @@ def plan_export(
 
 
 def export_run(planned: Export, out: Path, *, force: bool, as_json: bool) -> int:
-    """Write the file, say so, and return the exit code."""
+    """Write the file, say so, and return the exit code: 1 if ranks' rows contradict each other."""
     with progress("export", planned.total_bytes) as report:
         done = planned.write(out, force=force, report=report)
     if as_json:
         found = {"path": str(done.path), "format": planned.to, "rows": done.num_rows, "bytes": done.num_bytes}
-        print_json(found | {"notes": done.notes})
+        print_json(found | {"problems": done.problems, "notes": done.notes})
     else:
         what = counted(done.num_rows, "row" if planned.to == "parquet" else "tensor")
         say(f"{done.path}: {what}, {size(done.num_bytes)}")
-        for note in done.notes:
-            print(printable_line(f"note: {note}"), file=sys.stderr)
-    return 0
+        told = [f"finding: {problem}" for problem in done.problems] + [f"note: {note}" for note in done.notes]
+        for line in told:
+            print(printable_line(line), file=sys.stderr)
+    return int(bool(done.problems))

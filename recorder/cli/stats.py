@@ -27,11 +27,12 @@ _DROPS = ("shape", "numel", "min", "max", "rows", "name", "std", "zero_count", "
 def show_stats(
     run: Run, selection: Selection, options: GlobalOptions, *, by: Sequence[str], last: int, as_json: bool
 ) -> int:
-    """Print statistics and return the exit code."""
+    """Print statistics and return the exit code: 1 if rows or layouts contradict each other."""
     found = statistics(run, selection, options, by=by)
     if as_json:
-        print_json({"run": str(run.path), "notes": found.notes, "rows": found.table.to_pylist()})
-        return 0
+        told = {"run": str(run.path), "problems": found.problems, "notes": found.notes}
+        print_json(told | {"rows": found.table.to_pylist()})
+        return int(bool(found.problems))
     table = found.table
     num_rows = table.num_rows
     if last and num_rows > last:
@@ -39,9 +40,11 @@ def show_stats(
     what = "global tensors" if options.across_ranks else "each rank's own"
     cut = f", the last {last} of {num_rows} rows (--last 0 shows all)" if table.num_rows < num_rows else ""
     _print(table, title=f"{run.path.name}: statistics of {what}{cut}")
+    for problem in found.problems:
+        say(f"finding: {problem}")
     for note in found.notes:
         say(f"note: {note}")
-    return 0
+    return int(bool(found.problems))
 
 
 def _print(table: Any, title: str) -> None:

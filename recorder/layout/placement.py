@@ -198,7 +198,8 @@ def _contradiction(pieces: Sequence[Piece]) -> Apart | None:
         return Apart("inconsistent", f"ranks disagree on the mesh: {found}")
     kinds = {str([(p.get("kind"), p.get("dim")) for p in _placements(piece)]) for piece in pieces}
     if len(kinds) > 1:
-        return Apart("inconsistent", f"ranks disagree on the placements: {named(pieces, 'placements')}")
+        found = ", ".join(f"rank {piece.rank} {in_words(piece.placements)}" for piece in pieces[:MAX_NAMED])
+        return Apart("inconsistent", f"ranks disagree on the placements: {found}")
     mesh_shape, coordinate, _ = mesh_of(pieces[0])
     if len(coordinate) != len(_placements(pieces[0])) or len(mesh_shape) != len(coordinate):
         return Apart(
@@ -258,6 +259,16 @@ def parse_placements(text: str | None) -> tuple[dict[str, Any], ...]:
 def reduce_op(text: str | None) -> str:
     """By what the summands that the column `placements` speaks of are reduced; empty where it is of none."""
     return next((str(p.get("reduce_op", "sum")) for p in parse_placements(text) if p.get("kind") == "Partial"), "")
+
+
+def in_words(text: str | None) -> str:
+    """The column `placements` for people: ``Shard(0) Partial(sum)``; empty for a plain tensor."""
+    found = []
+    for placement in parse_placements(text):
+        kind = str(placement.get("kind"))
+        argument = next((placement[key] for key in ("dim", "reduce_op", "offset") if key in placement), None)
+        found.append(kind if argument is None else f"{kind}({argument})")
+    return " ".join(found)
 
 
 def mesh_of(piece: Piece) -> Mesh:

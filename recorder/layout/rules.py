@@ -13,6 +13,8 @@ from .placement import REDUCE_OPS, place
 from .plans import Apart, Part, Piece, Plan, Term, named
 from .regions import Ints, box_region, whole
 
+AS_ASKED = "as --layout says"
+"""Why pieces stay with their ranks that the user wants to."""
 LOSSES = ("mean", "sum", "weighted")
 _NO_NUMBERS = ("float4_e2m1fn_x2",)
 """Elements that are pairs: to be copied, never computed with."""
@@ -197,16 +199,18 @@ def decide_override(pieces: Sequence[Piece], wanted: str, rule: str) -> Plan | A
     """What the user says: ``shard(d)``, ``replicate``, ``partial(op)`` or ``per_rank``; `rule` names it in messages."""
     word, argument = parse_override(wanted)
     if word == "per_rank":
-        return Apart("per_rank", "as --layout says")
+        return Apart("per_rank", AS_ASKED)
     if len({piece.dtype for piece in pieces}) > 1:
-        return Apart("inconsistent", f"--layout '{rule}' does not fit: dtypes differ: {named(pieces, 'dtype')}")
+        return _misfit(rule, f"dtypes differ: {named(pieces, 'dtype')}")
     if word == "shard":
         dim = int(argument)
-        if any(dim >= len(piece.shape) for piece in pieces) or _unequal_shapes(pieces, but=dim) is not None:
-            return Apart("inconsistent", f"--layout '{rule}' does not fit {_shapes(pieces)}")
+        if any(dim >= len(piece.shape) for piece in pieces):
+            return _misfit(rule, f"there is no dim {dim} in {named(pieces, 'shape')}")
+        if _unequal_shapes(pieces, but=dim) is not None:
+            return _misfit(rule, f"shapes differ in more than dim {dim}: {named(pieces, 'shape')}")
         return concatenated(pieces, dim, ())._replace(source="override")
     if (problem := _unequal_shapes(pieces)) is not None:
-        return Apart("inconsistent", f"--layout '{rule}' does not fit: {problem.why}")
+        return _misfit(rule, problem.why)
     if word == "replicate":
         return _replicas(pieces, "override")
     if pieces[0].dtype in _NO_NUMBERS:
@@ -214,6 +218,10 @@ def decide_override(pieces: Sequence[Piece], wanted: str, rule: str) -> Plan | A
     terms = tuple(Term(i, 1 / len(pieces) if argument == "avg" else 1.0) for i in range(len(pieces)))
     op = "sum" if argument == "avg" else argument
     return Plan(pieces[0].shape, (Part(whole(pieces[0].shape), terms),), "override", op=op)
+
+
+def _misfit(rule: str, why: str) -> Apart:
+    return Apart("inconsistent", f"--layout '{rule}' does not fit: {why}")
 
 
 def parse_override(wanted: str) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NotARunError, WriteError
+from ..read.overrides import check_overrides
 from ..read.run import Run, open_run
 from .findings import Summary, combine, num_problems, of_damage
 from .manifests import of_run, of_source, of_units
@@ -112,6 +113,7 @@ def merge_run(
         source = run.manifest["merged_from"].get("run_id")
         raise NotARunError(f"{run.path}: is the merge of run {source} already; every command reads it as it is")
     started_s = time.monotonic()
+    check_overrides(layouts, run)
     view = run.view(loss=loss, layouts=layouts)
     job = _Job(
         run=run.path.absolute(),

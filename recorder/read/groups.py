@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..format.schema import COUNTS, STATISTICS
 from ..layout.levels import Block, split
-from ..layout.plans import Apart, Piece, Plan
+from ..layout.plans import Apart, Piece, Plan, named
 from ..layout.rules import Batch, parse_override
 from .batches import NO_BATCH, RootBatches, text_of
 from .cuts import Cuts, Wanted
@@ -364,9 +364,12 @@ class Grouping:
             if group.source == "assumed" and not group.instances:
                 text += _ASSUMED
             kind = "buffers_differ" if site == "buffer" else "replicas_differ"
+            if override is not None and override.wanted == "replicate":
+                kind = "inconsistent"
+                text = f"--layout '{override.rule}' does not fit: {text}: {named(pieces, 'shape')}"
             self._note(kind, first, (*original_ranks, *differing_ranks), text, path, site, name)
-            if site != "buffer":
-                plan = Apart("replicas_differ", text)
+            if kind != "buffers_differ":
+                plan = Apart(kind, text)
         elif isinstance(plan, Apart):
             self._note(plan.kind, first, present, plan.why, path, site, name)
         return Value(rows_at, plan, present, expected, differing_ranks, batch, parts.ranks)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..layout.placement import parse_mesh, parse_placements, reduce_op
+from ..layout.placement import in_words, parse_mesh, parse_placements, reduce_op
 from ..layout.plans import Apart, Part, Piece, Plan
 from ..layout.regions import Ints, Region
 from .groups import listed
@@ -103,7 +103,11 @@ class Layout:
         if not self.mesh_shape or math.prod(self.mesh_shape) > _MAX_LISTED:
             return []
         meshes = dict.fromkeys(piece.mesh for piece in self.pieces if piece.coordinate)
-        lines = ["", f"mesh {_sizes(self.mesh_shape)}" + (f", {kinds}" if (kinds := self.pieces[0].placements) else "")]
+        kinds = {piece.placements for piece in self.pieces if piece.coordinate}
+        lines = [
+            "",
+            f"mesh {_sizes(self.mesh_shape)}" + (f", {kind}" if len(kinds) == 1 and (kind := min(kinds)) else ""),
+        ]
         for number, mesh in enumerate(list(meshes)[:_MAX_MESHES]):
             placed = {p.coordinate: p.rank for p in self.pieces if p.coordinate and p.mesh == mesh}
             lines += [""] * (number > 0) + _grid(placed, self.mesh_shape)
@@ -140,12 +144,15 @@ class Layout:
 
     def _table(self) -> list[str]:
         has_slices = any(piece.micro_step for piece in self.pieces)
-        titles = ["rank", *(["micro-batch"] if has_slices else []), "mesh", "offsets", "shape", ""]
+        differ = len({piece.placements for piece in self.pieces}) > 1
+        titles = ["rank", *(["micro-batch"] if has_slices else []), "mesh", *(["placed"] if differ else [])]
+        titles += ["offsets", "shape", ""]
         lines = [
             [
                 str(piece.rank),
                 *([str(piece.micro_step)] if has_slices else []),
                 "-" if piece.coordinate is None else _sizes(piece.coordinate),
+                *([piece.placements or "-"] if differ else []),
                 "-" if piece.offsets is None else _sizes(piece.offsets),
                 _sizes(piece.shape),
                 "copy" if piece.is_copy else f"summand ({piece.reduce_op})" if piece.reduce_op else "",
@@ -227,7 +234,7 @@ def describe(what: str, pieces: list[Piece], plan: Plan | Apart, *, expected: In
                 shape=piece.shape,
                 coordinate=mesh.coordinate or None,
                 mesh=mesh.ranks,
-                placements=_placements(piece.placements),
+                placements=in_words(piece.placements),
                 offsets=starts.get(i) if is_plan else None,
                 micro_step=piece.micro_step,
                 is_copy=i in copies and piece.rank not in differing,
@@ -257,16 +264,6 @@ def _op_of(part: Part, plan: Plan) -> str:
 
 def _start(region: Region) -> Ints | None:
     return (0,) * len(region.local_shape) if not region.boxes and region.run is None else region.start
-
-
-def _placements(text: str | None) -> str:
-    """``Shard(0) Partial(sum)``."""
-    found = []
-    for placement in parse_placements(text):
-        kind = str(placement.get("kind"))
-        argument = next((placement[key] for key in ("dim", "reduce_op", "offset") if key in placement), None)
-        found.append(kind if argument is None else f"{kind}({argument})")
-    return " ".join(found)
 
 
 def _sizes(numbers: Ints) -> str:

@@ -29,6 +29,7 @@ from .light import NONE, PLACE_COLUMNS, TIME_ORDER, LightRows, Positions
 from .lookup import QUALIFIERS, find_tensor
 from .modules import ModuleInfo, read_modules
 from .notebook import ModuleView, known_paths, narrow, run_html, to_long
+from .overrides import check_overrides
 from .payload import Payloads
 from .picture import Layout, explain
 from .view import GlobalView, global_tensor, is_partial
@@ -296,6 +297,7 @@ class Run:
         question = {"site": site, "step": step, "name": name, "micro_step": micro_step, "call": call, **more}
         _check_words(question)
         question.pop("partial", None)
+        check_overrides(layouts, self)
         view = self.view(layouts=layouts) if layouts else self._view
         found = find_tensor(
             self._rows,

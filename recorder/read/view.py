@@ -21,7 +21,7 @@ from ..format.dtypes import ITEM_BYTES, item_bytes, numpy_dtype
 from ..format.schema import COUNTS, LIGHT_COLUMNS, SCHEMA, STATISTICS
 from ..layout.plans import Apart, Plan, Term
 from ..layout.regions import Region
-from ..layout.rules import LOSSES
+from ..layout.rules import AS_ASKED, LOSSES
 from .assembler import Assembler, Part, as_items
 from .combine import combine, combine_fingerprints
 from .decode import as_array, parse_shape
@@ -182,7 +182,8 @@ class GlobalRows:
         """What the reader should know; the same of many values once."""
         self._light = light
         self._is_merged = assembler is None
-        self._whys = {at: value.plan.why for value in values if isinstance(value.plan, Apart) for at in value.positions}
+        apart = [(value, value.plan) for value in values if isinstance(value.plan, Apart)]
+        self._whys = {at: plan.why for value, plan in apart if plan.why != AS_ASKED for at in value.positions}
         self._assembler = assembler or Assembler(light, Payloads(light))
         if self._is_merged:
             part_0 = positions[light.numbers("part")[positions] == 0]

@@ -202,7 +202,8 @@ class TestTensorParallelWithDDP:
         view = grid_run(tmp_path / "run", rows).view(layouts=["layers.*:output:=shard(0)"]).rows()
         (finding,) = view.findings
         assert (finding.kind, finding.module_path, finding.site) == ("inconsistent", "layers.0", "output")
-        assert "--layout 'layers.*:output:=shard(0)' does not fit rank 0 [4, 6], rank 1 [4, 5]" in finding.text
+        why = "shapes differ in more than dim 0: rank 0 [4, 6], rank 1 [4, 5]"
+        assert f"--layout 'layers.*:output:=shard(0)' does not fit: {why}" in finding.text
 
 
 class TestInference:

@@ -1,0 +1,73 @@
+"""Owns what contradicts itself in the ranks' rows, or in what was said of their layout: named, once each.
+
+Missing ranks and replicas that differ are told elsewhere. Must never read a payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from ..read.facts import RunFacts
+from ..read.groups import Finding, Grouping
+from ..read.light import LightRows
+from ..read.run import Run
+from .selection import Selection
+
+_MAX_NAMED = 8
+_MAX_ROWS = 100_000
+_MAX_LOADED_ROWS = 1_000_000
+"""Rows come in batches, of which some lie at other steps; a million take seconds."""
+
+
+class Problems:
+    """Contradictions in what is selected, added up over ranges of steps."""
+
+    def __init__(self, selection: Selection) -> None:
+        self._selection = Selection(module=selection.module, site=selection.site, name=selection.name)
+        self._found: dict[str, None] = {}
+
+    def add(self, findings: Sequence[Finding]) -> None:
+        """What the global view found in some steps."""
+        wrong = [one for one in findings if one.kind == "inconsistent"]
+        columns = {name: [getattr(one, name) for one in wrong] for name in ("module_path", "site", "name")}
+        texts = [f"{one.module_path!r} {' '.join(filter(None, (one.site, one.name)))}: {one.text}" for one in wrong]
+        table = pa.table({name: pa.array(values, pa.string()) for name, values in (columns | {"text": texts}).items()})
+        stages = [one.text for one in findings if one.kind == "partial" and not one.site]
+        self._found |= dict.fromkeys([*stages, *self._selection.narrow(table).column("text").to_pylist()])
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def texts(self) -> list[str]:
+        """One for each, the first few."""
+        more = len(self._found) - _MAX_NAMED
+        return [*list(self._found)[:_MAX_NAMED], *([f"and {more} more of these"] if more > 0 else [])]
+
+
+def layout_problems(run: Run) -> list[str] | None:
+    """Contradictions in the first steps of a run; what is so there mostly stays so. None where these are too many rows.
+
+    A merged run has none: they were told when it was merged.
+    """
+    windows = [] if run.is_merged else run.view().windows(_MAX_ROWS)
+    if not windows:
+        return []
+    first, last = windows[0]
+    light = LightRows(run.writers, (first, last))
+    if light.num_rows > _MAX_LOADED_ROWS:
+        return None
+    facts = RunFacts(run.writers, run.run_id, run.world_size)
+    grouping = Grouping(light, facts, loss="mean", overrides=[], is_same=_unknown, is_repeated=_unknown)
+    steps = light.numbers("step")
+    for _ in grouping.values(np.flatnonzero((steps >= first) & (steps < last))):
+        pass
+    problems = Problems(Selection())
+    problems.add(grouping.findings)
+    return problems.texts()
+
+
+def _unknown(*_: object) -> None:
+    """Of payloads, which nobody reads here."""

@@ -1,0 +1,44 @@
+"""Owns whether what the user says of layouts can be meant: of each override, that some value fits its pattern."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from ..errors import LookupFailedError
+from .groups import parse_overrides
+
+if TYPE_CHECKING:
+    from .run import Run
+
+_LEAF = ["module_path", "site", "name"]
+_MAX_COMPARED = 20_000
+
+
+def check_overrides(layouts: Sequence[str], *runs: Run) -> None:
+    """Refuse an override that would change nothing.
+
+    Args:
+        layouts: ``PATTERN=LAYOUT``; see `Run.view`.
+        runs: of the values that are meant.
+
+    Raises:
+        LookupFailedError: one is of another form, or no value of any run fits its pattern; the message says which.
+    """
+    try:
+        overrides = parse_overrides(layouts)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise LookupFailedError(str(error)) from error
+    if not overrides:
+        return
+    leaves = [leaf for run in runs for leaf in run.table(_LEAF).group_by(_LEAF).aggregate([]).to_pylist()]
+    there = list(dict.fromkeys(":".join(leaf[name] or "" for name in _LEAF) for leaf in leaves))
+    for pattern, wanted in overrides:
+        if not any(fnmatchcase(leaf, pattern) for leaf in there):
+            near = difflib.get_close_matches(pattern, there[:_MAX_COMPARED], n=3, cutoff=0.5)
+            hint = f"; nearest {'is' if len(near) == 1 else 'are'} {', '.join(map(repr, near))}" if near else ""
+            raise LookupFailedError(
+                f"--layout '{pattern}={wanted}': no value fits {pattern!r}, a glob over module_path:site:name{hint}"
+            )
