@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from .plans import MAX_NAMED, Apart, Part, Piece, Plan, Term, named, telling
+from .plans import MAX_NAMED, Apart, Part, Piece, Plan, Term, named, told
 from .regions import (
     Ints,
     Region,
@@ -193,12 +193,11 @@ def _contradiction(pieces: Sequence[Piece]) -> Apart | None:
             return Apart("inconsistent", f"{what}: {named(pieces, field)}")
     meshes = {mesh_of(piece).shape for piece in pieces}
     if len(meshes) > 1:
-        told = telling(pieces, lambda piece: mesh_of(piece).shape)
-        found = ", ".join(f"rank {piece.rank} {list(mesh_of(piece).shape)}" for piece in told)
+        found = told(pieces, lambda piece: list(mesh_of(piece).shape))
         return Apart("inconsistent", f"ranks disagree on the mesh: {found}")
     kinds = {str([(p.get("kind"), p.get("dim")) for p in _placements(piece)]) for piece in pieces}
     if len(kinds) > 1:
-        found = ", ".join(f"rank {piece.rank} {in_words(piece.placements)}" for piece in pieces[:MAX_NAMED])
+        found = told(pieces, lambda piece: in_words(piece.placements))
         return Apart("inconsistent", f"ranks disagree on the placements: {found}")
     mesh_shape, coordinate, _ = mesh_of(pieces[0])
     if len(coordinate) != len(_placements(pieces[0])) or len(mesh_shape) != len(coordinate):

@@ -89,18 +89,14 @@ class Apart(NamedTuple):
     why: str
 
 
-def telling(pieces: Sequence[Piece], what: Callable[[Piece], Any]) -> list[Piece]:
-    """As many pieces as a message names; of more, those that differ in something are among them."""
-    if len(pieces) <= MAX_NAMED:
-        return list(pieces)
-    firsts: dict[Any, Piece] = {}
-    for piece in pieces:
-        firsts.setdefault(what(piece), piece)
-    others = [piece for piece in pieces if firsts[what(piece)] is not piece]
-    return sorted([*firsts.values(), *others][:MAX_NAMED], key=lambda piece: piece.rank)
-
-
 def named(pieces: Sequence[Piece], field: str) -> str:
     """What each rank says of something, for messages."""
-    values = ((piece.rank, getattr(piece, field)) for piece in telling(pieces, lambda piece: getattr(piece, field)))
-    return ", ".join(f"rank {rank} {list(v) if isinstance(v, tuple) else v}" for rank, v in values)
+    return told(pieces, lambda piece: list(v) if isinstance(v := getattr(piece, field), tuple) else v)
+
+
+def told(pieces: Sequence[Piece], say: Callable[[Piece], object]) -> str:
+    """The same of what is said of a piece; of many ranks a few, among them one of each word."""
+    words = [str(say(piece)) for piece in pieces]
+    firsts = set({word: i for i, word in reversed([*enumerate(words)])}.values())
+    few = sorted([*sorted(firsts), *(i for i in range(len(pieces)) if i not in firsts)][:MAX_NAMED])
+    return ", ".join(f"rank {pieces[i].rank} {words[i]}" for i in few)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from recorder.layout.levels import Block, compose, corresponding, split, within
 from recorder.layout.placement import REDUCE_OPS
-from recorder.layout.plans import Apart, Piece, Plan
+from recorder.layout.plans import Apart, Piece, Plan, named
 from recorder.layout.rules import Batch, Unequal, decide_activation, decide_gradient, decide_state
 
 from .test_assembly import Placement, cut
@@ -218,3 +218,9 @@ def test_a_sum_of_what_is_reduced_otherwise_is_refused(op: str) -> None:
     assert isinstance(across, Plan)
     found = compose(across, plans)
     assert isinstance(found, Apart) and f"reduced by {op}" in found.why
+
+
+def test_of_many_ranks_the_one_that_says_otherwise_is_named() -> None:
+    pieces = [Piece(rank, "float32", (2, 3) if rank == 11 else (2, 2)) for rank in range(16)]
+    assert named(pieces, "shape").endswith(", rank 6 [2, 2], rank 11 [2, 3]")
+    assert named(pieces[:3], "shape") == "rank 0 [2, 2], rank 1 [2, 2], rank 2 [2, 2]"

@@ -390,7 +390,7 @@ class TestBatches:
         rows = run.view(layouts=["layers.*=per_rank", f"layers.0:output:={layout}"]).rows()
         if wanted is None:
             assert {one["rank"] for one in rows.table.to_pylist() if one["module_path"]} == {0, 1}
-            assert rows.findings[0].kind == ("per_rank" if layout == "per_rank" else "replicas_differ")
+            assert rows.findings[0].kind == ("per_rank" if layout == "per_rank" else "inconsistent")
             return
         i, found = view_row(rows, module_path="layers.0")
         assert found["layout_source"] == "override"
