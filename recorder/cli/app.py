@@ -15,6 +15,19 @@ import typer
 
 from .. import __version__
 from ..errors import LookupFailedError, RecorderError
+from .options import (
+    Json,
+    LayoutOption,
+    LossOption,
+    ModuleGlob,
+    ModuleOption,
+    NameOption,
+    RankOption,
+    RunPath,
+    SiteOption,
+    StepOption,
+    refuse,
+)
 from .output import LineHandler, printable_line
 
 _PACKAGE = (__package__ or "recorder").partition(".")[0]
@@ -28,28 +41,6 @@ app = typer.Typer(
     epilog="Record with: RECORDER=1 torchrun --nproc-per-node 2 train.py",
 )
 
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or a folder that holds exactly one.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
-ModuleGlob = Annotated[str | None, typer.Argument(metavar="MODULE", help="A module's path or a glob; '' is the root.")]
-SiteOption = Annotated[str | None, typer.Option(help="Only these sites: output, grad, param,... with commas.")]
-NameOption = Annotated[str | None, typer.Option(help="Only this name at the site, or a glob: weight, *.exp_avg.")]
-StepOption = Annotated[str | None, typer.Option(help="Steps: 7, 0:100, ::10, 0,5,7 or pow2.")]
-RankOption = Annotated[str | None, typer.Option(help="Ranks, written like steps.")]
-LossOption = Annotated[
-    str,
-    typer.Option(
-        help="What a rank's loss is of its batch: mean (activation gradients are divided by the ranks), "
-        "sum (they are taken as they are) or weighted (mean over ragged batches)."
-    ),
-]
-LayoutOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PATTERN=LAYOUT",
-        help="How the ranks' values of some leaves lie, whatever was found: PATTERN is a glob over "
-        "module_path:site:name, LAYOUT is shard(DIM), replicate, partial(sum) or per_rank. Repeatable.",
-    ),
-]
 _READER_GONE = 141
 """What a shell says of a program that wrote to a pipe that nobody reads any more."""
 
@@ -71,17 +62,6 @@ def run_command(arguments: list[str]) -> NoReturn:
     except (RecorderError, OSError, MemoryError) as error:
         print(f"recorder: {printable_line(error or 'out of memory')}", file=sys.stderr)
     sys.exit(2)
-
-
-def _refuse(why: str, **options: object) -> None:
-    """Options that would change nothing.
-
-    Raises:
-        LookupFailedError: one of them was given.
-    """
-    given = [f"--{name}" for name, value in options.items() if value is not None]
-    if given:
-        raise LookupFailedError(f"{' and '.join(given)}: {why}")
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -119,8 +99,8 @@ def show(
     ] = None,
     site: Annotated[str | None, typer.Option(help="Only this site: output, grad_output, param, grad, ...")] = None,
     name: Annotated[str | None, typer.Option(help="Only this name at the site, such as weight.")] = None,
-    step: Annotated[str | None, typer.Option(help="Steps: 7, 0:100, ::10, 0,5,7 or pow2.")] = None,
-    rank: Annotated[str | None, typer.Option(help="Ranks, written like steps.")] = None,
+    step: StepOption = None,
+    rank: RankOption = None,
     last: Annotated[int, typer.Option(min=0, help="Steps in the long table, counted from the end; 0: all.")] = 10,
     where: Annotated[
         bool,
@@ -143,12 +123,12 @@ def show(
     if where:
         from .where import show_where
 
-        _refuse("not with --where, which draws the pieces of all ranks", rank=rank)
+        refuse("not with --where, which draws the pieces of all ranks", rank=rank)
         if module is None:
             raise LookupFailedError("--where: name the module whose values to draw; '' is the root")
         run = open_typed(path, context.obj)
         raise typer.Exit(show_where(run, module, wanted, layouts=layout or [], as_json=as_json))
-    _refuse("only with --where", layout=layout)
+    refuse("only with --where", layout=layout)
     if module is None:
         raise typer.Exit(show_modules(open_typed(path, context.obj), wanted, as_json=as_json))
     raise typer.Exit(show_module(open_typed(path, context.obj), module, wanted, last=last, as_json=as_json))
@@ -240,7 +220,7 @@ def diff(
             metavar="FILE", help="Modules that are called otherwise in B: lines such as encoder.layers = blocks."
         ),
     ] = None,
-    module: Annotated[str | None, typer.Option(help="Only this module, or those that a glob matches.")] = None,
+    module: ModuleOption = None,
     site: SiteOption = None,
     name: NameOption = None,
     step: StepOption = None,
@@ -290,7 +270,7 @@ def export(
     path: RunPath,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="PATH", help="The file to write.")],
     to: Annotated[str | None, typer.Option(help="parquet, npz or safetensors; by default what PATH ends with.")] = None,
-    module: Annotated[str | None, typer.Option(help="Only this module, or those that a glob matches.")] = None,
+    module: ModuleOption = None,
     site: SiteOption = None,
     name: NameOption = None,
     step: StepOption = None,
@@ -452,12 +432,12 @@ def merge(
     if to is None:
         from .merge import merge_typed
 
-        _refuse("only for --to dcp and --to safetensors", what=what, step=step, root=root, partial=partial or None)
+        refuse("only for --to dcp and --to safetensors", what=what, step=step, root=root, partial=partial or None)
         run = open_typed(path, context.obj)
         raise typer.Exit(merge_typed(run, out, loss=loss, layouts=layout or [], jobs=jobs, as_json=as_json))
     from .model import Wanted, write_typed
 
-    _refuse(
+    refuse(
         "not for --to, which writes one step's parameters or gradients in this process",
         loss=None if loss == "mean" else loss,
         jobs=jobs,

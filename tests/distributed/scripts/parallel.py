@@ -270,6 +270,13 @@ def counted(model: nn.Module) -> tuple[list[Tensor], int]:
     return fit(model), num_collectives() - before
 
 
+def save_twins(folder: Path, without: tuple[list[Tensor], int], recorded: tuple[list[Tensor], int]) -> None:
+    """Beside the run: whether two trainings have the same tensors, and how many collectives each had."""
+    same = len(recorded[0]) == len(without[0]) and all(map(torch.equal, recorded[0], without[0]))
+    twins = {"same": same, "num_collectives": (without[1], recorded[1])}
+    torch.save(twins, folder.with_name(f"{folder.name}.twins{dist.get_rank()}"))
+
+
 def train(case: Callable[[nn.Module], nn.Module], folder: Path, *, late: bool = False) -> None:
     """The same training without and with the recorder; what differed is saved beside the run.
 
@@ -278,16 +285,12 @@ def train(case: Callable[[nn.Module], nn.Module], folder: Path, *, late: bool = 
         folder: where to record to.
         late: whether the model is made parallel when it is recorded already.
     """
-    without, count = counted(case(make()))
+    without = counted(case(make()))
     model = make() if late else case(make())
     with recorder.attach(model, enabled=True, dir=folder, rules=RULES):
         model = case(model) if late else model
-        recorded, count_recorded = counted(model)
-    twins = {
-        "same": len(recorded) == len(without) and all(map(torch.equal, recorded, without)),
-        "num_collectives": (count, count_recorded),
-    }
-    torch.save(twins, folder.with_name(f"{folder.name}.twins{dist.get_rank()}"))
+        recorded = counted(model)
+    save_twins(folder, without, recorded)
 
 
 def plain_values() -> dict[Any, Tensor]:

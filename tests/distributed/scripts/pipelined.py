@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel import num_collectives  # type: ignore[import-not-found]  # beside this file, which runs as a script
+from parallel import num_collectives, save_twins  # type: ignore[import-not-found]  # beside this file, which runs as a script
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -147,17 +147,13 @@ def fit(modules: list[nn.Module], schedule: Any) -> tuple[list[Tensor], int]:
 
 
 def train(case: Callable[[], Trained], folder: Path) -> None:
-    without, count = fit(*case())
+    without = fit(*case())
     modules, schedule = case()
     with contextlib.ExitStack() as attached:
         for module in modules:
             attached.enter_context(recorder.attach(module, enabled=True, dir=folder, rules=RULES))
-        recorded, count_recorded = fit(modules, schedule)
-    twins = {
-        "same": len(recorded) == len(without) and all(map(torch.equal, recorded, without)),
-        "num_collectives": (count, count_recorded),
-    }
-    torch.save(twins, folder.with_name(f"{folder.name}.twins{dist.get_rank()}"))
+        recorded = fit(modules, schedule)
+    save_twins(folder, without, recorded)
 
 
 def plain_values() -> dict[Any, Tensor]:
