@@ -172,9 +172,9 @@ def diff(
     selection = Selection(module=module, site=site, name=name, step=step)
     selection.check()
     GlobalOptions(across_ranks=True, loss=loss, layouts=layouts).check(a, b)
-    names = {path: renames.old(path) for path in b.module_paths}
+    names = {path: renames.old(path) for path in _module_paths(b)}
     renames.check_used(names)
-    lonely = _lonely(a, names)
+    lonely = _lonely(_module_paths(a), names)
     comparison = _Comparison(Tolerance(rtol, atol, ulp), report, lonely, selection)
     _check_twins(a, noise)
     views = [run.view(loss=loss, layouts=layouts) for run in (a, b, *noise)]
@@ -210,10 +210,20 @@ def _check_twins(a: Run, noise: Sequence[Run]) -> None:
             )
 
 
-def _lonely(a: Run, names: Mapping[str, str]) -> tuple[Lonely, Lonely]:
+def _module_paths(run: Run) -> list[str]:
+    """Modules with rows, shard by shard: the names of all rows at once would take more memory than the comparison."""
+    found: dict[str, None] = {}
+    for writer in run.writers:
+        for shard in writer.shards:
+            for batch in shard.columns(["module_path"]):
+                found |= dict.fromkeys(batch.column("module_path").unique().to_pylist())
+    return list(found)
+
+
+def _lonely(paths: Sequence[str], names: Mapping[str, str]) -> tuple[Lonely, Lonely]:
     """The modules of each run that the other has not; `names` are those of the second, by its own."""
-    there, theirs = set(a.module_paths), set(names.values())
-    alone_a = {path: path for path in a.module_paths if path not in theirs}
+    there, theirs = set(paths), set(names.values())
+    alone_a = {path: path for path in paths if path not in theirs}
     return Lonely(alone_a), Lonely({name: own for own, name in names.items() if name not in there})
 
 

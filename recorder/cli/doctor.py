@@ -135,12 +135,12 @@ def _run(run: Run) -> Iterator[Check]:
     yield from _merged(run, found)
     yield from _events(run)
     yield from _accounts(run)
+    wrong = layout_problems(run)  # what it reads may show more damage
     for problem in run.problems:
         yield Check("missing", problem)
-    yield from _absent_ranks(run)
-    wrong = layout_problems(run)
     for problem in wrong or ():
         yield Check("missing", f"layout: {problem}")
+    yield from _absent_ranks(run)
     if note := unsealed_note(run):
         yield Check("note", note)
     yield from _endings(run, found)
