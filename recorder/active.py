@@ -18,6 +18,7 @@ from torch import nn
 from . import config, ops
 from .attachment import Attachment, Inactive
 from .capture import tree
+from .capture.pipelines import is_whole_pipe
 from .capture.root import Root
 from .capture.select import Selection
 from .errors import AttachError, ConfigError
@@ -70,6 +71,10 @@ def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]
     global _current
     if not isinstance(model, nn.Module):
         raise AttachError(f"attach needs a torch.nn.Module, got {type(model).__name__}")
+    if is_whole_pipe(model):
+        raise AttachError(
+            "attach got a whole Pipe, which no rank calls; attach its stages: pipe.build_stage(...).submod"
+        )
     with _lock:
         recorder = _current
         if recorder is None:

@@ -27,6 +27,12 @@ class StageCall(NamedTuple):
     """None where it is no part of training: a stage may run once more, to learn the shapes of what it will send."""
 
 
+def is_whole_pipe(module: object) -> bool:
+    """Whether it is all stages that torch has cut a model into: each rank runs its own of them, nobody the whole."""
+    kind = loaded("torch.distributed.pipelining", "Pipe")
+    return kind is not None and isinstance(module, kind)
+
+
 def stage_call() -> StageCall | None:
     """What call of a stage is under way on this thread; None where there is none."""
     for frame, stage in _stage_frames():

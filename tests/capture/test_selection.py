@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import Pipe
 
 import recorder
 from recorder.errors import AttachError, ConfigError
@@ -63,6 +64,19 @@ def test_a_rule_for_another_rank_selects_nothing_and_is_no_mistake(tmp_path: Pat
         train(Tiny(), 1)
     assert set(recording.rows().module_path) == {"second"}
     assert recording.events("pattern_unmatched") == []
+
+
+class Whole(Pipe):
+    """What `pipeline` returns, without the tracing, which takes seconds."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.submod_pp_0 = Tiny()
+
+
+def test_attach_refuses_a_whole_pipe_and_names_its_stages(tmp_path: Path) -> None:
+    with pytest.raises(AttachError, match=r"a whole Pipe, which no rank calls; attach its stages: pipe.build_stage"):
+        recorder.attach(Whole(), enabled=True, dir=tmp_path)
 
 
 def test_attach_refuses_a_pattern_that_matches_nothing_and_names_the_nearest(tmp_path: Path) -> None:
