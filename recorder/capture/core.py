@@ -86,6 +86,8 @@ class Capture:
         self.is_open = True
         self.every_call_is_a_step = False
         """Inference: no optimizer counts the steps."""
+        self.is_in_stage = False
+        """Whether the call of a root that is under way, or was the last, is that of a pipeline's stage."""
         self.has_seen_forward = False
         """Whether a root was ever seen to run with gradients; under compile its own hooks may be compiled away."""
         self._sequence = itertools.count()

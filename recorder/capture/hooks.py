@@ -172,7 +172,7 @@ class RootEnds(Hook):
 class GradientArrives:
     """Tensor hook: the gradient of one observed value. Fires once per backward through it."""
 
-    __slots__ = ("_call", "_capture", "_keep", "_moment", "_origin", "_repeat", "_scope", "chunk", "handle")
+    __slots__ = ("_call", "_capture", "_is_once", "_keep", "_moment", "_origin", "_repeat", "_scope", "chunk", "handle")
 
     def __init__(
         self, capture: Capture, origin: Origin, moment: Moment, call: int, keep: int, scope: str | None = None
@@ -184,6 +184,9 @@ class GradientArrives:
         self._keep = keep
         self._scope = scope
         self._repeat = 0
+        # A zero-bubble schedule goes back twice, for the inputs and then for the weights; what passes again on that
+        # second way is the same gradient, or a sum that torch puts right behind this hook.
+        self._is_once = capture.is_in_stage
         self.chunk: Chunk | None = None
         """The place of a gradient that does not know it."""
         self.handle: Any = None
@@ -194,7 +197,7 @@ class GradientArrives:
             if _is_compiling() or gradient is None:  # as DDP hands on for an output that the loss does not use
                 return
             capture = self._capture
-            if not capture.is_open:
+            if not capture.is_open or (self._is_once and self._repeat):
                 return
             capture.observe(
                 *(self._origin, self._moment, "backward", self._call, self._repeat, self._keep, gradient),

@@ -366,6 +366,7 @@ class Root:
             return
         nesting.outermost = self
         stage = stage_call()
+        self.capture.is_in_stage = stage is not None
         if stage is not None:
             self.pipeline = stage.pipeline
             if stage.micro_batch is None:

@@ -18,7 +18,8 @@ from .jobs import SCRIPTS, Finished
 
 OF_TWO = ["tp", "tp_late", "sp"]
 OF_FOUR = ["tp_ddp", "tp_fsdp2", "sp_fsdp2", "tp_hsdp"]
-PIPELINED = ["one_forward_one_backward", "checkpointed", "gpipe", "interleaved", "split"]
+PIPELINED = [*meshes.PIPELINES]
+OF_FOUR_STAGES = ("interleaved", "looped", "zero_bubble", "zero_bubble_v", "dual_pipe_v")
 CASES = [*OF_TWO, *OF_FOUR]
 GROUPS = {0: ([0, 2], [0, 1]), 1: ([1, 3], [0, 1]), 2: ([0, 2], [2, 3]), 3: ([1, 3], [2, 3])}
 """By rank of a 2 x 2 mesh, data parallel and model parallel ranks."""
@@ -221,8 +222,8 @@ def test_a_pipeline_is_not_changed(pipelined: Finished, case: str) -> None:
 def test_a_root_says_which_stage_it_is(stages: dict[str, recorder.Run], case: str) -> None:
     roots = [writer.manifest["roots"] for writer in stages[case].writers]
     found = [sorted((root["pipeline"] for root in mine), key=lambda facts: facts["stage"]) for mine in roots]
-    num_stages = 4 if case == "interleaved" else 2
-    expected = [range(rank, num_stages, 2) for rank in range(2)]
+    num_stages = 4 if case in OF_FOUR_STAGES else 2
+    expected = [(0, 3), (1, 2)] if case.endswith("_v") else [range(rank, num_stages, 2) for rank in range(2)]
     assert found == [[{"stage": stage, "num_stages": num_stages} for stage in mine] for mine in expected]
 
 
@@ -238,7 +239,7 @@ def test_stages_together_have_each_value_of_one_process_once(
     found = []
     row: Any
     for row in frame[frame["site"].isin([key[0] for key in expected])].itertuples():
-        path = f"{row.module_path}.{row.name}" if row.site in ("param", "grad") else row.module_path
+        path = f"{row.module_path}.{row.name}" if row.site in ("param", "grad", "optim") else row.module_path
         key = (row.site, path, row.step, None if np.isnan(row.micro_step) else int(row.micro_step))
         found.append(key)
         question: dict[str, Any] = {"site": row.site, "name": row.name, "step": row.step, "phase": row.phase}

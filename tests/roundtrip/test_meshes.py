@@ -12,13 +12,13 @@ from tests.read.meshes import finger
 
 from .meshes import LAYOUTS, SITES, compare, train, with_layouts
 
-QUICK = ("tp x ddp", "sp x fsdp1", "cp")
+QUICK = ("tp x ddp", "sp x fsdp1", "cp", "pp x fsdp2", "pp x tp")
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "layouts"),
     [
-        pytest.param(4, QUICK, id="4 ranks, three layouts"),
+        pytest.param(4, QUICK, id="4 ranks, five layouts"),
         *(pytest.param(num, layouts, id=f"{num} ranks", marks=pytest.mark.slow) for num, layouts in LAYOUTS.items()),
     ],
 )
@@ -30,7 +30,7 @@ def test_every_value_of_one_process_is_in_the_global_view(
     assert {key[0] for key in values} == set(SITES)
     for layout in layouts:
         run = with_layouts(out, layout)
-        counts, problems = compare(run, values)
+        counts, problems = compare(run, values, layout)
         assert problems == [], layout
         assert sum(counts["grad_output"].values()) > 50
         assert _num_fingerprints(run) > 50 or run.is_merged

@@ -18,8 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
     SplitPoint,
     pipeline,
 )
@@ -107,11 +111,39 @@ def gpipe() -> Trained:
     return [module], ScheduleGPipe(PipelineStage(module, rank, 2, CPU, **shapes), MICRO_BATCHES, loss_fn=loss_of)
 
 
+def of_two_stages(schedule: Any, *numbers: int) -> Trained:
+    modules: list[nn.Module] = [cut(stage, 4) for stage in numbers]
+    stages = [PipelineStage(module, stage, 4, CPU) for module, stage in zip(modules, numbers, strict=True)]
+    return modules, schedule(stages, MICRO_BATCHES, loss_fn=loss_of)
+
+
 def interleaved() -> Trained:
-    rank = dist.get_rank()
-    modules: list[nn.Module] = [cut(stage, 4) for stage in (rank, rank + 2)]
-    stages: Any = [PipelineStage(m, s, 4, CPU) for m, s in zip(modules, (rank, rank + 2), strict=True)]
-    return modules, ScheduleInterleaved1F1B(stages, MICRO_BATCHES, loss_fn=loss_of)
+    return of_two_stages(ScheduleInterleaved1F1B, dist.get_rank(), dist.get_rank() + 2)
+
+
+def looped() -> Trained:
+    return of_two_stages(ScheduleLoopedBFS, dist.get_rank(), dist.get_rank() + 2)
+
+
+def zero_bubble() -> Trained:
+    """The backward goes twice through a stage: for its inputs, and later for its weights."""
+    return of_two_stages(ScheduleInterleavedZeroBubble, dist.get_rank(), dist.get_rank() + 2)
+
+
+def zero_bubble_v() -> Trained:
+    """The first stage and the last one are on one rank."""
+    return of_two_stages(ScheduleZBVZeroBubble, dist.get_rank(), 3 - dist.get_rank())
+
+
+def dual_pipe_v() -> Trained:
+    return of_two_stages(ScheduleDualPipeV, dist.get_rank(), 3 - dist.get_rank())
+
+
+def accumulated() -> Trained:
+    """The micro-batches of a step go through in two turns of the schedule."""
+    module, rank = cut(dist.get_rank(), 2), dist.get_rank()
+    stage = PipelineStage(module, rank, 2, CPU)
+    return [module], Schedule1F1B(stage, MICRO_BATCHES // 2, loss_fn=loss_of, scale_grads=False)
 
 
 def split() -> Trained:
@@ -122,7 +154,10 @@ def split() -> Trained:
     return [stage.submod], Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_of)
 
 
-CASES = (one_forward_one_backward, checkpointed, gpipe, interleaved, split)
+CASES = (
+    one_forward_one_backward, checkpointed, gpipe, interleaved, looped, zero_bubble, zero_bubble_v, dual_pipe_v,
+    accumulated, split,
+)  # fmt: skip
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -136,10 +171,16 @@ def fit(modules: list[nn.Module], schedule: Any) -> tuple[list[Tensor], int]:
     before = num_collectives()
     optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()], lr=0.01)
     losses: list[Tensor] = []
+    stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+    is_first, is_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+    num_turns = MICRO_BATCHES // schedule._n_microbatches
     for step in range(STEPS):
-        x, target = batch(step)
-        first = (x,) if dist.get_rank() == 0 else ()
-        schedule.step(*first, target=target if dist.get_rank() else None, losses=losses if dist.get_rank() else None)
+        for x, target in zip(*(tensor.chunk(num_turns) for tensor in batch(step)), strict=True):
+            given = (x,) if is_first else ()
+            schedule.step(*given, target=target if is_last else None, losses=losses if is_last else None)
+        for parameter in (p for module in modules for p in module.parameters() if num_turns > 1):
+            assert parameter.grad is not None
+            parameter.grad /= MICRO_BATCHES
         optimizer.step()
         optimizer.zero_grad()
     kept = [p.detach().clone() for module in modules for p in module.parameters()]
@@ -184,6 +225,9 @@ def plain_values() -> dict[Any, Tensor]:
             values["param", key, step, None] = parameter.detach().clone()
             values["grad", key, step, None] = parameter.grad.clone()
         optimizer.step()
+        for key, parameter in model.named_parameters():
+            for name, value in optimizer.state[parameter].items():
+                values["optim", f"{key}.{name}", step, None] = value.detach().clone()
         optimizer.zero_grad()
     return values
 

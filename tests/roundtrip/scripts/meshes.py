@@ -32,6 +32,7 @@ import recorder
 from tests.distributed.scripts import parallel
 from tests.distributed.scripts.parallel import mesh_of, sequence_parallel, sharded, tensor_parallel
 from tests.leaving import leave
+from tests.roundtrip.scripts import pipelines
 
 STEPS, BATCH = 2, 8
 RULES = "site=* keep=tensor,stats,fingerprint"
@@ -184,9 +185,13 @@ def main() -> None:
     parallel.DIM = 16  # two heads for each of four ranks: of one head a rank no reader can tell that it is one
     dist.init_process_group("gloo")
     for layout in layouts:
+        if layout.startswith("pp"):
+            pipelines.train(layout, out / layout, batch, STEPS)
+            continue
         model, slice_, num_slices = parallelized(layout, parallel.make())
         with recorder.attach(model, enabled=True, dir=out / layout, rules=RULES):
             fit(model, slice_=slice_, num_slices=num_slices, dim=int(layout == "cp"))
+        del model
     if dist.get_rank() == 0:
         torch.save(one_process(), out / "one.pt")
     leave()
