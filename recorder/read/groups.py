@@ -27,7 +27,7 @@ from .facts import RunFacts
 from .grid import Group
 from .light import NONE, Keys, LightRows, Positions
 from .parts import Parts, parts_of_batch
-from .stages import Slices, Stage, missing_stages, unseen
+from .stages import HANDED_ON, Slices, Stage, in_order, missing_stages, unseen
 
 _FORWARD_OF = {"grad_input": "input", "grad_output": "output", "tap": "tap"}
 _KEY = ("root", "module_path", "site", "name", "phase", "mode", "step", "micro_step", "call", "repeat")
@@ -79,6 +79,8 @@ class Value(NamedTuple):
     """That decided of an activation."""
     leads: tuple[int, ...] = ()
     """The ranks whose batches `batch` is of; one of each part of the batch."""
+    stage: Stage | None = None
+    """Of a pipeline, which ran it."""
 
     @property
     def is_refused(self) -> bool:
@@ -87,7 +89,7 @@ class Value(NamedTuple):
     @property
     def is_between_stages(self) -> bool:
         """Whether it goes from one stage of a pipeline to another."""
-        return isinstance(self.plan, Apart) and self.plan.kind == "between_stages"
+        return isinstance(self.plan, Apart) and self.plan.kind == HANDED_ON
 
 
 class Grouping:
@@ -134,8 +136,11 @@ class Grouping:
         self._roots = RootBatches(rows, self.counts)
         self._cuts = Cuts(rows, self.counts, facts.is_linear)
 
-    def values(self, positions: Positions | None = None) -> Iterator[Value]:
-        """The values of some rows (all by default), in the order of execution; rows that do not count are skipped."""
+    def values(self, positions: Positions | None = None, *, is_slice: bool = False) -> Iterator[Value]:
+        """The values of some rows (all by default), in the order of execution; rows that do not count are skipped.
+
+        With `is_slice` they are of one micro-batch of a pipeline, and others do not lack.
+        """
         rows = self._rows
         chosen = np.flatnonzero(self.counts) if positions is None else positions[self.counts[positions]]
         chosen = chosen[rows.numbers("part")[chosen] == 0]
@@ -148,7 +153,7 @@ class Grouping:
         chosen, groups, twins = chosen[order], groups[order], twins[order]
         starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
         described = self._describe(chosen, starts, slices.micro_step[order])
-        sequence = np.lexsort([rows.numbers("seq")[chosen[starts]], rows.numbers("step")[chosen[starts]]])
+        sequence = in_order(rows, chosen[starts], slices.stage[order][starts])
         is_gradient = twins[starts] >= 0
         of_group: dict[int, Value] = {}
         place_of = {int(groups[start]): number for number, start in enumerate(starts)}
@@ -160,7 +165,7 @@ class Grouping:
                 if is_gradient[number] and (twin := place_of.get(int(twins[starts[number]]))) is not None:
                     forward = value_of(twin)
                 found = of_group[number] = self._value(
-                    described, number, forward, is_gradient=bool(is_gradient[number])
+                    described, number, forward, is_gradient=bool(is_gradient[number]), is_slice=is_slice
                 )
             return found
 
@@ -299,7 +304,9 @@ class Grouping:
             micro_step,
         )
 
-    def _value(self, described: Described, number: int, forward: Value | None, *, is_gradient: bool) -> Value:
+    def _value(
+        self, described: Described, number: int, forward: Value | None, *, is_gradient: bool, is_slice: bool
+    ) -> Value:
         start, end = int(described.starts[number]), int(described.ends[number])
         first = int(described.chosen[start])
         names = tuple(text_of(described.labels[label], number) for label in _LABELS)
@@ -345,9 +352,9 @@ class Grouping:
         plan, batch, _ = known
         if override is None and self._looks_added_up(plan, pieces, site, rows_at):
             plan = Apart("per_rank", _ADDED_UP)
-        stage = self._facts.stages.get((writer, root))
+        stage = self._facts.stages.get((writer, root)) if site != "scalar" else None
         if stage is not None:
-            plan = self._in_pipeline(plan, pieces, names, first, stage)
+            plan = self._in_pipeline(plan, pieces, names, first, stage, is_slice=is_slice)
         differing: tuple[int, ...] = ()
         if isinstance(plan, Plan) and plan.copies and (plan.source != "inferred" or site in STATE_SITES):
             differing, originals = self._differing(described, number, places, plan, rows_at)
@@ -372,7 +379,7 @@ class Grouping:
                 plan = Apart(kind, text)
         elif isinstance(plan, Apart):
             self._note(plan.kind, first, present, plan.why, path, site, name)
-        return Value(rows_at, plan, present, expected, differing_ranks, batch, parts.ranks)
+        return Value(rows_at, plan, present, expected, differing_ranks, batch, parts.ranks, stage)
 
     def _is_own(self, pieces: list[Piece], expected: tuple[int, ...], names: tuple[str, ...]) -> bool:
         """Whether plain pieces are of a parameter that each rank has for itself, or of what it makes with such."""
@@ -472,17 +479,25 @@ class Grouping:
         return (found[0]._replace(sizes=tuple(sizes), total=None),) if len(sizes) == len(found) else NO_BATCH
 
     def _in_pipeline(
-        self, plan: Plan | Apart, pieces: list[Piece], names: tuple[str, ...], first: int, stage: Stage
+        self,
+        plan: Plan | Apart,
+        pieces: list[Piece],
+        names: tuple[str, ...],
+        first: int,
+        stage: Stage,
+        *,
+        is_slice: bool,
     ) -> Plan | Apart:
         """What being of a stage makes of a plan: values between stages are no model's, and no micro-batch may lack."""
-        root, path, site, _, mode, _ = names
+        root, path, site, _, mode, phase = names
         if stage.is_between(path, site):
-            return Apart("between_stages", f"stage {stage.number} of {stage.num_stages} hands it on or is handed it")
-        if site in STATE_SITES or site == "scalar" or isinstance(plan, Apart):
+            return Apart(HANDED_ON, f"stage {stage.number} of {stage.num_stages} hands it on or is handed it")
+        is_state = site in STATE_SITES and phase != "backward"
+        if is_state or isinstance(plan, Apart):
             return plan
         ranks, micro_steps = [piece.rank for piece in pieces], [piece.micro_step for piece in pieces]
         known = self._roots.slices((root, mode, self._step_of(first)), set(ranks))
-        if lacking := unseen(ranks, micro_steps, known):
+        if not is_slice and (lacking := unseen(ranks, micro_steps, known)):
             return Apart("partial", lacking)
         num = len(set(micro_steps))
         return plan._replace(note=(*plan.note, ("micro_batches", num))) if num > 1 else plan

@@ -37,6 +37,8 @@ class Found(NamedTuple):
     """The row is a global one already."""
     what: str
     """The question, for messages."""
+    is_slice: bool = False
+    """Of a pipeline, one micro-batch is asked for; `related` is of that one too."""
 
 
 def find_tensor(
@@ -110,11 +112,14 @@ def find_tensor(
     is_merged = bool((found["rank"].codes == NONE).any())
     steps_meant = np.unique(rows.numbers("step")[positions[has_payload]])
     related = of_module[np.isin(rows.numbers("step")[of_module], steps_meant)]
+    is_slice = has_slices and question.get("micro_step") is not None
+    if is_slice:
+        related = related[rows.numbers("micro_step")[related] == question["micro_step"]]
     if any_rank and not is_merged:
         for name, keys in single.items():  # rows without values, as of another rank, that differ in what was left open
             positions = positions[rows.keys(name, positions).codes == rows.keys(name, positions).code(_value(keys))]
-        return Found(positions[rows.numbers("part")[positions] == 0], related, is_merged, what)
-    return Found(_parts(rows, positions[has_payload], what), related, is_merged, what)
+        return Found(positions[rows.numbers("part")[positions] == 0], related, is_merged, what, is_slice)
+    return Found(_parts(rows, positions[has_payload], what), related, is_merged, what, is_slice)
 
 
 def _value(keys: Keys) -> Any:

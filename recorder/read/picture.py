@@ -187,7 +187,7 @@ def explain(view: GlobalView, light: LightRows, found: Found) -> Layout:
     Raises:
         LookupFailedError: its rows are several values.
     """
-    value = value_of(view, light, found.positions, found.related, found.what)
+    value = value_of(view, light, found)
     pieces = view.grouping_of_all(light)[0].pieces(value)
     return describe(found.what, pieces, value.plan, expected=value.expected, differing=value.differing)
 

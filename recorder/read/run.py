@@ -355,16 +355,12 @@ class Run:
         counts = None
         if is_global:
             counts = np.ones(self.num_rows, bool) if self.is_merged else self._view.counts(self._rows)
-        if has_slices and question.get("micro_step") is not None:
-            raise LookupFailedError("micro_step of a pipeline is a slice of the batch, not of the model; add rank=")
         found = find_tensor(self._rows, self.writers, module_path, question, counts=counts, has_slices=has_slices)
         if is_global and not found.is_merged:
             if counts is not None and not counts[found.positions].any():
                 again = "a later attempt recorded this step again; rank= gives what one rank had"
                 raise LookupFailedError(f"{found.what}: {again}")
-            return global_tensor(
-                self._view, self._rows, found.positions, found.related, partial=partial, what=found.what
-            )
+            return global_tensor(self._view, self._rows, found, partial=partial)
         if not partial and is_partial(self._rows, found.positions):
             raise LookupFailedError(f"{found.what} lacks the rows of some ranks; partial=True gives what there is")
         parts = [self._payloads.described(position) for position in found.positions.tolist()]

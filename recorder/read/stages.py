@@ -5,6 +5,7 @@ The stages of a root are one model, and the slices of a step (its micro-batches)
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from .light import NONE, LightRows, Positions
 
 _MAX_STAGES = 1 << 14
 Ints = npt.NDArray[np.int64]
+HANDED_ON = "between_stages"
+"""Member of a note: the stage whose input or output it is, and of how many, of a value that goes between stages."""
 
 
 class Stage(NamedTuple):
@@ -29,6 +32,11 @@ class Stage(NamedTuple):
             return False
         is_first, is_last = self.number == 0, self.number == self.num_stages - 1
         return not is_first if site in ("input", "grad_input") else not is_last and site in ("output", "grad_output")
+
+    def mark(self, note: str | None) -> str:
+        """A row's note, with what says that the row is of a value between stages."""
+        known = json.loads(note) if note else {}
+        return json.dumps({**known, HANDED_ON: list(self)}, separators=(",", ":"))
 
 
 def read_stage(root: Mapping[str, Any]) -> Stage | None:
@@ -80,6 +88,34 @@ class Slices:
         at = (self.stage != NONE) & (self.key != NONE)
         self.micro_step[at] = self.key[at]
         self.key[at] = 0
+
+
+def in_order(rows: LightRows, at: Positions, stage: Ints) -> Ints:
+    """The order of execution of some values.
+
+    Each rank numbers its rows by itself, so that ranks' numbers say nothing of the order of stages: forwards go through
+    them upwards, backwards downwards.
+
+    Args:
+        rows: of a run.
+        at: of each value its first row.
+        stage: of each value, `NONE` where there is none.
+    """
+    seqs, steps = rows.numbers("seq")[at], rows.numbers("step")[at]
+    if (stage == NONE).all():
+        return np.lexsort([seqs, steps])
+    phases, modes = rows.keys("phase", at), rows.keys("mode", at).codes
+    is_backward = np.isin(phases.codes, [phases.code("backward"), phases.code("recompute")])
+    kind = np.where(phases.codes == phases.code("forward"), 0, np.where(is_backward, 1, 2))
+    place = np.where(stage == NONE, 0, np.where(is_backward, -stage, stage))
+    # When the first stage that took part began with it.
+    begins = seqs.copy()
+    staged = np.flatnonzero(stage != NONE)
+    groups = np.unique(np.stack([steps, modes, kind])[:, staged], axis=1, return_inverse=True)[1].reshape(-1)
+    by_stage = np.lexsort([seqs[staged], stage[staged], groups])
+    firsts = np.r_[True, np.diff(groups[by_stage]) > 0] if len(staged) else np.zeros(0, bool)
+    begins[staged] = seqs[staged][by_stage][firsts][groups]
+    return np.lexsort([seqs, place, kind, modes, begins, steps])
 
 
 def unseen(ranks: Sequence[int], micro_steps: Sequence[int], known: set[int]) -> str:

@@ -28,6 +28,7 @@ from .decode import as_array, parse_shape
 from .facts import RunFacts
 from .groups import COLUMNS, Finding, Grouping, Value, listed, parse_overrides
 from .light import NONE, LightRows, Positions, text_keys
+from .lookup import Found
 from .payload import Payloads, is_same
 from .rows import ShardRows
 from .stages import whole_roots
@@ -193,6 +194,7 @@ class GlobalRows:
             self._sources: list[Value | int] = part_0[order].tolist()
         else:
             self._sources = list(_spread(values))
+        self._handed_on = {p: one.stage for one in values if one.is_between_stages for p in one.positions}
         self.table = self._make_table()
         """Light columns, one row per tensor in the order of execution; `rank` is null where it is global."""
         self.payload_bytes: npt.NDArray[np.int64] = self._count_bytes()
@@ -218,16 +220,17 @@ class GlobalRows:
         self._assembler.forget()
         return as_array(data, dtype, shape)
 
-    def places(self, i: int) -> list[tuple[int, Region]]:
-        """Which rank holds which elements of a row's tensor alone; empty where that cannot be said of each."""
+    def places(self, i: int) -> list[tuple[int, int, Region]]:
+        """Which rank, in which micro-step, has which elements of a row's tensor alone; empty where that is not so."""
         source = self._sources[i]
         if isinstance(source, int) or not isinstance(source.plan, Plan):
             return []
         parts = source.plan.parts
         if any(len(part.terms) != 1 for part in parts):
             return []
-        ranks = self._light.numbers("rank")
-        return [(int(ranks[source.positions[part.terms[0].piece]]), part.region) for part in parts]
+        ranks, micro_steps = (self._light.numbers(name) for name in ("rank", "micro_step"))
+        at = [source.positions[part.terms[0].piece] for part in parts]
+        return [(int(ranks[p]), int(micro_steps[p]), part.region) for p, part in zip(at, parts, strict=True)]
 
     def parts(self, i: int) -> Iterator[Part]:
         """The encoded payload of a row, in parts of at most 32 MiB; frames are copied where nothing is computed.
@@ -277,6 +280,12 @@ class GlobalRows:
             columns[name] = column
         if self._whys:
             columns["note"] = self._with_whys(columns["note"])
+        if self._handed_on:
+            notes = columns["note"].to_pylist()
+            for i, source in enumerate(sources):
+                if isinstance(source, int) and (stage := self._handed_on.get(source)) is not None:
+                    notes[i] = stage.mark(notes[i])
+            columns["note"] = pa.array(notes, pa.string())
         is_cut = self._find_cut(columns)
         for name in ("encoding", "payload_bytes") if is_cut.any() else ():
             columns[name] = pc.if_else(pa.array(is_cut), None, columns[name])
@@ -470,6 +479,8 @@ def _note(
         note["replicas_differ"] = list(value.differing)
     if plan.dim is not None:
         note["batch_dim"] = plan.dim
+    if value.stage is not None:
+        note["stage"] = value.stage.number
     if not has_values and not plan.is_complete:
         note["no_values"] = "pieces of some ranks are missing"
     elif not has_values and encoding is not None:
@@ -514,39 +525,38 @@ def is_partial(light: LightRows, positions: Positions) -> bool:
     return note is not None and '"partial":[' in note
 
 
-def value_of(view: GlobalView, light: LightRows, positions: Positions, related: Positions, what: str) -> Value:
+def value_of(view: GlobalView, light: LightRows, found: Found) -> Value:
     """The one value that some ranks' rows are; arguments as of `global_tensor`.
 
     Raises:
         LookupFailedError: they are several.
     """
     grouping, _ = view.grouping_of_all(light)
-    wanted = set(positions.tolist())
-    found = [value for value in grouping.values(related) if wanted & set(value.positions)]
-    if len(found) > 1:  # what stages hand on has the same name as the input and the output of the model
-        found = [value for value in found if not value.is_between_stages]
-    if len(found) != 1:
-        raise LookupFailedError(f"{what}: {len(found)} values of the newest attempt are meant")
-    return found[0]
+    wanted = set(found.positions.tolist())
+    values = grouping.values(found.related, is_slice=found.is_slice)
+    chosen = [value for value in values if wanted & set(value.positions)]
+    if len(chosen) > 1:  # what stages hand on has the same name as the input and the output of the model
+        chosen = [value for value in chosen if not value.is_between_stages]
+    if len(chosen) != 1:
+        raise LookupFailedError(f"{found.what}: {len(chosen)} values of the newest attempt are meant")
+    return chosen[0]
 
 
 def global_tensor(
-    view: GlobalView, light: LightRows, positions: Positions, related: Positions, *, partial: bool, what: str
+    view: GlobalView, light: LightRows, found: Found, *, partial: bool
 ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
     """Bytes, dtype and shape of the one global tensor that some ranks' rows are.
 
     Args:
         view: of the run.
         light: its rows.
-        positions: rows of that value, of all ranks.
-        related: rows that may tell its layout: all of the module at that step.
+        found: rows of that value, of all ranks.
         partial: answer also where ranks are missing.
-        what: the question, for messages.
 
     Raises:
         LookupFailedError: they make no single tensor, or ranks are missing; the message says why.
     """
-    value = value_of(view, light, positions, related, what)
+    value, what = value_of(view, light, found), found.what
     assembler = view.grouping_of_all(light)[1]
     ranks = listed(value.present)
     if not isinstance(value.plan, Plan):

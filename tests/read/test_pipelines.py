@@ -68,7 +68,7 @@ def test_stages_are_one_model_and_micro_batches_one_batch(tmp_path: Path) -> Non
     view = run.view().rows()
     (one,) = (one for one in view.table.to_pylist() if (one["module_path"], one["site"]) == ("layers.1", "output"))
     assert (one["layout_source"], one["fingerprint"]) == ("assumed", finger(np.concatenate(model.y)))
-    assert json.loads(one["note"]) == {"micro_batches": 3, "batch_dim": 0}
+    assert json.loads(one["note"]) == {"micro_batches": 3, "batch_dim": 0, "stage": 1}
     assert one["ranks_present"] == one["ranks_expected"] == "[1]"
 
 
@@ -82,6 +82,25 @@ def test_the_models_input_is_the_first_stages_and_its_output_the_last_ones(tmp_p
     between = [one for one in rows.table.to_pylist() if one["rank"] is not None]
     assert {(one["rank"], one["module_path"], one["site"]) for one in between} == {(0, "", "output"), (1, "", "input")}
     assert len(between) == 6, "one of each micro-batch"
+    assert {(one["rank"], one["note"]) for one in between} == {
+        (0, '{"between_stages":[0,2]}'),
+        (1, '{"between_stages":[1,2]}'),
+    }
+
+
+def test_values_stand_in_the_order_of_stages_though_each_rank_counts_for_itself(tmp_path: Path) -> None:
+    model = Model()
+    rows = {rank: model.rows(rank) for rank in (0, 1)}
+    late = [one | {"seq": one["seq"] + (50 if one["phase"] == "forward" else 60)} for one in rows[0]]
+    late += [plain(62 + m, g, micro_step=m, module_path="", **BACK) for m, g in enumerate(model.gradient)]
+    rows[1] += [plain(60 + m, y, micro_step=m, module_path="layers.1", **BACK) for m, y in enumerate(model.y)]
+    run = mesh_run(tmp_path / "run", {0: late, 1: rows[1]}, {rank: stage(rank) for rank in (0, 1)})
+    table = run.view().rows().table.select(["module_path", "site", "rank"]).to_pylist()
+    order = list(dict.fromkeys((one["module_path"], one["site"], one["rank"]) for one in table))
+    forward = [("", "input", None), ("layers.0", "output", None), ("", "output", 0), ("", "input", 1)]
+    forward += [("layers.1", "output", None), ("", "output", None)]
+    backward = [("layers.1", "grad_output", None), ("", "grad_output", 0), ("layers.0", "grad_output", None)]
+    assert order == [*forward, *backward, ("layers.0", "param", None), ("layers.1", "param", None)]
 
 
 def test_gradients_are_scaled_by_micro_batches(tmp_path: Path) -> None:
@@ -135,6 +154,19 @@ def test_a_stage_that_is_missing_is_named_and_the_rest_is_merged(tmp_path: Path)
     assert texts == ["no rank left a record of stage 1 (from 0) of a pipeline of 2"]
 
 
+def test_gradients_before_their_reduction_are_a_mean_over_micro_batches_of_which_none_may_lack(tmp_path: Path) -> None:
+    model, local = Model(num_micro=4), PARAM | {"site": "grad", "phase": "backward", "scope": "local"}
+    gradients = [values(5, 3) for _ in range(4)]
+    rows = {rank: model.rows(rank) for rank in (0, 1)}
+    of_each = [plain(70 + m, g, **{**local, "micro_step": m}, module_path="layers.0") for m, g in enumerate(gradients)]
+    facts = {rank: stage(rank) for rank in (0, 1)}
+    run = mesh_run(tmp_path / "run", {0: rows[0] + of_each, 1: rows[1]}, facts)
+    assert np.allclose(run.array("layers.0", site="grad", step=0, phase="backward"), np.mean(gradients, 0), rtol=1e-6)
+    run = mesh_run(tmp_path / "lacking", {0: rows[0] + of_each[1:], 1: rows[1]}, facts)
+    with pytest.raises(LookupFailedError, match="no row of micro-batch 0 of rank 0"):
+        run.array("layers.0", site="grad", step=0, phase="backward")
+
+
 def test_stages_that_are_roots_of_one_rank_are_one_model(tmp_path: Path) -> None:
     """As interleaved schedules have them: a rank runs several stages, each under a root of its own."""
     model = Model()
@@ -173,12 +205,23 @@ def test_numbers_of_the_step_are_the_programs(tmp_path: Path) -> None:
     assert len([one for one in run.view().rows().table.to_pylist() if one["site"] == "scalar"]) == 1
 
 
-def test_one_micro_batch_is_asked_for_with_its_rank(tmp_path: Path) -> None:
-    model = Model()
-    run = pipeline_run(tmp_path / "run", model)
-    assert same(run.array("layers.0", step=0, rank=0, micro_step=1), model.hidden[1])
-    with pytest.raises(LookupFailedError, match="add rank="):
-        run.array("layers.0", step=0, micro_step=1)
+def test_one_micro_batch_is_that_part_of_the_batch_on_all_ranks_or_on_one(tmp_path: Path) -> None:
+    """Ranks 0 and 1 run stage 0 on halves of the batch, ranks 2 and 3 stage 1."""
+    models = [Model(), Model()]
+    rows = {rank: models[rank % 2].rows(rank // 2) for rank in range(4)}
+    facts = {
+        r: {**stage(r // 2), "data_parallel": {"kind": "ddp", "ranks": [[0, 1], [2, 3]][r // 2]}} for r in range(4)
+    }
+    run = mesh_run(tmp_path / "run", rows, facts)
+    assert same(run.array("layers.0", step=0, rank=0, micro_step=1), models[0].hidden[1])
+    assert same(run.array("layers.0", step=0, micro_step=1), np.concatenate([m.hidden[1] for m in models]))
+    gradient = run.array("layers.0", site="grad_output", step=0, micro_step=2)
+    assert np.array_equal(gradient, np.concatenate([m.gradient[2] for m in models]) / 2), (
+        "of that micro-batch's own loss"
+    )
+    assert "micro_step=1" in str(run.layout("layers.0", step=0, micro_step=1))
+    with pytest.raises(LookupFailedError, match="micro_step=7"):
+        run.array("layers.0", step=0, micro_step=7)
 
 
 @pytest.mark.parametrize(
