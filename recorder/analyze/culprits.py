@@ -6,7 +6,7 @@ to the update (reduction, accumulation, clipping), or the update of a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .events import Event
@@ -37,6 +37,8 @@ class Suspect(NamedTuple):
     """The first value that shows it."""
     num_params: int = 1
     """Parameters that are touched, where `path` is None."""
+    stages: tuple[int, ...] = ()
+    """Of a pipeline, whose parameters are touched alike, where those of other stages are not."""
     why: str = ""
 
 
@@ -92,7 +94,8 @@ class _Step:
         found: dict[Any, list[Event]] = {}
         for event in self.events:
             if event.phase == phase and event.site != "scalar":
-                found.setdefault((event.mode, event.micro_step), []).append(event)
+                # Of a pipeline, micro-step 0 has the whole batch; only what goes between stages has its own.
+                found.setdefault((event.mode, 0 if event.is_handed_on else event.micro_step), []).append(event)
         yield from found.values()
 
 
@@ -101,6 +104,8 @@ class _Forward:
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.called = {event.path for event in events}
+        self.stage_of = {event.path: event.stage for event in events if event.path}
+        """Of a pipeline."""
         self.wrong = _Paths(event for event in events if event.differs)
         self.has_inputs = any(event.site == "input" and event.path for event in events)
         self._outputs = [event for event in events if event.site == "output"]
@@ -183,8 +188,16 @@ def _forward(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> 
             if event.site == "input":
                 begins.setdefault((event.path, event.call), event.order)
         bad, bad_inputs = _Paths(), _Paths()
+        is_handed_wrong = False
         for event in events:
             if not event.differs:
+                continue
+            if event.is_handed_on and event.site == "input":
+                if not bad.at:
+                    yield Suspect(step, FORWARD, now.root, "", event, why=_handed(event))
+                is_handed_wrong = True
+            if is_handed_wrong:
+                bad.add(event)
                 continue
             is_input = event.site == "input"
             owner = forward.caller(event.path) if is_input else event.path
@@ -223,11 +236,20 @@ def _backward(step: int, now: _Step) -> Iterator[Suspect]:
     forwards = {(events[0].mode, events[0].micro_step): events for events in now.slices("forward")}
     for events in now.slices("backward"):
         forward = _Forward(forwards.get((events[0].mode, events[0].micro_step), []))
-        of_output = {event.path for event in events if event.site == "grad_output"}
-        wrong_output = {event.path for event in events if event.site == "grad_output" and event.differs}
+        gradients = [event for event in events if event.site == "grad_output" and not event.is_handed_on]
+        of_output = {event.path for event in gradients}
+        wrong_output = {event.path for event in gradients if event.differs}
         bad = _Paths()
+        is_handed_wrong = False
         for event in events:
             if not event.differs or event.alone == "b":  # which parameters have gradients now, these say themselves
+                continue
+            if event.is_handed_on and event.site == "grad_output":
+                if not bad.at and not forward.wrong.at:
+                    yield Suspect(step, BACKWARD, now.root, "", event, why=_handed(event))
+                is_handed_wrong = True
+            if is_handed_wrong:
+                bad.add(event)
                 continue
             is_loss = event.path == "" and event.site == "grad_output"
             owner = forward.consumer(event) if event.site == "grad_output" and event.path else event.path
@@ -238,8 +260,16 @@ def _backward(step: int, now: _Step) -> Iterator[Suspect]:
             else:
                 inherits = owner in wrong_output if owner in of_output else bool(bad.at)
             if not inherits and not forward.wrong.has(owner):
-                yield Suspect(step, BACKWARD, now.root, owner, event, why="the loss" if is_loss else "")
+                why = "the loss" if is_loss else ""
+                if owner and event.stage != forward.stage_of.get(owner, event.stage):
+                    owner, why = "", _handed(event)  # what that module made came from another stage
+                yield Suspect(step, BACKWARD, now.root, owner, event, why=why)
             bad.add(event)
+
+
+def _handed(event: Event) -> str:
+    stage = event.stage or 0
+    return f"stage {stage} was handed something else by stage {stage + (1 if event.phase == BACKWARD else -1)}"
 
 
 def _gradients(step: int, now: _Step) -> Iterator[Suspect]:
@@ -305,23 +335,49 @@ def _inherits_update(event: Event, old: _Step) -> bool:
 
 
 def _collapsed(found: list[Suspect], now: _Step) -> list[Suspect]:
-    """One suspect for each module and phase, and one for all parameters where they are touched alike."""
+    """One suspect for each module and phase, and one for all parameters, or all of a stage, that are touched alike."""
+    stage_of = {(event.path, event.name): event.stage for event in now.events if event.site in ("grad", "param")}
     params = {(path, name) for _, path, site, name in now.known if site in ("grad",)}
     params = params or {(path, name) for _, path, site, name in now.known if site == "param"}
+    has_way = any(event.site == "grad_output" for event in now.events)
     result: list[Suspect] = []
     for phase in (REDUCTION, BACKWARD, UPDATE, START):
         of_params = [one for one in found if one.phase == phase and one.event.site in ("grad", "param", "optim")]
-        touched = {(one.path, one.event.name.partition(".")[0]) for one in of_params}
-        if len(touched) >= max(_MIN_ALIKE, _ALIKE_SHARE * len(params)):
+        touched = {(one.path or "", one.event.name.partition(".")[0]) for one in of_params}
+        stages: tuple[int, ...] = ()
+        if not _are_alike(touched, params):
+            stages = _stages_alike(touched, params, stage_of)
+            of_params = [one for one in of_params if one.event.stage in stages]
+            touched = {param for param in touched if param in stage_of and stage_of[param] in stages}
+        if of_params:
             found = [one for one in found if one not in of_params]
             if not any(one.path is None and one.phase == phase for one in found):
-                result.append(of_params[0]._replace(path=None, num_params=len(touched)))
+                # What no gradient on the way shows is no backward: it does not go wrong in all modules at once.
+                is_behind = has_way and phase == BACKWARD and not any(one.event.alone for one in of_params)
+                shown = REDUCTION if is_behind and of_params[0].event.phase == "optimizer" else phase
+                result.append(of_params[0]._replace(path=None, phase=shown, num_params=len(touched), stages=stages))
     seen: set[tuple[str | None, str]] = set()
     for one in found:
         if (one.path, one.phase) not in seen:
             seen.add((one.path, one.phase))
             result.append(one)
     return sorted(result, key=lambda one: (one.step, _time(one)))
+
+
+def _are_alike(touched: set[tuple[str, str]], params: set[tuple[str, str]]) -> bool:
+    return len(touched) >= max(_MIN_ALIKE, _ALIKE_SHARE * len(params))
+
+
+def _stages_alike(
+    touched: set[tuple[str, str]], params: set[tuple[str, str]], stage_of: Mapping[tuple[str, str], int | None]
+) -> tuple[int, ...]:
+    """The stages of a pipeline of which all parameters are touched."""
+    found = []
+    for stage in sorted({stage for stage in stage_of.values() if stage is not None}):
+        own = {param for param in params if stage_of.get(param) == stage}
+        if _are_alike(touched & own, own):
+            found.append(stage)
+    return tuple(found)
 
 
 def _time(one: Suspect) -> tuple[int, float]:

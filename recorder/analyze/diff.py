@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from ..errors import LookupFailedError
 from ..read.run import Run
 from .align import align
+from .boundaries import comparable
 from .compare import Tolerance
 from .hints import Lonely, RenameHint, rename_hints
 from .keys import Integers, group_rows
@@ -121,6 +122,10 @@ class Diff(NamedTuple):
     problems_b: Sequence[str] = ()
     hints: Sequence[RenameHint] = ()
     """Modules that each run has alone and that look alike: what a file of renamed modules would say of them."""
+    num_handed_on_a: int = 0
+    """Rows of what pipeline stages of the first run hand to each other, where the second is not cut alike: no
+    difference."""
+    num_handed_on_b: int = 0
 
 
 def diff(
@@ -284,10 +289,13 @@ class _Comparison:
         self._counts = np.zeros(len(_COUNTED), np.int64)
         self._partial: Counter[tuple[str, str]] = Counter()
         self._naming = Naming()
+        self._handed_on = np.zeros(2, np.int64)
 
     def add(self, a: Side, b: Side, *noise: Side) -> None:
         for problems, side in zip(self._problems, (a, b), strict=True):
             problems.add(side.rows.findings)
+        a, b, handed_on = comparable(a, b)
+        self._handed_on += handed_on
         pairs = align(a.table, b.table)
         steps = pc.unique(a.table.column("step")), pc.unique(b.table.column("step"))
         for side, others, places, only, seen, lonely in zip(
@@ -358,6 +366,8 @@ class _Comparison:
             steps_only_b=sorted(steps[1] - steps[0]),
             problems_a=self._problems[0].texts(),
             problems_b=self._problems[1].texts(),
+            num_handed_on_a=int(self._handed_on[0]),
+            num_handed_on_b=int(self._handed_on[1]),
         )
 
 

@@ -5,7 +5,9 @@ Rows of one value, one for each rank where the ranks make no single tensor, are 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..read.stages import HANDED_ON
 from .align import Alignment
 from .keys import VALUE_KEY, Integers
 from .moments import integers
@@ -21,7 +24,7 @@ Flags = npt.NDArray[np.bool_]
 _ALONE_SITES = ("grad", "grad_input", "grad_output")
 """Sites at which it is an error that one run alone has a value: no gradient came, or one came where none should."""
 _SIGNATURE = ("shape", "dtype", "mean", "std", "min", "max", "l2")
-_COLUMNS = (*VALUE_KEY, "scope", "rank", "fingerprint", *_SIGNATURE)
+_COLUMNS = (*VALUE_KEY, "scope", "rank", "fingerprint", "note", *_SIGNATURE)
 
 
 class Event(NamedTuple):
@@ -47,6 +50,10 @@ class Event(NamedTuple):
     """Number of the pair that differs; -1 where there is none."""
     alone: str = ""
     """``a`` or ``b``: the other run has no such value."""
+    stage: int | None = None
+    """Of a pipeline, in the second run where it is one."""
+    is_handed_on: bool = False
+    """What this stage is handed by another one, or hands on; of one micro-batch."""
 
 
 def events(a: Any, b: Any, pairs: Alignment, differs: Flags) -> dict[int, list[Event]]:
@@ -59,9 +66,12 @@ def events(a: Any, b: Any, pairs: Alignment, differs: Flags) -> dict[int, list[E
         differs: of each pair.
     """
     left, ranks_b = a.take(pa.array(pairs.a)), integers(b.column("rank").take(pa.array(pairs.b)))
+    notes_b = b.column("note").take(pa.array(pairs.b)).to_pylist()
     found: dict[tuple[Any, ...], Event] = {}
     for number, row in enumerate(_rows(left)):
         event = _event(float(pairs.a[number]), row)
+        if (stage := stage_of(notes_b[number])[0]) is not None:
+            event = event._replace(stage=stage)
         rank = int(ranks_b[number]) if ranks_b[number] >= 0 else row["rank"]
         if differs[number]:
             event = event._replace(differs=True, ranks=() if rank is None else (rank,), pair=number)
@@ -99,15 +109,33 @@ def _rows(table: Any) -> list[dict[str, Any]]:
 
 
 def _event(order: float, row: dict[str, Any]) -> Event:
+    stage, is_handed_on = stage_of(row["note"])
     signature = row["fingerprint"] or (row["l2"] is not None and tuple(row[name] for name in _SIGNATURE)) or None
     return Event(
         order, row["root"], row["module_path"], row["site"], row["name"], row["phase"], row["mode"],
         row["micro_step"], row["call"], row["scope"], signature, differs=False, ranks=(), pair=-1,
+        stage=stage, is_handed_on=is_handed_on,
     )  # fmt: skip
 
 
+@lru_cache(maxsize=4096)
+def stage_of(note: str | None) -> tuple[int | None, bool]:
+    """The stage that a row is of, and whether its value goes between stages."""
+    if note is None or "stage" not in note:
+        return None, False
+    try:
+        known = json.loads(note)
+    except (ValueError, RecursionError):
+        return None, False
+    stage = known.get("stage") if isinstance(known, dict) else None
+    mark = known.get(HANDED_ON) if isinstance(known, dict) else None
+    if isinstance(mark, list) and len(mark) == 2 and type(mark[0]) is int:
+        return mark[0], True
+    return (stage if type(stage) is int else None), False
+
+
 def _join(found: dict[tuple[Any, ...], Event], row: dict[str, Any], event: Event) -> None:
-    key = tuple(row[name] for name in VALUE_KEY)
+    key = (*(row[name] for name in VALUE_KEY), event.stage if event.is_handed_on else None)
     known = found.get(key)
     if known is None or (event.differs and not known.differs):
         found[key] = event if known is None else event._replace(order=known.order)

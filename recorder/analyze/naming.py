@@ -14,10 +14,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import RunError
+from ..read.decode import parse_shape
 from .align import Alignment
 from .culprits import CulpritSearch, Suspect
-from .events import differing_steps, events, of_steps
-from .keys import VALUE_KEY, Integers
+from .events import differing_steps, events, of_steps, stage_of
+from .keys import VALUE_KEY, Integers, holds
 from .pairs import Judged, Side
 
 _NAMED_KINDS = ("values", "statistics", "fingerprint", "shape")
@@ -56,6 +57,10 @@ class Culprit(NamedTuple):
     """``a`` or ``b`` where that run alone has the value."""
     num_params: int
     """Parameters that are touched, where all are alike."""
+    stages: list[int]
+    """Of a pipeline: where it is, or whose parameters are touched alike; empty where those of all stages are."""
+    micro_batches: list[int]
+    """Of a pipeline: whose part of the value differs, where not all do."""
     factor: float | None
     """What the value of the first run was multiplied with, where one number says it."""
     kind: str | None
@@ -98,16 +103,23 @@ class Naming:
 def _told(suspect: Suspect, a: Side, b: Side, pairs: Alignment, kept: Integers, judged: Judged) -> Culprit:
     event = suspect.event
     row: dict[str, Any] = {}
-    ranks = list(event.ranks)
+    ranks, micro_batches = list(event.ranks), list[int]()
     if event.pair >= 0:
         at = int(np.searchsorted(np.flatnonzero(judged.kinds != ""), kept[event.pair]))
         row = judged.differing.slice(at, 1).to_pylist()[0]
-        ranks = ranks or _owners(a, b, int(pairs.a[event.pair]), int(pairs.b[event.pair]))
+        if not ranks:
+            ranks, micro_batches = _owners(a, b, int(pairs.a[event.pair]), int(pairs.b[event.pair]))
+    stages = list(suspect.stages)
+    if suspect.path is not None and event.stage is not None:
+        stages = [event.stage]
+    if stages and not ranks:
+        ranks = _ranks_of(b, set(stages))
     return Culprit(
         step=suspect.step, phase=suspect.phase, root=suspect.root, module_path=suspect.path, site=event.site,
         name=event.name, seen_at=event.path, micro_step=event.micro_step, call=event.call,
         rank=ranks[0] if len(ranks) == 1 else None, ranks=sorted(ranks), why=suspect.why,
         alone_in=event.alone or None, num_params=suspect.num_params, factor=_factor(row),
+        stages=stages, micro_batches=micro_batches,
         **{name: row.get(name) for name in _FIGURES},
     )  # fmt: skip
 
@@ -122,25 +134,45 @@ def _factor(row: dict[str, Any]) -> float | None:
     return found if abs(found - 1) > _MIN_FACTOR and rest <= _MAX_REST * abs(found - 1) else None
 
 
-def _owners(a: Side, b: Side, row_a: int, row_b: int) -> list[int]:
-    """The ranks of the second run whose part of a global tensor differs; none where that cannot be told."""
+def _owners(a: Side, b: Side, row_a: int, row_b: int) -> tuple[list[int], list[int]]:
+    """The ranks of the second run whose part of a tensor differs, and the micro-batches; none where not known."""
     if a.table.column("shape")[row_a].as_py() != b.table.column("shape")[row_b].as_py():
-        return []
+        return [], []
     try:
-        own_a, own_b = _own_rows(a, row_a), _own_rows(b, row_b)
-        both = sorted(own_a.keys() & own_b.keys())
-        if len(both) > 1:
-            apart = {rank: _far(a.rows.array(own_a[rank]), b.rows.array(own_b[rank])) for rank in both}
-        else:
-            places = b.rows.places(b.table.column("at")[row_b].as_py())
-            if len(places) < 2:
-                return []
-            one, two = a.array(row_a), b.array(row_b)
-            apart = {rank: _far(*(_part(values, region) for values in (one, two))) for rank, region in places}
+        apart = _distances(a, b, row_a, row_b)
     except RunError:
-        return []
-    limit = max(apart.values()) * _OWN_SHARE
-    return [rank for rank, far in apart.items() if far > limit]
+        return [], []
+    limit = max(apart.values(), default=0.0) * _OWN_SHARE
+    wrong = [place for place, far in apart.items() if far > limit]
+    of_all, of_wrong = ({micro_batch for _, micro_batch in places} for places in (apart, wrong))
+    return list(dict.fromkeys(rank for rank, _ in wrong)), sorted(of_wrong) if of_wrong < of_all else []
+
+
+def _distances(a: Side, b: Side, row_a: int, row_b: int) -> dict[tuple[int, int], float]:
+    """How far the parts of a tensor are apart, by rank and micro-batch of the second run; none where it is one part."""
+    own_a, own_b = _own_rows(a, row_a), _own_rows(b, row_b)
+    both = sorted(own_a.keys() & own_b.keys())
+    if len(both) > 1:
+        return {(rank, 0): _far(a.rows.array(own_a[rank]), b.rows.array(own_b[rank])) for rank in both}
+    if not own_a and len(own_b) > 1:  # they agreed, and do not any more
+        whole = a.array(row_a)
+        return {(rank, 0): _far(whole, b.rows.array(own)) for rank, own in sorted(own_b.items())}
+    places = b.rows.places(b.table.column("at")[row_b].as_py())
+    if len(places) < 2:
+        return {}
+    one, two = a.array(row_a), b.array(row_b)
+    found: dict[tuple[int, int], float] = {}
+    for rank, micro_step, region in places:
+        far = _far(*(_part(values, region) for values in (one, two)))
+        found[rank, micro_step] = max(far, found.get((rank, micro_step), 0.0))
+    return found
+
+
+def _ranks_of(b: Side, stages: set[int]) -> list[int]:
+    """The ranks that have values of some stages of a pipeline."""
+    is_theirs = holds(b.table.column("note"), lambda note: stage_of(note)[0] in stages)
+    texts = b.table.column("ranks_present").filter(pa.array(is_theirs)).unique().to_pylist()
+    return sorted({rank for text in texts if text is not None for rank in parse_shape(text)})
 
 
 def _own_rows(side: Side, row: int) -> dict[int, int]:
@@ -170,6 +202,7 @@ def _far(one: npt.NDArray[Any], two: npt.NDArray[Any]) -> float:
     """The largest difference; infinite where the one is finite and the other not, or the shapes differ."""
     if one.shape != two.shape or one.dtype.names or two.dtype.names:
         return np.inf
+    one, two = np.atleast_1d(one), np.atleast_1d(two)
     wide = np.complex128 if "c" in (one.dtype.kind, two.dtype.kind) else np.float64
     with np.errstate(all="ignore"):
         far = np.abs(two.astype(wide) - one.astype(wide))

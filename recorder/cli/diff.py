@@ -134,6 +134,9 @@ def _accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
     """A line for each culprit."""
     for culprit in culprits[: limit or None]:
         rank = f", {_named(culprit.ranks)}" if culprit.ranks else ""
+        if culprit.micro_batches:
+            some = ", ".join(map(str, culprit.micro_batches))
+            rank += f", micro-batch{'es' * (len(culprit.micro_batches) > 1)} {some}"
         yield f"culprit: step {culprit.step}, {culprit.phase} of {_accused(culprit)}{rank}: {_shown(culprit)}"
     if limit and len(culprits) > limit:
         yield f"{len(culprits) - limit} more culprits (--limit 0 shows all)"
@@ -142,6 +145,8 @@ def _accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
 def _accused(culprit: Culprit) -> str:
     if culprit.module_path is None:
         touched = f"{culprit.num_params} parameters" if culprit.num_params > 1 else "all parameters"
+        if culprit.stages:
+            touched += f" of stage{'s' * (len(culprit.stages) > 1)} {', '.join(map(str, culprit.stages))}"
         return f"{touched} alike" + (f" ({culprit.why})" if culprit.why else "")
     return f"{culprit.module_path!r}" + (f" ({culprit.why})" if culprit.why else "")
 
@@ -251,6 +256,10 @@ def _summary(found: Diff, tolerance: Tolerance, *, common: bool, has_noise: bool
     if found.num_bare:
         yield f"note: of {counted(found.num_bare, 'value')} neither run kept values or statistics"
     num_only = sum(table.num_rows for table in (found.only_a, found.only_b))
+    for run, other, num in (("A", "B", found.num_handed_on_a), ("B", "A", found.num_handed_on_b)):
+        if num:
+            what = f"{counted(num, 'row')} of {run} that one pipeline stage hands to another"
+            yield f"note: {what} are not compared: {other} is not cut into stages so"
     if num_only and common:
         yield f"note: {counted(num_only, 'value')} that one run alone has do not count (--common)"
     verdict = "equal" if found.is_equal else "different"

@@ -148,6 +148,10 @@ def main(names: list[str]) -> int:
         if not names:
             record_parallel(folder)
             result |= show_parallel(folder)
+            from . import injected_pipeline  # it takes from here
+
+            injected_pipeline.record(folder / "pipeline")
+            result |= injected_pipeline.show(folder / "pipeline") > 0
     return result
 
 
