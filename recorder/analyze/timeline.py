@@ -15,7 +15,9 @@ from ..errors import RunError
 from ..format.schema import COUNTS, STATISTICS
 from ..read.facts import RunFacts
 from ..read.run import Run
-from .keys import SERIES_KEY, VALUE_KEY, Groups, Integers, codes, common_ids, group, join
+from ..read.stages import Times
+from .events import stage_of
+from .keys import SERIES_KEY, VALUE_KEY, Groups, Integers, codes, common_ids, encode, group, holds, join
 from .moments import integers
 
 _KEY = ("step", "micro_step", "call", "repeat", "mode", "phase", "rank", "attempt", "scope",
@@ -67,7 +69,10 @@ class Place(NamedTuple):
 
 
 class Timeline:
-    """The rows of whole tensors by step, then in each rank's order of execution; of two lives the newer."""
+    """The rows of whole tensors by step, then in each rank's order of execution; of two lives the newer.
+
+    Stages of a pipeline follow one another, micro-batch by micro-batch.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -82,7 +87,7 @@ class Timeline:
         starts = np.flatnonzero(np.r_[True, (np.diff(steps) != 0) | (np.diff(ranks) != 0)])
         lengths = np.diff(np.r_[starts, len(steps)])
         places = np.arange(len(steps)) - np.repeat(starts, lengths) if len(steps) else np.zeros(0, np.int64)
-        order = np.lexsort((ranks, places, steps))
+        order = _times(run, table, steps, ranks, places).order()
         self.table = table.take(pa.array(order))
         self.places: Integers = places[order]
         """Of each row, how many its rank saw before it in the step."""
@@ -133,6 +138,41 @@ class Timeline:
         """
         question = {name: self.table.column(name)[row].as_py() for name in _KEY}
         return self._run.array(question.pop("module_path"), **question)
+
+
+def _times(run: Run, table: Any, steps: Integers, ranks: Integers, places: Integers) -> Times:
+    """When the rows were seen, where a row's place in its rank's step is the time that ranks share."""
+    phases = {
+        phase: holds(table.column("phase"), {phase}.__contains__) for phase in ("forward", "backward", "recompute")
+    }
+    return Times(
+        steps,
+        codes(table.column("mode")),
+        phases["forward"],
+        phases["backward"] | phases["recompute"],
+        places,
+        _stages(run, table),
+        codes(table.column("micro_step")),
+        ranks,
+    )
+
+
+def _stages(run: Run, table: Any) -> Integers:
+    """The pipeline stage of each row, -1 where there is none: of a merged run as rows say, else as manifests do."""
+    if run.is_merged:
+        notes, texts = encode(table.column("note"))
+        of_text = np.array([-1 if (stage := stage_of(text)[0]) is None else stage for text in texts] + [-1], np.int64)
+        return of_text[notes]
+    found = np.full(table.num_rows, -1, np.int64)
+    stages = RunFacts(run.writers, run.run_id, run.world_size).stages
+    of_root = {(run.writers[number].rank, root): stage.number for (number, root), stage in stages.items()}
+    if of_root:
+        is_value = ~holds(table.column("site"), {"scalar"}.__contains__)
+        ranks, (roots, names) = integers(table.column("rank")), encode(table.column("root"))
+        for (rank, root), stage in of_root.items():
+            if root in names:
+                found[is_value & (ranks == rank) & (roots == names.index(root))] = stage
+    return found
 
 
 def _counting(run: Run, table: Any) -> npt.NDArray[np.bool_]:

@@ -16,6 +16,7 @@ from .light import NONE, LightRows, Positions
 
 _MAX_STAGES = 1 << 14
 Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 HANDED_ON = "between_stages"
 """Member of a note: the stage whose input or output it is, and of how many, of a value that goes between stages."""
 
@@ -90,32 +91,64 @@ class Slices:
         self.key[at] = 0
 
 
+class Times(NamedTuple):
+    """Of some rows, what tells when they were seen; of each row a number."""
+
+    step: Ints
+    mode: Ints
+    is_forward: Flags
+    is_backward: Flags
+    """Also what is recomputed in one."""
+    seq: Ints
+    """In the order of execution on its rank."""
+    stage: Ints
+    """`NONE` for a row of no pipeline."""
+    micro_step: Ints
+    """Of values of a pipeline that are each of one micro-batch; else 0."""
+    rank: Ints
+
+    def order(self) -> Ints:
+        """The order of execution.
+
+        Each rank numbers its rows by itself, so that ranks' numbers say nothing of the order of stages: forwards go
+        through them upwards, backwards downwards. Micro-batches follow one another here; that they overlap in time is
+        nothing that one of them could see.
+        """
+        if (self.stage == NONE).all():
+            return np.lexsort([self.rank, self.seq, self.step])
+        kind = np.where(self.is_forward, 0, np.where(self.is_backward, 1, 2))
+        place = np.where(self.stage == NONE, 0, np.where(self.is_backward, -self.stage, self.stage))
+        micro_step = np.where(self.stage == NONE, 0, self.micro_step)
+        begins = self.seq.copy()  # when the first stage that took part began with it
+        staged = np.flatnonzero(self.stage != NONE)
+        keys = np.stack([self.step, self.mode, kind])[:, staged]
+        groups = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
+        by_stage = np.lexsort([self.seq[staged], self.stage[staged], groups])
+        is_first = np.r_[True, np.diff(groups[by_stage]) > 0]
+        begins[staged] = self.seq[staged][by_stage][is_first][groups]
+        return np.lexsort([self.rank, self.seq, place, micro_step, kind, self.mode, begins, self.step])
+
+
 def in_order(rows: LightRows, at: Positions, stage: Ints) -> Ints:
     """The order of execution of some values.
-
-    Each rank numbers its rows by itself, so that ranks' numbers say nothing of the order of stages: forwards go through
-    them upwards, backwards downwards.
 
     Args:
         rows: of a run.
         at: of each value its first row.
         stage: of each value, `NONE` where there is none.
     """
-    seqs, steps = rows.numbers("seq")[at], rows.numbers("step")[at]
-    if (stage == NONE).all():
-        return np.lexsort([seqs, steps])
-    phases, modes = rows.keys("phase", at), rows.keys("mode", at).codes
-    is_backward = np.isin(phases.codes, [phases.code("backward"), phases.code("recompute")])
-    kind = np.where(phases.codes == phases.code("forward"), 0, np.where(is_backward, 1, 2))
-    place = np.where(stage == NONE, 0, np.where(is_backward, -stage, stage))
-    # When the first stage that took part began with it.
-    begins = seqs.copy()
-    staged = np.flatnonzero(stage != NONE)
-    groups = np.unique(np.stack([steps, modes, kind])[:, staged], axis=1, return_inverse=True)[1].reshape(-1)
-    by_stage = np.lexsort([seqs[staged], stage[staged], groups])
-    firsts = np.r_[True, np.diff(groups[by_stage]) > 0] if len(staged) else np.zeros(0, bool)
-    begins[staged] = seqs[staged][by_stage][firsts][groups]
-    return np.lexsort([seqs, place, kind, modes, begins, steps])
+    phases = rows.keys("phase", at)
+    nothing = np.zeros(len(at), np.int64)
+    return Times(
+        rows.numbers("step")[at],
+        rows.keys("mode", at).codes,
+        phases.codes == phases.code("forward"),
+        np.isin(phases.codes, [phases.code("backward"), phases.code("recompute")]),
+        rows.numbers("seq")[at],
+        stage,
+        micro_step=nothing,
+        rank=nothing,
+    ).order()
 
 
 def unseen(ranks: Sequence[int], micro_steps: Sequence[int], known: set[int]) -> str:

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recorder.analyze.first import first
 from recorder.errors import LookupFailedError
+from recorder.format.schema import COUNTS, STATISTICS
+from recorder.merge.merge import merge_run
 from recorder.read.run import Run, open_run
 
 from .handmade import Row
@@ -101,6 +104,33 @@ def test_values_stand_in_the_order_of_stages_though_each_rank_counts_for_itself(
     forward += [("layers.1", "output", None), ("", "output", None)]
     backward = [("layers.1", "grad_output", None), ("", "grad_output", 0), ("layers.0", "grad_output", None)]
     assert order == [*forward, *backward, ("layers.0", "param", None), ("layers.1", "param", None)]
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_the_first_nan_is_where_it_came_up_and_not_in_the_stage_that_was_given_it(
+    tmp_path: Path, is_merged: bool
+) -> None:
+    model = Model()
+    rows = {rank: [one | {"rank": rank} for one in model.rows(rank)] for rank in (0, 1)}
+    spoiled = np.full((2, 5), np.nan, np.float32)
+
+    def spoil(rank: int, path: str, site: str) -> None:
+        for i, one in enumerate(rows[rank]):
+            if (one["module_path"], one["site"], one["micro_step"], one["phase"]) == (path, site, 1, "forward"):
+                rows[rank][i] = one | {
+                    k: v for k, v in plain(0, spoiled).items() if k in (*COUNTS, *STATISTICS, "data")
+                }
+
+    for place in ((0, "layers.0", "output"), (0, "", "output"), (1, "", "input"), (1, "layers.1", "output")):
+        spoil(*place)
+    run = mesh_run(tmp_path / "run", rows, {rank: stage(rank) for rank in rows})
+    if is_merged:
+        merge_run(run, tmp_path / "merged")
+        run = open_run(tmp_path / "merged")
+    found = first(run).nonfinite
+    assert found is not None
+    assert (found.place.module_path, found.place.site, found.nan_count) == ("layers.0", "output", 10)
+    assert found.place.rank == (None if is_merged else 0)
 
 
 def test_gradients_are_scaled_by_micro_batches(tmp_path: Path) -> None:
