@@ -107,8 +107,11 @@ def _told(suspect: Suspect, a: Side, b: Side, pairs: Alignment, kept: Integers, 
     if event.pair >= 0:
         at = int(np.searchsorted(np.flatnonzero(judged.kinds != ""), kept[event.pair]))
         row = judged.differing.slice(at, 1).to_pylist()[0]
+        row_a, row_b = int(pairs.a[event.pair]), int(pairs.b[event.pair])
         if not ranks:
-            ranks, micro_batches = _owners(a, b, int(pairs.a[event.pair]), int(pairs.b[event.pair]))
+            ranks, micro_batches = _owners(a, b, row_a, row_b)
+        if event.site == "scalar" and ranks:
+            row |= _of_ranks(a, b, row_a, row_b, ranks)
     stages = list(suspect.stages)
     if suspect.path is not None and event.stage is not None:
         stages = [event.stage]
@@ -166,6 +169,23 @@ def _distances(a: Side, b: Side, row_a: int, row_b: int) -> dict[tuple[int, int]
         far = _far(*(_part(values, region) for values in (one, two)))
         found[rank, micro_step] = max(far, found.get((rank, micro_step), 0.0))
     return found
+
+
+def _of_ranks(a: Side, b: Side, row_a: int, row_b: int, ranks: list[int]) -> dict[str, Any]:
+    """How far a number, whose mean over ranks stands in the row, is apart on the ranks that differ, if they agree."""
+    own_a, own_b = _own_rows(a, row_a), _own_rows(b, row_b)
+    try:
+        before = {float(a.rows.array(own_a[rank]) if rank in own_a else a.array(row_a)) for rank in ranks}
+        after = {float(b.rows.array(own_b[rank])) for rank in ranks if rank in own_b}
+    except RunError:
+        return {}
+    if len(before) != 1 or len(after) != 1:
+        return {}
+    (one,), (two,) = before, after
+    far, largest = abs(two - one), max(abs(one), abs(two))
+    of_max = far / largest if largest else None
+    sides = {"l2_a": abs(one), "l2_b": abs(two), "cosine": math.copysign(1.0, one * two)}
+    return {"max_abs": far, "of_max": of_max, "max_ulp": None, **sides}
 
 
 def _ranks_of(b: Side, stages: set[int]) -> list[int]:

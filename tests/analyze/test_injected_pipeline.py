@@ -60,6 +60,13 @@ def test_the_stage_and_the_micro_batch_are_told(folder: Path) -> None:
     assert (scaled.why, scaled.stages, scaled.micro_batches) == ("the loss", [1], [2])
 
 
+@pytest.mark.parametrize("one", [False, True], ids=["same layout", "one process"])
+def test_of_a_number_that_differs_between_ranks_the_wrong_ranks_own_is_told(folder: Path, one: bool) -> None:
+    rate = injected.compared(folder, "rate", one=one).culprits[0]
+    assert (rate.site, rate.why, rate.ranks) == ("scalar", "the learning rate", [1])
+    assert rate.factor == pytest.approx(1.1) and rate.max_abs == pytest.approx(0.01)
+
+
 def test_the_command_says_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(name: str) -> list[str]:
         a, b, twin = (recorder.open_run(folder / run) for run in ("one", name, "twin"))
