@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import recorder
+from tests.leaving import leave
 
 ERRORS = (
     "rate", "stale", "momentum", "lost_micro_batch", "scaled_micro_batch", "loss_scale", "transposed", "handed_back",
@@ -170,8 +171,7 @@ def main() -> None:
         dist.init_process_group("gloo")
         for what in ("sound", *ERRORS):
             run(folder, what)
-        dist.barrier()
-        dist.destroy_process_group()
+        leave()
     else:
         one_process(folder)
 

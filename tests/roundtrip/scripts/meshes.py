@@ -191,7 +191,6 @@ def main() -> None:
         model, slice_, num_slices = parallelized(layout, parallel.make())
         with recorder.attach(model, enabled=True, dir=out / layout, rules=RULES):
             fit(model, slice_=slice_, num_slices=num_slices, dim=int(layout == "cp"))
-        del model
     if dist.get_rank() == 0:
         torch.save(one_process(), out / "one.pt")
     leave()

@@ -6,7 +6,6 @@ Stages lie along the first axis of the mesh; the model and its cuts are `tests/d
 from __future__ import annotations
 
 import contextlib
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +130,6 @@ def train(layout: str, folder: Path, batch: Any, steps: int) -> None:
                 schedule.step(*((tokens,) if pp_rank == 0 else ()), **({"target": targets} if pp_rank else {}))
             optimizer.step()
             optimizer.zero_grad()
-    del modules, stages, schedule, optimizer
-    gc.collect()  # DDP that outlives its process group can block the end of the process
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
