@@ -36,8 +36,12 @@ class Stage(NamedTuple):
 
     def mark(self, note: str | None) -> str:
         """A row's note, with what says that the row is of a value between stages."""
-        known = json.loads(note) if note else {}
-        return json.dumps({**known, HANDED_ON: list(self)}, separators=(",", ":"))
+        try:
+            known = json.loads(note) if note else {}
+        except (ValueError, RecursionError):
+            known = {}
+        own = known if isinstance(known, dict) else {}
+        return json.dumps({**own, HANDED_ON: list(self)}, separators=(",", ":"))
 
 
 def read_stage(root: Mapping[str, Any]) -> Stage | None:

@@ -91,6 +91,15 @@ def test_the_models_input_is_the_first_stages_and_its_output_the_last_ones(tmp_p
     }
 
 
+@pytest.mark.parametrize("note", ["{", "[]", '"x"', "[" * 100_000])
+def test_a_note_that_is_none_is_no_obstacle_to_what_goes_between_stages(tmp_path: Path, note: str) -> None:
+    model = Model()
+    rows = {0: [one | {"note": note} for one in model.rows(0)], 1: model.rows(1)}
+    view = mesh_run(tmp_path / "run", rows, {rank: stage(rank) for rank in rows}).view().rows()
+    notes = {one["note"] for one in view.table.to_pylist() if one["rank"] == 0}
+    assert notes == {'{"between_stages":[0,2]}'}
+
+
 def test_values_stand_in_the_order_of_stages_though_each_rank_counts_for_itself(tmp_path: Path) -> None:
     model = Model()
     rows = {rank: model.rows(rank) for rank in (0, 1)}
