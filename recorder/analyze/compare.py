@@ -56,6 +56,8 @@ class Distance(NamedTuple):
     of_max: float
     """`max_abs` relative to the largest magnitude in either array. Unlike `max_rel` and `max_ulp` it says little of
     elements near zero, which rounding alone may move by any factor."""
+    l2_apart: float
+    """Norm of b - a."""
     max_rel: float
     """Largest |b - a| / max(|a|, |b|): from 0 to 2."""
     max_ulp: int | None
@@ -67,7 +69,16 @@ class Distance(NamedTuple):
 
 
 IDENTICAL = Distance(
-    numel=0, num_outside=0, max_abs=0.0, of_max=0.0, max_rel=0.0, max_ulp=0, cosine=None, nonfinite_a=0, nonfinite_b=0
+    numel=0,
+    num_outside=0,
+    max_abs=0.0,
+    of_max=0.0,
+    l2_apart=0.0,
+    max_rel=0.0,
+    max_ulp=0,
+    cosine=None,
+    nonfinite_a=0,
+    nonfinite_b=0,
 )
 """Stands for the distance of arrays with the same bits, of which nobody asks more."""
 
@@ -106,6 +117,7 @@ def compare(a: Array, b: Array, tolerance: Tolerance) -> Distance:
         num_outside=sum(chunk.num_outside for chunk in found),
         max_abs=max_abs,
         of_max=max_abs / max(chunk.magnitude for chunk in found) if max_abs else 0.0,
+        l2_apart=math.hypot(*(chunk.l2_apart for chunk in found)),
         max_rel=max((chunk.max_rel for chunk in found), default=0.0),
         max_ulp=None if bits is None else max((chunk.max_ulp for chunk in found), default=0),
         cosine=min(max(dot / norm, -1.0), 1.0) if norm and math.isfinite(norm) else None,
@@ -119,6 +131,7 @@ class _Chunk(NamedTuple):
     magnitude: float
     """Largest |a| or |b|."""
     max_abs: float
+    l2_apart: float
     max_rel: float
     max_ulp: int
     products: tuple[float, ...]
@@ -145,7 +158,7 @@ def _compare(a: Array, b: Array, bits: int | None, tolerance: Tolerance) -> _Chu
         )
     if is_equal.all():
         magnitude = float(np.abs(wide_a).max(initial=0.0))
-        return _Chunk(num_alone, magnitude, 0.0, 0.0, 0, products, nonfinite_a, nonfinite_b)
+        return _Chunk(num_alone, magnitude, 0.0, 0.0, 0.0, 0, products, nonfinite_a, nonfinite_b)
     large = np.flatnonzero(~is_equal & _is_rounded(a, b, wide_a, wide_b))
     exact = [_apart(*pair) for pair in zip(_unrounded(a, wide_a, large), _unrounded(b, wide_b, large), strict=True)]
     with np.errstate(all="ignore"):
@@ -153,6 +166,7 @@ def _compare(a: Array, b: Array, bits: int | None, tolerance: Tolerance) -> _Chu
         apart = np.abs(np.subtract(wide_b, wide_a, out=wide_b))
         apart[large] = [float(distance) for distance, _ in exact]
         relative = np.divide(apart, scale, out=np.zeros_like(apart), where=scale > 0)
+        l2_apart = math.sqrt(float(np.dot(apart, apart)))
     steps = None if bits is None else _steps(a, b, bits)
     is_outside = ~is_equal
     if not tolerance.is_exact:
@@ -165,6 +179,7 @@ def _compare(a: Array, b: Array, bits: int | None, tolerance: Tolerance) -> _Chu
         num_outside=num_alone + int(np.count_nonzero(is_outside)),
         magnitude=float(scale.max()),
         max_abs=float(apart.max()),
+        l2_apart=l2_apart,
         max_rel=float(relative.max()),
         max_ulp=0 if steps is None else int(steps.max()),
         products=products,

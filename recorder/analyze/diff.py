@@ -24,7 +24,7 @@ from .hints import Lonely, RenameHint, rename_hints
 from .keys import Integers, group_rows
 from .moments import Floats, integers, numbers
 from .naming import Culprit, Naming
-from .noise import without_noise
+from .noise import BeyondNoise
 from .pairs import Side, judge
 from .problems import Problems
 from .renames import NO_RENAMES, Renames
@@ -162,7 +162,8 @@ def diff(
         atol: absolute difference allowed.
         ulp: representable numbers allowed between two floats of one type.
         noise: runs that differ from `a` by noise alone: repeats of it, or twins with the setting `jitter`. A difference
-            counts only where it is more than `noise.MARGIN` times what they show at that tensor and step.
+            counts only where it is more than `drift.MARGIN` times what they show at that tensor and step; of updates
+            that rounding left open, and of what they do, see `drift`.
         renames: what the modules of `b` are called in `a`, whose names all answers use; from `read_renames`.
         common: what only one of them has, or has values or statistics of, does not count.
         loss: how activation gradients of the ranks are scaled, in both runs; see `Run.view`.
@@ -290,6 +291,7 @@ class _Comparison:
         self._partial: Counter[tuple[str, str]] = Counter()
         self._naming = Naming()
         self._handed_on = np.zeros(2, np.int64)
+        self._beyond_noise = BeyondNoise()
 
     def add(self, a: Side, b: Side, *noise: Side) -> None:
         for problems, side in zip(self._problems, (a, b), strict=True):
@@ -308,7 +310,7 @@ class _Comparison:
             self._report(side.payload_bytes(places))
         if len(pairs.a):
             found = judge(a, b, pairs, self._tolerance, self._report)
-            found = without_noise(found, a, pairs, noise)
+            found = self._beyond_noise.of(found, a, b, pairs, noise)
             self._naming.add(a, b, pairs, found)
             self._differing.append(found.differing)
             self._counts += np.array([getattr(found, name) for name in _COUNTED])

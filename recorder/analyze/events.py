@@ -151,6 +151,8 @@ def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[Event, dict[str, 
         for place, row in zip(places.tolist(), _rows(table.take(pa.array(places))), strict=True):
             if row["site"] not in _ALONE_SITES or (row["step"], row["site"]) not in common:
                 continue
+            if row["scope"] == "local":  # of sharded parameters these are not recorded; the final one tells
+                continue
             when = float(place)
             if side == "b":  # right behind what comes before it there
                 at = int(np.searchsorted(pairs.b[order], place)) - 1

@@ -15,12 +15,11 @@ import pyarrow as pa
 
 from .align import Alignment, align
 from .compare import Tolerance
+from .drift import MARGIN, Drift, Pairs
 from .keys import Integers, group_rows
-from .moments import Floats, numbers
-from .pairs import Judged, Side, judge
+from .moments import Floats, integers, numbers
+from .pairs import Flags, Judged, Side, judge
 
-MARGIN = 10.0
-"""How many times the noise a difference may be: a twin is one sample of it, at one place."""
 _BITS = {
     "float64": -52, "float32": -23, "float16": -10, "bfloat16": -7, "complex128": -52, "complex64": -23,
     "complex32": -10, "float8_e4m3fn": -3, "float8_e4m3fnuz": -3, "float8_e5m2": -2, "float8_e5m2fnuz": -2,
@@ -37,6 +36,8 @@ class _Noise:
         num_rows = a.table.num_rows
         self.values: Floats = np.full(num_rows, np.nan)
         """Largest absolute distance."""
+        self.norms: Floats = np.full(num_rows, np.nan)
+        """Norm of the difference."""
         self.statistics: Floats = np.full(num_rows, np.nan)
         """How far the statistic that is farthest apart is, of the largest magnitude."""
         self.has_other_print = np.zeros(num_rows, np.bool_)
@@ -49,52 +50,152 @@ class _Noise:
     def _add(self, a: Side, side: Side, pairs: Alignment) -> None:
         judged = judge(a, side, pairs, Tolerance(), lambda num_bytes: None)
         is_equal = judged.kinds == ""
-        for known in (self.values, self.statistics):
+        for known in (self.values, self.norms, self.statistics):
             known[pairs.a[is_equal]] = np.fmax(known[pairs.a[is_equal]], 0.0)
         rows = pairs.a[~is_equal]
-        for known, column in ((self.values, "max_abs"), (self.statistics, "statistic_rel")):
+        columns = (self.values, "max_abs"), (self.norms, "l2_apart"), (self.statistics, "statistic_rel")
+        for known, column in columns:
             np.fmax.at(known, rows, numbers(judged.differing.column(column)))
         self.has_other_print[rows] = True
 
 
-def without_noise(judged: Judged, a: Side, pairs: Alignment, sides: Sequence[Side]) -> Judged:
-    """The same without the pairs that are apart by no more than noise; the others have a column `noise`.
+class BeyondNoise:
+    """Tells differences from noise, range by range of steps in their order."""
 
-    Args:
-        judged: exactly, or by a tolerance.
-        a: rows of the first run.
-        pairs: what was judged.
-        sides: the same steps of runs that differ from the first by noise alone.
-    """
-    places = np.flatnonzero(judged.kinds != "")
-    if not sides or not len(places):
-        nothing = pa.nulls(judged.differing.num_rows, pa.float64())
-        return judged._replace(differing=judged.differing.append_column("noise", nothing))
-    table, rows = judged.differing, pairs.a[places]
-    noise = _Noise(a, rows, sides)
-    scales, eps = _scales(table), _roundings(table)
-    of_values = _lifted(noise.values[rows], scales, table)
-    kinds = judged.kinds[places]
-    with np.errstate(invalid="ignore"):
-        by_values = numbers(table.column("max_abs")) <= np.where(eps > 0, MARGIN * of_values + eps * scales, of_values)
-        of_statistics = noise.statistics[rows]
-        by_statistics = numbers(table.column("statistic_rel")) <= MARGIN * of_statistics + eps
-    is_finite = _counts(table, "nonfinite_a") == _counts(table, "nonfinite_b")
-    is_noise = (kinds == "values") & by_values & is_finite
-    is_noise |= (kinds == "statistics") & by_statistics & is_finite
-    is_noise |= (kinds == "fingerprint") & noise.has_other_print[rows]
-    is_noise |= kinds == "dtype"
-    found = judged.kinds.copy()
-    found[places[is_noise]] = ""
-    shown = np.where(kinds == "statistics", of_statistics, of_values)
-    table = table.append_column("noise", pa.array(shown, mask=np.isnan(shown)))
-    return judged._replace(kinds=found, differing=table.filter(pa.array(~is_noise)))
+    def __init__(self) -> None:
+        self._drift = Drift()
+        self._factors: dict[str, float] = {}
+        """By root: how many times farther apart than the twin a step began, at most."""
+
+    def of(self, judged: Judged, a: Side, b: Side, pairs: Alignment, sides: Sequence[Side]) -> Judged:
+        """The same without the pairs that are apart by no more than noise; the others have a column `noise`.
+
+        Args:
+            judged: exactly, or by a tolerance.
+            a: rows of the first run.
+            b: of the second.
+            pairs: what was judged.
+            sides: the same steps of runs that differ from the first by noise alone.
+        """
+        places = np.flatnonzero(judged.kinds != "")
+        table = judged.differing
+        if not sides or not len(places):
+            return judged._replace(differing=table.append_column("noise", pa.nulls(table.num_rows, pa.float64())))
+        measured = _Measured(table, _Noise(a, pairs.a[places], sides), pairs.a[places])
+        is_noise = measured.are_noise()
+        differs = judged.kinds != ""
+        differs[places[is_noise]] = False
+        self._follow(Pairs(a, b, pairs, differs), measured, places)
+        is_noise = ~differs[places]
+        kinds = np.where(differs, judged.kinds, "")
+        shown = np.where(measured.kinds == "statistics", measured.noise_of_statistics, measured.noise)
+        table = table.append_column("noise", pa.array(shown, mask=np.isnan(shown)))
+        return judged._replace(kinds=kinds, differing=table.filter(pa.array(~is_noise)))
+
+    def _follow(self, pairs: Pairs, measured: _Measured, places: Integers) -> None:
+        """Take out what else is noise, because parameters drifted apart."""
+        steps = np.unique(measured.steps)
+        order = np.argsort(measured.steps, kind="stable")
+        parts = np.split(order, np.searchsorted(measured.steps[order], steps[1:]))
+        for step, of_step in zip(steps.tolist(), parts, strict=True):
+            for root in dict.fromkeys(measured.roots[of_step].tolist()):
+                self._follow_step(step, root, of_step[measured.roots[of_step] == root], pairs, measured, places)
+            self._drift.end(step, pairs)
+
+    def _follow_step(
+        self, step: int, root: str, rows: Integers, pairs: Pairs, measured: _Measured, places: Integers
+    ) -> None:
+        """Take out what of the rows of a step is noise: its parameters first, then what is made from them."""
+        left = rows[pairs.differs[places[rows]]]
+        is_param = measured.sites[left] == "param"
+        params = left[is_param & measured.is_finite[left] & np.isin(measured.kinds[left], ("values", "statistics"))]
+        excused = self._drift.begin(step, root, pairs, measured.lines(params, places))
+        pairs.differs[places[params[excused]]] = False
+        share = self._drift.share(root)
+        if not share:
+            return
+        factor = max(1.0, share / measured.typical_share(rows))
+        self._factors[root] = max(factor, self._factors.get(root, 1.0))
+        rest = left[~is_param]
+        factors = np.where(measured.sites[rest] == "optim", self._factors[root], factor)
+        pairs.differs[places[rest[measured.are_noise_farther(rest, factors)]]] = False
+
+
+class _Measured:
+    """Pairs that differ exactly, row by row beside what noise does to them."""
+
+    def __init__(self, table: Any, noise: _Noise, rows: Integers) -> None:
+        self._table = table
+        self.steps = integers(table.column("step"))
+        self.roots, self.sites, self.kinds, self._phases = (
+            np.array(table.column(name).to_pylist(), object) for name in ("root", "site", "kind", "phase")
+        )
+        self._max_abs, self._l2_apart, self._statistic = (
+            numbers(table.column(name)) for name in ("max_abs", "l2_apart", "statistic_rel")
+        )
+        self._scales, self._eps = _scales(table), _roundings(table)
+        self._norms = _norms(table, self._scales)
+        self.is_finite = _counts(table, "nonfinite_a") == _counts(table, "nonfinite_b")
+        self._has_other_print = noise.has_other_print[rows]
+        self.noise = _lifted(noise.values[rows], self._scales, table)
+        self.noise_of_statistics = noise.statistics[rows]
+        self._lifted_statistics = _lifted(self.noise_of_statistics, np.ones(len(rows)), table)
+        self._noise_of_norms = _lifted(noise.norms[rows], self._norms, table)
+        with np.errstate(invalid="ignore"):
+            self._allowed = np.where(self._eps > 0, MARGIN * self.noise + self._eps * self._scales, self.noise)
+
+    def are_noise(self) -> Flags:
+        """Whether each differs by no more than the twin, or in its type alone."""
+        with np.errstate(invalid="ignore"):
+            by_values = self._max_abs <= self._allowed
+            by_statistics = self._statistic <= MARGIN * self.noise_of_statistics + self._eps
+        found = (self.kinds == "values") & by_values & self.is_finite
+        found |= (self.kinds == "statistics") & by_statistics & self.is_finite
+        found |= (self.kinds == "fingerprint") & self._has_other_print
+        return np.asarray(found | (self.kinds == "dtype"))
+
+    def are_noise_farther(self, rows: Integers, factors: Floats) -> Flags:
+        """Whether rows differ by no more than the twin would if it began the step so many times farther apart.
+
+        By the norm, since what is far apart in one element at first is so in a few of all others.
+        """
+        kinds, eps = self.kinds[rows], self._eps[rows]
+        with np.errstate(invalid="ignore"):
+            limit = MARGIN * factors * self._noise_of_norms[rows] + eps * self._norms[rows]
+            by_norm = (self._l2_apart[rows] <= limit) & (eps > 0)
+            by_statistics = self._statistic[rows] <= MARGIN * factors * self._lifted_statistics[rows] + eps
+        found = ((kinds == "values") & by_norm) | ((kinds == "statistics") & by_statistics)
+        return np.asarray((found & self.is_finite[rows]) | (kinds == "fingerprint"))
+
+    def typical_share(self, rows: Integers) -> float:
+        """How far noise moves the values of a forward, as a share of their norm: the median; at least a rounding."""
+        forward = rows[self._phases[rows] == "forward"]
+        chosen = forward if len(forward) else rows
+        with np.errstate(invalid="ignore", divide="ignore"):
+            norms = self._norms[chosen]
+            shares = np.where(norms > 0, self._noise_of_norms[chosen] / norms, np.nan)
+        shares = np.where(np.isnan(shares), self.noise_of_statistics[chosen], shares)
+        least = float(np.median(self._eps[chosen])) / _ROUNDINGS or 2.0 ** _BITS["float32"]
+        known = shares[~np.isnan(shares)]
+        return max(float(np.median(known)), least) if len(known) else least
+
+    def lines(self, rows: Integers, places: Integers) -> list[dict[str, Any]]:
+        """Rows with all that is known of them, the number of the pair, and how far an element may be apart."""
+        lines = self._table.take(pa.array(rows)).to_pylist()
+        known = zip(lines, places[rows].tolist(), np.nan_to_num(self._allowed[rows]).tolist(), strict=True)
+        return [{**line, "number": number, "allowed": allowed} for line, number, allowed in known]
 
 
 def _scales(table: Any) -> Floats:
     """The largest magnitude of each pair's two tensors."""
     far, of_max = (numbers(table.column(name)) for name in ("max_abs", "of_max"))
     return np.divide(far, of_max, out=np.zeros_like(far), where=of_max > 0)
+
+
+def _norms(table: Any, scales: Floats) -> Floats:
+    """The norm of each pair's first tensor; where no statistics were kept the most that it can be."""
+    found = numbers(table.column("l2_a"))
+    return np.where(np.isnan(found), scales * np.sqrt(numbers(table.column("numel"))), found)
 
 
 def _roundings(table: Any) -> Floats:

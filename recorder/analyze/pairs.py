@@ -27,8 +27,9 @@ from .selection import Selection
 PLACE = ("step", "root", "module_path", "site", "name", "phase", "mode", "micro_step", "call", "repeat")
 _BOTH = ("rank", "dtype", "shape", "mean", "l2", "absmax", "nan_count", "inf_count")
 _DISTANCES = {
-    "num_outside": pa.int64(), "max_abs": pa.float64(), "of_max": pa.float64(), "max_rel": pa.float64(),
-    "max_ulp": pa.uint64(), "cosine": pa.float64(), "nonfinite_a": pa.int64(), "nonfinite_b": pa.int64(),
+    "num_outside": pa.int64(), "max_abs": pa.float64(), "of_max": pa.float64(), "l2_apart": pa.float64(),
+    "max_rel": pa.float64(), "max_ulp": pa.uint64(), "cosine": pa.float64(), "nonfinite_a": pa.int64(),
+    "nonfinite_b": pa.int64(),
 }  # fmt: skip
 _EXACT = ("min", "max", "absmax")
 _ROUNDED = ("mean", "std", "l2")

@@ -36,6 +36,7 @@ def test_the_largest_distances() -> None:
     assert (found.num_outside, found.numel) == (2, 4)
     assert found.max_abs == 1
     assert found.max_rel == pytest.approx(0.5 / 1.5)
+    assert found.l2_apart == pytest.approx(math.sqrt(0.25 + 1))
     a, b = np.array([1, 100, 0, 5.0]), np.array([1.5, 101, 0, 5])
     assert found.cosine == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
