@@ -442,3 +442,12 @@ def test_a_payload_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     rows = [row(0, values_of(0, 1), step=0, module_path="up") | {"data": b"short"}]
     with pytest.raises(recorder.errors.CorruptError):
         diff(good, write(tmp_path / "b", rows))
+
+
+def test_local_gradients_that_one_run_alone_has_are_no_culprit(tmp_path: Path) -> None:
+    values = values_of(0, 0)
+    of = {"module_path": "up", "site": "grad", "name": "weight"}
+    final = row(0, values, **of, phase="optimizer", micro_step=None, scope="final")
+    local = row(1, values, **of, phase="backward", scope="local")
+    found = diff(write(tmp_path / "a", [final, local]), write(tmp_path / "b", [final]))
+    assert found.only_a.num_rows == 1 and found.culprits == []
