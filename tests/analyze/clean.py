@@ -95,4 +95,4 @@ def record_errors(folder: Path, kind: str, names: Sequence[str] = tuple(LATER_ER
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 3))
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 1))
