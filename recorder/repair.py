@@ -94,7 +94,10 @@ def repair_run(
                 is_over = False
                 yield Outcome(what="skipped", path=writer.directory, text=reason)
             else:
+                changed_s = _changed_s(writer.directory)
                 yield from _Repair(writer, disk or Disk(), report, is_dry=is_dry).run()
+                if not is_dry:
+                    _set_back(writer.directory, changed_s)
         if is_over:
             yield from _remove_remains(run.path, disk or Disk(), is_dry=is_dry)
 
@@ -129,6 +132,15 @@ def _changed_s(directory: Path) -> float:
     """When a writer last did anything in its directory, as the file system says."""
     names = list_directory(directory, directories=False)
     return max((directory / name).stat(follow_symlinks=False).st_mtime for name in [".", *names])
+
+
+def _set_back(directory: Path, changed_s: float) -> None:
+    """Nothing here is newer than that: a repair is no sign of life of a writer that cannot be asked."""
+    for name in [*list_directory(directory, directories=False), "."]:
+        path = directory / name
+        if path.stat(follow_symlinks=False).st_mtime > changed_s:
+            with contextlib.suppress(OSError):  # another user's
+                os.utime(path, (changed_s, changed_s), follow_symlinks=False)
 
 
 class _Repair:

@@ -360,6 +360,8 @@ class TestLife:
         assert "node-7" in outcome.text
         assert "--assume-dead" in outcome.text
         assert "sealed" in words(repair(run, assume_dead=True))
+        (ending,) = recorder.open_run(run).endings  # the repair did not make it look alive
+        assert "not closed, out of sight from here and quiet" in ending
 
     def test_a_process_number_that_is_in_use_again_holds_nothing_up(self, run: Path) -> None:
         set_manifest(run, pid=os.getpid())
