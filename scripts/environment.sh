@@ -78,7 +78,7 @@ prepare_with() { # its name, an extra, what pip installs there first...
 }
 
 prepare() { # "" | an extra of pyproject.toml
-  local extra=$1 kind=own venv=$root/.venv stamp list
+  local extra=$1 kind=own venv=$root/.venv stamp list larger
   if [ -n "${VENV:-}" ]; then
     kind=named
     [ -x "$VENV/bin/python" ] || die "VENV=$VENV holds no environment (no bin/python); make one with 'python3 -m venv $VENV', or leave VENV unset"
@@ -90,9 +90,10 @@ prepare() { # "" | an extra of pyproject.toml
   "$bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$venv has a Python older than 3.11"
 
   stamp="$root $(cat "$root/pyproject.toml" "$root/scripts/constraints.txt" | sha256sum | cut -d' ' -f1)"
-  if is_prepared "$venv/recorder-installed-test" "$stamp" || is_prepared "$venv/recorder-installed-$extra" "$stamp"; then
-    return
-  fi
+  for larger in "$extra" test cluster; do # each has all of those before it
+    [ "$larger" != test ] || [ "$extra" != cluster ] || continue
+    ! is_prepared "$venv/recorder-installed-$larger" "$stamp" || return 0
+  done
   say "Installing recorder${extra:+[$extra]} into $venv (the first time this fetches torch, which is large)"
   list=$(mktemp)
   constraints "$kind" >"$list"

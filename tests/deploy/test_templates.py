@@ -1,54 +1,97 @@
-"""The files of deploy/ start a recorded training; the Slurm one as the plain script that it is without Slurm."""
+"""The files of deploy/: one machine is recorded, and a value that was not set is said. More: `scripts/test-cluster`."""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 
 import recorder
 
 ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
 TRAINING = ROOT / "tests" / "small_training.py"
-COMMANDS: dict[str, tuple[str | Path, ...]] = {"torchrun.sh": ("2", TRAINING), "single-node.sbatch": (TRAINING,)}
 
 
-def start(cwd: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
+def start(cwd: Path, *command: str | Path, **values: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("RECORDER", "_RECORDER", "SLURM_"))}
-    env |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}", "OMP_NUM_THREADS": "1"}
+    env |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}", "OMP_NUM_THREADS": "1", **values}
     with socket.create_server(("127.0.0.1", 0)) as server:
         env["PET_MASTER_PORT"] = str(server.getsockname()[1])
     return subprocess.run(["bash", *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
 
 
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, subprocess.CompletedProcess[str]]]:
-    """Where each template ran and how it ended, side by side."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in COMMANDS}
-    with ThreadPoolExecutor() as executor:
-        ends = {
-            name: executor.submit(start, folders[name], ROOT / "deploy" / name, *words)
-            for name, words in COMMANDS.items()
-        }
-    return {name: (folders[name], end.result()) for name, end in ends.items()}
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_template_records_every_rank(
-    launched: dict[str, tuple[Path, subprocess.CompletedProcess[str]]], name: str
-) -> None:
-    folder, done = launched[name]
+def test_one_machine_records_every_rank(tmp_path: Path) -> None:
+    done = start(tmp_path, DEPLOY / "torchrun.sh", "2", TRAINING)
     assert done.returncode == 0, done.stderr
-    assert recorder.open_run(folder / "recordings").ranks == [0, 1]
+    assert recorder.open_run(tmp_path / "recordings").ranks == [0, 1]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", ["torchrun.sh", "slurm/train.sbatch", "slurm/merge.sbatch", "slurm/submit.sh"])
 def test_a_template_without_a_script_says_how_it_is_used(tmp_path: Path, name: str) -> None:
-    done = start(tmp_path, ROOT / "deploy" / name)
+    done = start(tmp_path, DEPLOY / name)
     assert done.returncode == 2
     assert done.stderr.startswith("usage: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("train.sbatch", {}, "'recordings' is still SET_ME: give it a value at the top of the file"),
+        ("train.sbatch", {"ACTIVATE": ". SET_ME/bin/activate"}, "is still SET_ME"),
+        ("train.sbatch", {"RECORDER_DIR": "recordings", "AT_LIMIT": "go on"}, "must be 'stop' or 'requeue'"),
+        ("train.sbatch", {"RECORDER_DIR": "recordings", "RANKS_PER_NODE": "all"}, "must be a number from 1"),
+        ("train.sbatch", {"RECORDER_DIR": "recordings"}, "this is no Slurm job: start it with sbatch"),
+        ("merge.sbatch", {}, "'recordings' is still SET_ME"),
+        ("merge.sbatch", {"RECORDER_DIR": "recordings"}, "no run in 'recordings/train.py': did the training begin?"),
+    ],
+)
+def test_a_wrong_value_of_a_slurm_job_is_said(tmp_path: Path, name: str, values: dict[str, str], said: str) -> None:
+    done = start(tmp_path, DEPLOY / "slurm" / name, "train.py", **values)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"{name}: ")
+    assert said in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "values", "said"),
+    [
+        (("train", "SET_ME"), {}, "the argument 'SET_ME' is still SET_ME: give it a value in the manifest"),
+        (("train", "train.py"), {"BUCKET": "s3://SET_ME"}, "BUCKET is still 's3://SET_ME'"),
+        (("train", "train.py"), {"RECORDER_DIR": "nowhere"}, "'nowhere' is no folder: is the volume mounted?"),
+        (("train",), {}, "usage: train SCRIPT"),
+        (("merge",), {}, "no run in '.': did the training begin?"),
+        ((), {}, "usage: train SCRIPT [ARGUMENT ...], or merge [RUN ...]"),
+    ],
+)
+def test_a_wrong_value_of_a_pod_is_said(
+    tmp_path: Path, words: tuple[str, ...], values: dict[str, str], said: str
+) -> None:
+    done = start(tmp_path, DEPLOY / "container" / "entrypoint.sh", *words, **{"RECORDER_DIR": ".", **values})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("recorder-entrypoint: ")
+    assert said in done.stderr
+
+
+def test_a_value_that_was_not_set_ends_a_skypilot_task(tmp_path: Path) -> None:
+    run = yaml.safe_load((DEPLOY / "skypilot" / "train.yaml").read_text())["run"]
+    (tmp_path / "run").write_text(run)
+    done = start(tmp_path, "run")
+    assert done.returncode == 2
+    assert done.stderr == "train.yaml: 'script' is still SET_ME: give it a value\n"
+
+
+def test_every_file_is_on_a_page() -> None:
+    pages = {page: page.read_text() for page in DEPLOY.rglob("*.md")}
+    linked = {
+        (page.parent / name).resolve() for page, text in pages.items() for name in re.findall(r"\]\(([^)#]+)", text)
+    }
+    assert {path for path in DEPLOY.rglob("*") if path.is_file()} - set(pages) <= linked
+    assert all(path.exists() for path in linked)
