@@ -78,7 +78,7 @@ prepare_with() { # its name, an extra, what pip installs there first...
 }
 
 prepare() { # "" | an extra of pyproject.toml
-  local extra=$1 kind=own venv=$root/.venv stamp list larger
+  local extra=$1 kind=own venv=$root/.venv stamp list holder holders
   if [ -n "${VENV:-}" ]; then
     kind=named
     [ -x "$VENV/bin/python" ] || die "VENV=$VENV holds no environment (no bin/python); make one with 'python3 -m venv $VENV', or leave VENV unset"
@@ -90,9 +90,12 @@ prepare() { # "" | an extra of pyproject.toml
   "$bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$venv has a Python older than 3.11"
 
   stamp="$root $(cat "$root/pyproject.toml" "$root/scripts/constraints.txt" | sha256sum | cut -d' ' -f1)"
-  for larger in "$extra" test cluster; do # each has all of those before it
-    [ "$larger" != test ] || [ "$extra" != cluster ] || continue
-    ! is_prepared "$venv/recorder-installed-$larger" "$stamp" || return 0
+  case $extra in
+    "" | test) holders=("$extra" test cluster launchers) ;; # these have all of it
+    *) holders=("$extra") ;;
+  esac
+  for holder in "${holders[@]}"; do
+    ! is_prepared "$venv/recorder-installed-$holder" "$stamp" || return 0
   done
   say "Installing recorder${extra:+[$extra]} into $venv (the first time this fetches torch, which is large)"
   list=$(mktemp)

@@ -41,25 +41,84 @@ def _number(environ: Mapping[str, str], names: tuple[str, ...], default: int) ->
     return default
 
 
+def _is_mpi(environ: Mapping[str, str]) -> bool:
+    """Whether ``mpirun`` or ``mpiexec`` started this process; under Slurm each node's daemon of theirs is one task."""
+    return "OMPI_COMM_WORLD_RANK" in environ or "MPI_LOCALRANKID" in environ
+
+
+def _is_slurm_task(environ: Mapping[str, str]) -> bool:
+    """Whether ``srun`` started this process for a rank.
+
+    A batch script has the variables of a task, too, but no step. A shell that ``srun --pty`` started is a task of which
+    every command inherits the variables.
+    """
+    is_shell = "SLURM_PTY_PORT" in environ and environ.get("SLURM_STEP_NUM_TASKS") == "1"
+    return not _is_mpi(environ) and not is_shell and environ.get("SLURM_STEP_ID", "").isdigit()
+
+
+_TORCHRUN = {
+    "rank": ("RANK",),
+    "local_rank": ("LOCAL_RANK",),
+    "node_rank": ("GROUP_RANK", "NODE_RANK"),
+    "world_size": ("WORLD_SIZE",),
+    "local_world_size": ("LOCAL_WORLD_SIZE",),
+}
+_MPI = {
+    "rank": ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+    "local_rank": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    "node_rank": (),
+    "world_size": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    "local_world_size": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+}
+_SLURM = {
+    "rank": ("SLURM_PROCID",),
+    "local_rank": ("SLURM_LOCALID",),
+    "node_rank": ("SLURM_NODEID",),
+    "world_size": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    "local_world_size": (),
+}
+_NONE: dict[str, tuple[str, ...]] = dict.fromkeys(_TORCHRUN, ())
+
+
 def read(environ: Mapping[str, str] | None = None) -> Topology:
-    """The process group where there is one, else the environment of torchrun, Slurm or MPI, else one rank."""
+    """The process group where there is one, else the environment of torchrun, MPI or Slurm, else one rank."""
     environ = os.environ if environ is None else environ
-    rank = _number(environ, ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"), 0)
-    world_size = _number(environ, ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), 1)
+    scheduler = _MPI if _is_mpi(environ) else _SLURM if _is_slurm_task(environ) else _NONE
+
+    def number(what: str, default: int) -> int:
+        return _number(environ, _TORCHRUN[what] + scheduler[what], default)
+
+    rank, world_size = number("rank", 0), number("world_size", 1)
     if _is_distributed():
         import torch.distributed as dist
 
         rank, world_size = dist.get_rank(), dist.get_world_size()
+    node_rank = number("node_rank", 0)
+    tasks = _slurm_tasks_here(environ) if scheduler is _SLURM else None
     return Topology(
         rank=rank,
-        local_rank=_number(environ, ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"), rank),
-        node_rank=_number(environ, ("GROUP_RANK", "SLURM_NODEID"), 0),
+        local_rank=number("local_rank", rank),
+        node_rank=node_rank,
         world_size=world_size,
-        local_world_size=_number(environ, ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"), world_size),
+        local_world_size=number("local_world_size", tasks or world_size),
         attempt=1000 * _number(environ, ("SLURM_RESTART_COUNT",), 0)
         + _number(environ, ("TORCHELASTIC_RESTART_COUNT",), 0),
         host=socket.gethostname(),
     )
+
+
+def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
+    """Of a text such as ``8(x3),4``, one number a node, that of this node; None where there is none that fits."""
+    node = _number(environ, ("SLURM_NODEID",), 0)
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        found = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part)
+        if found is None:
+            return None
+        num_nodes = int(found[2] or 1)
+        if node < num_nodes:
+            return int(found[1])
+        node -= num_nodes
+    return None
 
 
 def _is_distributed() -> bool:
@@ -70,15 +129,16 @@ def _is_distributed() -> bool:
 def run_id(topology: Topology, *, deadline_s: float, environ: Mapping[str, str] | None = None) -> tuple[str, bool]:
     """The run's name, and whether all ranks are known to share it. Runs on the writer thread.
 
-    torchrun's run id where it is a UUID; Slurm's job and step; else a fresh name that the ranks agree on through the
-    process group's store (compare-and-set); failing that a name of this process alone.
+    torchrun's run id where it is a UUID; Slurm's job and step where it started the ranks; else a fresh name that the
+    ranks agree on through the process group's store (compare-and-set); failing that a name of this process alone.
     """
     environ = os.environ if environ is None else environ
     elastic = environ.get("TORCHELASTIC_RUN_ID", "")
     if _UUID.fullmatch(elastic):
         return elastic.lower(), True
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
-    if job.isdigit() and step.isdigit():  # a batch script's own shell has no step: two commands there are two runs
+    # A batch script's own shell has no step: two commands there are two runs. Of MPI's ranks only some have one.
+    if job.isdigit() and _is_slurm_task(environ):
         return f"slurm-{job}-{step}", True
     fresh = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + "-" + secrets.token_hex(4)
     if topology.world_size == 1:
