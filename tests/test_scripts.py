@@ -1,4 +1,4 @@
-"""The demo as a person starts it: wrong arguments are said plainly, and a short training is recorded and shown."""
+"""Scripts as a person starts them: what is wrong is said plainly, and the demo records and shows a short training."""
 
 from __future__ import annotations
 
@@ -62,3 +62,12 @@ def test_the_demo_trains_records_and_shows(tmp_path: Path) -> None:
         typed = subprocess.run(command, shell=True, cwd=DEMO.parents[1], capture_output=True, text=True, timeout=120)
         assert typed.returncode == 0, typed.stdout + typed.stderr
         assert str(run) in command
+
+
+def test_where_several_machines_cannot_be_made_the_reason_is_said(tmp_path: Path) -> None:
+    (tmp_path / "id").write_text("#!/bin/sh\necho 1000\n")
+    (tmp_path / "id").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([DEMO.with_name("test-cluster")], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == "test-cluster: cannot run here: this is not root\n"

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import recorder
 from tests.cluster.nodes import Slurm, command, wait_for
@@ -23,6 +24,7 @@ from tests.cluster.nodes import Slurm, command, wait_for
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "deploy" / "slurm"
 TRAIN = ROOT / "tests" / "cluster" / "train.py"
+SWITCH = (("off", 0), ("on", 1))
 PROGRAMS = ROOT / "tests" / "cluster" / "programs.py"
 ACTIVATE = f". {sys.prefix}/bin/activate; export PYTHONPATH={ROOT} OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1"
 
@@ -239,16 +241,22 @@ def test_a_job_survives_the_death_of_a_node(slurm: Slurm, submit: Submit, folder
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("submit")
-def test_tasks_without_torchrun_are_one_run(slurm: Slurm, folder: Path) -> None:
-    (folder / "job").write_text(f"#!/bin/bash\n{ACTIVATE}\nHEAD=n1 srun python {PROGRAMS} by_slurm\n")
+def test_tasks_without_torchrun_are_one_run_and_train_the_same(slurm: Slurm, folder: Path) -> None:
+    steps = [f"mkdir {d}; cd {d}; RECORDER={on} HEAD=n1 srun python {PROGRAMS} by_slurm; cd .." for d, on in SWITCH]
+    (folder / "job").write_text("\n".join(["#!/bin/bash -e", ACTIVATE, *steps, ""]))
     options = ("--nodes=2", "--ntasks=4", "--ntasks-per-node=2", f"--output={folder}/out.txt")
-    job = command("sbatch", "--parsable", *options, folder / "job", RECORDER="1").strip()
+    job = command("sbatch", "--parsable", *options, folder / "job").strip()
     assert slurm.ended(job) == "COMPLETED", (folder / "out.txt").read_text()
-    run = recorder.open_run(folder / "recordings")
-    assert (run.run_id, run.world_size, run.ranks, run.steps) == (f"slurm-{job}-0", 4, [0, 1, 2, 3], [0, 1, 2])
-    writers = [json.loads(path.read_text()) for path in folder.glob("recordings/*/*/*/_writer.json")]
+    assert not (folder / "off" / "recordings").exists()
+    run = recorder.open_run(folder / "on" / "recordings")
+    assert (run.run_id, run.world_size, run.ranks, run.steps) == (f"slurm-{job}-1", 4, [0, 1, 2, 3], [0, 1, 2])
+    assert set(run.to_pandas(columns=["micro_step"]).micro_step.dropna()) == {0, 1}
+    writers = [json.loads(path.read_text()) for path in folder.glob("on/recordings/*/*/*/_writer.json")]
     places = sorted((w["rank"], w["local_rank"], w["node_rank"], w["host"]) for w in writers)
     assert places == [(0, 0, 0, "n1"), (1, 1, 0, "n1"), (2, 0, 1, "n2"), (3, 1, 1, "n2")]
+    for rank in range(4):
+        off, on = (torch.load(folder / name / "out" / f"rank{rank}.pt") for name, _ in SWITCH)
+        assert all(map(torch.equal, off, on))
 
 
 @pytest.mark.slow
