@@ -5,8 +5,11 @@ pytest finds this file only where it is named, since it needs Slurm and to be ro
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -216,6 +219,33 @@ def test_a_rank_that_fails_ends_the_job_on_all_nodes(slurm: Slurm, submit: Submi
     assert re.search("finding: partial, .*\n  step 4 .*: no row of rank 3 of 0, 1, 2, 3", job.merge_output)
     assert {writer["state"] for writer in job.writers()} == {"closed"}
     assert_merged(job, 3)
+    assert left_on_scratch(slurm) == []
+
+
+@pytest.mark.slow
+def test_what_a_kill_left_on_scratch_arrives_when_the_job_starts_again(
+    slurm: Slurm, submit: Submit, folder: Path
+) -> None:
+    end = folder / "end"
+    job = submit("--steps=5000", "--pause=0.2", f"--checkpoint={folder}/checkpoint.pt", f"--until={end}", scratch=True)
+    job.reaches(15)  # for longer than the interval of flushes
+    for process in Path("/proc").glob("[0-9]*"):  # tasks, torchrun and ranks; only this cluster's are in sight
+        with contextlib.suppress(OSError):
+            words, name = (process / "cmdline").read_text(), (process / "comm").read_text().strip()
+            if str(TRAIN) in words and "slurm_script" not in words and name != "srun":
+                os.kill(int(process.name), signal.SIGKILL)
+    assert job.ended() == ("FAILED", "137", "FAILED", "2")
+    assert job.writers() == []
+    assert "did the training begin?" in job.merge_output
+    end.touch()
+    command("scontrol", "requeue", job.id)
+    wait_for("the restart", lambda: slurm.shown(job.id)["Restarts"] == "1" and slurm.state(job.id) != "FAILED")
+    assert slurm.ended(job.id) == "COMPLETED", job.output
+    assert sorted((writer["attempt"], writer["rank"], writer["state"]) for writer in job.writers()) == [
+        *((0, rank, "recording") for rank in range(4)),
+        *((1000, rank, "closed") for rank in range(4)),
+    ]
+    assert job.run.steps[0] == 0
     assert left_on_scratch(slurm) == []
 
 
