@@ -1,10 +1,13 @@
-"""What holds for every test: nothing of the caller's environment records, Ctrl-C works, and GPU tests need a GPU."""
+"""What holds for every test: nothing of the caller's environment records, Ctrl-C works, GPU tests need a GPU, and
+Hypothesis measures no time.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 
+import hypothesis
 import pytest
 
 
@@ -14,6 +17,10 @@ def pytest_configure() -> None:
         del os.environ[name]
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what is to run in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # On a busy machine any example may take long.
+    unhurried = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("unhurried", deadline=None, suppress_health_check=unhurried)
+    hypothesis.settings.load_profile("unhurried")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recorder.capture import measure as module
@@ -112,7 +112,6 @@ _FLOATS = st.floats(width=32) | st.sampled_from(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(_FLOATS, max_size=40))
 def test_any_floats(values: list[float]) -> None:
     _assert_equal(_measure(torch.tensor(values, dtype=torch.float32)), values)

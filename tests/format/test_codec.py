@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recorder.errors import CorruptError, UnsupportedError
@@ -60,7 +60,6 @@ def _kind(kind: str, num_bytes: int, seed: int = 0) -> Bytes:
 _KINDS = ("normal", "normal_bfloat16", "random", "zeros", "sparse", "mask", "token_ids", "late_surprise")
 
 
-@settings(deadline=None)
 @given(
     codec=st.sampled_from(CODECS),
     dtype=st.sampled_from(sorted(ITEM_BYTES)),
@@ -147,7 +146,6 @@ def test_any_buffer_is_accepted_and_the_result_is_writable(
 
 
 @_BY_ENCODING
-@settings(deadline=None)
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_flipped_bit_in_zstd_content_never_gives_other_numbers(
     encoding: str, payload: bytes, data: Bytes, item_bytes: int, place: float, bit: int
@@ -166,7 +164,6 @@ def test_a_flipped_bit_in_zstd_content_never_gives_other_numbers(
 
 
 @_BY_ENCODING
-@settings(deadline=None)
 @given(cut=st.floats(0, 1, exclude_max=True), extra=st.binary(min_size=1, max_size=16))
 def test_a_payload_cut_or_continued_is_corrupt(
     encoding: str, payload: bytes, data: Bytes, item_bytes: int, cut: float, extra: bytes
@@ -186,7 +183,6 @@ def test_another_declared_size_is_corrupt(encoding: str, payload: bytes, data: B
             decode(encoding, payload, len(data) - 1, item_bytes)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(["raw", "planes", "plain", "planes_plain"]), st.binary(max_size=200), st.integers(0, 1 << 50))
 def test_arbitrary_bytes_are_data_or_corrupt(encoding: str, payload: bytes, num_bytes: int) -> None:
     try:
@@ -255,7 +251,6 @@ def test_an_unknown_encoding_is_unsupported_and_a_ref_must_be_resolved_first() -
             decode(encoding, b"12345678", 8, 1)
 
 
-@settings(deadline=None)
 @given(st.integers(0, (1 << 63) - 1))
 def test_a_ref_names_a_row(seq: int) -> None:
     assert ref_target(encode_ref(seq)) == seq

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -37,7 +37,6 @@ def _size(shape: tuple[int, ...], item_bytes: int) -> int:
     return int(np.prod(shape, dtype=int)) * item_bytes
 
 
-@settings(deadline=None)
 @given(_ITEM_BYTES, _SHAPES, st.integers(0, 1 << 40), st.integers(0, 99))
 def test_it_is_the_sum_of_the_specification(item_bytes: int, shape: tuple[int, ...], offset: int, seed: int) -> None:
     data = _bytes(seed, _size(shape, item_bytes))
@@ -62,7 +61,6 @@ def test_a_tensor_of_many_blocks_is_the_sum_of_its_rows() -> None:
     assert fingerprint(values.reshape(-1), 4, shape) == sum(rows) % MODULUS
 
 
-@settings(deadline=None)
 @given(_ITEM_BYTES, hnp.array_shapes(min_dims=1, max_dims=3, max_side=9), st.data())
 def test_the_pieces_of_a_tensor_add_up(item_bytes: int, shape: tuple[int, ...], data: st.DataObject) -> None:
     whole = _bytes(3, _size(shape, item_bytes)).reshape(*shape, item_bytes)
@@ -76,7 +74,6 @@ def test_the_pieces_of_a_tensor_add_up(item_bytes: int, shape: tuple[int, ...], 
     assert total % MODULUS == fingerprint(whole.reshape(-1), item_bytes, shape)
 
 
-@settings(deadline=None)
 @given(st.binary(min_size=64, max_size=64), st.integers(0, 511), st.sampled_from([1, 2, 4, 8]))
 def test_one_flipped_bit_shows(text: bytes, bit: int, item_bytes: int) -> None:
     flipped = bytearray(text)

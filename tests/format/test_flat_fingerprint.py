@@ -16,7 +16,7 @@ from recorder.format.fingerprint import MODULUS, fingerprint, flat_fingerprint
 _SHAPES = hnp.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=5)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.sampled_from([1, 2, 4, 8, 16]), _SHAPES, st.lists(st.integers(0, 3125), max_size=6), st.integers(0, 99))
 def test_slices_add_up_to_the_whole(item_bytes: int, shape: tuple[int, ...], cuts: list[int], seed: int) -> None:
     count = math.prod(shape)

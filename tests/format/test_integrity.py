@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from crc32c import crc32c
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recorder.errors import CorruptError
@@ -60,7 +60,6 @@ _ROWS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(_ROWS, st.sampled_from([None, "zstd"]), st.sets(st.integers(0, 3), min_size=1))
 def test_what_arrow_wrote_and_read_passes(
     rows: list[dict[str, Any]], compression: str | None, fields: set[int]
@@ -116,7 +115,6 @@ def test_another_number_of_rows_is_corrupt() -> None:
             check_batch(batch, _METADATA, where="here")
 
 
-@settings(deadline=None)
 @given(st.integers(0, len(_METADATA[METADATA_KEY]) - 1), st.integers(0, 7))
 def test_a_flipped_bit_in_the_header_shows(place: int, bit: int) -> None:
     text = bytearray(_METADATA[METADATA_KEY])

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recorder.errors import CorruptError, NotARunError, UnsupportedError
 from recorder.format import rundir
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**8))
 def test_names_and_numbers_go_both_ways(number: int) -> None:
     assert rundir.parse_rank_dir(rundir.rank_dir(number)) == number

@@ -230,7 +230,7 @@ def test_every_batch_carries_the_ledger_so_far(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("direct_io", ["auto", "off"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     st.lists(
         st.tuples(
