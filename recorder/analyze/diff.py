@@ -24,7 +24,7 @@ from .hints import Lonely, RenameHint, rename_hints
 from .keys import Integers, group_rows
 from .moments import Floats, integers, numbers
 from .naming import Culprit, Naming
-from .noise import BeyondNoise
+from .noise import BeyondNoise, Drifted
 from .pairs import Side, judge
 from .problems import Problems
 from .renames import NO_RENAMES, Renames
@@ -126,6 +126,8 @@ class Diff(NamedTuple):
     """Rows of what pipeline stages of the first run hand to each other, where the second is not cut alike: no
     difference."""
     num_handed_on_b: int = 0
+    drifted: Drifted | None = None
+    """Parameters that rounding drove apart, which hides errors smaller than what that does."""
 
 
 def diff(
@@ -370,6 +372,7 @@ class _Comparison:
             problems_b=self._problems[1].texts(),
             num_handed_on_a=int(self._handed_on[0]),
             num_handed_on_b=int(self._handed_on[1]),
+            drifted=self._beyond_noise.drifted,
         )
 
 

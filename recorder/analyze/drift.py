@@ -62,9 +62,14 @@ class Drift:
         self._wrong: dict[str, set[Parameter]] = {}
         """By root: what differed by more than noise at the last step of it."""
 
-    def share(self, root: str) -> float:
-        """How far apart the parameters of a root are by now, as a share of a parameter's norm: the largest."""
-        return max((share for (of, *_), (_, share) in self._apart.items() if of == root), default=0.0)
+    def share(self, root: str | None = None) -> float:
+        """How far apart the parameters of a root, or of all, are by now: the largest share of a parameter's norm."""
+        return max((share for (of, *_), (_, share) in self._apart.items() if root in (None, of)), default=0.0)
+
+    @property
+    def num_params(self) -> int:
+        """How many have drifted."""
+        return len(self._apart)
 
     def begin(self, step: int, root: str, pairs: Pairs, lines: list[dict[str, Any]]) -> list[bool]:
         """Whether the difference of each parameter is noise after all.

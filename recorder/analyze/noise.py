@@ -7,7 +7,7 @@ not reach the tensor, the median of the same site and step stands for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,18 @@ class _Noise:
         self.has_other_print[rows] = True
 
 
+class Drifted(NamedTuple):
+    """Parameters that rounding alone drove farther apart than the twins show."""
+
+    step: int
+    """The first at which they are."""
+    num_params: int
+    of_norm: float
+    """How far apart they are at the end, as a share of a parameter's norm: the largest."""
+    times_noise: float
+    """How many times as far apart as a twin what is made from them may be at most, and is still noise."""
+
+
 class BeyondNoise:
     """Tells differences from noise, range by range of steps in their order."""
 
@@ -66,6 +78,15 @@ class BeyondNoise:
         self._drift = Drift()
         self._factors: dict[str, float] = {}
         """By root: how many times farther apart than the twin a step began, at most."""
+        self._first_drift: int | None = None
+
+    @property
+    def drifted(self) -> Drifted | None:
+        """What hides errors smaller than itself; None where the twins show all noise."""
+        if self._first_drift is None:
+            return None
+        factor = max(self._factors.values(), default=1.0)
+        return Drifted(self._first_drift, self._drift.num_params, self._drift.share(), factor)
 
     def of(self, judged: Judged, a: Side, b: Side, pairs: Alignment, sides: Sequence[Side]) -> Judged:
         """The same without the pairs that are apart by no more than noise; the others have a column `noise`.
@@ -111,6 +132,8 @@ class BeyondNoise:
         params = left[is_param & measured.is_finite[left] & np.isin(measured.kinds[left], ("values", "statistics"))]
         excused = self._drift.begin(step, root, pairs, measured.lines(params, places))
         pairs.differs[places[params[excused]]] = False
+        if self._first_drift is None and any(excused):
+            self._first_drift = step
         share = self._drift.share(root)
         if not share:
             return

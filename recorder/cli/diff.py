@@ -10,6 +10,7 @@ from ..analyze.compare import Tolerance
 from ..analyze.diff import Diff, Difference, diff, payload_bytes
 from ..analyze.hints import RenameHint
 from ..analyze.naming import Culprit
+from ..analyze.noise import Drifted
 from ..analyze.renames import NO_RENAMES, Renames
 from ..analyze.selection import GlobalOptions, Selection
 from ..read.run import Run
@@ -260,6 +261,8 @@ def _summary(found: Diff, tolerance: Tolerance, *, common: bool, has_noise: bool
         if num:
             what = f"{counted(num, 'row')} of {run} that one pipeline stage hands to another"
             yield f"note: {what} are not compared: {other} is not cut into stages so"
+    if found.drifted is not None:
+        yield _drifted(found.drifted)
     if num_only and common:
         yield f"note: {counted(num_only, 'value')} that one run alone has do not count (--common)"
     verdict = "equal" if found.is_equal else "different"
@@ -267,6 +270,15 @@ def _summary(found: Diff, tolerance: Tolerance, *, common: bool, has_noise: bool
         lacks = "one lacks values that the other has" if num_only else "some values could not be compared"
         verdict = f"different: what could be compared is equal, but {lacks}; --common ignores that"
     yield verdict
+
+
+def _drifted(drifted: Drifted) -> str:
+    params = counted(drifted.num_params, "parameter")
+    return (
+        f"note: from step {drifted.step} on rounding has driven {params} farther apart than the twins show: what is "
+        f"made from them has to be {drifted.times_noise:.3g} times as far apart as else to count as different, and "
+        "smaller errors are not found (--noise may be given again, with other twins)"
+    )
 
 
 def _said(tolerance: Tolerance) -> str:

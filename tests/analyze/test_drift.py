@@ -74,9 +74,15 @@ def test_an_update_whose_sign_is_a_rounding_is_noise_and_so_is_what_it_does(
 ) -> None:
     found = compared(tmp_path)
     assert found.is_equal and found.culprits == []
+    assert found.drifted is not None
+    assert (found.drifted.step, found.drifted.num_params) == (1, 1) and found.drifted.times_noise > 10
     monkeypatch.setattr(BeyondNoise, "_follow", lambda *args: None)
     found = compared(tmp_path / "by the twin alone")
-    assert found.culprits[0].phase == "update" and {"param", "output"} <= set(found.table.column("site").to_pylist())
+    assert (
+        found.drifted is None
+        and found.culprits[0].phase == "update"
+        and {"param", "output"} <= set(found.table.column("site").to_pylist())
+    )
 
 
 @pytest.mark.parametrize("size", [RATE, 0.05 * RATE])
