@@ -9,10 +9,10 @@ All of them are forked from one process; the ranks of a training share one globa
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import recorder
 import recorder.recorder  # as dynamo
 import recorder.write.writer
+from tests.forking import fork
 
 WORDS, USED_WORDS, WIDTH, HEADS, LENGTH, BATCH, STEPS = 32, 24, 16, 2, 8, 8, 6
 BROKEN_STEP = 3
@@ -234,27 +235,8 @@ def run(folder: Path, name: Training, rank: int) -> None:
     settings: dict[str, Any] = {"jitter": name.jitter, "local_gradients": has_local}
     with recorder.attach(net, enabled=True, dir=str(folder / "recordings"), rules=RULES, **settings):
         train(net, model, name, rank)
-    del model, net
-    gc.collect()
     if size > 1:
-        dist.destroy_process_group()
-
-
-def fork(folder: Path, name: Training, rank: int) -> int:
-    """Start one rank; its process id."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            run(folder, name, rank)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    return pid
+        dist.barrier()
 
 
 def main(folder: Path, names: list[str]) -> int:
@@ -264,7 +246,7 @@ def main(folder: Path, names: list[str]) -> int:
     failed = 0
     for text in names:
         name = Training.read(text)
-        pids = [fork(folder / text, name, rank) for rank in range(LAYOUTS[name.layout])]
+        pids = [fork(functools.partial(run, folder / text, name, rank)) for rank in range(LAYOUTS[name.layout])]
         failed += sum(os.waitpid(pid, 0)[1] for pid in pids)
     return int(failed > 0)
 

@@ -9,10 +9,10 @@ the same. What follows a ``+`` in a name is a setting, such as ``+jitter=1``, or
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import recorder
 import recorder.recorder  # the same
 import recorder.write.writer
+from tests.forking import fork
 
 WORDS, WIDTH, LENGTH, BATCH, STEPS = 11, 8, 5, 4, 4
 BROKEN_STEP = 1
@@ -273,24 +274,7 @@ def run(folder: Path, name: str, rank: int, size: int) -> None:
     with recorder.attach(net, enabled=True, dir=str(folder / "recordings"), rules=RULES, **settings):
         train(net, what, rank, size)
     if size > 1:
-        dist.destroy_process_group()
-
-
-def fork(folder: Path, name: str, rank: int, size: int) -> int:
-    """Start one rank; its process id."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            run(folder, name, rank, size)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    return pid
+        dist.barrier()
 
 
 def main(folder: Path, names: list[str]) -> int:
@@ -300,7 +284,7 @@ def main(folder: Path, names: list[str]) -> int:
     failed = 0
     for name in names:
         size = 1 if name.startswith("one") else 2
-        pids = [fork(folder / name, name, rank, size) for rank in range(size)]
+        pids = [fork(functools.partial(run, folder / name, name, rank, size)) for rank in range(size)]
         failed += sum(os.waitpid(pid, 0)[1] for pid in pids)
     return int(failed > 0)
 
