@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from . import untrusted
 from .writers import RecordedWriter
 
+_IGNORED = "ignored"
 NOT_SHARED = "each rank has a parameter of its own under this name, as its manifest says"
 NOT_OF_BATCH = "its parameters are the rank's own, as experts' are: which rows of the batch it was given is not known"
 
@@ -19,12 +20,17 @@ class Unshared:
 
     def __init__(self, writers: Sequence[RecordedWriter]) -> None:
         self._names: set[tuple[str, str]] = set()
+        self._said: set[tuple[str, str]] = set()
+        """Those of which the program says so itself; the others its wrapper was told to leave alone."""
         shared: set[tuple[str, str]] = set()
         roots = [root for writer in writers for root in untrusted.objects(writer.manifest.get("roots"))]
         for root in roots:
             told = root.get("unshared")
             name = untrusted.text(root.get("name"))
-            self._names |= {(name, full) for full in told if isinstance(full, str)} if isinstance(told, dict) else set()
+            for full, reason in told.items() if isinstance(told, dict) else ():
+                self._names.add((name, full))
+                if reason != _IGNORED:
+                    self._said.add((name, full))
         for root in roots if self._names else ():
             name = untrusted.text(root.get("name"))
             for module in untrusted.objects(root.get("modules")):
@@ -39,6 +45,16 @@ class Unshared:
             return False
         full = _joined(module_path, name)
         return any((root, some) in self._names for some in (full, *_with_above(_owner(full))))
+
+    def is_said(self, root: str, module_path: str, name: str) -> bool:
+        """Whether the program says it of such a parameter, so that it can be no oversight."""
+        full = _joined(module_path, name)
+        return any((root, some) in self._said for some in (full, *_with_above(_owner(full))))
+
+    def expert_of(self, root: str, module_path: str) -> str:
+        """The outermost module around one that has such parameters and no others; itself where there is none."""
+        above = [path for path in _with_above(module_path) if (root, path) in self._modules]
+        return above[-1] if above else module_path
 
     def works_apart(self, root: str, module_path: str) -> bool:
         """Whether a module, or one that it is inside of, has such parameters and no others."""

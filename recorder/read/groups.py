@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ..format.schema import COUNTS, STATISTICS
 from ..layout.levels import Block, split
+from ..layout.placement import reduce_op
 from ..layout.plans import Apart, Piece, Plan, named
 from ..layout.rules import Batch, parse_override
 from .batches import NO_BATCH, RootBatches, text_of
@@ -420,7 +421,7 @@ class Grouping:
 
         What a program adds up in place through ``.data`` leaves no trace in the tensor that was a summand.
         """
-        if isinstance(plan, Apart) or site in STATE_SITES or '"Partial"' not in (pieces[0].placements or ""):
+        if isinstance(plan, Apart) or site in STATE_SITES or reduce_op(pieces[0].placements) != "sum":
             return False
         sums = [part.terms for part in plan.parts if len(part.terms) > 1]
         texts = [{self._rows.text("fingerprint", positions[term.piece]) for term in terms} for terms in sums]

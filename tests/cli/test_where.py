@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> Run:
             for row in (
                 root_input(9 * step, np.ones((6, 3), np.float32), step=step),
                 TP.row(rank, 9 * step + 1, WHOLE, [shard(1)], step=step, module_path="fc1"),
-                TP.row(rank, 9 * step + 2, WHOLE, [PARTIAL], step=step, module_path="fc2", **SUMMAND),
+                TP.row(rank, 9 * step + 2, WHOLE + rank, [PARTIAL], step=step, module_path="fc2", **SUMMAND),
                 TP.row(rank, 9 * step + 3, WHOLE, [shard(0)], step=step, module_path="fc2", **PARAM),
                 plain(9 * step + 4, WHOLE[:, :2] + rank, step=step, module_path="core"),
             )
