@@ -24,7 +24,7 @@ from .hints import Lonely, RenameHint, rename_hints
 from .keys import Integers, group_rows
 from .moments import Floats, integers, numbers
 from .naming import Culprit, Naming
-from .noise import BeyondNoise, Drifted
+from .noise import BeyondNoise, Drifted, LoudNoise
 from .pairs import Side, judge
 from .problems import Problems
 from .renames import NO_RENAMES, Renames
@@ -128,6 +128,8 @@ class Diff(NamedTuple):
     num_handed_on_b: int = 0
     drifted: Drifted | None = None
     """Parameters that rounding drove apart, which hides errors smaller than what that does."""
+    loud_noise: LoudNoise | None = None
+    """Set where the noise runs differ from the first run by more than roundings do."""
 
 
 def diff(
@@ -184,7 +186,7 @@ def diff(
     renames.check_used(names)
     lonely = _lonely(_module_paths(a), names)
     comparison = _Comparison(Tolerance(rtol, atol, ulp), report, lonely, selection)
-    _check_twins(a, noise)
+    _check_twins(a, b, noise)
     views = [run.view(loss=loss, layouts=layouts) for run in (a, b, *noise)]
     for first, last in _ranges(*(view.windows() for view in views)):
         files = (renames if view is views[1] else NO_RENAMES for view in views)
@@ -192,6 +194,10 @@ def diff(
     hints = rename_hints(*lonely, renames, names)
     comparison.refuse_nothing(a, b, selection, hints)
     found = comparison.result(common=common)._replace(hints=hints)
+    if hints:  # most likely they are there, under other names
+        lonely_names = {name for one in lonely for name in one.own_names}
+        culprits = [one for one in found.culprits if one.alone_in is None or one.seen_at not in lonely_names]
+        found = found._replace(culprits=culprits)
     if not renames:
         return found
     return found._replace(unpaired_a=[*lonely[0].own_names], unpaired_b=[*lonely[1].own_names.values()])
@@ -203,13 +209,15 @@ def payload_bytes(run: Run) -> int:
     return int(pc.sum(column).as_py() or 0)
 
 
-def _check_twins(a: Run, noise: Sequence[Run]) -> None:
-    """Refuse a noise run of another model.
+def _check_twins(a: Run, b: Run, noise: Sequence[Run]) -> None:
+    """Refuse a noise run of another model, and the run that is to be judged.
 
     Raises:
-        LookupFailedError: one of them has not the modules of the first run.
+        LookupFailedError: one of them has not the modules of the first run, or is one of the two.
     """
     for run in noise:
+        if run.path.resolve() in (a.path.resolve(), b.path.resolve()):
+            raise LookupFailedError(f"{run.path}: is one of the two runs that are compared; noise is a third one")
         lost = [path for path in a.module_paths if path not in set(run.module_paths)]
         if lost:
             few = _listed(lost)
@@ -373,6 +381,7 @@ class _Comparison:
             num_handed_on_a=int(self._handed_on[0]),
             num_handed_on_b=int(self._handed_on[1]),
             drifted=self._beyond_noise.drifted,
+            loud_noise=self._beyond_noise.loud,
         )
 
 

@@ -84,13 +84,26 @@ def events(a: Any, b: Any, pairs: Alignment, differs: Flags) -> dict[int, list[E
     return {step: sorted(steps[step], key=lambda event: event.order) for step in sorted(steps)}
 
 
+@lru_cache(maxsize=4096)
+def differing_ranks(note: str | None) -> tuple[int, ...]:
+    """The ranks that do not have what others have of a value which stays per rank for that."""
+    if note is None or "replicas_differ" not in note:
+        return ()
+    try:
+        found = json.loads(note).get("replicas_differ")
+    except (ValueError, RecursionError, AttributeError):
+        return ()
+    return tuple(rank for rank in found if type(rank) is int) if isinstance(found, list) else ()
+
+
 def differing_steps(a: Any, b: Any, pairs: Alignment, differs: Flags) -> list[int]:
     """Common steps at which something differs, or one run alone has a gradient."""
     steps = integers(a.column("step"))
     found = set(steps[pairs.a[differs]].tolist())
     for table, places in ((a, pairs.only_a), (b, pairs.only_b)):
-        alone = table.select(["step", "site"]).take(pa.array(places))
-        alone = alone.filter(pc.is_in(alone.column("site"), pa.array(_ALONE_SITES)))
+        alone = table.select(["step", "site", "note"]).take(pa.array(places))
+        came_apart = pc.fill_null(pc.match_substring(alone.column("note"), "replicas_differ"), False)
+        alone = alone.filter(pc.or_(pc.is_in(alone.column("site"), pa.array(_ALONE_SITES)), came_apart))
         found.update(alone.column("step").unique().to_pylist())
     return sorted(found & set(steps[pairs.a].tolist()))
 
@@ -144,12 +157,24 @@ def _join(found: dict[tuple[Any, ...], Event], row: dict[str, Any], event: Event
 
 
 def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[Event, dict[str, Any]]]:
-    """Gradients that one run alone has, at steps and sites that are recorded in both."""
+    """Gradients that one run alone has, at steps and sites that are recorded in both.
+
+    And what is one tensor in the first run, and in the second differs between ranks that should have the same.
+    """
     common = set(zip(*(a.column(name).take(pa.array(pairs.a)).to_pylist() for name in ("step", "site")), strict=True))
     order = np.argsort(pairs.b, kind="stable")
+    alone_a = a.select([*VALUE_KEY, "rank"]).take(pa.array(pairs.only_a)).to_pylist()
+    keys_a = {tuple(row[name] for name in VALUE_KEY) for row in alone_a}
+    whole = {tuple(row[name] for name in VALUE_KEY) for row in alone_a if row["rank"] is None}
+    alone_b = b.select(list(VALUE_KEY)).take(pa.array(pairs.only_b)).to_pylist()
+    in_both = keys_a & {tuple(row[name] for name in VALUE_KEY) for row in alone_b}  # in the one whole, say
     for side, table, places in (("a", a, pairs.only_a), ("b", b, pairs.only_b)):
         for place, row in zip(places.tolist(), _rows(table.take(pa.array(places))), strict=True):
-            if row["site"] not in _ALONE_SITES or (row["step"], row["site"]) not in common:
+            key = tuple(row[name] for name in VALUE_KEY)
+            came_apart = differing_ranks(row["note"]) if side == "b" and key in whole else ()
+            if not came_apart and (
+                key in in_both or row["site"] not in _ALONE_SITES or (row["step"], row["site"]) not in common
+            ):
                 continue
             if row["scope"] == "local":  # of sharded parameters these are not recorded; the final one tells
                 continue
@@ -158,4 +183,7 @@ def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[Event, dict[str, 
                 at = int(np.searchsorted(pairs.b[order], place)) - 1
                 when = float(pairs.a[order[at]]) + 0.5 if at >= 0 else -0.5
             ranks = () if row["rank"] is None else (row["rank"],)
-            yield _event(when, row)._replace(differs=True, ranks=ranks, alone=side), row
+            yield (
+                _event(when, row)._replace(differs=True, ranks=came_apart or ranks, alone="" if came_apart else side),
+                row,
+            )

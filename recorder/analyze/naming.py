@@ -17,17 +17,15 @@ from ..errors import RunError
 from ..read.decode import parse_shape
 from .align import Alignment
 from .culprits import CulpritSearch, Suspect
-from .events import differing_steps, events, of_steps, stage_of
+from .events import differing_ranks, differing_steps, events, of_steps, stage_of
 from .keys import VALUE_KEY, Integers, holds
+from .noise import MAX_REST, MIN_FACTOR
 from .pairs import Judged, Side
 
 _NAMED_KINDS = ("values", "statistics", "fingerprint", "shape")
 """Kinds of differences that are errors of the training; others are of how it was recorded."""
 _OWN_SHARE = 1e-3
 """A rank's part of a tensor differs where it does so by this share of the largest difference."""
-_MAX_REST = 0.02
-"""What a factor leaves unexplained, of what it explains: a tensor that was moved is no multiple of what it was."""
-_MIN_FACTOR = 1e-3
 _FIGURES = ("kind", "max_abs", "of_max", "max_ulp", "cosine", "noise", "statistic", "statistic_a", "statistic_b")
 
 
@@ -86,7 +84,7 @@ class Naming:
         """The pairs of a range of steps, and what came of them."""
         if self._search.is_over:
             return
-        differs = np.isin(judged.kinds, _NAMED_KINDS)
+        differs = np.isin(judged.kinds, _NAMED_KINDS) & ~_are_unlike(a, b, pairs)
         steps = a.table.column("step").take(pa.array(pairs.a)).unique().to_pylist()
         wrong = differing_steps(a.table, b.table, pairs, differs)
         wanted, kept = of_steps(pairs, a.table, b.table, wrong)
@@ -98,6 +96,18 @@ class Naming:
             elif not self._search.is_over:
                 for suspect in self._search.step(step, of_step[step]):
                     self.culprits.append(_told(suspect, a, b, wanted, kept, judged))
+
+
+def _are_unlike(a: Side, b: Side, pairs: Alignment) -> npt.NDArray[np.bool_]:
+    """Which pairs are of one tensor in the one run, and in the other of ranks that make none, nobody knows how."""
+    sides = [side.table.select(["rank", "note"]).take(pa.array(at)) for side, at in ((a, pairs.a), (b, pairs.b))]
+    is_whole = [side.column("rank").is_null().to_numpy() for side in sides]
+    is_apart = [holds(side.column("note"), _is_apart) for side in sides]
+    return np.asarray((is_whole[0] & is_apart[1]) | (is_apart[0] & is_whole[1]))
+
+
+def _is_apart(note: str) -> bool:
+    return "per_rank" in note and not differing_ranks(note)
 
 
 def _told(suspect: Suspect, a: Side, b: Side, pairs: Alignment, kept: Integers, judged: Judged) -> Culprit:
@@ -134,7 +144,7 @@ def _factor(row: dict[str, Any]) -> float | None:
         return None
     found = float(two / one) * (1 if cosine > 0 else -1)
     rest = math.sqrt(max(0.0, 1 - cosine * cosine))
-    return found if abs(found - 1) > _MIN_FACTOR and rest <= _MAX_REST * abs(found - 1) else None
+    return found if abs(found - 1) > MIN_FACTOR and rest <= MAX_REST * abs(found - 1) else None
 
 
 def _owners(a: Side, b: Side, row_a: int, row_b: int) -> tuple[list[int], list[int]]:

@@ -25,6 +25,12 @@ _BITS = {
     "complex32": -10, "float8_e4m3fn": -3, "float8_e4m3fnuz": -3, "float8_e5m2": -2, "float8_e5m2fnuz": -2,
 }  # fmt: skip
 """How far the number after 1 is away, as a power of two."""
+MIN_FACTOR = 1e-3
+"""A tensor is a multiple of another one from so far from 1 on."""
+MAX_REST = 0.02
+"""What a factor leaves unexplained, of what it explains: a tensor that was moved is no multiple of what it was."""
+_MIN_ITEMS = 16
+"""Of fewer elements any tensor may be nearly a multiple of any other."""
 _ROUNDINGS = 8
 """Roundings of the largest magnitude that are never more than noise."""
 
@@ -71,6 +77,15 @@ class Drifted(NamedTuple):
     """How many times as far apart as a twin what is made from them may be at most, and is still noise."""
 
 
+class LoudNoise(NamedTuple):
+    """Noise runs that are farther from the first run than roundings drive them in a step."""
+
+    step: int
+    """The first that was compared."""
+    of_norm: float
+    """How far apart the values of its forward are, as a share of their norm: the median."""
+
+
 class BeyondNoise:
     """Tells differences from noise, range by range of steps in their order."""
 
@@ -78,7 +93,13 @@ class BeyondNoise:
         self._drift = Drift()
         self._factors: dict[str, float] = {}
         """By root: how many times farther apart than the twin a step began, at most."""
+        self._shown: dict[str, tuple[float, float]] = {}
+        """By root, of the last step: the share by which parameters had drifted, and how many times the noise the values
+        of the forward were apart."""
         self._first_drift: int | None = None
+        self._is_begun = False
+        self.loud: LoudNoise | None = None
+        """That the noise runs are none, most likely: what they hide is not only noise."""
 
     @property
     def drifted(self) -> Drifted | None:
@@ -119,6 +140,10 @@ class BeyondNoise:
         order = np.argsort(measured.steps, kind="stable")
         parts = np.split(order, np.searchsorted(measured.steps[order], steps[1:]))
         for step, of_step in zip(steps.tolist(), parts, strict=True):
+            if not self._is_begun:
+                self._is_begun = True
+                share, limit = measured.typical_share(of_step), measured.loudness(of_step)
+                self.loud = LoudNoise(step, share) if share > limit else None
             for root in dict.fromkeys(measured.roots[of_step].tolist()):
                 self._follow_step(step, root, of_step[measured.roots[of_step] == root], pairs, measured, places)
             self._drift.end(step, pairs)
@@ -137,9 +162,15 @@ class BeyondNoise:
         share = self._drift.share(root)
         if not share:
             return
-        factor = max(1.0, share / measured.typical_share(rows))
+        factor = share / measured.typical_share(rows)
+        if root in self._shown:  # what the forward showed of it so far: what drifts need not reach much
+            share_before, times = self._shown[root]
+            factor = min(factor, MARGIN * times * share / share_before)
+        factor = max(1.0, factor)
+        self._shown[root] = share, measured.typical_times(rows)
         self._factors[root] = max(factor, self._factors.get(root, 1.0))
         rest = left[~is_param]
+        rest = rest[~measured.are_multiples(rest)]
         factors = np.where(measured.sites[rest] == "optim", self._factors[root], factor)
         pairs.differs[places[rest[measured.are_noise_farther(rest, factors)]]] = False
 
@@ -190,6 +221,24 @@ class _Measured:
         found = ((kinds == "values") & by_norm) | ((kinds == "statistics") & by_statistics)
         return np.asarray((found & self.is_finite[rows]) | (kinds == "fingerprint"))
 
+    def are_multiples(self, rows: Integers) -> Flags:
+        """Whether the one tensor is a multiple of the other, which rounding does not make of it."""
+        cosine, one, two, num = (
+            numbers(self._table.column(name))[rows] for name in ("cosine", "l2_a", "l2_b", "numel")
+        )
+        with np.errstate(invalid="ignore", divide="ignore"):
+            off = np.abs(np.sign(cosine) * two / one - 1)
+            rest = np.sqrt(np.maximum(0.0, 1 - cosine * cosine))
+            return np.asarray((num >= _MIN_ITEMS) & (off > MIN_FACTOR) & (rest <= MAX_REST * off))
+
+    def typical_times(self, rows: Integers) -> float:
+        """How many times as far apart as in the twin the values of a forward are: the median."""
+        forward = rows[self._phases[rows] == "forward"]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            times = self._l2_apart[forward] / self._noise_of_norms[forward]
+        known = times[np.isfinite(times)]
+        return max(1.0, float(np.median(known))) if len(known) else np.inf
+
     def typical_share(self, rows: Integers) -> float:
         """How far noise moves the values of a forward, as a share of their norm: the median; at least a rounding."""
         forward = rows[self._phases[rows] == "forward"]
@@ -201,6 +250,10 @@ class _Measured:
         least = float(np.median(self._eps[chosen])) / _ROUNDINGS or 2.0 ** _BITS["float32"]
         known = shares[~np.isnan(shares)]
         return max(float(np.median(known)), least) if len(known) else least
+
+    def loudness(self, rows: Integers) -> float:
+        """The share beyond which noise of a first step is none: far more than roundings, less than another dropout."""
+        return 8 * float(np.sqrt(np.median(self._eps[rows]) / _ROUNDINGS))
 
     def lines(self, rows: Integers, places: Integers) -> list[dict[str, Any]]:
         """Rows with all that is known of them, the number of the pair, and how far an element may be apart."""

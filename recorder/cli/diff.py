@@ -261,6 +261,12 @@ def _summary(found: Diff, tolerance: Tolerance, *, common: bool, has_noise: bool
         if num:
             what = f"{counted(num, 'row')} of {run} that one pipeline stage hands to another"
             yield f"note: {what} are not compared: {other} is not cut into stages so"
+    if found.loud_noise is not None:
+        step, share = found.loud_noise
+        yield (
+            f"warning: at step {step} the noise runs are {share:.2g} of the norm away from A, more than roundings "
+            "do in a step, and may hide errors; a twin is recorded as A was: same ranks, seeds and program"
+        )
     if found.drifted is not None:
         yield _drifted(found.drifted)
     if num_only and common:

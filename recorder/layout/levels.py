@@ -98,15 +98,18 @@ def _contradiction(pieces: Sequence[Piece], meshes: Sequence[Ints]) -> Apart | N
     return None
 
 
-def within(pieces: Sequence[Piece], block: Block, *, is_state: bool, same: Same, infer: Infer) -> Plan | Apart:
+def within(
+    pieces: Sequence[Piece], block: Block, *, is_state: bool, is_constant: bool, same: Same, infer: Infer
+) -> Plan | Apart:
     """The one tensor of ranks that share a part of the batch; its terms are numbers of all `pieces`.
 
     Args:
         pieces: of all ranks.
         block: whose tensor it is.
         is_state: of a parameter and what goes with it: replicas unless they say more, to be compared by the caller.
+        is_constant: each holds one number throughout, as pieces of one tensor may as well as replicas.
         same: asked only where pieces might be replicas.
-        infer: asked only where plain pieces differ.
+        infer: asked only where plain pieces differ, or are constant.
     """
     plans: list[Plan] = []
     for unit in block.units:
@@ -124,10 +127,13 @@ def within(pieces: Sequence[Piece], block: Block, *, is_state: bool, same: Same,
     if is_state:
         return _overlay(plans, "inferred" if is_plain else plans[0].source)
     shapes = {plan.global_shape for plan in plans}
-    if len(shapes) == 1 and _all_same(plans, same):
+    is_same = len(shapes) == 1 and _all_same(plans, same)
+    if is_plain and (is_constant or not is_same):
+        found = _inferred(pieces, [unit[0] for unit in block.units], infer)
+        if not is_same or isinstance(found, Plan):
+            return found
+    if is_same:
         return _overlay(plans, "inferred")
-    if is_plain:
-        return _inferred(pieces, [unit[0] for unit in block.units], infer)
     return Apart("per_rank", f"tensors over several meshes differ, of ranks {list(block.ranks)} that share a batch")
 
 

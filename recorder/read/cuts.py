@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 
 from ..layout.placement import mesh_of, parse_placements
 from ..layout.plans import Apart, Piece
@@ -59,6 +60,8 @@ class Cuts:
         self._rows = rows
         self._counts = counts
         self._of_step: dict[int, tuple[dict[object, set[_Cut]], dict[object, set[_Cut]]]] = {}
+        self._whole: set[object] = set()
+        """Of that step, root, rank and shape of values that are whole on every rank."""
 
     def infer(self, wanted: Wanted, pieces: Sequence[Piece]) -> int | Apart:
         """The dim along which pieces of ranks that share a batch lie end to end, or why that is not known."""
@@ -68,7 +71,8 @@ class Cuts:
         if all(piece.shape for piece in pieces) and self._is_linear(wanted.root, wanted.module_path):
             found = _common([_by_parameters(parameters, wanted, piece, ranks) for piece in pieces])
         if not found:
-            cuts = [neighbours.get((wanted.root, piece.rank, piece.shape), set()) for piece in pieces]
+            places = [(wanted.root, piece.rank, piece.shape) for piece in pieces]
+            cuts = [neighbours.get(place, set()) if place not in self._whole else set() for place in places]
             found = _common([{cut.dim for cut in some if _is_of(cut, ranks)} for some in cuts])
             if len(found) == 1 and any(piece.shape.count(piece.shape[min(found)]) > 1 for piece in pieces):
                 found = set()  # a copy of such a value that is turned round has the same shape
@@ -86,12 +90,14 @@ class Cuts:
         if step not in self._of_step:
             parameters: dict[object, set[_Cut]] = {}
             neighbours: dict[object, set[_Cut]] = {}
+            self._whole = set()
             for site, root, path, rank, shape, cut in self._cuts(step):
                 if site in STATE_SITES:
                     parameters.setdefault((root, path, rank), set()).add(cut)
                 else:
                     neighbours.setdefault((root, rank, shape), set()).add(cut)
             self._of_step = {step: (parameters, neighbours)}  # values come in the order of steps
+            self._whole |= self._equal(step)
         return self._of_step[step]
 
     def _cuts(self, step: int) -> list[tuple[str, str, str, int, Ints, _Cut]]:
@@ -108,9 +114,32 @@ class Cuts:
             root, path, site, shape, whole, placements, mesh = (text_of(columns[name], i) for name in _COLUMNS)
             piece = Piece(int(ranks[i]), "", parse_shape(shape), parse_shape(whole), None, placements, mesh)
             cuts = _cuts_of(piece)
+            if site in _SHOWN_SITES and piece.shape == piece.global_shape:
+                self._whole.add((root, piece.rank, piece.shape))
             if site in ("param", "grad") or (site in _SHOWN_SITES and len(cuts) == 1):
                 found += [(site, root, path, piece.rank, piece.shape, cut) for cut in cuts]
         return found
+
+    def _equal(self, step: int) -> set[object]:
+        """The same of plain values that several ranks have alike, to the last bit; not of constants."""
+        rows = self._rows
+        positions: Positions = np.flatnonzero(self._counts & (rows.numbers("step") == step))
+        columns = {name: rows.keys(name, positions) for name in ("root", "site", "shape", "fingerprint", "placements")}
+        is_plain = (columns["placements"].codes == NONE) & (columns["fingerprint"].codes != NONE)
+        low, high = (rows.take(name, positions) for name in ("min", "max"))
+        is_plain &= ~pc.fill_null(pc.equal(low, high), False).to_numpy()
+        ranks = rows.numbers("rank")[positions]
+        holders: dict[tuple[str, str, str], set[int]] = {}
+        for i in np.flatnonzero(is_plain).tolist():
+            root, site, shape, text = (text_of(columns[name], i) for name in ("root", "site", "shape", "fingerprint"))
+            if site in _SHOWN_SITES:
+                holders.setdefault((root, shape, text), set()).add(int(ranks[i]))
+        return {
+            (root, rank, parse_shape(shape))
+            for (root, shape, _), some in holders.items()
+            if len(some) > 1
+            for rank in some
+        }
 
 
 def _by_parameters(parameters: dict[object, set[_Cut]], wanted: Wanted, piece: Piece, ranks: Ints) -> set[int]:

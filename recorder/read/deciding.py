@@ -153,7 +153,9 @@ def _of_block(question: Question, block: Block) -> Plan | Apart:
         plan = decide_override([pieces[i] for i in numbers], override.wanted, override.rule)
         return plan if isinstance(plan, Apart) else renumbered(plan, numbers)
     is_state = question.site in STATE_SITES
-    return within(pieces, block, is_state=is_state, same=question.evidence.among, infer=question.infer)
+    evidence = question.evidence
+    is_constant = evidence.is_constant()
+    return within(pieces, block, is_state=is_state, is_constant=is_constant, same=evidence.among, infer=question.infer)
 
 
 class _Across:

@@ -185,6 +185,7 @@ class GlobalRows:
         self._is_merged = assembler is None
         apart = [(value, value.plan) for value in values if isinstance(value.plan, Apart)]
         self._whys = {at: plan.why for value, plan in apart if plan.why != AS_ASKED for at in value.positions}
+        self._differing = {at: value.differing for value, _ in apart if value.differing for at in value.positions}
         self._assembler = assembler or Assembler(light, Payloads(light))
         if self._is_merged:
             part_0 = positions[light.numbers("part")[positions] == 0]
@@ -296,7 +297,12 @@ class GlobalRows:
         whys = [self._whys.get(source, "") if isinstance(source, int) else "" for source in self._sources]
         is_apart = pa.array([why != "" for why in whys], pa.bool_())
         own = notes.filter(is_apart).to_pylist()
-        told = [_json(_members(note) | {"per_rank": why}) for note, why in zip(own, filter(None, whys), strict=True)]
+        apart = [source for source, why in zip(self._sources, whys, strict=True) if why and isinstance(source, int)]
+        told = []
+        for note, why, source in zip(own, filter(None, whys), apart, strict=True):
+            differing = self._differing.get(source)
+            more = {"replicas_differ": list(differing)} if differing else {}
+            told.append(_json(_members(note) | {"per_rank": why} | more))
         return pc.replace_with_mask(notes, is_apart, pa.array(told, pa.string()))
 
     def _find_cut(self, columns: dict[str, Any]) -> npt.NDArray[np.bool_]:

@@ -35,7 +35,7 @@ def grid_run(path: Path, rows: dict[int, list[Row]], ranks: Any = None, **more: 
 
 def batches(*sizes: int) -> dict[int, list[Row]]:
     """The root's inputs of a 2 x 2 grid, each pair of ranks with a batch of its own."""
-    inputs = [values(size, 3) for size in sizes]
+    inputs = [values(size, 2) for size in sizes]
     return {rank: [root_input(0, inputs[rank // 2])] for rank in range(4)}
 
 
@@ -152,7 +152,7 @@ class TestTensorParallelWithDDP:
             rows[rank].append(plain(1, outputs[rank // 2]))
         run = grid_run(tmp_path / "run", rows)
         assert same(run.array("layers.0", step=0), np.concatenate(outputs))
-        assert run.array("", site="input", step=0).shape == (7, 3)
+        assert run.array("", site="input", step=0).shape == (7, 2)
 
     def test_plain_tensors_that_differ_within_an_instance_are_never_guessed(self, tmp_path: Path) -> None:
         rows = batches(4, 4)
@@ -236,6 +236,14 @@ class TestInference:
         assert one["layout_source"] == "inferred" and same(run.array("act", step=0), hidden[0])
         found = [finding for finding in run.view().rows().findings if finding.kind == "inferred"]
         assert [finding.module_path for finding in found] == ["act"] and "by their shapes alone" in found[0].text
+
+    def test_where_a_whole_value_has_that_shape_too_nothing_is_guessed(self, tmp_path: Path) -> None:
+        rows, _ = self.mlp()
+        beside = values(*json.loads(rows[0][-1]["shape"]))
+        for own in rows.values():
+            own.append(plain(3, beside, module_path="beside"))
+        findings = grid_run(tmp_path / "run", rows).view().rows().findings
+        assert ("per_rank", "act") in [(one.kind, one.module_path) for one in findings]
 
     def test_where_two_dims_have_the_size_of_the_cut_one_nothing_is_guessed(self, tmp_path: Path) -> None:
         """A transposed copy has the same shape."""
