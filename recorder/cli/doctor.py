@@ -35,7 +35,7 @@ _MAX_HOLES = 40
 """Lines about holes of one state; ``--json`` has all."""
 _STEP_SOURCES = {
     "counted": "counted from 0",
-    "optimizer": "counted on from the optimizer's saved number",
+    "optimizer": "counted on from the number in the optimizer's state",
     "user": "those that the program gave",
 }
 _STATES = ("ok", "note", "missing")

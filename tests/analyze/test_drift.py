@@ -13,6 +13,7 @@ import pytest
 import recorder
 from recorder.analyze.diff import Diff, diff
 from recorder.analyze.noise import BeyondNoise
+from recorder.errors import LookupFailedError
 
 from .test_diff import row, write
 
@@ -111,3 +112,18 @@ def test_without_the_gradient_nothing_says_that_it_is_noise(tmp_path: Path) -> N
 def test_steps_of_which_statistics_alone_were_kept_go_on_from_the_last_values(tmp_path: Path) -> None:
     assert compared(tmp_path / "some", has_values=lambda step: step in (0, 1, 4)).is_equal
     assert not compared(tmp_path / "none", has_values=lambda step: False).is_equal
+
+
+def test_a_noise_run_that_is_none_is_said_to_be(tmp_path: Path) -> None:
+    a, b, twin = (training(tmp_path / str(seed), seed) for seed in (0, 1, 2))
+    assert diff(a, b, noise=[twin]).loud_noise is None
+    other = training(tmp_path / "other", 3, change=lambda step, site, values: values * 1.1)
+    loud = diff(a, b, noise=[other]).loud_noise
+    assert loud is not None and (loud.step, round(loud.of_norm, 2)) == (0, 0.1)
+    with pytest.raises(LookupFailedError, match="one of the two runs"):
+        diff(a, b, noise=[b])
+
+
+def test_a_multiple_is_no_drift(tmp_path: Path) -> None:
+    found = compared(tmp_path, lambda step, of, values: values * 1.01 if (step, of) == (3, "grad") else values)
+    assert found.culprits[0].factor == pytest.approx(1.01, rel=1e-4)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recorder.analyze.diff import diff
 from recorder.errors import LookupFailedError
 from recorder.read.run import Run, open_run
 
@@ -71,6 +72,23 @@ class TestTensorParallelWithDDP:
         (finding,) = grid_run(tmp_path / "run", rows).view().rows().findings
         assert (finding.kind, finding.ranks) == ("replicas_differ", (1, 3))
         assert finding.text == "rank 3 differs from rank 1"
+
+    def test_diff_names_where_copies_came_apart(self, tmp_path: Path) -> None:
+        rows, outputs = batches(4, 3), [values(4, 6), values(3, 6)]
+        runs = []
+        for name, ranks in (("sound", ()), ("broken", (1, 3))):
+            own = {
+                rank: [
+                    *rows[rank],
+                    TP.row(rank, 1, outputs[rank // 2] * (1 + (rank in ranks)), [REPLICATE], module_path="norm"),
+                ]
+                for rank in rows
+            }
+            runs.append(grid_run(tmp_path / name, own))
+        sound, broken = runs
+        (culprit,) = diff(sound, broken).culprits
+        assert (culprit.phase, culprit.module_path, culprit.ranks) == ("forward", "norm", [1, 3])
+        assert diff(broken, sound).culprits == []
 
     def test_what_a_missing_rank_held_another_instance_has(self, tmp_path: Path) -> None:
         weight = values(4, 4)
@@ -244,6 +262,14 @@ class TestInference:
             own.append(plain(3, beside, module_path="beside"))
         findings = grid_run(tmp_path / "run", rows).view().rows().findings
         assert ("per_rank", "act") in [(one.kind, one.module_path) for one in findings]
+
+    def test_pieces_of_a_constant_are_no_copies(self, tmp_path: Path) -> None:
+        rows, hidden = self.mlp()
+        for own in rows.values():
+            shape = json.loads(own[-1]["shape"])
+            own.append(plain(3, np.ones(shape, np.float32), module_path="ones"))
+        whole = grid_run(tmp_path / "run", rows).array("ones", step=0)
+        assert same(whole, np.ones_like(np.concatenate(hidden)))
 
     def test_where_two_dims_have_the_size_of_the_cut_one_nothing_is_guessed(self, tmp_path: Path) -> None:
         """A transposed copy has the same shape."""
