@@ -30,7 +30,7 @@ MIN_FACTOR = 1e-3
 MAX_REST = 0.02
 """What a factor leaves unexplained, of what it explains: a tensor that was moved is no multiple of what it was."""
 _MIN_ITEMS = 16
-"""Of fewer elements any tensor may be nearly a multiple of any other."""
+"""Of fewer elements any tensor may be nearly a multiple of any other, and what noise does to them is left to chance."""
 _ROUNDINGS = 8
 """Roundings of the largest magnitude that are never more than noise."""
 
@@ -191,10 +191,10 @@ class _Measured:
         self._norms = _norms(table, self._scales)
         self.is_finite = _counts(table, "nonfinite_a") == _counts(table, "nonfinite_b")
         self._has_other_print = noise.has_other_print[rows]
-        self.noise = _lifted(noise.values[rows], self._scales, table)
+        self.noise = _steadied(_lifted(noise.values[rows], self._scales, table), table)
         self.noise_of_statistics = noise.statistics[rows]
         self._lifted_statistics = _lifted(self.noise_of_statistics, np.ones(len(rows)), table)
-        self._noise_of_norms = _lifted(noise.norms[rows], self._norms, table)
+        self._noise_of_norms = _steadied(_lifted(noise.norms[rows], self._norms, table), table)
         with np.errstate(invalid="ignore"):
             self._allowed = np.where(self._eps > 0, MARGIN * self.noise + self._eps * self._scales, self.noise)
 
@@ -297,6 +297,14 @@ def _lifted(values: Floats, scales: Floats, table: Any) -> Floats:
         known = known[~np.isnan(known)]
         medians[number] = np.median(known) if len(known) else 0.0
     return np.maximum(values, medians[groups.ids] * scales)
+
+
+def _steadied(values: Floats, table: Any) -> Floats:
+    """The same; of few elements the most that they have of it at any of these steps: at one it hangs on chance."""
+    groups = group_rows(table, ("root", "module_path", "site", "name"))
+    most = np.full(groups.num_groups, np.nan)
+    np.fmax.at(most, groups.ids, values)
+    return np.where(numbers(table.column("numel")) < _MIN_ITEMS, most[groups.ids], values)
 
 
 def _counts(table: Any, name: str) -> npt.NDArray[np.float64]:

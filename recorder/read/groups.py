@@ -131,9 +131,9 @@ class Grouping:
         self._numbers: dict[Piece, int] = {}
         self._found: dict[Any, int] = {}
         self.counts = self._which_count()
+        """By position, whether a row counts: superseded ones and those of another run do not."""
         for text in missing_stages(facts.stages):
             self._note("partial", None, (), text)
-        """By position, whether a row counts: superseded ones and those of another run do not."""
         self._roots = RootBatches(rows, self.counts)
         self._cuts = Cuts(rows, self.counts, facts.is_linear)
 
