@@ -84,7 +84,7 @@ class Naming:
         """The pairs of a range of steps, and what came of them."""
         if self._search.is_over:
             return
-        differs = np.isin(judged.kinds, _NAMED_KINDS) & ~_are_unlike(a, b, pairs)
+        differs = np.isin(judged.kinds, _NAMED_KINDS) & ~_are_unlike(a, b, pairs, judged.kinds == "")
         steps = a.table.column("step").take(pa.array(pairs.a)).unique().to_pylist()
         wrong = differing_steps(a.table, b.table, pairs, differs)
         wanted, kept = of_steps(pairs, a.table, b.table, wrong)
@@ -98,12 +98,19 @@ class Naming:
                     self.culprits.append(_told(suspect, a, b, wanted, kept, judged))
 
 
-def _are_unlike(a: Side, b: Side, pairs: Alignment) -> npt.NDArray[np.bool_]:
-    """Which pairs are of one tensor in the one run, and in the other of ranks that make none, nobody knows how."""
+def _are_unlike(a: Side, b: Side, pairs: Alignment, is_equal: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Which pairs are of one tensor in the one run, and in the other of ranks that make none, nobody knows how.
+
+    Where a rank has the very tensor, the others should have it, too: these are compared.
+    """
     sides = [side.table.select(["rank", "note"]).take(pa.array(at)) for side, at in ((a, pairs.a), (b, pairs.b))]
     is_whole = [side.column("rank").is_null().to_numpy() for side in sides]
     is_apart = [holds(side.column("note"), _is_apart) for side in sides]
-    return np.asarray((is_whole[0] & is_apart[1]) | (is_apart[0] & is_whole[1]))
+    found = np.zeros(len(pairs.a), np.bool_)
+    for whole, apart, at in ((is_whole[0], is_apart[1], pairs.a), (is_whole[1], is_apart[0], pairs.b)):
+        unlike = whole & apart
+        found |= unlike & ~np.isin(at, at[unlike & is_equal])
+    return found
 
 
 def _is_apart(note: str) -> bool:
