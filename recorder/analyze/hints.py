@@ -6,7 +6,7 @@ Must never rename anything: what looks alike need not be the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -94,7 +94,7 @@ def rename_hints(a: Lonely, b: Lonely, renames: Renames, paths_b: Mapping[str, s
     lonely = set(b.own_names.values())
     fixed = {own: name for own, name in paths_b.items() if own not in lonely}
     for lines in (_in_few_lines(pairs, fixed, renames), [Rename(old, new, "") for new, old in pairs.items()]):
-        if _are_sound(lines, pairs, fixed, renames):
+        if _are_sound(lines, pairs, fixed, paths_b, renames):
             break
     else:
         return []
@@ -152,8 +152,14 @@ def _beginnings(old: str, new: str) -> Iterator[Rename]:
         yield Rename(".".join(one[: len(one) - cut]), ".".join(two[: len(two) - cut]), "")
 
 
-def _are_sound(lines: Sequence[Rename], pairs: Mapping[str, str], fixed: Mapping[str, str], renames: Renames) -> bool:
-    """Whether the lines are a file that pairs all of these, and changes no other name."""
+def _are_sound(
+    lines: Sequence[Rename],
+    pairs: Mapping[str, str],
+    fixed: Mapping[str, str],
+    paths_b: Iterable[str],
+    renames: Renames,
+) -> bool:
+    """Whether the lines are a file that pairs all of these, changes no name that is fixed, and makes one of no two."""
     for name in ("old", "new"):
         told = [getattr(line, name) for line in (*lines, *renames.lines)]
         if len(set(told)) < len(told):
@@ -162,7 +168,7 @@ def _are_sound(lines: Sequence[Rename], pairs: Mapping[str, str], fixed: Mapping
     if any(together.old(path) != name for path, name in (*pairs.items(), *fixed.items())):
         return False
     try:
-        together.check_used([*pairs, *fixed])
+        together.check_used(paths_b)
     except LookupFailedError:
         return False
     return True
