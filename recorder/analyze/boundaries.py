@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from ..read.stages import HANDED_ON
+from .events import stage_of
 from .keys import holds
 from .pairs import Side
 
@@ -32,13 +33,7 @@ def comparable(a: Side, b: Side) -> tuple[Side, Side, tuple[int, int]]:
 
 
 def _is_handed_on(note: str) -> bool:
-    if HANDED_ON not in note:
-        return False
-    try:
-        known = json.loads(note)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(known, dict) and HANDED_ON in known
+    return stage_of(note)[1]
 
 
 def _places(table: Any) -> set[tuple[Any, ...]]:

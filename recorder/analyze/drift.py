@@ -83,7 +83,10 @@ class Drift:
         """
         of = [(root, line["module_path"], line["name"], line["rank_b"]) for line in lines]
         wrong = self._wrong.get(root, set())
-        found = [p not in wrong and self._is_noise(step, pairs, p, line) for p, line in zip(of, lines, strict=True)]
+        size = _typical_size(step, root, pairs) if lines else 0.0
+        found = [
+            p not in wrong and self._is_noise(step, pairs, p, line, size) for p, line in zip(of, lines, strict=True)
+        ]
         self._wrong[root] = {p for p, is_noise in zip(of, found, strict=True) if not is_noise}
         return found
 
@@ -91,14 +94,16 @@ class Drift:
         """Keep what the parameters of the next step are made from."""
         self._before, self._numbers = (step, pairs), None
 
-    def _is_noise(self, step: int, pairs: Pairs, parameter: Parameter, line: dict[str, Any]) -> bool:
+    def _is_noise(self, step: int, pairs: Pairs, parameter: Parameter, line: dict[str, Any], size: float) -> bool:
         known = self._apart[parameter][0] if parameter in self._apart else 0.0
         if line["kind"] == "values":
             found = self._is_made_from_noise(step, pairs, parameter, line["number"], line["allowed"])
             if found is None:  # of what it was made from not enough was kept
                 found = bool(line["l2_apart"] <= MARGIN * known)
             if found:
-                self._apart[parameter] = line["l2_apart"], line["l2_apart"] / _typical_norm(pairs, step, line)
+                own = line["l2_a"] or line["max_abs"] / line["of_max"]
+                norm = max(own, size * float(np.sqrt(line["numel"])))
+                self._apart[parameter] = line["l2_apart"], line["l2_apart"] / norm
             return found
         one, two = line["statistic_a"], line["statistic_b"]  # none moves by more than the norm of the difference
         return one is not None and two is not None and bool(abs(two - one) <= MARGIN * known)
@@ -123,27 +128,32 @@ class Drift:
         if now is None or old is None or old[0].size != now[0].size or ("grad", parameter[2]) not in kept:
             return None
         made_from = [both for both in kept.values() if both[0].size == both[1].size == now[0].size]
-        return all(
-            _is_open(now, old, made_from, slice(at, at + _CHUNK_ITEMS), allowed)
-            for at in range(0, now[0].size, _CHUNK_ITEMS)
-        )
+        parts = [slice(at, at + _CHUNK_ITEMS) for at in range(0, now[0].size, _CHUNK_ITEMS)]
+        # Where weight decay cancels a step, what is left says little of it.
+        least = sum(float(np.nansum(_update(now, old, part))) for part in parts) / max(1, now[0].size)
+        return all(_is_open(now, old, made_from, part, least, allowed) for part in parts)
 
 
 Vectors = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 
-def _is_open(now: Vectors, old: Vectors, made_from: list[Vectors], part: slice, allowed: float) -> bool:
-    """Whether a part of a parameter differs by no more than before, and than its update may."""
+def _update(now: Vectors, old: Vectors, part: slice) -> npt.NDArray[Any]:
+    """How far an update moves the elements of a part, in the run in which that is more."""
+    (now_a, now_b), (old_a, old_b) = _wide(now, part), _wide(old, part)
+    return np.asarray(np.maximum(np.abs(now_a - old_a), np.abs(now_b - old_b)))
+
+
+def _is_open(now: Vectors, old: Vectors, made_from: list[Vectors], part: slice, least: float, allowed: float) -> bool:
+    """Whether a part of a parameter differs by no more than before, and than its update, `least` at least, may."""
     (now_a, now_b), (old_a, old_b) = _wide(now, part), _wide(old, part)
     share = np.zeros(now_a.shape)
     for both in made_from:
         one, two = _wide(both, part)
         size = np.maximum(np.abs(one), np.abs(two))
         np.maximum(share, np.divide(np.abs(two - one), size, out=np.zeros_like(share), where=size > 0), out=share)
-    update = np.maximum(np.abs(now_a - old_a), np.abs(now_b - old_b))
-    update = np.maximum(update, update.mean())  # where weight decay cancels a step, what is left says little of it
+    update = np.maximum(_update(now, old, part), least)
     is_open = np.abs(now_b - now_a) <= np.abs(old_b - old_a) + MARGIN * share * update + allowed
-    return bool(is_open.all())
+    return bool((is_open | (np.isnan(now_a) & np.isnan(now_b))).all())
 
 
 def _wide(both: Vectors, part: slice) -> Vectors:
@@ -167,14 +177,11 @@ def _sources(numbers_of: Integers, pairs: Pairs, parameter: Parameter) -> dict[t
     return found
 
 
-def _typical_norm(pairs: Pairs, step: int, line: dict[str, Any]) -> float:
-    """What the norm of a parameter is, or would be if its elements were as large as those of all parameters."""
+def _typical_size(step: int, root: str, pairs: Pairs) -> float:
+    """How large an element of a parameter is at a step: the root of the mean square of all; 0 where nothing says it."""
     rows = pairs.a.table.select(["step", "root", "site", "l2", "numel"])
-    wanted = pc.and_(pc.equal(rows.column("step"), step), pc.equal(rows.column("root"), line["root"]))
+    wanted = pc.and_(pc.equal(rows.column("step"), step), pc.equal(rows.column("root"), root))
     rows = rows.filter(pc.and_(wanted, pc.equal(rows.column("site"), "param")))
     rows = rows.filter(rows.column("l2").is_valid())
-    own = line["l2_a"] or line["max_abs"] / line["of_max"]
-    if not rows.num_rows:
-        return float(own)
-    squares = np.square(numbers(rows.column("l2"))).sum() / numbers(rows.column("numel")).sum()
-    return float(max(own, np.sqrt(squares * line["numel"])))
+    num = numbers(rows.column("numel")).sum()
+    return float(np.sqrt(np.square(numbers(rows.column("l2"))).sum() / num)) if num else 0.0

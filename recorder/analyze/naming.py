@@ -19,7 +19,7 @@ from .align import Alignment
 from .culprits import CulpritSearch, Suspect
 from .events import differing_ranks, differing_steps, events, of_steps, stage_of
 from .keys import VALUE_KEY, Integers, holds
-from .noise import MAX_REST, MIN_FACTOR
+from .noise import multiples
 from .pairs import Judged, Side
 
 _NAMED_KINDS = ("values", "statistics", "fingerprint", "shape")
@@ -146,12 +146,9 @@ def _told(suspect: Suspect, a: Side, b: Side, pairs: Alignment, kept: Integers, 
 
 def _factor(row: dict[str, Any]) -> float | None:
     """By what the one tensor is a multiple of the other, if it is one."""
-    cosine, one, two = (row.get(name) for name in ("cosine", "l2_a", "l2_b"))
-    if cosine is None or not one or not two:
-        return None
-    found = float(two / one) * (1 if cosine > 0 else -1)
-    rest = math.sqrt(max(0.0, 1 - cosine * cosine))
-    return found if abs(found - 1) > MIN_FACTOR and rest <= MAX_REST * abs(found - 1) else None
+    cosine, one, two = (np.array(row.get(name), np.float64) for name in ("cosine", "l2_a", "l2_b"))  # None is NaN
+    found = float(multiples(cosine, one, two))
+    return None if math.isnan(found) else found
 
 
 def _owners(a: Side, b: Side, row_a: int, row_b: int) -> tuple[list[int], list[int]]:

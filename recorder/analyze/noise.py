@@ -25,9 +25,9 @@ _BITS = {
     "complex32": -10, "float8_e4m3fn": -3, "float8_e4m3fnuz": -3, "float8_e5m2": -2, "float8_e5m2fnuz": -2,
 }  # fmt: skip
 """How far the number after 1 is away, as a power of two."""
-MIN_FACTOR = 1e-3
+_MIN_FACTOR = 1e-3
 """A tensor is a multiple of another one from so far from 1 on."""
-MAX_REST = 0.02
+_MAX_REST = 0.02
 """What a factor leaves unexplained, of what it explains: a tensor that was moved is no multiple of what it was."""
 _MIN_ITEMS = 16
 """Of fewer elements any tensor may be nearly a multiple of any other, and what noise does to them is left to chance."""
@@ -81,7 +81,7 @@ class LoudNoise(NamedTuple):
     """Noise runs that are farther from the first run than roundings drive them in a step."""
 
     step: int
-    """The first that was compared."""
+    """The first at which the two runs differ."""
     of_norm: float
     """How far apart the values of its forward are, as a share of their norm: the median."""
 
@@ -226,10 +226,7 @@ class _Measured:
         cosine, one, two, num = (
             numbers(self._table.column(name))[rows] for name in ("cosine", "l2_a", "l2_b", "numel")
         )
-        with np.errstate(invalid="ignore", divide="ignore"):
-            off = np.abs(np.sign(cosine) * two / one - 1)
-            rest = np.sqrt(np.maximum(0.0, 1 - cosine * cosine))
-            return np.asarray((num >= _MIN_ITEMS) & (off > MIN_FACTOR) & (rest <= MAX_REST * off))
+        return np.asarray((num >= _MIN_ITEMS) & ~np.isnan(multiples(cosine, one, two)))
 
     def typical_times(self, rows: Integers) -> float:
         """How many times as far apart as in the twin the values of a forward are: the median."""
@@ -260,6 +257,15 @@ class _Measured:
         lines = self._table.take(pa.array(rows)).to_pylist()
         known = zip(lines, places[rows].tolist(), np.nan_to_num(self._allowed[rows]).tolist(), strict=True)
         return [{**line, "number": number, "allowed": allowed} for line, number, allowed in known]
+
+
+def multiples(cosine: Floats, one: Floats, two: Floats) -> Floats:
+    """By what tensors are multiples of others, from the cosine and the norms of both; NaN where they are none."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found = np.where(cosine > 0, 1.0, -1.0) * two / one
+        off, rest = np.abs(found - 1), np.sqrt(np.maximum(0.0, 1 - cosine * cosine))
+        is_one = (two > 0) & np.isfinite(found) & (off > _MIN_FACTOR) & (rest <= _MAX_REST * off)
+    return np.where(is_one, found, np.nan)
 
 
 def _scales(table: Any) -> Floats:
