@@ -5,7 +5,6 @@ Rows of one value, one for each rank where the ranks make no single tensor, are 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..read import untrusted
 from ..read.stages import HANDED_ON
 from .align import Alignment
 from .keys import VALUE_KEY, Integers
@@ -89,11 +89,7 @@ def differing_ranks(note: str | None) -> tuple[int, ...]:
     """The ranks that do not have what others have of a value which stays per rank for that."""
     if note is None or "replicas_differ" not in note:
         return ()
-    try:
-        found = json.loads(note).get("replicas_differ")
-    except (ValueError, RecursionError, AttributeError):
-        return ()
-    return tuple(rank for rank in found if type(rank) is int) if isinstance(found, list) else ()
+    return tuple(untrusted.numbers(untrusted.members(note).get("replicas_differ")))
 
 
 def differing_steps(a: Any, b: Any, pairs: Alignment, differs: Flags) -> list[int]:
@@ -136,12 +132,8 @@ def stage_of(note: str | None) -> tuple[int | None, bool]:
     """The stage that a row is of, and whether its value goes between stages."""
     if note is None or "stage" not in note:
         return None, False
-    try:
-        known = json.loads(note)
-    except (ValueError, RecursionError):
-        return None, False
-    stage = known.get("stage") if isinstance(known, dict) else None
-    mark = known.get(HANDED_ON) if isinstance(known, dict) else None
+    known = untrusted.members(note)
+    stage, mark = known.get("stage"), known.get(HANDED_ON)
     if isinstance(mark, list) and len(mark) == 2 and type(mark[0]) is int:
         return mark[0], True
     return (stage if type(stage) is int else None), False

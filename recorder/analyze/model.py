@@ -5,7 +5,6 @@ Must never give a tensor of which a piece is missing, or whose replicas differ, 
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import pyarrow.compute as pc
 
 from ..errors import CorruptError, LookupFailedError
 from ..format.dtypes import item_bytes
+from ..read import untrusted
 from ..read.decode import count, parse_shape
 from ..read.overrides import check_overrides
 from ..read.run import Run
@@ -177,7 +177,7 @@ class Model:
         for entry in self.entries:
             if entry.name in reasons:  # buffers: those of the first rank are taken
                 self.notes.append(f"{entry.name}: {reasons[entry.name]}; the first rank's is taken")
-        num_scaled = sum(_parsed(row["note"]).get("grad") == "scaled" for row in given)
+        num_scaled = sum(untrusted.members(row["note"]).get("grad") == "scaled" for row in given)
         if num_scaled:
             gradients = counted(num_scaled, "gradient")
             self.notes.append(f"{gradients} still multiplied with the loss scale, as the optimizer was given them")
@@ -225,7 +225,7 @@ def _last_of(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 def _why_not(row: dict[str, Any], reason: str | None) -> str | None:
     """What keeps a tensor out; None where nothing does."""
-    note = _parsed(row["note"])
+    note = untrusted.members(row["note"])
     if isinstance(missing := note.get("partial"), list) and missing and row["encoding"] is None:
         return f"no row of rank {', '.join(map(str, missing))}, which held a piece of it"
     if row["rank"] is not None:
@@ -233,11 +233,3 @@ def _why_not(row: dict[str, Any], reason: str | None) -> str | None:
     if row["encoding"] is None:
         return str(note.get("no_values", "its values were not recorded, only statistics"))
     return None
-
-
-def _parsed(note: str | None) -> dict[str, Any]:
-    try:
-        found = json.loads(note) if note else {}
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..read import untrusted
 from .keys import encode
 from .moments import integers
 
@@ -24,11 +25,7 @@ def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
 
 def _missing(note: str) -> str:
     """What a stranger's note says of missing ranks."""
-    try:
-        found = json.loads(note)
-    except (ValueError, RecursionError):
-        return ""
-    ranks = found.get("partial") if isinstance(found, dict) else None
+    ranks = untrusted.members(note).get("partial")
     if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
         return ""
     return json.dumps(ranks) if ranks else ""

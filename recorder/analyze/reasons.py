@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from typing import Any
 
@@ -11,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..layout.placement import reduce_op
+from ..read import untrusted
 from .keys import codes, group
 
 WHY = "why"
@@ -40,11 +40,7 @@ def count_without(table: Any) -> Counter[str]:
 
 
 def _why(note: str | None, placements: str | None, has: int) -> str | None:
-    try:
-        told = json.loads(note) if note else {}
-    except (ValueError, RecursionError):
-        told = {}
-    told = told if isinstance(told, dict) else {}
+    told = untrusted.members(note)
     found = [] if has == _HAS_ALL else [_no_statistics(told, placements, has)]
     if isinstance(told.get("per_rank"), str):
         found.append(f"per rank: {told['per_rank']}")

@@ -20,6 +20,7 @@ from ..errors import RunError
 from ..format.schema import COUNTS, STATISTICS
 from ..read.facts import RunFacts
 from ..read.run import Run
+from .events import differing_ranks
 from .keys import VALUE_KEY, Integers, codes, group, holds
 from .moments import integers, numbers
 from .timeline import Place, Timeline
@@ -449,7 +450,8 @@ def _syncs(run: Run) -> dict[str, str]:
 def _noted_by_merge(timeline: Timeline, known: list[Differing]) -> Iterator[Differing]:
     """Buffers of a merged run whose ranks' own rows are not there: their row's note names the ranks that differed."""
     notes = timeline.table.column("note")
-    rows = np.flatnonzero(pc.match_substring(notes, "replicas_differ").fill_null(False).to_numpy())
+    is_told = pc.match_substring(notes, "replicas_differ").fill_null(False).to_numpy()
+    rows = np.flatnonzero(is_told & holds(timeline.table.column("site"), "buffer".__eq__))
     names = ("root", "module_path", "site", "name")
     told = {tuple(getattr(one.place, name) for name in names) for one in known}
     keys = group([timeline.codes[name] for name in names])
@@ -458,7 +460,7 @@ def _noted_by_merge(timeline: Timeline, known: list[Differing]) -> Iterator[Diff
         row = int(rows[number])
         last = int(rows_of_all[keys.ids[rows_of_all] == keys.ids[row]].max(initial=row))
         place = timeline.place(row)
-        ranks = _noted_ranks(notes[row].as_py())
+        ranks = list(differing_ranks(notes[row].as_py()))
         if ranks and tuple(getattr(place, name) for name in names) not in told:
             place = place._replace(rank=ranks[0])
             yield Differing(
@@ -470,13 +472,3 @@ def _noted_by_merge(timeline: Timeline, known: list[Differing]) -> Iterator[Diff
                 last_equal=None,
                 differs_last=last in rows,
             )
-
-
-def _noted_ranks(note: str) -> list[int]:
-    """The ranks in a stranger's JSON."""
-    try:
-        found = json.loads(note)
-    except (ValueError, RecursionError):
-        return []
-    ranks = found.get("replicas_differ") if isinstance(found, dict) else None
-    return [rank for rank in ranks if type(rank) is int] if isinstance(ranks, list) else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 
@@ -23,3 +24,17 @@ def texts(value: Any) -> list[str]:
 def text(value: Any) -> str:
     """A text; empty where it is none."""
     return value if isinstance(value, str) else ""
+
+
+def numbers(value: Any) -> list[int]:
+    """The whole numbers of a list."""
+    return [item for item in items(value) if type(item) is int]
+
+
+def members(note: str | None) -> dict[str, Any]:
+    """What a row's note says; nothing of what is no JSON object."""
+    try:
+        found = json.loads(note) if note else {}
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

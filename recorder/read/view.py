@@ -22,6 +22,7 @@ from ..format.schema import COUNTS, LIGHT_COLUMNS, SCHEMA, STATISTICS
 from ..layout.plans import Apart, Plan, Term
 from ..layout.regions import Region
 from ..layout.rules import AS_ASKED, LOSSES
+from . import untrusted
 from .assembler import Assembler, Part, as_items
 from .combine import combine, combine_fingerprints
 from .decode import as_array, parse_shape
@@ -302,7 +303,7 @@ class GlobalRows:
         for note, why, source in zip(own, filter(None, whys), apart, strict=True):
             differing = self._differing.get(source)
             more = {"replicas_differ": list(differing)} if differing else {}
-            told.append(_json(_members(note) | {"per_rank": why} | more))
+            told.append(_json(untrusted.members(note) | {"per_rank": why} | more))
         return pc.replace_with_mask(notes, is_apart, pa.array(told, pa.string()))
 
     def _find_cut(self, columns: dict[str, Any]) -> npt.NDArray[np.bool_]:
@@ -474,7 +475,7 @@ def _note(
     plan: Plan, value: Value, reason: str | None, has_values: bool, encoding: str | None, text: str | None
 ) -> str | None:
     """The row's note: what its first piece says, and what became of it here."""
-    note = _members(text)
+    note = untrusted.members(text)
     note |= {key: list(item) if isinstance(item, tuple) else item for key, item in plan.note}
     if reason is not None:
         note["no_statistics"] = reason
@@ -492,15 +493,6 @@ def _note(
     elif not has_values and encoding is not None:
         note["no_values"] = "the values of some ranks were not recorded"
     return _json(note) if note else None
-
-
-def _members(note: str | None) -> dict[str, Any]:
-    """What a row's note says; nothing of what is no JSON object."""
-    try:
-        found = json.loads(note) if note else {}
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _floats(column: Any) -> npt.NDArray[np.float64]:
