@@ -28,6 +28,9 @@ PREFIX = "RECORDER_"
 CHECKED_MARK = "_RECORDER_CHECKED"
 """Set by the first process that found the settings valid; under it a wrong setting is one line, not a stop."""
 
+PLACEHOLDER = "SET_ME"
+"""What the templates of `deploy/` hold where only their user knows the value."""
+
 SITES = ("input", "output", "grad_input", "grad_output", "param", "grad", "buffer", "optim", "tap", "scalar")
 KEEPS = {"tensor": KEEP_TENSOR, "stats": KEEP_STATS, "fingerprint": KEEP_FINGERPRINT}
 
@@ -455,6 +458,8 @@ def _convert(item: Any, raw: object) -> object:
     if not isinstance(raw, (str, os.PathLike)):
         raise ConfigError(f"{name} = {raw!r}: expected text")
     text = os.fspath(raw)
+    if PLACEHOLDER in text:
+        raise ConfigError(f"{name} = {text!r}: still stands at its placeholder; give it a value")
     if choices and text not in choices:
         raise ConfigError(f"{name} = {text!r}: allowed is {' or '.join(choices)}{_nearest(text, choices)}")
     return text

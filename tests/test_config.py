@@ -58,6 +58,7 @@ def test_the_text_of_a_rule_reads_back_as_the_rule() -> None:
         ({"RECORDER_POOL_BYTES": "big"}, r"RECORDER_POOL_BYTES .*expected bytes, such as"),
         ({"RECORDER_POOL_BYTES": "12"}, r"pool_bytes = 12: allowed is 0 .* at least 1 MiB"),
         ({"RECORDER_CODEC_LEVEL": "99"}, r"codec_level = 99: allowed is -7 to 19 .*environment"),
+        ({"RECORDER_DIR": "/data/SET_ME"}, r"dir = '/data/SET_ME': still stands at its placeholder"),
         ({"RECORDER_CODEC_LEVEL": "1.5"}, r"expected a whole number"),
         ({"RECORDER_CLOSE_DEADLINE_S": "nan"}, r"expected a number"),
         ({"RECORDER_CONFIG": "/no/such/file.toml"}, r"RECORDER_CONFIG = '/no/such/file.toml' cannot be read: No such"),

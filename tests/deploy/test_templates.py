@@ -88,6 +88,14 @@ def test_a_value_that_was_not_set_ends_a_skypilot_task(tmp_path: Path) -> None:
     assert done.stderr == "train.yaml: 'script' is still SET_ME: give it a value\n"
 
 
+def test_a_value_that_was_not_set_stops_a_ray_job_while_torch_is_imported(tmp_path: Path) -> None:
+    environment = yaml.safe_load((DEPLOY / "ray" / "runtime-env.yaml").read_text())["env_vars"]
+    done = start(tmp_path, "-c", "python -c 'import torch; print(torch)'", **environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "RECORDER_DIR (environment): dir = 'SET_ME': still stands at its placeholder" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_every_file_is_on_a_page() -> None:
     pages = {page: page.read_text() for page in DEPLOY.rglob("*.md")}
     linked = {
