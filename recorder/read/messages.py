@@ -58,6 +58,8 @@ class Message:
 
     kind: int
     body_bytes: int
+    nodes: tuple[tuple[int, int], ...]
+    """Rows of each column of a batch, and how many of them are null."""
     buffers: tuple[tuple[int, int], ...]
     """Offset in the body and length of each buffer of a batch, in Arrow's order."""
     is_compressed: bool
@@ -124,9 +126,11 @@ def parse_message(metadata: pa.Buffer, where: str) -> Message:
         root = _root(memoryview(metadata))
         header = root.table(2)
         kind = root.number(1, "<B")
+        nodes: tuple[tuple[int, int], ...] = ()
         buffers: tuple[tuple[int, int], ...] = ()
         is_compressed = False
         if kind == BATCH_MESSAGE and header is not None:
+            nodes = tuple(struct.iter_unpack("<qq", header.vector(1, 16)))
             buffers = tuple(struct.iter_unpack("<qq", header.vector(2, 16)))
             is_compressed = header.table(3) is not None
         if len(root.vector(4, 4)) > 4 * _MAX_PAIRS:
@@ -138,6 +142,7 @@ def parse_message(metadata: pa.Buffer, where: str) -> Message:
         return Message(
             kind=kind,
             body_bytes=root.number(3, "<q"),
+            nodes=nodes,
             buffers=buffers,
             is_compressed=is_compressed,
             custom_metadata=pairs,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from ..errors import CorruptError, RunError, UnsupportedError
-from ..format.integrity import BatchHeader, check_batch
+from ..format.integrity import BatchHeader, buffer_crcs, check_batch, column_kind
 from ..format.schema import SCHEMA
 from ..records import PART_BYTES
 from .files import ByteSource, MappedFile
@@ -62,6 +62,8 @@ class Layout:
     def __init__(self, schema: Any) -> None:
         self.schema = schema
         self._ends = list(accumulate(_num_buffers(field.type) for field in schema))
+        self._kinds = [column_kind(field.type) for field in schema]
+        self._place_of = {name: place for place, name in enumerate(schema.names)}
 
     def places(self, columns: Sequence[str]) -> list[int]:
         """Where columns stand in the schema, ascending."""
@@ -69,6 +71,8 @@ class Layout:
 
     def buffers_of(self, places: Sequence[int], message: Message, where: str) -> list[tuple[int, int]]:
         """Offset and length, in the body, of the buffers of some columns."""
+        if len(message.nodes) != len(self._ends):
+            raise CorruptError(f"{where}: has {len(message.nodes)} columns, its schema {len(self._ends)}")
         if len(message.buffers) != self._ends[-1]:
             raise CorruptError(f"{where}: has {len(message.buffers)} buffers, its columns need {self._ends[-1]}")
         starts = [0, *self._ends]
@@ -76,6 +80,22 @@ class Layout:
         if any(offset < 0 or size < 0 or offset + size > message.body_bytes for offset, size in buffers):
             raise CorruptError(f"{where}: a buffer lies outside its message")
         return buffers
+
+    def crcs_of(self, message: Message, body: memoryview) -> Callable[[str], list[int | None]]:
+        """What `check_batch` asks for: checksums off an uncompressed message, whose buffers `buffers_of` has checked.
+
+        Arrow's own way to the same bytes takes five times as long for a column of a few rows.
+        """
+        starts = [0, *self._ends]
+
+        def crcs(name: str) -> list[int | None]:
+            place = self._place_of[name]
+            buffers = message.buffers[starts[place] : starts[place + 1]]
+            return buffer_crcs(
+                self._kinds[place], *message.nodes[place], [body[start : start + size] for start, size in buffers]
+            )
+
+        return crcs
 
 
 class Shard:
@@ -183,7 +203,8 @@ def read_batch(source: ByteSource, block: Block, layout: Layout, columns: Sequen
         batch.validate(full=True)
     except ARROW_ERRORS as error:
         raise CorruptError(f"{where}: {error}") from error
-    header = check_batch(batch, message.custom_metadata, where=where)
+    crcs_of = None if message.is_compressed else layout.crcs_of(message, memoryview(whole)[block.metadata_bytes :])
+    header = check_batch(batch, message.custom_metadata, crcs_of=crcs_of, where=where)
     if not 0 <= header.number < _MAX_BATCHES:
         raise CorruptError(f"{where}: its number is {header.number}; expected one below {_MAX_BATCHES}")
     for name, column in zip(batch.schema.names, batch.columns, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,8 +64,16 @@ def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> I
     shard, _ = open_sealed(rows.path)
     _check_footer(source, layout.schema, schema_block, blocks)
     report(source.size_bytes - sum(block.body_bytes for block in shard.blocks.values()))
-    yield from _read_all(shard, report)
-    yield from _verify_index(rows, shard)
+    index, findings = _read_index(rows)
+    light: dict[int, Any] = {}
+    for number, batch in _read_all(shard, report):
+        if isinstance(batch, Finding):
+            yield batch
+        elif index is not None:
+            light[number] = batch.select(LIGHT_COLUMNS)
+    yield from findings
+    if index is not None:
+        yield from _compare(index, list(shard.blocks), light, rows.path.with_name(index_name(rows.path.name)))
 
 
 def _verify_open(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[Finding]:
@@ -72,7 +81,9 @@ def _verify_open(rows: ShardRows, writer: RecordedWriter, report: Report) -> Ite
     shard = Shard(lambda: GrowingFile(rows.path), found.layout, found.blocks)
     for text in found.damage:
         yield Finding(True, text)
-    yield from _read_all(shard, lambda num_bytes: None)
+    for _, batch in _read_all(shard, lambda num_bytes: None):
+        if isinstance(batch, Finding):
+            yield batch
     report(rows.size_bytes)
     num_rows = sum(found.rows_of.values())
     rest = f", then {found.num_trailing_bytes} bytes that are no whole batch" if found.num_trailing_bytes else ""
@@ -87,12 +98,13 @@ def _verify_open(rows: ShardRows, writer: RecordedWriter, report: Report) -> Ite
         yield Finding(False, f"{text}; its writer may be at work on them")
 
 
-def _read_all(shard: Shard, report: Report) -> Iterator[Finding]:
+def _read_all(shard: Shard, report: Report) -> Iterator[tuple[int, Any]]:
+    """The batches with their numbers, each read once; a finding in place of one that is damaged."""
     for number, block in shard.blocks.items():
         try:
-            shard.read(number, shard.schema.names)
+            yield number, shard.read(number, shard.schema.names).batch
         except CorruptError as error:
-            yield Finding(True, str(error))
+            yield number, Finding(True, str(error))
         report(block.body_bytes)
 
 
@@ -115,47 +127,67 @@ def _check_footer(source: MappedFile, schema: object, schema_block: Block, block
         raise CorruptError(f"{source.where}: the schema in the footer is not the one at the beginning")
 
 
-def _verify_index(rows: ShardRows, shard: Shard) -> Iterator[Finding]:
+def _read_index(rows: ShardRows) -> tuple[Any, list[Finding]]:
+    """The index as a table; None where there is none to compare, and what is wrong with it."""
     path = rows.path.with_name(index_name(rows.path.name))
     try:
         index, _ = open_sealed(path, extra=PLACE_FIELDS, without=("data",))
         batches = [index.read(number, INDEX_COLUMNS).batch for number in index.blocks]
     except FileNotFoundError:
-        if rows.path.name.startswith("tensors"):  # statistics are read as fast from the shard itself
-            yield Finding(False, f"{path}: missing; readers do without, more slowly")
-        return
+        is_missed = rows.path.name.startswith("tensors")  # statistics are read as fast from the shard itself
+        return None, [Finding(False, f"{path}: missing; readers do without, more slowly")] if is_missed else []
     except RunError as error:
-        yield Finding(True, f"{error}; it is derived: readers go on without it")
-        return
+        return None, [Finding(True, f"{error}; it is derived: readers go on without it")]
     if (index.schema.metadata or {}).get(SHARD_BYTES_KEY) != b"%d" % rows.size_bytes:
-        yield Finding(True, f"{path}: was made for a shard of another size")
-        return
-    listed = pa.Table.from_batches(batches, pa.schema([index.schema.field(name) for name in INDEX_COLUMNS]))
+        return None, [Finding(True, f"{path}: was made for a shard of another size")]
+    schema = pa.schema([index.schema.field(name) for name in INDEX_COLUMNS])
+    return pa.Table.from_batches(batches, schema), []
+
+
+def _compare(index: Any, numbers: list[int], light: dict[int, Any], path: Path) -> Iterator[Finding]:
+    """Compare an index with the light columns of the batches of its shard, up to the first that cannot be read."""
     start = 0
-    for number in shard.blocks:
-        try:
-            batch = shard.read(number, LIGHT_COLUMNS).batch
-        except CorruptError:
-            return  # found already
-        part = listed.slice(start, batch.num_rows)
-        start += batch.num_rows
-        places = (np.full(batch.num_rows, number), np.arange(batch.num_rows))
-        is_equal = all(_is_same(part.column(name), batch.column(name)) for name in LIGHT_COLUMNS)
-        for name, expected in zip(("batch", "row"), places, strict=True):
-            is_equal = is_equal and np.array_equal(part.column(name).to_numpy(), expected)
-        if not is_equal:
-            yield Finding(True, f"{path}: differs from batch {number} of the shard; delete it, it is derived")
-            return
-    if start != listed.num_rows:
-        yield Finding(True, f"{path}: lists {listed.num_rows} rows, the shard has {start}; delete it, it is derived")
+    places: list[tuple[int, int]] = []
+    for number in numbers:
+        if number not in light:
+            break  # found already
+        places.append((number, start))
+        start += light[number].num_rows
+    expected = _listed([(number, light[number]) for number, _ in places])
+    if expected is not None and not _is_same(index.slice(0, start), expected):
+        wrong = next(
+            number
+            for number, first in places
+            if not _is_same(*(table.slice(first, light[number].num_rows) for table in (index, expected)))
+        )
+        yield Finding(True, f"{path}: differs from batch {wrong} of the shard; delete it, it is derived")
+    elif start != index.num_rows and len(places) == len(numbers):
+        yield Finding(True, f"{path}: lists {index.num_rows} rows, the shard has {start}; delete it, it is derived")
 
 
-def _is_same(listed: Any, column: Any) -> bool:
+def _listed(batches: list[tuple[int, Any]]) -> Any:
+    """What an index must say of these batches; None of none."""
+    if not batches:
+        return None
+    places = {
+        "batch": np.concatenate([np.full(batch.num_rows, number, np.int32) for number, batch in batches]),
+        "row": np.concatenate([np.arange(batch.num_rows, dtype=np.int32) for _, batch in batches]),
+    }
+    table = pa.Table.from_batches([batch for _, batch in batches])
+    for name, values in places.items():
+        table = table.append_column(name, pa.array(values))
+    return table
+
+
+def _is_same(one: Any, other: Any) -> bool:
     """Equality bit by bit: a NaN equals itself."""
-    listed = listed.combine_chunks()
-    if pa.types.is_floating(column.type):
-        listed, column = listed.view(pa.int64()), column.view(pa.int64())
-    return bool(listed.equals(column))
+    return all(_bits(one.column(name)).equals(_bits(other.column(name))) for name in INDEX_COLUMNS)
+
+
+def _bits(column: Any) -> Any:
+    if not pa.types.is_floating(column.type):
+        return column
+    return pa.chunked_array([chunk.view(pa.int64()) for chunk in column.chunks], pa.int64())
 
 
 def _verify_rows(writer: RecordedWriter) -> Iterator[Finding]:
@@ -171,8 +203,10 @@ def _verify_rows(writer: RecordedWriter) -> Iterator[Finding]:
         if ranks - {writer.rank}:
             yield Finding(True, f"{shard.path}: has rows of rank {ranks - {writer.rank}}, not of {writer.rank} alone")
     seq = np.concatenate(seqs)
-    if len(np.unique(seq)) != len(seq):
-        yield Finding(True, f"{writer.directory}: {len(seq) - len(np.unique(seq))} rows have the number of another")
+    seq.sort()
+    num_repeated = int(np.count_nonzero(seq[1:] == seq[:-1]))
+    if num_repeated:
+        yield Finding(True, f"{writer.directory}: {num_repeated} rows have the number of another")
     balance = writer.balance
     if not balance.is_possible:
         accounts = f"{balance.retired_rows} rows removed by retention, of {balance.written} written"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ from recorder.format.integrity import (
     check_batch,
     seal_metadata,
 )
+from recorder.read.messages import parse_message
+from recorder.read.shard import Layout
 
 _SCHEMA = pa.schema(
     [
@@ -166,3 +169,23 @@ def test_offsets_beyond_the_bytes_are_corrupt_and_not_read_beyond() -> None:
 def test_a_slice_cannot_be_written() -> None:
     with pytest.raises(ValueError, match="slice"):
         batch_metadata(_BATCH.slice(1), number=0, ledger={})
+
+
+def test_checksums_off_an_uncompressed_message_are_those_of_its_columns() -> None:
+    numbers = pa.array([1, None, 3, 4, 5, 6, 7, 8, 9], pa.int16())
+    columns = {
+        "numbers": numbers,
+        "flags": pa.array([True, None] + 7 * [False]),
+        "fixed": pa.array(9 * [b"abc"], pa.binary(3)),
+        "texts": pa.array(["é", None, "", "long enough"] + 5 * ["x"]),
+        "bytes": pa.array([b"\1\2", b""] + 7 * [None], pa.large_binary()),
+        "nothing": pa.array(9 * [None], pa.float64()),
+    }
+    batch = pa.RecordBatch.from_pydict(columns)
+    whole = batch.serialize()
+    (_, metadata_bytes) = struct.unpack("<II", whole[:8].to_pybytes())
+    message = parse_message(whole.slice(8, metadata_bytes), "here")
+    crcs_of = Layout(batch.schema).crcs_of(message, memoryview(whole)[8 + metadata_bytes :])
+    written = json.loads(batch_metadata(batch, number=0, ledger={})[METADATA_KEY])["crc32c"]
+    assert {name: crcs_of(name) for name in columns} == written
+    assert written["numbers"][0] is not None and written["fixed"][0] is None

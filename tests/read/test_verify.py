@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from recorder.read.files import MappedFile
+from recorder.read.messages import footer_blocks
 from recorder.read.run import open_run
+from recorder.read.shard import CheckedBatch, Shard
 from recorder.read.verify import Finding, verify
 from tests.read.conftest import payload_rows
 from tests.read.handmade import HandmadeWriter, ledger, make_row, make_run, shard_bytes
@@ -26,6 +30,24 @@ def test_a_sound_run_has_no_findings_and_every_byte_is_reported(run_path: Path) 
     run = open_run(run_path)
     assert list(verify(run, seen.append)) == []
     assert sum(seen) == sum(writer.shard_bytes for writer in run.writers)
+
+
+def test_each_batch_of_a_sealed_shard_is_read_once(run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = open_run(run_path)
+    num_batches = sum(len(footer_blocks(MappedFile(path))) - 1 for path in run_path.glob("rank=*/*/tensors*.arrow"))
+    payloads: list[int] = []
+    read = Shard.read
+
+    def counted(shard: Shard, number: int, columns: Sequence[str]) -> CheckedBatch:
+        if "data" in shard.schema.names and "part" in columns:
+            payloads.append(number)
+        return read(shard, number, columns)
+
+    monkeypatch.setattr(Shard, "read", counted)
+    monkeypatch.setattr("recorder.read.verify._verify_rows", lambda writer: iter(()))
+    assert list(verify(run)) == []
+    num_stats = sum(len(footer_blocks(MappedFile(path))) - 1 for path in run_path.glob("rank=*/*/stats*.arrow"))
+    assert len(payloads) == num_batches + num_stats > 0
 
 
 def test_a_missing_index_is_no_fault(run_path: Path) -> None:
