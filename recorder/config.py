@@ -336,6 +336,8 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("join_deadline_s", 0, 3600),
 )
 _SMALLEST_POOL_BYTES = 1 << 20
+_STORE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
+"""How a place in a store begins; pathlib makes one slash of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,6 +462,10 @@ def _convert(item: Any, raw: object) -> object:
     text = os.fspath(raw)
     if PLACEHOLDER in text:
         raise ConfigError(f"{name} = {text!r}: still stands at its placeholder; give it a value")
+    if name == "dir" and _STORE.match(text):
+        raise ConfigError(
+            f"{name} = {text!r}: recording goes to a file system; name a directory, and copy the run up afterwards"
+        )
     if choices and text not in choices:
         raise ConfigError(f"{name} = {text!r}: allowed is {' or '.join(choices)}{_nearest(text, choices)}")
     return text

@@ -7,6 +7,7 @@ RecorderError
 │   └── TraceKeyError        it has no such value, or several
 ├── TapError             a model cannot be instrumented or stripped, or a tap has a wrong name
 ├── WriteError           the run directory cannot be used, or the writer gave up
+├── StoreError           an object store cannot be reached, refuses, or has other objects than it listed
 └── RunError             a recorded run cannot be read
     ├── NotARunError         the path is missing, or holds no run of ours
     ├── CorruptError         bytes are not what was written
@@ -46,6 +47,10 @@ class TraceKeyError(TraceError, KeyError):
 
 class WriteError(RecorderError):
     """The run directory cannot be used, or the writer thread gave up; what was committed stays readable."""
+
+
+class StoreError(RecorderError):
+    """An object store cannot be reached, refuses the credentials, or has changed. It says nothing about the run."""
 
 
 class RunError(RecorderError):

@@ -31,11 +31,12 @@ from .format.schema import LIGHT_COLUMNS
 from .processes import runs
 from .read.files import ByteSource, GrowingFile
 from .read.messages import CONTINUATION, MAX_METADATA_BYTES, PREFIX_BYTES, parse_message
+from .read.places import LOCAL
 from .read.rows import INDEX_COLUMNS, PLACE_FIELDS, SHARD_BYTES_KEY
 from .read.run import Run
 from .read.salvage import Salvaged, salvage
 from .read.shard import Shard, open_sealed
-from .read.writers import RecordedWriter, list_directory
+from .read.writers import RecordedWriter
 from .write.file import Disk, PageMemory, publish
 from .write.ipc import Layout
 from .write.shard import BatchFile, Index
@@ -130,13 +131,13 @@ def _may_be_alive(writer: RecordedWriter, *, assume_dead: bool) -> str:
 
 def _changed_s(directory: Path) -> float:
     """When a writer last did anything in its directory, as the file system says."""
-    names = list_directory(directory, directories=False)
+    names = LOCAL.list_directory(directory, directories=False)
     return max((directory / name).stat(follow_symlinks=False).st_mtime for name in [".", *names])
 
 
 def _set_back(directory: Path, changed_s: float) -> None:
     """Nothing here is newer than that: a repair is no sign of life of a writer that cannot be asked."""
-    for name in [*list_directory(directory, directories=False), "."]:
+    for name in [*LOCAL.list_directory(directory, directories=False), "."]:
         path = directory / name
         if path.stat(follow_symlinks=False).st_mtime > changed_s:
             with contextlib.suppress(OSError):  # another user's
@@ -157,7 +158,7 @@ class _Repair:
 
     def run(self) -> Iterator[Outcome]:
         yield from _remove_remains(self._directory, self._disk, is_dry=self._is_dry)
-        names = list_directory(self._directory, directories=False)
+        names = LOCAL.list_directory(self._directory, directories=False)
         shards = sorted(filter(None, map(parse_shard_name, names)), key=lambda s: (s.number, s.kind, s.is_open))
         for shard in shards:
             name = shard_name(shard.kind, shard.number)
@@ -297,7 +298,7 @@ class _Repair:
 
 
 def _remove_remains(folder: Path, disk: Disk, *, is_dry: bool) -> Iterator[Outcome]:
-    for name in list_directory(folder, directories=False):
+    for name in LOCAL.list_directory(folder, directories=False):
         if _REMAINS.fullmatch(name):
             path = folder / name
             try:

@@ -64,6 +64,12 @@ def run_command(arguments: list[str]) -> NoReturn:
     sys.exit(2)
 
 
+def _local_path(text: str) -> Path:
+    from .paths import local_path
+
+    return local_path(text)
+
+
 def _print_version(is_wanted: bool) -> None:
     if is_wanted:
         print(f"recorder {__version__}")
@@ -81,7 +87,7 @@ def main(
 
 @app.command(epilog="Example: recorder ls recordings")
 def ls(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A run, or a folder of runs.")] = Path("recordings"),
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A run, or a folder of runs.")] = "recordings",
     as_json: Json = False,
 ) -> None:
     """List the runs of a folder, or the writers of a run."""
@@ -194,8 +200,8 @@ def stats(
 @app.command(epilog="Example: recorder diff run-ddp run-fsdp --rtol 1e-4 --atol 1e-6")
 def diff(
     context: typer.Context,
-    a: Annotated[Path, typer.Argument(metavar="A", help="A run; its order of execution counts.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The run to compare with it.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A run; its order of execution counts.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The run to compare with it.")],
     rtol: Annotated[
         float,
         typer.Option(
@@ -207,7 +213,7 @@ def diff(
     atol: Annotated[float, typer.Option(min=0, help="Allowed |a - b| of two elements, as it is.")] = 0.0,
     ulp: Annotated[int, typer.Option(min=0, help="Allowed representable numbers between two floats.")] = 0,
     noise: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(
             metavar="RUN",
             help="A repeat of A, or its twin under RECORDER_JITTER=1; may be given again. A difference counts only "
@@ -217,7 +223,9 @@ def diff(
     rename: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Modules that are called otherwise in B: lines such as encoder.layers = blocks."
+            metavar="FILE",
+            parser=_local_path,
+            help="Modules that are called otherwise in B: lines such as encoder.layers = blocks.",
         ),
     ] = None,
     module: ModuleOption = None,
@@ -268,7 +276,7 @@ def diff(
 def export(
     context: typer.Context,
     path: RunPath,
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="PATH", help="The file to write.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="PATH", help="The file to write.", parser=_local_path)],
     to: Annotated[str | None, typer.Option(help="parquet, npz or safetensors; by default what PATH ends with.")] = None,
     module: ModuleOption = None,
     site: SiteOption = None,
@@ -363,10 +371,10 @@ def repair(
 
     Exit code 1: something is lost for good, such as a write that was cut. 2: a file could not be repaired.
     """
-    from .paths import open_typed
+    from .paths import local_path, open_typed
     from .repair import repair_typed
 
-    run = open_typed(path, context.obj)
+    run = open_typed(str(local_path(path)), context.obj)
     raise typer.Exit(repair_typed(run, is_dry=dry_run, assume_dead=assume_dead, as_json=as_json))
 
 
@@ -382,6 +390,7 @@ def merge(
             "-o",
             "--out",
             metavar="OUT",
+            parser=_local_path,
             help="Where: a new or empty directory, or an earlier merge of this run, which is brought up to date. With "
             "--to a new file for safetensors, a new or empty directory for dcp.",
         ),
@@ -460,7 +469,7 @@ def config(
 @app.command(epilog="Examples: recorder doctor    recorder doctor recordings --strict")
 def doctor(
     context: typer.Context,
-    path: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A run; without: this environment.")] = None,
+    path: Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run; without: this environment.")] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit code 1 also for what only may be a loss; see above.")
     ] = False,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import RunError
-from ..read.run import Run, find_runs, has_manifest, open_run
+from ..read.places import Place, store_of
+from ..read.run import Run, find_runs, has_manifest, open_place
 from ..read.unsealed import unsealed, unsealed_note
-from ..read.writers import RecordedWriter
+from ..read.writers import RecordedWriter, load_balances
 from ..units import size
 from .output import Column, Table, counted, moment, print_json, printable, say, span
 from .paths import complete
@@ -20,21 +20,21 @@ _STATES = ("unclosed", "recording", "closed")
 """A run is as bad as its worst writer."""
 
 
-def list_path(path: Path, *, as_json: bool) -> int:
+def list_path(text: str | Place, *, as_json: bool) -> int:
     """Print the listing and return the exit code."""
-    path = complete(path)
-    if path.is_dir() and not has_manifest(path):
+    path = complete(text)
+    if store_of(path).is_directory(path) and not has_manifest(path):
         runs = find_runs(path)
         if runs:
             return _list_runs(runs, as_json=as_json)
-    return _list_writers(open_run(path), as_json=as_json)
+    return _list_writers(open_place(path), as_json=as_json)
 
 
-def _list_runs(paths: list[Path], *, as_json: bool) -> int:
+def _list_runs(paths: list[Place], *, as_json: bool) -> int:
     rows, found, exit_code = [], [], 0
     for path in paths:
         try:
-            run = open_run(path)
+            run = open_place(path)
         except RunError as error:
             exit_code = 1
             found.append({"run": path.name, "state": "unreadable", "error": str(error)})
@@ -66,6 +66,7 @@ def _list_runs(paths: list[Path], *, as_json: bool) -> int:
 
 
 def _summary(run: Run) -> dict[str, Any]:
+    load_balances(run.writers)
     states = [writer.state for writer in run.writers]
     dropped: Counter[str] = Counter()
     for writer in run.writers:

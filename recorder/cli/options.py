@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..errors import LookupFailedError
 
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or a folder that holds exactly one.")]
+RunPath = Annotated[  # a text: pathlib would make s3:/bucket of s3://bucket
+    str, typer.Argument(metavar="RUN", help="A run directory, or a folder that holds exactly one; also s3://...")
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
 ModuleGlob = Annotated[str | None, typer.Argument(metavar="MODULE", help="A module's path or a glob; '' is the root.")]
 ModuleOption = Annotated[str | None, typer.Option(help="Only this module, or those that a glob matches.")]

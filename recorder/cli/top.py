@@ -9,9 +9,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from ..read.places import Place
 from ..read.status import ENDED, RankNow, RunWatch, Status
 from ..units import size
 from .output import Column, Table, counted, print_json, printable
@@ -38,7 +38,7 @@ _COLUMNS = (
 
 
 def show_top(
-    run: Path,
+    run: Place,
     world_size: int,
     *,
     once: bool,
@@ -87,7 +87,7 @@ def _is_over(ranks: Sequence[RankNow]) -> bool:
     return bool(ranks) and not any(one.num_alive for one in ranks)
 
 
-def _table(run: Path, ranks: list[RankNow], world_size: int, max_rows: int) -> Table:
+def _table(run: Place, ranks: list[RankNow], world_size: int, max_rows: int) -> Table:
     """All ranks in order; where they do not fit the worst and slowest, and a line for the rest."""
     shown, rest = ranks, []
     if len(ranks) > max_rows:
@@ -163,7 +163,7 @@ def _bar(share: float) -> str:
     return f"{'#' * filled}{'.' * (_BAR - filled)} {min(share, 9.99):4.0%}"
 
 
-def _headline(run: Path, ranks: Sequence[RankNow], world_size: int) -> str:
+def _headline(run: Place, ranks: Sequence[RankNow], world_size: int) -> str:
     of = f"{len(ranks)} of {counted(world_size, 'rank')}" if world_size else counted(len(ranks), "rank")
     states = ", ".join(f"{count} {state}" for state, count in _count_states(ranks).items())
     return f"{printable(run.name)}: {of}{': ' if states else ''}{states}"
@@ -183,7 +183,7 @@ def _accounts(ranks: Sequence[RankNow]) -> str:
     return f"{steps}{rates}, {by_title['size']}{left}{waits}, dropped {by_title['dropped']}"
 
 
-def _document(run: Path, ranks: Sequence[RankNow], world_size: int) -> dict[str, Any]:
+def _document(run: Place, ranks: Sequence[RankNow], world_size: int) -> dict[str, Any]:
     return {
         "run": run.name,
         "path": str(run),

@@ -104,19 +104,28 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES)
         os.close(descriptor)
     if len(text) > max_bytes:
         raise CorruptError(f"{path}: larger than the {max_bytes} bytes that a manifest may have")
+    return parse_json(text, str(path))
+
+
+def parse_json(text: bytes, where: str) -> dict[str, Any]:
+    """The object in the text of a manifest, which is called `where`.
+
+    Raises:
+        CorruptError: it holds no JSON object, or not what its checksum says.
+    """
     head = _CHECKSUM.match(text)
     if head is not None and b"%08x" % crc32c(text[head.end() :]) != head[1]:
-        raise CorruptError(f"{path}: its bytes are not those that were written; the checksum differs")
+        raise CorruptError(f"{where}: its bytes are not those that were written; the checksum differs")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{path}: not JSON: {error}") from error
+        raise CorruptError(f"{where}: not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CorruptError(f"{path}: expected a JSON object, found {type(value).__name__}")
+        raise CorruptError(f"{where}: expected a JSON object, found {type(value).__name__}")
     if head is None and value.get("format") == FORMAT_NAME:
         match value.get("version"):
             case [1, int(minor)] if minor > 0:
-                raise CorruptError(f"{path}: has no checksum, as every version since 1.1 has")
+                raise CorruptError(f"{where}: has no checksum, as every version since 1.1 has")
     value.pop(CHECKSUM, None)
     return value
 

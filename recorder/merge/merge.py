@@ -18,6 +18,7 @@ from typing import Any
 
 from ..errors import NotARunError, WriteError
 from ..read.overrides import check_overrides
+from ..read.places import Place
 from ..read.run import Run, open_run
 from .findings import Summary, combine, num_problems, of_damage
 from .manifests import of_run, of_source, of_units
@@ -65,7 +66,7 @@ class MergeReport:
 class _Job:
     """What a worker needs to know beside its units."""
 
-    run: Path
+    run: Place
     out: Path
     loss: str
     layouts: tuple[str, ...]

@@ -204,13 +204,15 @@ def open_output(path: Path, run: Run, options: Mapping[str, Any]) -> Iterator[Ou
 
 
 def _check_place(path: Path, run: Run) -> None:
-    source, target = Path(os.path.realpath(run.path)), Path(os.path.realpath(path))
-    if target == source:
-        raise WriteError(f"{path}: is the run itself; name another directory with -o")
-    if source in target.parents:
-        raise WriteError(f"{path}: lies inside the run {run.path}, which is never changed; name another directory")
-    if target in source.parents:
-        raise WriteError(f"{path}: the run {run.path} lies inside it; name another directory")
+    target = Path(os.path.realpath(path))
+    if isinstance(run.path, Path):
+        source = Path(os.path.realpath(run.path))
+        if target == source:
+            raise WriteError(f"{path}: is the run itself; name another directory with -o")
+        if source in target.parents:
+            raise WriteError(f"{path}: lies inside the run {run.path}, which is never changed; name another directory")
+        if target in source.parents:
+            raise WriteError(f"{path}: the run {run.path} lies inside it; name another directory")
     if (other := find_run_around(target.parent)) is not None:
         raise WriteError(f"{path}: lies inside the run {other}, which is never changed; name another directory")
 

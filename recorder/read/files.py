@@ -76,7 +76,7 @@ class MappedFile:
 
     def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
         """A view of the mapping: costs nothing until it is touched."""
-        _check_range(self, offset, num_bytes)
+        check_range(self, offset, num_bytes)
         return self._buffer.slice(offset, num_bytes)
 
     def __enter__(self) -> Self:
@@ -96,7 +96,7 @@ class GrowingFile:
 
     def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
         """A copy of what is wanted; the memory of the rest is never touched."""
-        _check_range(self, offset, num_bytes)
+        check_range(self, offset, num_bytes)
         out = np.zeros(num_bytes, np.uint8)
         for piece in [range(num_bytes)] if wanted is None else wanted:
             start = piece.start
@@ -127,7 +127,8 @@ def _map(descriptor: int) -> Any:
         return mapped.read_buffer()
 
 
-def _check_range(source: ByteSource, offset: int, num_bytes: int) -> None:
+def check_range(source: ByteSource, offset: int, num_bytes: int) -> None:
+    """Refuse a range that a file does not have."""
     if offset < 0 or num_bytes < 0 or offset + num_bytes > source.size_bytes:
         raise CorruptError(
             f"{source.where}: {num_bytes} bytes expected at byte {offset}, but the file ends at {source.size_bytes}"

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..format.schema import SCHEMA
-from .rows import ShardRows, Steps
+from .rows import ShardRows, Steps, each_of
 from .writers import RecordedWriter
 
 Positions = npt.NDArray[np.int64]
@@ -86,7 +86,8 @@ class LightRows:
         """
         names = list(dict.fromkeys(names))
         while missing := [name for name in names if name not in self._columns]:
-            batches = [batch for shard in self._shards for batch in shard.columns(missing, self._steps)]
+            found = each_of(self._shards, lambda shard: shard.columns(missing, self._steps))
+            batches = [batch for of_shard in found for batch in of_shard]
             for name in missing:
                 kind = SCHEMA.field(name).type if name in SCHEMA.names else pa.int32()
                 self._columns[name] = pa.chunked_array([batch.column(name) for batch in batches], kind)

@@ -6,9 +6,9 @@ They come from the index where it fits the shard, else from the shard itself. Mu
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from ..errors import CorruptError, NotARunError, RunError, UnsupportedError
 from ..format.integrity import BatchHeader
 from ..format.rundir import index_name, open_name
 from ..format.schema import LIGHT_COLUMNS, SCHEMA
-from .files import ByteSource, GrowingFile, MappedFile
+from .files import ByteSource
+from .places import Found, OpenPlace, Place, store_of
 from .salvage import salvage
 from .shard import Layout, Shard, open_sealed
 
@@ -39,8 +40,8 @@ _MAX_CHUNKS = 32
 class ShardRows:
     """The light rows of one shard, in file order. Read column by column; `num_rows` shrinks where damage is found."""
 
-    def __init__(self, path: Path, *, is_sealed: bool, size_bytes: int) -> None:
-        self.path = path
+    def __init__(self, path: Place, *, is_sealed: bool, size_bytes: int) -> None:
+        self.path: OpenPlace = path
         self.is_sealed = is_sealed
         self.size_bytes = size_bytes
         self.num_trailing_bytes = 0
@@ -139,16 +140,17 @@ class ShardRows:
                 logger.warning("%s; the rows are read from the shard instead", error)
         self._use_shard()
 
-    def find_open(self, final: Path) -> None:
+    def find_open(self, final: Place) -> None:
         """Find the rows of an open shard whose name will be `final`. FileNotFoundError: it is not open any more."""
+        store = store_of(self.path)
 
         def open_source() -> ByteSource:
             try:
-                return GrowingFile(self.path)
+                return store.open_growing(self.path)
             except FileNotFoundError:
-                return GrowingFile(final)  # sealed since: the batches stand where they stood
+                return store.open_growing(final)  # sealed since: the batches stand where they stood
 
-        found = salvage(lambda: GrowingFile(self.path))
+        found = salvage(lambda: store.open_growing(self.path))
         self._shard = Shard(open_source, found.layout, found.blocks)
         self._rows_of = found.rows_of
         self._last_header = found.last_header
@@ -194,14 +196,15 @@ class ShardRows:
     def _itself(self) -> Shard:
         """The shard; where its footer is damaged, what can be salvaged of it."""
         if self._shard is None:
+            open_source = partial(store_of(self.path).open_sealed, self.path)
             try:
                 self._shard = open_sealed(self.path)[0]
             except UnsupportedError as error:
-                self._shard = Shard(lambda: MappedFile(self.path), Layout(SCHEMA), {})
+                self._shard = Shard(open_source, Layout(SCHEMA), {})
                 self._note(str(error))
             except CorruptError as error:
-                found = salvage(lambda: MappedFile(self.path))
-                self._shard = Shard(lambda: MappedFile(self.path), found.layout, found.blocks)
+                found = salvage(open_source)
+                self._shard = Shard(open_source, found.layout, found.blocks)
                 self.num_trailing_bytes = found.num_trailing_bytes
                 rest = f"{self.path}: {found.num_trailing_bytes} bytes follow the last whole batch and are none"
                 damage = (str(error), *found.damage, *([rest] if found.num_trailing_bytes else []))
@@ -222,22 +225,27 @@ class ShardRows:
             raise NotARunError(f"{self.path}: is gone (retired) since the run was opened; open it again") from None
 
 
-def load_sealed(path: Path) -> ShardRows:
+def each_of(shards: Sequence[ShardRows], function: Callable[[ShardRows], Found]) -> Iterable[Found]:
+    """What a function makes of each shard, in order; of several at once where each waits for a store."""
+    return store_of(shards[0].path).each(function, shards) if shards else ()
+
+
+def load_sealed(path: Place) -> ShardRows:
     """The rows of a sealed shard. FileNotFoundError: it is gone."""
-    rows = ShardRows(path, is_sealed=True, size_bytes=path.stat(follow_symlinks=False).st_size)
+    rows = ShardRows(path, is_sealed=True, size_bytes=store_of(path).look_at(path).size_bytes)
     rows.find_sealed()
     return rows
 
 
-def load_open(path: Path) -> ShardRows:
+def load_open(path: Place) -> ShardRows:
     """The rows of a shard that is not sealed; `path` is its final name. FileNotFoundError: it is sealed or gone."""
     open_path = path.with_name(open_name(path.name))
-    rows = ShardRows(open_path, is_sealed=False, size_bytes=open_path.stat(follow_symlinks=False).st_size)
+    rows = ShardRows(open_path, is_sealed=False, size_bytes=store_of(open_path).look_at(open_path).size_bytes)
     rows.find_open(path)
     return rows
 
 
-def _open_index(shard: Path, shard_bytes: int) -> Shard | None:
+def _open_index(shard: Place, shard_bytes: int) -> Shard | None:
     """The index of a sealed shard; None where it is missing, damaged or of another file."""
     path = shard.with_name(index_name(shard.name))
     try:

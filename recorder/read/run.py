@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from ..errors import CorruptError, LookupFailedError, NotARunError, RunError, UnsupportedError
 from ..format.dtypes import item_bytes
-from ..format.rundir import RUN_MANIFEST, check_version, read_json
+from ..format.rundir import RUN_MANIFEST, check_version
 from ..format.schema import LIGHT_COLUMNS, SCHEMA
 from ..units import counted
 from .decode import as_array, check_bytes, count, parse_shape
@@ -32,8 +32,9 @@ from .notebook import ModuleView, known_paths, narrow, run_html, to_long
 from .overrides import check_overrides
 from .payload import Payloads
 from .picture import Layout, explain
+from .places import LOCAL, OpenPlace, Place, S3Path, place_of, store_of
 from .view import GlobalView, global_tensor, is_partial
-from .writers import RecordedWriter, find_writers, list_directory
+from .writers import RecordedWriter, find_writers
 
 if TYPE_CHECKING:
     import pandas
@@ -59,8 +60,9 @@ _QUESTION_WORDS = frozenset((*QUALIFIERS, "partial"))
 class Run:
     """One recorded run: its writers, its rows, its tensors. Made by `open_run`, and as it was at that moment."""
 
-    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
-        self.path = path
+    def __init__(self, path: Place, manifest: dict[str, Any]) -> None:
+        self.path: OpenPlace = path
+        """A `pathlib.Path`; of a run in a store an `S3Path`."""
         self.manifest = manifest
         """What `_run.json` says."""
         self.writers: tuple[RecordedWriter, ...] = tuple(find_writers(path))
@@ -219,8 +221,9 @@ class Run:
         """The sealed shards as `pyarrow.dataset`: for scans that stream. What it reads is not checked."""
         import pyarrow.dataset
 
-        paths = [str(shard.path) for writer in self.writers for shard in writer.shards if shard.is_sealed]
-        return pyarrow.dataset.dataset(paths, schema=SCHEMA, format="ipc")
+        store = store_of(self.path)
+        paths = [store.arrow_path(shard.path) for writer in self.writers for shard in writer.shards if shard.is_sealed]
+        return pyarrow.dataset.dataset(paths, schema=SCHEMA, format="ipc", filesystem=store.filesystem)
 
     def array(
         self,
@@ -383,57 +386,67 @@ def _check_words(question: dict[str, Any]) -> None:
         raise TypeError(f"unknown argument {word!r}{f'; did you mean {near[0]!r}?' if near else ''}")
 
 
-def open_run(path: str | PathLike[str]) -> Run:
+def open_run(path: str | PathLike[str] | Place) -> Run:
     """Open a recorded run for reading, also one that is still being written or was left by a kill.
 
     Args:
-        path: a run directory, or a folder that holds exactly one.
+        path: a run directory, or a folder that holds exactly one; or the same in an S3 store: ``s3://bucket/path``.
 
     Raises:
         NotARunError: there is no run, or there are several to choose from.
         CorruptError: its manifest is damaged. Damage in shards does not raise: see `Run.problems`.
         UnsupportedError: it is of a newer major version.
+        StoreError: the store cannot be reached, or refuses.
     """
-    return Run(*find_run(path))
+    place = place_of(path)
+    return open_place(place.anew() if isinstance(place, S3Path) else place)
 
 
-def find_run(path: str | PathLike[str]) -> tuple[Path, dict[str, Any]]:
+def open_place(place: Place) -> Run:
+    """The same, by what is known of a store already."""
+    return Run(*find_run(place))
+
+
+def find_run(path: Place) -> tuple[Place, dict[str, Any]]:
     """The directory and the manifest of the run that `open_run` would open. It raises the same."""
-    path = Path(path)
+    store = store_of(path)
     try:
-        if not path.is_dir():
-            raise NotARunError(f"{path}: {'not a directory' if path.exists() else 'no such directory'}")
+        if not store.is_directory(path):
+            raise NotARunError(f"{path}: {'not a directory' if store.exists(path) else 'no such directory'}")
     except OSError as error:
         raise NotARunError(f"{path}: cannot be opened ({error.strerror})") from error
     if not has_manifest(path):
         path = _only_run_in(path)
-    manifest = read_json(path / RUN_MANIFEST)
+    manifest = store.read_json(path / RUN_MANIFEST)
     check_version(manifest, str(path / RUN_MANIFEST))
     return path, manifest
 
 
-def find_runs(folder: Path) -> list[Path]:
-    """The run directories in a folder, newest first.
+def find_runs(folder: Place, beginning: str = "") -> list[Place]:
+    """The run directories in a folder whose names begin so, newest first.
 
     Raises:
         NotARunError: the folder cannot be listed.
     """
-    runs = [folder / name for name in list_directory(folder, directories=True) if has_manifest(folder / name)]
-    return sorted(runs, key=lambda run: (_created_ns(run), run.name), reverse=True)
+    store = store_of(folder)
+    names = [name for name in store.list_directory(folder, directories=True) if name.startswith(beginning)]
+    created = store.each(lambda name: _created_ns(folder / name) if has_manifest(folder / name) else None, names)
+    runs = [(ns, name) for ns, name in zip(created, names, strict=True) if ns is not None]
+    return [folder / name for _, name in sorted(runs, reverse=True)]
 
 
-def has_manifest(path: Path) -> bool:
+def has_manifest(path: Place) -> bool:
     """Whether a directory says that it is a run, sound or not."""
-    return (path / RUN_MANIFEST).is_file()
+    return store_of(path).is_file(path / RUN_MANIFEST)
 
 
 def find_run_around(folder: Path) -> Path | None:
     """The run that a folder is or lies in, links followed; None where there is none."""
     real = Path(os.path.realpath(folder))
-    return next((one for one in (real, *real.parents) if has_manifest(one)), None)
+    return next((one for one in (real, *real.parents) if LOCAL.is_file(one / RUN_MANIFEST)), None)
 
 
-def _only_run_in(folder: Path) -> Path:
+def _only_run_in(folder: Place) -> Place:
     runs = find_runs(folder)
     if len(runs) == 1:
         return runs[0]
@@ -448,14 +461,15 @@ def _only_run_in(folder: Path) -> Path:
     raise NotARunError(f"{folder}: no run here ({RUN_MANIFEST} is missing); {why}")
 
 
-def _parents(path: Path) -> Iterator[Path]:
+def _parents(path: Place) -> Iterator[Place]:
     """The directories above that a run may be when a rank's or a writer's directory was given."""
-    yield from list(path.absolute().parents)[:2]
+    parents: Sequence[Place] = path.absolute().parents
+    yield from list(parents)[:2]
 
 
-def _created_ns(run: Path) -> int:
+def _created_ns(run: Place) -> int:
     with suppress(RunError):
-        created = read_json(run / RUN_MANIFEST).get("created_ns")
+        created = store_of(run).read_json(run / RUN_MANIFEST).get("created_ns")
         if type(created) is int:
             return created
     return 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -17,7 +16,7 @@ from ..errors import CorruptError, RunError, UnsupportedError
 from ..format.integrity import BatchHeader, buffer_crcs, check_batch, column_kind
 from ..format.schema import SCHEMA
 from ..records import PART_BYTES
-from .files import ByteSource, MappedFile
+from .files import ByteSource
 from .messages import (
     FIRST_MESSAGE,
     PREFIX_BYTES,
@@ -30,6 +29,7 @@ from .messages import (
     footer_blocks,
     parse_message,
 )
+from .places import Place, store_of
 
 _NEVER_NULL = frozenset(field.name for field in SCHEMA if not field.nullable) | {"batch", "row"}
 MAX_COUNT = 1 << 53
@@ -126,21 +126,23 @@ class Shard:
             return checked
 
 
-def open_sealed(path: Path, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()) -> tuple[Shard, BatchHeader]:
+def open_sealed(path: Place, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()) -> tuple[Shard, BatchHeader]:
     """A sealed shard (or an index, which has other columns) by its footer, and its seal, which must agree.
 
     Raises:
         CorruptError: footer, schema or seal are not what was written. `salvage` may still find batches.
         FileNotFoundError: it is gone.
     """
-    source = MappedFile(path)
-    layout = read_layout(source, extra, without)[0]
-    blocks = footer_blocks(source)
-    if not blocks:
-        raise CorruptError(f"{path}: the footer lists no batches, not even the seal")
-    seal = read_batch(source, blocks[-1], layout, ()).header
-    if seal.num_batches != len(blocks):
-        raise CorruptError(f"{path}: the footer lists {len(blocks)} batches, but the last one says {seal.num_batches}")
+    with store_of(path).open_sealed(path) as source:
+        layout = read_layout(source, extra, without)[0]
+        blocks = footer_blocks(source)
+        if not blocks:
+            raise CorruptError(f"{path}: the footer lists no batches, not even the seal")
+        seal = read_batch(source, blocks[-1], layout, ()).header
+        if seal.num_batches != len(blocks):
+            raise CorruptError(
+                f"{path}: the footer lists {len(blocks)} batches, but the last one says {seal.num_batches}"
+            )
     return Shard(lambda: source, layout, dict(enumerate(blocks[:-1]))), seal
 
 

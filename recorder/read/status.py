@@ -6,18 +6,18 @@ Opens no shard. What a status says comes from a stranger: what is no number in r
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ..errors import RunError
-from ..format.rundir import WRITER_MANIFEST, parse_rank_dir, parse_shard_name, read_json
+from ..format.rundir import WRITER_MANIFEST, parse_rank_dir, parse_shard_name
 from ..format.status import STATUS, STATUS_BYTES
 from ..processes import runs
-from .writers import count, list_directory
+from .places import Place, store_of
+from .writers import count
 
 _MAX_REASONS = 64
 _MAX_TEXT = 300
@@ -101,7 +101,7 @@ class RankNow:
 class _Seen:
     """One writer directory, as it was looked at last."""
 
-    directory: Path
+    directory: Place
     status: Status
     is_shown: bool = False
     """Whether there is a status, and not a manifest alone."""
@@ -112,10 +112,11 @@ class _Seen:
 class RunWatch:
     """A run that is looked at again and again. Ranks may begin, begin again and end meanwhile."""
 
-    def __init__(self, run: Path, *, now_ns: Callable[[], int] = time.time_ns) -> None:
+    def __init__(self, run: Place, *, now_ns: Callable[[], int] = time.time_ns) -> None:
         self.run = run
+        self._store = store_of(run)
         self._now_ns = now_ns
-        self._seen: dict[Path, _Seen] = {}
+        self._seen: dict[Place, _Seen] = {}
 
     def look(self) -> list[RankNow]:
         """Every rank as it is now, in order.
@@ -123,21 +124,19 @@ class RunWatch:
         Raises:
             NotARunError: the run's directory cannot be listed any more.
         """
-        found = []
-        for name in list_directory(self.run, directories=True):
+        self._store.refresh()
+        of_rank: dict[int, list[Place]] = {}
+        for name in self._store.list_directory(self.run, directories=True):
             rank = parse_rank_dir(name)
             if rank is not None:
-                now = self._look_at(rank, self.run / name)
-                if now is not None:
-                    found.append(now)
-        return sorted(found, key=lambda one: one.rank)
+                parent = self.run / name
+                with suppress(RunError):  # removed between the two listings
+                    of_rank[rank] = [parent / one for one in self._store.list_directory(parent, directories=True)]
+        seen = iter(list(self._store.each(self._refresh, [one for found in of_rank.values() for one in found])))
+        ranks = (self._describe(rank, [next(seen) for _ in found]) for rank, found in of_rank.items())
+        return sorted((one for one in ranks if one is not None), key=lambda one: one.rank)
 
-    def _look_at(self, rank: int, parent: Path) -> RankNow | None:
-        try:
-            names = list_directory(parent, directories=True)
-        except RunError:
-            return None  # removed between the two listings
-        writers = [self._refresh(parent / name) for name in names]
+    def _describe(self, rank: int, writers: list[_Seen]) -> RankNow | None:
         if not writers:
             return None
         states = [self._state(seen) for seen in writers]
@@ -152,7 +151,7 @@ class RunWatch:
             num_alive=sum(state not in ENDED for state in states),
         )
 
-    def _refresh(self, directory: Path) -> _Seen:
+    def _refresh(self, directory: Place) -> _Seen:
         """Read what has changed since the last look; a torn or senseless file leaves what was known."""
         seen = self._seen.get(directory)
         if seen is None:
@@ -166,8 +165,8 @@ class RunWatch:
     def _read_status(self, seen: _Seen) -> bool:
         path = seen.directory / STATUS
         try:
-            changed_ns = os.stat(path, follow_symlinks=False).st_mtime_ns
-            members = read_json(path, STATUS_BYTES)
+            changed_ns = self._store.look_at(path).changed_ns
+            members = self._store.read_json(path, STATUS_BYTES)
         except (OSError, RunError):
             return False
         seen.status, seen.is_shown, seen.changed_ns = _parse(seen.directory.name, members), True, changed_ns
@@ -176,13 +175,14 @@ class RunWatch:
     def _read_manifest(self, seen: _Seen) -> None:
         path = seen.directory / WRITER_MANIFEST
         try:
-            found = os.stat(path, follow_symlinks=False)
-            if (found.st_mtime_ns, found.st_ino) == (seen.changed_ns, seen.inode):
+            found = self._store.look_at(path)
+            if (found.changed_ns, found.inode) == (seen.changed_ns, seen.inode):
                 return
-            seen.status = _parse_manifest(seen.directory, read_json(path, _MAX_SMALL_MANIFEST_BYTES))
+            members = self._store.read_json(path, _MAX_SMALL_MANIFEST_BYTES)
+            seen.status = _parse_manifest(seen.directory, members)
         except (OSError, RunError):
             return
-        seen.changed_ns, seen.inode = found.st_mtime_ns, found.st_ino
+        seen.changed_ns, seen.inode = found.changed_ns, found.inode
 
     def _silent_s(self, seen: _Seen) -> float:
         """By the file's own time, which is the file system's: hosts need not agree on theirs."""
@@ -228,7 +228,7 @@ def _parse(writer: str, members: Mapping[str, Any]) -> Status:
     )
 
 
-def _parse_manifest(directory: Path, members: Mapping[str, Any]) -> Status:
+def _parse_manifest(directory: Place, members: Mapping[str, Any]) -> Status:
     """What is known of a writer that shows no status (the setting, or an older version)."""
     ledger = members.get("ledger")
     ledger = ledger if isinstance(ledger, dict) else {}
@@ -255,14 +255,13 @@ def _identity(writer: str, members: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _shard_bytes(directory: Path) -> int:
-    total = 0
+def _shard_bytes(directory: Place) -> int:
+    store, total = store_of(directory), 0
     try:
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                if parse_shard_name(entry.name) is not None:
-                    total += entry.stat(follow_symlinks=False).st_size
-    except OSError:
+        for name in store.list_directory(directory, directories=False):
+            if parse_shard_name(name) is not None:
+                total += store.look_at(directory / name).size_bytes
+    except (OSError, RunError):
         return total
     return total
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import NamedTuple
 
 from .run import Run
@@ -30,5 +31,8 @@ def unsealed_note(run: Run) -> str:
     rows = "1 row is" if num_rows == 1 else f"{num_rows} rows are"
     files = "1 open file" if num_files == 1 else f"{num_files} open files"
     them = "it" if num_rows == 1 else "them"
-    seals = f"`{shlex.join(['recorder', 'repair', str(run.path)])}` seals {'it' if num_files == 1 else 'them'}"
+    target = str(run.path) if isinstance(run.path, Path) else "COPY"
+    seals = f"`{shlex.join(['recorder', 'repair', target])}` seals {'it' if num_files == 1 else 'them'}"
+    if target == "COPY":
+        seals += " in a copy on a disk"
     return f"{rows} in {files}: recorder reads {them}, other readers do not; {seals}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +13,9 @@ import pyarrow as pa
 from ..errors import CorruptError, RunError
 from ..format.rundir import index_name
 from ..format.schema import LIGHT_COLUMNS
-from .files import GrowingFile, MappedFile
-from .messages import CONTINUATION, PREFIX_BYTES, TAIL_BYTES, Block, footer_blocks, footer_bytes
+from .files import ByteSource
+from .messages import CONTINUATION, FIRST_MESSAGE, PREFIX_BYTES, TAIL_BYTES, Block, footer_blocks, footer_bytes
+from .places import Place, store_of
 from .rows import INDEX_COLUMNS, PLACE_FIELDS, SHARD_BYTES_KEY, ShardRows
 from .run import Run
 from .salvage import salvage
@@ -58,11 +59,11 @@ def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[Findin
 
 
 def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[Finding]:
-    source = MappedFile(rows.path)
-    layout, schema_block = read_layout(source)
-    blocks = footer_blocks(source)
-    shard, _ = open_sealed(rows.path)
-    _check_footer(source, layout.schema, schema_block, blocks)
+    with store_of(rows.path).open_sealed(rows.path) as source:
+        layout, schema_block = read_layout(source)
+        blocks = footer_blocks(source)
+        shard, _ = open_sealed(rows.path)
+        _check_footer(source, layout.schema, schema_block, blocks)
     report(source.size_bytes - sum(block.body_bytes for block in shard.blocks.values()))
     index, findings = _read_index(rows)
     light: dict[int, Any] = {}
@@ -77,8 +78,9 @@ def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> I
 
 
 def _verify_open(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[Finding]:
-    found = salvage(lambda: GrowingFile(rows.path))
-    shard = Shard(lambda: GrowingFile(rows.path), found.layout, found.blocks)
+    open_source = partial(store_of(rows.path).open_growing, rows.path)
+    found = salvage(open_source)
+    shard = Shard(open_source, found.layout, found.blocks)
     for text in found.damage:
         yield Finding(True, text)
     for _, batch in _read_all(shard, lambda num_bytes: None):
@@ -108,7 +110,7 @@ def _read_all(shard: Shard, report: Report) -> Iterator[tuple[int, Any]]:
         report(block.body_bytes)
 
 
-def _check_footer(source: MappedFile, schema: object, schema_block: Block, blocks: list[Block]) -> None:
+def _check_footer(source: ByteSource, schema: object, schema_block: Block, blocks: list[Block]) -> None:
     """The footer must list the messages that stand in the file, all of them, one after the other."""
     end = schema_block.end
     for block in blocks:
@@ -120,7 +122,8 @@ def _check_footer(source: MappedFile, schema: object, schema_block: Block, block
     if end_of_stream != struct.pack("<II", CONTINUATION, 0) or footer_start != end + PREFIX_BYTES:
         raise CorruptError(f"{source.where}: the footer does not follow the last batch at byte {end}")
     try:
-        schema_of_footer = pa.ipc.open_file(source.read(0, source.size_bytes)).schema
+        ends = [range(FIRST_MESSAGE), range(footer_start, source.size_bytes)]
+        schema_of_footer = pa.ipc.open_file(source.read(0, source.size_bytes, ends)).schema
     except ARROW_ERRORS as error:
         raise CorruptError(f"{source.where}: Arrow cannot read the footer ({error})") from error
     if not schema_of_footer.equals(schema, check_metadata=True):
@@ -144,7 +147,7 @@ def _read_index(rows: ShardRows) -> tuple[Any, list[Finding]]:
     return pa.Table.from_batches(batches, schema), []
 
 
-def _compare(index: Any, numbers: list[int], light: dict[int, Any], path: Path) -> Iterator[Finding]:
+def _compare(index: Any, numbers: list[int], light: dict[int, Any], path: Place) -> Iterator[Finding]:
     """Compare an index with the light columns of the batches of its shard, up to the first that cannot be read."""
     start = 0
     places: list[tuple[int, int]] = []

@@ -6,24 +6,22 @@ Must never follow a symbolic link, and never take a name for more than what `for
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import NotARunError, RunError
-from ..format.rundir import WRITER_MANIFEST, check_version, parse_rank_dir, parse_shard_name, read_json, shard_name
+from ..format.rundir import WRITER_MANIFEST, check_version, parse_rank_dir, parse_shard_name, shard_name
 from ..format.schema import SCHEMA
 from ..format.status import STATUS
 from ..processes import runs
+from .places import OpenPlace, Place, store_of
 from .rows import ShardRows, load_open, load_sealed
 
 logger = logging.getLogger(__name__)
@@ -81,8 +79,8 @@ class Balance:
 class RecordedWriter:
     """One process lifetime: what it says of itself and what it left."""
 
-    def __init__(self, directory: Path, rank: int | None, shards: list[ShardRows]) -> None:
-        self.directory = directory
+    def __init__(self, directory: Place, rank: int | None, shards: list[ShardRows]) -> None:
+        self.directory: OpenPlace = directory
         self.name = directory.name
         self.rank = rank
         """None in a merged run."""
@@ -91,11 +89,13 @@ class RecordedWriter:
         self.manifest_problem: str | None = None
         self.retired_later: list[dict[str, Any]] = []
         """What later writers of the rank say that they have deleted of it."""
-        path = directory / WRITER_MANIFEST
-        if not os.path.lexists(path):
+        path, store = directory / WRITER_MANIFEST, store_of(directory)
+        try:
+            store.look_at(path)
+        except OSError:
             return  # it has only just begun, or was killed before it could say more
         try:
-            self.manifest = read_json(path)
+            self.manifest = store.read_json(path)
             check_version(self.manifest, str(path))
         except RunError as error:
             self.manifest_problem = str(error)
@@ -131,7 +131,8 @@ class RecordedWriter:
     @property
     def disk_bytes(self) -> int:
         """Size of everything in the directory now, indexes and manifest included."""
-        return sum(_size_bytes(self.directory / name) for name in list_directory(self.directory, directories=False))
+        names = store_of(self.directory).list_directory(self.directory, directories=False)
+        return sum(_size_bytes(self.directory / name) for name in names)
 
     @cached_property
     def balance(self) -> Balance:
@@ -209,18 +210,19 @@ class RecordedWriter:
         return time.time() - changed_s < _QUIET_S
 
 
-def find_writers(run: Path) -> list[RecordedWriter]:
+def find_writers(run: Place) -> list[RecordedWriter]:
     """Every writer of a run, by rank and then by start.
 
     Raises:
         NotARunError: a directory cannot be listed.
     """
-    writers = []
-    for name in list_directory(run, directories=True):
+    store = store_of(run)
+    found = []
+    for name in store.list_directory(run, directories=True):
         rank = parse_rank_dir(name)
         if rank is not None or name == GLOBAL_DIR:
-            for writer in list_directory(run / name, directories=True):
-                writers.append(_load_writer(run / name / writer, rank))
+            found += [(run / name / writer, rank) for writer in store.list_directory(run / name, directories=True)]
+    writers = list(store.each(lambda one: _load_writer(*one), found))
     _find_copies(writers)
     _share_notes(writers)
     return sorted(writers, key=lambda w: (-1 if w.rank is None else w.rank, w.attempt, w.started_ns, w.name))
@@ -253,67 +255,58 @@ def _share_notes(writers: list[RecordedWriter]) -> None:
             manifest = later.manifest
             if later.state == "recording":  # it may have deleted something since; a deletion is noted before
                 with contextlib.suppress(RunError):
-                    manifest = read_json(later.directory / WRITER_MANIFEST)
+                    manifest = store_of(later.directory).read_json(later.directory / WRITER_MANIFEST)
             for name, note in _object(manifest.get("retired_earlier")).items():
                 if name in members and name != later.name:
                     members[name].retired_later.append(_object(note))
 
 
-def list_directory(path: Path, *, directories: bool) -> list[str]:
-    """Sorted names of the real directories, or of the regular files, in a directory. Links are neither.
+def load_balances(writers: Iterable[RecordedWriter]) -> None:
+    """Find the accounts of several writers, all at once where each waits for a store."""
+    writers = list(writers)
+    if writers:
+        for _ in store_of(writers[0].directory).each(lambda writer: writer.balance, writers):
+            pass
 
-    Raises:
-        NotARunError: it cannot be listed.
-    """
+
+def _load_writer(directory: Place, rank: int | None) -> RecordedWriter:
+    store = store_of(directory)
     for is_last_try in [False] * (_NUM_TRIES - 1) + [True]:
         try:
-            with os.scandir(path) as entries:
-                return sorted(
-                    entry.name
-                    for entry in entries
-                    if (entry.is_dir(follow_symlinks=False) if directories else entry.is_file(follow_symlinks=False))
-                )
-        except OSError as error:
-            if is_last_try or error.errno != errno.ESTALE:
-                raise NotARunError(f"{path}: cannot be listed ({error.strerror})") from error
-    raise AssertionError("the last try returns or raises")
-
-
-def _load_writer(directory: Path, rank: int | None) -> RecordedWriter:
-    for is_last_try in [False] * (_NUM_TRIES - 1) + [True]:
-        shards = []
-        try:
-            for kind, number, is_open in _list_shards(directory):
-                load = load_open if is_open else load_sealed
-                shards.append(load(directory / shard_name(kind, number)))
+            shards = list(store.each(lambda one: _load_shard(directory, *one), _list_shards(directory)))
         except FileNotFoundError as error:
             if is_last_try:
                 raise NotARunError(f"{error.filename}: keeps vanishing while it is read; try again") from error
+            store.refresh()
             continue
         break
     return RecordedWriter(directory, rank, shards)
 
 
-def _list_shards(directory: Path) -> list[tuple[str, int, bool]]:
+def _load_shard(directory: Place, kind: str, number: int, is_open: bool) -> ShardRows:
+    return (load_open if is_open else load_sealed)(directory / shard_name(kind, number))
+
+
+def _list_shards(directory: Place) -> list[tuple[str, int, bool]]:
     """Kind, number and whether it is open, once a shard, in the order of their numbers."""
     found: dict[tuple[int, str], bool] = {}
-    for name in list_directory(directory, directories=False):
+    for name in store_of(directory).list_directory(directory, directories=False):
         if shard := parse_shard_name(name):
             key = (shard.number, shard.kind)
             found[key] = shard.is_open and found.get(key, True)  # sealed a moment ago, it may still have both names
     return [(kind, number, is_open) for (number, kind), is_open in sorted(found.items())]
 
 
-def _changed_s(path: Path) -> float:
+def _changed_s(path: Place) -> float:
     try:
-        return path.stat(follow_symlinks=False).st_mtime
+        return store_of(path).look_at(path).changed_ns / 1e9
     except OSError:
         return 0.0
 
 
-def _size_bytes(path: Path) -> int:
+def _size_bytes(path: Place) -> int:
     try:
-        return path.stat(follow_symlinks=False).st_size
+        return store_of(path).look_at(path).size_bytes
     except OSError:
         return 0
 
