@@ -1,9 +1,14 @@
-"""Owns how a file or a folder of another format gets its name: once it is whole, and never over something else."""
+"""Owns how a file or a folder of another format gets its name: once it is whole, and never over something else.
+
+What ends the process in an orderly way, Ctrl-C and SIGTERM, leaves nothing half-made behind.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +18,8 @@ from ..errors import WriteError
 from ..read.run import find_run_around
 
 _OR_FORCE = ", or --force to replace it"
+_TERMINATED = 143
+"""What a shell says of a program that SIGTERM has ended."""
 
 
 @contextmanager
@@ -33,21 +40,23 @@ def published_file(path: Path, *, force: bool | None = None) -> Iterator[BinaryI
     if path.is_dir():
         raise WriteError(f"{path}: is a directory; name the file to write")
     temporary = _temporary(path)
-    try:
-        file = temporary.open("xb")
-    except OSError as error:
-        raise WriteError(f"{path}: cannot be written ({error.strerror}); choose a folder that exists") from error
-    try:
-        with file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        _name(temporary, path, instead, force=bool(force))
-    except OSError as error:
-        raise WriteError(f"{path}: cannot be written ({error.strerror})") from error
-    finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
+    with _sigterm_raises():
+        try:
+            file = temporary.open("xb")
+        except OSError as error:
+            raise WriteError(f"{path}: cannot be written ({error.strerror}); choose a folder that exists") from error
+        try:
+            with file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            _name(temporary, path, instead, force=bool(force))
+            _sync_directory(path.parent)
+        except OSError as error:
+            raise WriteError(f"{path}: cannot be written ({error.strerror})") from error
+        finally:
+            with suppress(FileNotFoundError):
+                temporary.unlink()
 
 
 @contextmanager
@@ -61,19 +70,39 @@ def published_folder(path: Path) -> Iterator[Path]:
     if os.path.lexists(path) and not (path.is_dir() and not path.is_symlink() and not any(path.iterdir())):
         raise WriteError(f"{path}: exists; choose another name")
     temporary = _temporary(path)
+    with _sigterm_raises():
+        try:
+            temporary.mkdir()
+        except OSError as error:
+            raise WriteError(f"{path}: cannot be written ({error.strerror}); choose a folder that exists") from error
+        try:
+            yield temporary
+            _sync_directory(temporary)
+            os.rename(temporary, path)  # replaces an empty directory, and nothing else
+            _sync_directory(path.parent)
+        except OSError as error:
+            raise WriteError(f"{path}: cannot be written ({error.strerror})") from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Have SIGTERM end the block by SystemExit, so that what is half-made goes; a program's own handler is left."""
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the removal
+        raise SystemExit(_TERMINATED)
+
+    signal.signal(signal.SIGTERM, end)
     try:
-        temporary.mkdir()
-    except OSError as error:
-        raise WriteError(f"{path}: cannot be written ({error.strerror}); choose a folder that exists") from error
-    try:
-        yield temporary
-        _sync_directory(temporary)
-        os.rename(temporary, path)  # replaces an empty directory, and nothing else
-        _sync_directory(path.parent)
-    except OSError as error:
-        raise WriteError(f"{path}: cannot be written ({error.strerror})") from error
+        yield
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _check_place(path: Path) -> None:

@@ -385,7 +385,7 @@ def merge(
     context: typer.Context,
     path: RunPath,
     out: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             "-o",
             "--out",
@@ -394,7 +394,7 @@ def merge(
             help="Where: a new or empty directory, or an earlier merge of this run, which is brought up to date. With "
             "--to a new file for safetensors, a new or empty directory for dcp.",
         ),
-    ],
+    ] = None,
     to: Annotated[
         str | None,
         typer.Option(
@@ -421,9 +421,16 @@ def merge(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes; by default the cores that this one may use.")
     ] = None,
+    catalog: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Instead of a run, one new Parquet file with all rows of all ranks, without their values.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the global view of a run as a run, or as a checkpoint.
+    """Write the global view of a run as a run or as a checkpoint, or all ranks' rows as a table.
 
     As a run: every command reads it like any other. A merge that was interrupted goes on where it was, and one of a run
     that has grown adds what is new: type the same command again. Rows that cannot be assembled stay per rank.
@@ -435,9 +442,30 @@ def merge(
     With --to: under the names of the unwrapped model's state dict, whatever the layout was. Parameters of step n are
     those that its forwards used, before the update. Exit code 1: a tensor of the model is missing, lacks a rank's piece
     or has replicas that differ; each is named, and without --partial nothing is written.
+
+    With --catalog: the rows as the ranks wrote them, those of the attempt that counts at each step, for DuckDB, Spark,
+    Trino or pandas. Exit code 1: something is damaged, and is not in it.
     """
     from .paths import open_typed
 
+    if catalog is not None:
+        from .catalog import catalog_typed
+
+        refuse(
+            "not with --catalog, which writes the rows as they are, and that file alone",
+            out=out,
+            to=to,
+            what=what,
+            step=step,
+            root=root,
+            partial=partial or None,
+            loss=None if loss == "mean" else loss,
+            layout=layout,
+            jobs=jobs,
+        )
+        raise typer.Exit(catalog_typed(open_typed(path, context.obj), catalog, as_json=as_json))
+    if out is None:
+        raise LookupFailedError("merge: say where with -o OUT, or with --catalog FILE for a table of all rows")
     if to is None:
         from .merge import merge_typed
 
