@@ -8,7 +8,7 @@ row groups. Must never hold more than a block, and never leave a file that is no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -120,7 +120,7 @@ def _ranges(writers: Sequence[RecordedWriter], max_rows: int) -> Iterator[tuple[
     before = np.cumsum(rows) - rows  # a range begins where its number of rows does
     starts = np.flatnonzero(np.diff(before // max_rows, prepend=-1) > 0)
     edges = [_FIRST_STEP, *steps[starts[1:]].tolist(), _LAST_STEP]
-    yield from zip(edges[:-1], edges[1:], strict=True)
+    yield from pairwise(edges)
 
 
 def _count(batches: Sequence[Any]) -> tuple[Integers, Integers]:

@@ -425,12 +425,13 @@ def merge(
         Path | None,
         typer.Option(
             metavar="FILE",
+            parser=_local_path,
             help="Instead of a run, one new Parquet file with all rows of all ranks, without their values.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the global view of a run as a run or as a checkpoint, or all ranks' rows as a table.
+    """Write the global view as a run or a checkpoint, or all rows as a table.
 
     As a run: every command reads it like any other. A merge that was interrupted goes on where it was, and one of a run
     that has grown adds what is new: type the same command again. Rows that cannot be assembled stay per rank.
