@@ -279,6 +279,9 @@ class Settings:
         0, "changes training on purpose: seed that moves the model's inputs by a last place, for diff --noise; 0: not"
     )
     pool_bytes: int = _setting(0, "host memory for values on their way to disk, bytes; 0: 1 GiB, at most 5 % of memory")
+    device_pool_bytes: int = _setting(
+        256 << 20, "memory of each GPU for values on their way to the host, bytes; about what a step records is best"
+    )
     policy: str = _setting("wait", "when the pool is full: wait a bounded time, or drop at once", "wait", "drop")
     wait_s_per_step: float = _setting(1.0, "longest wait of one step for room in the pool, seconds")
     wait_s_stalled: float = _setting(10.0, "longest wait without a finished batch, seconds; a dead disk stops nothing")
@@ -321,6 +324,7 @@ class Settings:
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("jitter", 0, 1 << 62),
     ("pool_bytes", 0, 1 << 44),
+    ("device_pool_bytes", 0, 1 << 44),
     ("wait_s_per_step", 0, 3600),
     ("wait_s_stalled", 0, 3600),
     ("wait_s_per_run", 0, 1e9),

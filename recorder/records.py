@@ -7,6 +7,7 @@ The types are named tuples: immutable like frozen dataclasses, and a third of th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -106,6 +107,9 @@ class Staged(NamedTuple):
     """JSON text for the row's ``note``, or None."""
     time_ns: int
     """Wall clock of the capture, nanoseconds since the epoch."""
+    measured: Callable[[npt.NDArray[np.uint8], Chunk | None], Measured] | None = None
+    """Set where the device has measured: turns `block.data`, which then holds its results and not the values, and
+    `chunk` into statistics and fingerprint, once `ready` is over. No payload is kept of such a record."""
 
 
 class Measured(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..config import Settings
-from ..records import KEEP_STATS, KEEP_TENSOR, PART_BYTES, Chunk, Moment, Origin, Staged
+from ..records import KEEP_STATS, KEEP_TENSOR, PART_BYTES, Chunk, LostError, Moment, Origin, Staged
 from . import hooks, staging
 from .clock import Clock, Slice
 from .events import Events, comes_from_signal_handler
@@ -185,8 +185,10 @@ class Capture:
             local, chunk = plain(tensor, chunk)
             if chunk is not None and 'Partial"' in chunk.placements:
                 local, keep, note = self._summand(tensor, local, keep, note)
-            nbytes = local.numel() * local.itemsize  # torch's own product wraps at 2^64, as expanded tensors reach
             stager = self._stagers.get(local.device.type) or self._stager(local.device.type)
+            plan = None if keep & KEEP_TENSOR else stager.plan(local, chunk, keep)
+            # torch's own product wraps at 2^64, as expanded tensors reach
+            nbytes = local.numel() * local.itemsize if plan is None else plan.nbytes
         except UnsupportedKind as error:
             for name, inner, its_chunk, why in self._inside(origin, tensor, chunk, str(error)):
                 named, note_ = origin._replace(name=name), merged(note, why)
@@ -214,7 +216,14 @@ class Capture:
             self.events.add(reason, _NO_ROOM[reason].format(origin=origin, nbytes=nbytes, pool=self.pool), key=reason)
             return
         try:
-            ready = stager.copy(local, block)
+            ready = stager.copy(local, block) if plan is None else stager.measure(local, block, plan)
+        except LostError as error:
+            block.release()
+            reason = str(error)
+            self._drop(reason, parts)
+            where = f"{origin.module_path or origin.root}:{origin.site}"
+            self.events.add(reason, f"{where}: {staging.WHY_LOST.get(reason, reason)}", key=reason)
+            return
         except Exception as error:
             block.release()
             self.site_failed(origin, error)
@@ -241,6 +250,7 @@ class Capture:
                 ready,
                 note,
                 time.time_ns(),
+                None if plan is None else plan.read,
             )
         )
 
@@ -272,8 +282,8 @@ class Capture:
         factory = staging.STAGERS.get(device_type)
         if factory is None:
             raise UnsupportedKind(f"unsupported_device:{device_type}")
-        stager = self._stagers[device_type] = factory(self.pool)
-        return stager
+        stager = factory(self.pool, self.settings, lambda text: self.events.add("device", text))
+        return self._stagers.setdefault(device_type, stager)  # a backward has a thread for each device
 
     def _number(self, num_rows: int) -> int:
         """Take ``num_rows`` consecutive numbers; where another thread takes one in between, ours are a counted hole."""

@@ -14,6 +14,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,19 +28,34 @@ _NAP_S = 0.002
 """A thread that waits for room looks again after this."""
 
 
+class Holder(Protocol):
+    """A device that may still write into a block."""
+
+    def released(self) -> None:
+        """The record is done with the block: give it back as soon as the device is, too. Any thread, once."""
+
+
 class PoolBlock:
     """A piece of the pool that one record owns until it is released."""
 
-    __slots__ = ("_pool", "_size", "data", "offset")
+    __slots__ = ("_pool", "_size", "data", "holder", "offset")
 
     def __init__(self, pool: Pool, offset: int, size: int, data: npt.NDArray[np.uint8]) -> None:
         self._pool = pool
         self._size = size
         self.offset = offset
         self.data = data
+        self.holder: Holder | None = None
 
     def release(self) -> None:
-        """Give the bytes back; any thread, once."""
+        """Give the bytes back, once nothing writes into them any more; any thread, once."""
+        if self.holder is None:
+            self.give_back()
+        else:
+            self.holder.released()
+
+    def give_back(self) -> None:
+        """Let others have the bytes, whatever happens to them."""
         self._pool._returned.append((self.offset, self._size))
 
     def as_tensor(self, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
@@ -66,9 +82,13 @@ class Pool:
                 f"no memory for the pool of {self.capacity_bytes} bytes ({error.strerror}); lower RECORDER_POOL_BYTES, "
                 "or raise the limit on this process's memory"
             ) from error
-        self._bytes = np.frombuffer(self._region, dtype=np.uint8)
+        self._bytes: Any = np.frombuffer(self._region, dtype=np.uint8)
         self.tensor = torch.from_numpy(self._bytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._region))
+        self._begin(progress_s, clock)
+
+    def _begin(self, progress_s: Callable[[], float], clock: Callable[[], float]) -> None:
+        """Start with everything free."""
         self._lock = threading.RLock()
         self._is_taking = False
         self._free = [(0, self.capacity_bytes)]
@@ -171,6 +191,17 @@ class Pool:
         self._waited_this_step_s += now - began
         self.longest_wait_s = max(self.longest_wait_s, now - began)
         return block
+
+
+class DevicePool(Pool):
+    """A fixed region of a device's memory; its blocks have a length, and no bytes that the host may touch."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.capacity_bytes = tensor.numel() - tensor.numel() % _GRAIN_BYTES
+        self._bytes = range(self.capacity_bytes)
+        self.tensor = tensor
+        self.address = 0
+        self._begin(time.monotonic, time.monotonic)
 
 
 def default_capacity_bytes(local_world_size: int) -> int:

@@ -1,4 +1,4 @@
-"""How bytes of a tensor reach a block of the pool: one small class for each kind of device.
+"""How bytes of a tensor reach a block of the pool: a class for each kind of device.
 
 A stager runs on the training thread. It may not wait for a device while values are seen; where a copy is not over when
 it returns, the record carries a `Ready` that the writer waits on. When that is over is a property of the device: at
@@ -19,13 +19,17 @@ from typing import Protocol
 
 import torch
 
-from ..records import LostError, Ready
+from ..config import Settings
+from ..records import Chunk, LostError, Ready
+from .device_measure import DeviceMeasure
+from .devices import CudaDevice
 from .pool import Pool, PoolBlock
+from .streams import COPY_FAILED, CUDA_GRAPH, NO_DEVICE_ROOM, StreamStager
+from .values import UnsupportedKind
 
 _MEMMOVE_BYTES = 1 << 20
 """Below this memmove wins over the dispatcher (0.4 us a call against 6); above it torch copies with all its threads."""
 _NO_BOUNDARY = "no_step_boundary"
-_COPY_FAILED = "copy_failed"
 
 
 class Stager(Protocol):
@@ -35,17 +39,29 @@ class Stager(Protocol):
         """Copy a dense tensor's elements in C order into ``block``.
 
         Training may change the tensor as soon as this returns (on its own stream, in program order), and must not find
-        the copy changed by that. None means that the bytes are there already. Raises what the copy raises.
+        the copy changed by that. None means that the bytes are there already. Raises what the copy raises, and
+        `LostError` where there is a reason not to copy.
         """
+
+    def plan(self, tensor: torch.Tensor, chunk: Chunk | None, keep: int) -> DeviceMeasure | None:
+        """Of a dense tensor whose payload is not kept: how the device measures it; None where it shall be copied."""
+        return None
+
+    def measure(self, tensor: torch.Tensor, block: PoolBlock, plan: DeviceMeasure) -> Ready:
+        """Like `copy`, for what the plan makes of the tensor; asked of those alone that make plans."""
+        raise LostError(COPY_FAILED)
 
     def look(self) -> None:
         """A call of a root begins, so a step may have ended: let the writer have what can be had now. Never waits."""
+        return
 
     def fetch(self) -> None:
         """Bring every value that was seen so far, whatever it costs; `recorder.flush` asks for it. May wait."""
+        return
 
     def close(self) -> None:
         """The last copy was asked for: fetch or lose what waits, give up threads and streams."""
+        return
 
 
 class HostStager(Stager):
@@ -139,7 +155,7 @@ class XlaStager(Stager):
             arrived = self._to_host([tensor for _, tensor in lazy])
         except Exception as error:
             for value, _ in lazy:
-                value.lost_for, value.error = _COPY_FAILED, error
+                value.lost_for, value.error = COPY_FAILED, error
             return
         for (value, _), tensor in zip(lazy, arrived, strict=True):
             value.tensor, value.is_free = tensor, True
@@ -192,7 +208,7 @@ class _LazyCopy:
             with self._copying, torch.no_grad():
                 self._block.as_tensor(tensor.dtype, tensor.shape).copy_(tensor)
         except Exception as error:
-            raise LostError(_COPY_FAILED) from error
+            raise LostError(COPY_FAILED) from error
         self.tensor = None
         return True
 
@@ -201,5 +217,25 @@ def _unread(seen: list[weakref.ref[_LazyCopy]]) -> list[_LazyCopy]:
     return [value for ref in seen if (value := ref()) is not None and value.tensor is not None]
 
 
-STAGERS: dict[str, Callable[[Pool], Stager]] = {"cpu": HostStager, "xla": XlaStager}
-"""Makes the stager of a device type; each is made once, with the pool, when its first tensor comes."""
+class CudaStager(StreamStager, Stager):
+    """NVIDIA GPUs: copies on a stream of the recorder's."""
+
+    def __init__(self, pool: Pool, settings: Settings, say: Callable[[str], None]) -> None:
+        if torch.version.hip is not None:
+            raise UnsupportedKind("unsupported_device:hip")
+        super().__init__(pool, open_device=CudaDevice, room_bytes=settings.device_pool_bytes, say=say)
+
+
+STAGERS: dict[str, Callable[[Pool, Settings, Callable[[str], None]], Stager]] = {
+    "cpu": lambda pool, settings, say: HostStager(pool),
+    "xla": lambda pool, settings, say: XlaStager(pool),
+    "cuda": CudaStager,
+}
+"""Makes the stager of a device type out of the pool, the settings and a way to say something; each is made once, when
+its first tensor comes."""
+
+WHY_LOST = {
+    CUDA_GRAPH: "a CUDA graph was being captured, in which nothing can be recorded, nor when it is replayed",
+    NO_DEVICE_ROOM: "the device's pool had no room for it; a larger RECORDER_DEVICE_POOL_BYTES helps",
+}
+"""What `LostError` out of a `Stager.copy` means."""

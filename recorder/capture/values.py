@@ -52,7 +52,8 @@ def plain(tensor: torch.Tensor, chunk: Chunk | None = None) -> tuple[torch.Tenso
         raise UnsupportedKind("unsupported_type:functorch")
     if tensor._is_zerotensor():  # zeros that no memory stands behind, as autograd hands out
         return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape), chunk
-    if tensor.is_cpu and tensor.numel() and tensor.untyped_storage().nbytes() == 0:
+    # FSDP frees storages; to read such a one of a GPU would end everything that the process does there.
+    if (tensor.is_cpu or tensor.is_cuda) and tensor.numel() and tensor.untyped_storage().nbytes() == 0:
         raise UnsupportedKind("storage_freed")
     return tensor, chunk
 

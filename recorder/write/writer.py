@@ -367,6 +367,8 @@ class Writer:
         if not staged.keep & (KEEP_STATS | KEEP_FINGERPRINT):
             return NOT_MEASURED
         try:
+            if staged.measured is not None:
+                return staged.measured(staged.block.data, staged.chunk)
             return self._measure(staged.block.data, staged.dtype, staged.shape, staged.chunk, staged.keep)
         except Exception as error:
             self._notices.failed("statistics could not be computed; rows go without them", error)

@@ -188,7 +188,7 @@ class LateStager(staging.Stager):
 @pytest.fixture
 def late_device() -> Iterator[None]:
     plain = staging.STAGERS["cpu"]
-    staging.STAGERS["cpu"] = LateStager
+    staging.STAGERS["cpu"] = lambda pool, settings, say: LateStager(pool)
     yield
     staging.STAGERS["cpu"] = plain
 

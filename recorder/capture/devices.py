@@ -1,0 +1,139 @@
+"""What recording asks of a device whose work goes on in streams, and CUDA's answers: the only module that calls CUDA.
+
+Every call is made in a hook of training or on the writer thread. None of them waits for the device, but for
+`Device.fetch`, which the writer alone may call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
+
+import torch
+
+_PORTABLE = 1
+"""CU_MEMHOSTREGISTER_PORTABLE: page-locked for every device of the process."""
+_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
+
+
+class Device(Protocol):
+    """One device. Streams, and events on them, are whatever it makes of them."""
+
+    def is_capturing(self) -> bool:
+        """Whether what this thread launches now becomes part of a graph, instead of being done."""
+
+    def current_stream(self) -> Any:
+        """Where the work of training goes, on this thread."""
+
+    def new_stream(self) -> Any:
+        """A stream that waits for no other of its own accord."""
+
+    def new_event(self) -> Any: ...
+
+    def record(self, event: Any, stream: Any) -> None:
+        """Let the event happen once all is done that the stream was given so far."""
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """What the stream is given from now on begins once the event, as last recorded, has happened."""
+
+    def is_done(self, event: Any) -> bool:
+        """Whether the event has happened. Any thread; raises what went wrong on the device before it."""
+
+    def run(self, stream: Any, work: Callable[[], None]) -> None:
+        """Launch the work on the stream; when this returns it may not have begun."""
+
+    def fetch(self, stream: Any, host: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy to memory that is not page-locked, and wait until it has arrived. Writer thread."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Bytes of the device."""
+
+    def pin(self, address: int, num_bytes: int) -> bool:
+        """Page-lock memory of the host, so that copies into it need not wait. False where that is refused."""
+
+    def unpin(self, address: int) -> None: ...
+
+
+class CudaDevice(Device):
+    """One NVIDIA GPU, through torch; and through the driver where torch offers no call, or one with a side effect."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._driver = ctypes.CDLL("libcuda.so.1")  # loaded already: CUDA works through it
+        self._driver.cuMemHostRegister_v2.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+        self._driver.cuMemHostUnregister.argtypes = (ctypes.c_void_p,)
+
+    def is_capturing(self) -> bool:
+        if torch.cuda.is_current_stream_capturing():
+            return True
+        if torch.cuda.current_device() == self._index:
+            return False
+        with torch.cuda.device(self._index):
+            return torch.cuda.is_current_stream_capturing()
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._index)
+
+    def new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._index)
+
+    def new_event(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
+
+    def record(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+        event.record(stream)
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        event.wait(stream)
+
+    def is_done(self, event: torch.cuda.Event) -> bool:
+        with self._beside_captures():
+            return bool(event.query())
+
+    def run(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(stream), undisturbed():
+            work()
+
+    def fetch(self, stream: torch.cuda.Stream, host: torch.Tensor, source: torch.Tensor) -> None:
+        with self._beside_captures(), torch.cuda.stream(stream), undisturbed():
+            host.copy_(source)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        # Not one of inference mode, in which the first value may be seen: those take no copies later.
+        with torch.inference_mode(False), undisturbed():
+            return torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
+
+    def pin(self, address: int, num_bytes: int) -> bool:
+        # Not by torch.cuda.cudart(): where that refuses, its error stays behind and the next kernel of training is
+        # blamed for it. The driver keeps none.
+        with self._beside_captures(), torch.cuda.device(self._index):
+            return cast("int", self._driver.cuMemHostRegister_v2(address, num_bytes, _PORTABLE)) == 0
+
+    def unpin(self, address: int) -> None:
+        with self._beside_captures(), torch.cuda.device(self._index):
+            self._driver.cuMemHostUnregister(address)
+
+    @contextmanager
+    def _beside_captures(self) -> Iterator[None]:
+        """Let this thread ask while another captures a graph, whose capture the question would spoil otherwise."""
+        mode = ctypes.c_int(_RELAXED)
+        self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Torch as it is without the modes of the user: no graph, no autocast, nobody who looks at calls."""
+    with (
+        torch.no_grad(),
+        torch._C._DisableTorchDispatch(),
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableAutocast(),
+    ):
+        yield
