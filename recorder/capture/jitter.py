@@ -22,7 +22,7 @@ def jittered(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     """A tensor whose every element is multiplied with 1 + or - the machine epsilon of its type."""
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8) * 2 - 1
-    factors = 1 + signs.to(device=tensor.device, dtype=tensor.dtype) * torch.finfo(tensor.dtype).eps
+    factors = 1 + signs.to(device=tensor.device, dtype=tensor.dtype, non_blocking=True) * torch.finfo(tensor.dtype).eps
     return tensor * factors
 
 

@@ -6,6 +6,7 @@ start, change an argument other than wrapping a closure, or raise into training.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
@@ -37,14 +38,27 @@ def find_live() -> list[Optimizer]:
 
 
 def last_step(optimizers: list[Optimizer]) -> int | None:
-    """The largest ``state["step"]``, or None where no state has one. The one permitted device read, once."""
-    steps = [
-        int(state["step"])
+    """The largest ``state["step"]``, or None where no state has one. The one permitted read of each device, once.
+
+    A device that is not to be read, for a graph is captured or the user forbids to wait, says nothing.
+    """
+    found = [
+        state["step"]
         for optimizer in optimizers
         for state in optimizer.state.values()
         if isinstance(state, dict) and "step" in state
     ]
+    steps = [int(step) for step in found if not _is_on_gpu(step)]
+    for device in {step.device for step in found if _is_on_gpu(step)}:
+        if not torch.cuda.is_current_stream_capturing():
+            with contextlib.suppress(RuntimeError):
+                on_device = [step.detach().reshape(()) for step in found if _is_on_gpu(step) and step.device == device]
+                steps.append(int(torch.stack(on_device).max()))
     return max(steps, default=None)
+
+
+def _is_on_gpu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cuda
 
 
 def wrap_closure(

@@ -298,4 +298,8 @@ if __name__ == "__main__":
         from tests.bench.taps import main as main_of_taps
 
         sys.exit(main_of_taps(sys.argv[2:]))
+    if sys.argv[1:2] == ["gpu"]:
+        from tests.bench.gpu import main as main_of_gpu
+
+        sys.exit(main_of_gpu(sys.argv[2:]))
     sys.exit(main())
