@@ -431,7 +431,7 @@ def merge(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the global view as a run or a checkpoint, or all rows as a table.
+    """Write the global view as a run or checkpoint, or a table of rows.
 
     As a run: every command reads it like any other. A merge that was interrupted goes on where it was, and one of a run
     that has grown adds what is new: type the same command again. Rows that cannot be assembled stay per rank.
