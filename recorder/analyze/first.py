@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..read.facts import RunFacts
 from ..read.run import Run
-from .nonfinite import NonFinite, find_nonfinite
+from .nonfinite import NonFinite, NonFiniteFinder
 from .problems import layout_problems
-from .replicas import Differing, find_differing
-from .timeline import Timeline
+from .replicas import Differing, ReplicaFinder
+from .timeline import Attempts, Firsts, Timeline
+
+_RANGE_ROWS = 500_000
+"""Rows of a range of steps, which are in memory together at about 1 kB each; a step of more is in one range."""
 
 
 class First(NamedTuple):
@@ -46,13 +50,23 @@ def first(run: Run) -> First:
     optimizer state of data-parallel ranks; buffers are told apart, because a forward may update each rank's own until
     DDP broadcasts the first rank's. They are a finding where DDP was told not to, and nothing else makes them equal.
     """
-    timeline = Timeline(run)
-    nonfinite = find_nonfinite(timeline)
-    replicas = find_differing(run, timeline)
+    facts = RunFacts(run.writers, run.run_id, run.world_size)
+    attempts = Attempts(run, facts)
+    nonfinite_finder, replica_finder = NonFiniteFinder(), ReplicaFinder(run, facts)
+    firsts: Firsts | None = None
+    num_superseded = 0
+    ranges = run.view().windows(_RANGE_ROWS)
+    for steps in ranges if len(ranges) > 1 else [None]:
+        timeline = Timeline(run, facts, attempts, steps, firsts)
+        firsts = nonfinite_finder.add(timeline)
+        replica_finder.add(timeline)
+        num_superseded += timeline.num_superseded
+        del timeline  # before the next one is made
+    nonfinite, replicas = nonfinite_finder.found(), replica_finder.found()
     notes = [*nonfinite.notes, *replicas.notes]
     notes += [f"not compared: {problem}" for problem in layout_problems(run) or ()]
-    if timeline.num_superseded:
-        notes.append(f"{timeline.num_superseded} rows of steps that a restart did again were left out")
+    if num_superseded:
+        notes.append(f"{num_superseded} rows of steps that a restart did again were left out")
     return First(
         nonfinite=nonfinite.first,
         num_nonfinite=nonfinite.num_values,

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from ..errors import RunError
 from .keys import SERIES_KEY, codes, group, holds
 from .moments import count_nonfinite, integers
-from .timeline import Place, Timeline
+from .timeline import Firsts, Place, Timeline
 
 _MAY_MASK = ("input", "output", "param", "buffer", "tap", "scalar")
 """Sites at which a program may mean its infinities. A gradient or a state of the optimizer never does."""
@@ -63,16 +64,50 @@ class NonFiniteSearch(NamedTuple):
     notes: list[str]
 
 
-def find_nonfinite(timeline: Timeline) -> NonFiniteSearch:
-    """The first NaN or infinity, by step and then in the order of execution of each rank."""
-    state = _Counts(timeline)
-    first = state.search()
-    bad = state.bad()
-    notes = state.notes()
-    if first is None:
-        return NonFiniteSearch(None, 0, 0, notes)
-    modules = group([timeline.codes["root"][bad], timeline.codes["module_path"][bad]]).num_groups
-    return NonFiniteSearch(_describe(timeline, state, first), int(bad.sum()), modules, notes)
+class NonFiniteFinder:
+    """Finds the first NaN or infinity, by step and then in the order of execution of each rank, step range by range."""
+
+    def __init__(self) -> None:
+        self._first: NonFinite | None = None
+        self._num_values = 0
+        self._modules: set[tuple[str, str]] = set()
+        self._masks: dict[tuple[str, ...], str] = {}
+        self._unchecked = 0
+        self._problems: list[str] = []
+
+    def add(self, timeline: Timeline) -> Firsts:
+        """The next range of steps. Returns what began in it, or before, as the range after it has to know."""
+        state = _Counts(timeline)
+        first = state.search() if self._first is None else None
+        bad = np.flatnonzero(state.bad())
+        if first is not None:
+            self._first = _describe(timeline, state, first)
+        names = ("root", "module_path")
+        modules = group([timeline.codes[name][bad] for name in names])
+        self._modules |= timeline.texts(names, bad[modules.firsts])
+        self._num_values += len(bad)
+        for key, text in state.masks():
+            self._masks.setdefault(key, text)
+        self._unchecked += state.unchecked
+        self._problems += state.problems
+        return state.firsts()
+
+    def found(self) -> NonFiniteSearch:
+        """The answer."""
+        return NonFiniteSearch(self._first, self._num_values, len(self._modules), self._notes())
+
+    def _notes(self) -> list[str]:
+        """What is not a finding and should be known."""
+        found = list(self._masks.values())[:_MAX_NOTED]
+        if len(self._masks) > _MAX_NOTED:
+            found.append(f"{len(self._masks) - _MAX_NOTED} more values are infinite from their first record on")
+        if self._unchecked:
+            why = "have neither statistics nor values and could not be looked at; keep=stats records them"
+            found.append(f"{self._unchecked} rows {why}")
+        found += [f"could not be looked at: {problem}" for problem in self._problems[:_MAX_PROBLEMS]]
+        if len(self._problems) > _MAX_PROBLEMS:
+            found.append(f"{len(self._problems) - _MAX_PROBLEMS} more values could not be read")
+        return found
 
 
 class _Counts:
@@ -87,12 +122,15 @@ class _Counts:
         numel = integers(table.column("numel"))
         has_payload = table.column("encoding").is_valid().to_numpy()
         lacks = ~self.is_known & is_float & (numel > 0)
+        lacks[: timeline.num_firsts] = False
         self.is_known |= ~lacks
         self.unchecked = int((lacks & ~has_payload).sum())
         self.problems: list[str] = []
         self._todo = np.flatnonzero(lacks & has_payload)
         self.nan[self.nan < 0] = 0
         self.inf[self.inf < 0] = 0
+        if timeline.firsts is not None:
+            self.nan[: timeline.num_firsts], self.inf[: timeline.num_firsts] = timeline.firsts[1:]
         self._may_mask = holds(table.column("site"), _MAY_MASK.__contains__)
         series = timeline.series
         self._same_shape = group([series.ids, codes(table.column("shape"))])
@@ -100,8 +138,17 @@ class _Counts:
         self._begins_in_shape = self._same_shape.firsts[self._same_shape.ids]
 
     def bad(self) -> npt.NDArray[np.bool_]:
-        """Rows that are not finite, without those that are excused."""
-        return np.asarray(((self.nan > 0) | (self.inf > 0)) & ~self.excused())
+        """Rows of these steps that are not finite, without those that are excused."""
+        found = ((self.nan > 0) | (self.inf > 0)) & ~self.excused()
+        found[: self._timeline.num_firsts] = False
+        return np.asarray(found)
+
+    def firsts(self) -> Firsts:
+        """The first record of each value, and where it is infinite of each of its shapes: all that excuses later ones."""
+        was_infinite = (self.inf > 0) & (self.nan == 0) & self._may_mask
+        shapes = self._same_shape.firsts
+        rows = np.union1d(self._timeline.series.firsts, shapes[was_infinite[self._begins[shapes]]])
+        return Firsts(self._timeline.table.take(pa.array(rows)), self.nan[rows], self.inf[rows])
 
     def excused(self, rows: slice = slice(None)) -> npt.NDArray[np.bool_]:
         """Infinite from the first record on, and no more so than the first of this shape."""
@@ -139,54 +186,71 @@ class _Counts:
         for row, values in self._timeline.arrays(lacks) if len(lacks) else ():
             self._is_bad(row, values)
 
-    def notes(self) -> list[str]:
-        """What is not a finding and should be known."""
-        found = []
+    def masks(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Root, module, site and name of values that are excused, each once, and a note on it."""
+        timeline = self._timeline
         excused = np.flatnonzero(self.excused())
-        series = self._timeline.series
-        kinds = group([self._timeline.codes[name][excused] for name in ("root", "module_path", "site", "name")])
-        for number in kinds.firsts[:_MAX_NOTED].tolist():
+        excused = excused[excused >= timeline.num_firsts]
+        names = ("root", "module_path", "site", "name")
+        for number in group([timeline.codes[name][excused] for name in names]).firsts.tolist():
             row = int(excused[number])
-            place = self._timeline.place(row)
-            since = int(self._timeline.table.column("step")[int(series.firsts[series.ids[row]])].as_py())
+            place = timeline.place(row)
+            since = int(timeline.table.column("step")[int(timeline.series.firsts[timeline.series.ids[row]])].as_py())
             what = f"{place.module_path!r} {place.site}{' ' + place.name if place.name else ''}"
-            found.append(
+            yield (
+                (place.root, place.module_path, place.site, place.name),
                 f"{what} holds {int(self.inf[row])} infinite values from its first record on (step {since}), "
-                "as masks do; not counted as a finding"
+                "as masks do; not counted as a finding",
             )
-        if kinds.num_groups > _MAX_NOTED:
-            found.append(f"{kinds.num_groups - _MAX_NOTED} more values are infinite from their first record on")
-        if self.unchecked:
-            why = "have neither statistics nor values and could not be looked at; keep=stats records them"
-            found.append(f"{self.unchecked} rows {why}")
-        found += [f"could not be looked at: {problem}" for problem in self.problems[:_MAX_PROBLEMS]]
-        if len(self.problems) > _MAX_PROBLEMS:
-            found.append(f"{len(self.problems) - _MAX_PROBLEMS} more values could not be read")
-        return found
 
 
 def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFinite:
-    is_healthy = state.is_known & (state.nan == 0) & (state.inf == 0)
-    rank, step = timeline.codes["rank"], timeline.codes["step"]
-    earlier = np.arange(timeline.num_rows) < row
-    # In a merged run a rank's row says only how it differs: where none did, one row stands for all ranks.
-    of_all = timeline.table.column("rank").is_null().to_numpy() & (step < step[row])
-    on_rank = earlier & is_healthy & ((rank == rank[row]) | of_all)
-    before = np.flatnonzero(on_rank)
-    is_same = np.all([timeline.codes[name] == timeline.codes[name][row] for name in SERIES_KEY], axis=0)
-    same = np.flatnonzero(on_rank & is_same & (step < step[row]))
-    place = timeline.place(row)
+    values = {name: timeline.table.column(name)[row].as_py() for name in (*SERIES_KEY, "rank")}
+    before, last, num_steps = _healthy(timeline, state, values, row)
+    if timeline.num_firsts:  # the record began before these steps
+        history = timeline.before(values["rank"])
+        known = _Counts(history)
+        known.search()
+        long_before, longer_ago, num_more = _healthy(history, known, values)
+        before, last, num_steps = before or long_before, last or longer_ago, num_steps + num_more
     return NonFinite(
-        place=place,
+        place=timeline.place(row),
         nan_count=int(state.nan[row]),
         inf_count=int(state.inf[row]),
         numel=int(timeline.table.column("numel")[row].as_py()),
         num_before=int(timeline.places[row]),
-        before=timeline.place(int(before[-1])) if len(before) else None,
-        last_healthy=timeline.place(int(same[-1])) if len(same) else None,
-        num_steps_healthy=len(np.unique(step[same])),
+        before=before,
+        last_healthy=last,
+        num_steps_healthy=num_steps,
         is_skipped=_is_skipped(timeline, row),
         beside=list(_beside(timeline, state, row)),
+    )
+
+
+def _healthy(
+    timeline: Timeline, state: _Counts, values: dict[str, Any], row: int | None = None
+) -> tuple[Place | None, Place | None, int]:
+    """What was healthy before a row, or before all that come after these steps.
+
+    Returns:
+        The last such value of its rank, the last such record of it at an earlier step, and at how many steps it was so.
+    """
+    is_healthy = state.is_known & (state.nan == 0) & (state.inf == 0)
+    is_healthy[: timeline.num_firsts] = False
+    is_before = np.ones(timeline.num_rows, np.bool_)  # at an earlier step
+    if row is not None:
+        is_healthy &= np.arange(timeline.num_rows) < row
+        is_before = timeline.codes["step"] < timeline.codes["step"][row]
+    # In a merged run a rank's row says only how it differs: where none did, one row stands for all ranks.
+    of_all = is_before & timeline.is_equal("rank", None)
+    on_rank = is_healthy & (timeline.is_equal("rank", values["rank"]) | of_all)
+    before = np.flatnonzero(on_rank)
+    is_same = np.all([timeline.is_equal(name, values[name]) for name in SERIES_KEY], axis=0)
+    same = np.flatnonzero(on_rank & is_same & is_before)
+    return (
+        timeline.place(int(before[-1])) if len(before) else None,
+        timeline.place(int(same[-1])) if len(same) else None,
+        len(np.unique(timeline.codes["step"][same])),
     )
 
 

@@ -21,15 +21,31 @@ from ..format.schema import COUNTS, STATISTICS
 from ..read.facts import RunFacts
 from ..read.run import Run
 from .events import differing_ranks
-from .keys import VALUE_KEY, Integers, codes, group, holds
+from .keys import SERIES_KEY, VALUE_KEY, Integers, codes, group, holds
 from .moments import integers, numbers
-from .timeline import Place, Timeline
+from .timeline import PLACE_COLUMNS, Place, Timeline, is_equal
 
 STATE_SITES = ("param", "grad", "optim")
 """Sites at which ranks that differ are a finding."""
 BROADCAST, NEVER, OWN = "broadcast", "never", "own"
 """What becomes of a rank's buffers: DDP sends the first rank's to all before each forward; DDP was told not to; FSDP
 keeps each rank's own."""
+
+
+_NAME = ("root", "module_path", "site", "name")
+_Name = tuple[str, str, str, str]
+"""What a value is called, whenever it was seen."""
+
+
+class _Uncompared(NamedTuple):
+    """Groups of replicas that were not compared."""
+
+    nothing: int
+    """They have nothing to compare."""
+    alone: int
+    """They have equal statistics, which proves nothing."""
+    after: int
+    """They come after the first that differs, and only their bytes would tell."""
 
 
 class RankValue(NamedTuple):
@@ -85,36 +101,108 @@ class ReplicaSearch(NamedTuple):
     notes: list[str]
 
 
-def find_differing(run: Run, timeline: Timeline) -> ReplicaSearch:
-    """The first difference of replicas, by step and then in the order of execution."""
-    replicas = _Replicas(run, timeline)
-    is_buffer = replicas.is_of(("buffer",))
-    first = replicas.search(~is_buffer)
-    replicas.search(is_buffer)
-    places = [timeline.place(int(row)) for row in replicas.first_rows(~is_buffer)]
-    buffers = [replicas.describe_buffer(number) for number in replicas.first_numbers(is_buffer).tolist()]
-    buffers += _noted_by_merge(timeline, buffers)
-    syncs = _syncs(run)
-    buffers = [one._replace(sync=syncs.get(one.place.root)) for one in buffers]
-    return ReplicaSearch(
-        None if first is None else replicas.describe(first),
-        [(place.module_path, place.site, place.name) for place in places],
-        sorted(buffers, key=lambda one: one.place.step),
-        replicas.num_compared,
-        replicas.why_none(run),
-        replicas.notes(~is_buffer),
-    )
+class ReplicaFinder:
+    """Finds the first difference of replicas, by step and then in the order of execution, step range by range."""
+
+    def __init__(self, run: Run, facts: RunFacts) -> None:
+        self._run, self._facts = run, facts
+        self._first: Differing | None = None
+        self._has_buffer = False
+        self._values: dict[_Name, None] = {}
+        self._buffers: dict[_Name, Differing] = {}
+        self._noted: dict[_Name, Differing] = {}
+        self._equal: Any = None
+        self._num_compared = 0
+        self._ranks: set[int] = set()
+        self._has_unknown = self._has_statistics_alone = False
+        self._num_uncompared = _Uncompared(0, 0, 0)
+        self._own: set[_Name] = set()
+        self._problems: list[str] = []
+
+    def add(self, timeline: Timeline) -> None:
+        """The next range of steps."""
+        replicas = _Replicas(self._run, self._facts, timeline, self._equal)
+        is_buffer = replicas.is_of(("buffer",))
+        if self._first is None and (first := replicas.search(~is_buffer)) is not None:
+            self._first = replicas.describe(first)
+        if not self._has_buffer:
+            self._has_buffer = replicas.search(is_buffer) is not None
+        self._values |= dict.fromkeys(_name(timeline.place(int(row))) for row in replicas.first_rows(~is_buffer))
+        for known in (self._buffers, self._noted):
+            known |= {name: _with_last(one, replicas.differs_last(name)) for name, one in known.items()}
+        for number in replicas.first_numbers(is_buffer).tolist():
+            buffer = replicas.describe_buffer(number)
+            self._buffers.setdefault(_name(buffer.place), buffer)
+        for one in _noted_by_merge(timeline):
+            self._noted.setdefault(_name(one.place), one)
+        self._num_compared += replicas.num_compared
+        self._ranks |= {rank for rank in timeline.table.column("rank").unique().to_pylist() if rank is not None}
+        self._has_unknown |= replicas.has_unknown
+        self._has_statistics_alone |= replicas.has_statistics_alone
+        self._num_uncompared = _Uncompared(
+            *(a + b for a, b in zip(self._num_uncompared, replicas.uncompared(~is_buffer), strict=True))
+        )
+        self._own |= replicas.own
+        self._problems += replicas.problems
+        self._equal = replicas.last_equals()
+
+    def found(self) -> ReplicaSearch:
+        """The answer."""
+        noted = [one for name, one in self._noted.items() if name not in self._buffers]
+        syncs = _syncs(self._run)
+        buffers = [one._replace(sync=syncs.get(one.place.root)) for one in (*self._buffers.values(), *noted)]
+        return ReplicaSearch(
+            self._first,
+            [name[1:] for name in self._values],
+            sorted(buffers, key=lambda one: one.place.step),
+            self._num_compared,
+            self._why_none(),
+            self._notes(),
+        )
+
+    def _notes(self) -> list[str]:
+        """What could not be compared."""
+        nothing, alone, after = self._num_uncompared
+        found = []
+        if nothing:
+            found.append(f"{nothing} replicas have neither fingerprints nor statistics nor values to compare")
+        if alone:
+            found.append(f"{alone} replicas have statistics alone: they are equal, which proves nothing")
+        if after:
+            found.append(f"{after} replicas after the first that differs have no fingerprints and were not compared")
+        if self._own:
+            found.append(
+                f"{len(self._own)} parameters, gradients and states are each rank's own, as experts' are: left out"
+            )
+        return found + self._problems
+
+    def _why_none(self) -> str:
+        """Why nothing could be compared, if nothing was."""
+        if self._num_compared:
+            return ""
+        if self._has_statistics_alone:
+            return "there are statistics alone, and equal ones prove nothing"
+        if self._has_unknown:
+            return "there are neither fingerprints nor values"
+        if len(self._ranks) > 1:
+            return "no parameter, gradient or optimizer state is held by several ranks; sharded ones are not"
+        if len(self._ranks) == 1 and not self._run.is_merged:
+            world_size = self._run.world_size
+            (rank,) = self._ranks
+            return "one rank has no replicas" if (world_size or 1) == 1 else f"only rank {rank} of {world_size} left rows"
+        return ""
 
 
 class _Replicas:
     """Groups of rows that must be equal, in the order of time; each is equal, differs, or is not known yet."""
 
-    def __init__(self, run: Run, timeline: Timeline) -> None:
+    def __init__(self, run: Run, facts: RunFacts, timeline: Timeline, equal: Any) -> None:
         self._timeline = timeline
+        self._equal = equal
         table = timeline.table
         is_candidate = holds(table.column("site"), (*STATE_SITES, "buffer").__contains__)
         is_candidate &= ~holds(table.column("phase"), "backward".__eq__)  # gradients before their reduction
-        facts = RunFacts(run.writers, run.run_id, run.world_size)
+        is_candidate[: timeline.num_firsts] = False
         leaders, self._assumed = _leaders(run, timeline, facts)
         is_plain = table.column("placements").is_null().to_numpy() & ~holds(table.column("note"), _is_apart)
         shards = _shards(table)
@@ -126,9 +214,10 @@ class _Replicas:
         is_placed &= integers(table.column("numel")) != 0  # an empty slice begins where another one does
         is_own = is_plain & is_candidate & _are_own(timeline, facts)
         is_counted = is_own & ~holds(table.column("shape"), "[]".__eq__)
-        self._num_own = group(
-            [timeline.codes[name][is_counted] for name in ("root", "module_path", "site", "name")]
-        ).num_groups
+        counted = np.flatnonzero(is_counted)
+        of_own = group([timeline.codes[name][counted] for name in _NAME])
+        self.own: set[_Name] = timeline.texts(_NAME, counted[of_own.firsts])
+        """Values that are each rank's own."""
         self._rows = np.flatnonzero(is_candidate & (leaders >= 0) & ((is_plain & ~is_own) | is_placed))
         pieces = [codes(table.column(name)) for name in ("offsets", "placements")]
         keys = [*(timeline.codes[name] for name in VALUE_KEY), leaders, shards, *pieces]
@@ -136,7 +225,7 @@ class _Replicas:
         self._sizes = np.bincount(self._groups.ids, minlength=self._groups.num_groups)
         self._table = table.take(pa.array(self._rows))
         self._judge()
-        self._problems: list[str] = []
+        self.problems: list[str] = []
 
     @property
     def num_compared(self) -> int:
@@ -176,7 +265,7 @@ class _Replicas:
         """Of each value that ever differs its first group that does."""
         numbers = np.flatnonzero(self._differs & asked)
         rows = self._rows[self._groups.firsts[numbers]]
-        values = group([self._timeline.codes[name][rows] for name in ("root", "module_path", "site", "name")])
+        values = group([self._timeline.codes[name][rows] for name in _NAME])
         return np.asarray(numbers[values.firsts])
 
     def first_rows(self, asked: npt.NDArray[np.bool_]) -> Integers:
@@ -208,56 +297,43 @@ class _Replicas:
 
     def describe_buffer(self, number: int) -> Differing:
         """The same of a buffer, and whether it differs in its last record, too."""
-        known, step = self._timeline.codes, self._timeline.codes["step"]
-        row = int(self._rows[self._groups.firsts[number]])
-        same = np.all([known[name] == known[name][row] for name in ("root", "module_path", "site", "name")], axis=0)
+        found = self.describe(number)
+        return _with_last(found, self.differs_last(_name(found.place)))
+
+    def differs_last(self, name: _Name) -> bool | None:
+        """Whether ranks differ in the last record of a buffer; None where that is not known."""
+        timeline = self._timeline
+        same = np.all([timeline.is_equal(column, value) for column, value in zip(_NAME, name, strict=True)], axis=0)
+        same[: timeline.num_firsts] = False
+        step = timeline.codes["step"]
         rows = self._rows[self._groups.firsts]
-        last_step, differs = int(step[row]), True
+        last_step, differs = -1, None
         for last in np.flatnonzero(same[rows] & (self._sizes > 1))[::-1].tolist():
             if self._is_open[last]:
                 self._read(last)
             if not self._is_unknown[last]:
                 last_step, differs = int(step[rows[last]]), bool(self._differs[last])
                 break
-        table = self._timeline.table
-        of_all = np.flatnonzero(same & table.column("rank").is_null().to_numpy() & (step > last_step))
+        of_all = np.flatnonzero(same & timeline.is_equal("rank", None) & (step > last_step))
         if len(of_all):  # merged: one row is what all ranks had, unless it says otherwise
-            differs = "replicas_differ" in (table.column("note")[int(of_all[-1])].as_py() or "")
-        return self.describe(number)._replace(differs_last=differs)
+            differs = "replicas_differ" in (timeline.table.column("note")[int(of_all[-1])].as_py() or "")
+        return differs
 
-    def notes(self, asked: npt.NDArray[np.bool_]) -> list[str]:
-        """What could not be compared."""
-        nothing = int((self._is_unknown & asked & self._lacks_numbers).sum())
-        alone = int((self._is_unknown & asked & ~self._lacks_numbers).sum())
-        after = int((self._is_open & asked).sum())
-        found = []
-        if nothing:
-            found.append(f"{nothing} replicas have neither fingerprints nor statistics nor values to compare")
-        if alone:
-            found.append(f"{alone} replicas have statistics alone: they are equal, which proves nothing")
-        if after:
-            found.append(f"{after} replicas after the first that differs have no fingerprints and were not compared")
-        if self._num_own:
-            found.append(
-                f"{self._num_own} parameters, gradients and states are each rank's own, as experts' are: left out"
-            )
-        return found + self._problems
+    def uncompared(self, asked: npt.NDArray[np.bool_]) -> _Uncompared:
+        """How many of the groups asked for could not be compared."""
+        return _Uncompared(
+            int((self._is_unknown & asked & self._lacks_numbers).sum()),
+            int((self._is_unknown & asked & ~self._lacks_numbers).sum()),
+            int((self._is_open & asked).sum()),
+        )
 
-    def why_none(self, run: Run) -> str:
-        """Why nothing could be compared, if nothing was."""
-        if self.num_compared:
-            return ""
-        ranks = sorted(rank for rank in self._timeline.table.column("rank").unique().to_pylist() if rank is not None)
-        if (self._is_unknown & ~self._lacks_numbers).any():
-            return "there are statistics alone, and equal ones prove nothing"
-        if self._is_unknown.any():
-            return "there are neither fingerprints nor values"
-        if len(ranks) > 1:
-            return "no parameter, gradient or optimizer state is held by several ranks; sharded ones are not"
-        if len(ranks) == 1 and not run.is_merged:
-            is_alone = (run.world_size or 1) == 1
-            return "one rank has no replicas" if is_alone else f"only rank {ranks[0]} of {run.world_size} left rows"
-        return ""
+    @property
+    def has_unknown(self) -> bool:
+        return bool(self._is_unknown.any())
+
+    @property
+    def has_statistics_alone(self) -> bool:
+        return bool((self._is_unknown & ~self._lacks_numbers).any())
 
     def _signature(self, number: int, member: int) -> Any:
         row = self._table.slice(member, 1).to_pylist()[0]
@@ -275,7 +351,7 @@ class _Replicas:
             differs = any(self._timeline.array(row).tobytes() != whole for row in others)
         except RunError as error:
             self._is_unknown[number] = True
-            self._problems.append(f"could not be compared: {error}")
+            self.problems.append(f"could not be compared: {error}")
             return False
         if differs:
             self._differs[number], self._by[number] = True, "values"
@@ -283,16 +359,41 @@ class _Replicas:
 
     def _last_equal(self, row: int) -> Place | None:
         timeline = self._timeline
-        same = np.ones(timeline.num_rows, np.bool_)
+        same = self._agrees()
         for name in VALUE_KEY:
             if name != "step":
                 same &= timeline.codes[name] == timeline.codes[name][row]
         same &= timeline.codes["step"] < timeline.codes["step"][row]
-        agrees = timeline.table.column("rank").is_null().to_numpy()  # merged: one row is what all ranks had
+        found = np.flatnonzero(same)
+        if len(found):
+            return timeline.place(int(found[-1]))
+        if self._equal is None:
+            return None
+        values = {name: timeline.table.column(name)[row].as_py() for name in SERIES_KEY}
+        is_it = [is_equal(self._equal.column(name), value) for name, value in values.items()]
+        earlier = np.flatnonzero(np.all(is_it, axis=0))
+        return timeline.place_in(self._equal, int(earlier[-1])) if len(earlier) else None
+
+    def last_equals(self) -> Any:
+        """Of each value its last record at which all ranks agreed, in these steps or before."""
+        rows = np.flatnonzero(self._agrees())
+        newest = rows[::-1][group([self._timeline.codes[name][rows[::-1]] for name in SERIES_KEY]).firsts]
+        table = self._timeline.table.select(PLACE_COLUMNS).take(pa.array(np.sort(newest)))
+        if self._equal is None:
+            return table
+        table = pa.concat_tables([self._equal, table])
+        order = np.arange(table.num_rows)[::-1].copy()
+        lasts = order[group([codes(table.column(name))[order] for name in SERIES_KEY]).firsts]
+        return table.take(pa.array(np.sort(lasts)))
+
+    def _agrees(self) -> npt.NDArray[np.bool_]:
+        """Rows of these steps that all ranks have alike."""
+        timeline = self._timeline
+        agrees = timeline.is_equal("rank", None)  # merged: one row is what all ranks had
         is_equal = ~self._differs & ~self._is_open & ~self._is_unknown & (self._sizes > 1)
         agrees[self._rows] |= is_equal[self._groups.ids]
-        found = np.flatnonzero(same & agrees)
-        return timeline.place(int(found[-1])) if len(found) else None
+        agrees[: timeline.num_firsts] = False
+        return agrees
 
     def _disagree(self, signatures: Integers) -> npt.NDArray[np.bool_]:
         return self._any(signatures != signatures[self._groups.firsts[self._groups.ids]])
@@ -447,24 +548,22 @@ def _syncs(run: Run) -> dict[str, str]:
     return found
 
 
-def _noted_by_merge(timeline: Timeline, known: list[Differing]) -> Iterator[Differing]:
+def _noted_by_merge(timeline: Timeline) -> Iterator[Differing]:
     """Buffers of a merged run whose ranks' own rows are not there: their row's note names the ranks that differed."""
     notes = timeline.table.column("note")
     is_told = pc.match_substring(notes, "replicas_differ").fill_null(False).to_numpy()
-    rows = np.flatnonzero(is_told & holds(timeline.table.column("site"), "buffer".__eq__))
-    names = ("root", "module_path", "site", "name")
-    told = {tuple(getattr(one.place, name) for name in names) for one in known}
-    keys = group([timeline.codes[name] for name in names])
-    rows_of_all = np.flatnonzero(timeline.table.column("rank").is_null().to_numpy())
+    is_told &= holds(timeline.table.column("site"), "buffer".__eq__)
+    rows = np.flatnonzero(is_told)
+    rows = rows[rows >= timeline.num_firsts]
+    keys = group([timeline.codes[name] for name in _NAME])
+    rows_of_all = np.flatnonzero(timeline.is_equal("rank", None))
     for number in group([keys.ids[rows]]).firsts.tolist():
         row = int(rows[number])
         last = int(rows_of_all[keys.ids[rows_of_all] == keys.ids[row]].max(initial=row))
-        place = timeline.place(row)
         ranks = list(differing_ranks(notes[row].as_py()))
-        if ranks and tuple(getattr(place, name) for name in names) not in told:
-            place = place._replace(rank=ranks[0])
+        if ranks:
             yield Differing(
-                place=place,
+                place=timeline.place(row)._replace(rank=ranks[0]),
                 groups=[ranks],
                 by="merge",
                 ranks=[],
@@ -472,3 +571,11 @@ def _noted_by_merge(timeline: Timeline, known: list[Differing]) -> Iterator[Diff
                 last_equal=None,
                 differs_last=last in rows,
             )
+
+
+def _with_last(buffer: Differing, differs_last: bool | None) -> Differing:
+    return buffer if differs_last is None else buffer._replace(differs_last=differs_last)
+
+
+def _name(place: Place) -> _Name:
+    return place.root, place.module_path, place.site, place.name

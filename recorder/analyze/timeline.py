@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -12,9 +12,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import RunError
-from ..format.schema import COUNTS, STATISTICS
+from ..format.schema import COUNTS, SCHEMA, STATISTICS
 from ..read.facts import RunFacts
+from ..read.light import LightRows
 from ..read.run import Run
+from ..read.writers import RecordedWriter
 from ..read.stages import Times
 from .events import stage_of
 from .keys import SERIES_KEY, VALUE_KEY, Groups, Integers, codes, common_ids, encode, group, holds, join
@@ -38,9 +40,13 @@ _COLUMNS = (
     "encoding",
 )
 
+PLACE_COLUMNS = (*_KEY, "dtype", "shape")
+"""What a `Place` is made of."""
 PER_RANK = ("*=per_rank",)
 """The view in which every row is as its rank recorded it."""
 _WINDOW_ROWS = 50_000
+_BEGINNING = -(1 << 62)
+"""A step before all others."""
 
 
 class Place(NamedTuple):
@@ -68,28 +74,62 @@ class Place(NamedTuple):
     """File and line of that class, where the run says it."""
 
 
+class Firsts(NamedTuple):
+    """The first records of values: what later ones are measured by, at later steps too."""
+
+    table: Any
+    nan: Integers
+    inf: Integers
+    """How many elements are so, as far as that is known."""
+
+
 class Timeline:
     """The rows of whole tensors by step, then in each rank's order of execution; of two lives the newer.
 
-    Stages of a pipeline follow one another, micro-batch by micro-batch.
+    Stages of a pipeline follow one another, micro-batch by micro-batch. In front stand the first records of values at
+    earlier steps, `num_firsts` rows: they say what began how, and are asked for nothing else.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        table = run.table(list(_COLUMNS), pc.field("part") == 0)
-        counts = _counting(run, table)
+    def __init__(
+        self,
+        run: Run,
+        facts: RunFacts,
+        attempts: Attempts,
+        steps: tuple[int, int] | None = None,
+        firsts: Firsts | None = None,
+        writers: Sequence[RecordedWriter] | None = None,
+    ) -> None:
+        """Load the rows.
+
+        Args:
+            run: all of it.
+            facts: of the run.
+            attempts: of the run; it has seen all writers' rows of these steps, or sees them now.
+            steps: from the first up to, but not including, the last; all by default.
+            firsts: of earlier steps.
+            writers: whose rows; by default all.
+        """
+        self.run, self.facts, self.attempts, self.steps = run, facts, attempts, steps
+        self.firsts = firsts
+        table = _read(run.writers if writers is None else writers, steps)
+        counts = attempts.counting(table)
         self.num_superseded = int((~counts).sum())
         """Rows of steps that a restart did again; not in the timeline."""
         if self.num_superseded:
             table = table.filter(pa.array(counts))
-        steps, ranks = codes(table.column("step")), codes(table.column("rank"))
+        codes_of_steps, ranks = codes(table.column("step")), codes(table.column("rank"))
         # The table is in each rank's order: a row's place in its rank's step is the time that ranks share.
-        starts = np.flatnonzero(np.r_[True, (np.diff(steps) != 0) | (np.diff(ranks) != 0)])
-        lengths = np.diff(np.r_[starts, len(steps)])
-        places = np.arange(len(steps)) - np.repeat(starts, lengths) if len(steps) else np.zeros(0, np.int64)
-        order = _times(run, table, steps, ranks, places).order()
-        self.table = table.take(pa.array(order))
-        self.places: Integers = places[order]
+        starts = np.flatnonzero(np.r_[True, (np.diff(codes_of_steps) != 0) | (np.diff(ranks) != 0)])
+        lengths = np.diff(np.r_[starts, len(ranks)])
+        places = np.arange(len(ranks)) - np.repeat(starts, lengths) if len(ranks) else np.zeros(0, np.int64)
+        order = _times(run, facts, table, codes_of_steps, ranks, places).order()
+        table, places = table.take(pa.array(order)), places[order]
+        self.num_firsts = 0 if firsts is None else int(firsts.table.num_rows)
+        if firsts is not None:
+            table = pa.concat_tables([firsts.table, table])
+            places = np.r_[np.zeros(self.num_firsts, np.int64), places]
+        self.table = table
+        self.places: Integers = places
         """Of each row, how many its rank saw before it in the step."""
 
     @property
@@ -106,17 +146,36 @@ class Timeline:
         """Rows of the same value on the same rank, over the steps."""
         return group([self.codes[name] for name in (*SERIES_KEY, "rank")])
 
+    def before(self, rank: int | None) -> Timeline:
+        """All earlier steps of one rank; in a merged run those of all ranks together, too."""
+        assert self.steps is not None, "a range of steps has others before it"
+        writers = [writer for writer in self.run.writers if writer.rank in (rank, None)]
+        return Timeline(self.run, self.facts, self.attempts, (_BEGINNING, self.steps[0]), writers=writers)
+
+    def is_equal(self, name: str, value: object) -> npt.NDArray[np.bool_]:
+        """Which rows have a value in a column; None for null."""
+        return is_equal(self.table.column(name), value)
+
+    def texts(self, names: Sequence[str], rows: Integers) -> set[tuple[Any, ...]]:
+        """What some rows say in some columns."""
+        table = self.table.select(names).take(pa.array(rows))
+        return set(zip(*(column.to_pylist() for column in table.columns), strict=True))
+
     def place(self, row: int) -> Place:
         """Where a row is."""
-        values = {name: self.table.column(name)[row].as_py() for name in (*_KEY, "dtype", "shape")}
-        info = self._run.modules.get((values["root"], values["module_path"]))
+        return self.place_in(self.table, row)
+
+    def place_in(self, table: Any, row: int) -> Place:
+        """Where a row of another table of `PLACE_COLUMNS` of this run is."""
+        values = {name: table.column(name)[row].as_py() for name in PLACE_COLUMNS}
+        info = self.run.modules.get((values["root"], values["module_path"]))
         return Place(**values, module_class=info.class_name if info else "", source=info.source if info else "")
 
     def arrays(self, rows: Integers) -> Iterator[tuple[int, npt.NDArray[Any] | RunError]]:
         """The tensors of many rows, one after the other in their order, or why one cannot be read."""
         table = self.table.take(pa.array(rows))
         steps = integers(table.column("step"))
-        view = self._run.view(layouts=PER_RANK)
+        view = self.run.view(layouts=PER_RANK)
         for first, last in view.windows(_WINDOW_ROWS):
             inside = np.flatnonzero((steps >= first) & (steps < last))
             if not len(inside):
@@ -137,10 +196,23 @@ class Timeline:
             RunError: it was not recorded, or cannot be read.
         """
         question = {name: self.table.column(name)[row].as_py() for name in _KEY}
-        return self._run.array(question.pop("module_path"), **question)
+        return self.run.array(question.pop("module_path"), **question)
 
 
-def _times(run: Run, table: Any, steps: Integers, ranks: Integers, places: Integers) -> Times:
+def _read(writers: Sequence[RecordedWriter], steps: tuple[int, int] | None) -> Any:
+    """The rows of whole tensors of some writers and steps, by attempt, step, rank and seq."""
+    light = LightRows(writers, steps)
+    light.load((*_COLUMNS, "part"))
+    positions = light.in_order()
+    positions = positions[light.numbers("part")[positions] == 0]
+    if steps is not None:
+        at = light.numbers("step")[positions]
+        positions = positions[(at >= steps[0]) & (at < steps[1])]
+    schema = pa.schema([SCHEMA.field(name) for name in _COLUMNS])
+    return pa.Table.from_arrays([light.take(name, positions) for name in _COLUMNS], schema=schema)
+
+
+def _times(run: Run, facts: RunFacts, table: Any, steps: Integers, ranks: Integers, places: Integers) -> Times:
     """When the rows were seen, where a row's place in its rank's step is the time that ranks share."""
     phases = {
         phase: holds(table.column("phase"), {phase}.__contains__) for phase in ("forward", "backward", "recompute")
@@ -151,21 +223,20 @@ def _times(run: Run, table: Any, steps: Integers, ranks: Integers, places: Integ
         phases["forward"],
         phases["backward"] | phases["recompute"],
         places,
-        _stages(run, table),
+        _stages(run, facts, table),
         codes(table.column("micro_step")),
         ranks,
     )
 
 
-def _stages(run: Run, table: Any) -> Integers:
+def _stages(run: Run, facts: RunFacts, table: Any) -> Integers:
     """The pipeline stage of each row, -1 where there is none: of a merged run as rows say, else as manifests do."""
     if run.is_merged:
         notes, texts = encode(table.column("note"))
         of_text = np.array([-1 if (stage := stage_of(text)[0]) is None else stage for text in texts] + [-1], np.int64)
         return of_text[notes]
     found = np.full(table.num_rows, -1, np.int64)
-    stages = RunFacts(run.writers, run.run_id, run.world_size).stages
-    of_root = {(run.writers[number].rank, root): stage.number for (number, root), stage in stages.items()}
+    of_root = {(run.writers[number].rank, root): stage.number for (number, root), stage in facts.stages.items()}
     if of_root:
         is_value = ~holds(table.column("site"), {"scalar"}.__contains__)
         ranks, (roots, names) = integers(table.column("rank")), encode(table.column("root"))
@@ -175,18 +246,41 @@ def _stages(run: Run, table: Any) -> Integers:
     return found
 
 
-def _counting(run: Run, table: Any) -> npt.NDArray[np.bool_]:
-    """Which rows count: of several attempts at a step those of the newest that completed it."""
-    steps, ranks, attempts = (integers(table.column(name)) for name in ("step", "rank", "attempt"))
-    if len(steps) and attempts.min() == attempts.max():
-        return np.ones(len(steps), np.bool_)
-    facts = RunFacts(run.writers, run.run_id, run.world_size)
-    steps_of = {}
-    for number, writer in enumerate(run.writers):
-        own = (attempts == writer.attempt) & (ranks == (-1 if writer.rank is None else writer.rank))
-        steps_of[number] = np.unique(steps[own]).tolist()
-    attempt_at = {place: run.writers[number].attempt for number, place in enumerate(facts.launch_places())}
-    winners = {step: attempt_at[place] for step, place in facts.winners(steps_of).items()}
-    distinct, places = np.unique(steps, return_inverse=True)
-    newest = np.array([winners.get(step, -1) for step in distinct.tolist()], np.int64)[places]
-    return np.asarray((attempts == newest) | (newest < 0))
+def is_equal(column: Any, value: object) -> npt.NDArray[np.bool_]:
+    """Which rows of a column hold a value; None for null."""
+    found = column.is_null() if value is None else pc.equal(column, value).fill_null(False)
+    return np.array(found.to_numpy(), np.bool_)
+
+
+class Attempts:
+    """Which attempt counts at each step. It learns as the steps of all ranks are shown to it."""
+
+    def __init__(self, run: Run, facts: RunFacts) -> None:
+        self._run, self._facts = run, facts
+        self._newest: dict[int, int] = {}
+        """By step."""
+        self._is_one = len({writer.attempt for writer in run.writers}) < 2 or len(self._found()) < 2
+
+    def _found(self) -> set[int]:
+        """Attempts of which there are rows."""
+        shards = [shard for writer in self._run.writers for shard in writer.shards]
+        columns = (batch.column("attempt") for shard in shards for batch in shard.columns(["attempt"]))
+        return {attempt for column in columns for attempt in column.unique().to_pylist()}
+
+    def counting(self, table: Any) -> npt.NDArray[np.bool_]:
+        """Which rows count: of several attempts at a step those of the newest that completed it."""
+        steps, ranks, attempts = (integers(table.column(name)) for name in ("step", "rank", "attempt"))
+        if self._is_one:
+            return np.ones(len(steps), np.bool_)
+        run, facts = self._run, self._facts
+        distinct, places = np.unique(steps, return_inverse=True)
+        if not all(step in self._newest for step in distinct.tolist()):
+            steps_of = {}
+            for number, writer in enumerate(run.writers):
+                own = (attempts == writer.attempt) & (ranks == (-1 if writer.rank is None else writer.rank))
+                steps_of[number] = np.unique(steps[own]).tolist()
+            attempt_at = {place: run.writers[number].attempt for number, place in enumerate(facts.launch_places())}
+            winners = {step: attempt_at[place] for step, place in facts.winners(steps_of).items()}
+            self._newest |= {step: winners.get(step, -1) for step in distinct.tolist()}
+        newest = np.array([self._newest[step] for step in distinct.tolist()], np.int64)[places]
+        return np.asarray((attempts == newest) | (newest < 0))

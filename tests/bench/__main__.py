@@ -6,6 +6,8 @@
     python -m tests.bench merge --help         what merging costs
     python -m tests.bench diff --help          what comparing equal runs costs
     python -m tests.bench taps --help          what taps in a compiled graph cost
+    python -m tests.bench scale --help         what reading large runs costs
+    python -m tests.bench storage --help       what recording asks of a file system
 
 Every leaf module's output and every parameter's gradient at every step. Each round runs every recorder once, in an
 order that moves on from round to round; a ratio is that of the median step times of one round, so that slow changes of
@@ -294,6 +296,14 @@ if __name__ == "__main__":
         from tests.bench.merge import main as main_of_merge
 
         sys.exit(main_of_merge(sys.argv[2:]))
+    if sys.argv[1:2] == ["scale"]:
+        from tests.bench.scale import main as main_of_scale
+
+        sys.exit(main_of_scale(sys.argv[2:]))
+    if sys.argv[1:2] == ["storage"]:
+        from tests.bench.storage import main as main_of_storage
+
+        sys.exit(main_of_storage(sys.argv[2:]))
     if sys.argv[1:2] == ["taps"]:
         from tests.bench.taps import main as main_of_taps
 
