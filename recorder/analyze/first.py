@@ -11,7 +11,7 @@ from .problems import layout_problems
 from .replicas import Differing, ReplicaFinder
 from .timeline import Attempts, Firsts, Timeline
 
-_RANGE_ROWS = 500_000
+_RANGE_ROWS = 1_000_000
 """Rows of a range of steps, which are in memory together at about 1 kB each; a step of more is in one range."""
 
 

@@ -33,10 +33,10 @@ class Numbered(NamedTuple):
 
     seq: Integers
     step: Integers
-    shard: Integers
+    shard: npt.NDArray[np.int32]
     """Which of the writer's shards a row is in."""
-    micro_step: Integers
-    when: Integers
+    micro_step: npt.NDArray[np.int32]
+    when: npt.NDArray[np.int8]
     """`FORWARD`, `BACKWARD`, `UPDATE` or `ANYTIME`."""
 
 

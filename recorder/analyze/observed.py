@@ -21,14 +21,14 @@ _COLUMNS = ("seq", "step", "micro_step", "mode", "phase", "root", "module_path",
 
 
 class SlotRows(NamedTuple):
-    """The rows of one writer as numbers."""
+    """The rows of one writer as numbers, in few bytes: those of all ranks are in memory together."""
 
     numbered: Numbered
-    slot: Integers
+    slot: npt.NDArray[np.int32]
     """-1 for what is in no tree, for taps and scalars."""
     step: Integers
-    root: Integers
-    module: Integers
+    root: npt.NDArray[np.int32]
+    module: npt.NDArray[np.int32]
     site: npt.NDArray[Any]
     with_grad: Flags
     is_update: Flags
@@ -52,7 +52,8 @@ def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
     }
     numbers = {name: columns[name].fill_null(0).to_numpy().astype(np.int64, copy=False) for name in _TYPES}
     shard_of = np.concatenate([*shards, np.zeros(0, np.int64)])
-    order = np.argsort(numbers["seq"], kind="stable")
+    is_in_order = bool((np.diff(numbers["seq"]) >= 0).all())
+    order = slice(None) if is_in_order else np.argsort(numbers["seq"], kind="stable")
     codes = {name: _codes(columns[name]) for name in ("root", "module_path", "site", "name", "mode", "phase", "dtype")}
     module = _modules(slots, codes["root"], codes["module_path"])
     site_code = _translate(codes["site"], {site: number for number, site in enumerate(SLOT_SITES)})
@@ -62,19 +63,20 @@ def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
     rate = np.array([*(text.startswith("lr.") for text in names), False], bool)[name_codes]
     is_state = site_code >= SLOT_SITES.index("param")
     when = _WHEN[site_code]
-    in_time = (numbers["seq"], numbers["step"], shard_of, numbers["micro_step"], when)
+    micro_step = numbers["micro_step"].astype(np.int32)
+    in_time = (numbers["seq"], numbers["step"], shard_of.astype(np.int32), micro_step, when.astype(np.int8))
     with_grad = ~_is(codes["mode"], "no_grad")
     phase = codes["phase"]
     return SlotRows(
         numbered=Numbered(*(column[order] for column in in_time)),
-        slot=slots.of_rows(module, site_code, name),
+        slot=slots.of_rows(module, site_code, name).astype(np.int32),
         step=numbers["step"],
-        root=_translate(codes["root"], {root: number for number, root in enumerate(slots.roots)}),
-        module=module,
-        site=site_code,
+        root=_translate(codes["root"], {root: number for number, root in enumerate(slots.roots)}).astype(np.int32),
+        module=module.astype(np.int32),
+        site=site_code.astype(np.int8),
         with_grad=with_grad,
         is_update=is_state | _is(phase, "optimizer") | (is_scalar & rate),
-        mode=_translate(codes["mode"], MODES),
+        mode=_translate(codes["mode"], MODES).astype(np.int8),
         is_forward=_is(phase, "forward") & (numbers["part"] == 0) & (site_code >= 0) & ~is_state,
         num_incomplete=_incomplete(numbers, codes["dtype"], columns["payload_bytes"]),
         partial=_lacking(columns, numbers["step"]),

@@ -92,7 +92,7 @@ class RankView:
             (self.updated, of_root & rows.is_update),
         ):
             flags[rows.root[wanted], place[wanted]] = True
-        keys = rows.slot * len(axis) + place
+        keys = rows.slot.astype(np.int64) * len(axis) + place
         self.found = _joined(self.found, distinct(keys[in_tree]))
         graded = _joined(self.found_with_grad, distinct(keys[in_tree & forward & rows.with_grad]))
         self.found_with_grad = graded

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ..errors import RunError
 from ..format.schema import COUNTS, STATISTICS
@@ -239,7 +238,9 @@ class _Replicas:
         lacks_print = self._any(prints == 0)
         by_print = self._disagree(prints) & ~lacks_print
         lacks_numbers = self._any(integers(self._table.column("nan_count")) < 0)
-        by_numbers = self._disagree(_statistics_ids(self._table)) & lacks_print & ~lacks_numbers
+        by_numbers = np.zeros_like(lacks_print)
+        if lacks_print.any():
+            by_numbers = self._disagree(_statistics_ids(self._table)) & lacks_print & ~lacks_numbers
         lacks_payload = self._any(self._table.column("encoding").is_null().to_numpy())
         self._differs = layouts | by_print | by_numbers
         undecided = lacks_print & ~self._differs & (self._sizes > 1)
@@ -551,7 +552,7 @@ def _syncs(run: Run) -> dict[str, str]:
 def _noted_by_merge(timeline: Timeline) -> Iterator[Differing]:
     """Buffers of a merged run whose ranks' own rows are not there: their row's note names the ranks that differed."""
     notes = timeline.table.column("note")
-    is_told = pc.match_substring(notes, "replicas_differ").fill_null(False).to_numpy()
+    is_told = holds(notes, lambda note: "replicas_differ" in note)
     is_told &= holds(timeline.table.column("site"), "buffer".__eq__)
     rows = np.flatnonzero(is_told)
     rows = rows[rows >= timeline.num_firsts]

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from ..errors import RunError
 from ..format.schema import COUNTS, SCHEMA, STATISTICS
 from ..read.facts import RunFacts
-from ..read.light import LightRows
+from ..read.light import TIME_ORDER
 from ..read.run import Run
 from ..read.writers import RecordedWriter
 from ..read.stages import Times
@@ -47,6 +47,16 @@ PER_RANK = ("*=per_rank",)
 _WINDOW_ROWS = 50_000
 _BEGINNING = -(1 << 62)
 """A step before all others."""
+
+
+_SCHEMA = pa.schema(
+    [
+        pa.field(name, pa.dictionary(pa.int32(), pa.string()))
+        if SCHEMA.field(name).type == pa.string() and name != "fingerprint"
+        else SCHEMA.field(name)
+        for name in _COLUMNS
+    ]
+)
 
 
 class Place(NamedTuple):
@@ -200,16 +210,26 @@ class Timeline:
 
 
 def _read(writers: Sequence[RecordedWriter], steps: tuple[int, int] | None) -> Any:
-    """The rows of whole tensors of some writers and steps, by attempt, step, rank and seq."""
-    light = LightRows(writers, steps)
-    light.load((*_COLUMNS, "part"))
-    positions = light.in_order()
-    positions = positions[light.numbers("part")[positions] == 0]
-    if steps is not None:
-        at = light.numbers("step")[positions]
-        positions = positions[(at >= steps[0]) & (at < steps[1])]
-    schema = pa.schema([SCHEMA.field(name) for name in _COLUMNS])
-    return pa.Table.from_arrays([light.take(name, positions) for name in _COLUMNS], schema=schema)
+    """The rows of whole tensors of some writers and steps, by attempt, step, rank and seq.
+
+    A batch may span many more steps: of each writer only what is wanted stays, with its texts as numbers.
+    """
+    first, last = (_BEGINNING, -_BEGINNING) if steps is None else steps
+    batches = [_SCHEMA.empty_table()]
+    for writer in writers:
+        for shard in writer.shards:
+            for batch in shard.columns((*_COLUMNS, "part"), steps):
+                at, part = (batch.column(name).to_numpy() for name in ("step", "part"))
+                wanted = pa.Table.from_batches([batch]).filter((at >= first) & (at < last) & (part == 0))
+                columns = [wanted.column(field.name) for field in _SCHEMA]
+                coded = [
+                    column.dictionary_encode() if pa.types.is_dictionary(field.type) else column
+                    for field, column in zip(_SCHEMA, columns, strict=True)
+                ]
+                batches.append(pa.Table.from_arrays(coded, schema=_SCHEMA))
+    table = pa.concat_tables(batches).unify_dictionaries().combine_chunks()
+    keys = [integers(table.column(name)) for name in reversed(TIME_ORDER)]
+    return table.take(pa.array(np.lexsort(keys)))
 
 
 def _times(run: Run, facts: RunFacts, table: Any, steps: Integers, ranks: Integers, places: Integers) -> Times:
@@ -248,6 +268,8 @@ def _stages(run: Run, facts: RunFacts, table: Any) -> Integers:
 
 def is_equal(column: Any, value: object) -> npt.NDArray[np.bool_]:
     """Which rows of a column hold a value; None for null."""
+    if isinstance(value, str):
+        return holds(column, value.__eq__)
     found = column.is_null() if value is None else pc.equal(column, value).fill_null(False)
     return np.array(found.to_numpy(), np.bool_)
 

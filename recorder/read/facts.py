@@ -38,6 +38,8 @@ class RunFacts:
         self._world = tuple(range(world_size)) if world_size and world_size <= _MAX_RANKS else tuple(ranks)
         self._expected: dict[tuple[int | None, str, int | None, str], Group] = {}
         self._interned: dict[Group, Group] = {}
+        self._ranks_of: dict[tuple[int, int | None], Ranks] = {}
+        """By the identity of a list in a manifest: writers share those that are equal."""
         self.strangers = [
             number for number, writer in enumerate(writers) if writer.manifest.get("run_id", run_id) != run_id
         ]
@@ -177,8 +179,11 @@ class RunFacts:
         """Ranks out of a manifest; none where they cannot be those of this run."""
         if not isinstance(value, list) or len(value) > min(_MAX_RANKS, world_size or self._world_size or _MAX_RANKS):
             return ()
-        is_sound = all(type(rank) is int and 0 <= rank < _MAX_RANK for rank in value)
-        return tuple(dict.fromkeys(value)) if is_sound else ()
+        key = id(value), world_size
+        if key not in self._ranks_of:
+            is_sound = all(type(rank) is int and 0 <= rank < _MAX_RANK for rank in value)
+            self._ranks_of[key] = tuple(dict.fromkeys(value)) if is_sound else ()
+        return self._ranks_of[key]
 
     @cached_property
     def _modules(self) -> dict[int, set[tuple[str, str]]]:

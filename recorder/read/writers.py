@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 GLOBAL_DIR = "global"
 _NUM_TRIES = 3
 """A shard may be sealed or retired between listing and opening; the second listing knows its new name."""
+_MAX_SHARED = 8
+"""Different values of a member that are compared with each further one."""
 _QUIET_S = 60.0
 """A writer on another host that has shown nothing new for so long is taken for dead."""
 
@@ -222,10 +224,25 @@ def find_writers(run: Place) -> list[RecordedWriter]:
         rank = parse_rank_dir(name)
         if rank is not None or name == GLOBAL_DIR:
             found += [(run / name / writer, rank) for writer in store.list_directory(run / name, directories=True)]
-    writers = list(store.each(lambda one: _load_writer(*one), found))
+    writers: list[RecordedWriter] = []
+    shared: dict[str, list[Any]] = {}
+    for writer in store.each(lambda one: _load_writer(*one), found):
+        _share_members(writer.manifest, shared)
+        writers.append(writer)
     _find_copies(writers)
     _share_notes(writers)
     return sorted(writers, key=lambda w: (-1 if w.rank is None else w.rank, w.attempt, w.started_ns, w.name))
+
+
+def _share_members(manifest: dict[str, Any], shared: dict[str, list[Any]]) -> None:
+    """Have what manifests say alike be in memory once: of 4,096 ranks each lists all ranks, and all modules."""
+    for name, value in manifest.items():
+        if isinstance(value, dict | list):
+            known = shared.setdefault(name, [])
+            same = next((one for one in known if one == value), value)
+            manifest[name] = same
+            if same is value:
+                known[:] = [value, *known[: _MAX_SHARED - 1]]
 
 
 def _find_copies(writers: list[RecordedWriter]) -> None:
