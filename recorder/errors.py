@@ -8,6 +8,7 @@ RecorderError
 ├── TapError             a model cannot be instrumented or stripped, or a tap has a wrong name
 ├── WriteError           the run directory cannot be used, or the writer gave up
 ├── StoreError           an object store cannot be reached, refuses, or has other objects than it listed
+├── ClusterError         a Dask cluster cannot be used, or was lost
 └── RunError             a recorded run cannot be read
     ├── NotARunError         the path is missing, or holds no run of ours
     ├── CorruptError         bytes are not what was written
@@ -51,6 +52,10 @@ class WriteError(RecorderError):
 
 class StoreError(RecorderError):
     """An object store cannot be reached, refuses the credentials, or has changed. It says nothing about the run."""
+
+
+class ClusterError(RecorderError):
+    """A Dask cluster cannot be used, or was lost; the message names its scheduler or the worker, and why."""
 
 
 class RunError(RecorderError):

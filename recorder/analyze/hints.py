@@ -61,6 +61,13 @@ class Lonely:
             if site in _STATE and row["fingerprint_first"] is not None:
                 self._prints.setdefault(path, {}).setdefault((site, name), row["fingerprint_first"])
 
+    def join(self, other: Lonely) -> None:
+        """What was added to another one, after what was added here."""
+        for path, tensors in other._tensors.items():
+            self._tensors.setdefault(path, set()).update(tensors)
+        for path, prints in other._prints.items():
+            self._prints[path] = prints | self._prints.get(path, {})
+
     @property
     def sites(self) -> set[str]:
         """Of all of them."""

@@ -48,6 +48,13 @@ class Partial:
             known = self._found.get(ranks, (0, int(of[0]), int(of[0])))
             self._found[ranks] = known[0] + len(of), min(known[1], int(of.min())), max(known[2], int(of.max()))
 
+    def join(self, other: Partial) -> None:
+        """What was added to another one, after what was added here."""
+        self._num_values += other._num_values
+        for ranks, (num, first, last) in other._found.items():
+            known = self._found.get(ranks, (0, first, last))
+            self._found[ranks] = known[0] + num, min(known[1], first), max(known[2], last)
+
     def notes(self) -> list[str]:
         """One for each set of ranks that is missing."""
         return [

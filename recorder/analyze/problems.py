@@ -38,6 +38,10 @@ class Problems:
         stages = [one.text for one in findings if one.kind == "partial" and not one.site]
         self._found |= dict.fromkeys([*stages, *self._selection.narrow(table).column("text").to_pylist()])
 
+    def join(self, other: Problems) -> None:
+        """What was added to another one, after what was added here."""
+        self._found |= other._found
+
     def __bool__(self) -> bool:
         return bool(self._found)
 

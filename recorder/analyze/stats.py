@@ -17,6 +17,7 @@ from ..read.run import Run
 from .keys import VALUE_KEY, group_rows, holds
 from .moments import combine
 from .partial import Partial
+from .pieces import Spread, global_pieces, here, own_pieces
 from .problems import Problems
 from .reasons import COLUMNS, WHY, count_without, with_why
 from .selection import RANKS_OWN, GlobalOptions, Selection
@@ -105,9 +106,16 @@ def stats(
 
 
 def statistics(
-    run: Run, selection: Selection, options: GlobalOptions = RANKS_OWN, *, by: Sequence[str] = ()
+    run: Run,
+    selection: Selection,
+    options: GlobalOptions = RANKS_OWN,
+    *,
+    by: Sequence[str] = (),
+    spread: Spread = here,
 ) -> Statistics:
     """The statistics of values, or combined over all values that agree in `by`, as `pa.Table`.
+
+    `spread` works on the pieces: groups of groups combine like groups of rows.
 
     Raises:
         LookupFailedError: nothing is selected, or a word in `by` or an option is none.
@@ -120,20 +128,101 @@ def statistics(
         raise LookupFailedError("statistics across ranks have no rank; leave one of the two out")
     selection.check()
     options.check(run)
+    keys = _keys(words if options.across_ranks else [*words, "rank"])
+    pieces: list[tuple[int, ...]]
     if options.across_ranks:
-        return _across_ranks(run, selection, options, words)
-    everything = run.table([*_VALUE, *_NUMBERS, *_TOLD], pc.field("part") == 0)
-    table = selection.narrow(everything)
-    partial = Partial()
-    if not table.num_rows:
-        raise selection.explain_nothing(everything, f"run {run.path.name}")
-    if run.is_merged:
-        partial.add(table)
+        pieces = list(global_pieces(run.view(loss=options.loss, layouts=options.layouts)))
+        found = _joined(spread(_GlobalPieces, (run, selection, options, words, keys), pieces), selection)
+    else:
+        pieces = list(own_pieces(run))
+        found = _joined(spread(_OwnPieces, (run, selection, words, keys), pieces), selection)
+    if not found.num_rows:
+        raise selection.explain_nothing(run.table(["module_path", "site", "name", "step", "rank"]), _named(run))
+    notes, problems = found.partial.notes(), found.problems.texts()
+    table = pa.concat_tables(found.tables)
     if not words:
-        return Statistics(_told(table), partial.notes())
-    without = count_without(with_why(table))
-    table = _combined(_with_inner(table), _keys([*words, "rank"]))
-    return Statistics(_without_empty_inner(table), partial.notes() + _say_without(table, without))
+        return Statistics(table, notes, problems)
+    if len(found.tables) > 1:
+        table = _combined(table, keys)
+    notes += _say_without(table, found.without)
+    if found.left_out:
+        notes += _say_left_out(pa.concat_tables(found.left_out))
+    return Statistics(_without_empty_inner(table), notes, problems)
+
+
+class _Piece(NamedTuple):
+    """What some steps of a run, or all of them, come to."""
+
+    tables: list[Any]
+    """Rows, or groups of them."""
+    left_out: list[Any]
+    """Grouped: values that are in no group, because they stay per rank."""
+    without: Counter[str]
+    """Grouped: how many rows have no statistics, by the reason."""
+    num_rows: int
+    partial: Partial
+    problems: Problems
+
+
+class _OwnPieces:
+    """Statistics of the ranks' own rows, or of a merged run."""
+
+    def __init__(self, run: Run, selection: Selection, words: Sequence[str], keys: Sequence[str]) -> None:
+        self._run, self._selection, self._words, self._keys = run, selection, words, keys
+
+    def __call__(self, attempt: int, first: int, last: int) -> _Piece:
+        wanted = (pc.field("part") == 0) & (pc.field("attempt") == attempt)
+        rows = self._run.table([*_VALUE, *_NUMBERS, *_TOLD], wanted, steps=(first, last))
+        table = self._selection.narrow(rows)
+        partial = Partial()
+        if self._run.is_merged:
+            partial.add(table)
+        if not self._words:
+            found, without = _told(table), Counter[str]()
+        else:
+            without = count_without(with_why(table))
+            found = _combined(_with_inner(table), self._keys)
+        return _Piece([found], [], without, table.num_rows, partial, Problems(self._selection))
+
+
+class _GlobalPieces:
+    """Statistics of the global tensors."""
+
+    def __init__(
+        self, run: Run, selection: Selection, options: GlobalOptions, words: Sequence[str], keys: Sequence[str]
+    ) -> None:
+        self._view = run.view(loss=options.loss, layouts=options.layouts)
+        self._selection, self._words, self._keys = selection, words, keys
+
+    def __call__(self, first: int, last: int) -> _Piece:
+        rows = self._view.rows(first, last)
+        problems, partial = Problems(self._selection), Partial()
+        problems.add(rows.findings)
+        table = self._selection.narrow(rows.table)
+        num_rows = table.num_rows
+        partial.add(table)
+        if not self._words:
+            return _Piece([_told(table)], [], Counter(), num_rows, partial, problems)
+        table, stays = _without_rank_rows(with_why(table))
+        without = count_without(table)
+        return _Piece([_combined(_with_inner(table), self._keys)], [stays], without, num_rows, partial, problems)
+
+
+def _joined(pieces: Iterable[_Piece], selection: Selection) -> _Piece:
+    """All pieces in their order."""
+    total = _Piece([], [], Counter(), 0, Partial(), Problems(selection))
+    for piece in pieces:
+        total.tables.extend(piece.tables)
+        total.left_out.extend(piece.left_out)
+        total.without.update(piece.without)
+        total.partial.join(piece.partial)
+        total.problems.join(piece.problems)
+        total = total._replace(num_rows=total.num_rows + piece.num_rows)
+    return total
+
+
+def _named(run: Run) -> str:
+    return f"run {run.path.name}"
 
 
 def as_long(table: Any) -> Any:
@@ -148,35 +237,6 @@ def as_long(table: Any) -> Any:
         piece = known.select(keys).append_column("statistic", named.cast(pa.string())).append_column("value", values)
         pieces.append(piece)
     return pa.concat_tables(pieces)
-
-
-def _across_ranks(run: Run, selection: Selection, options: GlobalOptions, words: Sequence[str]) -> Statistics:
-    """The same of the global view, window by window: groups of groups combine like groups of rows."""
-    view = run.view(loss=options.loss, layouts=options.layouts)
-    keys, pieces, left_out, partial, problems = _keys(words), [], [], Partial(), Problems(selection)
-    without: Counter[str] = Counter()
-    num_rows = 0
-    for first, last in view.windows():
-        rows = view.rows(first, last)
-        problems.add(rows.findings)
-        table = selection.narrow(rows.table)
-        num_rows += table.num_rows
-        partial.add(table)
-        if words:
-            table, stays = _without_rank_rows(with_why(table))
-            left_out.append(stays)
-            without += count_without(table)
-            pieces.append(_combined(_with_inner(table), keys))
-        else:
-            pieces.append(_told(table))
-    if not num_rows:
-        raise selection.explain_nothing(run.table(["module_path", "site", "name", "step"]), f"run {run.path.name}")
-    table = pa.concat_tables(pieces)
-    if not words:
-        return Statistics(table, partial.notes(), problems.texts())
-    table = _combined(table, keys)
-    notes = partial.notes() + _say_without(table, without) + _say_left_out(pa.concat_tables(left_out))
-    return Statistics(_without_empty_inner(table), notes, problems.texts())
 
 
 def inner_leaves(table: Any) -> Any:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import NotARunError, WriteError
+from ..errors import ClusterError, NotARunError, WriteError
 from ..read.overrides import check_overrides
 from ..read.places import Place
 from ..read.run import Run, open_run
@@ -73,6 +73,8 @@ class _Job:
     manifest: Mapping[str, Any]
     num_shards: int
     num_workers: int
+    call: str
+    """Of the output; see `Output.call`."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -91,6 +93,8 @@ def merge_run(
     *,
     executor: Executor | None = None,
     num_workers: int = 1,
+    helps: bool = True,
+    check_folder: Callable[[Path], None] = lambda folder: None,
     loss: str = "mean",
     layouts: Sequence[str] = (),
     progress: Progress = silent,
@@ -102,6 +106,9 @@ def merge_run(
         out: a directory that does not exist yet, is empty, or is a merge of this run with these options.
         executor: shares the work with this thread, where there is more than a unit of it. It is not shut down.
         num_workers: tasks that the executor does at once.
+        helps: this thread builds units, too; else it only hands them out.
+        check_folder: called before the first unit with the folder in which they are built; what it raises ends the
+            merge. For executors of other machines, which may not see it.
         loss: as in `Run.view`.
         layouts: as in `Run.view`.
         progress: makes the progress bar.
@@ -116,16 +123,18 @@ def merge_run(
     started_s = time.monotonic()
     check_overrides(layouts, run)
     view = run.view(loss=loss, layouts=layouts)
-    job = _Job(
-        run=run.path.absolute(),
-        out=Path(os.path.abspath(out)),
-        loss=loss,
-        layouts=tuple(layouts),
-        manifest=of_units(run),
-        num_shards=sum(len(writer.shards) for writer in run.writers),
-        num_workers=num_workers,
-    )
-    with open_output(job.out, run, job.options) as output:
+    out, options = Path(os.path.abspath(out)), {"loss": loss, "layouts": list(layouts)}
+    with open_output(out, run, options) as output:
+        job = _Job(
+            run=run.path.absolute(),
+            out=out,
+            loss=loss,
+            layouts=tuple(layouts),
+            manifest=of_units(run),
+            num_shards=sum(len(writer.shards) for writer in run.writers),
+            num_workers=num_workers,
+            call=output.call,
+        )
         inputs = Inputs(run, job.options)
         found = {name for name in output.units() if not _report_of(output, name).is_damaged}
         units = [unit for window in inputs.windows(inputs.kept_windows(found)) for unit in inputs.units(window)]
@@ -133,7 +142,9 @@ def merge_run(
         merged_bytes = sum(unit.payload_bytes for unit in missing)
         try:
             output.clear({unit.name for unit in units if unit.name in found})
-            with progress("merge", merged_bytes) as report:
+            with output.building() as folder, progress("merge", merged_bytes) as report:
+                if executor is not None:
+                    check_folder(folder)
                 builder = UnitBuilder(run, view, inputs, job.manifest)
 
                 def build(units: Sequence[Unit]) -> None:
@@ -141,14 +152,14 @@ def merge_run(
                         _build(builder, output, unit)
                         report(unit.payload_bytes)
 
-                if executor is None or len(missing) < 2:
+                if executor is None or (helps and len(missing) < 2):
                     build(missing)
                 else:
-                    build(_hand_out(executor, job, missing, build, report))
+                    build(_hand_out(executor, job, missing, build if helps else None, report, output.stop_building))
             reports = [_report_of(output, unit.name) for unit in units]
-            manifest = of_run(run, {"path": str(run.path.absolute()), **job.options})
+            manifest = of_run(run, {"path": str(run.path.absolute()), **options})
             output.publish([unit.name for unit in units], of_source(run), manifest)
-        except (OSError, BrokenExecutor) as error:
+        except (OSError, BrokenExecutor, ClusterError) as error:
             raise WriteError(
                 f"{job.out}: the merge stopped ({error or type(error).__name__}); "
                 "what is finished is kept: run the same command again once the cause is gone"
@@ -169,9 +180,16 @@ def merge_run(
 
 
 def _hand_out(
-    executor: Executor, job: _Job, units: Sequence[Unit], build: Callable[[Sequence[Unit]], None], report: Report
+    executor: Executor,
+    job: _Job,
+    units: Sequence[Unit],
+    build: Callable[[Sequence[Unit]], None] | None,
+    report: Report,
+    stop: Callable[[], None],
 ) -> list[Unit]:
-    """Have units built elsewhere, and from the end of the list here, until all are taken.
+    """Have units built elsewhere, and from the end of the list here with `build`, until all are taken.
+
+    Where that fails, `stop` is called: those at work then fail, too, instead of going on.
 
     Returns:
         Units that were not built: the run has changed since it was opened here.
@@ -186,13 +204,14 @@ def _hand_out(
             while waiting and len(running) < _TASKS_PER_WORKER * job.num_workers:
                 task = waiting.popleft()
                 running[executor.submit(_work, job, task)] = task
-            if waiting:
+            if waiting and build is not None:
                 build(waiting.pop())
             else:
                 wait(running, return_when=FIRST_COMPLETED)
             for future in [future for future in running if future.done()]:
                 left += _take(future, running.pop(future), report)
     except BaseException:
+        stop()
         wait(running)  # those at work still write there
         raise
     return sorted(left, key=units.index)
@@ -210,7 +229,7 @@ def _work(job: _Job, units: Sequence[Unit]) -> list[Unit]:
     run = open_run(job.run)
     inputs = Inputs(run, job.options)
     builder = UnitBuilder(run, run.view(loss=job.loss, layouts=job.layouts), inputs, job.manifest)
-    output = Output(job.out)
+    output = Output(job.out, job.call)
     left = []
     for unit in units:
         if builder.is_as_planned(unit):

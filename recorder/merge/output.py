@@ -43,8 +43,16 @@ _SOURCE = "source"
 class Output:
     """The directory of a merged run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, call: str | None = None) -> None:
+        """Nothing happens yet.
+
+        Args:
+            path: where.
+            call: what `call` was in the process that has the lock; without, this is that process.
+        """
         self.path = path
+        self.call = call or f"_{os.getpid()}-{os.urandom(6).hex()}"
+        """Name of the folder in which this call's units are built: who comes after it was removed builds nothing."""
         self._merging = path / _MERGING
 
     @property
@@ -63,17 +71,39 @@ class Output:
                 return read_json(folder / WRITER_MANIFEST)
         return {}
 
+    @contextlib.contextmanager
+    def building(self) -> Iterator[Path]:
+        """Let units be built, by any process, until the block ends: a process that outlives it cannot go on."""
+        folder = self._merging / self.call
+        folder.mkdir(mode=_PRIVATE, parents=True)
+        try:
+            yield folder
+        finally:
+            self.stop_building()
+
+    def stop_building(self) -> None:
+        """End it: who is at work on a unit fails."""
+        gone = self._merging / f"_gone-{os.urandom(6).hex()}"
+        with contextlib.suppress(OSError):
+            os.rename(self._merging / self.call, gone)  # at one blow: somebody might make new files while these go
+        shutil.rmtree(gone, ignore_errors=True)
+
     def begin(self) -> Path:
-        """A new folder to build a unit in; any process."""
-        self._merging.mkdir(mode=_PRIVATE, exist_ok=True)
-        folder = self._merging / f"_{os.getpid()}-{os.urandom(6).hex()}"
+        """A new folder to build a unit in; any process, while the merge is `building`."""
+        folder = self._merging / self.call / f"{os.uname().nodename}-{os.getpid()}-{os.urandom(6).hex()}"
         folder.mkdir(mode=_PRIVATE)
         return folder
 
     def finish(self, folder: Path, unit: str) -> None:
         """The unit in `folder` is whole and on the disk: from now on it need not be made again."""
         _DISK.sync_directory(folder)
-        os.rename(folder, self._merging / unit)
+        try:
+            os.rename(folder, self._merging / unit)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not self._is_waiting(unit):
+                raise
+            # A worker that was given up has made it after all; what either made is the same.
+            shutil.rmtree(folder, ignore_errors=True)
         _DISK.sync_directory(self._merging)
 
     def clear(self, wanted: Collection[str] | None = None) -> None:

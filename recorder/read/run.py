@@ -143,12 +143,15 @@ class Run:
         """What the writers say of each module, by root and path, recorded or not."""
         return read_modules(self.writers)
 
-    def table(self, columns: Sequence[str] | None = None, filter: Any = None) -> Any:
+    def table(
+        self, columns: Sequence[str] | None = None, filter: Any = None, *, steps: tuple[int, int] | None = None
+    ) -> Any:
         """Rows as a `pa.Table`, ordered by attempt, step, rank and seq.
 
         Args:
             columns: names of columns; by default all but `data`, the payload.
             filter: a `pyarrow.compute` expression over light columns, such as ``pc.field("step") < 10``.
+            steps: only the rows from the first step up to, but not including, the last; what lies elsewhere is not read.
 
         Raises:
             LookupFailedError: there is no such column, or the filter cannot be applied.
@@ -163,13 +166,20 @@ class Run:
         text = "" if filter is None else str(filter)
         filtered = [name for name in LIGHT_COLUMNS if name in text or "FieldPath" in text]
         light = [name for name in names if name != "data"]
-        self._rows.load([*light, *filtered, *TIME_ORDER, *(PLACE_COLUMNS if "data" in names else ())])
-        positions = self._rows.in_order()
+        rows, payloads = self._rows, self._payloads
+        if steps is not None:
+            rows = LightRows(self.writers, steps)
+            payloads = Payloads(rows, len(self.writers))
+        rows.load([*light, *filtered, *TIME_ORDER, *(PLACE_COLUMNS if "data" in names else ())])
+        positions = rows.in_order()
+        if steps is not None:
+            numbers = rows.numbers("step")[positions]
+            positions = positions[(numbers >= steps[0]) & (numbers < steps[1])]
         if filter is not None:
-            positions = self._filter(positions, filter, filtered)
-        columns_of = {name: self._rows.take(name, positions) for name in light}
+            positions = _filter(rows, positions, filter, filtered)
+        columns_of = {name: rows.take(name, positions) for name in light}
         if "data" in names:
-            columns_of["data"] = self._payload_column(positions)
+            columns_of["data"] = _payload_column(payloads, positions)
         schema = pa.schema([SCHEMA.field(name) for name in names])
         return pa.Table.from_arrays([columns_of[name] for name in names], schema=schema)
 
@@ -334,20 +344,6 @@ class Run:
         ranks, rows = counted(len(self.ranks), "rank"), counted(self.num_rows, "row")
         return f"<Run {self.run_id!r}: {ranks}, {steps}, {rows}{rest}>"
 
-    def _filter(self, positions: Positions, expression: Any, names: Sequence[str]) -> Positions:
-        columns = {name: self._rows.take(name, positions) for name in names}
-        try:
-            found = pa.table(columns | {"position": positions}).filter(expression).column("position")
-        except (pa.ArrowException, TypeError) as error:
-            raise LookupFailedError(f"filter {expression}: cannot be applied to the light columns: {error}") from error
-        kept: Positions = found.to_numpy().astype(np.int64, copy=False)
-        return kept
-
-    def _payload_column(self, positions: Positions) -> Any:
-        """The payloads of some rows: every batch is read once, however its rows are spread."""
-        *pieces, order = self._payloads.column(positions)
-        return pa.chunked_array([*pieces, pa.array([], pa.large_binary())]).take(pa.array(order))
-
     def _tensor_bytes(
         self, module_path: str, question: dict[str, Any]
     ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
@@ -378,6 +374,22 @@ class Run:
                 f"{module_path!r}: only {data.nbytes} of the {whole_bytes} bytes of this tensor were recorded"
             )
         return data, dtype, sizes
+
+
+def _filter(rows: LightRows, positions: Positions, expression: Any, names: Sequence[str]) -> Positions:
+    columns = {name: rows.take(name, positions) for name in names}
+    try:
+        found = pa.table(columns | {"position": positions}).filter(expression).column("position")
+    except (pa.ArrowException, TypeError) as error:
+        raise LookupFailedError(f"filter {expression}: cannot be applied to the light columns: {error}") from error
+    kept: Positions = found.to_numpy().astype(np.int64, copy=False)
+    return kept
+
+
+def _payload_column(payloads: Payloads, positions: Positions) -> Any:
+    """The payloads of some rows: every batch is read once, however its rows are spread."""
+    *pieces, order = payloads.column(positions)
+    return pa.chunked_array([*pieces, pa.array([], pa.large_binary())]).take(pa.array(order))
 
 
 def _check_words(question: dict[str, Any]) -> None:

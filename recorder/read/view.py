@@ -72,25 +72,19 @@ class GlobalView:
         """Whether the stages of a pipeline ran in it: then the micro-batches of a step are one batch."""
         return bool(self._facts.stages)
 
-    def windows(self, max_rows: int = 200_000) -> list[tuple[int, int]]:
+    def windows(self, max_rows: int = 200_000, max_bytes: int | None = None) -> list[tuple[int, int]]:
         """Half-open ranges of steps that cover every recorded one, in order; found from the indexes.
 
         Args:
             max_rows: a range of several steps has at most so many rows of all ranks.
+            max_bytes: and at most so many bytes of payload, decoded; without, any number.
         """
-        rows_of: dict[int, int] = {}
+        sizes_of: dict[int, tuple[int, int]] = {}
         for shard in self._shards():
-            for step, num_rows in zip(*_steps_of(shard), strict=True):
-                rows_of[step] = rows_of.get(step, 0) + num_rows
-        found: list[tuple[int, int]] = []
-        first, num_rows = None, 0
-        for step in sorted(rows_of):
-            if first is not None and num_rows + rows_of[step] > max_rows:
-                found.append((first, step))
-                first, num_rows = None, 0
-            first = step if first is None else first
-            num_rows += rows_of[step]
-        return [*found, (first, max(rows_of) + 1)] if first is not None else []
+            for step, num_rows, num_bytes in zip(*_sizes_of(shard, has_bytes=max_bytes is not None), strict=True):
+                known = sizes_of.get(step, (0, 0))
+                sizes_of[step] = known[0] + num_rows, known[1] + num_bytes
+        return cut(sizes_of, max_rows, max_bytes)
 
     def rows(self, first: int | None = None, last: int | None = None) -> GlobalRows:
         """The global rows of the steps from `first` up to, but not including, `last`."""
@@ -159,11 +153,33 @@ class GlobalView:
         return LightRows(self._run.writers, (NONE if first is None else first, 1 << 62 if last is None else last))
 
 
-def _steps_of(shard: ShardRows) -> tuple[list[int], list[int]]:
-    """The steps of which a shard has rows, ascending, and how many."""
-    columns = [batch.column("step").to_numpy() for batch in shard.columns(["step"])]
-    steps, counts = np.unique(np.concatenate([*columns, np.zeros(0, np.int64)]), return_counts=True)
-    return steps.tolist(), counts.tolist()
+def cut(
+    sizes_of: Mapping[int, tuple[int, int]], max_rows: int, max_bytes: int | None = None
+) -> list[tuple[int, int]]:
+    """Half-open ranges that cover steps, from the rows and bytes of each; see `GlobalView.windows`."""
+    found: list[tuple[int, int]] = []
+    first, num_rows, num_bytes = None, 0, 0
+    for step in sorted(sizes_of):
+        more_rows, more_bytes = sizes_of[step]
+        is_full = num_rows + more_rows > max_rows or (max_bytes is not None and num_bytes + more_bytes > max_bytes)
+        if first is not None and is_full:
+            found.append((first, step))
+            first, num_rows, num_bytes = None, 0, 0
+        first = step if first is None else first
+        num_rows, num_bytes = num_rows + more_rows, num_bytes + more_bytes
+    return [*found, (first, max(sizes_of) + 1)] if first is not None else []
+
+
+def _sizes_of(shard: ShardRows, *, has_bytes: bool) -> tuple[list[int], list[int], list[int]]:
+    """The steps of which a shard has rows, ascending, how many, and the bytes of their payloads or zeros."""
+    columns = shard.columns(["step", "payload_bytes"] if has_bytes else ["step"])
+    every = np.concatenate([*(batch.column("step").to_numpy() for batch in columns), np.zeros(0, np.int64)])
+    steps, places, counts = np.unique(every, return_inverse=True, return_counts=True)
+    nbytes = np.zeros(len(steps), np.int64)
+    if has_bytes and len(every):
+        payloads = [batch.column("payload_bytes").fill_null(0).to_numpy() for batch in columns]
+        np.add.at(nbytes, places.reshape(-1), np.concatenate(payloads))
+    return steps.tolist(), counts.tolist(), nbytes.tolist()
 
 
 class GlobalRows:
