@@ -9,7 +9,7 @@ import io
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -24,6 +24,7 @@ from .options import (
     NameOption,
     RankOption,
     RunPath,
+    SchedulerOption,
     SiteOption,
     StepOption,
     refuse,
@@ -177,6 +178,7 @@ def stats(
     loss: LossOption = "mean",
     layout: LayoutOption = None,
     last: Annotated[int, typer.Option(min=0, help="Rows to show, counted from the end; 0: all.")] = 50,
+    scheduler: SchedulerOption = None,
     as_json: Json = False,
 ) -> None:
     """Show statistics over steps, ranks and modules.
@@ -194,7 +196,9 @@ def stats(
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
     run = open_typed(path, context.obj)
     options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [])
-    raise typer.Exit(show_stats(run, selection, options, by=by or [], last=last, as_json=as_json))
+    raise typer.Exit(
+        show_stats(run, selection, options, by=by or [], last=last, scheduler=scheduler, as_json=as_json)
+    )
 
 
 @app.command(epilog="Example: recorder diff run-ddp run-fsdp --rtol 1e-4 --atol 1e-6")
@@ -429,6 +433,7 @@ def merge(
             help="Instead of a run, one new Parquet file with all rows of all ranks, without their values.",
         ),
     ] = None,
+    scheduler: SchedulerOption = None,
     as_json: Json = False,
 ) -> None:
     """Write the global view as a run or checkpoint, or a table of rows.
@@ -463,6 +468,7 @@ def merge(
             loss=None if loss == "mean" else loss,
             layout=layout,
             jobs=jobs,
+            scheduler=scheduler,
         )
         raise typer.Exit(catalog_typed(open_typed(path, context.obj), catalog, as_json=as_json))
     if out is None:
@@ -471,14 +477,18 @@ def merge(
         from .merge import merge_typed
 
         refuse("only for --to dcp and --to safetensors", what=what, step=step, root=root, partial=partial or None)
+        if scheduler is not None:
+            refuse("not with --scheduler, whose workers do the work", jobs=jobs)
         run = open_typed(path, context.obj)
-        raise typer.Exit(merge_typed(run, out, loss=loss, layouts=layout or [], jobs=jobs, as_json=as_json))
+        options: dict[str, Any] = {"loss": loss, "layouts": layout or [], "jobs": jobs, "scheduler": scheduler}
+        raise typer.Exit(merge_typed(run, out, **options, as_json=as_json))
     from .model import Wanted, write_typed
 
     refuse(
         "not for --to, which writes one step's parameters or gradients in this process",
         loss=None if loss == "mean" else loss,
         jobs=jobs,
+        scheduler=scheduler,
     )
     wanted = Wanted(to=to, what=what or "param", step=step, root=root, layouts=layout or [], partial=partial)
     raise typer.Exit(write_typed(open_typed(path, context.obj), out, wanted, as_json=as_json))

@@ -10,10 +10,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from ..cluster import open_cluster
 from ..merge.merge import MergeReport, merge_run
 from ..read.run import Run
 from ..records import PART_BYTES
@@ -42,14 +44,32 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 128 << 20
 
 
-def merge_typed(run: Run, out: Path, *, loss: str, layouts: Sequence[str], jobs: int | None, as_json: bool) -> int:
+def merge_typed(
+    run: Run,
+    out: Path,
+    *,
+    loss: str,
+    layouts: Sequence[str],
+    jobs: int | None,
+    scheduler: str | None = None,
+    as_json: bool,
+) -> int:
     """Merge a run and return the exit code: 1 if rows were refused, are missing or differ."""
     _keep_freed_memory()
-    num_workers = (available_cores() if jobs is None else jobs) - 1
-    with _workers(num_workers) as executor:
-        report = merge_run(
-            run, out, executor=executor, num_workers=num_workers, loss=loss, layouts=layouts, progress=progress
-        )
+    merge = partial(merge_run, run, out, loss=loss, layouts=layouts, progress=progress)
+    if scheduler is not None:
+        with open_cluster(scheduler) as cluster:
+            cluster.check_sees([run.path])
+            report = merge(
+                executor=cluster.executor,
+                num_workers=cluster.num_workers,
+                helps=False,
+                check_folder=cluster.check_folder,
+            )
+    else:
+        num_workers = (available_cores() if jobs is None else jobs) - 1
+        with _workers(num_workers) as executor:
+            report = merge(executor=executor, num_workers=num_workers)
     if as_json:
         print_json(_as_json(run, report))
     else:

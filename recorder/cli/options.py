@@ -34,6 +34,15 @@ LayoutOption = Annotated[
     ),
 ]
 
+SchedulerOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Have the workers of a Dask cluster do it: the address of its scheduler, such as tcp://host:8786. They "
+        "need the same file system and the same versions; the result is the same to the last byte.",
+    ),
+]
+
 
 def refuse(why: str, **options: object) -> None:
     """Options that would change nothing.

@@ -10,6 +10,7 @@ from ..analyze.selection import GlobalOptions, Selection
 from ..analyze.stats import INNER, statistics
 from ..format.schema import COUNTS, STATISTICS
 from ..read.run import Run
+from .cluster import spread_by
 from .output import Column, Table, number, print_json, say
 
 _KEYS = (
@@ -25,10 +26,18 @@ _DROPS = ("shape", "numel", "min", "max", "rows", "name", "std", "zero_count", "
 
 
 def show_stats(
-    run: Run, selection: Selection, options: GlobalOptions, *, by: Sequence[str], last: int, as_json: bool
+    run: Run,
+    selection: Selection,
+    options: GlobalOptions,
+    *,
+    by: Sequence[str],
+    last: int,
+    scheduler: str | None = None,
+    as_json: bool,
 ) -> int:
     """Print statistics and return the exit code: 1 if rows or layouts contradict each other."""
-    found = statistics(run, selection, options, by=by)
+    with spread_by(scheduler, run) as spread:
+        found = statistics(run, selection, options, by=by, spread=spread)
     if as_json:
         told = {"run": str(run.path), "problems": found.problems, "notes": found.notes}
         print_json(told | {"rows": found.table.to_pylist()})
