@@ -7,6 +7,7 @@ never start a scheduler or a worker, and changes none but for what it keeps open
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import os
 import pickle
@@ -191,7 +192,7 @@ class Cluster:
         from .read.again import ChangedError
 
         shipped = pickle.dumps((make, tuple(_as_opened(one) for one in arguments)))
-        token = f"{self._token}-{os.urandom(4).hex()}"
+        token = f"{self._token}-{hashlib.blake2b(shipped, digest_size=8).hexdigest()}"
         left = iter(pieces)
         running: deque[tuple[_Handle, tuple[Any, ...]]] = deque()
         work: Callable[..., T] | None = None
@@ -245,7 +246,7 @@ class Cluster:
 
     def as_ours(self, error: BaseException) -> BaseException:
         """What Dask raised, as an error of ours; what a function raised as it is."""
-        from distributed.comm import CommClosedError
+        from distributed.comm.core import CommClosedError
         from distributed.scheduler import KilledWorker
 
         if isinstance(error, KilledWorker):

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,9 +25,10 @@ from .compare import Tolerance
 from .hints import Lonely, RenameHint, rename_hints
 from .keys import Integers, group_rows
 from .moments import Floats, integers, numbers
-from .naming import Culprit, Naming
-from .noise import BeyondNoise, Drifted, LoudNoise
-from .pairs import Side, judge
+from .naming import Culprit, Naming, Steps
+from .noise import BeyondNoise, Drifted, LoudNoise, Measured, measure
+from .pairs import Compared, Judged, Side, judge
+from .pieces import MAX_ROWS, Spread, global_pieces, here
 from .problems import Problems
 from .renames import NO_RENAMES, Renames
 from .selection import GlobalOptions, Selection
@@ -149,6 +152,7 @@ def diff(
     loss: str = "mean",
     layouts: Sequence[str] = (),
     report: Callable[[int], None] = lambda num_bytes: None,
+    spread: Spread = here,
 ) -> Diff:
     """Compare two runs value by value: the global tensors, whatever the layouts.
 
@@ -173,6 +177,7 @@ def diff(
         loss: how activation gradients of the ranks are scaled, in both runs; see `Run.view`.
         layouts: how the ranks' values of some leaves lie, in both runs; see `Run.view`.
         report: called with payload bytes done.
+        spread: works on the pieces, ranges of steps.
 
     Raises:
         LookupFailedError: nothing is selected, or the runs have no value in common; the message says why. Or a loss,
@@ -185,12 +190,18 @@ def diff(
     names = {path: renames.old(path) for path in _module_paths(b)}
     renames.check_used(names)
     lonely = _lonely(_module_paths(a), names)
-    comparison = _Comparison(Tolerance(rtol, atol, ulp), report, lonely, selection)
+    tolerance = Tolerance(rtol, atol, ulp)
     _check_twins(a, b, noise)
     views = [run.view(loss=loss, layouts=layouts) for run in (a, b, *noise)]
-    for first, last in _ranges(*(view.windows() for view in views)):
-        files = (renames if view is views[1] else NO_RENAMES for view in views)
-        comparison.add(*(Side.read(view, selection, first, last, own) for view, own in zip(views, files, strict=True)))
+    # What noise does to a small tensor is looked up over the steps of a piece: these stay as long as they can be.
+    windows = [view.windows(MAX_ROWS) if noise else global_pieces(view) for view in views]
+    own_names = lonely[0].own_names, lonely[1].own_names
+    shared = (selection, tolerance, renames, own_names, loss, tuple(layouts))
+    arguments = ((a, b, *noise), *shared, _Report(report))
+    comparison = _Comparison(_Pieces(*arguments), report, lonely, selection)
+    for piece in spread(_Pieces, arguments, _ranges(*windows)):
+        comparison.add(piece)
+        del piece  # with its rows, before the next ones are read
     hints = rename_hints(*lonely, renames, names)
     comparison.refuse_nothing(a, b, selection, hints)
     found = comparison.result(common=common)._replace(hints=hints)
@@ -267,6 +278,13 @@ class _Seen:
         for name, known in self._values.items():
             known.update(dict.fromkeys(side.rows.table.column(name).unique().to_pylist()))
 
+    def join(self, other: _Seen) -> None:
+        self.num_rows += other.num_rows
+        self.num_selected += other.num_selected
+        self.steps |= other.steps
+        for name, known in self._values.items():
+            known.update(other._values[name])
+
     def table(self) -> Any:
         """Its distinct values, each column by itself: the rows mean nothing."""
         length = max(map(len, self._values.values()))
@@ -279,17 +297,125 @@ class _Seen:
         return sorted(narrowed.column(column).to_pylist())
 
 
-class _Comparison:
-    """What is found, range by range of steps."""
+class _Report:
+    """Tells of bytes done, and counts them; in another process it only counts."""
+
+    def __init__(self, report: Callable[[int], None] = lambda num_bytes: None) -> None:
+        self._report = report
+        self.num_bytes = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Report, ()
+
+    def __call__(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._report(num_bytes)
+
+
+@dataclass
+class _Piece:
+    """What came of a range of steps."""
+
+    first: int | None
+    last: int | None
+    num_bytes: int
+    problems: tuple[Problems, Problems]
+    handed_on: tuple[int, int]
+    seen: tuple[_Seen, _Seen]
+    lonely: tuple[Lonely, Lonely]
+    only: tuple[Any, Any]
+    steps: Steps | None
+    """With the next three: where there are pairs."""
+    judged: Judged | None
+    measured: Measured | None
+    compared: Any
+    """How many pairs of each module there are."""
+    rows: Compared | None
+    """Where they were read in this process."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"rows": None}
+
+
+class _Pieces:
+    """Compares ranges of steps."""
 
     def __init__(
         self,
-        tolerance: Tolerance,
-        report: Callable[[int], None],
-        lonely: tuple[Lonely, Lonely],
+        runs: tuple[Run, ...],
         selection: Selection,
+        tolerance: Tolerance,
+        renames: Renames,
+        own_names: tuple[Mapping[str, str], Mapping[str, str]],
+        loss: str,
+        layouts: Sequence[str],
+        report: _Report,
     ) -> None:
+        self._views = [run.view(loss=loss, layouts=layouts) for run in runs]
+        self._selection = selection
         self._tolerance = tolerance
+        self._renames = renames
+        self._own_names = own_names
+        self._report = report
+
+    def rows(self, first: int | None, last: int | None) -> Compared:
+        """What is compared of a range of steps."""
+        return self._read(first, last)[0]
+
+    def __call__(self, first: int | None, last: int | None) -> _Piece:
+        before = self._report.num_bytes
+        compared, handed_on = self._read(first, last)
+        a, b, pairs = compared
+        problems = Problems(self._selection), Problems(self._selection)
+        seen, only = (_Seen(), _Seen()), []
+        lonely = Lonely(self._own_names[0]), Lonely(self._own_names[1])
+        steps = pc.unique(a.table.column("step")), pc.unique(b.table.column("step"))
+        for number, (side, others, places) in enumerate(
+            zip((a, b), reversed(steps), (pairs.only_a, pairs.only_b), strict=True)
+        ):
+            problems[number].add(side.rows.findings)
+            seen[number].add(side)
+            lonely[number].add(side.table)
+            alone = side.table.take(pa.array(places))
+            only.append(_by_value(alone.filter(pc.is_in(alone.column("step"), others))))
+            self._report(side.payload_bytes(places))
+        judged = measured = counts = known = None
+        if len(pairs.a):
+            judged = judge(a, b, pairs, self._tolerance, self._report)
+            noise = [Side.read(view, self._selection, first, last) for view in self._views[2:]]
+            measured = measure(judged, compared, noise)
+            counts = a.table.select(_MODULE).take(pa.array(pairs.a)).group_by(_MODULE).aggregate([([], "count_all")])
+            known = Steps.of(compared)
+        return _Piece(
+            first=first,
+            last=last,
+            num_bytes=self._report.num_bytes - before,
+            problems=problems,
+            handed_on=handed_on,
+            seen=seen,
+            lonely=lonely,
+            only=(only[0], only[1]),
+            steps=known,
+            judged=judged,
+            measured=measured,
+            compared=counts,
+            rows=compared,
+        )
+
+    def _read(self, first: int | None, last: int | None) -> tuple[Compared, tuple[int, int]]:
+        a = Side.read(self._views[0], self._selection, first, last)
+        b = Side.read(self._views[1], self._selection, first, last, self._renames)
+        a, b, handed_on = comparable(a, b)
+        return Compared(a, b, align(a.table, b.table)), handed_on
+
+
+class _Comparison:
+    """What is found, range by range of steps in their order."""
+
+    def __init__(
+        self, pieces: _Pieces, report: Callable[[int], None], lonely: tuple[Lonely, Lonely], selection: Selection
+    ) -> None:
+        self._pieces = pieces
         self._report = report
         self._lonely = lonely
         self._problems = (Problems(selection), Problems(selection))
@@ -303,30 +429,29 @@ class _Comparison:
         self._handed_on = np.zeros(2, np.int64)
         self._beyond_noise = BeyondNoise()
 
-    def add(self, a: Side, b: Side, *noise: Side) -> None:
-        for problems, side in zip(self._problems, (a, b), strict=True):
-            problems.add(side.rows.findings)
-        a, b, handed_on = comparable(a, b)
-        self._handed_on += handed_on
-        pairs = align(a.table, b.table)
-        steps = pc.unique(a.table.column("step")), pc.unique(b.table.column("step"))
-        for side, others, places, only, seen, lonely in zip(
-            (a, b), reversed(steps), (pairs.only_a, pairs.only_b), self._only, self._seen, self._lonely, strict=True
-        ):
-            seen.add(side)
-            lonely.add(side.table)
-            alone = side.table.take(pa.array(places))
-            only.append(_by_value(alone.filter(pc.is_in(alone.column("step"), others))))
-            self._report(side.payload_bytes(places))
-        if len(pairs.a):
-            found = judge(a, b, pairs, self._tolerance, self._report)
-            found = self._beyond_noise.of(found, a, b, pairs, noise)
-            self._naming.add(a, b, pairs, found)
-            self._differing.append(found.differing)
-            self._counts += np.array([getattr(found, name) for name in _COUNTED])
-            self._partial += found.partial
-            compared = a.table.select(_MODULE).take(pa.array(pairs.a))
-            self._compared.append(compared.group_by(_MODULE).aggregate([([], "count_all")]))
+    def add(self, piece: _Piece) -> None:
+        """The next range. Of rows that were read elsewhere those are read again that a culprit, or a drift, is in."""
+        if piece.rows is None:
+            self._report(piece.num_bytes)
+        for side in (0, 1):
+            self._problems[side].join(piece.problems[side])
+            self._seen[side].join(piece.seen[side])
+            self._lonely[side].join(piece.lonely[side])
+            self._only[side].append(piece.only[side])
+        self._handed_on += piece.handed_on
+        if piece.judged is None or piece.steps is None:
+            return
+
+        @cache
+        def rows() -> Compared:
+            return self._pieces.rows(piece.first, piece.last) if piece.rows is None else piece.rows
+
+        found = self._beyond_noise.of(piece.judged, piece.measured, rows)
+        self._naming.add(piece.steps, found, rows)
+        self._differing.append(found.differing)
+        self._counts += np.array([getattr(found, name) for name in _COUNTED])
+        self._partial += found.partial
+        self._compared.append(piece.compared)
 
     def refuse_nothing(self, a: Run, b: Run, selection: Selection, hints: Sequence[RenameHint]) -> None:
         """Say why there is nothing to compare, if there is not.

@@ -7,7 +7,8 @@ parameters that are so far apart by how much farther that is than what the twin 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ import pyarrow.compute as pc
 from .align import Alignment
 from .keys import Integers
 from .moments import integers, numbers
-from .pairs import Flags, Side
+from .pairs import Compared, Flags, Side
 
 MARGIN = 10.0
 """How many times the noise a difference may be: a twin is one sample of it, at one place."""
@@ -28,14 +29,30 @@ Parameter = tuple[str, str, str, int | None]
 """Root, module path, name, rank of the second run; None where it is of all."""
 
 
-class Pairs(NamedTuple):
+class Pairs:
     """Pairs of a range of steps."""
 
-    a: Side
-    b: Side
-    aligned: Alignment
-    differs: Flags
-    """By more than noise; what is not judged yet does."""
+    def __init__(self, compared: Callable[[], Compared], differs: Flags) -> None:
+        """Nothing is read yet.
+
+        Args:
+            compared: gives the rows; only called where they are looked at.
+            differs: by more than noise; what is not judged yet does.
+        """
+        self._compared = compared
+        self.differs = differs
+
+    @property
+    def a(self) -> Side:
+        return self._compared().a
+
+    @property
+    def b(self) -> Side:
+        return self._compared().b
+
+    @property
+    def aligned(self) -> Alignment:
+        return self._compared().pairs
 
     def of_step(self, step: int) -> Integers:
         """Which of them are of a step."""

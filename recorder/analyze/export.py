@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
@@ -15,15 +16,17 @@ from ..errors import LookupFailedError
 from ..format.schema import COUNTS, LIGHT_COLUMNS, SCHEMA, STATISTICS
 from ..read.run import Run
 from .partial import Partial
+from .pieces import Spread, here, own_pieces
 from .publishing import published_file
 from .selection import GlobalOptions, Selection
-from .tensorfiles import write_npz, write_safetensors
-from .tensors import Entry, Tensors, row_pieces
+from .tensorfiles import widest_first, write_npz, write_safetensors
+from .tensors import BATCH_BYTES, Entry, Rows, Tensors, batched, row_pieces
 
 FORMATS = ("parquet", "npz", "safetensors")
 _ROWS_A_GROUP = 65_536
-_BYTES_A_GROUP = 32 << 20
 _WRITERS = {"npz": write_npz, "safetensors": write_safetensors}
+_ORDERS: dict[str, Callable[[Sequence[Entry]], list[Entry]]] = {"npz": list, "safetensors": widest_first}
+"""In which order they ask for tensors."""
 _OF_PART_0 = (*STATISTICS, *COUNTS, "fingerprint")
 
 
@@ -45,9 +48,16 @@ class Export:
     """One export, planned; `write` does it."""
 
     def __init__(
-        self, run: Run, to: str, selection: Selection, options: GlobalOptions, *, payload: bool = False
+        self,
+        run: Run,
+        to: str,
+        selection: Selection,
+        options: GlobalOptions,
+        *,
+        payload: bool = False,
+        spread: Spread = here,
     ) -> None:
-        """Find what is to be written.
+        """Find what is to be written; `spread` works on the pieces, of this and of what is written.
 
         Raises:
             LookupFailedError: nothing is selected or has values, or there is no such format.
@@ -60,8 +70,9 @@ class Export:
         self._run = run
         self._selection = selection
         self._payload = payload
-        self._across_ranks = options.across_ranks
-        self._tensors = Tensors(run, selection, options)
+        self._options = options
+        self._spread = spread
+        self._tensors = Tensors(run, selection, options, spread)
         self._partial = Partial()
         self._entries: list[Entry] = self._tensors.entries(self._partial) if to != "parquet" else []
         self.total_bytes = sum(entry.payload_bytes for entry in self._entries)
@@ -79,7 +90,8 @@ class Export:
                 num_rows = self._write_parquet(file, report)
             else:
                 num_rows = len(self._entries)
-                _WRITERS[self.to](file, self._tensors, self._entries, report)
+                tensors = self._tensors.in_turn(_ORDERS[self.to](self._entries))
+                _WRITERS[self.to](file, tensors, self._entries, report)
         return Exported(path, num_rows, path.stat().st_size, self._partial.notes(), self._tensors.problems.texts())
 
     def _write_parquet(self, file: BinaryIO, report: Callable[[int], None]) -> int:
@@ -92,8 +104,10 @@ class Export:
         light = [name for name in names if name != "data"]
         options = {"compression": compression, "use_dictionary": light, "write_statistics": light}
         with pq.ParquetWriter(file, schema, **options) as writer:
-            for table in self._with_payload(report) if self._payload else self._light():
+            for table in self._with_payload() if self._payload else self._light():
                 writer.write_table(table.cast(schema), row_group_size=_ROWS_A_GROUP)
+                if self._payload:
+                    report(pc.sum(table.column("payload_bytes")).as_py() or 0)
                 num_rows += table.num_rows
         if not num_rows:
             raise self._tensors.explain_nothing()
@@ -101,34 +115,72 @@ class Export:
 
     def _light(self) -> Iterator[Any]:
         """Rows without payloads; without the global view they are those on disk, of all attempts."""
-        if not self._across_ranks:
-            table = self._selection.narrow(self._run.table(list(LIGHT_COLUMNS)))
-            self._partial.add(table.filter(pc.field("part") == 0))
-            yield table
+        if self._options.across_ranks:
+            for chosen in self._tensors.chosen(LIGHT_COLUMNS, self._partial):
+                yield chosen.table
             return
-        for window in range(self._tensors.num_windows):
-            table = self._tensors.table(window)
-            self._partial.add(table)
-            yield table.select(list(LIGHT_COLUMNS))
+        for table, partial in self._spread(_OwnRows, (self._run, self._selection), own_pieces(self._run)):
+            self._partial.join(partial)
+            yield table
 
-    def _with_payload(self, report: Callable[[int], None]) -> Iterator[Any]:
+    def _with_payload(self) -> Iterator[Any]:
         """Rows with their decoded bytes, some megabytes at once; large tensors in several rows, as on disk."""
-        for window in range(self._tensors.num_windows):
-            table, rows = self._tensors.table(window), self._tensors.rows(window)
-            self._partial.add(table)
-            waiting: list[dict[str, Any]] = []
-            num_bytes = 0
-            for batch in table.to_batches(max_chunksize=1024):
-                for row in batch.to_pylist():
-                    at = row.pop("at")
-                    for values in _parts(row, rows, at):
-                        waiting.append(values)
-                        num_bytes += values["payload_bytes"] or 0
-                        report(values["payload_bytes"] or 0)
-                        if num_bytes >= _BYTES_A_GROUP or len(waiting) >= _ROWS_A_GROUP:
-                            yield _as_table(waiting)
-                            waiting, num_bytes = [], 0
-            yield _as_table(waiting)
+        order: deque[list[tuple[tuple[int, int], int, int]]] = deque()
+
+        def small() -> Iterator[tuple[int, int, list[int]]]:
+            """Batches that are read at once; `order` holds the large rows between them, too."""
+            for chosen in self._tensors.chosen(("at", "num_bytes"), self._partial):
+                steps = chosen.first, chosen.last
+                columns = (chosen.table.column(name).to_pylist() for name in ("at", "num_bytes"))
+                sizes = [(steps, at, num_bytes) for at, num_bytes in zip(*columns, strict=True)]
+                for batch in batched(sizes, lambda size: (size[0], size[2])):
+                    order.append(batch)
+                    if batch[0][2] <= BATCH_BYTES:
+                        yield *steps, [at for _, at, _ in batch]
+
+        def large() -> Iterator[Any]:
+            while order and order[0][0][2] > BATCH_BYTES:
+                yield from reading.one_by_one(*order.popleft()[0][:2])
+
+        arguments = (self._run, self._selection, self._options)
+        reading = _RowsWithPayload(*arguments)
+        for batch in self._spread(_RowsWithPayload, arguments, small()):
+            yield from large()
+            order.popleft()
+            yield batch
+        yield from large()
+
+
+class _OwnRows:
+    """Rows as the ranks recorded them, without payloads."""
+
+    def __init__(self, run: Run, selection: Selection) -> None:
+        self._run, self._selection = run, selection
+
+    def __call__(self, attempt: int, first: int, last: int) -> tuple[Any, Partial]:
+        rows = self._run.table(list(LIGHT_COLUMNS), pc.field("attempt") == attempt, steps=(first, last))
+        table, partial = self._selection.narrow(rows), Partial()
+        partial.add(table.filter(pc.field("part") == 0))
+        return table, partial
+
+
+class _RowsWithPayload:
+    """Rows with their decoded bytes."""
+
+    def __init__(self, run: Run, selection: Selection, options: GlobalOptions) -> None:
+        self._rows = Rows(run, selection, options)
+
+    def __call__(self, first: int, last: int, places: Sequence[int]) -> Any:
+        """Some rows of a range of steps as one table."""
+        rows = self._rows.all_of(first, last)
+        found = zip(places, rows.table.take(pa.array(places)).to_pylist(), strict=True)
+        return _as_table([values for at, row in found for values in _parts(row, rows, at)])
+
+    def one_by_one(self, steps: tuple[int, int], place: int) -> Iterator[Any]:
+        """A large row in several tables."""
+        rows = self._rows.all_of(*steps)
+        for values in _parts(rows.table.slice(place, 1).to_pylist()[0], rows, place):
+            yield _as_table([values])
 
 
 def export(

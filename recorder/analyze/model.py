@@ -149,7 +149,8 @@ class Model:
                 self.refused.append(Refused(name, why))
             else:
                 dtype, shape = row["dtype"], parse_shape(row["shape"])
-                self.entries.append(Entry(0, row["at"], name, dtype, shape, count(shape) * item_bytes(dtype), {}, {}))
+                steps, num_bytes = (self.step, self.step + 1), count(shape) * item_bytes(dtype)
+                self.entries.append(Entry(steps, row["at"], name, dtype, shape, num_bytes, {}, {}))
                 given.append(row)
         self._note(given, reasons)
         if self.what == "grad" and (gone := sorted(self._names_before() - rows.keys())):

@@ -6,6 +6,7 @@ Reads payloads of culprits alone, to say whose part of a tensor it is.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,10 +18,10 @@ from ..errors import RunError
 from ..read.decode import parse_shape
 from .align import Alignment
 from .culprits import CulpritSearch, Suspect
-from .events import differing_ranks, differing_steps, events, of_steps, stage_of
+from .events import Event, differing_ranks, differing_steps, events, of_steps, stage_of
 from .keys import VALUE_KEY, Integers, holds
 from .noise import multiples
-from .pairs import Judged, Side
+from .pairs import Compared, Judged, Side
 
 _NAMED_KINDS = ("values", "statistics", "fingerprint", "shape")
 """Kinds of differences that are errors of the training; others are of how it was recorded."""
@@ -80,22 +81,48 @@ class Naming:
         self.culprits: list[Culprit] = []
         self._search = CulpritSearch()
 
-    def add(self, a: Side, b: Side, pairs: Alignment, judged: Judged) -> None:
-        """The pairs of a range of steps, and what came of them."""
+    def add(self, steps: Steps, judged: Judged, compared: Callable[[], Compared]) -> None:
+        """What came of the pairs of a range of steps.
+
+        Args:
+            steps: what is known of them.
+            judged: the pairs.
+            compared: gives the rows; only called where they are looked at.
+        """
         if self._search.is_over:
             return
-        differs = np.isin(judged.kinds, _NAMED_KINDS) & ~_are_unlike(a, b, pairs, judged.kinds == "")
-        steps = a.table.column("step").take(pa.array(pairs.a)).unique().to_pylist()
-        wrong = differing_steps(a.table, b.table, pairs, differs)
-        wanted, kept = of_steps(pairs, a.table, b.table, wrong)
-        of_step = events(a.table, b.table, wanted, differs[kept]) if wrong else {}
-        roots = a.table.column("root").unique().to_pylist()
-        for step in sorted(steps):
+        differs = np.isin(judged.kinds, _NAMED_KINDS)
+        of_step: dict[int, list[Event]] = {}
+        if steps.has_alone or differs.any():
+            a, b, pairs = compared()
+            differs &= ~_are_unlike(a, b, pairs, judged.kinds == "")
+            wrong = differing_steps(a.table, b.table, pairs, differs)
+            wanted, kept = of_steps(pairs, a.table, b.table, wrong)
+            of_step = events(a.table, b.table, wanted, differs[kept]) if wrong else {}
+        for step in steps.paired:
             if step not in of_step:
-                self._search.equal_step(step, roots)
+                self._search.equal_step(step, steps.roots)
             elif not self._search.is_over:
                 for suspect in self._search.step(step, of_step[step]):
                     self.culprits.append(_told(suspect, a, b, wanted, kept, judged))
+
+
+class Steps(NamedTuple):
+    """What is known of a range of steps without its rows."""
+
+    paired: list[int]
+    """Those with pairs, ascending."""
+    roots: list[str]
+    """Of the first run."""
+    has_alone: bool
+    """Whether one run alone has something that may be a culprit."""
+
+    @classmethod
+    def of(cls, compared: Compared) -> Steps:
+        a, b, pairs = compared
+        paired = a.table.column("step").take(pa.array(pairs.a)).unique().to_pylist()
+        alone = differing_steps(a.table, b.table, pairs, np.zeros(len(pairs.a), np.bool_))
+        return cls(sorted(paired), a.table.column("root").unique().to_pylist(), bool(alone))
 
 
 def _are_unlike(a: Side, b: Side, pairs: Alignment, is_equal: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

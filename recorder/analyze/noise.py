@@ -6,7 +6,7 @@ not reach the tensor, the median of the same site and step stands for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from .compare import Tolerance
 from .drift import MARGIN, Drift, Pairs
 from .keys import Integers, group_rows
 from .moments import Floats, integers, numbers
-from .pairs import Flags, Judged, Side, judge
+from .pairs import Compared, Flags, Judged, Side, judge
 
 _BITS = {
     "float64": -52, "float32": -23, "float16": -10, "bfloat16": -7, "complex128": -52, "complex64": -23,
@@ -86,6 +86,20 @@ class LoudNoise(NamedTuple):
     """How far apart the values of its forward are, as a share of their norm: the median."""
 
 
+def measure(judged: Judged, compared: Compared, sides: Sequence[Side]) -> Measured | None:
+    """What noise does to the pairs that differ; None where none does, or there are no noise runs.
+
+    Args:
+        judged: exactly, or by a tolerance.
+        compared: what was judged.
+        sides: the same steps of runs that differ from the first by noise alone.
+    """
+    rows = compared.pairs.a[judged.kinds != ""]
+    if not sides or not len(rows):
+        return None
+    return Measured(judged.differing, _Noise(compared.a, rows, sides), rows)
+
+
 class BeyondNoise:
     """Tells differences from noise, range by range of steps in their order."""
 
@@ -109,32 +123,29 @@ class BeyondNoise:
         factor = max(self._factors.values(), default=1.0)
         return Drifted(self._first_drift, self._drift.num_params, self._drift.share(), factor)
 
-    def of(self, judged: Judged, a: Side, b: Side, pairs: Alignment, sides: Sequence[Side]) -> Judged:
+    def of(self, judged: Judged, measured: Measured | None, compared: Callable[[], Compared]) -> Judged:
         """The same without the pairs that are apart by no more than noise; the others have a column `noise`.
 
         Args:
             judged: exactly, or by a tolerance.
-            a: rows of the first run.
-            b: of the second.
-            pairs: what was judged.
-            sides: the same steps of runs that differ from the first by noise alone.
+            measured: what `measure` found of it.
+            compared: gives the rows; only called where they are looked at.
         """
-        places = np.flatnonzero(judged.kinds != "")
         table = judged.differing
-        if not sides or not len(places):
+        if measured is None:
             return judged._replace(differing=table.append_column("noise", pa.nulls(table.num_rows, pa.float64())))
-        measured = _Measured(table, _Noise(a, pairs.a[places], sides), pairs.a[places])
+        places = np.flatnonzero(judged.kinds != "")
         is_noise = measured.are_noise()
         differs = judged.kinds != ""
         differs[places[is_noise]] = False
-        self._follow(Pairs(a, b, pairs, differs), measured, places)
+        self._follow(Pairs(compared, differs), measured, places)
         is_noise = ~differs[places]
         kinds = np.where(differs, judged.kinds, "")
         shown = np.where(measured.kinds == "statistics", measured.noise_of_statistics, measured.noise)
         table = table.append_column("noise", pa.array(shown, mask=np.isnan(shown)))
         return judged._replace(kinds=kinds, differing=table.filter(pa.array(~is_noise)))
 
-    def _follow(self, pairs: Pairs, measured: _Measured, places: Integers) -> None:
+    def _follow(self, pairs: Pairs, measured: Measured, places: Integers) -> None:
         """Take out what else is noise, because parameters drifted apart."""
         steps = np.unique(measured.steps)
         order = np.argsort(measured.steps, kind="stable")
@@ -149,7 +160,7 @@ class BeyondNoise:
             self._drift.end(step, pairs)
 
     def _follow_step(
-        self, step: int, root: str, rows: Integers, pairs: Pairs, measured: _Measured, places: Integers
+        self, step: int, root: str, rows: Integers, pairs: Pairs, measured: Measured, places: Integers
     ) -> None:
         """Take out what of the rows of a step is noise: its parameters first, then what is made from them."""
         left = rows[pairs.differs[places[rows]]]
@@ -175,7 +186,7 @@ class BeyondNoise:
         pairs.differs[places[rest[measured.are_noise_farther(rest, factors)]]] = False
 
 
-class _Measured:
+class Measured:
     """Pairs that differ exactly, row by row beside what noise does to them."""
 
     def __init__(self, table: Any, noise: _Noise, rows: Integers) -> None:

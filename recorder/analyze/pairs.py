@@ -66,6 +66,14 @@ class Side(NamedTuple):
         return found
 
 
+class Compared(NamedTuple):
+    """The same steps of two runs."""
+
+    a: Side
+    b: Side
+    pairs: Alignment
+
+
 class Judged(NamedTuple):
     """What came of some pairs."""
 

@@ -81,8 +81,7 @@ def write_safetensors(
     Raises:
         UnsupportedError: there are more tensors than the format's header may name.
     """
-    # Widest elements first, so that every tensor lies at a multiple of its own.
-    in_file_order = sorted(entries, key=lambda entry: -item_bytes(entry.dtype))
+    in_file_order = widest_first(entries)
     header: dict[str, Any] = {"__metadata__": {"writer": "recorder", **about}}
     end = 0
     for entry in in_file_order:
@@ -106,6 +105,11 @@ def write_safetensors(
         for piece in tensors.pieces(entry):
             file.write(piece.data.data)
             report(piece.data.nbytes)
+
+
+def widest_first(entries: Sequence[Entry]) -> list[Entry]:
+    """The order in which `write_safetensors` asks for them: so each lies at a multiple of its elements' size."""
+    return sorted(entries, key=lambda entry: -item_bytes(entry.dtype))
 
 
 def _npy_dtype(dtype: str) -> tuple[np.dtype[Any], bool]:

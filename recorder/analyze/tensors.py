@@ -1,11 +1,14 @@
-"""Owns the tensors of a run one after the other: which are selected, and their bytes in bounded pieces."""
+"""Owns the tensors of a run one after the other: which are selected, and their bytes in bounded pieces.
+
+What is large is read here, in pieces; the rest may be read elsewhere, some tensors at once.
+"""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +18,21 @@ from ..errors import CorruptError, LookupFailedError
 from ..format.dtypes import item_bytes
 from ..read.decode import count, decode_payload, parse_shape
 from ..read.run import Run
+from ..read.view import GlobalView
 from .names import NAMING, tensor_name
 from .partial import Partial
+from .pieces import Spread, global_pieces, here
 from .problems import Problems
 from .selection import GlobalOptions, Selection
 from .timeline import PER_RANK
 
 ORIGIN = ("ranks_present", "ranks_expected", "scale", "layout_source", "note")
 """Columns that say of which ranks' values a tensor was made, and how."""
+BATCH_BYTES = 32 << 20
+"""What is read at once."""
+_BATCH_ITEMS = 65_536
+
+T = TypeVar("T")
 
 
 class Piece(NamedTuple):
@@ -37,8 +47,10 @@ class Piece(NamedTuple):
 class Entry(NamedTuple):
     """One tensor."""
 
-    window: int
+    steps: tuple[int, int]
+    """The range in which it was found, from the first up to, but not including, the last."""
     row: int
+    """Its place among all rows of the range."""
     name: str
     """Unique; see `names`."""
     dtype: str
@@ -50,10 +62,94 @@ class Entry(NamedTuple):
     """The columns of `ORIGIN`, what is JSON in them as what it says."""
 
 
-class Tensors:
-    """The selected rows of a run, as the ranks recorded them or of the global view, window by window of steps."""
+class Rows:
+    """The selected rows of a run, as the ranks recorded them or of the global view, by ranges of steps."""
 
     def __init__(self, run: Run, selection: Selection, options: GlobalOptions) -> None:
+        self._selection = selection
+        self._view = view_of(run, options)
+        self._held: tuple[tuple[int, int], Any] | None = None
+
+    def all_of(self, first: int, last: int) -> Any:
+        """`GlobalRows` of some steps; the last ones asked for are kept."""
+        if self._held is None or self._held[0] != (first, last):
+            self._held = None
+            self._held = (first, last), self._view.rows(first, last)
+        return self._held[1]
+
+    def selected(self, first: int, last: int) -> Any:
+        """A table of those that are selected, with the columns `at`, their place in all, and `num_bytes`, decoded."""
+        rows = self.all_of(first, last)
+        table = rows.table.append_column("at", pa.array(np.arange(rows.table.num_rows)))
+        return self._selection.narrow(table.append_column("num_bytes", pa.array(rows.payload_bytes)))
+
+
+def view_of(run: Run, options: GlobalOptions) -> GlobalView:
+    """The global view, or one in which every rank's row stays its own."""
+    return run.view(loss=options.loss, layouts=options.layouts if options.across_ranks else PER_RANK)
+
+
+class Chosen(NamedTuple):
+    """What is selected of some steps."""
+
+    first: int
+    last: int
+    table: Any
+    num_rows: int
+    """Before those without values were left out, where they are."""
+    partial: Partial
+    problems: Problems
+    """What contradicts itself in the global view."""
+
+
+class Choosing:
+    """Finds what is selected of ranges of steps."""
+
+    def __init__(
+        self, run: Run, selection: Selection, options: GlobalOptions, columns: Sequence[str], with_values: bool
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            run: whose rows.
+            selection: which.
+            options: of the global view or not.
+            columns: of the tables.
+            with_values: leave out rows without.
+        """
+        self._rows = Rows(run, selection, options)
+        self._selection = selection
+        self._is_global = options.across_ranks
+        self._columns, self._with_values = list(columns), with_values
+
+    def __call__(self, first: int, last: int) -> Chosen:
+        table = self._rows.selected(first, last)
+        partial, problems = Partial(), Problems(self._selection)
+        partial.add(table)
+        if self._is_global:
+            problems.add(self._rows.all_of(first, last).findings)
+        num_rows = table.num_rows
+        if self._with_values:
+            table = table.filter(table.column("encoding").is_valid())
+        return Chosen(first, last, table.select(self._columns), num_rows, partial, problems)
+
+
+class Reading:
+    """Reads the values of rows of a range of steps."""
+
+    def __init__(self, run: Run, selection: Selection, options: GlobalOptions) -> None:
+        self._rows = Rows(run, selection, options)
+
+    def __call__(self, first: int, last: int, wanted: Sequence[tuple[int, str]]) -> list[list[Piece]]:
+        """The bytes of rows, by their places and types."""
+        rows = self._rows.all_of(first, last)
+        return [list(row_pieces(rows, at, dtype)) for at, dtype in wanted]
+
+
+class Tensors:
+    """The selected tensors of a run, one after the other."""
+
+    def __init__(self, run: Run, selection: Selection, options: GlobalOptions, spread: Spread = here) -> None:
         """Nothing is read yet.
 
         Raises:
@@ -65,31 +161,26 @@ class Tensors:
         options.check(run)
         self._run = run
         self._selection = selection
-        layouts = options.layouts if options.across_ranks else PER_RANK
-        self._view = run.view(loss=options.loss, layouts=layouts)
-        self._windows = self._view.windows()
-        self._is_global = options.across_ranks
+        self._options = options
+        self._spread = spread
+        self._large = Rows(run, selection, options)
         self.problems = Problems(selection)
-        """What contradicts itself in the windows that were read of the global view."""
-        self._held: tuple[int, Any] | None = None
+        """What contradicts itself in what was read of the global view."""
 
-    @property
-    def num_windows(self) -> int:
-        return len(self._windows)
+    def chosen(self, columns: Sequence[str], partial: Partial, *, with_values: bool = False) -> Iterator[Chosen]:
+        """What is selected, by ranges of steps in their order.
 
-    def rows(self, window: int) -> Any:
-        """`GlobalRows` of a window; the last one asked for is kept."""
-        if self._held is None or self._held[0] != window:
-            self._held = None
-            self._held = window, self._view.rows(*self._windows[window])
-            if self._is_global:
-                self.problems.add(self._held[1].findings)
-        return self._held[1]
-
-    def table(self, window: int) -> Any:
-        """The selected rows of a window, with the column `at`: their place in `rows`."""
-        table = self.rows(window).table
-        return self._selection.narrow(table.append_column("at", pa.array(np.arange(table.num_rows))))
+        Args:
+            columns: of the tables.
+            partial: told of every row that is selected.
+            with_values: leave out rows without.
+        """
+        arguments = (self._run, self._selection, self._options, tuple(columns), with_values)
+        pieces = global_pieces(view_of(self._run, self._options))
+        for one in self._spread(Choosing, arguments, pieces):
+            partial.join(one.partial)
+            self.problems.join(one.problems)
+            yield one
 
     def entries(self, partial: Partial) -> list[Entry]:
         """The selected tensors that have values, in the order of execution.
@@ -103,19 +194,18 @@ class Tensors:
         found: list[Entry] = []
         times: Counter[str] = Counter()
         num_selected = 0
-        for window in range(self.num_windows):
-            table = self.table(window)
-            num_selected += table.num_rows
-            partial.add(table)
-            table = table.filter(table.column("encoding").is_valid())
-            for row in table.select([*NAMING, *ORIGIN, "at", "dtype", "shape"]).to_pylist():
+        columns = [*NAMING, *ORIGIN, "at", "dtype", "shape"]
+        for chosen in self.chosen(columns, partial, with_values=True):
+            num_selected += chosen.num_rows
+            for row in chosen.table.to_pylist():
                 origin = {column: _read(column, row.pop(column)) for column in ORIGIN}
                 at, dtype, shape = row.pop("at"), row.pop("dtype"), parse_shape(row.pop("shape"))
                 name = tensor_name(row)
                 times[name] += 1
                 if times[name] > 1:  # rows that no key tells apart, as of a damaged run
                     name = f"{name}/again={times[name]}"
-                found.append(Entry(window, at, name, dtype, shape, count(shape) * item_bytes(dtype), row, origin))
+                num_bytes = count(shape) * item_bytes(dtype)
+                found.append(Entry((chosen.first, chosen.last), at, name, dtype, shape, num_bytes, row, origin))
         if not num_selected:
             raise self.explain_nothing()
         if not found:
@@ -130,18 +220,68 @@ class Tensors:
         names = ["module_path", "site", "name", "step", "rank"]
         return self._selection.explain_nothing(self._run.table(names), f"run {self._run.path.name}")
 
+    def in_turn(self, entries: Sequence[Entry]) -> InTurn:
+        """The bytes of tensors that are asked for in this very order."""
+        batches = [list(batch) for batch in batched(entries, lambda entry: (entry.steps, entry.payload_bytes))]
+        pieces = [
+            (*batch[0].steps, [(entry.row, entry.dtype) for entry in batch])
+            for batch in batches
+            if batch[0].payload_bytes <= BATCH_BYTES
+        ]
+        read = self._spread(Reading, (self._run, self._selection, self._options), pieces)
+        return InTurn(read, self._read_large)
+
+    def _read_large(self, entry: Entry) -> Iterator[Piece]:
+        return row_pieces(self._large.all_of(*entry.steps), entry.row, entry.dtype)
+
+
+class InTurn:
+    """The bytes of tensors in an order that is known: small ones some at once, large ones piece by piece."""
+
+    def __init__(self, read: Iterator[list[list[Piece]]], read_large: Callable[[Entry], Iterator[Piece]]) -> None:
+        self._read = read
+        self._read_large = read_large
+        self._waiting: deque[list[Piece]] = deque()
+
     def pieces(self, entry: Entry) -> Iterator[Piece]:
-        """The bytes of one tensor.
+        """The bytes of the next tensor.
 
         Raises:
             CorruptError: the bytes are not those that were written.
         """
+        found: Iterable[Piece]
+        if entry.payload_bytes > BATCH_BYTES:
+            found = self._read_large(entry)
+        else:
+            if not self._waiting:
+                self._waiting.extend(next(self._read))
+            found = self._waiting.popleft()
         num_bytes = 0
-        for piece in row_pieces(self.rows(entry.window), entry.row, entry.dtype):
+        for piece in found:
             num_bytes += piece.data.nbytes
             yield piece
         if num_bytes != entry.payload_bytes:
             raise CorruptError(f"{entry.name}: {num_bytes} bytes are not a {entry.dtype} tensor of {list(entry.shape)}")
+
+
+def batched(items: Iterable[T], size_of: Callable[[T], tuple[Any, int]]) -> Iterator[list[T]]:
+    """Runs of items with the same key, of some MiB together; a larger one is alone.
+
+    Args:
+        items: in their order.
+        size_of: key and bytes of an item.
+    """
+    batch: list[T] = []
+    last, total_bytes = None, 0
+    for item in items:
+        key, num_bytes = size_of(item)
+        if batch and (key != last or total_bytes + num_bytes > BATCH_BYTES or len(batch) >= _BATCH_ITEMS):
+            yield batch
+            batch, total_bytes = [], 0
+        batch.append(item)
+        last, total_bytes = key, total_bytes + num_bytes
+    if batch:
+        yield batch
 
 
 def _read(column: str, text: str | None) -> Any:

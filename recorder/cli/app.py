@@ -196,9 +196,7 @@ def stats(
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
     run = open_typed(path, context.obj)
     options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [])
-    raise typer.Exit(
-        show_stats(run, selection, options, by=by or [], last=last, scheduler=scheduler, as_json=as_json)
-    )
+    raise typer.Exit(show_stats(run, selection, options, by=by or [], last=last, scheduler=scheduler, as_json=as_json))
 
 
 @app.command(epilog="Example: recorder diff run-ddp run-fsdp --rtol 1e-4 --atol 1e-6")
@@ -242,6 +240,7 @@ def diff(
         bool, typer.Option("--common", help="What only one has, or nothing comparable of, does not count.")
     ] = False,
     limit: Annotated[int, typer.Option(min=0, help="Lines of each table; 0: all.")] = 20,
+    scheduler: SchedulerOption = None,
     as_json: Json = False,
 ) -> None:
     """Compare two runs value by value, whatever their layouts.
@@ -271,7 +270,16 @@ def diff(
     renames = read_renames(rename) if rename is not None else NO_RENAMES
     twins = [open_typed(path, context.obj) for path in noise or []]
     found = show_diff(
-        *runs, selection, tolerance, options, noise=twins, renames=renames, common=common, limit=limit, as_json=as_json
+        *runs,
+        selection,
+        tolerance,
+        options,
+        noise=twins,
+        renames=renames,
+        common=common,
+        limit=limit,
+        scheduler=scheduler,
+        as_json=as_json,
     )
     raise typer.Exit(found)
 
@@ -296,6 +304,7 @@ def export(
         bool, typer.Option("--payload", help="Parquet with the tensors' bytes, too, in the column data.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+    scheduler: SchedulerOption = None,
     as_json: Json = False,
 ) -> None:
     """Write statistics as Parquet, tensors as npz or safetensors.
@@ -308,14 +317,17 @@ def export(
     Exit code 1, with --global: ranks' rows contradict each other, or --layout does not fit them; the file holds them.
     """
     from ..analyze.selection import GlobalOptions, Selection
-    from .export import export_run, plan_export
+    from .export import export_typed
     from .paths import open_typed
 
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
     run = open_typed(path, context.obj)
     options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [])
-    planned = plan_export(run, out, selection, options, to=to, payload=payload)
-    raise typer.Exit(export_run(planned, out, force=force, as_json=as_json))
+    raise typer.Exit(
+        export_typed(
+            run, out, selection, options, to=to, payload=payload, force=force, scheduler=scheduler, as_json=as_json
+        )
+    )
 
 
 @app.command(epilog="Example: recorder top recordings")

@@ -14,6 +14,7 @@ from ..analyze.noise import Drifted
 from ..analyze.renames import NO_RENAMES, Renames
 from ..analyze.selection import GlobalOptions, Selection
 from ..read.run import Run
+from .cluster import spread_by
 from .first import as_dict
 from .output import Column, Table, counted, number, print_json, progress, say, span
 
@@ -44,10 +45,14 @@ def show_diff(
     renames: Renames = NO_RENAMES,
     common: bool,
     limit: int,
+    scheduler: str | None = None,
     as_json: bool,
 ) -> int:
     """Print how two runs compare and return the exit code: 1 if they differ, or a run contradicts itself."""
-    with progress("diff", payload_bytes(a) + payload_bytes(b)) as report:
+    with (
+        spread_by(scheduler, a, b, *noise) as spread,
+        progress("diff", payload_bytes(a) + payload_bytes(b)) as report,
+    ):
         found = diff(
             a,
             b,
@@ -62,6 +67,7 @@ def show_diff(
             loss=options.loss,
             layouts=options.layouts,
             report=report,
+            spread=spread,
         )
     if as_json:
         _print_json(a, b, found, limit)

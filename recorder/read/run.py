@@ -151,7 +151,7 @@ class Run:
         Args:
             columns: names of columns; by default all but `data`, the payload.
             filter: a `pyarrow.compute` expression over light columns, such as ``pc.field("step") < 10``.
-            steps: only the rows from the first step up to, but not including, the last; what lies elsewhere is not read.
+            steps: only the rows from the first step up to, but not including, the last; the others are not read.
 
         Raises:
             LookupFailedError: there is no such column, or the filter cannot be applied.

@@ -153,9 +153,7 @@ class GlobalView:
         return LightRows(self._run.writers, (NONE if first is None else first, 1 << 62 if last is None else last))
 
 
-def cut(
-    sizes_of: Mapping[int, tuple[int, int]], max_rows: int, max_bytes: int | None = None
-) -> list[tuple[int, int]]:
+def cut(sizes_of: Mapping[int, tuple[int, int]], max_rows: int, max_bytes: int | None = None) -> list[tuple[int, int]]:
     """Half-open ranges that cover steps, from the rows and bytes of each; see `GlobalView.windows`."""
     found: list[tuple[int, int]] = []
     first, num_rows, num_bytes = None, 0, 0
