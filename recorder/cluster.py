@@ -334,7 +334,7 @@ class Cluster:
         if wrong:
             address, text = next(iter(wrong.items()))
             more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-            raise ClusterError(f"worker {address}{more}: {text}; runs and output have to be on a file system of all")
+            raise ClusterError(f"worker {address}{more}: {text}; every worker has to see runs and output as this process does")
 
 
 class _Handle:
@@ -490,11 +490,12 @@ def _heard() -> Iterator[list[tuple[int, str]]]:
 
 def _misses_run(runs: Sequence[tuple[str, Any]]) -> str:
     """Why a worker does not see one of some runs; empty where it does."""
+    from .read.places import place_of
     from .read.run import find_run
 
     for path, identity in runs:
         try:
-            found = _identity(find_run(path)[1])
+            found = _identity(find_run(place_of(path))[1])
         except (RecorderError, OSError) as error:
             return f"does not see the run ({error})"
         if found != identity:
