@@ -387,10 +387,11 @@ def repair(
 
     Exit code 1: something is lost for good, such as a write that was cut. 2: a file could not be repaired.
     """
-    from .paths import local_path, open_typed
-    from .repair import repair_typed
+    from .paths import open_typed
+    from .repair import check_place, repair_typed
 
-    run = open_typed(str(local_path(path)), context.obj)
+    check_place(path)
+    run = open_typed(path, context.obj)
     raise typer.Exit(repair_typed(run, is_dry=dry_run, assume_dead=assume_dead, as_json=as_json))
 
 

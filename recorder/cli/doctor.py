@@ -22,7 +22,7 @@ from ..config import FLAG, is_enabled, load_settings
 from ..errors import ConfigError
 from ..read.run import Run
 from ..read.unsealed import unsealed_note
-from ..read.writers import Balance
+from ..read.writers import Balance, load_balances
 from ..units import size
 from .module_names import grouped
 from .output import counted, print_json, printable, say_state, span
@@ -58,6 +58,8 @@ class Check(NamedTuple):
 
 def examine(run: Run | None, *, as_json: bool, is_strict: bool = False) -> int:
     """Print the answers and return the exit code: 1 if something is missing, or is not as strictness wants it."""
+    if run is not None:
+        load_balances(run.writers)
     checks = list(_environment() if run is None else _run(run))
     if as_json:
         print_json([{"state": check.state, "text": check.text, **check.facts} for check in checks])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ..errors import LookupFailedError
+from ..read.places import scheme_of
 from ..read.run import Run
 from ..repair import Outcome, repair_run
 from ..units import size
@@ -16,6 +18,16 @@ _COLUMNS = (
     Column(title="size", is_number=True, drop=1),
     Column(title="of it", is_prose=True),
 )
+
+
+def check_place(path: str) -> None:
+    """Refuse what cannot be repaired where it is.
+
+    Raises:
+        LookupFailedError: it is in a store.
+    """
+    if scheme_of(path) is not None:
+        raise LookupFailedError(f"{path}: repair writes, and runs in a store are only read; repair a copy on a disk")
 
 
 def repair_typed(run: Run, *, is_dry: bool, assume_dead: bool, as_json: bool) -> int:

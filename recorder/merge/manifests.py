@@ -14,6 +14,7 @@ from typing import Any
 from ..format.schema import FORMAT_NAME, FORMAT_VERSION
 from ..read import untrusted
 from ..read.run import Run
+from ..read.writers import load_balances
 
 _INFORMATIVE = ("versions", "settings", "rules", "optimizers", "autoload")
 _MAX_DEPTH = 50
@@ -49,6 +50,7 @@ def of_source(run: Run) -> dict[str, Any]:
         name: next((writer.manifest[name] for writer in run.writers if name in writer.manifest), None)
         for name in _INFORMATIVE
     }
+    load_balances(run.writers)
     ledger = {"observed": 0, "written": 0, "dropped": {}, "retired": {"rows": 0, "bytes": 0}}
     return {
         **_FORMAT,

@@ -118,10 +118,12 @@ class Assembler:
         """The payload of a global tensor, part by part."""
         in_order = _as_runs(plan)
         if in_order is None:
+            self._payloads.prepare(self._sources(plan, positions))
             yield from self._computed(plan, positions, 0, math.prod(plan.global_shape))
             return
         pieces = [self.tensor(self._held(plan, positions, part.terms[0].piece)) for part in in_order]
         sources = [position for tensor in pieces if tensor is not None for position in tensor.positions]
+        self._payloads.prepare(sources)
         width = item_bytes(self.dtype(plan, positions))
         start, waiting = 0, list[Payload]()
         for position in sources:
@@ -216,15 +218,22 @@ class Assembler:
         Raises:
             CorruptError: one of them does not.
         """
-        for part in plan.parts:
-            for term in part.terms:
-                for position in self._whole(self._held(plan, positions, term.piece)).positions:
-                    payload = self._payloads.encoded(position)
-                    dtype = self._rows.text("dtype", position) or ""
-                    try:
-                        check_size(payload.encoding, payload.data, payload.payload_bytes, item_bytes(dtype))
-                    except CorruptError as error:
-                        raise CorruptError(f"{self._where(position)}: {error}") from error
+        sources = self._sources(plan, positions)
+        self._payloads.prepare(sources)
+        for position in sources:
+            payload = self._payloads.encoded(position)
+            dtype = self._rows.text("dtype", position) or ""
+            try:
+                check_size(payload.encoding, payload.data, payload.payload_bytes, item_bytes(dtype))
+            except CorruptError as error:
+                raise CorruptError(f"{self._where(position)}: {error}") from error
+
+    def _sources(self, plan: Plan, positions: Sequence[int]) -> list[int]:
+        """The rows that go into a value, in the order of its parts."""
+        terms = [term for part in plan.parts for term in part.terms]
+        return [
+            position for term in terms for position in self._whole(self._held(plan, positions, term.piece)).positions
+        ]
 
     def _decode(self, position: int) -> npt.NDArray[np.uint8]:
         """The bytes of a part: as many as its light row promised, which an index may have said, not the shard."""

@@ -14,10 +14,17 @@ from ..errors import CorruptError, RunError
 from ..format.codec import REF, Payload, ref_target
 from .decode import check_payload, decode_payload
 from .light import LightRows
+from .places import LOCAL, store_of
 from .rows import ShardRows
 
 _COLUMNS = ("seq", "dtype", "shape", "encoding", "payload_bytes", "data")
 _SPARE_BATCHES = 8
+_MAX_REMOTE_BYTES = 1 << 30
+"""Of batches out of a store, which are memory; those of a disk are mapped."""
+_BATCH_BYTES = 8 << 20
+"""What a batch holds, unless a row of it is larger."""
+_Key = tuple[int, int]
+"""Number of a shard among the loaded ones, and of a batch in it."""
 
 
 class Payloads:
@@ -26,8 +33,32 @@ class Payloads:
     def __init__(self, rows: LightRows, num_writers: int = 1) -> None:
         self._rows = rows
         self._max_batches = 2 * num_writers + _SPARE_BATCHES
-        self._batches: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._batches: OrderedDict[_Key, Any] = OrderedDict()
         """Rows are asked for in the order of time: the next one lies in the same batch of its writer, mostly."""
+
+    def prepare(self, positions: Sequence[int]) -> None:
+        """Have the batches of rows that will be asked for: several at once, where each is a question to a store."""
+        if not positions or not self._is_remote(positions[0]):
+            return
+        of_shard: dict[int, list[tuple[_Key, ShardRows]]] = {}
+        num_bytes = 0
+        for position in positions:
+            key = self._key(position, int(self._rows.numbers("batch")[position]))
+            known = of_shard.setdefault(key[0], [])
+            if key not in self._batches and all(key != one for one, _ in known):
+                num_bytes += max(_BATCH_BYTES, int(self._rows.numbers("payload_bytes")[position]))
+                if num_bytes > _MAX_REMOTE_BYTES:
+                    break
+                known.append((key, self._rows.shard_of(position)[0]))
+        # The first of each shard opens it.
+        for wanted in (
+            [some[0] for some in of_shard.values() if some],
+            [one for some in of_shard.values() for one in some[1:]],
+        ):
+            if wanted:
+                found = store_of(wanted[0][1].path).each(_read, wanted)
+                self._batches |= {one[0]: batch for one, batch in zip(wanted, found, strict=True) if batch is not None}
+        self._shrink()
 
     def encoded(self, position: int) -> Payload:
         """The payload of one row as it is stored; a ``ref`` is followed to the row that holds it.
@@ -118,15 +149,37 @@ class Payloads:
         return fields | {"data": _slice(found.column("data"), row)}
 
     def _batch(self, shard: ShardRows, position: int, batch: int) -> Any:
-        key = int(self._rows.shard_numbers(np.array([position]))[0]), batch
+        key = self._key(position, batch)
         found = self._batches.get(key)
         if found is None:
             found = self._batches[key] = shard.read(batch, _COLUMNS)
-            if len(self._batches) > self._max_batches:
-                self._batches.popitem(last=False)
+            self._shrink()
         else:
             self._batches.move_to_end(key)
         return found
+
+    def _shrink(self) -> None:
+        while len(self._batches) > self._max_batches:
+            self._batches.popitem(last=False)
+        if len(self._batches) > 1 and self._rows.num_rows and self._is_remote(0):
+            num_bytes = sum(batch.nbytes for batch in self._batches.values())
+            while len(self._batches) > 1 and num_bytes > _MAX_REMOTE_BYTES:
+                num_bytes -= self._batches.popitem(last=False)[1].nbytes
+
+    def _key(self, position: int, batch: int) -> _Key:
+        return int(self._rows.shard_numbers(np.array([position]))[0]), batch
+
+    def _is_remote(self, position: int) -> bool:
+        return store_of(self._rows.shard_of(position)[0].path) is not LOCAL
+
+
+def _read(wanted: tuple[_Key, ShardRows]) -> Any:
+    """A batch; None where it is damaged, which whoever asks for it alone is told."""
+    (_, batch), shard = wanted
+    try:
+        return shard.read(batch, _COLUMNS)
+    except RunError:
+        return None
 
 
 def _slice(column: Any, row: int) -> Any:
@@ -140,6 +193,7 @@ def _slice(column: Any, row: int) -> Any:
 
 def is_same(payloads: Payloads, tensors: Sequence[Sequence[int]]) -> bool:
     """Whether tensors, each given by the positions of its parts, hold the same bytes."""
+    payloads.prepare([position for tensor in tensors for position in tensor])
     first, *others = tensors
     for other in others:
         if len(first) != len(other):

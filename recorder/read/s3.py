@@ -170,8 +170,8 @@ class S3Store:
         except FileNotFoundError as error:
             raise FileNotFoundError(2, "No such object", str(path)) from error
         except OSError as error:
-            if _CURL.search(str(error)) is None:
-                self._list(path.parent, is_whole=False)  # whose refusal, unlike this one, has a reason
+            if _is_refusal(str(error)):
+                self._list(path.parent, is_whole=False)  # the answer to this one, unlike that to a HEAD, says why
             _refuse(error, path)
 
     def get(self, path: S3Path, file: Any, offset: int, num_bytes: int) -> Any:
@@ -179,7 +179,8 @@ class S3Store:
         try:
             found = file.read_at(num_bytes, offset)
         except OSError as error:
-            self.check_unchanged(path, file)
+            if _CURL.search(str(error)) is None:
+                self.check_unchanged(path, file)
             _refuse(error, path)
         if len(found) != num_bytes:
             raise _changed(path)
@@ -384,6 +385,12 @@ def _has_credentials() -> bool:
     )
     path = Path(os.path.expanduser(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"))
     return any(os.environ.get(name) for name in names) or path.is_file()
+
+
+def _is_refusal(text: str) -> bool:
+    """Whether a store has answered, and not that it is out of order."""
+    found = _REASON.search(text)
+    return found is not None and (found[1] == "ACCESS_DENIED" or (found[2] or "").startswith("4"))
 
 
 def _refuse(error: OSError, path: S3Path) -> NoReturn:

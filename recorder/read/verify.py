@@ -37,25 +37,29 @@ class Finding(NamedTuple):
 
 def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[Finding]:
     """Read every byte of a run again and yield what is wrong. A run that is being written may be verified, too."""
-    for writer in run.writers:
-        if writer.manifest_problem:
-            yield Finding(True, writer.manifest_problem)
-        elif not writer.manifest:
-            yield Finding(False, f"{writer.directory}: has no manifest; its writer has only begun, or died at once")
-        for shard in writer.shards:
-            check = _verify_sealed if shard.is_sealed else _verify_open
-            try:
-                found = list(check(shard, writer, report))
-            except FileNotFoundError:
-                found = [Finding(False, f"{shard.path}: was sealed or retired meanwhile; not checked")]
-            except RunError as error:
-                found = [Finding(True, str(error))]
-            yield from found
-        yield from _verify_rows(writer)
-        if writer.ending:
-            yield Finding(False, writer.ending)
+    for found in store_of(run.path).each(lambda writer: list(_verify_writer(writer, report)), run.writers):
+        yield from found
     if note := unsealed_note(run):
         yield Finding(False, note)
+
+
+def _verify_writer(writer: RecordedWriter, report: Report) -> Iterator[Finding]:
+    if writer.manifest_problem:
+        yield Finding(True, writer.manifest_problem)
+    elif not writer.manifest:
+        yield Finding(False, f"{writer.directory}: has no manifest; its writer has only begun, or died at once")
+    for shard in writer.shards:
+        check = _verify_sealed if shard.is_sealed else _verify_open
+        try:
+            found = list(check(shard, writer, report))
+        except FileNotFoundError:
+            found = [Finding(False, f"{shard.path}: was sealed or retired meanwhile; not checked")]
+        except RunError as error:
+            found = [Finding(True, str(error))]
+        yield from found
+    yield from _verify_rows(writer)
+    if writer.ending:
+        yield Finding(False, writer.ending)
 
 
 def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[Finding]:

@@ -22,7 +22,7 @@ from ..format.schema import SCHEMA
 from ..format.status import STATUS
 from ..processes import runs
 from .places import OpenPlace, Place, store_of
-from .rows import ShardRows, load_open, load_sealed
+from .rows import ShardRows, each_of, load_open, load_sealed
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class RecordedWriter:
     @cached_property
     def balance(self) -> Balance:
         """The newest accounts there are: in the manifest, or in the last batch of a shard."""
-        ledgers = [self.manifest.get("ledger"), *(shard.last_ledger() for shard in self._newest_shards())]
+        ledgers = [self.manifest.get("ledger"), *(shard.last_ledger() for shard in self.newest_shards())]
         ledgers += [note.get("ledger") for note in self.retired_later]  # it may have gone with its shard
         balance = max(map(Balance.read, ledgers), key=lambda balance: (balance.observed, balance.written))
         for size in self.retired_shards.values():
@@ -195,7 +195,8 @@ class RecordedWriter:
             found += shard.damage
         return found
 
-    def _newest_shards(self) -> Iterator[ShardRows]:
+    def newest_shards(self) -> Iterator[ShardRows]:
+        """The last one of each kind."""
         seen = set()
         for shard in reversed(self.shards):
             kind = shard.path.name.lstrip("_").partition("-")[0]
@@ -279,11 +280,10 @@ def _share_notes(writers: list[RecordedWriter]) -> None:
 
 
 def load_balances(writers: Iterable[RecordedWriter]) -> None:
-    """Find the accounts of several writers, all at once where each waits for a store."""
-    writers = list(writers)
-    if writers:
-        for _ in store_of(writers[0].directory).each(lambda writer: writer.balance, writers):
-            pass
+    """Read what the accounts of several writers are made of, at once where each waits for a store."""
+    shards = [shard for writer in writers for shard in writer.newest_shards()]
+    for _ in each_of(shards, ShardRows.last_ledger):
+        pass  # kept by the shard
 
 
 def _load_writer(directory: Place, rank: int | None) -> RecordedWriter:

@@ -1,0 +1,1 @@
+"""Runs in an object store, against a real S3 server on this machine."""
