@@ -293,6 +293,7 @@ class Settings:
         "auto", "byte planes and zstd where they pay, nothing, or zstd always", "auto", "none", "zstd"
     )
     codec_level: int = _setting(1, "zstd level, -7 to 19")
+    native: bool = _setting(True, "the compiled loops, where they were built; Python makes the same bits, more slowly")
     direct_io: str = _setting("auto", "write past the page cache where the file system can", "auto", "off")
     max_bytes: int = _setting(
         16 << 30, "disk quota of one rank over restarts, bytes; a quarter of it is for statistics"

@@ -19,6 +19,7 @@ from .capture.optimizers import OptimizerWatch
 from .capture.root import Root
 from .capture.topology import Topology
 from .config import Loaded
+from .native import in_force
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,7 @@ class Description:
             "versions": {"recorder": __version__, "python": platform.python_version(), "torch": torch.__version__},
             "step_source": capture.clock.source,
             "settings": {e.name: {"value": e.value, "source": e.source} for e in self.loaded.explain()},
+            "native": in_force(self.loaded.settings.native),
             "rules": [rule.text for rule in self.loaded.settings.rules],
             "pool_bytes": capture.pool.capacity_bytes,
             "pool_peak_bytes": capture.pool.peak_bytes,

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import config, summary, taps
+from . import config, native, summary, taps
 from .capture import hooks, topology, tree
 from .capture.core import Capture
 from .capture.discovery import Discovery, has_compiled_anything
@@ -181,7 +181,7 @@ class Recorder:
         capacity = self.settings.pool_bytes or default_capacity_bytes(here.local_world_size)
         writer = Writer(
             settings=_write_settings(self.settings),
-            measure=measure,
+            measure=functools.partial(measure, kernels=native.load(self.settings.native)),
             resolve_dir=self._resolve_place,
             poll=self._poll,
             observed=lambda: self.capture.observed if self.capture is not None else 0,

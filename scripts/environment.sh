@@ -89,7 +89,7 @@ prepare() { # "" | an extra of pyproject.toml
   bin=$venv/bin
   "$bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$venv has a Python older than 3.11"
 
-  stamp="$root $(cat "$root/pyproject.toml" "$root/scripts/constraints.txt" | sha256sum | cut -d' ' -f1)"
+  stamp="$root $(cd "$root" && cat pyproject.toml scripts/constraints.txt hatch_build.py recorder/native/kernels.* | sha256sum | cut -d' ' -f1)"
   case $extra in
     "" | test) holders=("$extra" test cluster launchers) ;; # these have all of it
     *) holders=("$extra") ;;

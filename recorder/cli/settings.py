@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..config import load_settings
+from ..native import in_force
 from .output import Column, Table, print_json
 
 
@@ -34,6 +35,8 @@ def lines(value: Any, name: str = "") -> list[str]:
         return ["0 (automatic)" if value == 0 and name == "pool_bytes" else _bytes(value)]
     if isinstance(value, list):
         return [str(item) for item in value] or ["none"]
+    if name == "native":
+        return [in_force(bool(value))]
     return [str(value) if value != "" else "(empty)"]
 
 

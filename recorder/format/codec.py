@@ -13,6 +13,7 @@ import numpy.typing as npt
 import zstandard
 
 from ..errors import CorruptError, UnsupportedError
+from ..native import Kernels
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -39,10 +40,11 @@ def max_encoded_bytes(nbytes: int) -> int:
 class Encoder:
     """Compresses payloads. Not thread-safe: it holds the zstd context and 1 MiB of scratch; one per writer thread."""
 
-    def __init__(self, codec: str = "auto", level: int = 1) -> None:
+    def __init__(self, codec: str = "auto", level: int = 1, kernels: Kernels | None = None) -> None:
         if codec not in CODECS:
             raise ValueError(f"codec {codec!r}: expected one of {CODECS}")
         self._codec = codec
+        self._kernels = kernels
         self._compress: Callable[[Any], bytes] = _compressor(level).compress
         self._plane = np.empty(_FRAME_BYTES, np.uint8)
 
@@ -71,9 +73,8 @@ class Encoder:
             num_compressed = self._put_plane(data, item_bytes, 0, out[8:])
             out[:8] = np.frombuffer(num_compressed.to_bytes(8, "little"), np.uint8)
             num_written = 8 + num_compressed
-            for plane in range(1, item_bytes):
-                _split(data, item_bytes, plane, out[num_written : num_written + num_items])
-                num_written += num_items
+            self._split(data, item_bytes, range(1, item_bytes), out[num_written:])
+            num_written += (item_bytes - 1) * num_items
         if encoding == PLAIN or num_written > len(data):
             out[: len(data)] = data
             return PLAIN, len(data)
@@ -98,9 +99,18 @@ class Encoder:
         for start in range(0, len(data), item_bytes * _FRAME_BYTES):
             piece = data[start : start + item_bytes * _FRAME_BYTES]
             scratch = self._plane[: len(piece) // item_bytes]
-            _split(piece, item_bytes, plane, scratch)
+            self._split(piece, item_bytes, range(plane, plane + 1), scratch)
             num_written += self._put_frames(scratch, out[num_written:])
         return num_written
+
+    def _split(self, data: Bytes, item_bytes: int, planes: range, out: Bytes) -> None:
+        """Copy byte planes to the front of `out`, end to end."""
+        if self._kernels is not None:
+            self._kernels.split(data, item_bytes, planes, out)
+            return
+        num_items = len(data) // item_bytes
+        for number, plane in enumerate(planes):
+            _split(data, item_bytes, plane, out[number * num_items : (number + 1) * num_items])
 
     def _put_frames(self, data: Bytes, out: Bytes) -> int:
         num_written = 0

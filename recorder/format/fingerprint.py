@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from ..native import Kernels, Weights
 
 MODULUS = 1 << 64
 _WORD_BYTES = 4
@@ -19,11 +22,18 @@ _WORD_BYTES = 4
 _BLOCK_ITEMS = 1 << 15
 """Elements multiplied at once: values and weights together stay in the second-level cache."""
 
+_COMPILED_BLOCK_ITEMS = 1 << 12
+"""The same for the compiled loops, whose weights stay in the first-level cache."""
+
 _UInt64s = npt.NDArray[np.uint64]
 
 
 def fingerprint(
-    data: npt.NDArray[np.uint8], item_bytes: int, shape: tuple[int, ...], offsets: tuple[int, ...] | None = None
+    data: npt.NDArray[np.uint8],
+    item_bytes: int,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...] | None = None,
+    kernels: Kernels | None = None,
 ) -> int:
     """The fingerprint of a tensor, or of a chunk of one, as an unsigned 64-bit integer.
 
@@ -32,13 +42,35 @@ def fingerprint(
         item_bytes: bytes of one element.
         shape: the shape of what `data` holds.
         offsets: where that lies in the whole tensor, in elements; None for at its origin.
+        kernels: the compiled loops, where they are to be used.
     """
-    word_bytes = min(item_bytes, _WORD_BYTES)
-    offsets = offsets or (0,) * len(shape)
-    if item_bytes > word_bytes:
-        shape, offsets = (*shape, item_bytes // word_bytes), (*offsets, 0)
-    words = data.view(np.dtype(f"<i{word_bytes}"))
-    return _fingerprint_at_origin(words, shape) * _product_of_powers(offsets) % MODULUS
+    if kernels is not None and len(data):
+        weights = compiled_weights(item_bytes, shape)
+        words = len(data) // weights.word_bytes
+        if words != weights.num_words:
+            raise ValueError(f"{len(data)} bytes are no tensor of shape {shape} with {item_bytes} bytes an element")
+        at_origin = kernels.measure(data, words, None, None, weights).fingerprint
+    else:
+        word_bytes = min(item_bytes, _WORD_BYTES)
+        at_origin = _fingerprint_at_origin(data.view(np.dtype(f"<i{word_bytes}")), _word_shape(item_bytes, shape))
+    return moved(at_origin, item_bytes, offsets) if offsets else at_origin
+
+
+@lru_cache(maxsize=128)
+def compiled_weights(item_bytes: int, shape: tuple[int, ...]) -> Weights:
+    """How the compiled loops weigh the words of a tensor that is not empty, at its origin; 4 MiB in all, mostly."""
+    plan = _plan(_word_shape(item_bytes, shape), _COMPILED_BLOCK_ITEMS)
+    return Weights(
+        _weights(plan.block_shape, 0),
+        _weights(plan.outer_shape, plan.first_outer_dim),
+        run_words=plan.run_items,
+        block_step=plan.block_step,
+        word_bytes=min(item_bytes, _WORD_BYTES),
+    )
+
+
+def _word_shape(item_bytes: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape if item_bytes <= _WORD_BYTES else (*shape, item_bytes // _WORD_BYTES)
 
 
 def moved(value: int, item_bytes: int, offsets: tuple[int, ...]) -> int:
@@ -67,28 +99,46 @@ def constant(dim: int) -> int:
     return z & ~7 | 5
 
 
+class _Plan(NamedTuple):
+    """How a tensor is cut: runs, one for each index of the outer dims, of blocks of whole rows of the dims inside."""
+
+    block_shape: tuple[int, ...]
+    outer_shape: tuple[int, ...]
+    first_outer_dim: int
+    """The last outer dim, counted from the last of the tensor."""
+    run_items: int
+    block_step: int
+    """What a block's weights are multiplied by for those of the next in the run."""
+
+
+def _plan(shape: tuple[int, ...], block_items: int) -> _Plan:
+    num_inner_dims = 0
+    while num_inner_dims < len(shape) and math.prod(shape[len(shape) - num_inner_dims - 1 :]) <= block_items:
+        num_inner_dims += 1
+    if num_inner_dims == len(shape):
+        return _Plan(shape, (), num_inner_dims, math.prod(shape), 1)
+    split = len(shape) - num_inner_dims - 1
+    inner_shape = shape[split + 1 :]
+    num_rows = block_items // math.prod(inner_shape)
+    block_step = pow(constant(num_inner_dims), num_rows, MODULUS)
+    return _Plan(
+        (num_rows, *inner_shape), shape[:split], num_inner_dims + 1, shape[split] * math.prod(inner_shape), block_step
+    )
+
+
 def _fingerprint_at_origin(words: npt.NDArray[np.signedinteger], shape: tuple[int, ...]) -> int:
     """Sum blocks of consecutive words: some whole rows along one dim, with everything of the dims after it."""
     if not words.size:
         return 0
-    num_inner_dims = 0
-    while num_inner_dims < len(shape) and math.prod(shape[len(shape) - num_inner_dims - 1 :]) <= _BLOCK_ITEMS:
-        num_inner_dims += 1
+    plan = _plan(shape, _BLOCK_ITEMS)
     scratch = np.empty(min(words.size, _BLOCK_ITEMS), np.int64)
-    if num_inner_dims == len(shape):
-        return _dot(words, _block_weights(shape), scratch)
-    split = len(shape) - num_inner_dims - 1
-    inner_shape = shape[split + 1 :]
-    num_rows = _BLOCK_ITEMS // math.prod(inner_shape)
-    num_items = num_rows * math.prod(inner_shape)
-    weights = _block_weights((num_rows, *inner_shape))
-    block_step = pow(constant(num_inner_dims), num_rows, MODULUS)
+    weights = _block_weights(plan.block_shape)
     total = 0
-    outer_weights = _weights(shape[:split], num_inner_dims + 1)
+    outer_weights = _weights(plan.outer_shape, plan.first_outer_dim)
     for outer_weight, run in zip(outer_weights.tolist(), words.reshape(len(outer_weights), -1), strict=True):
-        for start in range(0, len(run), num_items):
-            total += outer_weight * _dot(run[start : start + num_items], weights, scratch)
-            outer_weight = outer_weight * block_step % MODULUS
+        for start in range(0, len(run), len(weights)):
+            total += outer_weight * _dot(run[start : start + len(weights)], weights, scratch)
+            outer_weight = outer_weight * plan.block_step % MODULUS
     return total % MODULUS
 
 
@@ -122,7 +172,13 @@ def _product_of_powers(indices: tuple[int, ...]) -> int:
     return product
 
 
-def flat_fingerprint(data: npt.NDArray[np.uint8], item_bytes: int, global_shape: tuple[int, ...], start: int) -> int:
+def flat_fingerprint(
+    data: npt.NDArray[np.uint8],
+    item_bytes: int,
+    global_shape: tuple[int, ...],
+    start: int,
+    kernels: Kernels | None = None,
+) -> int:
     """The fingerprint of a run of elements of the flattened (C order) tensor, each weighed by its place in the whole.
 
     Args:
@@ -130,11 +186,12 @@ def flat_fingerprint(data: npt.NDArray[np.uint8], item_bytes: int, global_shape:
         item_bytes: bytes of one element.
         global_shape: the shape of the whole tensor.
         start: the run's first element, counted in the flattened tensor.
+        kernels: the compiled loops, where they are to be used.
     """
     total = done = 0
     for shape, offsets in _boxes(global_shape, start, len(data) // item_bytes):
         num_bytes = math.prod(shape) * item_bytes
-        total += fingerprint(data[done : done + num_bytes], item_bytes, shape, offsets)
+        total += fingerprint(data[done : done + num_bytes], item_bytes, shape, offsets, kernels)
         done += num_bytes
     return total % MODULUS
 

@@ -35,6 +35,8 @@ class WriteSettings:
     """What it leaves free on the file system, for others."""
     on_quota: str = "retire"
     """``retire`` deletes the oldest shards but the first, ``stop`` drops new rows."""
+    native: bool = True
+    """Whether to use the compiled loops, where they were built; turn it off to find out whether they are at fault."""
     direct_io: str = "auto"
     """``auto`` writes past the page cache where the file system can, ``off`` never does."""
     close_deadline_s: float = 5.0

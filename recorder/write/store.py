@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import native
 from ..config import Schedule
 from ..errors import WriteError
 from ..format.codec import Encoder
@@ -248,7 +249,7 @@ class Store:
             self._count_earlier(quota, find_earlier(directory, place.attempt))
         memory = PageMemory(max_payload_bytes(settings.batch_bytes) + _LIGHT_BYTES)
 
-        encoder = Encoder(settings.codec, settings.codec_level)
+        encoder = Encoder(settings.codec, settings.codec_level, native.load(settings.native))
 
         def lane(kind: str, compression: str | None, *, has_index: bool) -> Lane:
             max_batch_bytes = quota.max_shard_bytes(kind) // _BATCHES_PER_SHARD
