@@ -140,6 +140,12 @@ class _Chunk(NamedTuple):
     nonfinite_b: int
 
 
+def _dot(one: Array, two: Array) -> float:
+    """The product of two vectors, of its real part. Not that of a BLAS, whose bits depend on how many threads it has."""
+    products = one * two if one.dtype.kind != "c" else one.real * two.real + one.imag * two.imag
+    return float(np.add.reduce(products))
+
+
 def _compare(a: Array, b: Array, bits: int | None, tolerance: Tolerance) -> _Chunk:
     wide_a, wide_b = _wide(a), _wide(b)
     if wide_a.dtype != wide_b.dtype:
@@ -153,9 +159,7 @@ def _compare(a: Array, b: Array, bits: int | None, tolerance: Tolerance) -> _Chu
         num_alone = int(np.count_nonzero(~both & ~is_equal))
         a, b, wide_a, wide_b, is_equal = a[both], b[both], wide_a[both], wide_b[both], is_equal[both]
     with np.errstate(all="ignore"):
-        products = tuple(
-            float(np.vdot(one, two).real) for one, two in ((wide_a, wide_b), (wide_a, wide_a), (wide_b, wide_b))
-        )
+        products = tuple(_dot(one, two) for one, two in ((wide_a, wide_b), (wide_a, wide_a), (wide_b, wide_b)))
     if is_equal.all():
         magnitude = float(np.abs(wide_a).max(initial=0.0))
         return _Chunk(num_alone, magnitude, 0.0, 0.0, 0.0, 0, products, nonfinite_a, nonfinite_b)
@@ -166,7 +170,7 @@ def _compare(a: Array, b: Array, bits: int | None, tolerance: Tolerance) -> _Chu
         apart = np.abs(np.subtract(wide_b, wide_a, out=wide_b))
         apart[large] = [float(distance) for distance, _ in exact]
         relative = np.divide(apart, scale, out=np.zeros_like(apart), where=scale > 0)
-        l2_apart = math.sqrt(float(np.dot(apart, apart)))
+        l2_apart = math.sqrt(_dot(apart, apart))
     steps = None if bits is None else _steps(a, b, bits)
     is_outside = ~is_equal
     if not tolerance.is_exact:

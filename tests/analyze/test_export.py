@@ -233,7 +233,7 @@ def test_parquet_of_the_global_view(run: recorder.Run, tmp_path: Path) -> None:
 
 
 def test_parquet_with_values_can_be_decoded(run: recorder.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export_module, "_BYTES_A_GROUP", 60)
+    monkeypatch.setattr("recorder.analyze.tensors.BATCH_BYTES", 60)
     path = export(run, tmp_path / "out.parquet", payload=True).path
     assert pq.ParquetFile(path).num_row_groups > 3
     rows = pq.read_table(path).to_pylist()

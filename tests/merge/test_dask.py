@@ -1,0 +1,279 @@
+"""The same commands by the workers of a Dask cluster, real processes that may die: equal to the last byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recorder.cluster import open_cluster
+from recorder.errors import WriteError
+from recorder.merge.merge import merge_run
+from recorder.read.run import open_run
+from tests.cli.conftest import Cli, cli
+from tests.merge.clusters import PATIENCE_S, Workers, started_cluster, wait_for
+from tests.merge.support import add_steps, assert_is_merge, make_small_run, roots, units
+from tests.read.handmade import HandmadeWriter
+
+__all__ = ["cli"]
+
+_OF_A_MERGE = ("created_ns", "closed_ns", "started_ns", "pid", "host", "process", "checksum", "crc32c")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    with started_cluster(tmp_path_factory.mktemp("cluster")) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work is cut by the process that hands it out: units of a step, pieces of one or two."""
+    monkeypatch.setattr("recorder.merge.plan.UNIT_BYTES", 300)
+    monkeypatch.setattr("recorder.analyze.pieces.MAX_ROWS", 20)
+    monkeypatch.setattr("recorder.analyze.tensors.BATCH_BYTES", 200)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_small_run(tmp_path / "run", steps=6)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """The same training, but for a rank that goes astray at step 3, and two steps more."""
+    path = make_small_run(tmp_path / "other", steps=3)
+    for rank in (0, 1):
+        writer = HandmadeWriter(path, rank, "20260102-000000-host-2")
+        add_steps(writer, [3, 4, 5, 6, 7])
+        writer.finish(roots=roots(), attempt=1, started_ns=1_800_000_000_000_000_000)
+    return path
+
+
+def content(folder: Path) -> dict[str, Any]:
+    """Every file of a directory; of manifests without what says when and where they were written."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.suffix == ".json":
+            said = json.loads(path.read_text())
+            found[str(path.relative_to(folder))] = {k: v for k, v in said.items() if k not in _OF_A_MERGE}
+        elif path.is_file():
+            found[str(path.relative_to(folder))] = path.read_bytes()
+    return found
+
+
+def test_a_merge_is_the_same_to_the_last_byte(cli: Cli, cluster: Workers, run: Path, tmp_path: Path) -> None:
+    assert cli("merge", run, "-o", tmp_path / "here", "--jobs", 1).exit_code == 0
+    there = cli("merge", run, "-o", tmp_path / "there", "--scheduler", cluster.address)
+    assert (there.exit_code, there.err) == (0, "")
+    assert len(units(tmp_path / "there")) == 6
+    assert content(tmp_path / "here") == content(tmp_path / "there")
+    assert_is_merge(tmp_path / "there", run)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "stats RUN --last 0",
+        "stats RUN --by step,site",
+        "stats OTHER --by module",
+        "stats RUN --global",
+        "stats RUN --global --by module",
+        "diff RUN OTHER",
+        "diff RUN OTHER --noise TWIN",
+    ],
+)
+def test_questions_have_the_same_answer(
+    cli: Cli, cluster: Workers, run: Path, other: Path, tmp_path: Path, command: str
+) -> None:
+    paths = {"RUN": run, "OTHER": other, "TWIN": tmp_path / "twin"}
+    if "TWIN" in command:
+        make_small_run(paths["TWIN"], steps=6, per_shard=3)
+    words = [paths.get(word, word) for word in command.split()]
+    here = cli(*words, "--json")
+    assert here.exit_code == (1 if words[0] == "diff" else 0)
+    assert cli(*words, "--json", "--scheduler", cluster.address) == here
+    assert json.loads(here.out)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["o.npz", "o.safetensors --global", "o.parquet", "o.parquet --global", "o.parquet --global --payload"],
+)
+def test_exported_files_are_the_same(cli: Cli, cluster: Workers, run: Path, tmp_path: Path, command: str) -> None:
+    name, *options = command.split()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    assert cli("export", run, "-o", tmp_path / "here" / name, *options).exit_code == 0
+    there = cli("export", run, "-o", tmp_path / "there" / name, *options, "--scheduler", cluster.address)
+    assert (there.exit_code, there.err) == (0, "")
+    assert (tmp_path / "here" / name).read_bytes() == (tmp_path / "there" / name).read_bytes()
+
+
+def test_warnings_of_workers_reach_who_asked(cli: Cli, cluster: Workers, run: Path, tmp_path: Path) -> None:
+    """Damage in a column that only the workers read."""
+    shard = next((run / "rank=00000").rglob("*.arrow"))
+    for index in run.rglob("*.index*"):
+        index.unlink()
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    shard.write_bytes(data)
+    here = cli("stats", run, "--global", "--by", "site", "--json")
+    there = cli("stats", run, "--global", "--by", "site", "--json", "--scheduler", cluster.address)
+    assert (there.exit_code, there.out) == (here.exit_code, here.out)
+    assert set(there.err.splitlines()) == set(here.err.splitlines())
+
+
+def test_what_is_still_recorded_is_looked_at_here(cli: Cli, cluster: Workers, run: Path, monkeypatch: Any) -> None:
+    """A worker finds another run than this process had opened."""
+    here = cli("stats", run, "--json")
+    monkeypatch.setattr("recorder.read.again.digest", lambda run: "other")
+    assert cli("stats", run, "--json", "--scheduler", cluster.address) == here
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"pyarrow": "1.0"}, ", and here is 1.0; install the same there"),
+        ({"python": "3.99"}, "has python 3.11, and here is 3.99; install the same there"),
+        ({"unknown-package": "2"}, "has no unknown-package; install there what is here, unknown-package 2"),
+    ],
+)
+def test_workers_of_other_versions_are_refused(
+    cli: Cli, cluster: Workers, run: Path, monkeypatch: pytest.MonkeyPatch, found: dict[str, str], said: str
+) -> None:
+    monkeypatch.setattr("recorder.cluster._versions", lambda: found)
+    monkeypatch.setattr("recorder.cluster._PACKAGES", ("pyarrow", "unknown-package"))
+    result = cli("stats", run, "--scheduler", cluster.address)
+    assert (result.exit_code, result.out) == (2, "")
+    assert said in result.err and result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("which", "said"), [("run", "does not see the run"), ("out", "does not see the output")])
+def test_a_worker_that_sees_other_files_is_named(
+    cli: Cli, cluster: Workers, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str, said: str
+) -> None:
+    """Under this path every process has the folder that it works in."""
+    monkeypatch.chdir(tmp_path)
+    mine = Path("/proc/self/cwd")
+    paths = {"run": run, "out": tmp_path / "out"} | {which: mine / which}
+    result = cli("merge", paths["run"], "-o", paths["out"], "--scheduler", cluster.address)
+    assert (result.exit_code, result.out) == (2, "")
+    assert "worker tcp://127.0.0.1:" in result.err and said in result.err and result.err.count("\n") == 1
+
+
+def test_no_scheduler_is_said(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recorder.cluster._CONNECT_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    result = cli("stats", run, "--scheduler", f"tcp://127.0.0.1:{port}")
+    assert result.exit_code == 2
+    assert result.err.startswith(f"recorder: tcp://127.0.0.1:{port}: no Dask scheduler answers there within 1 s")
+    assert result.err.count("\n") == 1
+
+
+def test_what_is_no_address_is_said(cli: Cli, run: Path) -> None:
+    result = cli("stats", run, "--scheduler", "nonsense://here")
+    assert result.exit_code == 2
+    assert result.err.startswith("recorder: nonsense://here: is no address of a scheduler")
+    assert result.err.count("\n") == 1
+
+
+def test_without_dask_it_is_said_how_to_get_it(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recorder.cluster.find_spec", lambda name: None)
+    result = cli("stats", run, "--scheduler", "tcp://127.0.0.1:1")
+    assert result.exit_code == 2
+    assert "pip install 'recorder[dask]'" in result.err
+
+
+@pytest.mark.parametrize("options", [["--jobs", 2], ["--to", "dcp"]])
+def test_options_that_would_change_nothing_are_refused(cli: Cli, run: Path, tmp_path: Path, options: list[Any]) -> None:
+    result = cli("merge", run, "-o", tmp_path / "out", "--scheduler", "tcp://127.0.0.1:1", *options)
+    assert result.exit_code == 2
+    assert f"{'--jobs' if '--jobs' in options else '--scheduler'}: not " in result.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_scheduler_without_workers_is_said(
+    cli: Cli, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recorder.cluster._WORKERS_S", 1.0)
+    with started_cluster(tmp_path / "cluster", 0) as cluster:
+        result = cli("stats", run, "--scheduler", cluster.address)
+    assert result.exit_code == 2
+    assert "the scheduler has no workers after 1 s; start some with `dask worker tcp://" in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_units_of_a_killed_worker_are_made_by_another(run: Path, tmp_path: Path) -> None:
+    merge_run(open_run(run), tmp_path / "here")
+    with started_cluster(tmp_path / "cluster", is_slow=True) as cluster, open_cluster(cluster.address) as opened:
+        first = cluster.workers[0]
+
+        def kill() -> None:
+            wait_for(lambda: any(cluster.marks.glob(f"{first.pid}-*")), "a unit of the first worker")
+            first.send_signal(signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        try:
+            options: dict[str, Any] = {"num_workers": 2, "helps": False, "check_folder": opened.check_folder}
+            merge_run(open_run(run), tmp_path / "there", executor=opened.executor, **options)
+        finally:
+            killer.join(PATIENCE_S)
+        assert first.wait(PATIENCE_S) == -signal.SIGKILL
+    assert content(tmp_path / "here") == content(tmp_path / "there")
+    assert_is_merge(tmp_path / "there", run)
+
+
+def test_a_lost_scheduler_ends_a_merge_that_can_go_on_later(run: Path, tmp_path: Path) -> None:
+    with started_cluster(tmp_path / "cluster", 1, is_slow=True) as cluster, open_cluster(cluster.address) as opened:
+
+        def kill() -> None:
+            wait_for(lambda: len(list(cluster.marks.iterdir())) > 2, "a unit of the first worker")
+            cluster.scheduler.send_signal(signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        try:
+            with pytest.raises(WriteError, match=r"scheduler of the Dask cluster is gone.*what is finished is kept"):
+                merge_run(open_run(run), tmp_path / "out", executor=opened.executor, helps=False)
+        finally:
+            killer.join(PATIENCE_S)
+    assert not (tmp_path / "out" / "_run.json").exists()
+    report = merge_run(open_run(run), tmp_path / "out")
+    assert report.num_kept_units >= 1
+    assert_is_merge(tmp_path / "out", run)
+
+
+def test_an_interrupt_leaves_nothing_half_written(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    program = (
+        "import sys, recorder.merge.plan; recorder.merge.plan.UNIT_BYTES = 300\n"
+        "from recorder.cli.app import run_command; run_command(sys.argv[1:])"
+    )
+    with started_cluster(tmp_path / "cluster", 1, is_slow=True) as cluster:
+        command = [sys.executable, "-c", program, "merge", str(run), "-o", str(out), "--scheduler", cluster.address]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=os.getcwd())
+        try:
+            wait_for(lambda: len(list(cluster.marks.iterdir())) > 1, "a second unit")
+            process.send_signal(signal.SIGINT)
+            said, _ = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+        assert process.returncode not in (0, 2)
+        assert b"Traceback" not in said
+        assert not (out / "_run.json").exists()
+        left = [path.name for path in (out / "_merging").iterdir()]
+        assert left and all(name.startswith("steps") for name in left)
+    merge_run(open_run(run), out)
+    assert_is_merge(out, run)
