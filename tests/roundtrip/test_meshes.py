@@ -12,13 +12,13 @@ from tests.read.meshes import finger
 
 from .meshes import LAYOUTS, SITES, compare, train, with_layouts
 
-QUICK = ("tp x ddp", "sp x fsdp1", "cp", "pp x fsdp2", "pp x tp")
+QUICK = ("tp x ddp", "sp x fsdp1", "pp x tp")
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "layouts"),
     [
-        pytest.param(4, QUICK, id="4 ranks, five layouts"),
+        pytest.param(4, QUICK, id="4 ranks, three layouts"),
         *(pytest.param(num, layouts, id=f"{num} ranks", marks=pytest.mark.slow) for num, layouts in LAYOUTS.items()),
     ],
 )
