@@ -152,7 +152,7 @@ def test_an_endpoint_that_is_none_is_refused(
 def test_a_store_that_goes_is_no_damage_of_the_run(
     store: StoreServer, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Access is withdrawn once the run is open: that is no finding of the run."""
+    monkeypatch.setattr("recorder.read.s3._SILENCE_TIMEOUT_S", 1)
     run = recorder.open_run(f"s3://{BUCKET}/{key}")
 
     def refuse(kind: str, path: str) -> None:
