@@ -5,6 +5,7 @@ Must never write, never wait without an end, and never show what a store or the 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections import deque
@@ -26,6 +27,8 @@ from ..errors import CorruptError, NotARunError, StoreError
 from ..format.rundir import MAX_MANIFEST_BYTES, RUN_MANIFEST, parse_json
 from .files import check_range
 from .places import Found, Item, S3Path, Seen
+
+logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 5
 _SILENCE_TIMEOUT_S = 5
@@ -344,15 +347,20 @@ def _connect() -> Any:
         if url.scheme not in ("http", "https") or not url.hostname or "@" in url.netloc:
             raise StoreError("AWS_ENDPOINT_URL: expected http://HOST:PORT or https://HOST:PORT, without a user")
         options |= {"scheme": url.scheme, "endpoint_override": url.netloc + url.path.rstrip("/")}
-    if bundle := os.environ.get("AWS_CA_BUNDLE"):
-        options["tls_ca_file_path"] = bundle
+    options |= {
+        "connect_timeout": _CONNECT_TIMEOUT_S,
+        "request_timeout": _SILENCE_TIMEOUT_S,
+        "retry_strategy": AwsStandardS3RetryStrategy(max_attempts=_NUM_TRIES),
+    }
     try:
-        return S3FileSystem(
-            connect_timeout=_CONNECT_TIMEOUT_S,
-            request_timeout=_SILENCE_TIMEOUT_S,
-            retry_strategy=AwsStandardS3RetryStrategy(max_attempts=_NUM_TRIES),
-            **options,
-        )
+        if bundle := os.environ.get("AWS_CA_BUNDLE"):
+            try:
+                return S3FileSystem(tls_ca_file_path=bundle, **options)
+            except TypeError:
+                logger.warning(
+                    "AWS_CA_BUNDLE: pyarrow %s does not know it and takes the system's; upgrade it", pa.__version__
+                )
+        return S3FileSystem(**options)
     except (OSError, ValueError) as error:
         raise StoreError(f"s3://: no client can be made for the endpoint ({type(error).__name__})") from None
 
@@ -412,6 +420,8 @@ def _refuse(error: OSError, path: S3Path) -> NoReturn:
         code = text.partition("ExceptionName: ")[2].partition(" ")[0].upper()
     if code == "NO_SUCH_BUCKET":
         raise StoreError(f"{what}: no such bucket in the store at {where}") from None
+    if code == "RESOURCE_NOT_FOUND":
+        raise StoreError(f"{what}: no such bucket at {where}, or that is no S3 store") from None
     if code in _CREDENTIALS or status in ("401", "403"):
         reason = _CREDENTIALS.get(code, "access is denied")
         if not _has_credentials():
