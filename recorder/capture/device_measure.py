@@ -130,9 +130,11 @@ def _statistics(values: torch.Tensor) -> list[torch.Tensor]:
     num_nonzero = (wide != 0).sum(dtype=torch.float64)
     finite = torch.isfinite(wide)
     num_nan, num_finite = torch.isnan(wide).sum(dtype=torch.float64), finite.sum(dtype=torch.float64)
-    low, high = torch.where(finite, wide, math.inf).amin(), torch.where(finite, wide, -math.inf).amax()
-    total = torch.where(finite, wide, 0.0).sum()
-    away = torch.where(finite, wide - total / num_finite, 0.0)  # not in place: `wide` of a float64 is the value itself
+    # Not `torch.where`: it brings a number to the device by a copy, and waits for it.
+    others = finite.logical_not_()
+    low, high = wide.masked_fill(others, math.inf).amin(), wide.masked_fill(others, -math.inf).amax()
+    total = wide.masked_fill(others, 0.0).sum()
+    away = (wide - total / num_finite).masked_fill_(others, 0.0)  # `wide` of a float64 is the value itself
     deviations = away.mul_(away).sum()
     found = (num_nonzero, num_nan, num_finite, low, high, total, deviations)
     return [number.view(torch.int64) for number in found]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -62,9 +62,13 @@ class CudaDevice(Device):
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._driver = ctypes.CDLL("libcuda.so.1")  # loaded already: CUDA works through it
-        self._driver.cuMemHostRegister_v2.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
-        self._driver.cuMemHostUnregister.argtypes = (ctypes.c_void_p,)
+        self._driver = driver = ctypes.CDLL("libcuda.so.1")  # loaded already: CUDA works through it
+        driver.cuMemHostRegister_v2.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+        driver.cuMemHostUnregister.argtypes = (ctypes.c_void_p,)
+        driver.cuCtxPushCurrent_v2.argtypes = (ctypes.c_void_p,)
+        device, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._call("cuDeviceGet", ctypes.byref(device), index)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)  # torch's own, kept as long
 
     def is_capturing(self) -> bool:
         if torch.cuda.is_current_stream_capturing():
@@ -109,22 +113,37 @@ class CudaDevice(Device):
     def pin(self, address: int, num_bytes: int) -> bool:
         # Not by torch.cuda.cudart(): where that refuses, its error stays behind and the next kernel of training is
         # blamed for it. The driver keeps none.
-        with self._beside_captures(), torch.cuda.device(self._index):
-            return cast("int", self._driver.cuMemHostRegister_v2(address, num_bytes, _PORTABLE)) == 0
+        with self._beside_captures():
+            return int(self._driver.cuMemHostRegister_v2(address, num_bytes, _PORTABLE)) == 0
 
     def unpin(self, address: int) -> None:
-        with self._beside_captures(), torch.cuda.device(self._index):
-            self._driver.cuMemHostUnregister(address)
+        with self._beside_captures():
+            self._call("cuMemHostUnregister", address)
 
     @contextmanager
     def _beside_captures(self) -> Iterator[None]:
-        """Let this thread ask while another captures a graph, whose capture the question would spoil otherwise."""
-        mode = ctypes.c_int(_RELAXED)
-        self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        """Let this thread ask while another captures a graph, whose capture the question would spoil otherwise.
+
+        A thread that never used the device has no context, without which the driver refuses.
+
+        Raises:
+            RuntimeError: the driver refuses; then nothing may be asked.
+        """
+        mode, popped = ctypes.c_int(_RELAXED), ctypes.c_void_p()
+        self._call("cuCtxPushCurrent_v2", self._context)
         try:
-            yield
+            self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+            try:
+                yield
+            finally:
+                self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
         finally:
-            self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(popped))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._driver, name)(*arguments)
+        if code:
+            raise RuntimeError(f"{name} of the CUDA driver returned {code}")
 
 
 @contextmanager

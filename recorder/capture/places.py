@@ -119,7 +119,7 @@ def without_masked(tensor: Any, local: torch.Tensor) -> torch.Tensor | None:
     """
     masks = [p.mask_buffer for p in getattr(tensor, "placements", ()) if type(p).__name__ == "_MaskPartial"]
     masks = [mask for mask in masks if mask.data is not None]
-    if not masks:
+    if not masks or (local.is_cuda and torch.cuda.is_current_stream_capturing()):  # what is launched joins the graph
         return None
     with torch.no_grad():
         copied = local.detach().clone()

@@ -281,8 +281,10 @@ class _Lane:
         under_way = self._under_way
         while under_way and under_way[0].is_over:
             under_way.popleft()
-        for arrival in list(under_way)[:2] if len(under_way) > _MANY else ():
-            arrival.poll()
+        if len(under_way) > _MANY:
+            with contextlib.suppress(IndexError):  # others pop, too
+                under_way[0].poll()
+                under_way[1].poll()
 
     def settle(self) -> None:
         """Look which copies are over: the oldest, for they end about in order. Never while a graph is captured."""

@@ -8,6 +8,7 @@
     python -m tests.bench taps --help          what taps in a compiled graph cost
     python -m tests.bench scale --help         what reading large runs costs
     python -m tests.bench storage --help       what recording asks of a file system
+    python -m tests.bench gpu --help           what recording costs on a GPU
 
 Every leaf module's output and every parameter's gradient at every step. Each round runs every recorder once, in an
 order that moves on from round to round; a ratio is that of the median step times of one round, so that slow changes of

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recorder.capture import device_measure
 from recorder.capture.device_measure import DeviceMeasure, can_measure
@@ -155,3 +156,29 @@ def test_the_weights_are_made_once_for_a_shape() -> None:
     kept = {group: found.data_ptr() for group, found in weights.items()}
     assert kept and torch.equal(plan.launch(tensor, weights), first)
     assert {group: found.data_ptr() for group, found in weights.items()} == kept
+
+
+class Calls(TorchDispatchMode):
+    """Notes which kernels are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func.overloadpacket).removeprefix("aten."))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.int64], ids=str)
+def test_no_kernel_is_used_that_waits_for_a_gpu(dtype: torch.dtype) -> None:
+    """`where` with a number, `item`, `nonzero` and copies from the host do; a new kernel is to be looked at first."""
+    plan, tensor = DeviceMeasure(dtype, (300, 700), BOTH), values(dtype, (300, 700))
+    with Calls() as calls:
+        plan.launch(tensor, {})
+    assert "amin" in calls.names
+    assert calls.names <= {
+        *("view", "reshape", "_unsafe_view", "alias", "slice", "detach", "unsqueeze", "stack", "cat", "zeros", "ones"),
+        *("_to_copy", "ne", "eq", "abs", "sum", "isnan", "logical_not_", "masked_fill", "masked_fill_", "amin", "amax"),
+        *("sub", "div", "mul", "mul_", "clone", "bitwise_and"),
+    }
