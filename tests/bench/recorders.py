@@ -6,18 +6,31 @@ before the optimizer's update. Nothing here may import `recorder`: its own runs 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 See = Callable[[str, Tensor], None]
-EndStep = Callable[[int], None]
 
 
-def no_end(_step: int) -> None:
-    """What is called after each step where nothing is left to do."""
+class Installed(NamedTuple):
+    """A recorder in place."""
+
+    model: Any
+    """What the training calls instead of its model; for most it is the model."""
+    end_step: Callable[[int], None] = lambda _step: None
+    """Called after each step."""
+    close: Callable[[], None] = lambda: None
+    """Called after the last: waits for what is not written yet."""
+
+
+def leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules without children, with their paths."""
+    return ((path, module) for path, module in model.named_modules() if next(module.children(), None) is None)
 
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer, see: See) -> None:
@@ -26,10 +39,13 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer, see: See) -> None
     def forward_hook(name: str) -> Callable[[nn.Module, object, Tensor], None]:
         return lambda _module, _args, output: see(name, output)
 
-    for path, module in model.named_modules():
-        if next(module.children(), None) is None:
-            module.register_forward_hook(forward_hook(f"{path}.output"))
+    for path, module in leaves(model):
+        module.register_forward_hook(forward_hook(f"{path}.output"))
+    attach_gradients(model, optimizer, see)
 
+
+def attach_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, see: See) -> None:
+    """Call `see` with a name and each parameter's gradient, just before the update."""
     parameters = [(f"{path}.grad", parameter) for path, parameter in model.named_parameters()]
 
     def before_update(*_: object) -> None:
@@ -46,10 +62,19 @@ class Counter:
     def __init__(self) -> None:
         self.num_tensors = 0
         self.num_bytes = 0
+        self._sample: list[np.ndarray[Any, Any]] = []
+        self._sample_bytes = 0
 
     def see(self, _name: str, tensor: Tensor) -> None:
         self.num_tensors += 1
         self.num_bytes += tensor.nbytes
+        if self._sample_bytes < 64 << 20:
+            self._sample.append(tensor.detach().numpy().reshape(-1).copy())
+            self._sample_bytes += tensor.nbytes
+
+    def save_sample(self, path: Path) -> None:
+        """The first 64 MiB of values, for what is measured of the machine."""
+        np.save(path, np.concatenate(self._sample))
 
 
 class Pool:
@@ -73,9 +98,7 @@ class Pool:
 class FilePerStep:
     """Clones in the hooks and writes one file when the step is over, as most hand-written recorders do."""
 
-    def __init__(self, directory: Path, suffix: str, save: Callable[[dict[str, Tensor], Path], None]) -> None:
-        self.directory = directory
-        self.suffix = suffix
+    def __init__(self, save: Callable[[dict[str, Tensor], int], None]) -> None:
         self.save = save
         self.tensors: dict[str, Tensor] = {}
 
@@ -83,28 +106,69 @@ class FilePerStep:
         self.tensors[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
 
     def end_step(self, step: int) -> None:
-        self.save(self.tensors, self.directory / f"step-{step:06d}.{self.suffix}")
-        self.tensors.clear()
+        self.save(self.tensors, step)
+        self.tensors = {}
 
 
-def install(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> EndStep:
-    """Put the recorder of that name in place; returns what to call after each step."""
+class AsyncSave:
+    """torch.distributed.checkpoint's `async_save` of each step; waits for the step before, or they would pile up."""
+
+    def __init__(self, directory: Path, kind: str) -> None:
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        self.directory = directory
+        self.options: dict[str, Any] = {"no_dist": True}
+        if kind == "process":
+            if not torch.distributed.is_initialized():  # it asks for a process group, of one rank too
+                torch.distributed.init_process_group("gloo", f"file://{directory}.store", rank=0, world_size=1)
+            self.options = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS}
+        elif kind == "staged":
+            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+            options = StagingOptions(
+                use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+            )
+            self.options["async_stager"] = DefaultStager(options)
+        self.pending: Any = None
+
+    def save(self, tensors: dict[str, Tensor], step: int) -> None:
+        from torch.distributed.checkpoint.state_dict_saver import async_save
+
+        self.close()
+        made = async_save(tensors, checkpoint_id=self.directory / f"step-{step:06d}", **self.options)
+        self.pending = getattr(made, "upload_completion", made)
+
+    def close(self) -> None:
+        if self.pending is not None:
+            self.pending.result()
+            self.pending = None
+
+
+def install(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> Installed:
+    """Put the recorder of that name in place."""
+    installed = Installed(model)
     if name == "none":
-        return no_end
+        return installed
     if name == "hooks":
         attach(model, optimizer, lambda _name, _tensor: None)
-        return no_end
+        return installed
     if name == "pool":
         pool = Pool()
         attach(model, optimizer, pool.see)
-        return pool.end_step
+        return installed._replace(end_step=pool.end_step)
     if name == "torch.save":
-        files = FilePerStep(directory, "pt", lambda tensors, path: torch.save(tensors, path))
+        files = FilePerStep(lambda tensors, step: torch.save(tensors, directory / f"step-{step:06d}.pt"))
     elif name == "safetensors":
         from safetensors.torch import save_file
 
-        files = FilePerStep(directory, "safetensors", lambda tensors, path: save_file(tensors, path))
+        files = FilePerStep(lambda tensors, step: save_file(tensors, directory / f"step-{step:06d}.safetensors"))
+    elif name.startswith("async_save"):
+        saver = AsyncSave(directory, name.partition(" ")[2])
+        files = FilePerStep(saver.save)
+        installed = installed._replace(close=saver.close)
     else:
-        raise ValueError(f"no recorder is called {name!r}")
+        from . import peers
+
+        return peers.PEERS[name].install(model, optimizer, directory)
     attach(model, optimizer, files.see)
-    return files.end_step
+    return installed._replace(end_step=files.end_step)

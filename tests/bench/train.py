@@ -1,4 +1,4 @@
-"""One measured process: the demo's training on one rank, under the recorder that is asked for. Prints one line of JSON.
+"""One measured process: a workload under the recorder that is asked for. Prints one line of JSON.
 
 Each step is timed inside the process, so that start-up, imports and the reading of the text enter no figure.
 """
@@ -6,71 +6,77 @@ Each step is timed inside the process, so that start-up, imports and the reading
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import resource
+import os
 import time
 from pathlib import Path
-from types import ModuleType
 
-import torch
+import numpy as np
+import torch.distributed as dist
+from crc32c import crc32c
+from torch import nn
 
-from tests.bench import recorders
-
-DEMO = Path(__file__).parents[2] / "scripts" / "demo_train.py"
-
-
-def load_demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo_train", DEMO)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from . import recorders, workloads
+from .stopwatch import THREADS, Stopwatch
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("recorder")
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--workload", required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--warmup", type=int, required=True)
     args = parser.parse_args()
 
-    demo = load_demo()
-    torch.manual_seed(1234)
-    model = demo.GPT()
-    optimizer = demo.make_optimizer(model)
-    batches = demo.batches(demo.load_text(max_bytes=2 << 20), seed=0)
+    rank = int(os.environ.get("RANK", "0"))
+    work = workloads.make(args.workload)
     counter = recorders.Counter()
-    end_step: recorders.EndStep = recorders.no_end
     if args.recorder == "count":
-        recorders.attach(model, optimizer, counter.see)
+        recorders.attach(work.model, work.optimizer, counter.see)
+        installed = recorders.Installed(work.model)
     else:
-        end_step = recorders.install(args.recorder, model, optimizer, args.directory)
+        directory = args.directory / f"rank-{rank}"  # of recorders that know nothing of ranks
+        directory.mkdir()
+        installed = recorders.install(args.recorder, work.model, work.optimizer, directory)
 
     step_s: list[float] = []
-    cpu_s = 0.0
-    loss = float("nan")
+    losses: list[float] = []
+    watch = Stopwatch()
     for step in range(args.steps):
         if step == args.warmup:
-            usage = resource.getrusage(resource.RUSAGE_SELF)
-            cpu_s = -(usage.ru_utime + usage.ru_stime)
-        inputs, targets = next(batches)
+            watch = Stopwatch()
+        inputs, targets = next(work.batches)
         started = time.perf_counter()
-        loss = demo.train_step(model, optimizer, inputs, targets)
-        end_step(step)
+        losses.append(work.train_step(installed.model, work.optimizer, inputs, targets))
+        installed.end_step(step)
         step_s.append(time.perf_counter() - started)
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    cpu_s += usage.ru_utime + usage.ru_stime
+    lap, end_s, end_cpu_s = watch.lap(), time.time(), time.process_time()
+    installed.close()
+    num_counted = args.steps - args.warmup
+    if args.recorder == "count" and rank == 0:
+        counter.save_sample(args.directory / "sample.npy")
     result = {
         "step_s": step_s,
-        "cpu_s_per_step": cpu_s / (args.steps - args.warmup),
-        "loss": loss,
-        "num_tensors": counter.num_tensors,
-        "num_bytes": counter.num_bytes,
-        "end_s": time.time(),
+        "cpu_s": {name: lap.cpu_s[name] / num_counted for name in THREADS},
+        "digest": digest(work.model, losses),
+        "num_tensors": counter.num_tensors / args.steps,
+        "num_bytes": counter.num_bytes / args.steps,
+        "end_s": end_s,
+        "end_cpu_s": end_cpu_s,
     }
     print(json.dumps(result), flush=True)
+    if dist.is_initialized():
+        del work, installed  # DDP that outlives its process group can block the end of the process
+        dist.destroy_process_group()
+
+
+def digest(model: nn.Module, losses: list[float]) -> str:
+    """Of every loss and every parameter, to the last bit."""
+    crc = crc32c(np.array(losses).tobytes())
+    for parameter in model.parameters():
+        crc = crc32c(parameter.detach().numpy().data, crc)
+    return f"{crc:08x}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,187 @@
+"""What reading costs: opening, one tensor, listing and statistics of a million rows, and `verify` against the checksum.
+
+    python -m tests.bench read                       1 GB of tensors, 1,000,000 rows of statistics
+    python -m tests.bench read --gb 10 --rows 100000
+
+The runs are written by the real writer. `verify` and the checksum alone over the same files take turns, the best of
+three each, so that a slow minute of the machine strikes both. Files come from the page cache where they fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from crc32c import crc32c
+
+from recorder.capture.measure import measure
+from recorder.read.run import open_run
+from recorder.read.verify import verify
+from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR
+from recorder.write.writer import RunPlace, Writer, WriteSettings
+from tests.fakes import fake_staged
+
+from .merge import run_manifest, writer_manifest
+from .processes import ROOT, clean_env, progress
+from .stopwatch import Stopwatch
+
+NUM_MODULES = 100
+
+
+def write_run(run: Path, num_rows: int, values_of_row: np.ndarray[Any, Any], keep: int) -> None:
+    """A run of one rank: each module once a step."""
+    observed = 0
+    place = RunPlace(run_dir=run, run_manifest=run_manifest(1), rank=0, attempt=0)
+    writer = Writer(
+        settings=WriteSettings(min_free_bytes=0, max_bytes=1 << 50, direct_io="off", codec="none"),
+        measure=measure,
+        observed=lambda: observed,
+        resolve_dir=lambda: place,
+        poll=lambda: None,
+    )
+    writer.set_manifest(writer_manifest(0, 1))
+    writer.start()
+    paths = [f"layers.{module}" for module in range(NUM_MODULES)]
+    per_drain = max(1, (256 << 20) // max(values_of_row.nbytes, 16 << 10))
+    for row in range(num_rows):
+        step, module = divmod(row, NUM_MODULES)
+        values_of_row[0] = row
+        writer.put(fake_staged(values_of_row, seq=row, module_path=paths[module], step=step, keep=keep))
+        observed += 1
+        if observed % per_drain == 0:
+            progress(f"read: {observed:,} of {num_rows:,} rows written")
+            while writer.stats().queue_length > per_drain // 8:
+                writer.drain(600.0)
+    assert writer.close(600.0).is_complete
+
+
+def seconds(work: Callable[[], object]) -> float:
+    watch = Stopwatch()
+    work()
+    return watch.lap().wall_s
+
+
+def checksum(run: Path) -> int:
+    """Read every byte of a run once; how many there are."""
+    num_bytes = 0
+    for path in run.rglob("*"):
+        if path.is_file() and path.stat().st_size:
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                crc32c(content)
+                num_bytes += len(content)
+    return num_bytes
+
+
+def of_tensors(folder: Path, gb: float, tensor_bytes: int) -> dict[str, float]:
+    """The figures of a run of tensors."""
+    run_dir = folder / "tensors"
+    num_rows = max(NUM_MODULES, int(gb * 1e9) // tensor_bytes)
+    values = np.random.default_rng(0).standard_normal(tensor_bytes // 4, np.float32)
+    write_run(run_dir, num_rows, values, KEEP_TENSOR | KEEP_STATS | KEEP_FINGERPRINT)
+    opened = Stopwatch()
+    run = open_run(run_dir)
+    first_row = int(run["layers.0"].array(site="output", step=0, rank=0)[0])
+    assert first_row == 0, first_row
+    found = {"open_and_first_s": opened.lap().wall_s, "tensors": float(num_rows)}
+    times = []
+    for row in np.random.default_rng(1).integers(0, num_rows, 50).tolist():
+        step, module = divmod(row, NUM_MODULES)
+        watch = Stopwatch()
+        array = run[f"layers.{module}"].array(site="output", step=step, rank=0)
+        times.append(watch.lap().wall_s)
+        assert array[0] == np.float32(row) and len(array) == len(values)
+    found |= {"tensor_ms": statistics.median(times) * 1e3, "tensor_max_ms": max(times) * 1e3}
+    num_bytes = checksum(run_dir)
+    crc_s, verify_s = [], []
+    for _ in range(3):
+        progress("read: verify")
+        crc_s.append(seconds(lambda: checksum(run_dir)))
+        verify_s.append(seconds(lambda: _verified(run_dir)))
+    found |= {
+        "bytes": float(num_bytes),
+        "checksum_gb_s": num_bytes / 1e9 / min(crc_s),
+        "verify_gb_s": num_bytes / 1e9 / min(verify_s),
+    }
+    return found
+
+
+def _verified(run_dir: Path) -> None:
+    findings = list(verify(open_run(run_dir)))
+    assert not findings, findings
+
+
+def of_rows(folder: Path, num_rows: int) -> dict[str, float]:
+    """The figures of a run of many rows."""
+    run_dir = folder / "rows"
+    write_run(run_dir, num_rows, np.ones(8, np.float32), KEEP_STATS)
+    found = {"rows": float(num_rows)}
+    found["open_s"] = seconds(lambda: open_run(run_dir))
+    run = open_run(run_dir)
+    keys = ["step", "rank", "module_path", "site", "name"]
+    found["list_s"] = seconds(lambda: run.table(columns=keys))
+    frame = None
+
+    def read_frame() -> None:
+        nonlocal frame
+        columns = ["step", "module_path", "mean", "std", "min", "max", "l2", "nan_count"]
+        frame = open_run(run_dir).to_pandas(columns=columns)
+
+    found["pandas_s"] = seconds(read_frame)
+    assert frame is not None and len(frame) == num_rows
+    for name in ("ls", "show"):
+        command = [sys.executable, "-m", "recorder", name, str(run_dir)]
+        progress(f"read: recorder {name}")
+        found[f"command_{name}_s"] = seconds(
+            lambda command=command: subprocess.run(  # type: ignore[misc]
+                command, cwd=ROOT, env=clean_env(), check=True, stdout=subprocess.DEVNULL, timeout=600
+            )
+        )
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench read", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gb", type=float, default=1.0, help="of tensors, up to 10 (default 1)")
+    parser.add_argument("--kb", type=int, default=256, help="of a tensor (default 256)")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="of statistics (default 1,000,000)")
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="where the runs lie")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures")
+    args = parser.parse_args(arguments)
+    if not 0 < args.gb <= 10 or args.kb < 1 or args.rows < 1:
+        parser.error("--gb must be above 0 and at most 10, --kb and --rows 1 or more")
+    if not args.dir.is_dir() or shutil.disk_usage(args.dir).free < args.gb * 1.3e9 + args.rows * 500:
+        parser.error(f"--dir {args.dir} must be a directory with {args.gb * 1.3 + args.rows * 5e-7:.1f} GB free")
+    with tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-read-") as folder:
+        tensors = of_tensors(Path(folder), args.gb, args.kb << 10)
+        shutil.rmtree(Path(folder) / "tensors")
+        rows = of_rows(Path(folder), args.rows)
+    print(f"{tensors['bytes'] / 1e9:.2f} GB, {tensors['tensors']:,.0f} tensors of {args.kb} KiB")
+    print(f"  open and the first tensor   {tensors['open_and_first_s']:.2f} s")
+    print(
+        f"  another tensor              {tensors['tensor_ms']:.1f} ms, at most {tensors['tensor_max_ms']:.1f} ms of 50"
+    )
+    part = tensors["verify_gb_s"] / tensors["checksum_gb_s"]
+    print(
+        f"  verify                      {tensors['verify_gb_s']:.2f} GB/s, the checksum alone "
+        f"{tensors['checksum_gb_s']:.2f} GB/s: {part:.2f} of it"
+    )
+    print(f"{rows['rows']:,.0f} rows of statistics")
+    print(f"  open                        {rows['open_s']:.2f} s")
+    print(f"  list step, rank, module, site, name  {rows['list_s']:.2f} s")
+    print(f"  open, and statistics into pandas     {rows['pandas_s']:.2f} s")
+    print(f"  recorder ls, a fresh process         {rows['command_ls_s']:.2f} s; show {rows['command_show_s']:.2f} s")
+    if args.json:
+        args.json.write_text(json.dumps({"tensors": tensors, "rows": rows}, indent=1) + "\n")
+    return 0

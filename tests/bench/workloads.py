@@ -1,0 +1,81 @@
+"""What is trained: the demo's GPT, alone or on the ranks of DDP, and a chain of thousands of small modules.
+
+Nothing here may import `recorder`: its own runs differ by environment alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+DEMO = Path(__file__).parents[2] / "scripts" / "demo_train.py"
+NUM_SMALL = 1000
+"""Pairs of small modules."""
+
+
+class Workload(NamedTuple):
+    """A training, step by step."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Iterator[tuple[Tensor, Tensor]]
+    train_step: Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], float]
+
+
+def make(name: str) -> Workload:
+    """The workload of that name, seeded; each rank has its own batches."""
+    torch.manual_seed(1234)
+    return {"demo": _demo, "ddp": _ddp, "small": _small}[name]()
+
+
+def _load_demo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("demo_train", DEMO)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _demo() -> Workload:
+    demo = _load_demo()
+    model = demo.GPT()
+    batches = demo.batches(demo.load_text(max_bytes=2 << 20), seed=int(os.environ.get("RANK", "0")))
+    return Workload(model, demo.make_optimizer(model), batches, demo.train_step)
+
+
+def _ddp() -> Workload:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", f"file://{os.environ['BENCH_STORE']}", rank=rank, world_size=world_size)
+    made = _demo()
+    model = nn.parallel.DistributedDataParallel(made.model)
+    return made._replace(model=model, optimizer=_load_demo().make_optimizer(model))
+
+
+def _small() -> Workload:
+    width = 16
+    model = nn.Sequential(
+        *[layer for _ in range(NUM_SMALL) for layer in (nn.Linear(width, width), nn.LayerNorm(width))]
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            yield torch.randn(16, width, generator=generator), torch.randn(16, width, generator=generator)
+
+    return Workload(model, torch.optim.SGD(model.parameters(), lr=0.01), batches(), _step_of_small)
+
+
+def _step_of_small(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> float:
+    loss: Tensor = (model(inputs) - targets).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
