@@ -88,13 +88,13 @@ def train(rules: str | None, folder: Path) -> tuple[dict[str, float], int]:
         optimizer.zero_grad()
 
     work = Calls(WORK_FILES)
-    Writer._turn = gated  # type: ignore[method-assign]
+    Writer._turn = gated  # type: ignore[assignment,method-assign]
     threading.setprofile(work)
     attached = None
     if rules is not None:
-        settings = {"flush_interval_s": 600.0, "sync_interval_s": 600.0, "min_free_bytes": 0}
+        settings: dict[str, Any] = {"flush_interval_s": 600.0, "sync_interval_s": 600.0, "min_free_bytes": 0}
         attached = recorder.attach(model, enabled=True, dir=str(folder), rules=rules, **settings)
-    threading.setprofile(None)  # type: ignore[arg-type]
+    threading.setprofile(None)
 
     def drain() -> None:
         if attached is not None:

@@ -56,9 +56,9 @@ def run_fresh(
         for rank in range(num_ranks):
             of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
             more = {**of_rank, "BENCH_STORE": f"{folder}/store"} if num_ranks > 1 else {}
-            stdout, stderr = (files.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(2))
-            outputs.append((stdout, stderr))
-            processes.append(Popen(command, cwd=ROOT, env={**env, **more}, stdout=stdout, stderr=stderr))
+            pair = [files.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(2)]
+            outputs.append((pair[0], pair[1]))
+            processes.append(Popen(command, cwd=ROOT, env={**env, **more}, stdout=pair[0], stderr=pair[1]))
         until_s = time.monotonic() + timeout_s
         ends = []
         try:
