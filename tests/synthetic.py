@@ -35,7 +35,11 @@ from recorder.write.ipc import Layout
 from recorder.write.manifest import create_manifest, replace_manifest
 from recorder.write.shard import BatchFile
 
-SITES = (("output", "", "forward", None), ("param", "weight", "optimizer", None), ("grad", "weight", "optimizer", "final"))
+SITES = (
+    ("output", "", "forward", None),
+    ("param", "weight", "optimizer", None),
+    ("grad", "weight", "optimizer", "final"),
+)
 """Site, name, phase and scope of what a layer has each time."""
 BEGAN_NS = 1_700_000_000_000_000_000
 STEP_NS = 1_000_000_000
@@ -43,7 +47,16 @@ _FORMAT = {"format": FORMAT_NAME, "version": list(FORMAT_VERSION)}
 _SIDE = 4096
 _NUM_NUMBERS = 61
 """Distinct values of a statistic: as many as make rows differ, and few enough for small files."""
-_FACTORS = {"mean": 1e-3, "std": 0.5, "min": -2.0, "max": 2.0, "absmax": 2.0, "l2": 2048.0, "sum": 16777.0, "sum_sq": 4e6}
+_FACTORS = {
+    "mean": 1e-3,
+    "std": 0.5,
+    "min": -2.0,
+    "max": 2.0,
+    "absmax": 2.0,
+    "l2": 2048.0,
+    "sum": 16777.0,
+    "sum_sq": 4e6,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +110,12 @@ def write_run(path: Path, shape: Shape, *, jobs: int = 1) -> None:
     """A whole run, by so many processes."""
     path.mkdir(parents=True)
     disk = _Quick()
-    manifest = {"run_id": path.name, "world_size": shape.ranks, "created_ns": BEGAN_NS, "asked": {"rules": rules(shape)}}
+    manifest = {
+        "run_id": path.name,
+        "world_size": shape.ranks,
+        "created_ns": BEGAN_NS,
+        "asked": {"rules": rules(shape)},
+    }
     create_manifest(disk, path / RUN_MANIFEST, {**_FORMAT, **manifest})
     if jobs == 1:
         write_ranks(range(shape.ranks), path, shape)
@@ -225,7 +243,9 @@ def _batches(shape: Shape) -> Iterator[dict[str, Any]]:
             "dtype": "float32", "shape": f"[{_SIDE},{_SIDE}]", "numel": _SIDE * _SIDE, "part": 0, "flat_offset": 0,
             "fingerprint": pa.array(prints, pa.string(), mask=is_output), "time_ns": BEGAN_NS + steps * STEP_NS + value,
         }  # fmt: skip
-        yield {name: _array(columns[name], SCHEMA.field(name).type, len(seq)) for name in SCHEMA.names if name != "rank"}
+        yield {
+            name: _array(columns[name], SCHEMA.field(name).type, len(seq)) for name in SCHEMA.names if name != "rank"
+        }
 
 
 def _array(values: Any, kind: Any, num_rows: int) -> Any:

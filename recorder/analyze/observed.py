@@ -64,11 +64,16 @@ def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
     is_state = site_code >= SLOT_SITES.index("param")
     when = _WHEN[site_code]
     micro_step = numbers["micro_step"].astype(np.int32)
-    in_time = (numbers["seq"], numbers["step"], shard_of.astype(np.int32), micro_step, when.astype(np.int8))
     with_grad = ~_is(codes["mode"], "no_grad")
     phase = codes["phase"]
     return SlotRows(
-        numbered=Numbered(*(column[order] for column in in_time)),
+        numbered=Numbered(
+            seq=numbers["seq"][order],
+            step=numbers["step"][order],
+            shard=shard_of.astype(np.int32)[order],
+            micro_step=micro_step[order],
+            when=when.astype(np.int8)[order],
+        ),
         slot=slots.of_rows(module, site_code, name).astype(np.int32),
         step=numbers["step"],
         root=_translate(codes["root"], {root: number for number, root in enumerate(slots.roots)}).astype(np.int32),

@@ -188,7 +188,9 @@ class ReplicaFinder:
         if len(self._ranks) == 1 and not self._run.is_merged:
             world_size = self._run.world_size
             (rank,) = self._ranks
-            return "one rank has no replicas" if (world_size or 1) == 1 else f"only rank {rank} of {world_size} left rows"
+            return (
+                "one rank has no replicas" if (world_size or 1) == 1 else f"only rank {rank} of {world_size} left rows"
+            )
         return ""
 
 

@@ -16,8 +16,8 @@ from ..format.schema import COUNTS, SCHEMA, STATISTICS
 from ..read.facts import RunFacts
 from ..read.light import TIME_ORDER
 from ..read.run import Run
-from ..read.writers import RecordedWriter
 from ..read.stages import Times
+from ..read.writers import RecordedWriter
 from .events import stage_of
 from .keys import SERIES_KEY, VALUE_KEY, Groups, Integers, codes, common_ids, encode, group, holds, join
 from .moments import integers

@@ -47,7 +47,9 @@ class Cost(NamedTuple):
 
 def measure(command: list[str], timeout_s: float) -> Cost:
     """Run one command to its end."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("RECORDER", "_RECORDER"))} | {"OMP_NUM_THREADS": "1"}
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("RECORDER", "_RECORDER"))} | {
+        "OMP_NUM_THREADS": "1"
+    }
     with tempfile.TemporaryFile() as output:
         began_s = time.monotonic()
         child = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=env)
@@ -138,7 +140,11 @@ def main(arguments: list[str]) -> int:
     for ranks, steps in sizes:
         middle = steps // args.every // 2 * args.every
         shape = Shape(
-            ranks=ranks, steps=steps, every=args.every, nan=(middle, ranks // 2), differs=(middle + args.every, ranks // 3)
+            ranks=ranks,
+            steps=steps,
+            every=args.every,
+            nan=(middle, ranks // 2),
+            differs=(middle + args.every, ranks // 3),
         )
         num_rows = shape.ranks * shape.rows_a_rank
         need = num_rows * _BYTES_A_ROW * 2 + ranks * _BYTES_A_RANK
@@ -173,7 +179,8 @@ def _print_growth(figures: list[dict[str, Any]]) -> None:
     of = {(one["ranks"], one["steps"], one["command"]): one for one in figures}
     print("\n| from | to | rows | command | CPU s | own memory |\n|---|---|---|---|---|---|")
     for ranks, steps, what in of:
-        smaller = [(r, s) for r, s, w in of if w == what and (r < ranks, s) == (True, steps) or (r, s < steps) == (ranks, True)]
+        is_smaller = {(r, s) for r, s, w in of if w == what and r <= ranks and s <= steps and (r, s) != (ranks, steps)}
+        smaller = [(r, s) for r, s in is_smaller if r == ranks or s == steps]
         if smaller:
             before, now = of[(*max(smaller), what)], of[ranks, steps, what]
             grown = [now[name] / max(before[name], 1e-9) for name in ("rows", "cpu_s", "peak_anon_bytes")]
