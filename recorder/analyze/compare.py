@@ -141,7 +141,7 @@ class _Chunk(NamedTuple):
 
 
 def _dot(one: Array, two: Array) -> float:
-    """The product of two vectors, of its real part. Not that of a BLAS, whose bits depend on how many threads it has."""
+    """The real part of a scalar product. Not by a BLAS, where the last bits depend on how many threads it has."""
     products = one * two if one.dtype.kind != "c" else one.real * two.real + one.imag * two.imag
     return float(np.add.reduce(products))
 

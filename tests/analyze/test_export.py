@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 
 import recorder
-from recorder.analyze import export as export_module
 from recorder.analyze import tensors
 from recorder.analyze.export import export
 from recorder.analyze.names import tensor_name

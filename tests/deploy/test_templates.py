@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import recorder
+from tests.merge.support import make_small_run
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -33,7 +34,16 @@ def test_one_machine_records_every_rank(tmp_path: Path) -> None:
     assert recorder.open_run(tmp_path / "recordings").ranks == [0, 1]
 
 
-@pytest.mark.parametrize("name", ["torchrun.sh", "slurm/train.sbatch", "slurm/merge.sbatch", "slurm/submit.sh"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torchrun.sh",
+        "slurm/train.sbatch",
+        "slurm/merge.sbatch",
+        "slurm/dask-merge.sbatch",
+        "slurm/submit.sh",
+    ],
+)
 def test_a_template_without_a_script_says_how_it_is_used(tmp_path: Path, name: str) -> None:
     done = start(tmp_path, DEPLOY / name)
     assert done.returncode == 2
@@ -94,6 +104,32 @@ def test_a_value_that_was_not_set_stops_a_ray_job_while_torch_is_imported(tmp_pa
     assert (done.returncode, done.stdout) == (2, "")
     assert "RECORDER_DIR (environment): dir = 'SET_ME': still stands at its placeholder" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"ACTIVATE": ". SET_ME/bin/activate"}, "'activate' is still SET_ME: give it a value at the top of the file"),
+        ({}, "this is no Slurm job: start it with sbatch"),
+    ],
+)
+def test_a_wrong_value_of_a_merge_by_dask_is_said(tmp_path: Path, values: dict[str, str], said: str) -> None:
+    done = start(tmp_path, DEPLOY / "slurm" / "dask-merge.sbatch", "run", "out", **values)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"dask-merge.sbatch: {said}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_merge_by_dask_starts_and_ends_its_cluster(tmp_path: Path) -> None:
+    """With what a Slurm job has, but for `srun`, which starts two workers here."""
+    run = make_small_run(tmp_path / "run")
+    (tmp_path / "srun").write_text('#!/bin/sh\nshift\n"$@" & "$@" & trap "kill $! %1" TERM; wait\n')
+    (tmp_path / "srun").chmod(0o755)
+    values = {"SLURM_JOB_ID": str(os.getpid()), "ACTIVATE": f"PATH={tmp_path}:$PATH"}
+    done = start(tmp_path, DEPLOY / "slurm" / "dask-merge.sbatch", run, tmp_path / "out", **values)
+    assert done.returncode == 0, done.stderr
+    assert "out: no findings" in done.stdout
+    assert recorder.open_run(tmp_path / "out").is_merged
 
 
 def test_every_file_is_on_a_page() -> None:

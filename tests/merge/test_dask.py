@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from recorder.cluster import open_cluster
@@ -21,11 +23,12 @@ from recorder.merge.merge import merge_run
 from recorder.read.run import open_run
 from tests.cli.conftest import Cli, cli
 from tests.merge.clusters import PATIENCE_S, Workers, started_cluster, wait_for
-from tests.merge.support import add_steps, assert_is_merge, make_small_run, roots, units
-from tests.read.handmade import HandmadeWriter
+from tests.merge.support import assert_is_merge, batch, make_small_run, units
 
 __all__ = ["cli"]
 
+UNIT_BYTES = 400
+"""A step of a small run is a unit."""
 _OF_A_MERGE = ("created_ns", "closed_ns", "started_ns", "pid", "host", "process", "checksum", "crc32c")
 
 
@@ -38,7 +41,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work is cut by the process that hands it out: units of a step, pieces of one or two."""
-    monkeypatch.setattr("recorder.merge.plan.UNIT_BYTES", 300)
+    monkeypatch.setattr("recorder.merge.plan.UNIT_BYTES", UNIT_BYTES)
     monkeypatch.setattr("recorder.analyze.pieces.MAX_ROWS", 20)
     monkeypatch.setattr("recorder.analyze.tensors.BATCH_BYTES", 200)
 
@@ -48,15 +51,16 @@ def run(tmp_path: Path) -> Path:
     return make_small_run(tmp_path / "run", steps=6)
 
 
-@pytest.fixture
-def other(tmp_path: Path) -> Path:
-    """The same training, but for a rank that goes astray at step 3, and two steps more."""
-    path = make_small_run(tmp_path / "other", steps=3)
-    for rank in (0, 1):
-        writer = HandmadeWriter(path, rank, "20260102-000000-host-2")
-        add_steps(writer, [3, 4, 5, 6, 7])
-        writer.finish(roots=roots(), attempt=1, started_ns=1_800_000_000_000_000_000)
-    return path
+def make_astray(path: Path, far: float) -> Path:
+    """The same training, whose outputs differ from step 3 on, and two steps more."""
+
+    def astray(step: int, rank: int) -> npt.NDArray[np.float32]:
+        found = batch(step, rank)
+        return found * np.float32(1 + far) if step >= 3 else found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.merge.support.batch", astray)
+        return make_small_run(path, steps=8)
 
 
 def content(folder: Path) -> dict[str, Any]:
@@ -92,12 +96,10 @@ def test_a_merge_is_the_same_to_the_last_byte(cli: Cli, cluster: Workers, run: P
         "diff RUN OTHER --noise TWIN",
     ],
 )
-def test_questions_have_the_same_answer(
-    cli: Cli, cluster: Workers, run: Path, other: Path, tmp_path: Path, command: str
-) -> None:
-    paths = {"RUN": run, "OTHER": other, "TWIN": tmp_path / "twin"}
+def test_questions_have_the_same_answer(cli: Cli, cluster: Workers, run: Path, tmp_path: Path, command: str) -> None:
+    paths = {"RUN": run, "OTHER": make_astray(tmp_path / "other", 0.01), "TWIN": tmp_path / "twin"}
     if "TWIN" in command:
-        make_small_run(paths["TWIN"], steps=6, per_shard=3)
+        make_astray(paths["TWIN"], 1e-6)
     words = [paths.get(word, word) for word in command.split()]
     here = cli(*words, "--json")
     assert here.exit_code == (1 if words[0] == "diff" else 0)
@@ -235,6 +237,7 @@ def test_units_of_a_killed_worker_are_made_by_another(run: Path, tmp_path: Path)
     assert_is_merge(tmp_path / "there", run)
 
 
+@pytest.mark.slow
 def test_a_lost_scheduler_ends_a_merge_that_can_go_on_later(run: Path, tmp_path: Path) -> None:
     with started_cluster(tmp_path / "cluster", 1, is_slow=True) as cluster, open_cluster(cluster.address) as opened:
 
@@ -255,10 +258,11 @@ def test_a_lost_scheduler_ends_a_merge_that_can_go_on_later(run: Path, tmp_path:
     assert_is_merge(tmp_path / "out", run)
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_nothing_half_written(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     program = (
-        "import sys, recorder.merge.plan; recorder.merge.plan.UNIT_BYTES = 300\n"
+        f"import sys, recorder.merge.plan; recorder.merge.plan.UNIT_BYTES = {UNIT_BYTES}\n"
         "from recorder.cli.app import run_command; run_command(sys.argv[1:])"
     )
     with started_cluster(tmp_path / "cluster", 1, is_slow=True) as cluster:
