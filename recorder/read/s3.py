@@ -50,6 +50,13 @@ _NUM_RECENT = 32
 
 _REASON = re.compile(r"AWS Error ([A-Z_]+)(?: \(HTTP status (\d+)\))?")
 _CURL = re.compile(r"curlCode: (\d+), ([A-Za-z' ]+)")
+_UNREACHED = {
+    "6": "its host is not known",
+    "7": "it takes no connection",
+    "28": "it does not answer",
+    "35": "it does not speak TLS",
+}
+"""By curl's numbers; its texts change from version to version."""
 _CREDENTIALS = {
     "ACCESS_DENIED": "access is denied",
     "INVALID_ACCESS_KEY_ID": "the access key is unknown",
@@ -411,8 +418,8 @@ def _refuse(error: OSError, path: S3Path) -> NoReturn:
     what = f"s3://{path.bucket}"
     where = endpoint_url(os.environ) or "Amazon S3"
     if curl := _CURL.search(text):
-        reason = {"28": "it does not answer", "6": "its host is not known"}.get(curl[1], curl[2].strip().lower())
-        advice = "; AWS_ENDPOINT_URL says where the store is" if curl[1] in ("6", "7", "28", "35") else ""
+        reason = _UNREACHED.get(curl[1], curl[2].strip().lower())
+        advice = "; AWS_ENDPOINT_URL says where the store is" if curl[1] in _UNREACHED else ""
         raise StoreError(f"{what}: the store at {where} cannot be reached: {reason}{advice}") from None
     found = _REASON.search(text)
     code, status = (found[1], found[2] or "") if found else ("", "")

@@ -133,7 +133,7 @@ def test_a_store_that_cannot_be_reached_is_given_up_soon(
 ) -> None:
     monkeypatch.setattr("recorder.read.s3._SILENCE_TIMEOUT_S", 1)
     begun_s = time.monotonic()
-    for endpoint, reason in ((1, "could not connect"), (silent_port, "it does not answer")):
+    for endpoint, reason in ((1, "it takes no connection"), (silent_port, "it does not answer")):
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{endpoint}")
         message = refusal(cli("ls", f"s3://{BUCKET}/run"))
         assert f"the store at http://127.0.0.1:{endpoint} cannot be reached: {reason}" in message
