@@ -1,10 +1,11 @@
-"""What a Dask cluster on this machine makes of a merge and of statistics: the same run here, with one worker and with two.
+"""What a Dask cluster on this machine makes of a merge and of statistics: here, with one worker and with two.
 
     python -m tests.bench dask --gb 2 --rounds 3
 
 The run is that of `python -m tests.bench merge`. Each round does every kind once, in turn, and a ratio is that of two
-times of one round, so that slow changes of the machine cancel. `here` is one process (`--jobs 1`). The scheduler and the
-workers, of one thread each, are started before and share the cores with the command. Exit code 1 where an answer differs.
+times of one round, so that slow changes of the machine cancel. `here` is one process (`--jobs 1`). The scheduler and
+the workers, of one thread each, are started before and share the cores with the command. Exit code 1 where an answer
+differs.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -49,7 +49,7 @@ def started_cluster(folder: Path, num_workers: int = 2, *, is_slow: bool = False
         if is_slow:
             options += ["--preload", str(Path(__file__).parent / "scripts" / "slow_worker.py")]
         workers = [start("worker", *options) for _ in range(num_workers)]
-        wait_for(file.exists, "a scheduler")
+        wait_for(lambda: file.exists() and file.read_text().rstrip().endswith("}"), "a scheduler")
         yield Workers(json.loads(file.read_text())["address"], scheduler, workers, marks)
     finally:
         for process in reversed(processes):
@@ -58,9 +58,8 @@ def started_cluster(folder: Path, num_workers: int = 2, *, is_slow: bool = False
             process.wait(PATIENCE_S)
 
 
-def wait_for(is_so: object, what: str) -> None:
+def wait_for(is_so: Callable[[], bool], what: str) -> None:
     """Wait until a function says yes."""
-    assert callable(is_so)
     deadline_s = time.monotonic() + PATIENCE_S
     while not is_so():
         assert time.monotonic() < deadline_s, f"waited in vain for {what}"
