@@ -132,7 +132,7 @@ def test_warnings_of_workers_reach_who_asked(cli: Cli, cluster: Workers, run: Pa
     here = cli("stats", run, "--global", "--by", "site", "--json")
     there = cli("stats", run, "--global", "--by", "site", "--json", "--scheduler", cluster.address)
     assert (there.exit_code, there.out) == (here.exit_code, here.out)
-    assert set(there.err.splitlines()) == set(here.err.splitlines())
+    assert here.err and set(there.err.splitlines()) == set(here.err.splitlines())
 
 
 def test_what_is_still_recorded_is_looked_at_here(cli: Cli, cluster: Workers, run: Path, monkeypatch: Any) -> None:
