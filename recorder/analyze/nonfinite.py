@@ -144,7 +144,7 @@ class _Counts:
         return np.asarray(found)
 
     def firsts(self) -> Firsts:
-        """The first record of each value, and where it is infinite of each of its shapes: all that excuses later ones."""
+        """The first record of each value, and where that is infinite of each of its shapes: what excuses later ones."""
         was_infinite = (self.inf > 0) & (self.nan == 0) & self._may_mask
         shapes = self._same_shape.firsts
         rows = np.union1d(self._timeline.series.firsts, shapes[was_infinite[self._begins[shapes]]])

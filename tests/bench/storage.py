@@ -5,8 +5,8 @@
 
 The calls are counted where all files of a recording are made (`Disk` in recorder/write/file.py), and directories that
 are listed by Python's audit events. They are told apart by when they come: at the start, until the first step is on
-disk, in the seconds after that, and at the end. Steps take as long as `--step-s` says, so that seconds and not steps make
-the calls, as in a large training.
+disk, in the seconds after that, and at the end. Steps take as long as `--step-s` says at least: as in a large training
+it is then the seconds, and not the steps, that make the calls.
 """
 
 from __future__ import annotations
