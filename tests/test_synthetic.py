@@ -34,6 +34,9 @@ def test_it_is_sound_and_whole(run: Path, cli: Cli) -> None:
     opened = recorder.open_run(run)
     assert (opened.num_rows, len(opened.ranks), opened.steps) == (6 * 10 * 9, 6, list(range(0, 100, 10)))
     assert all(len(writer.shards) == 2 for writer in opened.writers)
+    assert (
+        len({id(writer.manifest["roots"]) for writer in opened.writers}) == 1
+    )  # in memory once, as each lists all ranks
 
 
 def test_both_faults_are_found(run: Path) -> None:
