@@ -72,6 +72,8 @@ class Single:
         scope: str | None = None,
         note: str | None = None,
     ) -> None:
+        if not self._watch.keeps(site):  # most steps, and most sites
+            return
         chunk, name = self._chunk_of(tensor), self._name + suffix
         self._watch.record(site, name, tensor, moment, phase, repeat, scope=scope, chunk=chunk, note=note)
 

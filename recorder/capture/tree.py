@@ -255,8 +255,12 @@ class Signature:
 
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor among the arguments with its name and path."""
+        known = len(self._positional)
         for i, value in enumerate(args):
-            known = len(self._positional)
-            yield from tensor_leaves(value, self._positional[i] if i < known else f"{self._rest}.{i - known}")
+            name = self._positional[i] if i < known else f"{self._rest}.{i - known}"
+            if isinstance(value, torch.Tensor):
+                yield name, value
+            else:
+                yield from tensor_leaves(value, name)
         for key, value in kwargs.items():
             yield from tensor_leaves(value, key)

@@ -191,6 +191,9 @@ class Watch:
             return
         with_grad = bool(gradient_mask) and self._has_new_graph(slice_, phase)
         if value_mask or with_grad:
+            if type(output) is torch.Tensor:
+                self._see("output", "grad_output", "", output, slice_.moment, phase, call, with_grad)
+                return
             for name, tensor in tree.tensor_leaves(output):
                 self._see("output", "grad_output", name, tensor, slice_.moment, phase, call, with_grad)
 
@@ -267,8 +270,14 @@ class Watch:
         if module is not None:
             yield from ((name, value) for name, value in getattr(module, kind).items() if value is not None)
 
+    def keeps(self, site: str) -> bool:
+        """Whether anything of a site may be kept at this step; the name and the call may still say no."""
+        return self.capture.masks[self.rule_sets[site]] != 0
+
     def record_state(self, site: str, moment: Moment, phase: str, repeat: int, *, without: Container[int] = ()) -> None:
         """Record the module's own parameters or buffers, but not those with these ids."""
+        if not self.keeps(site):
+            return
         for name, tensor in self.own("_parameters" if site == "param" else "_buffers"):
             if id(tensor) not in without:
                 self.record(site, name, tensor, moment, phase, repeat)
@@ -287,7 +296,7 @@ class Watch:
         note: str | None = None,
     ) -> None:
         """Record one named tensor of the module where a rule selects it."""
-        if self.rule_sets[site] == NOTHING:
+        if not self.keeps(site):
             return
         origin, rule_set = self._leaf(site, name)
         if keep := self.capture.keep_of(rule_set, 0):

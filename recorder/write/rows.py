@@ -194,9 +194,10 @@ def _number_array(values: Sequence[Any], column_type: pa.DataType) -> pa.Array:
 
 def _text_array(values: Sequence[str | None]) -> pa.Array:
     # A module may be named by half a surrogate pair; one such name must not cost the whole batch.
-    pieces = [b"" if value is None else value.encode("utf-8", "backslashreplace") for value in values]
+    encoded = {value: b"" if value is None else value.encode("utf-8", "backslashreplace") for value in set(values)}
+    pieces = list(map(encoded.__getitem__, values))
     offsets = np.zeros(len(pieces) + 1, np.int32)
-    np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
+    np.cumsum(list(map(len, pieces)), out=offsets[1:])
     buffers = [_validity(values), pa.py_buffer(offsets), pa.py_buffer(b"".join(pieces))]
     return pa.Array.from_buffers(_TEXT, len(pieces), buffers)
 
