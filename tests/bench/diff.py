@@ -20,39 +20,25 @@ from pathlib import Path
 
 import numpy as np
 
-from recorder.capture.measure import measure
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR
-from recorder.write.writer import RunPlace, Writer, WriteSettings
 from tests.fakes import fake_staged
 
-from .merge import run_manifest, writer_manifest
+from .written import writing
 
 NUM_MODULES = 64
 
 
 def write_run(run: Path, num_bytes: int, tensor_bytes: int, keep: int) -> int:
     """A run of one rank; the number of its tensors."""
-    observed = 0
-    place = RunPlace(run_dir=run, run_manifest=run_manifest(1), rank=0, attempt=0)
-    writer = Writer(
-        settings=WriteSettings(min_free_bytes=0, max_bytes=1 << 50, direct_io="off", codec="none"),
-        measure=measure,
-        observed=lambda: observed,
-        resolve_dir=lambda: place,
-        poll=lambda: None,
-    )
-    writer.set_manifest(writer_manifest(0, 1))
-    writer.start()
     values = np.random.default_rng(0).standard_normal(tensor_bytes // 4, np.float32).reshape(-1, 64)
-    for number in range(num_bytes // tensor_bytes):
-        step, module = divmod(number, NUM_MODULES)
-        values[0, 0] = number
-        writer.put(fake_staged(values, seq=observed, module_path=f"layers.{module}", step=step, keep=keep))
-        observed += 1
-        if observed % 256 == 0:
-            assert writer.drain(600.0)
-    assert writer.close(600.0).is_complete
-    return observed
+    num_tensors = num_bytes // tensor_bytes
+    with writing(run, codec="none") as (writer, put):
+        for number in range(num_tensors):
+            step, module = divmod(number, NUM_MODULES)
+            values[0, 0] = number
+            if put(fake_staged(values, module_path=f"layers.{module}", step=step, keep=keep)) % 256 == 0:
+                assert writer.drain(600.0)
+    return num_tensors
 
 
 def main(arguments: list[str]) -> int:

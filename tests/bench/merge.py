@@ -30,14 +30,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recorder.capture.measure import measure
 from recorder.format.codec import decode
 from recorder.format.dtypes import item_bytes
 from recorder.read.run import open_run
 from recorder.read.verify import verify
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR, Chunk, Staged
-from recorder.write.writer import RunPlace, Writer, WriteSettings
 from tests.fakes import fake_staged
+
+from .written import writing
 
 ROOT = Path(__file__).parents[2]
 NUM_LAYERS = 4
@@ -48,30 +48,16 @@ MIX = ("stored", "assembled")
 
 def write_rank(run: Path, rank: int, world_size: int, steps: int, is_mixed: bool) -> None:
     """One rank's part of the run, through the real writer."""
-    observed = 0
-    place = RunPlace(run_dir=run, run_manifest=run_manifest(world_size), rank=rank, attempt=0)
-    writer = Writer(
-        settings=WriteSettings(min_free_bytes=0, max_bytes=1 << 50, direct_io="off"),
-        measure=measure,
-        observed=lambda: observed,
-        resolve_dir=lambda: place,
-        poll=lambda: None,
-    )
-    writer.set_manifest(writer_manifest(rank, world_size))
-    writer.start()
     rng = np.random.default_rng(rank)
     shape = (SIZES["batch"], SIZES["sequence"], SIZES["width"])
     activation = rng.standard_normal(shape, np.float32)
     weight = rng.standard_normal((1024, 1024), np.float32) * np.float32(0.02)
     same = np.random.default_rng(0).standard_normal((256, 1024), np.float32)
-    for step in range(steps):
-        for record in one_step(step, rank, world_size, activation, weight, same, is_mixed):
-            record = record._replace(seq=observed)
-            observed += record.num_parts
-            writer.put(record)
-        assert writer.drain(600.0)
-    report = writer.close(600.0)
-    assert report.is_complete, report
+    with writing(run, rank, world_size) as (writer, put):
+        for step in range(steps):
+            for record in one_step(step, rank, world_size, activation, weight, same, is_mixed):
+                put(record)
+            assert writer.drain(600.0)
 
 
 def one_step(
@@ -126,21 +112,6 @@ def placed(rank: int, world_size: int, global_shape: tuple[int, ...], dim: int) 
     placements = json.dumps([{"kind": "Shard", "dim": dim}], separators=(",", ":"))
     mesh = json.dumps({"shape": [world_size], "dim_names": None, "coordinate": [rank]}, separators=(",", ":"))
     return Chunk(global_shape, offsets, placements, mesh, "dtensor")
-
-
-def run_manifest(world_size: int) -> dict[str, Any]:
-    return {
-        "format": "recorder", "version": [1, 0], "run_id": "bench", "world_size": world_size, "created_ns": 1,
-    }  # fmt: skip
-
-
-def writer_manifest(rank: int, world_size: int) -> dict[str, Any]:
-    parallel = {"kind": "fsdp2", "ranks": list(range(world_size))}
-    roots = [{"name": "model", "class": "Bench", "modules": [], "data_parallel": parallel}]
-    return {
-        "run_id": "bench", "rank": rank, "local_rank": rank, "world_size": world_size, "host": "bench", "pid": 0,
-        "attempt": 0, "started_ns": 1, "step_source": "optimizer", "roots": roots, "rules": [], "events": [],
-    }  # fmt: skip
 
 
 def write_run(run: Path, world_size: int, num_bytes: int, is_mixed: bool) -> int:
