@@ -182,7 +182,9 @@ def _listed(batches: list[tuple[int, Any]]) -> Any:
     }
     table = pa.Table.from_batches([batch for _, batch in batches])
     for name, values in places.items():
-        table = table.append_column(name, pa.array(values))
+        # Not `pa.array`, which would import pandas.
+        column = pa.Array.from_buffers(pa.int32(), len(values), [None, pa.py_buffer(values)])
+        table = table.append_column(name, column)
     return table
 
 
