@@ -334,7 +334,9 @@ class Cluster:
         if wrong:
             address, text = next(iter(wrong.items()))
             more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-            raise ClusterError(f"worker {address}{more}: {text}; every worker has to see runs and output as this process does")
+            raise ClusterError(
+                f"worker {address}{more}: {text}; every worker has to see runs and output as this process does"
+            )
 
 
 class _Handle:
