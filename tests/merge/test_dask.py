@@ -87,12 +87,12 @@ def test_a_merge_is_the_same_to_the_last_byte(cli: Cli, cluster: Workers, run: P
 @pytest.mark.parametrize(
     "command",
     [
-        "stats RUN --last 0",
+        pytest.param("stats RUN --last 0", marks=pytest.mark.slow),
         "stats RUN --by step,site",
         "stats OTHER --by module",
-        "stats RUN --global",
+        pytest.param("stats RUN --global", marks=pytest.mark.slow),
         "stats RUN --global --by module",
-        "diff RUN OTHER",
+        pytest.param("diff RUN OTHER", marks=pytest.mark.slow),
         "diff RUN OTHER --noise TWIN",
     ],
 )
@@ -109,7 +109,11 @@ def test_questions_have_the_same_answer(cli: Cli, cluster: Workers, run: Path, t
 
 @pytest.mark.parametrize(
     "command",
-    ["o.npz", "o.safetensors --global", "o.parquet", "o.parquet --global", "o.parquet --global --payload"],
+    [
+        "o.safetensors --global",
+        "o.parquet --global --payload",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("o.npz", "o.parquet", "o.parquet --global")),
+    ],
 )
 def test_exported_files_are_the_same(cli: Cli, cluster: Workers, run: Path, tmp_path: Path, command: str) -> None:
     name, *options = command.split()
