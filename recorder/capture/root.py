@@ -20,6 +20,7 @@ from ..taps import Where
 from . import hooks, tree
 from .clock import RootClock, Slice
 from .discovery import has_compiled, has_compiled_anything
+from .events import comes_from_signal_handler
 from .flat import FlatParameter, find_flat_parameters, meshes_of_flat
 from .jitter import JitterInputs, add_jitter
 from .neighbours import is_dtensor
@@ -125,6 +126,8 @@ class Root:
                 if id(parameter) in reasons
             } or None
         except Exception as error:
+            if comes_from_signal_handler(error):
+                raise
             text = f"{self.name}: the ranks that share its batch are not known: {type(error).__name__}: {error}"
             self.capture.events.add("data_parallel_unknown", text, key=self.name, exception=error)
 

@@ -27,6 +27,7 @@ import torch
 from ..records import Chunk, LostError, Ready
 from .device_measure import DeviceMeasure, Weights, can_measure
 from .devices import Device
+from .events import comes_from_signal_handler
 from .pool import DevicePool, Pool, PoolBlock
 
 COPY_FAILED = "copy_failed"
@@ -113,7 +114,7 @@ class StreamStager:
             return
         self._is_closed = True
         _unfinished.add(self)
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(RuntimeError):
             self.look()
         self.let_go_if_over()
 
@@ -125,7 +126,7 @@ class StreamStager:
         pinned_by, self._pinned_by = self._pinned_by, None
         self._lanes.clear()
         if pinned_by is not None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(RuntimeError):
                 pinned_by.unpin(self._pool.address)
 
     def _lane(self, tensor: torch.Tensor) -> _Lane:
@@ -258,7 +259,7 @@ class _Lane:
     def _keep_until_done(self, room: PoolBlock, stream: Any, event: Any) -> None:
         """Something failed on the way; what was launched may still use the room."""
         arrival = _Arrival(self, event, None, room)
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(RuntimeError):
             self.device.record(event, stream)
             self._launched(arrival)
 
@@ -340,6 +341,8 @@ class _Arrival:
                     return False
                 self.fetch()
         except Exception as problem:
+            if comes_from_signal_handler(problem):
+                raise
             error = problem
         try:
             self._settling.pop()

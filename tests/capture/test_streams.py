@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -314,6 +315,26 @@ def test_memory_that_cannot_be_locked_is_filled_by_the_writer() -> None:
     rig.device.finish()
     assert rig.stager.copy(torch.ones(1024), other) is not None, "what nobody reads any more makes room"
     assert rig.device.num_fetched == 2
+
+
+def test_what_a_signal_handler_of_the_users_raises_is_no_error_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TimeIsUpError(Exception):
+        pass
+
+    def ring(*args: Any) -> None:
+        raise TimeIsUpError
+
+    rig = Rig()
+    block, ready = rig.stage(torch.ones(8))
+    previous = signal.signal(signal.SIGUSR1, ring)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(TimeIsUpError):
+            patch.setattr(rig.device, "is_done", lambda event: signal.raise_signal(signal.SIGUSR1))
+            rig.stager.look()
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    rig.device.finish()
+    assert ready.wait(0) and block.data.view(np.float32).tolist() == [1.0] * 8
 
 
 def test_close_lets_go_once_the_last_copy_is_over() -> None:
