@@ -187,8 +187,8 @@ def main(arguments: list[str]) -> int:
     }
     for name in args.settings:
         report["settings"][name] = run_setting(name, args, left_out)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        if args.json:  # after each setting: an hour's figures must not be lost with the last one's
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(table.markdown(report))
     return 1 if any(one["findings"] for one in report["settings"].values()) else 0
 
