@@ -1,6 +1,6 @@
 """What the compiled loops save: GB/s of processor time of one thread, in Python and at each level of the library.
 
-    python -m tests.bench.kernels
+    python -m tests.bench kernels
 
 16 MiB of normally distributed values of each type, the median of 9 runs; `time.thread_time`, so that what else the
 machine does costs caches and memory alone. Exit code 2 where no library was built.
@@ -8,10 +8,12 @@ machine does costs caches and memory alone. Exit code 2 where no library was bui
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -44,7 +46,8 @@ def content(dtype: str) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     return (values * 100 if dtype == "int64" else values).astype(dtype).view(np.uint8)
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(arguments)
     if native.load() is None:
         print(f"no library: {native.in_force()}; install with a C compiler: pip install -e .", file=sys.stderr)
         return 2
@@ -58,15 +61,10 @@ def main() -> int:
             shape = (len(data) // size // 2048, 2048)
             out, encoder = np.empty(max_encoded_bytes(len(data)), np.uint8), Encoder(kernels=kernels)
             figures = [
-                gb_per_s(
-                    lambda k=keep, d=data, t=dtype, s=shape, c=kernels: measure(d, t, s, None, k, kernels=c), _BYTES
-                )  # type: ignore[misc]
+                gb_per_s(partial(measure, data, dtype, shape, None, keep, kernels=kernels), _BYTES)
                 for keep in (KEEP_STATS, KEEP_FINGERPRINT, KEEP_STATS | KEEP_FINGERPRINT)
             ]
-            payload = gb_per_s(lambda e=encoder, d=data, n=size, o=out: e.encode(d, n, o), _BYTES)  # type: ignore[misc]
+            payload = gb_per_s(partial(encoder.encode, data, size, out), _BYTES)
             print(f"{name:12}{dtype:18}{figures[0]:12.1f}{figures[1]:12.1f}{figures[2]:8.1f}{payload:9.1f}")
     return 0
 
-
-if __name__ == "__main__":
-    sys.exit(main())
