@@ -17,6 +17,7 @@ import recorder
 from recorder.errors import NotARunError
 from recorder.read.places import S3Path
 from tests.cli.conftest import Cli
+from tests.merge.clusters import started_cluster
 from tests.merge.support import ROWS_PER_STEP, loss_of, roots, rows_of
 from tests.read.handmade import HandmadeWriter, make_run
 from tests.stores.server import BUCKET, StoreServer
@@ -118,6 +119,18 @@ def test_a_merge_out_of_a_store_has_the_same_shards(cli: Cli, path: Path, url: s
     assert shards
     for name in shards:
         assert (tmp_path / "local" / name).read_bytes() == (tmp_path / "remote" / name).read_bytes()
+
+
+def test_workers_of_a_cluster_read_the_store_themselves(cli: Cli, path: Path, url: str, tmp_path: Path) -> None:
+    with started_cluster(tmp_path / "cluster") as cluster:
+        local = cli("stats", path, "--by", "step,site", "--global", "--json")
+        spread = cli("stats", url, "--by", "step,site", "--global", "--json", "--scheduler", cluster.address)
+        merged = cli("merge", url, "-o", tmp_path / "remote", "--scheduler", cluster.address)
+    assert (spread.exit_code, spread.out.replace(url, str(path))) == (0, local.out)
+    assert (merged.exit_code, merged.err) == (0, "")
+    assert cli("merge", path, "-o", tmp_path / "local", "--jobs", 1).exit_code == 0
+    for shard in (tmp_path / "local").rglob("*.arrow"):
+        assert shard.read_bytes() == (tmp_path / "remote" / shard.relative_to(tmp_path / "local")).read_bytes()
 
 
 def test_a_killed_writers_open_shard_is_read_in_the_store(
