@@ -8,8 +8,9 @@ from ..read.facts import RunFacts
 from ..read.run import Run
 from .nonfinite import NonFinite, NonFiniteFinder
 from .problems import layout_problems
+from .ranges import cut_rows
 from .replicas import Differing, ReplicaFinder
-from .timeline import Attempts, Firsts, Timeline
+from .timeline import Attempts, Firsts, Timeline, whole_rows
 
 _RANGE_ROWS = 1_000_000
 """Rows of a range of steps, which are in memory together at about 1 kB each; a step of more is in one range."""
@@ -56,12 +57,13 @@ def first(run: Run) -> First:
     firsts: Firsts | None = None
     num_superseded = 0
     ranges = run.view().windows(_RANGE_ROWS)
-    for steps in ranges if len(ranges) > 1 else [None]:
-        timeline = Timeline(run, facts, attempts, steps, firsts)
-        firsts = nonfinite_finder.add(timeline)
-        replica_finder.add(timeline)
-        num_superseded += timeline.num_superseded
-        del timeline  # before the next one is made
+    with cut_rows(run, ranges, whole_rows) as tables_of:
+        for steps in ranges if len(ranges) > 1 else [None]:
+            timeline = Timeline(run, facts, attempts, steps, firsts, tables_of(steps) if steps else None)
+            firsts = nonfinite_finder.add(timeline)
+            replica_finder.add(timeline)
+            num_superseded += timeline.num_superseded
+            del timeline  # before the next one is made
     nonfinite, replicas = nonfinite_finder.found(), replica_finder.found()
     notes = [*nonfinite.notes, *replicas.notes]
     notes += [f"not compared: {problem}" for problem in layout_problems(run) or ()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -107,7 +107,7 @@ class Timeline:
         attempts: Attempts,
         steps: tuple[int, int] | None = None,
         firsts: Firsts | None = None,
-        writers: Sequence[RecordedWriter] | None = None,
+        tables: Iterable[Any] | None = None,
     ) -> None:
         """Load the rows.
 
@@ -117,11 +117,11 @@ class Timeline:
             attempts: of the run; it has seen all writers' rows of these steps, or sees them now.
             steps: from the first up to, but not including, the last; all by default.
             firsts: of earlier steps.
-            writers: whose rows; by default all.
+            tables: what `whole_rows` gives of the writers that are looked at, and of these steps; by default of all.
         """
         self.run, self.facts, self.attempts, self.steps = run, facts, attempts, steps
         self.firsts = firsts
-        table = _read(run.writers if writers is None else writers, steps)
+        table = _in_order(whole_rows(run.writers, steps) if tables is None else tables)
         counts = attempts.counting(table)
         self.num_superseded = int((~counts).sum())
         """Rows of steps that a restart did again; not in the timeline."""
@@ -160,7 +160,8 @@ class Timeline:
         """All earlier steps of one rank; in a merged run those of all ranks together, too."""
         assert self.steps is not None, "a range of steps has others before it"
         writers = [writer for writer in self.run.writers if writer.rank in (rank, None)]
-        return Timeline(self.run, self.facts, self.attempts, (_BEGINNING, self.steps[0]), writers=writers)
+        steps = _BEGINNING, self.steps[0]
+        return Timeline(self.run, self.facts, self.attempts, steps, tables=whole_rows(writers, steps))
 
     def is_equal(self, name: str, value: object) -> npt.NDArray[np.bool_]:
         """Which rows have a value in a column; None for null."""
@@ -209,13 +210,12 @@ class Timeline:
         return self.run.array(question.pop("module_path"), **question)
 
 
-def _read(writers: Sequence[RecordedWriter], steps: tuple[int, int] | None) -> Any:
-    """The rows of whole tensors of some writers and steps, by attempt, step, rank and seq.
+def whole_rows(writers: Sequence[RecordedWriter], steps: tuple[int, int] | None) -> Iterator[Any]:
+    """The rows of whole tensors of some writers and steps, a table a batch.
 
-    A batch may span many more steps: of each writer only what is wanted stays, with its texts as numbers.
+    A batch may span many more steps: only what is wanted stays, with its texts as numbers.
     """
     first, last = (_BEGINNING, -_BEGINNING) if steps is None else steps
-    batches = [_SCHEMA.empty_table()]
     for writer in writers:
         for shard in writer.shards:
             for batch in shard.columns((*_COLUMNS, "part"), steps):
@@ -226,8 +226,12 @@ def _read(writers: Sequence[RecordedWriter], steps: tuple[int, int] | None) -> A
                     column.dictionary_encode() if pa.types.is_dictionary(field.type) else column
                     for field, column in zip(_SCHEMA, columns, strict=True)
                 ]
-                batches.append(pa.Table.from_arrays(coded, schema=_SCHEMA))
-    table = pa.concat_tables(batches).unify_dictionaries().combine_chunks()
+                yield pa.Table.from_arrays(coded, schema=_SCHEMA)
+
+
+def _in_order(tables: Iterable[Any]) -> Any:
+    """Rows by attempt, step, rank and seq."""
+    table = pa.concat_tables([_SCHEMA.empty_table(), *tables]).unify_dictionaries().combine_chunks()
     keys = [integers(table.column(name)) for name in reversed(TIME_ORDER)]
     return table.take(pa.array(np.lexsort(keys)))
 

@@ -67,4 +67,3 @@ def main(arguments: list[str]) -> int:
             payload = gb_per_s(partial(encoder.encode, data, size, out), _BYTES)
             print(f"{name:12}{dtype:18}{figures[0]:12.1f}{figures[1]:12.1f}{figures[2]:8.1f}{payload:9.1f}")
     return 0
-
