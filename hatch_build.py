@@ -46,3 +46,5 @@ class NativeBuildHook(BuildHookInterface[Any]):
             build_data["pure_python"] = False
             build_data["tag"] = wheel_tag()
             build_data["artifacts"].append(f"/recorder/native/{NAME}")
+        else:
+            self.app.display_warning("recorder: no C compiler does it, so statistics and planes are made in Python")

@@ -56,7 +56,7 @@ def open_cluster(address: str) -> Iterator[Cluster]:
         ClusterError: there is none, it has no workers, or they are of other versions.
     """
     if find_spec("distributed") is None:
-        raise ClusterError("--scheduler needs Dask, which is not installed: pip install 'recorder[dask]'")
+        raise ClusterError("--scheduler needs Dask, which is not installed: pip install distributed")
     with _quiet():
         client = _connect(address)
         try:
@@ -99,8 +99,15 @@ def _quiet() -> Iterator[None]:
 
 def _connect(address: str) -> Any:
     from distributed import Client
+    from distributed.comm.addressing import parse_address, parse_host_port
+    from distributed.comm.registry import backends
 
     try:
+        # What a client finds of this by itself costs it 20 s, and a traceback when it is collected.
+        scheme, place = parse_address(address)
+        if scheme not in backends:
+            raise ValueError(f"{scheme}:// is not known")
+        parse_host_port(place)
         return Client(address, timeout=_CONNECT_S, set_as_default=False, name="recorder")
     except ValueError as error:
         raise ClusterError(f"{address}: is no address of a scheduler ({error}); it is like tcp://host:8786") from error

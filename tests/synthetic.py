@@ -298,6 +298,8 @@ def main() -> None:
     for name in ("nan-step", "nan-rank", "differs-step", "differs-rank"):
         parser.add_argument(f"--{name}", type=int, metavar="N")
     given = parser.parse_args()
+    if min(given.ranks, given.steps, given.every, given.jobs) < 1 or given.out.exists():
+        parser.error("numbers are 1 or more, and OUT is a folder that does not exist")
     faults = [(given.nan_step, given.nan_rank), (given.differs_step, given.differs_rank)]
     for (step, rank), name in zip(faults, ("nan", "differs"), strict=True):
         if (step is None) != (rank is None):

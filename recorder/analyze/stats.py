@@ -96,7 +96,7 @@ def stats(
         ImportError: pandas is not installed.
     """
     if importlib.util.find_spec("pandas") is None:
-        raise ImportError("stats gives a pandas frame, and pandas is not installed: pip install 'recorder[analysis]'")
+        raise ImportError("stats gives a pandas frame, and pandas is not installed: pip install pandas")
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
     options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layouts)
     found = statistics(run, selection, options, by=(by,) if isinstance(by, str) else by)

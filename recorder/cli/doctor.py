@@ -170,7 +170,7 @@ def _absent_ranks(run: Run) -> Iterator[Check]:
 def _recorded_settings(run: Run) -> Iterator[Check]:
     if not run.writers:
         return
-    manifest = run.writers[0].manifest
+    manifest = next((writer.manifest for writer in run.writers if writer.manifest), {})
     settings = manifest.get("settings")
     changed = [
         f"{name}={one.get('value')}"

@@ -7,6 +7,8 @@ may raise where the library is missing, of another version, or made for another 
 from __future__ import annotations
 
 import ctypes
+import os
+import struct
 import threading
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +21,9 @@ LIBRARY = Path(__file__).with_name("_kernels.so")
 ABI = 1
 """That of `kernels.c`; a library that says another number is left alone."""
 LEVELS = ("generic", "avx2", "avx512")
+_ELF_64_LITTLE = b"\x7fELF\x02\x01"
+_ELF_HEADER = struct.Struct("<40xQ10xHH2x")
+"""Where the table of sections lies, how long an entry is, and how many there are."""
 _CHUNK_ITEMS = 1 << 15
 _KINDS = ("float32", "float64", "bfloat16", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 _TABLE_8, _TABLE_16 = len(_KINDS), len(_KINDS) + 1
@@ -88,8 +93,9 @@ class Kernels:
         Raises:
             OSError: it cannot be loaded.
             AttributeError: it lacks a function.
-            ValueError: it is of another version.
+            ValueError: it is of another version, or cut short.
         """
+        _check_whole(path)  # the loader maps what is missing, and a look at it ends the process
         library = ctypes.CDLL(str(path))
         if (abi := library.recorder_native_abi()) != ABI:
             raise ValueError(f"{path} has ABI {abi}: expected {ABI}")
@@ -154,6 +160,17 @@ def address(array: npt.NDArray[Any]) -> int:
     return int(array.__array_interface__["data"][0])
 
 
+def _check_whole(path: Path) -> None:
+    """See that a shared library is as long as its header says: the table of its sections is the last thing in it."""
+    with path.open("rb") as file:
+        size, header = os.fstat(file.fileno()).st_size, file.read(_ELF_HEADER.size)
+    if len(header) < _ELF_HEADER.size or not header.startswith(_ELF_64_LITTLE):
+        raise ValueError(f"{path} is no 64-bit ELF library")
+    sections, section_bytes, num_sections = _ELF_HEADER.unpack(header)
+    if sections + section_bytes * num_sections > size:
+        raise ValueError(f"{path} is cut short, to {size} bytes: install again")
+
+
 class Found(NamedTuple):
     """The library, or why there is none."""
 
@@ -164,7 +181,7 @@ class Found(NamedTuple):
 @lru_cache(maxsize=1)
 def find() -> Found:
     """Load the library, once in a process. Never raises."""
-    if not LIBRARY.exists():
+    if not LIBRARY.is_file():
         return Found(None, "not built")
     try:
         return Found(Kernels(LIBRARY), "")

@@ -213,7 +213,7 @@ def to_long(run: Run, statistics: Sequence[str] | None, filter: Any) -> pandas.D
             hint = f"; did you mean {near[0]!r}?" if near else f"; choose of {', '.join(_MEASURES)}"
             raise LookupFailedError(f"no statistic {name!r}{hint}")
     if importlib.util.find_spec("pandas") is None:
-        raise ImportError("to_long needs pandas, and it is not installed: pip install 'recorder[analysis]'")
+        raise ImportError("to_long needs pandas, and it is not installed: pip install pandas")
     wide = run.table([*LONG_KEY, *chosen], filter)
     pieces = []
     for name in chosen:

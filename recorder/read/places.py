@@ -17,6 +17,7 @@ from ..errors import NotARunError
 from ..format.rundir import MAX_MANIFEST_BYTES, read_json
 from .files import ByteSource, GrowingFile, MappedFile
 
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _S3 = "s3"
 _NUM_TRIES = 3
@@ -147,13 +148,15 @@ class S3Path:
         """From ``s3://bucket/key``; slashes at the end mean nothing.
 
         Raises:
-            NotARunError: it names no bucket.
+            NotARunError: it names no bucket, or holds a name that is none.
         """
         bucket, *parts = text.partition("://")[2].split("/")
         while parts and not parts[-1]:
             parts.pop()
-        if not bucket or "" in parts:
-            raise NotARunError(f"{text}: expected s3://BUCKET/PATH, without empty names")
+        if not _BUCKET.fullmatch(bucket):  # it may hold a password
+            raise NotARunError("s3://: expected s3://BUCKET/PATH; credentials and ports are settings (AWS_...)")
+        if not {"", ".", ".."}.isdisjoint(parts):
+            raise NotARunError(f"{text}: expected s3://BUCKET/PATH, without names that are empty, '.' or '..'")
         return cls(bucket, parts)
 
     @cached_property
@@ -231,7 +234,7 @@ def place_of(path: str | os.PathLike[str] | Place) -> Place:
     if isinstance(path, S3Path):
         return path
     text = os.fspath(path)
-    if text.lower().startswith(f"{_S3}:/") and isinstance(path, os.PathLike) and not os.path.lexists(f"{text[:3]}"):
+    if re.match(r"s3:/[^/]", text, re.IGNORECASE) and not os.path.lexists(text[:3]):
         return S3Path.parse(f"{_S3}://{text[4:]}")  # what pathlib makes of s3://bucket
     scheme = scheme_of(text)
     if scheme is None:

@@ -190,7 +190,7 @@ class Run:
             ImportError: pandas is not installed.
         """
         if importlib.util.find_spec("pandas") is None:
-            raise ImportError("Run.to_pandas needs pandas, and it is not installed: pip install 'recorder[analysis]'")
+            raise ImportError("Run.to_pandas needs pandas, and it is not installed: pip install pandas")
         frame: pandas.DataFrame = self.table(columns, filter).to_pandas()
         return frame
 

@@ -37,13 +37,15 @@ class Finding(NamedTuple):
 
 def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[Finding]:
     """Read every byte of a run again and yield what is wrong. A run that is being written may be verified, too."""
-    for found in store_of(run.path).each(lambda writer: list(_verify_writer(writer, report)), run.writers):
+    is_over = all(writer.state != "recording" for writer in run.writers)
+    verify_one = partial(_verify_writer, report=report, is_over=is_over)
+    for found in store_of(run.path).each(lambda writer: list(verify_one(writer)), run.writers):
         yield from found
     if note := unsealed_note(run):
         yield Finding(False, note)
 
 
-def _verify_writer(writer: RecordedWriter, report: Report) -> Iterator[Finding]:
+def _verify_writer(writer: RecordedWriter, report: Report, is_over: bool) -> Iterator[Finding]:
     if writer.manifest_problem:
         yield Finding(True, writer.manifest_problem)
     elif not writer.manifest:
@@ -53,7 +55,8 @@ def _verify_writer(writer: RecordedWriter, report: Report) -> Iterator[Finding]:
         try:
             found = list(check(shard, writer, report))
         except FileNotFoundError:
-            found = [Finding(False, f"{shard.path}: was sealed or retired meanwhile; not checked")]
+            why = "is gone, and no writer is at work" if is_over else "was sealed or retired meanwhile; not checked"
+            found = [Finding(is_over, f"{shard.path}: {why}")]
         except RunError as error:
             found = [Finding(True, str(error))]
         yield from found

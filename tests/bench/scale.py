@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -132,6 +133,8 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     if (args.ranks is None) != (args.steps is None):
         parser.error("--ranks and --steps belong together")
+    if args.ranks is None and not re.fullmatch(r"\d+x\d+(,\d+x\d+)*", args.sizes):
+        parser.error(f"--sizes {args.sizes}: expected RANKSxSTEPS, with commas")
     sizes = [(args.ranks, args.steps)] if args.ranks else [tuple(map(int, s.split("x"))) for s in args.sizes.split(",")]
     figures: list[dict[str, Any]] = []
     failures = []

@@ -189,12 +189,20 @@ def test_planes_never_leave_their_room(kernels: native.Kernels) -> None:
 
 def test_a_library_that_is_none_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "_kernels.so").write_bytes(b"not a library")
-    with pytest.raises(OSError):
+    with pytest.raises(ValueError, match="no 64-bit ELF library"):
         native.Kernels(tmp_path / "_kernels.so")
     code = "import pathlib, recorder.native as n; n.LIBRARY = pathlib.Path({!r}); print(n.load(), n.in_force())"
-    for path, expected in (("_kernels.so", "None python (OSError: "), ("none.so", "None python (not built)")):
+    for path, expected in (("_kernels.so", "None python (ValueError: "), ("none.so", "None python (not built)")):
         done = _python(code.format(str(tmp_path / path)), ROOT)
         assert done.stdout.startswith(expected), done.stdout + done.stderr
+
+
+@needs_library
+@pytest.mark.parametrize("missing_bytes", [1, 100, 20_000, 100_000])
+def test_a_library_that_is_cut_short_is_done_without(tmp_path: Path, missing_bytes: int) -> None:
+    (tmp_path / "_kernels.so").write_bytes(native.LIBRARY.read_bytes()[:-missing_bytes])
+    with pytest.raises(ValueError, match="is cut short"):
+        native.Kernels(tmp_path / "_kernels.so")
 
 
 @needs_library

@@ -81,6 +81,16 @@ def test_accounts_that_do_not_balance_are_a_fault(writer: HandmadeWriter) -> Non
     assert "observed 12, written 10, dropped 1" in fault
 
 
+def test_a_shard_that_goes_while_nobody_writes_is_a_fault(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows()])
+    writer.add_shard([[make_row(50, [1.0])]])
+    writer.finish()
+    run = open_run(writer.directory.parents[1])
+    gone = next(writer.directory.glob("tensors-000001.arrow"))
+    gone.unlink()
+    assert f"{gone}: is gone, and no writer is at work" in [found.text for found in verify(run) if found.is_fault]
+
+
 def test_rows_that_vanished_are_a_fault(writer: HandmadeWriter) -> None:
     writer.add_shard([payload_rows()])
     writer.add_shard([[make_row(50, [1.0])]])

@@ -65,6 +65,16 @@ def test_a_bucket_or_a_run_that_is_not_there_is_said(store: StoreServer, cli: Cl
     assert "expected s3://BUCKET/PATH" in refusal(cli("show", "s3:///run"))
 
 
+@pytest.mark.parametrize("place", ["runs/./run", "runs/../run", "runs//run"])
+def test_a_path_that_a_store_may_take_for_another_is_refused(cli: Cli, place: str) -> None:
+    assert "without names that are empty, '.' or '..'" in refusal(cli("verify", f"s3://{BUCKET}/{place}"))
+
+
+@pytest.mark.parametrize("bucket", [f"user:{SECRET_KEY}@{BUCKET}", f"{BUCKET}:80"])
+def test_credentials_and_ports_in_a_path_are_refused_and_not_repeated(cli: Cli, bucket: str) -> None:
+    assert "credentials and ports are settings" in refusal(cli("ls", f"s3://{bucket}/run"))
+
+
 @pytest.mark.parametrize(
     "place", ["gs://bucket/run", "ftp://host/run", "foo://bar", "https://host/run", "s3a://bucket/run"]
 )
