@@ -26,6 +26,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from recorder import native
+
 from .processes import ROOT, clean_env, progress, run_fresh
 
 STORED = Path(__file__).with_suffix(".json")
@@ -223,6 +225,7 @@ def versions() -> dict[str, str]:
         "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": version("torch").partition("+")[0],
         "pyarrow": version("pyarrow"),
+        "loops": native.in_force().partition(" ")[0],
     }
 
 
