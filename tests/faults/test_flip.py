@@ -38,7 +38,7 @@ def test_every_kind_of_file_is_damaged(flips: Flips) -> None:
 
 
 def test_the_campaign_sees_what_a_reader_without_checksums_gives(flips: Flips, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unchecked(batch: Any, metadata: Mapping[Any, Any], *, where: str) -> integrity.BatchHeader:
+    def unchecked(batch: Any, metadata: Mapping[Any, Any], *, where: str, **_: object) -> integrity.BatchHeader:
         return integrity._header(integrity._parse(metadata, where), where)
 
     monkeypatch.setattr(shard, "check_batch", unchecked)
