@@ -78,7 +78,7 @@ def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> I
         if isinstance(batch, Finding):
             yield batch
         elif index is not None:
-            light[number] = batch.select(LIGHT_COLUMNS)
+            light[number] = _apart(batch.select(LIGHT_COLUMNS))
     yield from findings
     if index is not None:
         yield from _compare(index, list(shard.blocks), light, rows.path.with_name(index_name(rows.path.name)))
@@ -173,6 +173,11 @@ def _compare(index: Any, numbers: list[int], light: dict[int, Any], path: Place)
         yield Finding(True, f"{path}: differs from batch {wrong} of the shard; delete it, it is derived")
     elif start != index.num_rows and len(places) == len(numbers):
         yield Finding(True, f"{path}: lists {index.num_rows} rows, the shard has {start}; delete it, it is derived")
+
+
+def _apart(batch: Any) -> Any:
+    """A copy, so that the message with its payloads, which may have been fetched, can go."""
+    return pa.ipc.read_record_batch(batch.serialize(), batch.schema)
 
 
 def _listed(batches: list[tuple[int, Any]]) -> Any:
