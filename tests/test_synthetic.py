@@ -77,7 +77,7 @@ def test_the_command_makes_one(tmp_path: Path) -> None:
     first = recorder.first(recorder.open_run(tmp_path / "run")).nonfinite
     assert first is not None and (first.place.step, first.place.rank) == (20, 1)
     refused = subprocess.run(
-        [*words[:4], "--ranks", "2", "--steps", "30", "--nan-step", "21", "--nan-rank", "1"],
+        [*words[:3], str(tmp_path / "other"), "--ranks", "2", "--steps", "30", "--nan-step", "21", "--nan-rank", "1"],
         cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert refused.returncode == 2 and "no row is recorded there" in refused.stderr
