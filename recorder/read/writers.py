@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 GLOBAL_DIR = "global"
 _NUM_TRIES = 10
-"""A shard may be sealed or retired between listing and opening; the next listing knows its new name. A writer with small
-shards on a fast disk may do so several times in a row."""
+"""A shard may be sealed or retired between listing and opening; the next listing knows its new name. A writer with
+small shards on a fast disk may do so several times in a row."""
 _MAX_SHARED = 8
 """Different values of a member that are compared with each further one."""
 _QUIET_S = 60.0
