@@ -215,7 +215,9 @@ def test_a_job_stops_before_its_time_is_over(slurm: Slurm, submit: Submit, folde
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_the_job_on_all_nodes(slurm: Slurm, submit: Submit) -> None:
     job = submit("--steps=5000", "--fail-at=4", scratch=True)
-    assert job.ended() == ("FAILED", "1", "FAILED", "1")
+    state, code, *merge = job.ended()
+    # srun says the largest code: 143 where it stopped the other node's torchrun before that had seen its ranks fail.
+    assert (state, code in ("1", "143"), *merge) == ("FAILED", True, "FAILED", "1")
     assert re.search("finding: partial, .*\n  step 4 .*: no row of rank 3 of 0, 1, 2, 3", job.merge_output)
     assert {writer["state"] for writer in job.writers()} == {"closed"}
     assert_merged(job, 3)
