@@ -11,6 +11,8 @@ import pytest
 
 import recorder
 from recorder.analyze.catalog import write_catalog
+from recorder.analyze.ranges import cut_rows
+from recorder.analyze.timeline import whole_rows
 from tests.cli.conftest import Cli, cli
 from tests.synthetic import Shape, write_run
 
@@ -57,6 +59,26 @@ def test_ranges_of_steps_find_the_same(run: Path, rows: int, monkeypatch: pytest
     whole = recorder.first(recorder.open_run(run))
     monkeypatch.setattr("recorder.analyze.first._RANGE_ROWS", rows)
     assert recorder.first(recorder.open_run(run)) == whole
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["no folder", "no room"])
+def test_ranges_find_the_same_without_temporary_files(
+    run: Path, is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = recorder.first(recorder.open_run(run))
+    monkeypatch.setattr("recorder.analyze.first._RANGE_ROWS", 100)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path if is_full else tmp_path / "nowhere"))
+    if is_full:
+        monkeypatch.setattr("recorder.analyze.ranges._BYTES_A_ROW", 1 << 60)
+    assert recorder.first(recorder.open_run(run)) == whole
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_range_without_rows_has_no_tables(run: Path) -> None:
+    opened = recorder.open_run(run)
+    with cut_rows(opened, [(0, 1000), (1000, 1001)], whole_rows) as tables_of:
+        assert sum(table.num_rows for table in tables_of((0, 1000))) == opened.num_rows
+        assert list(tables_of((1000, 1001))) == []
 
 
 def test_its_catalog_has_every_row(run: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,18 @@ def cut_rows(
     with ExitStack() as stack:
         folder = None
         if len(ranges) > 1:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recorder-")))
-            if shutil.disk_usage(folder).free < run.num_rows * _BYTES_A_ROW or not _fill(folder, run, ranges, tables):
-                folder = None
+            with suppress(OSError):  # there may be no place for temporary files
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recorder-")))
+        if folder is not None and not (_has_room(folder, run) and _fill(folder, run, ranges, tables)):
+            folder = None
         if folder is None:
             yield lambda steps: tables(run.writers, steps)
         else:
             yield lambda steps: _read(folder / str(ranges.index(steps)))
+
+
+def _has_room(folder: Path, run: Run) -> bool:
+    return shutil.disk_usage(folder).free >= run.num_rows * _BYTES_A_ROW
 
 
 def _fill(
@@ -86,7 +91,9 @@ def _append(folder: Path, pending: list[list[Any]]) -> None:
 
 
 def _read(path: Path) -> Iterator[Any]:
-    """The tables in a file; each range has rows."""
+    """The tables in a file; a range without whole tensors has none."""
+    if not path.exists():
+        return
     with path.open("rb") as file:
         size = path.stat().st_size
         while file.tell() < size:
