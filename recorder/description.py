@@ -15,6 +15,7 @@ import torch
 from . import __version__
 from .capture.core import Capture
 from .capture.events import Events
+from .capture.host import work_of_hooks
 from .capture.optimizers import OptimizerWatch
 from .capture.root import Root
 from .capture.topology import Topology
@@ -55,6 +56,7 @@ class Description:
             "step_source": capture.clock.source,
             "settings": {e.name: {"value": e.value, "source": e.source} for e in self.loaded.explain()},
             "native": in_force(self.loaded.settings.native),
+            "hooks": work_of_hooks(self.loaded.settings),
             "rules": [rule.text for rule in self.loaded.settings.rules],
             "pool_bytes": capture.pool.capacity_bytes,
             "pool_peak_bytes": capture.pool.peak_bytes,

@@ -19,6 +19,7 @@ from torch.fx import _symbolic_trace
 
 from . import ops
 
+_tracing_state = torch._C._get_tracing_state
 _PLAIN = (str, bytes, int, float, bool, complex)
 _LISTS_ATTRIBUTES = torch.__version__ >= "2.13"
 """Whether dynamo can list what a module has; that of 2.9 can only be asked for names."""
@@ -38,7 +39,7 @@ def _is_exporting() -> bool:
 
 def is_traced() -> bool:
     """Whether `torch.jit.trace` or `torch.fx` runs the code, to make a graph of it."""
-    return torch._C._get_tracing_state() is not None or getattr(_symbolic_trace, "_is_fx_tracing_flag", False)
+    return _tracing_state() is not None or getattr(_symbolic_trace, "_is_fx_tracing_flag", False)
 
 
 def in_functorch() -> bool:

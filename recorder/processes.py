@@ -1,4 +1,4 @@
-"""Owns one question: whether the process that a manifest names still runs. Must never signal one.
+"""Owns whether the process that a manifest names still runs, and how many cores this one has. Must never signal one.
 
 A number alone does not tell: it is used again, and each container counts its own.
 """
@@ -9,6 +9,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def own_process() -> dict[str, Any]:

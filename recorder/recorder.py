@@ -164,6 +164,11 @@ class Recorder:
                 except Exception:
                     self._undo_start()
                     raise
+                except BaseException:  # Ctrl-C, say: the next call starts again, unless all is under way already
+                    if self._writer is None or not self._writer.stats().is_alive:
+                        self._writer = None
+                        self._forget_start()
+                    raise
             assert self.capture is not None and self._optimizers is not None
             with collector_paused():
                 root = self.capture.add_root(module, name)
@@ -223,13 +228,18 @@ class Recorder:
         """No memory for the pool, or no thread: training goes on as if nobody had asked."""
         self._is_closed = True
         self._remove_early_hooks()
-        if self._optimizers is not None:
-            self._optimizers.close()
-        if self._termination is not None:
-            self._termination.uninstall()
-        self.capture = None
+        self._forget_start()
         atexit.unregister(self._at_exit)
         self._on_change(self, False)
+
+    def _forget_start(self) -> None:
+        if self._optimizers is not None:
+            self._optimizers.close()
+            self._optimizers = None
+        if self._termination is not None:
+            self._termination.uninstall()
+            self._termination = None
+        self.capture = None
 
     def _resolve_place(self) -> Any:
         """Where to write; on the writer thread, for it may wait for the other ranks."""

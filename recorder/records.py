@@ -27,11 +27,40 @@ PART_BYTES = 32 << 20
 class Block(Protocol):
     """A piece of the host pool that one record owns until it is released."""
 
-    data: npt.NDArray[np.uint8]
-    """The raw little-endian C-order bytes of the tensor, shape (nbytes,)."""
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """The raw little-endian C-order bytes of the tensor, shape (nbytes,)."""
 
     def release(self) -> None:
         """Give the bytes back to the pool. Called once, from any thread; `data` must not be touched afterwards."""
+
+
+class Segment(Protocol):
+    """Memory for payloads end to end, from a page on; whoever refers to it keeps it."""
+
+    data: npt.NDArray[np.uint8]
+    is_closed: bool
+    """To be set by the writer once it has written what it had of it: what would follow had to be copied."""
+
+
+class Piece(Protocol):
+    """An encoded payload: the bytes from `start` to `stop` of a segment."""
+
+    start: int
+    stop: int
+    encoding: str
+    payload_bytes: int
+    """Before it was encoded."""
+    crc: int | None
+    """CRC32C of the encoded bytes, where it is known."""
+
+    @property
+    def segment(self) -> Segment | None:
+        """Where it lies; None once it is released."""
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """The encoded bytes."""
 
 
 class LostError(Exception):
@@ -108,8 +137,10 @@ class Staged(NamedTuple):
     time_ns: int
     """Wall clock of the capture, nanoseconds since the epoch."""
     measured: Callable[[npt.NDArray[np.uint8], Chunk | None], Measured] | None = None
-    """Set where the device has measured: turns `block.data`, which then holds its results and not the values, and
-    `chunk` into statistics and fingerprint, once `ready` is over. No payload is kept of such a record."""
+    """Set where it was measured before: turns `block.data`, which need not hold the values then, and `chunk` into
+    statistics and fingerprint, once `ready` is over."""
+    piece: Piece | None = None
+    """Set where the payload is encoded already; then it is `block` itself."""
 
 
 class Measured(NamedTuple):

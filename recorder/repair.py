@@ -155,6 +155,7 @@ class _Repair:
         self._report = report
         self._is_dry = is_dry
         self._memory = PageMemory(_MEMORY_BYTES)
+        self._payload = PageMemory(_MEMORY_BYTES)
 
     def run(self) -> Iterator[Outcome]:
         yield from _remove_remains(self._directory, self._disk, is_dry=self._is_dry)
@@ -231,9 +232,9 @@ class _Repair:
         damage: list[str] = []
         num_rows = 0
         file = None
+        kind = parse_shard_name(final.name)
+        layout = Layout(found.layout.schema, "zstd" if kind is not None and kind.kind == "stats" else None)
         if not self._is_dry:
-            kind = parse_shard_name(final.name)
-            layout = Layout(found.layout.schema, "zstd" if kind is not None and kind.kind == "stats" else None)
             temporary = final.with_name(f"_{final.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
             file = BatchFile(self._disk, temporary, layout, self._memory, is_direct=False)
         try:
@@ -244,8 +245,10 @@ class _Repair:
                     batch = _without_payloads(batch, found.layout.schema)
                     damage.append(f"{problem}; its rows are kept, without their payloads")
                 num_rows += batch.num_rows
-                if file is not None:
+                if file is not None and layout.is_compressed:
                     file.append(batch, header.ledger)
+                elif file is not None:
+                    file.append_around(batch, header.ledger, self._payload)
             if file is not None:
                 file.seal(final, found.last_header.ledger if found.last_header is not None else {})
                 self._disk.sync_directory(self._directory)

@@ -4,6 +4,7 @@ Hypothesis measures no time.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -21,6 +22,18 @@ def pytest_configure() -> None:
     unhurried = [hypothesis.HealthCheck.too_slow]
     hypothesis.settings.register_profile("unhurried", deadline=None, suppress_health_check=unhurried)
     hypothesis.settings.load_profile("unhurried")
+
+
+def pytest_collection_finish() -> None:
+    """A merge, an attach and a forked child look through all objects: not through those that were imported by now."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_optimizer_of_another_module() -> None:
+    """A recording goes on from the step of the optimizers that it finds; some lie in cycles, and live until this."""
+    gc.collect()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

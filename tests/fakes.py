@@ -135,19 +135,19 @@ class FaultyDisk(Disk):
             self._spared.add(descriptor)
         return descriptor
 
-    def write(self, descriptor: int, data: memoryview, offset: int) -> int:
+    def write(self, descriptor: int, data: memoryview, offset: int, *behind: memoryview) -> int:
         if descriptor in self._spared:
-            return super().write(descriptor, data, offset)
+            return super().write(descriptor, data, offset, *behind)
         self._enter("write")
         time.sleep(self.delay_s)
         if self.max_write_bytes is not None:
-            data = data[: self.max_write_bytes]
+            data, behind = data[: self.max_write_bytes], ()
         if self.free_for_writes is not None:
-            data = data[: self.free_for_writes]
+            data, behind = data[: self.free_for_writes], ()
             if not data:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.free_for_writes -= len(data)
-        return super().write(descriptor, data, offset)
+        return super().write(descriptor, data, offset, *behind)
 
     def truncate(self, descriptor: int, nbytes: int) -> None:
         self._enter("truncate")

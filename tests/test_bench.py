@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.bench import __main__ as dispatch
-from tests.bench import keep, table
+from tests.bench import keep, records, table
 from tests.bench.curves import line_through
 from tests.bench.pairs import is_distinguishable, noise_of, spread
 from tests.bench.picture import draw
@@ -98,9 +98,11 @@ def test_a_tool_that_cannot_be_imported_is_named_with_its_reason() -> None:
     assert "- wandb, wandb: left out (ImportError: no)" in text and "- nnsight, n: 1.2" in text
 
 
-def test_the_writer_is_measured_against_the_machine() -> None:
+def test_recording_is_measured_against_the_machine() -> None:
     text = table.markdown(report())
-    assert "the writer takes 500 ms of CPU a step; codec and crc32c alone 105 ms, 0.21 of it" in text
+    assert (
+        "all threads take 1000 ms of CPU a step beyond no recording; codec and crc32c alone 105 ms, 0.11 of it" in text
+    )
     assert "- recorder, tensors: +50000.0 us a record on the training thread beyond the copy" in text
 
 
@@ -141,6 +143,16 @@ def test_stored_counts_have_every_case() -> None:
     stored = json.loads(keep.STORED.read_text())
     assert set(stored["figures"]) == set(keep.CASES)
     assert all(figures["training_calls"] > 0 for figures in stored["figures"].values())
+
+
+def test_the_cost_of_a_record_is_told_for_each_site(capsys: pytest.CaptureFixture[str]) -> None:
+    assert records.main(["--rounds", "1", "--steps", "2", "--modules", "5"]) == 0
+    text = capsys.readouterr().out
+    num_records = {name: int(line_of(text, name)[1]) for name in records.CASES}
+    assert num_records["no recording"] == num_records["no recording, again"] == 0
+    # One for each module, or each of its two parameters; the first module's input has no gradient.
+    sites = {"output": 5, "grad_output": 5, "input": 5, "grad_input": 4, "param": 10, "grad": 10}
+    assert {name: num_records[name] for name in sites} == sites
 
 
 def test_a_line_goes_through_its_points() -> None:

@@ -72,6 +72,7 @@ REASONS = (
     Reason("not_optimized", "not updated by an optimizer that stepped: frozen, or shared and recorded elsewhere",
            False, True),
     Reason("no_param_gradient", "the parameter had no gradient: unused in these steps, or frozen", False, True),
+    Reason("param_unseen", "the parameter had no gradient: unused in these steps, or frozen", False, True),
     Reason("no_state", "the optimizer kept no tensors for it", False, True),
     Reason("no_buffer", "it was not there", False, False),
     Reason("not_merged", "not called, or lost: the run that this was merged from has lost rows", False, False),
@@ -81,7 +82,8 @@ _OF_CAUSE = {DAMAGED: "corrupt", RETIRED: "retired", DROPPED: "dropped", CUT: "d
 _OF_CAUSE |= {UNACCOUNTED: "unaccounted"}
 _OF_MODULE = {
     "not_called", "other_ranks", "elsewhere", *HIDDEN, "silent", "bypassed", "unused", "children", "never_called",
-    "no_tensor", "no_gradient", "not_optimized", "no_param_gradient", "no_state", "no_buffer", "disarmed",
+    "no_tensor", "no_gradient", "not_optimized", "no_param_gradient", "param_unseen", "no_state", "no_buffer",
+    "disarmed",
 }  # fmt: skip
 """Reasons that differ from module to module: sites with the same modules make one hole, others one each."""
 
@@ -335,7 +337,8 @@ def _reasons(
     put("no_update", ~is_forward & ~updated)
     put("not_optimized", of_site("param"))
     param_there, param_selected = neighbour("grad", 1)
-    put("no_param_gradient", of_site("grad") & (param_there | ~param_selected))
+    put("no_param_gradient", of_site("grad") & param_there)
+    put("param_unseen", of_site("grad") & ~param_selected)  # no other row proves it: it may have been dropped
     put("not_optimized", of_site("grad"))
     grad_there, grad_selected = neighbour("optim", 1)
     param_there, param_selected = neighbour("optim", 2)

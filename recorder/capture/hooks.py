@@ -113,7 +113,7 @@ class AfterForward(Hook):
             watch = WATCHES.get(self.number)
             if watch is None or watch.module() is not module or is_traced():
                 return
-            if in_functorch() and is_tapped(module):
+            if is_tapped(module) and in_functorch():
                 return  # the op sees the plain tensor behind what is seen here
             watch.after_forward(output)
         except Exception as error:
@@ -200,9 +200,15 @@ class GradientArrives:
             if not capture.is_open or (self._is_once and self._repeat):
                 return
             capture.observe(
-                *(self._origin, self._moment, "backward", self._call, self._repeat, self._keep, gradient),
-                chunk=self.chunk,
-                scope=self._scope,
+                self._origin,
+                self._moment,
+                "backward",
+                self._call,
+                self._repeat,
+                self._keep,
+                gradient,
+                self._scope,
+                self.chunk,
             )
             self._repeat += 1
             if self.handle is not None:

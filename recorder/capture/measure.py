@@ -23,6 +23,7 @@ from ..records import KEEP_FINGERPRINT, KEEP_STATS, Chunk, Measured
 _CHUNK_ITEMS = 1 << 15
 """Elements looked at together: with their float64 copy they stay in the second-level cache."""
 
+_NOTHING = Measured()
 _Values = npt.NDArray[Any]
 
 
@@ -57,17 +58,20 @@ def measure(
             raise ValueError(f"{len(data)} bytes are no tensor of shape {shape} of {dtype}")
         table = _decoded(dtype) if dtype in TABLE_KINDS else None
         found = kernels.measure(data, len(data) // num_bytes, dtype, table, weights)
-        measured = _measured(found)
         if weights is not None:
             value = found.fingerprint
             if chunk is not None and chunk.offsets is not None:
                 value = moved(value, num_bytes, chunk.offsets)
-            return measured._replace(fingerprint=value)
+            return _measured(found, value)
+        measured = _measured(found)
+    elif keep & KEEP_STATS:
+        measured = _statistics(data, dtype)
     else:
-        measured = _statistics(data, dtype) if keep & KEEP_STATS else Measured()
-    if wants_fingerprint:
-        measured = measured._replace(fingerprint=_fingerprint(data, num_bytes, shape, chunk, kernels))
-    return measured
+        measured = _NOTHING
+    if not wants_fingerprint:
+        return measured
+    value = _fingerprint(data, num_bytes, shape, chunk, kernels)
+    return Measured(fingerprint=value) if measured is _NOTHING else measured._replace(fingerprint=value)
 
 
 def _fingerprint(
@@ -147,30 +151,33 @@ class _Moments:
         return finite
 
 
-def _measured(moments: _Moments | Moments) -> Measured:
-    counts = Measured(nan_count=moments.nan_count, inf_count=moments.inf_count, zero_count=moments.zero_count)
+def _measured(moments: _Moments | Moments, fingerprint: int | None = None) -> Measured:
+    nan_count, inf_count, zero_count = moments.nan_count, moments.inf_count, moments.zero_count
     count = moments.count
     if not count:
-        return counts
+        return Measured(nan_count=nan_count, inf_count=inf_count, zero_count=zero_count, fingerprint=fingerprint)
     # Which of two zeros is the lesser depends on the processor; of the statistics none is -0.0.
     low, high, total, sum_sq = moments.min + 0.0, moments.max + 0.0, moments.sum, moments.sum_sq
-    # A constant tensor has exactly its value as mean, and no spread; rounding would say 1e-18.
-    is_constant = low == high
-    return counts._replace(
-        mean=low if is_constant else _or_inf(total / count),
-        std=0.0 if is_constant else _or_inf(math.sqrt(moments.deviations / count)),
-        min=low,
-        max=high,
-        absmax=max(0.0 - low, high),
-        l2=_or_inf(math.sqrt(sum_sq)),
-        sum=_or_inf(total),
-        sum_sq=_or_inf(sum_sq),
+    if low == high:  # a constant tensor has exactly its value as mean, and no spread; rounding would say 1e-18
+        mean, std = low, 0.0
+    else:
+        mean, std = total / count, math.sqrt(moments.deviations / count)
+    l2 = math.sqrt(sum_sq)
+    # Infinities of both signs met where one is NaN: what overflowed is not a missing value.
+    return Measured(
+        mean if mean == mean else math.inf,
+        std if std == std else math.inf,
+        low,
+        high,
+        max(0.0 - low, high),
+        l2 if l2 == l2 else math.inf,
+        total if total == total else math.inf,
+        sum_sq if sum_sq == sum_sq else math.inf,
+        nan_count,
+        inf_count,
+        zero_count,
+        fingerprint,
     )
-
-
-def _or_inf(value: float) -> float:
-    """Infinities of both signs met: what overflowed is not a missing value."""
-    return math.inf if math.isnan(value) else value
 
 
 def _chunks(data: npt.NDArray[np.uint8], dtype: str) -> Iterator[_Values]:

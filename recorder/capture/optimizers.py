@@ -205,7 +205,11 @@ class OptimizerWatch:
 
     def has_root(self, optimizer: Optimizer) -> bool:
         """Whether every parameter of an optimizer is under a root."""
-        return all(self._owner(p) is not None for p in _parameters(optimizer))
+        for parameter in _parameters(optimizer):
+            found = self._owned.get(id(parameter))  # as `_owner` begins: it is asked for all of them at every step
+            if (found is None or found.reference() is not parameter) and self._owner(parameter) is None:
+                return False
+        return True
 
     def _owner(self, parameter: torch.Tensor) -> Owned | None:
         found = self._owned.get(id(parameter))
@@ -340,20 +344,23 @@ class OptimizerWatch:
         moment = Moment(capture.clock.step, None, "train")
         repeat = self._repeat(optimizer, "grad")
         note = '{"grad":"scaled"}' if getattr(optimizer, "grad_scale", None) is not None else None
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                owned = self._owner(parameter)
-                if owned is None:
-                    continue
+        keeps_param, keeps_grad = capture.selection.keeps("param"), capture.selection.keeps("grad")
+        for parameter in _parameters(optimizer) if keeps_param or keeps_grad else ():
+            owned = self._owner(parameter)
+            if owned is None:
+                continue
+            if keeps_param:
                 owned.record("param", "", parameter, moment, "optimizer", repeat)
-                if (gradient := owned.gradient(parameter)) is not None:
-                    owned.record("grad", "", gradient, moment, "optimizer", repeat, scope="final", note=note)
+            if keeps_grad and (gradient := owned.gradient(parameter)) is not None:
+                owned.record("grad", "", gradient, moment, "optimizer", repeat, scope="final", note=note)
         if self._counts(optimizer):
             for root in capture.roots:
                 root.record_state(("buffer",), moment, "optimizer", repeat)
 
     def _record_state(self, optimizer: Optimizer) -> None:
         """Every tensor of the optimizer's state, under the parameter it belongs to."""
+        if not self._capture.selection.keeps("optim"):
+            return
         moment = Moment(self._capture.clock.step, None, "train")
         repeat = self._repeat(optimizer, "optim")
         for parameter, state in optimizer.state.items():

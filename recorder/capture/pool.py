@@ -7,20 +7,22 @@ may allocate per record beyond a small object, or hold its lock while bytes are 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import threading
 import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-_GRAIN_BYTES = 1024
+from ..memory import private_memory
+
+GRAIN_BYTES = 1024
 """Every record takes a multiple of this: about what its Python objects weigh, so that the pool bounds those too."""
 
 
@@ -38,14 +40,20 @@ class Holder(Protocol):
 class PoolBlock:
     """A piece of the pool that one record owns until it is released."""
 
-    __slots__ = ("_pool", "_size", "data", "holder", "offset")
+    __slots__ = ("_pool", "holder", "num_bytes", "offset", "size")
 
-    def __init__(self, pool: Pool, offset: int, size: int, data: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, pool: Pool, offset: int, size: int, num_bytes: int) -> None:
         self._pool = pool
-        self._size = size
+        self.size = size
+        """What it takes of the pool."""
         self.offset = offset
-        self.data = data
+        self.num_bytes = num_bytes
         self.holder: Holder | None = None
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """Its bytes; made when they are asked for, which is on the writer thread."""
+        return self._pool._bytes[self.offset : self.offset + self.num_bytes]  # type: ignore[no-any-return]
 
     def release(self) -> None:
         """Give the bytes back, once nothing writes into them any more; any thread, once."""
@@ -56,11 +64,11 @@ class PoolBlock:
 
     def give_back(self) -> None:
         """Let others have the bytes, whatever happens to them."""
-        self._pool._returned.append((self.offset, self._size))
+        self._pool._returned.append((self.offset, self.size))
 
     def as_tensor(self, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         """The block as a tensor of the pool's memory; shape and dtype must fit its bytes."""
-        return self._pool.tensor[self.offset : self.offset + len(self.data)].view(dtype).view(shape)
+        return self._pool.tensor[self.offset : self.offset + self.num_bytes].view(dtype).view(shape)
 
 
 class Pool:
@@ -74,9 +82,9 @@ class Pool:
             progress_s: when the writer last finished a batch, on `clock`.
             clock: a monotonic clock in seconds.
         """
-        self.capacity_bytes = capacity_bytes - capacity_bytes % _GRAIN_BYTES
+        self.capacity_bytes = capacity_bytes - capacity_bytes % GRAIN_BYTES
         try:
-            self._region = mmap.mmap(-1, self.capacity_bytes)
+            self._region = private_memory(self.capacity_bytes)
         except OSError as error:
             raise MemoryError(
                 f"no memory for the pool of {self.capacity_bytes} bytes ({error.strerror}); lower RECORDER_POOL_BYTES, "
@@ -108,25 +116,29 @@ class Pool:
         """Bytes that records hold now, those given back but not yet collected among them."""
         return self._used_bytes - sum(size for _, size in list(self._returned))
 
+    def way_back(self, places: list[tuple[int, int]]) -> Callable[[], None]:
+        """What gives back the offsets and sizes that are in the list when it is called; no Python runs in it."""
+        return partial(self._returned.extend, places)
+
     def take(self, nbytes: int) -> PoolBlock | None:
         """A block of exactly ``nbytes``, or None where there is no room now. Never waits for the writer.
 
         A call from a signal handler or finalizer that interrupts another take in the same thread gets None.
         """
-        size = max(_GRAIN_BYTES, -(-nbytes // _GRAIN_BYTES) * _GRAIN_BYTES)
+        size = -(-nbytes // GRAIN_BYTES) * GRAIN_BYTES or GRAIN_BYTES
         # `with` and plain stores, no calls: Ctrl-C and handlers that raise come between calls, never in here.
         with self._lock:
             if self._is_taking:
                 return None
             self._is_taking = True
             try:
+                if self._returned:
+                    self._collect()
                 return self._first_fit(nbytes, size)
             finally:
                 self._is_taking = False
 
     def _first_fit(self, nbytes: int, size: int) -> PoolBlock | None:
-        if self._returned:
-            self._collect()
         for i, (offset, free) in enumerate(self._free):
             if free >= size:
                 # One store an entry, so that an interrupt can lose a piece but never hand it out twice.
@@ -134,9 +146,10 @@ class Pool:
                     del self._free[i]
                 else:
                     self._free[i] = offset + size, free - size
-                self._used_bytes += size
-                self.peak_bytes = max(self.peak_bytes, self._used_bytes)
-                return PoolBlock(self, offset, size, self._bytes[offset : offset + nbytes])
+                self._used_bytes = used = self._used_bytes + size
+                if used > self.peak_bytes:
+                    self.peak_bytes = used
+                return PoolBlock(self, offset, size, nbytes)
         return None
 
     def _collect(self) -> None:
@@ -197,7 +210,7 @@ class DevicePool(Pool):
     """A fixed region of a device's memory; its blocks have a length, and no bytes that the host may touch."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.capacity_bytes = tensor.numel() - tensor.numel() % _GRAIN_BYTES
+        self.capacity_bytes = tensor.numel() - tensor.numel() % GRAIN_BYTES
         self._bytes = range(self.capacity_bytes)
         self.tensor = tensor
         self.address = 0

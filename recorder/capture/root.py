@@ -427,6 +427,8 @@ class Root:
         if torch._C._current_graph_task_id() != -1:
             micro_batch = micro_batch_of_backward() if self.pipeline is not None else None
             return self.clock.recomputed(micro_batch), "recompute"
+        if (active := self.clock.active) is not None:
+            return active, "forward"
         module = self.module()
         training = module.training if module is not None else True
         return self.clock.current(with_grad=torch.is_grad_enabled(), training=training), "forward"

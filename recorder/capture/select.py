@@ -103,6 +103,14 @@ class Selection:
         self._active = [rule.keep if step in rule.steps else 0 for rule in self._rules]
         self.masks[:] = [self._mask(members) for members in self._members]
 
+    def keeps(self, site: str) -> bool:
+        """Whether anything of a site may be kept of any module at this step."""
+        return any(mask and site in rule.site for mask, rule in zip(self._active, self._rules, strict=True))
+
+    def asks_for(self, *sites: str) -> bool:
+        """Whether a rule keeps any of the sites on this rank, at some step."""
+        return any(here and set(sites) & set(rule.site) for here, rule in zip(self._on_rank, self._rules, strict=True))
+
     def unmatched(self, module_paths: Sequence[str]) -> list[str]:
         """One sentence for each rule whose patterns matched no module so far, with the nearest paths or classes."""
         problems = []

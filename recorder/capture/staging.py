@@ -8,28 +8,38 @@ once, or once a step's graph has run. A new device is one class here and one ent
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..config import Settings
-from ..records import Chunk, LostError, Ready
-from .device_measure import DeviceMeasure
+from ..records import Chunk, LostError, Measured, Origin, Ready
 from .devices import CudaDevice
+from .host import Reader, host_stager
 from .pool import Pool, PoolBlock
+from .segments import Piece
 from .streams import COPY_FAILED, CUDA_GRAPH, NO_DEVICE_ROOM, StreamStager
 from .values import UnsupportedKind
 
-_MEMMOVE_BYTES = 1 << 20
-"""Below this memmove wins over the dispatcher (0.4 us a call against 6); above it torch copies with all its threads."""
 _NO_BOUNDARY = "no_step_boundary"
+
+
+class Plan(Protocol):
+    """How a tensor of which no payload is kept is measured before the writer has it."""
+
+    nbytes: int
+    """Of the block that the results take."""
+
+    def read(self, data: npt.NDArray[np.uint8], chunk: Chunk | None) -> Measured:
+        """What the results in the block's `data` say; on the writer thread."""
 
 
 class Stager(Protocol):
@@ -43,13 +53,22 @@ class Stager(Protocol):
         `LostError` where there is a reason not to copy.
         """
 
-    def plan(self, tensor: torch.Tensor, chunk: Chunk | None, keep: int) -> DeviceMeasure | None:
-        """Of a dense tensor whose payload is not kept: how the device measures it; None where it shall be copied."""
+    def plan(self, tensor: torch.Tensor, chunk: Chunk | None, keep: int) -> Plan | None:
+        """Of a dense tensor whose payload is not kept: how it is measured where it lies; None: it shall be copied."""
         return None
 
-    def measure(self, tensor: torch.Tensor, block: PoolBlock, plan: DeviceMeasure) -> Ready:
+    def measure(self, tensor: torch.Tensor, block: PoolBlock, plan: Any) -> Ready | None:
         """Like `copy`, for what the plan makes of the tensor; asked of those alone that make plans."""
         raise LostError(COPY_FAILED)
+
+    def encode(
+        self, tensor: torch.Tensor, chunk: Chunk | None, keep: int, origin: Origin
+    ) -> tuple[Piece, Reader | None] | None:
+        """Of a dense tensor whose payload is kept: the payload itself, and what reads the measures that it lacks.
+
+        None: it shall be copied. Raises what the copy raises.
+        """
+        return None
 
     def look(self) -> None:
         """A call of a root begins, so a step may have ended: let the writer have what can be had now. Never waits."""
@@ -62,28 +81,6 @@ class Stager(Protocol):
     def close(self) -> None:
         """The last copy was asked for: fetch or lose what waits, give up threads and streams."""
         return
-
-
-class HostStager(Stager):
-    """Host memory to host memory: the copy is complete on return."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._address = pool.address
-
-    def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
-        nbytes = len(block.data)
-        if nbytes < _MEMMOVE_BYTES and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-            source = tensor.data_ptr()
-            if not source and nbytes:
-                raise ValueError("no memory stands behind the tensor")
-            ctypes.memmove(self._address + block.offset, source, nbytes)
-            return None
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
-            values = tensor.detach()
-            if values.dtype == torch.float4_e2m1fn_x2:
-                values = values.view(torch.uint8)  # torch 2.9 has no copy of pairs
-            block.as_tensor(values.dtype, values.shape).copy_(values)
-        return None
 
 
 class XlaStager(Stager):
@@ -227,7 +224,7 @@ class CudaStager(StreamStager, Stager):
 
 
 STAGERS: dict[str, Callable[[Pool, Settings, Callable[[str], None]], Stager]] = {
-    "cpu": lambda pool, settings, say: HostStager(pool),
+    "cpu": lambda pool, settings, say: host_stager(pool, settings),
     "xla": lambda pool, settings, say: XlaStager(pool),
     "cuda": CudaStager,
 }

@@ -84,7 +84,7 @@ class StreamStager:
 
     def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
         """Copy the tensor's bytes into the block."""
-        if not len(block.data):
+        if not block.num_bytes:
             return None
         if tensor.dtype == torch.float4_e2m1fn_x2:
             tensor = tensor.view(torch.uint8)  # torch 2.9 has no copy of pairs

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -238,23 +238,29 @@ def _holds_no_data(cls: type) -> bool:
 class Signature:
     """Names the arguments of one module's forward as its signature does."""
 
-    __slots__ = ("_positional", "_rest")
+    __slots__ = ("_first", "_positional", "_rest")
 
     def __init__(self, module: nn.Module) -> None:
         self._positional: list[str] = []
         self._rest = "args"
         try:
-            parameters = inspect.signature(module.forward).parameters.values()
+            parameters = list(inspect.signature(module.forward).parameters.values())
         except (TypeError, ValueError):
-            return
+            parameters = []
         for parameter in parameters:
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
                 self._positional.append(parameter.name)
             elif parameter.kind is parameter.VAR_POSITIONAL:
                 self._rest = parameter.name
+        self._first = self._positional[0] if self._positional else f"{self._rest}.0"
 
-    def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
         """Every tensor among the arguments with its name and path."""
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # of most modules
+            return ((self._first, args[0]),)
+        return self._all_leaves(args, kwargs)
+
+    def _all_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         known = len(self._positional)
         for i, value in enumerate(args):
             name = self._positional[i] if i < known else f"{self._rest}.{i - known}"

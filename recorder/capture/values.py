@@ -26,8 +26,17 @@ DTYPES: dict[torch.dtype, str] = {
 """Names of the dtypes that the format knows."""
 
 
+_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
 class UnsupportedKind(Exception):
     """A tensor of a kind that cannot be recorded; its text is the drop reason."""
+
+
+def local_bytes(tensor: torch.Tensor) -> int:
+    """Of the rank's own values of a parameter; 0 where that cannot be seen at a glance."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return 0 if is_lazy(local) or type(local) not in PLAIN else local.numel() * local.itemsize
 
 
 def plain(tensor: torch.Tensor, chunk: Chunk | None = None) -> tuple[torch.Tensor, Chunk | None]:
@@ -48,7 +57,7 @@ def plain(tensor: torch.Tensor, chunk: Chunk | None = None) -> tuple[torch.Tenso
         raise UnsupportedKind("unsupported_type:meta")
     if tensor.is_quantized or tensor.is_nested:
         raise UnsupportedKind("unsupported_type:" + ("quantized" if tensor.is_quantized else "nested"))
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if _is_functorch_wrapped(tensor):
         raise UnsupportedKind("unsupported_type:functorch")
     if tensor._is_zerotensor():  # zeros that no memory stands behind, as autograd hands out
         return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape), chunk
@@ -88,5 +97,7 @@ def requires_gradient(tensor: torch.Tensor) -> bool:
 
     None can at a lazy parameter that is yet to be made.
     """
+    if type(tensor) is torch.Tensor:
+        return tensor.requires_grad
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.requires_grad and not is_lazy(tensor)

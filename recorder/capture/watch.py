@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .root import Root
 
 _MAX_LEAVES = 4096
+_GRADIENT = {"input": "grad_input", "output": "grad_output"}
 _numbers = itertools.count(1)
 
 
@@ -162,7 +163,7 @@ class Watch:
             self._signature = tree.Signature(module)
         with_grad = bool(gradient_mask) and self._has_new_graph(slice_, phase)
         for name, tensor in self._signature.leaves(args, kwargs):
-            self._see("input", "grad_input", name, tensor, slice_.moment, phase, call, with_grad)
+            self._see("input", name, tensor, slice_.moment, phase, call, value_mask, with_grad)
 
     def _await_local_gradients(self, slice_: Slice) -> None:
         """Record what this backward adds to the gradients of the module's own parameters, before any reduction."""
@@ -183,8 +184,12 @@ class Watch:
         if not value_mask and not gradient_mask and self.pre_hook is None:
             self._tapped_slice = None
             return
-        slice_, phase = self.root.slice_now()
         begun = self._open_calls.get(threading.get_ident()) if self.pre_hook is not None else None
+        if begun and not value_mask and not gradient_mask:
+            begun.pop()
+            self._tapped_slice = None
+            return
+        slice_, phase = self.root.slice_now()
         call = begun.pop() if begun else self._enter(slice_, phase)
         tapped, self._tapped_slice = self._tapped_slice, None
         if tapped is slice_:
@@ -192,34 +197,35 @@ class Watch:
         with_grad = bool(gradient_mask) and self._has_new_graph(slice_, phase)
         if value_mask or with_grad:
             if type(output) is torch.Tensor:
-                self._see("output", "grad_output", "", output, slice_.moment, phase, call, with_grad)
+                self._see("output", "", output, slice_.moment, phase, call, value_mask, with_grad)
                 return
             for name, tensor in tree.tensor_leaves(output):
-                self._see("output", "grad_output", name, tensor, slice_.moment, phase, call, with_grad)
+                self._see("output", name, tensor, slice_.moment, phase, call, value_mask, with_grad)
 
     def _see(
         self,
         site: str,
-        gradient_site: str,
         name: str,
         tensor: torch.Tensor,
         moment: Moment,
         phase: str,
         call: int,
+        value_mask: int,
         with_grad: bool,
     ) -> None:
-        keep_of = self.capture.keep_of
+        capture = self.capture
         chunk = waiting = None
         if self.root.model_parallel is not None:
             chunk, waiting = self._place_of(tensor)
         try:
-            origin, rule_set = self._leaf(site, name)
-            if keep := keep_of(rule_set, call):
-                put = None if waiting is None else waiting.put
-                self.capture.observe(origin, moment, phase, call, 0, keep, tensor, chunk=chunk, put=put)
+            if value_mask:
+                origin, rule_set = self._leaf(site, name)
+                if keep := capture.keep_of(rule_set, call):
+                    put = None if waiting is None else waiting.put
+                    capture.observe(origin, moment, phase, call, 0, keep, tensor, None, chunk, None, put)
             if with_grad and requires_gradient(tensor):
-                origin, rule_set = self._leaf(gradient_site, name)
-                if keep := keep_of(rule_set, call):
+                origin, rule_set = self._leaf(_GRADIENT[site], name)
+                if keep := capture.keep_of(rule_set, call):
                     self._see_gradient(origin, tensor, moment, call, keep, chunk, waiting)
         finally:
             if waiting is not None:
@@ -235,7 +241,7 @@ class Watch:
         chunk: Chunk | None,
         waiting: Waiting | None,
     ) -> None:
-        if origin.site == "grad_input" and is_dtensor(tensor):
+        if origin.site == "grad_input" and type(tensor) is not torch.Tensor and is_dtensor(tensor):
             self.capture.watch_share(tensor, origin, moment, call, keep)
             return
         hook = self.capture.watch_gradient(tensor, origin, moment, call, keep)

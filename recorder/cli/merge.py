@@ -17,6 +17,7 @@ from typing import Any
 
 from ..cluster import open_cluster
 from ..merge.merge import MergeReport, merge_run
+from ..processes import available_cores
 from ..read.run import Run
 from ..records import PART_BYTES
 from ..units import size
@@ -76,11 +77,6 @@ def merge_typed(
         for line in _lines(run, report):
             say(line)
     return int(report.num_problems > 0)
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

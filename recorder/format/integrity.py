@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -37,10 +38,17 @@ class BatchHeader:
     """On the seal: batches of the shard, the seal included."""
 
 
-def batch_metadata(batch: pa.RecordBatch, *, number: int, ledger: Mapping[str, object]) -> dict[bytes, bytes]:
-    """The `custom_metadata` of one IPC batch. The batch must not be a slice."""
-    crcs = {name: _column_crcs(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+def batch_metadata(
+    batch: pa.RecordBatch, *, number: int, ledger: Mapping[str, object], crcs: Crcs | None = None
+) -> dict[bytes, bytes]:
+    """The `custom_metadata` of one IPC batch, which must not be a slice; `crcs` where its checksums are known."""
+    crcs = batch_crcs(batch) if crcs is None else crcs
     return _metadata({"number": number, "rows": batch.num_rows, "ledger": dict(ledger), "crc32c": crcs})
+
+
+def batch_crcs(batch: pa.RecordBatch) -> Crcs:
+    """The checksums of a batch, which must not be a slice."""
+    return {name: column_crcs(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
 
 
 def seal_metadata(*, number: int, num_batches: int, ledger: Mapping[str, object]) -> dict[bytes, bytes]:
@@ -81,7 +89,7 @@ def check_batch(
         if name not in header.crcs:
             raise CorruptError(f"{where}: column {name!r} has no checksum")
         try:
-            found = _column_crcs(batch.column(name)) if crcs_of is None else crcs_of(name)
+            found = column_crcs(batch.column(name)) if crcs_of is None else crcs_of(name)
         except (ValueError, IndexError) as error:
             raise CorruptError(f"{where}: column {name!r}: {error}") from error
         if found != header.crcs[name]:
@@ -125,7 +133,12 @@ def _header(fields: dict[str, Any], where: str) -> BatchHeader:
     )
 
 
-def _column_crcs(column: Any) -> list[int | None]:
+def column_crcs(column: Any) -> list[int | None]:
+    """CRC32C of each buffer of a column, as `buffer_crcs`.
+
+    Raises:
+        ValueError: the column is a slice.
+    """
     if column.offset:
         raise ValueError("a slice of an array")
     buffers = [None if buffer is None else memoryview(buffer) for buffer in column.buffers()]
@@ -141,6 +154,7 @@ class ColumnKind(NamedTuple):
     """Width of an offset of texts and bytes; 0 for others."""
 
 
+@lru_cache(maxsize=64)
 def column_kind(column_type: Any) -> ColumnKind:
     """The kind of a flat Arrow type."""
     if pa.types.is_string(column_type) or pa.types.is_binary(column_type):

@@ -10,9 +10,10 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ Progress = Callable[[str, int], AbstractContextManager[Report]]
 """Makes a report from a title and the number of bytes to come."""
 
 _SHARDS_PER_UNIT = 200
-"""A worker opens the run once for a task: 0.3 ms a shard, so tasks grow with the run."""
+"""A worker of a cluster opens the run once for a task: 0.3 ms a shard, so tasks grow with the run."""
 _TASKS_PER_WORKER = 2
 """One that it does, and one that waits while this thread is busy."""
 
@@ -70,11 +71,13 @@ class _Job:
     out: Path
     loss: str
     layouts: tuple[str, ...]
-    manifest: Mapping[str, Any]
+    manifest: Mapping[str, Any] = field(hash=False)
     num_shards: int
     num_workers: int
     call: str
     """Of the output; see `Output.call`."""
+    is_alone: bool
+    """The worker is a process that does one task after the other: it keeps the run open between them."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -134,6 +137,7 @@ def merge_run(
             num_shards=sum(len(writer.shards) for writer in run.writers),
             num_workers=num_workers,
             call=output.call,
+            is_alone=isinstance(executor, ProcessPoolExecutor),
         )
         inputs = Inputs(run, job.options)
         found = {name for name in output.units() if not _report_of(output, name).is_damaged}
@@ -194,7 +198,7 @@ def _hand_out(
     Returns:
         Units that were not built: the run has changed since it was opened here.
     """
-    size = 1 + job.num_shards // _SHARDS_PER_UNIT
+    size = 1 if job.is_alone else 1 + job.num_shards // _SHARDS_PER_UNIT
     waiting = deque(units[start : start + size] for start in range(0, len(units), size))
     running: dict[Future[list[Unit]], Sequence[Unit]] = {}
     left: list[Unit] = []
@@ -226,10 +230,7 @@ def _take(future: Future[list[Unit]], task: Sequence[Unit], report: Report) -> l
 
 def _work(job: _Job, units: Sequence[Unit]) -> list[Unit]:
     """Build units with a run of our own; any process or thread. Returns those that this run does not hold so."""
-    run = open_run(job.run)
-    inputs = Inputs(run, job.options)
-    builder = UnitBuilder(run, run.view(loss=job.loss, layouts=job.layouts), inputs, job.manifest)
-    output = Output(job.out, job.call)
+    builder, output = (_kept_open if job.is_alone else _open)(job)
     left = []
     for unit in units:
         if builder.is_as_planned(unit):
@@ -237,6 +238,15 @@ def _work(job: _Job, units: Sequence[Unit]) -> list[Unit]:
         else:
             left.append(unit)
     return left
+
+
+def _open(job: _Job) -> tuple[UnitBuilder, Output]:
+    run = open_run(job.run)
+    builder = UnitBuilder(run, run.view(loss=job.loss, layouts=job.layouts), Inputs(run, job.options), job.manifest)
+    return builder, Output(job.out, job.call)
+
+
+_kept_open = lru_cache(maxsize=1)(_open)
 
 
 def _build(builder: UnitBuilder, output: Output, unit: Unit) -> None:

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from crc32c import crc32c
 
+from ..format.integrity import batch_crcs
 from ..format.rundir import WRITER_MANIFEST, open_name, shard_name
 from ..format.schema import COUNTS, FORMAT_NAME, FORMAT_VERSION, SCHEMA, STATISTICS
 from ..read.assembler import Part
 from ..write.file import Disk, PageMemory
-from ..write.ipc import Layout
+from ..write.ipc import Layout, Payload
 from ..write.manifest import replace_manifest
 from ..write.shard import BatchFile, Index
 
@@ -40,7 +42,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.payloads = {"tensors": PageMemory(BATCH_BYTES), "stats": PageMemory(_LIGHT_BYTES)}
-        self.message = PageMemory(BATCH_BYTES + (2 << 20))
+        self.message = PageMemory(2 << 20)
 
 
 class Directory:
@@ -130,7 +132,6 @@ class _Lane:
         self._next_number = 0
         self._file: BatchFile | None = None
         self._index = Index()
-        self._borrowed: Any = None
         self._clear()
 
     def add(self, seq: int, row: int, part: Part | None, number: int) -> None:
@@ -143,14 +144,11 @@ class _Lane:
             if self._ends[-1] and self._ends[-1] + num_bytes > self._batch_bytes:
                 self._flush()
             start = self._ends[-1]
-            if len(buffers) == 1 and start == 0 and num_bytes >= self._batch_bytes:
-                self._borrowed = buffers[0]
-            else:
-                if start == 0:
-                    self._payload.reserve(num_bytes)
-                for buffer in buffers:
-                    self._payload.data[start : start + len(buffer)] = buffer
-                    start += len(buffer)
+            if start == 0:
+                self._payload.reserve(num_bytes)
+            for buffer in buffers:
+                self._payload.data[start : start + len(buffer)] = buffer
+                start += len(buffer)
             end = self._ends[-1] + num_bytes
             self._note(seq, row, number, part.flat_offset, part.encoding, part.payload_bytes, end)
         if self._ends[-1] >= self._batch_bytes or len(self._rows) >= _BATCH_ROWS:
@@ -186,7 +184,6 @@ class _Lane:
         self._encodings: list[str | None] = []
         self._payload_bytes: list[int] = []
         self._ends = [0]
-        self._borrowed = None
 
     def _flush(self) -> None:
         if not self._rows:
@@ -196,8 +193,14 @@ class _Lane:
             path = directory.path / open_name(shard_name(self._kind, self._next_number))
             # Through the page cache: whoever merges reads the result next, and the kernel writes behind our back.
             self._file = BatchFile(directory.disk, path, self._layout, directory.memory.message, is_direct=False)
-        batch = self._batch()
-        self._file.append(batch, directory.ledger(about_to_write=batch.num_rows))
+        payload = None
+        if self._kind == "tensors":
+            payload = Payload(self._payload.data[: self._ends[-1]], np.array(self._ends, np.int64))
+        batch = self._batch(payload)
+        crcs = batch_crcs(batch)
+        if payload is not None:
+            crcs["data"][1:] = [crc32c(payload.ends.data), crc32c(payload.values.data)]
+        self._file.append(batch, directory.ledger(about_to_write=batch.num_rows), crcs=crcs, payload=payload)
         directory.num_written_rows += batch.num_rows
         if self._has_index:
             self._index.add(batch)
@@ -219,8 +222,8 @@ class _Lane:
         self._file, self._index = None, Index()
         self._next_number += 1
 
-    def _batch(self) -> pa.RecordBatch:
-        """The waiting rows. The batch borrows the payload: write it before anything is added."""
+    def _batch(self, payload: Payload | None) -> pa.RecordBatch:
+        """The waiting rows, `data` empty where the payload is written by itself: before anything is added."""
         taken = self._directory.rows.take(_array(pa.int64(), self._rows))
         is_later = np.array(self._numbers) > 0
         own = {
@@ -229,7 +232,7 @@ class _Lane:
             "flat_offset": _array(pa.int64(), self._flat_offsets),
             "encoding": _texts(self._encodings),
             "payload_bytes": _array(pa.int64(), self._payload_bytes, [one is not None for one in self._encodings]),
-            "data": self._data(),
+            "data": self._data(payload),
         }
         columns = []
         for field in SCHEMA:
@@ -242,12 +245,12 @@ class _Lane:
             columns.append(column)
         return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
-    def _data(self) -> pa.Array:
+    def _data(self, payload: Payload | None) -> pa.Array:
         is_there = [one is not None for one in self._encodings]
         if not any(is_there):
             return pa.nulls(len(is_there), pa.large_binary())
-        content = self._payload.data[: self._ends[-1]] if self._borrowed is None else self._borrowed
-        buffers = [_bits(is_there), pa.py_buffer(np.array(self._ends, np.int64)), pa.py_buffer(content)]
+        ends = np.array(self._ends, np.int64) if payload is None else np.zeros_like(payload.ends)
+        buffers = [_bits(is_there), pa.py_buffer(ends), pa.py_buffer(self._payload.data[: ends[-1]])]
         return pa.Array.from_buffers(pa.large_binary(), len(is_there), buffers)
 
 

@@ -1,15 +1,19 @@
 """Owns the way to the compiled loops of `kernels.c`: found, checked and called here, or done without.
 
-Everything that it offers has a pure Python twin that gives the same bits; whoever calls has that as well. Nothing here
-may raise where the library is missing, of another version, or made for another processor.
+Everything that it offers has a pure Python twin that gives the same bits; whoever calls has that as well. Where the
+Huffman code is missing, zstd gives other bytes of the same content. Nothing here may raise where the library is
+missing, of another version, or made for another processor.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import ctypes
 import os
 import struct
 import threading
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,16 +22,18 @@ import numpy as np
 import numpy.typing as npt
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI = 1
+ABI = 3
 """That of `kernels.c`; a library that says another number is left alone."""
 LEVELS = ("generic", "avx2", "avx512")
 _ELF_64_LITTLE = b"\x7fELF\x02\x01"
 _ELF_HEADER = struct.Struct("<40xQ10xHH2x")
 """Where the table of sections lies, how long an entry is, and how many there are."""
-_CHUNK_ITEMS = 1 << 15
 _KINDS = ("float32", "float64", "bfloat16", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 _TABLE_8, _TABLE_16 = len(_KINDS), len(_KINDS) + 1
 _NO_STATISTICS = -1
+_HELD_BYTES = 1 << 15
+"""Measured in 5 to 15 us of float32, in 200 of 8-bit floats without vector instructions: far below the 5 ms after which
+Python takes the lock away."""
 KINDS = {name: number for number, name in enumerate(_KINDS)} | {"bool": _KINDS.index("uint8"), "float16": _TABLE_16}
 KINDS |= {f"float8_{kind}": _TABLE_8 for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")}
 """Element types whose statistics it knows, by torch's names."""
@@ -58,6 +64,9 @@ class Moments(ctypes.Structure):
     fingerprint: int
 
 
+_NO_MOMENTS = bytes(Moments(min=float("inf"), max=float("-inf")))
+
+
 class Weights(ctypes.Structure):
     """How the words of a tensor are weighed, as `struct weights`; holds its arrays."""
 
@@ -84,8 +93,61 @@ class Weights(ctypes.Structure):
         self.num_words = len(runs) * run_words
 
 
+class _Measuring(ctypes.Structure):
+    """What is measured, as `struct measuring`."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("items", ctypes.c_int64),
+        ("kind", ctypes.c_int),
+        ("table", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+    )
+
+
+class Team(ctypes.Structure):
+    """Threads that share work, as `struct team`: those of the caller's own OpenMP team, or the caller alone.
+
+    For one call at a time.
+    """
+
+    num_threads: int
+    scratch: int
+    scratch_bytes: int
+
+    _fields_ = (
+        ("run", ctypes.c_void_p),
+        ("num_threads", ctypes.c_int64),
+        ("scratch", ctypes.c_void_p),
+        ("scratch_bytes", ctypes.c_int64),
+    )
+
+    def __init__(self, num_threads: int = 1, run: int | None = None) -> None:
+        """Of so many threads, which the `GOMP_parallel` at the address `run` has; without one the caller is alone."""
+        super().__init__(run, num_threads if run is not None else 1)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Give each thread so much scratch memory, once."""
+        if not self.scratch_bytes:
+            self._memory = np.empty((self.num_threads, -(-num_bytes // 64) * 8), np.uint64)
+            self.scratch, self.scratch_bytes = address(self._memory), self._memory.strides[0]
+
+
+def find_team(num_threads: int, folder: Path) -> Team:
+    """Training's threads, which wait while a hook runs: those of the one OpenMP library in `folder` that is loaded.
+
+    Without it, or with one thread, the caller alone.
+    """
+    if num_threads > 1:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            loaded = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+            (path,) = (path for path in folder.glob("*omp*.so*") if str(path) in loaded)
+            return Team(num_threads, ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, ctypes.c_void_p).value)
+    return Team()
+
+
 class Kernels:
-    """The loaded library. Any thread; each has scratch memory of its own."""
+    """The loaded library. Any thread, with scratch memory of its own, but for what `sharing` gives."""
 
     def __init__(self, path: Path = LIBRARY, level: int = -1) -> None:
         """Load it and select the widest vectors, or those of `level`.
@@ -102,12 +164,58 @@ class Kernels:
         self.level = LEVELS[library.recorder_native_select(level)]
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._measure = library.recorder_native_measure
-        self._measure.argtypes = (pointer, number, ctypes.c_int, pointer, pointer, pointer, pointer)
-        self._measure.restype = None
+        self._measure_held = ctypes.PyDLL(str(path)).recorder_native_measure
+        """The same with the interpreter's lock kept: of little data, to hand it over takes longer than the work."""
+        for measure in (self._measure, self._measure_held):
+            measure.argtypes = (pointer, pointer, pointer)
+            measure.restype = None
         self._planes = library.recorder_native_planes
         self._planes.argtypes = (pointer, number, number, number, number, pointer, number)
         self._planes.restype = None
+        self._huffman = library.recorder_native_huffman
+        self._huffman.argtypes = (pointer, number, number, number, pointer, number, pointer)
+        self._huffman.restype = number
+        self._sample = library.recorder_native_sample
+        self._sample.argtypes = (pointer, number, number, number, number, pointer, pointer)
+        self._sample.restype = number
+        self._copy = library.recorder_native_copy
+        self._copy.argtypes = (pointer, number, pointer, pointer)
+        self._copy.restype = None
+        self._planes_plain = library.recorder_native_planes_plain
+        self._planes_plain.argtypes = (pointer, number, number, pointer, pointer, number)
+        self._planes_plain.restype = number
+        self._crc32c = library.recorder_native_crc32c
+        self._crc32c.argtypes = (pointer, number, pointer)
+        self._crc32c.restype = number
+        self.join_crc32c: Callable[[int, int, int], int] = library.recorder_native_join_crc32c
+        """CRC32C of two runs of bytes from those of each, and the number of bytes of the second."""
+        library.recorder_native_join_crc32c.argtypes = (number, number, number)
+        library.recorder_native_join_crc32c.restype = number
+        library.recorder_native_scratch.restype = number
+        self._scratch_bytes = int(library.recorder_native_scratch())
+        self._shared: Team | None = None
         self._local = threading.local()
+
+    def sharing(self, team: Team) -> Kernels:
+        """The same with `measure`, `copy`, `planes_plain` and `crc32c` shared by a team, for one call at a time."""
+        kernels = copy.copy(self)
+        kernels._shared = team
+        team.reserve(self._scratch_bytes)
+        return kernels
+
+    @property
+    def _alone(self) -> Team:
+        """This thread and its scratch memory."""
+        try:
+            return self._local.team  # type: ignore[no-any-return]
+        except AttributeError:
+            self._local.team = Team()
+            self._local.team.reserve(self._scratch_bytes)
+            return self._local.team  # type: ignore[no-any-return]
+
+    @property
+    def _team(self) -> int:
+        return ctypes.addressof(self._shared or self._alone)
 
     def measure(
         self,
@@ -126,16 +234,16 @@ class Kernels:
             table: the value of each bit pattern, for float16 and floats of 8 bits.
             weights: for the fingerprint.
         """
-        out = Moments(min=float("inf"), max=float("-inf"))
-        self._measure(
+        out = Moments.from_buffer_copy(_NO_MOMENTS)
+        measuring = _Measuring(
             address(data),
             items,
             _NO_STATISTICS if dtype is None else KINDS[dtype],
             None if table is None else table.ctypes.data,
             None if weights is None else ctypes.addressof(weights),
-            self._scratch,
-            ctypes.addressof(out),
         )
+        measure = self._measure if len(data) > _HELD_BYTES else self._measure_held
+        measure(ctypes.addressof(measuring), self._team, ctypes.addressof(out))
         return out
 
     def split(self, data: _Bytes, item_bytes: int, planes: range, out: _Bytes) -> None:
@@ -145,19 +253,67 @@ class Kernels:
             raise ValueError(f"out holds {len(out)} bytes: {items * len(planes)} are needed")
         self._planes(address(data), items, item_bytes, planes[0], planes[-1], address(out), items)
 
-    @property
-    def _scratch(self) -> int:
-        try:
-            return self._local.address  # type: ignore[no-any-return]
-        except AttributeError:
-            self._local.memory = np.empty(3 * _CHUNK_ITEMS, np.float32)
-            self._local.address = self._local.memory.ctypes.data
-            return self._local.address  # type: ignore[no-any-return]
+    def huffman(self, data: _Bytes, item_bytes: int, plane: int, out: _Bytes) -> int:
+        """Write a byte plane as Zstandard frames to the front of `out`, by entropy coding alone: no matches are sought.
+
+        Returns:
+            How many bytes of `out` they took.
+        """
+        items = len(data) // item_bytes
+        num_written = self._huffman(
+            address(data), items, item_bytes, plane, address(out), len(out), self._alone.scratch
+        )
+        if num_written < 0:
+            raise ValueError(f"out holds {len(out)} bytes: frames of {items} may need more")
+        return int(num_written)
+
+    def planes_plain(self, data: _Bytes, item_bytes: int, out: _Bytes) -> int:
+        """Write a payload of encoding ``planes_plain`` to the front of `out`; the top plane as `huffman` does.
+
+        Returns:
+            How many bytes of `out` it took.
+        """
+        items = len(data) // item_bytes
+        num_written = self._planes_plain(address(data), items, item_bytes, self._team, address(out), len(out))
+        if num_written < 0:
+            raise ValueError(f"out holds {len(out)} bytes: a payload of {len(data)} may need more")
+        return int(num_written)
+
+    def copy(self, data: _Bytes, out: _Bytes) -> None:
+        """Copy `data` to the front of `out`."""
+        if len(out) < len(data):
+            raise ValueError(f"out holds {len(out)} bytes: {len(data)} are needed")
+        self._copy(address(data), len(data), self._team, address(out))
+
+    def crc32c(self, data: _Bytes) -> int | None:
+        """CRC32C of at most 64 MiB; None of more, or where the processor has no instruction for it."""
+        crc = self._crc32c(address(data), len(data), self._team)
+        return None if crc < 0 else int(crc)
+
+    def sample(self, data: _Bytes, item_bytes: int, slices: int, slice_items: int, out: _Bytes) -> tuple[int, int]:
+        """Copy all byte planes of slices spread evenly over the data to the front of `out`, end to end.
+
+        Returns:
+            How many elements they are, all where there are no more, and about how many bytes `huffman` makes of the
+            first of the planes.
+        """
+        items = len(data) // item_bytes
+        num_items = min(items, slices * slice_items)
+        if len(out) < num_items * item_bytes:
+            raise ValueError(f"out holds {len(out)} bytes: {num_items * item_bytes} are needed")
+        num_bytes = self._sample(
+            address(data), items, item_bytes, slices, slice_items, address(out), self._alone.scratch
+        )
+        return num_items, int(num_bytes)
 
 
 def address(array: npt.NDArray[Any]) -> int:
     """Where a contiguous array begins."""
-    return int(array.__array_interface__["data"][0])
+    try:
+        # Of what may be written: a quarter of the time.
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return int(array.__array_interface__["data"][0])
 
 
 def _check_whole(path: Path) -> None:

@@ -1,6 +1,6 @@
-/* The hot loops of the writer thread: statistics, fingerprint and byte planes of one tensor's bytes.
+/* The hot loops of the writer thread: statistics, fingerprint, byte planes and their Huffman code, of one tensor's bytes.
  *
- * Every function gives the very bits that the Python beside it gives, on every processor: sums are taken in the order
+ * Every function but that code gives the very bits that the Python beside it gives, on every processor: sums are taken in the order
  * of numpy's pairwise sum (8 partial sums over at most 128 values, halves above), nothing is contracted, and nothing is
  * reassociated. Plain C without Python.h; called through ctypes, which lets go of the GIL. Nothing here allocates, keeps
  * state between calls (but for the level that was selected once) or needs an aligned address.
@@ -15,9 +15,15 @@
 #error "gcc or clang, 64 bits, little-endian"
 #endif
 
-#define ABI 1
+#define ABI 3
 #define CHUNK_ITEMS 32768
 #define LEAF_ITEMS 128
+#define MAX_CHUNKS 256
+#define COPY_BYTES (1 << 18)  /* that one thread copies at a time */
+#define SPLIT_ITEMS (1 << 15) /* and splits */
+#define MIN_PART_ITEMS (1 << 15)
+#define MAX_PART_ITEMS (1 << 19) /* and compresses */
+#define MAX_PARTS 1024
 #define EXPORT __attribute__((visibility("default")))
 
 /* Values as they lie in memory, at any address. */
@@ -50,10 +56,13 @@ struct weights {
   int64_t word_bytes;
 };
 
-/* Where in the runs and blocks the words that come next lie. */
-struct place {
-  int64_t run, in_run, in_block;
-  uint64_t weight;
+/* What is measured: statistics where `kind` is not negative, the fingerprint where there are weights. */
+struct measuring {
+  const uint8_t *data;
+  int64_t items;
+  int kind;
+  const float *table; /* the value of each pattern of a small float */
+  const struct weights *weights;
 };
 
 /* Of a chunk: what one look at its values gives. */
@@ -62,9 +71,15 @@ struct range {
   int64_t num_zeros;
 };
 
+#include "crc.h"
+#include "huffman.h"
+
 struct kernels {
-  void (*measure)(const void *, int64_t, enum kind, const float *, const struct weights *, void *, struct moments *);
+  void (*measure)(const struct measuring *, int64_t, void *, struct moments *);
+  void (*merge)(const struct moments *, struct moments *);
   void (*planes)(const uint8_t *, int64_t, int64_t, int64_t, int64_t, uint8_t *, int64_t);
+  int64_t (*huffman)(const uint8_t *, int64_t, int64_t, int64_t, uint8_t *, struct huffman *);
+  int64_t (*sample)(const uint8_t *, int64_t, int64_t, int64_t, int64_t, uint8_t *, struct huffman *);
 };
 
 static inline float float_of(uint32_t bits) {
@@ -87,12 +102,12 @@ static inline float float_of(uint32_t bits) {
 
 #define LEVEL AVX2
 #define NAME(x) x##_avx2
-#define TARGET __attribute__((target("avx2")))
+#define TARGET __attribute__((target("avx2,bmi,bmi2")))
 #include "kernels.inc"
 
 #define LEVEL AVX512
 #define NAME(x) x##_avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2")))
 #include "kernels.inc"
 #endif
 
@@ -112,8 +127,8 @@ EXPORT int recorder_native_select(int level) {
   int best = GENERIC;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2")) best = AVX2;
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2")) best = AVX2;
+  if (best == AVX2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
     best = AVX512;
 #endif
@@ -122,15 +137,180 @@ EXPORT int recorder_native_select(int level) {
   return level;
 }
 
-/* Statistics (where `kind` is not negative) and fingerprint (where there are weights) of `items` elements.
- * `scratch`: 3 * CHUNK_ITEMS * 4 bytes, aligned to 8. `table`: the value of each pattern of a small float. */
-EXPORT void recorder_native_measure(const void *data, int64_t items, int kind, const float *table,
-                                    const struct weights *weights, void *scratch, struct moments *out) {
-  selected->measure(data, items, (enum kind)kind, table, weights, scratch, out);
-}
-
 /* Byte planes `first` to `last` (0 is the most significant) of little-endian elements, each `stride` after the other. */
 EXPORT void recorder_native_planes(const uint8_t *data, int64_t items, int64_t item_bytes, int64_t first, int64_t last,
                                    uint8_t *out, int64_t stride) {
   selected->planes(data, items, item_bytes, first, last, out, stride);
+}
+
+static int64_t frames_room(int64_t items) {
+  return items + (items / FRAME_BYTES + 1) * (FRAME_HEADER_BYTES + CHECKSUM_BYTES) + 3 * (items / BLOCK_BYTES + 1);
+}
+
+/* Byte plane `plane` (0 is the most significant) as Zstandard frames of FRAME_BYTES of content each, Huffman coded.
+ * Returns their bytes, or -1 where `out_bytes` might not do. `scratch`: recorder_native_scratch() bytes,
+ * aligned to 8; nothing in it is kept. */
+EXPORT int64_t recorder_native_huffman(const uint8_t *data, int64_t items, int64_t item_bytes, int64_t plane,
+                                       uint8_t *out, int64_t out_bytes, void *scratch) {
+  if (out_bytes < frames_room(items)) return -1;
+  return selected->huffman(data, items, item_bytes, plane, out, scratch);
+}
+
+/* All planes of `slices` of `slice_items` elements each, or of all where there are no more, to `out`, end to end. Returns
+ * about how many bytes recorder_native_huffman makes of the first plane there; `scratch` as there. */
+EXPORT int64_t recorder_native_sample(const uint8_t *data, int64_t items, int64_t item_bytes, int64_t slices,
+                                      int64_t slice_items, uint8_t *out, void *scratch) {
+  return selected->sample(data, items, item_bytes, slices, slice_items, out, scratch);
+}
+
+/* `GOMP_parallel` of the OpenMP library whose threads training uses. */
+typedef void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+
+/* Threads that share work: those of OpenMP, or, where `run` is NULL, the caller alone. */
+struct team {
+  parallel run;
+  int64_t num_threads;
+  uint8_t *scratch; /* `scratch_bytes` for each */
+  int64_t scratch_bytes;
+};
+
+/* Pieces of some work, each taken by whichever thread of the team comes first. */
+struct job {
+  void (*piece)(struct job *, int64_t number, void *scratch);
+  const struct team *team;
+  const uint8_t *data;
+  uint8_t *out;
+  int64_t items, item_bytes;
+  int64_t piece_items, num_pieces, num_taken, num_threads;
+  int64_t room;         /* of the frames of a piece in `out` */
+  int64_t *piece_bytes; /* of its frames, in the end */
+  const struct measuring *measuring;
+  int64_t first_chunk;
+  struct moments *chunks;
+  uint32_t *crcs, crc_shift; /* the shift of a third of a piece */
+};
+
+static void take_pieces(void *of) {
+  struct job *job = of;
+  int64_t thread = __atomic_fetch_add(&job->num_threads, 1, __ATOMIC_RELAXED), number;
+  void *scratch = job->team->scratch + thread * job->team->scratch_bytes;
+  while ((number = __atomic_fetch_add(&job->num_taken, 1, __ATOMIC_RELAXED)) < job->num_pieces)
+    job->piece(job, number, scratch);
+}
+
+static void share(struct job *job, void (*piece)(struct job *, int64_t, void *), int64_t items, int64_t piece_items) {
+  job->piece = piece;
+  job->items = items;
+  job->piece_items = piece_items;
+  job->num_pieces = (items + piece_items - 1) / piece_items;
+  job->num_taken = job->num_threads = 0;
+  if (job->team->run && job->num_pieces > 1)
+    job->team->run(take_pieces, job, (unsigned)job->team->num_threads, 0);
+  else
+    take_pieces(job);
+}
+
+static int64_t items_of(const struct job *job, int64_t number) {
+  int64_t left = job->items - number * job->piece_items;
+  return left < job->piece_items ? left : job->piece_items;
+}
+
+static void measure_piece(struct job *job, int64_t number, void *scratch) {
+  selected->measure(job->measuring, job->first_chunk + number, scratch, job->chunks + number);
+}
+
+static void copy_piece(struct job *job, int64_t number, void *scratch) {
+  (void)scratch;
+  int64_t from = number * job->piece_items;
+  memcpy(job->out + from, job->data + from, (size_t)items_of(job, number));
+}
+
+static void frame_piece(struct job *job, int64_t number, void *scratch) {
+  const uint8_t *from = job->data + number * job->piece_items * job->item_bytes;
+  uint8_t *to = job->out + number * job->room;
+  job->piece_bytes[number] = selected->huffman(from, items_of(job, number), job->item_bytes, 0, to, scratch);
+}
+
+static void split_piece(struct job *job, int64_t number, void *scratch) {
+  (void)scratch;
+  int64_t from = number * job->piece_items;
+  selected->planes(job->data + from * job->item_bytes, items_of(job, number), job->item_bytes, 1, job->item_bytes - 1,
+                   job->out + from, job->items);
+}
+
+/* Statistics and fingerprint, by chunks. They are taken in in order, so the bits do not depend on the team. */
+EXPORT void recorder_native_measure(const struct measuring *measuring, const struct team *team, struct moments *out) {
+  struct moments chunks[MAX_CHUNKS];
+  int64_t num_chunks = (measuring->items + CHUNK_ITEMS - 1) / CHUNK_ITEMS;
+  struct job job = {.team = team, .measuring = measuring, .chunks = chunks};
+  for (; job.first_chunk < num_chunks; job.first_chunk += MAX_CHUNKS) {
+    int64_t left = num_chunks - job.first_chunk, n = left < MAX_CHUNKS ? left : MAX_CHUNKS;
+    share(&job, measure_piece, n, 1);
+    for (int64_t i = 0; i < n; i++) selected->merge(chunks + i, out);
+  }
+}
+
+EXPORT void recorder_native_copy(const uint8_t *data, int64_t num_bytes, const struct team *team, uint8_t *out) {
+  struct job job = {.team = team, .data = data, .out = out};
+  share(&job, copy_piece, num_bytes, COPY_BYTES);
+}
+
+/* A payload of encoding planes_plain: 8 bytes with the length of the frames of plane 0, the frames, the other planes.
+ * Parts of the plane become frames of their own, so that threads share the work; which they are depends on the number
+ * of threads alone. Returns its bytes, or -1 where `out_bytes` might not do. */
+EXPORT int64_t recorder_native_planes_plain(const uint8_t *data, int64_t items, int64_t item_bytes,
+                                            const struct team *team, uint8_t *out, int64_t out_bytes) {
+  int64_t parts = (items / (MAX_PART_ITEMS * team->num_threads) + 1) * team->num_threads;
+  if (parts > items / MIN_PART_ITEMS) parts = items / MIN_PART_ITEMS + 1;
+  int64_t part_items = team->num_threads > 1 ? items / parts + 1 : items < FRAME_BYTES ? items + 1 : FRAME_BYTES;
+  int64_t num_parts = (items + part_items - 1) / part_items;
+  int64_t part_bytes[MAX_PARTS], rest = (item_bytes - 1) * items;
+  struct job job = {.team = team, .data = data, .out = out + 8, .item_bytes = item_bytes, .piece_bytes = part_bytes};
+  job.room = frames_room(part_items);
+  int64_t last = frames_room(items - (num_parts - 1) * part_items);
+  if (num_parts > MAX_PARTS || 8 + rest + (num_parts - 1) * job.room + last > out_bytes) return -1;
+  share(&job, frame_piece, items, part_items);
+  uint8_t *to = out + 8;
+  for (int64_t i = 0; i < num_parts; to += part_bytes[i++])
+    if (i) memmove(to, job.out + i * job.room, (size_t)part_bytes[i]);
+  put_little(out, (uint64_t)(to - out - 8), 8);
+  job.out = to;
+  share(&job, split_piece, items, SPLIT_ITEMS);
+  return to - out + rest;
+}
+
+/* Of one thread of a team. */
+EXPORT int64_t recorder_native_scratch(void) {
+  int64_t measuring = 3 * CHUNK_ITEMS * 4, huffman = (int64_t)sizeof(struct huffman);
+  return measuring > huffman ? measuring : huffman;
+}
+
+#if defined(__x86_64__)
+static void crc_piece(struct job *job, int64_t number, void *scratch) {
+  (void)scratch;
+  int64_t n = items_of(job, number);
+  uint32_t shift = n == job->piece_items ? job->crc_shift : crc_shift(n / 24 * 8);
+  job->crcs[number] = crc_of(job->data + number * job->piece_items, n, shift);
+}
+#endif
+
+/* CRC32C of `num_bytes`, at most MAX_CRC_PARTS * CRC_PART_BYTES, or -1 where the processor has no instruction for it. */
+EXPORT int64_t recorder_native_crc32c(const uint8_t *data, int64_t num_bytes, const struct team *team) {
+#if defined(__x86_64__)
+  uint32_t crcs[MAX_CRC_PARTS], crc = 0;
+  if (selected == &kernels_generic || num_bytes > (int64_t)MAX_CRC_PARTS * CRC_PART_BYTES) return -1;
+  uint32_t shift = crc_shift(CRC_PART_BYTES / 3), whole = crc_product(crc_product(shift, shift), shift);
+  struct job job = {.team = team, .data = data, .crcs = crcs, .crc_shift = shift};
+  share(&job, crc_piece, num_bytes, CRC_PART_BYTES);
+  int64_t last = job.num_pieces - 1;
+  for (int64_t i = 0; i < last; i++) crc = crc_product(whole, crc) ^ crcs[i];
+  return last < 0 ? 0 : crc_join(crc, crcs[last], items_of(&job, last));
+#else
+  return -1;
+#endif
+}
+
+/* CRC32C of two runs of bytes from those of each, where the second has `num_bytes`. */
+EXPORT int64_t recorder_native_join_crc32c(int64_t first, int64_t second, int64_t num_bytes) {
+  return crc_join((uint32_t)first, (uint32_t)second, num_bytes);
 }

@@ -42,6 +42,8 @@ COLUMNS = (
 
 _NO_BITS = "0" * 16
 """The fingerprint of zeros."""
+_MAX_LOOKED_UP = 100_000
+"""Rows of which a look-up keeps the values for the next: those of the modules of a step, of some ranks."""
 _ADDED_UP = (
     "its rows say that they are summands, and they are equal to the last bit, as if they had been added up in place: "
     "--layout '...=replicate' if so, '...=partial(sum)' if not"
@@ -130,6 +132,8 @@ class Grouping:
         self._pieces: list[Piece] = []
         self._numbers: dict[Piece, int] = {}
         self._found: dict[Any, int] = {}
+        self._looked_up: dict[tuple[bytes, bool], list[Value]] = {}
+        self._num_looked_up = 0
         self.counts = self._which_count()
         """By position, whether a row counts: superseded ones and those of another run do not."""
         for text in missing_stages(facts.stages):
@@ -172,6 +176,18 @@ class Grouping:
 
         for number in sequence.tolist():
             yield value_of(number)
+
+    def values_again(self, positions: Positions, *, is_slice: bool) -> list[Value]:
+        """The same for one question of many: whoever asks for a tensor asks for others of its module and step."""
+        key = positions.tobytes(), is_slice
+        found = self._looked_up.get(key)
+        if found is None:
+            if self._num_looked_up > _MAX_LOOKED_UP:
+                self._looked_up.clear()
+                self._num_looked_up = 0
+            self._num_looked_up += len(positions)
+            found = self._looked_up[key] = list(self.values(positions, is_slice=is_slice))
+        return found
 
     def pieces(self, value: Value) -> list[Piece]:
         """What the rows of a value say of it, as its plan numbers them."""

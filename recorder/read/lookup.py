@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import LookupFailedError
-from .light import NONE, PLACE_COLUMNS, Keys, LightRows, Positions
+from .light import NONE, PLACE_COLUMNS, Keys, LightRows, Positions, is_text
 from .writers import RecordedWriter
 
 QUALIFIERS = (
@@ -72,24 +72,11 @@ def find_tensor(
     merged_names = (*_OF_RANKS, "micro_step", "root") if has_slices else _OF_RANKS
     positions = np.flatnonzero(rows.module_paths().codes == module_code(rows, module_path))
     of_module = positions
-    for name in QUALIFIERS:
-        value = question.get(name)
-        if value is None:
-            continue
-        keys = rows.keys(name, positions)
-        try:
-            is_meant = keys.codes == keys.code(value)
-        except (TypeError, ValueError):
-            raise LookupFailedError(
-                f"{name}={value!r}: expected {'a text' if keys.texts else 'a whole number'}"
-            ) from None
-        if not is_meant.any():
-            ended = ended_before(writers, value, question.get("rank")) if name == "step" else ""
-            raise LookupFailedError(
-                f"{what} has no row with {name}={value!r}; choose {_choices(name, keys)}{'; ' if ended else ''}{ended}"
-            )
-        positions = positions[is_meant]
-        what += f" {name}={value!r}"
+    given = {name: value for name in QUALIFIERS if (value := question.get(name)) is not None}
+    positions = _meant(rows, positions, given)
+    if not len(positions):
+        _raise_unmet(rows, writers, of_module, given, what)
+    what += "".join(f" {name}={value!r}" for name, value in given.items())
     if question.get("attempt") is None and counts is not None:
         positions = positions[counts[positions]]
         if not len(positions):
@@ -120,6 +107,42 @@ def find_tensor(
             positions = positions[rows.keys(name, positions).codes == rows.keys(name, positions).code(_value(keys))]
         return Found(positions[rows.numbers("part")[positions] == 0], related, is_merged, what, is_slice)
     return Found(_parts(rows, positions[has_payload], what), related, is_merged, what, is_slice)
+
+
+def _meant(rows: LightRows, positions: Positions, given: Mapping[str, Any]) -> Positions:
+    """The rows with these values; none where a value is of the wrong kind.
+
+    Numbers first: a module has rows of thousands of steps, and texts cost the most.
+    """
+    for name in sorted(given, key=is_text):
+        keys = rows.keys(name, positions)
+        try:
+            positions = positions[keys.codes == keys.code(given[name])]
+        except (TypeError, ValueError):
+            return positions[:0]
+    return positions
+
+
+def _raise_unmet(
+    rows: LightRows, writers: Sequence[RecordedWriter], positions: Positions, given: Mapping[str, Any], what: str
+) -> NoReturn:
+    """Say which of the values, in the order of `QUALIFIERS`, is the first that no row has beside those before it."""
+    for name, value in given.items():
+        keys = rows.keys(name, positions)
+        try:
+            is_meant = keys.codes == keys.code(value)
+        except (TypeError, ValueError):
+            raise LookupFailedError(
+                f"{name}={value!r}: expected {'a text' if keys.texts else 'a whole number'}"
+            ) from None
+        if not is_meant.any():
+            ended = ended_before(writers, value, given.get("rank")) if name == "step" else ""
+            raise LookupFailedError(
+                f"{what} has no row with {name}={value!r}; choose {_choices(name, keys)}{'; ' if ended else ''}{ended}"
+            )
+        positions = positions[is_meant]
+        what += f" {name}={value!r}"
+    raise AssertionError("all values together have rows")
 
 
 def _value(keys: Keys) -> Any:

@@ -119,7 +119,7 @@ class ModuleView:
     def _below(self) -> list[str]:
         """Relative paths of all modules below."""
         prefix = self.path + "." if self.path else ""
-        return [path[len(prefix) :] for path in known_paths(self.run) if path != self.path and path.startswith(prefix)]
+        return [path[len(prefix) :] for path in self.run.known_paths if path != self.path and path.startswith(prefix)]
 
     def _and(self, expression: Any, recurse: bool) -> Any:
         """A filter for the module's rows, and another one."""
@@ -173,7 +173,7 @@ def narrow(run: Run, path: str, below: str = "") -> ModuleView:
     if not isinstance(path, str):
         raise TypeError(f"a module path is text, such as 'layers.0.mlp', not {path!r}")
     whole = f"{below}.{path}" if below and path else below or path
-    known = known_paths(run)
+    known = run.known_paths
     if whole not in known:
         near = nearest(whole, list(known))
         prefix = below + "." if below else ""
@@ -188,8 +188,8 @@ def narrow(run: Run, path: str, below: str = "") -> ModuleView:
     return ModuleView(run, whole)
 
 
-def known_paths(run: Run) -> dict[str, None]:
-    """Modules with rows, those that the writers know, and what contains them; in the order of the tree."""
+def find_known_paths(run: Run) -> dict[str, None]:
+    """What `Run.known_paths` says."""
     paths: dict[str, None] = {"": None}
     for path in [*(path for _, path in run.modules), *run.module_paths]:
         if path not in paths:

@@ -28,7 +28,7 @@ from .decode import as_array, check_bytes, count, parse_shape
 from .light import NONE, PLACE_COLUMNS, TIME_ORDER, LightRows, Positions
 from .lookup import QUALIFIERS, find_tensor
 from .modules import ModuleInfo, read_modules
-from .notebook import ModuleView, known_paths, narrow, run_html, to_long
+from .notebook import ModuleView, find_known_paths, narrow, run_html, to_long
 from .overrides import check_overrides
 from .payload import Payloads
 from .picture import Layout, explain
@@ -142,6 +142,11 @@ class Run:
     def modules(self) -> dict[tuple[str, str], ModuleInfo]:
         """What the writers say of each module, by root and path, recorded or not."""
         return read_modules(self.writers)
+
+    @cached_property
+    def known_paths(self) -> dict[str, None]:
+        """Modules with rows, those that the writers know, and what contains them; in the order of the tree."""
+        return find_known_paths(self)
 
     def table(
         self, columns: Sequence[str] | None = None, filter: Any = None, *, steps: tuple[int, int] | None = None
@@ -332,7 +337,7 @@ class Run:
         return narrow(self, module_path)
 
     def _ipython_key_completions_(self) -> list[str]:
-        return list(known_paths(self))
+        return list(self.known_paths)
 
     def _repr_html_(self) -> str:
         return run_html(self)

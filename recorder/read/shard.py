@@ -61,6 +61,8 @@ class Layout:
 
     def __init__(self, schema: Any) -> None:
         self.schema = schema
+        self.preamble = schema.serialize()
+        """What stands before the batches of a stream."""
         self._ends = list(accumulate(_num_buffers(field.type) for field in schema))
         self._kinds = [column_kind(field.type) for field in schema]
         self._place_of = {name: place for place, name in enumerate(schema.names)}
@@ -193,15 +195,17 @@ def read_batch(source: ByteSource, block: Block, layout: Layout, columns: Sequen
     message = parse_message(source.read(block.offset, block.metadata_bytes).slice(PREFIX_BYTES), where)
     if message.body_bytes != block.body_bytes:
         raise CorruptError(f"{where}: has {message.body_bytes} bytes, the footer says {block.body_bytes}")
-    read = columns or ("seq",)  # whose length says how many rows there really are
+    read = list(columns) or ["attempt"]  # whose length says how many rows there really are; it is compressed the most
+    is_all = read == layout.schema.names
     places = layout.places(read)
     buffers = layout.buffers_of(places, message, where)
-    wanted = [range(block.metadata_bytes + start, block.metadata_bytes + start + size) for start, size in buffers]
-    whole = source.read(block.offset, block.end - block.offset, [range(block.metadata_bytes), *wanted])
+    wanted = None if is_all else [range(block.metadata_bytes), *_behind(block.metadata_bytes, buffers)]
+    whole = source.read(block.offset, block.end - block.offset, wanted)
     if message.is_compressed:
         check_declared_sizes(buffers, whole.slice(block.metadata_bytes), where)
     try:
-        batch = _decode(whole, layout.schema, places, message).select(list(read))
+        batch = _decode(whole, layout, places, message)
+        batch = batch if is_all else batch.select(read)
         batch.validate(full=True)
     except ARROW_ERRORS as error:
         raise CorruptError(f"{where}: {error}") from error
@@ -209,29 +213,41 @@ def read_batch(source: ByteSource, block: Block, layout: Layout, columns: Sequen
     header = check_batch(batch, message.custom_metadata, crcs_of=crcs_of, where=where)
     if not 0 <= header.number < _MAX_BATCHES:
         raise CorruptError(f"{where}: its number is {header.number}; expected one below {_MAX_BATCHES}")
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        if name in _NEVER_NULL and column.null_count:
+    for place, name in enumerate(read):
+        if name in _NEVER_NULL and batch.column(place).null_count:
             raise CorruptError(f"{where}: column {name!r} has nulls, which it must not")
         if name in _LOWEST:
-            _check_counts(column, name, where)
-    return CheckedBatch(batch.select(list(columns)), header)
+            _check_counts(batch.column(place), name, where)
+    return CheckedBatch(batch if columns else batch.select([]), header)
+
+
+def _behind(start: int, buffers: Sequence[tuple[int, int]]) -> list[range]:
+    """Where buffers lie, counted from so far before the body."""
+    return [range(start + offset, start + offset + size) for offset, size in buffers]
 
 
 def _check_counts(column: Any, name: str, where: str) -> None:
     """Refuse numbers that no recorder can have counted, before anything is computed with them."""
     values = (column.drop_null() if column.null_count else column).to_numpy()
-    if len(values) and not _LOWEST[name] <= values.min() <= values.max() <= _HIGHEST[name]:
+    if not len(values):
+        return
+    if _LOWEST[name] == 0:  # as unsigned, a number below zero is one above any count: a single look at the values
+        unsigned = values.view(f"u{values.itemsize}")
+        is_possible = unsigned.max() <= min(_HIGHEST[name], (1 << 8 * values.itemsize - 1) - 1)
+    else:
+        is_possible = _LOWEST[name] <= values.min() <= values.max() <= _HIGHEST[name]
+    if not is_possible:
         raise CorruptError(
             f"{where}: column {name!r} holds {values.min()} to {values.max()}; "
             f"expected numbers from {_LOWEST[name]} to {_HIGHEST[name]}"
         )
 
 
-def _decode(whole: Any, schema: Any, places: Sequence[int], message: Message) -> Any:
+def _decode(whole: Any, layout: Layout, places: Sequence[int], message: Message) -> Any:
     """The batch; of a compressed one only the wanted columns, since each costs its decompression."""
     if not message.is_compressed:
-        return pa.ipc.read_record_batch(pa.ipc.read_message(whole), schema)
-    stream = pa.py_buffer(b"".join([schema.serialize(), whole]))
+        return pa.ipc.read_record_batch(pa.ipc.read_message(whole), layout.schema)
+    stream = pa.py_buffer(b"".join([layout.preamble, whole]))
     options = pa.ipc.IpcReadOptions(included_fields=list(places), use_threads=False)
     return pa.ipc.open_stream(stream, options=options).read_next_batch()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,9 +15,10 @@ import pyarrow as pa
 from ..errors import CorruptError, RunError
 from ..format.rundir import index_name
 from ..format.schema import LIGHT_COLUMNS
+from ..processes import available_cores
 from .files import ByteSource
 from .messages import CONTINUATION, FIRST_MESSAGE, PREFIX_BYTES, TAIL_BYTES, Block, footer_blocks, footer_bytes
-from .places import Place, store_of
+from .places import LOCAL, Place, store_of
 from .rows import INDEX_COLUMNS, PLACE_FIELDS, SHARD_BYTES_KEY, ShardRows
 from .run import Run
 from .salvage import salvage
@@ -24,7 +27,11 @@ from .unsealed import unsealed_note
 from .writers import RecordedWriter
 
 Report = Callable[[int], None]
-"""Told how many bytes were checked since the last call."""
+"""Told how many bytes were checked since the last call; by several threads."""
+Each = Callable[[Callable[[ShardRows], list["Finding"]], Iterable[ShardRows]], Iterable[list["Finding"]]]
+"""Like `map`."""
+_MAX_THREADS = 4
+"""Of a batch, three quarters is the checksum, which leaves the interpreter to others."""
 
 
 class Finding(NamedTuple):
@@ -38,31 +45,48 @@ class Finding(NamedTuple):
 def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[Finding]:
     """Read every byte of a run again and yield what is wrong. A run that is being written may be verified, too."""
     is_over = all(writer.state != "recording" for writer in run.writers)
-    verify_one = partial(_verify_writer, report=report, is_over=is_over)
-    for found in store_of(run.path).each(lambda writer: list(verify_one(writer)), run.writers):
-        yield from found
+    store = store_of(run.path)
+    with _threads() if store is LOCAL else nullcontext(map) as each:  # a store reads several writers at once itself
+        verify_one = partial(_verify_writer, report=report, is_over=is_over, each=each)
+        for found in store.each(lambda writer: list(verify_one(writer)), run.writers):
+            yield from found
     if note := unsealed_note(run):
         yield Finding(False, note)
 
 
-def _verify_writer(writer: RecordedWriter, report: Report, is_over: bool) -> Iterator[Finding]:
+@contextmanager
+def _threads() -> Iterator[Each]:
+    """A `map` over the shards of a writer in threads: the checksum of a payload leaves Python to the others."""
+    with ThreadPoolExecutor(min(available_cores(), _MAX_THREADS), "recorder-verify") as pool:
+        try:
+            yield pool.map
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _verify_writer(writer: RecordedWriter, report: Report, is_over: bool, each: Each) -> Iterator[Finding]:
     if writer.manifest_problem:
         yield Finding(True, writer.manifest_problem)
     elif not writer.manifest:
         yield Finding(False, f"{writer.directory}: has no manifest; its writer has only begun, or died at once")
-    for shard in writer.shards:
-        check = _verify_sealed if shard.is_sealed else _verify_open
-        try:
-            found = list(check(shard, writer, report))
-        except FileNotFoundError:
-            why = "is gone, and no writer is at work" if is_over else "was sealed or retired meanwhile; not checked"
-            found = [Finding(is_over, f"{shard.path}: {why}")]
-        except RunError as error:
-            found = [Finding(True, str(error))]
+    verify_one = partial(_verify_shard, writer=writer, report=report, is_over=is_over)
+    for found in each(verify_one, writer.shards):
         yield from found
     yield from _verify_rows(writer)
     if writer.ending:
         yield Finding(False, writer.ending)
+
+
+def _verify_shard(shard: ShardRows, writer: RecordedWriter, report: Report, is_over: bool) -> list[Finding]:
+    check = _verify_sealed if shard.is_sealed else _verify_open
+    try:
+        return list(check(shard, writer, report))
+    except FileNotFoundError:
+        why = "is gone, and no writer is at work" if is_over else "was sealed or retired meanwhile; not checked"
+        return [Finding(is_over, f"{shard.path}: {why}")]
+    except RunError as error:
+        return [Finding(True, str(error))]
 
 
 def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[Finding]:

@@ -545,7 +545,7 @@ def value_of(view: GlobalView, light: LightRows, found: Found) -> Value:
     """
     grouping, _ = view.grouping_of_all(light)
     wanted = set(found.positions.tolist())
-    values = grouping.values(found.related, is_slice=found.is_slice)
+    values = grouping.values_again(found.related, is_slice=found.is_slice)
     chosen = [value for value in values if wanted & set(value.positions)]
     if len(chosen) > 1:  # what stages hand on has the same name as the input and the output of the model
         chosen = [value for value in chosen if not value.is_between_stages]

@@ -1,7 +1,7 @@
 """Owns the system calls on files being written, and the memory that they write from.
 
 Nothing above this module opens, writes, syncs or renames a shard: tests replace `Disk` to make a disk slow, full or
-sick. Nothing here may copy a payload more than once, or hold the GIL while it does.
+sick. Nothing here may copy a payload, but for less than a block of it, or write into the memory where it lies.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from ..descriptors import Descriptor, require_ours
+from ..memory import private_memory
+from ..native import address
 
 GRAIN_BYTES = 4096
 """Addresses, lengths and offsets of direct writes are multiples of this; no common disk asks for more."""
@@ -70,10 +73,10 @@ class Disk:
             return False
         return True
 
-    def write(self, descriptor: int, data: memoryview, offset: int) -> int:
-        """Write from the front of `data`, perhaps less than all of it; returns how many bytes."""
+    def write(self, descriptor: int, data: memoryview, offset: int, *behind: memoryview) -> int:
+        """Write from the front of `data` and what goes `behind` it, perhaps less than all; returns how many bytes."""
         require_ours(descriptor)
-        return os.pwrite(descriptor, data, offset)
+        return os.pwritev(descriptor, [data, *behind], offset)
 
     def truncate(self, descriptor: int, nbytes: int) -> None:
         require_ours(descriptor)
@@ -144,10 +147,6 @@ class Disk:
         return found.f_bavail * found.f_frsize
 
 
-_WIPE_ON_FORK = 18
-"""MADV_WIPEONFORK (Linux 4.14), which `mmap` does not name."""
-
-
 class PageMemory:
     """Page-aligned private memory that is empty in forked children; untouched pages cost nothing."""
 
@@ -161,17 +160,15 @@ class PageMemory:
 
     @staticmethod
     def _map(nbytes: int) -> npt.NDArray[np.uint8]:
-        region = mmap.mmap(-1, _round_up(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Not MADV_DONTFORK: a child that frees this would unmap what the kernel has since put at its address.
-        with contextlib.suppress(OSError):
-            region.madvise(_WIPE_ON_FORK)
+        region = private_memory(_round_up(nbytes, mmap.PAGESIZE))
         return np.frombuffer(region, np.uint8)
 
 
 class AppendFile:
-    """A file that grows by whole pieces, each laid out in shared memory first, directly to the disk where it can.
+    """A file that grows by whole pieces, directly to the disk where it can, each laid out in shared memory first.
 
     A direct write covers whole blocks: the last one is filled up with zeros, and written again with what follows it.
+    Values alone are written from where they lie, and that memory is never written to.
     """
 
     def __init__(self, disk: Disk, path: Path, memory: PageMemory, *, is_direct: bool) -> None:
@@ -189,6 +186,11 @@ class AppendFile:
         self._tail = b""
         self._is_name_durable = False
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether writes go past the page cache."""
+        return self._grain > 1
+
     def place(self, nbytes: int) -> int:
         """Where in the memory to lay out the next piece, of at most `nbytes`. What lies before may be overwritten."""
         self._memory.reserve(HEAD_BYTES + nbytes + 2 * GRAIN_BYTES)
@@ -196,23 +198,48 @@ class AppendFile:
 
     def append(self, nbytes: int) -> None:
         """Write the `nbytes` that lie at `place`. After an OSError the piece counts as never appended."""
-        if not self._disk.is_linked(self._descriptor):
-            raise FileNotFoundError(errno.ENOENT, "the file was removed while it was being written", str(self.path))
-        data = self._memory.data
-        tail_bytes = len(self._tail)
-        stop = HEAD_BYTES + tail_bytes + nbytes
-        padded = HEAD_BYTES + _round_up(tail_bytes + nbytes, self._grain)
-        data[HEAD_BYTES : HEAD_BYTES + tail_bytes] = np.frombuffer(self._tail, np.uint8)
+        self._require_linked()
+        data, tail_bytes = self._memory.data, len(self._tail)
+        start = HEAD_BYTES + tail_bytes
+        stop, padded = start + nbytes, HEAD_BYTES + _round_up(tail_bytes + nbytes, self._grain)
+        data[HEAD_BYTES:start] = np.frombuffer(self._tail, np.uint8)
         data[stop:padded] = 0
-        self._write(data[HEAD_BYTES:padded].data, self.end - tail_bytes)
+        self._write(self.end - tail_bytes, data[HEAD_BYTES:padded].data)
         self._tail = data[stop - (tail_bytes + nbytes) % self._grain : stop].tobytes()
         self.end += nbytes
+
+    def gap(self, lead_bytes: int) -> int:
+        """Bytes to put behind `lead_bytes` of the next piece, to come to a multiple of `GRAIN_BYTES` of the file."""
+        return -(self.end + lead_bytes) % GRAIN_BYTES
 
     def append_bytes(self, piece: bytes) -> None:
         """`append` for a small piece that exists already."""
         start = self.place(len(piece))
         self._memory.data[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
         self.append(len(piece))
+
+    def append_around(self, lead: bytes, values: npt.NDArray[np.uint8], trail: bytes) -> None:
+        """`append` for a piece with values in its middle, which are written from where they lie.
+
+        Args:
+            lead: what comes before the values, with the `gap`: they begin at a multiple of `GRAIN_BYTES` of the file.
+            values: begin at one in memory, too.
+            trail: what comes behind them.
+        """
+        assert address(values) % GRAIN_BYTES == 0, "direct writes refuse such values"
+        self._require_linked()
+        rest = len(values) - len(values) % self._grain
+        head, foot = self._tail + lead, values[rest:].tobytes() + trail
+        stop, padded = len(head) + len(foot), len(head) + _round_up(len(foot), self._grain)
+        self._memory.reserve(padded)
+        data = self._memory.data
+        data[:stop] = np.frombuffer(head + foot, np.uint8)
+        data[stop:padded] = 0
+        self._write(
+            self.end - len(self._tail), data[: len(head)].data, values[:rest].data, data[len(head) : padded].data
+        )
+        self._tail = foot[len(foot) - len(foot) % self._grain :]
+        self.end += len(lead) + len(values) + len(trail)
 
     def sync(self) -> None:
         """Make what was appended survive a loss of power, the first time with the name of the file."""
@@ -240,15 +267,19 @@ class AppendFile:
         if descriptor >= 0:
             self._disk.close(descriptor)
 
+    def _require_linked(self) -> None:
+        if not self._disk.is_linked(self._descriptor):
+            raise FileNotFoundError(errno.ENOENT, "the file was removed while it was being written", str(self.path))
+
     def _sync_content(self) -> None:
         self.is_sick = True
         self._disk.sync(self._descriptor)
         self.is_sick = False
 
-    def _write(self, data: memoryview, offset: int) -> None:
+    def _write(self, offset: int, *pieces: memoryview) -> None:
         while True:
             try:
-                return write_all(self._disk, self._descriptor, data, offset, self.path)
+                return write_all(self._disk, self._descriptor, pieces, offset, self.path)
             except OSError as error:
                 if error.errno != errno.EINVAL or self._grain == 1:
                     raise
@@ -257,19 +288,24 @@ class AppendFile:
                 self._grain = 1
 
 
-def write_all(disk: Disk, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
-    """Write all of `data`, in as many pieces as the disk takes it.
+def write_all(disk: Disk, descriptor: int, pieces: Iterable[memoryview], offset: int, path: Path) -> None:
+    """Write all pieces one behind the other, in as many writes as the disk takes them.
 
     Raises:
         OSError: the disk refused, perhaps after some of it.
     """
-    num_done = num_stalls = 0
-    while num_done < len(data):
-        num_written = disk.write(descriptor, data[num_done:], offset + num_done)
+    left = [piece for piece in pieces if piece]
+    num_stalls = 0
+    while left:
+        num_written = disk.write(descriptor, left[0], offset, *left[1:])
         num_stalls = 0 if num_written else num_stalls + 1
         if num_stalls == _NO_PROGRESS_LIMIT:
             raise OSError(errno.EIO, "writes make no progress", str(path))
-        num_done += num_written
+        offset += num_written
+        while left and num_written >= len(left[0]):
+            num_written -= len(left.pop(0))
+        if left:
+            left[0] = left[0][num_written:]
 
 
 def publish(disk: Disk, path: Path, final: Path) -> None:

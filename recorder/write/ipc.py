@@ -8,7 +8,7 @@ a file has beyond a stream, gets its list of batches here.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,10 @@ _PREFIX_BYTES = 8
 _END_OF_STREAM = struct.pack("<II", 0xFFFFFFFF, 0)
 _FOOTER_BATCHES = 3
 """Position of `recordBatches` in the table Footer of Arrow's File.fbs."""
+_HEADER, _BODY_LENGTH, _BUFFERS = 2, 3, 2
+"""Positions of `header` and `bodyLength` in the table Message of Arrow's Message.fbs, of `buffers` in RecordBatch."""
+_BUFFER = struct.Struct("<qq")
+"""Offset in the body, and length."""
 _SLACK_BYTES = 64 << 10
 """More than what a message may hold beside the batch: the custom metadata, and zstd's frames around 100 buffers."""
 
@@ -33,17 +37,34 @@ class Block(NamedTuple):
     body_bytes: int
 
 
+class Payload(NamedTuple):
+    """The values of the column `data` of a batch, to be written from where they lie."""
+
+    values: npt.NDArray[np.uint8]
+    """As long as the last of `ends`; they begin at a multiple of `file.GRAIN_BYTES` in memory, and so in the file."""
+    ends: npt.NDArray[np.int64]
+    """Where the rows' values end, after a 0: the column's offsets."""
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.ends[-1])
+
+
 class Layout:
     """The fixed parts of files of one schema, and the way from a batch to its message."""
 
     def __init__(self, schema: pa.Schema, compression: str | None = None) -> None:
         self.schema = schema
+        self.is_compressed = compression is not None
         # Without threads: Arrow's would compete with training for the cores.
         self._options = pa.ipc.IpcWriteOptions(compression=compression, use_threads=False)
         message = schema.serialize().to_pybytes()
         self._schema_bytes = len(message)
         self.preamble = _MAGIC.ljust(8, b"\0") + message
         self._footer = _empty_footer(schema)
+        num_buffers = [field.type.num_buffers for field in schema]
+        self._num_buffers = sum(num_buffers)
+        self._payload_buffer = sum(num_buffers[: schema.get_field_index("data") + 1]) - 1
 
     def max_message_bytes(self, batch: pa.RecordBatch) -> int:
         """Bytes that `write` may need for `batch`."""
@@ -64,6 +85,46 @@ class Layout:
         metadata_bytes = _PREFIX_BYTES + int.from_bytes(memory[start + 4 : start + 8].tobytes(), "little")
         return Block(0, metadata_bytes, message_bytes - metadata_bytes)
 
+    def write_around(
+        self,
+        batch: pa.RecordBatch,
+        metadata: Mapping[bytes, bytes],
+        payload: Payload,
+        gap_behind: Callable[[int], int],
+    ) -> tuple[bytes, bytes, Block]:
+        """The message of a batch around its payload, to be appended without a copy of that.
+
+        Args:
+            batch: its `data` is empty in all rows.
+            metadata: its `custom_metadata`.
+            payload: the values of `data`.
+            gap_behind: `AppendFile.gap` of the file.
+
+        Returns:
+            What comes before the values, what comes behind them, and the block, with its offset counted from the first.
+        """
+        sink = pa.BufferOutputStream()
+        pa.ipc.new_stream(sink, self.schema, options=self._options).write_batch(batch, custom_metadata=metadata)
+        message = bytearray(memoryview(sink.getvalue())[self._schema_bytes :])
+        metadata_bytes = _PREFIX_BYTES + int.from_bytes(message[4:8], "little")
+        buffers, body_length = _batch_fields(message)
+        values = buffers + _BUFFER.size * self._payload_buffer
+        (body_bytes,) = struct.unpack_from("<q", message, body_length)
+        offsets, offsets_bytes, split, _ = struct.unpack_from("<4q", message, values - _BUFFER.size)
+        content = np.frombuffer(message, np.uint8)[: metadata_bytes + body_bytes]
+        content[metadata_bytes + offsets : metadata_bytes + offsets + offsets_bytes] = payload.ends.view(np.uint8)
+        lead_bytes = metadata_bytes + split  # the columns behind `data` come behind the payload
+        gap = gap_behind(lead_bytes)
+        padding = -payload.nbytes % 8
+        more = gap + payload.nbytes + padding
+        _BUFFER.pack_into(message, values, split + gap, payload.nbytes)
+        num_later = self._num_buffers - self._payload_buffer - 1
+        later = np.frombuffer(message, "<i8", 2 * num_later, values + _BUFFER.size)
+        later[::2] += more
+        struct.pack_into("<q", message, body_length, body_bytes + more)
+        lead, trail = content[:lead_bytes].tobytes() + bytes(gap), bytes(padding) + content[lead_bytes:].tobytes()
+        return lead, trail, Block(0, metadata_bytes, body_bytes + more)
+
     def ending(self, blocks: Sequence[Block]) -> bytes:
         """Everything after the last batch."""
         footer = bytearray(self._footer)
@@ -72,6 +133,25 @@ class Layout:
         struct.pack_into("<I", footer, field, len(footer) - field)
         footer += struct.pack("<I", len(blocks)) + b"".join(struct.pack("<qi4xq", *block) for block in blocks)
         return _END_OF_STREAM + footer + struct.pack("<i", len(footer)) + _MAGIC
+
+
+def _batch_fields(message: bytearray) -> tuple[int, int]:
+    """Where a batch's message holds the first of its `buffers`, and its `bodyLength` (flatbuffers)."""
+    (root,) = struct.unpack_from("<I", message, _PREFIX_BYTES)
+    root += _PREFIX_BYTES
+    header = _field(message, root, _HEADER)
+    header += struct.unpack_from("<I", message, header)[0]
+    buffers = _field(message, header, _BUFFERS)
+    buffers += struct.unpack_from("<I", message, buffers)[0]
+    return buffers + 4, _field(message, root, _BODY_LENGTH)
+
+
+def _field(message: bytearray, table: int, number: int) -> int:
+    """Where a table holds a field that it has."""
+    (vtable_distance,) = struct.unpack_from("<i", message, table)
+    (field,) = struct.unpack_from("<H", message, table - vtable_distance + 4 + 2 * number)
+    assert field, "Arrow writes each field of a batch that has rows"
+    return int(table) + int(field)
 
 
 def _empty_footer(schema: pa.Schema) -> bytes:
@@ -85,7 +165,4 @@ def _empty_footer(schema: pa.Schema) -> bytes:
 def _footer_batches_field(footer: bytearray) -> int:
     """Where a footer holds the offset of its list of batches (flatbuffers: root, its vtable, the field's slot)."""
     (table,) = struct.unpack_from("<I", footer, 0)
-    (vtable_distance,) = struct.unpack_from("<i", footer, table)
-    (field,) = struct.unpack_from("<H", footer, table - vtable_distance + 4 + 2 * _FOOTER_BATCHES)
-    assert field, "Arrow writes the list of batches also where it is empty"
-    return int(table) + int(field)
+    return _field(footer, int(table), _FOOTER_BATCHES)

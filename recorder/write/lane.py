@@ -10,19 +10,16 @@ import errno
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from ..config import Schedule
 from ..format.rundir import open_name, shard_name
-from ..records import KEEP_TENSOR, PART_BYTES, Measured, Staged
+from ..records import KEEP_TENSOR, Measured, Staged
 from .backoff import Backoff, drop_reason
 from .file import Disk, PageMemory
 from .ipc import Layout
 from .ledger import NO_MEMORY, QUOTA, WRITER_ERROR, Ledger
 from .notices import Notices
 from .quota import Floor, Held, Quota
-from .rows import RowBatch
+from .rows import Built, RowBatch
 from .settings import WriteSettings
 from .shard import BatchFile, Index, StoredShard
 
@@ -53,6 +50,8 @@ class Lane:
         clock: Callable[[], float],
     ) -> None:
         self.written_bytes = 0
+        self.is_direct: bool | None = None
+        """Whether its writes go past the page cache; None before the first."""
         self._kind = kind
         self._directory = directory
         self._batch = batch
@@ -78,6 +77,8 @@ class Lane:
         """Of the shard."""
         self._is_kept = False
         """Whether retention never deletes the steps of the batch and the shard."""
+        self._step: int | None = None
+        """Of the row that was added last."""
         self._num_unsynced_rows = 0
         self._oldest_row_s = 0.0
         self._oldest_unsynced_s: float | None = None
@@ -85,7 +86,8 @@ class Lane:
     @property
     def refusal(self) -> str | None:
         """Why rows are dropped unseen for now; None where they are welcome."""
-        return None if self._backoff.is_over else self._backoff.reason
+        reason = self._backoff.reason
+        return None if reason is None or self._backoff.is_over else reason
 
     @property
     def num_pending_rows(self) -> int:
@@ -94,20 +96,30 @@ class Lane:
 
     def add(self, staged: Staged, measured: Measured, part: int) -> None:
         """Take one row; the payload is copied. A batch without room for it is written first."""
-        is_kept = staged.moment.step in self._keep_steps
+        if staged.moment.step != self._step:
+            self._step_is(staged.moment.step)
+        if not staged.keep & KEEP_TENSOR:
+            self._batch.add(staged, measured)
+        elif not self._add_payload(staged, measured, part):
+            self.flush()
+            has_room = self._add_payload(staged, measured, part)
+            assert has_room, "an empty batch takes any part"
+        if self._batch.num_rows == 1:
+            self._oldest_row_s = self._clock()
+
+    def _add_payload(self, staged: Staged, measured: Measured, part: int) -> bool:
+        if staged.piece is not None:
+            return self._batch.add_piece(staged, measured, staged.piece)
+        return self._batch.add_part(staged, measured, part)
+
+    def _step_is(self, step: int) -> None:
+        """Rows of another step follow."""
+        is_kept = step in self._keep_steps
         if is_kept != self._is_kept:  # retention deletes whole shards, so none has steps of both sorts
             self.flush()
             self.seal(self._ledger.snapshot())
             self._is_kept = is_kept
-        has_payload = bool(staged.keep & KEEP_TENSOR)
-        if has_payload and not self._batch.has_room(min(len(staged.block.data), PART_BYTES)):
-            self.flush()
-        if self._batch.num_rows == 0:
-            self._oldest_row_s = self._clock()
-        if has_payload:
-            self._batch.add_part(staged, measured, part)
-        else:
-            self._batch.add(staged, measured)
+        self._step = step
 
     def ran_out_of_memory(self, error: MemoryError) -> str:
         """Leave the memory alone for a while, as one leaves a disk; returns the word for the ledger."""
@@ -207,15 +219,17 @@ class Lane:
         if self._shard is not None:
             self._leave_shard(self._shard)
 
-    def _write(self, batch: pa.RecordBatch) -> str | None:
+    def _write(self, built: Built) -> str | None:
         """Write a batch. Returns why its rows must be dropped, or None."""
-        reason = self._refuse(self._layout.max_message_bytes(batch))
+        reason = self._refuse(
+            self._layout.max_message_bytes(built.batch) + (built.payload.nbytes if built.payload else 0)
+        )
         if reason is not None:
             self._backoff.failed(reason)
             return reason
         for _ in range(2):  # once more in another shard: the first may have met a limit of its own
             try:
-                self._append(batch)
+                self._append(built)
             except OSError as error:
                 reason = drop_reason(error)
                 self._give_up_shard(error)
@@ -254,28 +268,29 @@ class Lane:
             self._retire(kind, oldest)
         return True
 
-    def _append(self, batch: pa.RecordBatch) -> None:
+    def _append(self, built: Built) -> None:
         if self._shard is None:
             self._shard = self._begin_shard()
-        shard, before = self._shard, self._shard.num_bytes
+        shard, before, batch = self._shard, self._shard.num_bytes, built.batch
+        ledger = self._ledger.snapshot(about_to_write=batch.num_rows)
         try:
-            shard.append(batch, self._ledger.snapshot(about_to_write=batch.num_rows))
+            shard.append(batch, ledger, crcs=built.crcs, payload=built.payload)
         except OSError:
             raise
         except BaseException:  # of a shard that may disagree with what is known of it no footer is written
             self._leave_shard(shard)
             raise
         self._ledger.add_written(batch.num_rows)
+        self.is_direct = shard.is_direct
         self._add_bytes(shard.num_bytes - before)
         if self._oldest_unsynced_s is None:
             self._oldest_unsynced_s = self._clock()
         self._num_unsynced_rows += batch.num_rows
-        steps = batch.column("step")
-        low, high = pc.min_max(steps).as_py().values()
+        low, high = min(built.steps), max(built.steps)
         is_first = shard.num_rows == batch.num_rows
         self._first_step = low if is_first else min(low, self._first_step)
         self._last_step = high if is_first else max(high, self._last_step)
-        self._quota.saw(steps[-1].as_py())
+        self._quota.saw(built.steps[-1])
         if self._index is not None:
             try:
                 self._index.add(batch)

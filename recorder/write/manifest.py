@@ -44,7 +44,7 @@ def _written_beside(disk: Disk, path: Path, obj: Mapping[str, object]) -> Iterat
     descriptor = disk.create(temporary)
     try:
         try:
-            write_all(disk, descriptor, memoryview(encode_manifest(obj)), 0, temporary)
+            write_all(disk, descriptor, [memoryview(encode_manifest(obj))], 0, temporary)
             disk.sync(descriptor)
         finally:
             disk.close(descriptor)

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from ..format.integrity import batch_metadata, seal_metadata
+from ..format.integrity import Crcs, batch_crcs, batch_metadata, seal_metadata
 from ..format.rundir import index_name, open_name
 from ..format.schema import LIGHT_COLUMNS, SCHEMA
 from .file import AppendFile, Disk, PageMemory
-from .ipc import Block, Layout
+from .ipc import Block, Layout, Payload
 
 _INDEX_BATCH_ROWS = 8192
 _COMPRESS_ALONE = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
@@ -58,6 +58,11 @@ class BatchFile:
         return self._file.end
 
     @property
+    def is_direct(self) -> bool:
+        """Whether writes go past the page cache."""
+        return self._file.is_direct
+
+    @property
     def is_synced(self) -> bool:
         """Whether the disk has said to hold all of it for good."""
         return self._file.synced_end == self._file.end
@@ -71,10 +76,48 @@ class BatchFile:
     def num_batches(self) -> int:
         return len(self._blocks)
 
-    def append(self, batch: pa.RecordBatch, ledger: Mapping[str, object]) -> None:
-        """Write one batch, which must not be a slice. After an OSError the file is as long as before, or longer."""
-        self._append(batch, batch_metadata(batch, number=self.num_batches, ledger=ledger))
+    def append(
+        self,
+        batch: pa.RecordBatch,
+        ledger: Mapping[str, object],
+        *,
+        crcs: Crcs | None = None,
+        payload: Payload | None = None,
+    ) -> None:
+        """Write one batch, which must not be a slice. After an OSError the file is as long as before, or longer.
+
+        Args:
+            batch: the rows.
+            ledger: the accounts, this batch included.
+            crcs: its checksums, where they are known already.
+            payload: the values of `data`, where the batch has none itself.
+        """
+        metadata = batch_metadata(batch, number=self.num_batches, ledger=ledger, crcs=crcs)
+        self._append(batch, metadata, payload)
         self.num_rows += batch.num_rows
+
+    def append_around(self, batch: pa.RecordBatch, ledger: Mapping[str, object], memory: PageMemory) -> None:
+        """`append` of a batch that has its payload in it, laid out as writers lay theirs out.
+
+        Args:
+            batch: the rows.
+            ledger: the accounts, this batch included.
+            memory: the payload is copied to its front; not the memory of the file.
+        """
+        place = batch.schema.get_field_index("data")
+        validity, offsets, values = batch.column(place).buffers()
+        ends = np.frombuffer(offsets, np.int64)[: batch.num_rows + 1] if offsets is not None else np.zeros(1, np.int64)
+        if not ends[-1] or ends[0]:
+            self.append(batch, ledger)
+            return
+        crcs = batch_crcs(batch)
+        memory.reserve(int(ends[-1]))
+        payload = Payload(memory.data[: ends[-1]], ends)
+        payload.values[:] = np.frombuffer(values, np.uint8)[: ends[-1]]
+        buffers = [validity, pa.py_buffer(np.zeros_like(ends)), pa.py_buffer(b"")]
+        empty = pa.Array.from_buffers(batch.schema[place].type, batch.num_rows, buffers)
+        bare = batch.set_column(place, batch.schema[place], empty)
+        self.append(bare, ledger, crcs=crcs, payload=payload)
 
     def sync(self) -> None:
         self._file.sync()
@@ -107,11 +150,15 @@ class BatchFile:
         with contextlib.suppress(OSError):
             self._disk.unlink(self._file.path)
 
-    def _append(self, batch: pa.RecordBatch, metadata: Mapping[bytes, bytes]) -> None:
-        start = self._file.place(self._layout.max_message_bytes(batch))
-        block = self._layout.write(batch, metadata, self._memory.data, start)
+    def _append(self, batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], payload: Payload | None = None) -> None:
         offset = self._file.end
-        self._file.append(block.metadata_bytes + block.body_bytes)
+        if payload is None:
+            start = self._file.place(self._layout.max_message_bytes(batch))
+            block = self._layout.write(batch, metadata, self._memory.data, start)
+            self._file.append(block.metadata_bytes + block.body_bytes)
+        else:
+            lead, trail, block = self._layout.write_around(batch, metadata, payload, self._file.gap)
+            self._file.append_around(lead, payload.values, trail)
         self._blocks.append(block._replace(offset=offset))
 
 

@@ -22,6 +22,7 @@ from ..format.rundir import (
     RUN_MANIFEST,
     WRITER_MANIFEST,
     index_name,
+    open_name,
     rank_dir,
 )
 from ..format.schema import FORMAT_NAME, FORMAT_VERSION, SCHEMA
@@ -34,7 +35,7 @@ from .ledger import Ledger
 from .manifest import create_manifest, replace_manifest
 from .notices import Notices
 from .quota import Floor, Held, Quota
-from .rows import MAX_ROWS, RowBatch, max_payload_bytes
+from .rows import MAX_ROWS, RowBatch
 from .settings import WriteSettings
 from .shard import StoredShard
 from .status import StatusFile
@@ -48,7 +49,7 @@ _MAX_NAMES = 20
 """Names of a directory that were found taken, before that counts as trouble."""
 _NO_STEPS = Schedule("", ())
 _LIGHT_BYTES = 4 << 20
-"""Room for what a batch holds beside its payload; more is found where it is needed."""
+"""Room for a batch without payloads; more is found where it is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,7 @@ class Store:
         self._retired_earlier: dict[str, dict[str, Any]] = {}
         """What was deleted of earlier writers, by their names, as the manifest says it."""
         self._restarted: str | None = None
+        self._io: str | None = None
         self._num_names_left = _MAX_NAMES
         self._status = StatusFile(disk, clock)
 
@@ -126,6 +128,7 @@ class Store:
         for lane in self.lanes.values():
             lane.keep_up()
         self._retire_outdated()
+        self._look_at_io()
         if self._is_manifest_stale and self.directory is not None and self._describing.is_over:
             self._is_manifest_stale = False
             self._describe()
@@ -162,6 +165,7 @@ class Store:
     def close(self, ledger: Mapping[str, object]) -> bool:
         """Seal what is open and say so in the manifest. True where all went well."""
         sealed = [lane.seal(ledger) for lane in self.lanes.values()]
+        self._look_at_io()
         return self._describe(state="closed", closed_ns=time.time_ns()) and all(sealed)
 
     def begin_anew(self, problem: str) -> None:
@@ -247,7 +251,7 @@ class Store:
         quota = self._quota = Quota(settings.max_bytes, settings.keep_newest)
         with self._notices.on_error(f"what earlier processes left beside {directory} cannot be counted"):
             self._count_earlier(quota, find_earlier(directory, place.attempt))
-        memory = PageMemory(max_payload_bytes(settings.batch_bytes) + _LIGHT_BYTES)
+        memory = PageMemory(_LIGHT_BYTES)
 
         encoder = Encoder(settings.codec, settings.codec_level, native.load(settings.native))
 
@@ -262,6 +266,7 @@ class Store:
                     encoder=encoder,
                     batch_bytes=min(settings.batch_bytes, max_batch_bytes),
                     max_rows=min(MAX_ROWS, max(1, max_batch_bytes // _ROW_BYTES)),
+                    is_payload_apart=compression is None,  # else Arrow compresses it, into a copy
                 ),
                 layout=Layout(SCHEMA, compression),
                 has_index=has_index,
@@ -281,6 +286,18 @@ class Store:
         tensors = lane("tensors", None, has_index=True)
         return {"tensors": tensors, "stats": lane("stats", "zstd", has_index=False)}
 
+    def _look_at_io(self) -> None:
+        """What became of `direct_io`, once a file system has had its say."""
+        seen = {lane.is_direct for lane in self.lanes.values()} - {None}
+        if not seen:
+            return
+        if self._settings.direct_io == "off":
+            io = "page cache (direct_io = off)"
+        else:
+            io = "page cache (no direct writes here)" if False in seen else "direct"
+        if io != self._io:
+            self._io, self._is_manifest_stale = io, True
+
     def _describe(self, *, state: str = "recording", **more: object) -> bool:
         """Write the manifest. True where it is on the disk."""
         if self.directory is None:
@@ -291,6 +308,7 @@ class Store:
             "state": state,
             "ledger": self._ledger.snapshot(),
             **({"retired_earlier": self._retired_earlier} if self._retired_earlier else {}),
+            **({"io": self._io} if self._io else {}),
             **({"restarted": self._restarted} if self._restarted else {}),
             **more,
         }
@@ -346,8 +364,9 @@ class Store:
             self._ledger.add_retired(-num_rows, -num_bytes)
             return
         for held in shards:
-            path = held.shard.path
-            self._delete(kind, held, [path, path.with_name(index_name(path.name))])
+            path = held.shard.path  # a shard that was published while the directory could not be synced has both names
+            names = (open_name(path.name), path.name, index_name(path.name))
+            self._delete(kind, held, [path.with_name(name) for name in names])
 
     def _note_earlier(self, shard: EarlierShard) -> bool:
         """Say in the manifest that a shard of an earlier writer goes. False where nobody could know."""

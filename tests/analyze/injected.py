@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import recorder
 from recorder.analyze.diff import Diff, diff
@@ -83,8 +83,8 @@ PARALLEL_ERRORS = {
 
 def record_parallel(folder: Path) -> None:
     """Record those trainings, and what they are compared with."""
-    settings = {"PYTHONPATH": str(REPOSITORY)}
-    ranks = jobs.torchrun(folder / "ranks", PARALLEL_SCRIPT, folder, **settings)
+    settings: Any = {"PYTHONPATH": str(REPOSITORY)}
+    ranks = jobs.ranks(folder / "ranks", PARALLEL_SCRIPT, folder, **settings)
     jobs.succeeded(jobs.python(folder / "process", PARALLEL_SCRIPT, folder, **settings))
     jobs.succeeded(ranks)
 

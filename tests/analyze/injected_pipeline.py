@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import recorder
 from recorder.analyze.diff import Diff, diff
@@ -28,8 +29,8 @@ ERRORS = {
 
 def record(folder: Path) -> None:
     """Record those trainings, and what they are compared with."""
-    settings = {"PYTHONPATH": str(REPOSITORY)}
-    ranks = jobs.torchrun(folder / "ranks", SCRIPT, folder, **settings)
+    settings: Any = {"PYTHONPATH": str(REPOSITORY)}
+    ranks = jobs.ranks(folder / "ranks", SCRIPT, folder, **settings)
     jobs.succeeded(jobs.python(folder / "process", SCRIPT, folder, **settings))
     jobs.succeeded(ranks)
 

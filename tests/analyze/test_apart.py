@@ -12,16 +12,12 @@ from tests.distributed import jobs
 from .scripts.apart import CASES, STEP
 
 SCRIPT = Path(__file__).parent / "scripts" / "apart.py"
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    options = ("--standalone", "--nproc-per-node=4")
     folder = tmp_path_factory.mktemp("apart")
-    return (
-        jobs.succeeded(jobs.torchrun(folder, SCRIPT, "out", options=options, PYTHONPATH=str(REPOSITORY))).folder / "out"
-    )
+    return jobs.succeeded(jobs.ranks(folder, SCRIPT, "out", num=4)).folder / "out"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -19,7 +19,7 @@ KINDS = ("sound", "nan", "skipped", "stale")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, recorder.Run]:
     """One run of each kind, all of the same two ranks: interpreters cost more than trainings."""
     root = tmp_path_factory.mktemp("broken")
-    jobs.succeeded(jobs.torchrun(root, BROKEN, *KINDS))
+    jobs.succeeded(jobs.ranks(root, BROKEN, *KINDS))
     return {kind: recorder.open_run(root / kind / "recordings") for kind in KINDS}
 
 

@@ -592,6 +592,14 @@ class Names(nn.Module):
         return "x"
 
 
+def train_thrice(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i in range(3):
+        model(batch(i)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class TestRecordedRuns:
     def test_a_plain_training_is_whole(self, tmp_path: Path) -> None:
         with flagged(tmp_path, EVERYTHING) as recording:
@@ -638,16 +646,19 @@ class TestRecordedRuns:
 
     def test_drops_of_a_full_pool_are_found_where_they_were(self, tmp_path: Path) -> None:
         with flagged(tmp_path, "site=output keep=tensor", policy="drop", pool_bytes=1 << 20) as recording:
-            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 400_000))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for i in range(3):
-                model(batch(i)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            train_thrice(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 400_000)))
         found = compare(recording.run)
         assert totals(found) == {"output": (9, 3)}
         assert set(reasons(found)) == {"dropped"}
         assert only(found, "dropped").detail == "too_large"
+
+    def test_gradients_that_no_pool_holds_were_there(self, tmp_path: Path) -> None:
+        with flagged(tmp_path, "site=output,grad keep=tensor", pool_bytes=1 << 20) as recording:
+            train_thrice(nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 40_000)))
+        found = compare(recording.run)
+        hole = only(found, "dropped")
+        assert (hole.sites, hole.modules, hole.num_missing) == (["grad"], ["1"], 3)
+        assert set(reasons(found)) == {"dropped"}
 
     def test_shards_that_a_writer_retired(self, tmp_path: Path) -> None:
         rig = Rig(tmp_path, max_bytes=4 << 20, codec="none", batch_bytes=1).start()

@@ -1,5 +1,6 @@
 """Measurements, by name; without a name, what recording costs against other ways to record.
 
+python -m tests.bench list             their names
 python -m tests.bench --help           what recording costs
 python -m tests.bench NAME --help      each of the others
 """
@@ -19,6 +20,7 @@ BENCHES = {
     "kernels": "the inner loops of the writer",
     "merge": "merging, against decompressing and copying",
     "overhead": "what recording costs against other ways; what runs without a name",
+    "records": "what one record costs the training thread, by site",
     "read": "opening, listing, reading one tensor, verifying",
     "scale": "very many ranks, modules and steps",
     "storage": "network file systems and object stores",
@@ -33,10 +35,12 @@ def main(arguments: list[str]) -> int:
     if name is None:
         name, arguments = "overhead", ["", *arguments]
     if name not in BENCHES:
-        print(f"tests.bench: no bench is called {name!r}; there are:", file=sys.stderr)
+        out = sys.stdout if name == "list" else sys.stderr
+        if name != "list":
+            print(f"tests.bench: no bench is called {name!r}; there are:", file=out)
         for known, text in BENCHES.items():
-            print(f"  {known:10} {text}", file=sys.stderr)
-        return 2
+            print(f"  {known:10} {text}", file=out)
+        return 0 if name == "list" else 2
     if importlib.util.find_spec(f"tests.bench.{name}") is None:
         print(f"tests.bench: {name} ({BENCHES[name]}) is not in this copy: tests/bench/{name}.py", file=sys.stderr)
         return 2

@@ -3,7 +3,8 @@
     python -m tests.bench kernels
 
 16 MiB of normally distributed values of each type, the median of 9 runs; `time.thread_time`, so that what else the
-machine does costs caches and memory alone. Exit code 2 where no library was built.
+machine does costs caches and memory alone. Then what compresses the top plane: zstd and the Huffman code, GB/s of that
+plane and what is left of it. Exit code 2 where no library was built.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -46,6 +47,19 @@ def content(dtype: str) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     return (values * 100 if dtype == "int64" else values).astype(dtype).view(np.uint8)
 
 
+def top_planes() -> Iterator[tuple[str, np.ndarray[tuple[int], np.dtype[np.uint8]], int]]:
+    """Activations and gradients: what they are, their bytes, bytes of an element."""
+    for dtype in ("float32", "bfloat16", "float16"):
+        yield f"{dtype} normal", content(dtype), item_bytes(dtype)
+    random = np.random.default_rng(1)
+    normal = random.normal(0, 1, _BYTES // 4)
+    gelu = normal / (1 + np.exp(-1.702 * normal))
+    gradient = normal * np.exp(random.normal(0, 3, len(normal))) * 1e-6
+    rows = normal.reshape(-1, 1024) * np.exp2(random.integers(-20, 5, (len(normal) // 1024, 1)))
+    for name, values in (("gelu", gelu), ("gradient", gradient), ("rows of any scale", rows)):
+        yield f"float32 {name}", values.astype("<f4").reshape(-1).view(np.uint8), 4
+
+
 def main(arguments: list[str]) -> int:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(arguments)
     if native.load() is None:
@@ -66,4 +80,17 @@ def main(arguments: list[str]) -> int:
             ]
             payload = gb_per_s(partial(encoder.encode, data, size, out), _BYTES)
             print(f"{name:12}{dtype:18}{figures[0]:12.1f}{figures[1]:12.1f}{figures[2]:8.1f}{payload:9.1f}")
+    levels = ", ".join(native.LEVELS)
+    print(f"\n{'top plane':30}{'zstd GB/s':>10}{'left':>8}{f'Huffman GB/s: {levels}':>40}{'left':>8}")
+    for name, data, size in top_planes():
+        num_items, out, rates = len(data) // size, np.empty(max_encoded_bytes(len(data)), np.uint8), []
+        encoder = Encoder(kernels=native.Kernels())
+        of_zstd = encoder._put_plane(data, size, 0, out)
+        rate = gb_per_s(partial(encoder._put_plane, data, size, 0, out), num_items)
+        for level in range(len(native.LEVELS)):
+            kernels = native.Kernels(level=level)
+            of_huffman = kernels.huffman(data, size, 0, out)
+            rates.append(f"{gb_per_s(partial(kernels.huffman, data, size, 0, out), num_items):.2f}")
+        left = of_zstd / num_items, of_huffman / num_items
+        print(f"{name:30}{rate:10.2f}{left[0]:8.1%}   {', '.join(rates):>37}{left[1]:8.1%}")
     return 0

@@ -4,6 +4,7 @@
     python -m tests.bench --settings spare --rounds 15 --json bench.json
     python -m tests.bench --peers --settings busy            also other tools, of `pip install '.[peers]'`
     python -m tests.bench --sync                             also what syncing more or less often costs
+    python -m tests.bench list                               the other benches, by name
 
 Every leaf module's output and every parameter's gradient at every step. Each round runs every recorder once, in an
 order that moves on from round to round; a ratio is that of the median step times of one round, so that slow changes of
@@ -25,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,8 @@ def peers_there() -> dict[str, Any]:
     return peers
 
 
-def run_setting(name: str, args: argparse.Namespace, left_out: set[str]) -> dict[str, Any]:
-    """All rounds of one setting."""
+def run_setting(name: str, args: argparse.Namespace, left_out: set[str]) -> Iterator[dict[str, Any]]:
+    """All rounds of one setting; what is known so far after each."""
     setting = SETTINGS[name]
     seen, sample = count(setting, args)
     names = [way for way in chosen(name, only=args.only, peers=args.peers, sync=args.sync) if way not in left_out]
@@ -159,15 +160,14 @@ def run_setting(name: str, args: argparse.Namespace, left_out: set[str]) -> dict
             progress(f"{name}, round {number + 1} of {args.rounds}: {way}")
             samples[way].append(measure(way, setting, args))
         limits.append(machine.limits(sample, args.dir))
-    found = [line for way in names for line in findings(way, samples[way], samples[BASE], seen)]
-    return {
-        "text": setting.text,
-        "seen": seen,
-        "keeps_tensors": [way for way in names if WAYS[way].keeps_tensors],
-        "limits": {key: statistics.median(one[key] for one in limits) for key in limits[0]},
-        "findings": found,
-        "samples": samples,
-    }
+        yield {
+            "text": setting.text,
+            "seen": seen,
+            "keeps_tensors": [way for way in names if WAYS[way].keeps_tensors],
+            "limits": {key: statistics.median(one[key] for one in limits) for key in limits[0]},
+            "findings": [line for way in names for line in findings(way, samples[way], samples[BASE], seen)],
+            "samples": samples,
+        }
 
 
 def main(arguments: list[str]) -> int:
@@ -186,9 +186,10 @@ def main(arguments: list[str]) -> int:
         name for name, way in WAYS.items() if way.group == "peers" and "reason" in report["peers"].get(way.recorder, {})
     }
     for name in args.settings:
-        report["settings"][name] = run_setting(name, args, left_out)
-        if args.json:  # after each setting: an hour's figures must not be lost with the last one's
-            args.json.write_text(json.dumps(report, indent=1) + "\n")
+        for so_far in run_setting(name, args, left_out):
+            report["settings"][name] = so_far
+            if args.json:  # an hour's figures must not be lost with the last one's
+                args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(table.markdown(report))
     return 1 if any(one["findings"] for one in report["settings"].values()) else 0
 

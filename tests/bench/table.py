@@ -70,7 +70,7 @@ def cells(setting: dict[str, Any], name: str, base: str, noise: float) -> list[s
     cpu_ms.append(1e3 * beyond(setting, name, base, lambda one: float(one["exit_cpu_s"])))
     written_mb = median("written_bytes") / 1e6
     saved = 1 - median("written_bytes") / setting["seen"]["num_bytes"]
-    is_noise = not is_distinguishable(ratio, noise) and name != base
+    is_noise = (len(setting["samples"][base]) < 2 or not is_distinguishable(ratio, noise)) and name != base
     is_same = all(
         sample["digest"] == other["digest"]
         for sample, other in zip(setting["samples"][name], setting["samples"][base], strict=True)
@@ -83,7 +83,7 @@ def cells(setting: dict[str, Any], name: str, base: str, noise: float) -> list[s
         "" if name == base else f"{ratio.least:.2f} to {ratio.most:.2f}",
         *(["", "", "", ""] if name == base else [f"{value:+.0f}" for value in cpu_ms]),
         f"{written_mb:.1f}" if written_mb >= 0.05 else "",
-        f"{saved:.0%}" if name in setting["keeps_tensors"] else "",
+        f"{round(saved, 2) + 0.0:.0%}" if name in setting["keeps_tensors"] else "",
         f"{max(0.0, beyond(setting, name, base, lambda one: float(one['drain_s']))):.1f}",
         f"{median('peak_rss_bytes') / 1e6:.0f}",
         str(sum(sum(sample["drops"].values()) for sample in own)) if "drops" in own[0] else "",
@@ -114,10 +114,10 @@ def fractions(setting: dict[str, Any], base: str) -> list[str]:
         if name not in samples:
             continue
         floor_s = sum(num_bytes / 1e9 / limits[part] for part in parts)
-        writer_s = beyond(setting, name, base, lambda one: float(one["cpu_s"]["writer"] + one["exit_cpu_s"]))
+        all_s = beyond(setting, name, base, lambda one: float(sum(one["cpu_s"].values()) + one["exit_cpu_s"]))
         found.append(
-            f"- {name}: the writer takes {writer_s * 1e3:.0f} ms of CPU a step; {' and '.join(parts)} alone "
-            f"{floor_s * 1e3:.0f} ms, {floor_s / max(writer_s, 1e-9):.2f} of it"
+            f"- {name}: all threads take {all_s * 1e3:.0f} ms of CPU a step beyond no recording; {' and '.join(parts)} "
+            f"alone {floor_s * 1e3:.0f} ms, {floor_s / max(all_s, 1e-9):.2f} of it"
         )
         if HOOKS in samples:
             thread_s = beyond(setting, name, HOOKS, lambda one: float(one["cpu_s"]["training"]))
@@ -144,7 +144,7 @@ def markdown(report: dict[str, Any], settings: Sequence[str] = ()) -> str:
         lines += [
             "",
             f"`{key}`: {setting['text']}; {seen['num_tensors']:.0f} tensors, {seen['num_bytes'] / 1e6:.1f} MB a step; "
-            f"{report['rounds']} round(s) of {report['steps']} steps, the first {report['warmup']} not counted. Two "
+            f"{len(samples[base])} round(s) of {report['steps']} steps, the first {report['warmup']} not counted. Two "
             f"trainings without a recorder differed by up to {noise:.1%}; (noise) is what differs by no more.",
             "",
             _row(HEAD),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from recorder.capture import staging
+from recorder.capture import host
 from recorder.capture.events import Events
 from tests.capture.support import flagged
 
@@ -109,7 +109,7 @@ def test_training_with_a_thousand_failing_modules_goes_on_and_says_so_in_a_few_l
     def refuse(self: object, local: torch.Tensor, block: object) -> None:
         raise RuntimeError("no copy today")
 
-    monkeypatch.setattr(staging.HostStager, "copy", refuse)
+    monkeypatch.setattr(host.HostStager, "copy", refuse)
     model = nn.Sequential(*(nn.Identity() for _ in range(1000)), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with flagged(tmp_path, "site=output keep=stats") as recording:

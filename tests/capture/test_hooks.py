@@ -301,10 +301,10 @@ def test_an_exception_of_the_users_signal_handler_is_never_caught(
         with flagged(tmp_path, rules="site=output keep=stats"):
             model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(30)])
             model(batch())
-            for _ in range(300):
+            for number in range(300):
                 try:
                     signal.setitimer(signal.ITIMER_REAL, 0.002)
-                    for _ in range(300):
+                    while num_raised == number:  # until it rang, also where Python dropped what it raised
                         model(batch())
                 except TimeIsUpError:
                     num_seen += 1
@@ -401,3 +401,29 @@ def test_no_gradient_is_neither_recorded_nor_dropped(tmp_path: Path) -> None:
     assert (account["dropped"], account["observed"]) == ({}, account["written"])
     assert list(recording.rows(module_path="", site="grad_output").name) == ["y", "y"]
     assert not recording.manifest["events"]
+
+
+def test_hooks_of_the_user_on_a_tensor_of_ours_fire_and_can_be_taken_off(tmp_path: Path) -> None:
+    class Hooked(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            y.register_hook(lambda gradient: seen.append("before ours"))
+            return y
+
+    seen: list[str] = []
+    model = nn.Sequential(Hooked(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+
+    def after_ours(_module: nn.Module, _args: object, output: torch.Tensor) -> None:
+        output.register_hook(lambda gradient: seen.append("after ours"))
+        output.register_hook(lambda gradient: seen.append("taken off")).remove()
+
+    for module in model:
+        module.register_forward_hook(after_ours)
+    with flagged(tmp_path, "leaf=yes site=grad_output,grad_input keep=tensor") as recording:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(batch()).sum().backward()
+        optimizer.step()
+    assert sorted(seen) == ["after ours"] * 3 + ["before ours"]
+    rows = recording.rows()
+    assert sorted(rows.site) == ["grad_input"] * 2 + ["grad_output"] * 3
+    assert recording.array("2", site="grad_output").tolist() == [[1.0, 1.0]] * 3

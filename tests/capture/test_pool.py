@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from recorder.capture import staging
 from recorder.capture.pool import Pool, PoolBlock
@@ -205,6 +206,17 @@ def test_a_copy_that_finishes_later_is_waited_for_by_the_writer(tmp_path: Path) 
             optimizer.step()
     for step, value in enumerate(expected):
         assert torch.equal(recording.run.tensor("second", step=step), value)
+
+
+def test_a_parameter_larger_than_the_pool_is_said_before_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(512, 1024))
+    with flagged(tmp_path, rules="site=grad keep=tensor", pool_bytes="1MiB"), pytest.raises(RuntimeError):
+        model(torch.zeros(1, 4))  # no gradient was ever seen
+    (said,) = [record.getMessage() for record in caplog.records if "pool" in record.getMessage()]
+    assert said.startswith("recorder: 1.weight has 2097152 bytes, more than the pool (1048576)")
+    assert said.endswith("raise RECORDER_POOL_BYTES or select less")
 
 
 def test_a_tensor_larger_than_the_pool_is_counted_and_said_once(

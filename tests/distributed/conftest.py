@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,18 +33,34 @@ Train = Callable[..., Finished]
 
 
 @pytest.fixture(scope="session")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """``train(layout, recorded, *options)``: `scripts/train.py`, run to its end the first time it is asked for."""
+def train(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Train:
+    """``train(layout, recorded, *options)``: `scripts/train.py`, run to its end the first time it is asked for.
+
+    By all workers of pytest-xdist together, whose folders lie side by side. Tests change nothing in its folder.
+    """
     done: dict[tuple[str, ...], Finished] = {}
-    root: Path = tmp_path_factory.mktemp("train")
+    base = tmp_path_factory.getbasetemp()
+    root: Path = (base.parent if hasattr(request.config, "workerinput") else base) / "train"
+    root.mkdir(exist_ok=True)
 
     def train(layout: str, recorded: str, *options: str) -> Finished:
         key = (layout, recorded, *options)
         if key not in done:
-            folder = root / str(len(done))
-            launch = jobs.python if "plain" in layout or layout in ("compile", "checkpoint") else jobs.torchrun
-            job = launch(folder, TRAIN, *OPTIONS[layout], *options, f"--out={folder / 'out'}", **SETTINGS[recorded])
-            done[key] = jobs.succeeded(job)
+            name = " ".join(key)
+            with (root / f"{name}.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+                done[key] = _finished(root / name, layout, recorded, options)
         return done[key]
 
     return train
+
+
+def _finished(folder: Path, layout: str, recorded: str, options: tuple[str, ...]) -> Finished:
+    said = folder / "succeeded.txt"
+    if said.exists():
+        return Finished(folder=folder, returncode=0, output=said.read_text())
+    launch = jobs.python if "plain" in layout or layout in ("compile", "checkpoint") else jobs.torchrun
+    job = launch(folder, TRAIN, *OPTIONS[layout], *options, f"--out={folder / 'out'}", **SETTINGS[recorded])
+    finished = jobs.succeeded(job)
+    said.write_text(finished.output)
+    return finished

@@ -120,6 +120,11 @@ def torchrun(folder: Path, *arguments: str | Path, options: Sequence[str] = ("--
     return Job([str(launcher), *options, *map(str, arguments)], folder, settings)
 
 
+def ranks(folder: Path, script: Path, *arguments: str | Path, num: int = 2, **settings: str) -> Job:
+    """Start a script on some ranks without the cost of a launch, which is not what its tests are about."""
+    return Job([sys.executable, "-m", "tests.ranks", str(num), str(script), *map(str, arguments)], folder, settings)
+
+
 def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

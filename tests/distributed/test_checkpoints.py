@@ -65,7 +65,7 @@ def written(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loaded(written: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks made of all of them, and the runs of the tied models that they trained."""
     folder = tmp_path_factory.mktemp("loaded")
-    jobs.succeeded(jobs.torchrun(folder, SCRIPTS / "checkpoints.py", written, folder))
+    jobs.succeeded(jobs.ranks(folder, SCRIPTS / "checkpoints.py", written, folder))
     return folder
 
 

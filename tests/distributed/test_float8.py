@@ -19,7 +19,7 @@ CASES = ["bfloat16", "float8", "float8_gathered"]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return jobs.succeeded(jobs.torchrun(tmp_path_factory.mktemp("float8"), SCRIPTS / "float8.py", "out"))
+    return jobs.succeeded(jobs.ranks(tmp_path_factory.mktemp("float8"), SCRIPTS / "float8.py", "out"))
 
 
 def run_of(finished: Finished, case: str) -> recorder.Run:

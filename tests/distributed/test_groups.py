@@ -30,8 +30,7 @@ EXPECTED: dict[str, tuple[str, list[list[int]]]] = {
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp("groups")
-    options = ("--standalone", "--nproc-per-node=4")
-    return jobs.succeeded(jobs.torchrun(folder, SCRIPTS / "groups.py", options=options))
+    return jobs.succeeded(jobs.ranks(folder, SCRIPTS / "groups.py", num=4))
 
 
 def facts(finished: Finished, name: str) -> list[Any]:

@@ -32,8 +32,7 @@ Key = tuple[str, str, str, int]
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp("layouts")
-    options = ("--standalone", "--nproc-per-node=4")
-    return jobs.succeeded(jobs.torchrun(folder, SCRIPTS / "layouts.py", "out", options=options))
+    return jobs.succeeded(jobs.ranks(folder, SCRIPTS / "layouts.py", "out", num=4))
 
 
 class Pieces:

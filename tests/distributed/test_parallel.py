@@ -32,8 +32,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     started = {}
     for world_size in (2, 4):
         folder = tmp_path_factory.mktemp("parallel")
-        options = ("--standalone", f"--nproc-per-node={world_size}")
-        started[world_size] = jobs.torchrun(folder, SCRIPTS / "parallel.py", "out", options=options)
+        started[world_size] = jobs.ranks(folder, SCRIPTS / "parallel.py", "out", num=world_size)
     found: dict[str, Finished] = dict.fromkeys(OF_TWO, jobs.succeeded(started[2]))
     found |= dict.fromkeys(OF_FOUR, jobs.succeeded(started[4]))
     found["experts"] = found["tp"]
@@ -201,7 +200,7 @@ def pipelined(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     if torch.__version__ < "2.13":
         pytest.skip("on gloo the pipelining of torch 2.9 aborts, without the recorder too")
     folder = tmp_path_factory.mktemp("pipelined")
-    return jobs.succeeded(jobs.torchrun(folder, SCRIPTS / "pipelined.py", "out"))
+    return jobs.succeeded(jobs.ranks(folder, SCRIPTS / "pipelined.py", "out"))
 
 
 @pytest.fixture(scope="module")

@@ -161,7 +161,7 @@ _stalls: list[Any] = []
 def prepare_stall(folder: Path) -> None:
     from . import seccomp
 
-    _stalls.append(seccomp.Stall(["pwrite64", "fsync", "ftruncate"]))
+    _stalls.append(seccomp.Stall(["pwritev", "pwritev2", "fsync", "ftruncate"]))
 
 
 SMALL_SHARDS = (("RECORDER_KEEP_NEWEST", "16"),)
@@ -186,13 +186,15 @@ CASES = {
     "read_only": Case(begin=make_read_only, end=make_writable, settings=SMALL_SHARDS),
     "read_only_at_start": Case(before=make_read_only, end=make_writable),
     "removed": Case(begin=remove),
-    "eio_write": Case(begin=fail(pwrite64=errno.EIO)),
+    "eio_write": Case(begin=fail(pwritev=errno.EIO, pwritev2=errno.EIO)),
     "eio_fsync": Case(begin=fail(fsync=errno.EIO)),
     "eio_ftruncate": Case(begin=fail(ftruncate=errno.EIO)),
     "eio_link": Case(begin=fail(linkat=errno.EIO, link=errno.EIO)),
     "eio_close": Case(begin=fail_on_writer_thread(close=errno.EIO), settings=SMALL_SHARDS),
-    "eio_everything": Case(begin=fail(pwrite64=errno.EIO, fsync=errno.EIO, ftruncate=errno.EIO, linkat=errno.EIO)),
-    "stale": Case(begin=fail(pwrite64=errno.ESTALE, fsync=errno.ESTALE, statfs=errno.ESTALE)),
+    "eio_everything": Case(
+        begin=fail(pwritev=errno.EIO, pwritev2=errno.EIO, fsync=errno.EIO, ftruncate=errno.EIO, linkat=errno.EIO)
+    ),
+    "stale": Case(begin=fail(pwritev=errno.ESTALE, pwritev2=errno.ESTALE, fsync=errno.ESTALE, statfs=errno.ESTALE)),
     "descriptors": Case(begin=limit_descriptors, end=free_descriptors, settings=SMALL_SHARDS),
     "no_memory_for_pool": Case(before=limit_memory(32), settings=(("RECORDER_POOL_BYTES", "512MiB"),)),
     "no_memory_for_writer": Case(before=limit_memory(60), end=free_memory, settings=(("RECORDER_POOL_BYTES", "1MiB"),)),

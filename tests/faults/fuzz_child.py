@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import resource
@@ -168,6 +169,7 @@ def _be_child(
     trace: BinaryIO,
 ) -> None:
     """Never returns."""
+    gc.freeze()  # so that no child walks through, and copies, what all share
     try:
         faulthandler.enable(trace)
         # Not `dump_traceback_later`: where pytest called that in the parent, it waits here for a thread that is not.

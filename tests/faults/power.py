@@ -99,9 +99,9 @@ class LoggingDisk(Disk):
     def set_direct(self, descriptor: int, wanted: bool) -> bool:
         return True  # whole blocks are written, as where the file system can; the page cache makes no difference here
 
-    def write(self, descriptor: int, data: memoryview, offset: int) -> int:
-        num_bytes = super().write(descriptor, data, offset)
-        content = bytes(data[:num_bytes])
+    def write(self, descriptor: int, data: memoryview, offset: int, *behind: memoryview) -> int:
+        num_bytes = super().write(descriptor, data, offset, *behind)
+        content = b"".join([data, *behind])[:num_bytes]
         self.log.append(Op(kind="write", inode=self._inode_of_descriptor[descriptor], offset=offset, data=content))
         return num_bytes
 

@@ -18,7 +18,8 @@ from collections.abc import Collection, Mapping
 NUMBERS = {
     "write": 1,
     "close": 3,
-    "pwrite64": 18,
+    "pwritev": 296,
+    "pwritev2": 328,
     "fsync": 74,
     "ftruncate": 77,
     "rename": 82,

@@ -182,7 +182,7 @@ def child(num_steps: int) -> dict[str, Any]:
         hooks_s.append(time.perf_counter() - began)
 
     Capture.observe = observe  # type: ignore[method-assign]
-    stall = seccomp.Stall(["pwrite64", "fsync", "ftruncate"])
+    stall = seccomp.Stall(["pwritev", "pwritev2", "fsync", "ftruncate"])
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(6)])
     optimizer = torch.optim.AdamW(model.parameters())

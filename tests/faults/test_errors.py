@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from recorder.analyze.expected import compare
-from recorder.capture.staging import HostStager
+from recorder.capture.host import HostStager
 from tests.capture.support import Tiny, batch, flagged
 
 NUM_STEPS = 30
@@ -29,14 +30,16 @@ def train(num_steps: int = NUM_STEPS, model: nn.Module | None = None) -> list[to
 
 
 def break_copies(monkeypatch: pytest.MonkeyPatch, error: BaseException, shape: tuple[int, ...] = (3, 8)) -> None:
-    plain = HostStager.copy
+    def failing(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def fail(self: HostStager, tensor: torch.Tensor, *more: Any) -> Any:
+            if tuple(tensor.shape) == shape:
+                raise type(error)(*error.args)  # a new one, which holds no frames of training once it is handled
+            return plain(self, tensor, *more)
 
-    def copy(self: HostStager, tensor: torch.Tensor, block: Any) -> None:
-        if tuple(tensor.shape) == shape:
-            raise error
-        plain(self, tensor, block)
+        return fail
 
-    monkeypatch.setattr(HostStager, "copy", copy)
+    for name in ("copy", "encode"):
+        monkeypatch.setattr(HostStager, name, failing(getattr(HostStager, name)))
 
 
 def test_a_site_whose_copies_keep_failing_is_disarmed_and_the_hole_is_explained(
@@ -93,6 +96,25 @@ def test_an_interrupt_inside_a_copy_passes_and_the_next_step_is_recorded(
         train(1, model)
     ledger = recording.manifest["ledger"]
     assert ledger["observed"] == ledger["written"] + sum(ledger["dropped"].values())
+    assert len(recording.rows(site="output", module_path="second")) == 2
+
+
+@pytest.mark.parametrize("where", ["find_live", "last_step", "blocked_in_new_threads"])
+def test_after_an_interrupt_of_the_start_the_next_call_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with flagged(tmp_path, "site=output keep=tensor") as recording:
+        model = Tiny()
+        with monkeypatch.context() as patch:
+            patch.setattr(f"recorder.recorder.{where}", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                train(1, model)
+        train(2, model)
+    ledger = recording.manifest["ledger"]
+    assert ledger["observed"] == ledger["written"] > 0
     assert len(recording.rows(site="output", module_path="second")) == 2
 
 

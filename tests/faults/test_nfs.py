@@ -211,10 +211,10 @@ def test_a_writer_that_runs_out_of_memory_drops_and_goes_on(tmp_path: Path, monk
     is_short = threading.Event()
 
     class Hungry(FaultyDisk):
-        def write(self, descriptor: int, data: memoryview, offset: int) -> int:
+        def write(self, descriptor: int, data: memoryview, offset: int, *behind: memoryview) -> int:
             if is_short.is_set():
                 raise MemoryError
-            return super().write(descriptor, data, offset)
+            return super().write(descriptor, data, offset, *behind)
 
     rig = begin(tmp_path / "run", Hungry())
     put(rig, range(3))

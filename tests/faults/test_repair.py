@@ -41,23 +41,28 @@ KILL_STRIDE = 5
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on one rank, killed while it recorded: a few sealed shards, and an open one of each kind."""
+    """A run on one rank, killed while it recorded: a few sealed shards, and an open one of each kind.
+
+    A shard has room for several batches, also where the writer is behind and each has 1 or 2 MB.
+    """
     folder = tmp_path_factory.mktemp("killed")
-    settings = recording(flush_interval_s="0.01", shard_bytes="1MiB", min_free_bytes="0", dir=str(folder))
+    settings = recording(flush_interval_s="0.01", shard_bytes="8MiB", min_free_bytes="0", dir=str(folder))
     settings |= {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-m", "tests.faults.training"]
     with subprocess.Popen(command, env=environment(settings), cwd=folder, stderr=subprocess.DEVNULL) as process:
         until_s = time.monotonic() + 60
-        while True:
-            process.send_signal(signal.SIGSTOP)  # what is looked at is what will be left
-            while process.poll() is None and not is_stopped(process.pid):
-                time.sleep(0.001)
-            if is_ready(folder):
-                break
-            process.send_signal(signal.SIGCONT)
-            assert process.poll() is None and time.monotonic() < until_s
-            time.sleep(0.03)
-        process.kill()
+        try:
+            while True:
+                process.send_signal(signal.SIGSTOP)  # what is looked at is what will be left
+                while process.poll() is None and not is_stopped(process.pid):
+                    time.sleep(0.001)
+                if is_ready(folder):
+                    break
+                process.send_signal(signal.SIGCONT)
+                assert process.poll() is None and time.monotonic() < until_s
+                time.sleep(0.03)
+        finally:
+            process.kill()
     assert process.returncode == -signal.SIGKILL
     (run,) = [path for path in folder.iterdir() if path.is_dir()]
     return run

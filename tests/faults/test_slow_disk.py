@@ -58,9 +58,9 @@ def on_write(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[],
     plain = Disk.write
 
     def replace(before: Callable[[], None]) -> None:
-        def write(self: Disk, descriptor: int, data: memoryview, offset: int) -> int:
+        def write(self: Disk, descriptor: int, data: memoryview, offset: int, *behind: memoryview) -> int:
             before()
-            return plain(self, descriptor, data, offset)
+            return plain(self, descriptor, data, offset, *behind)
 
         monkeypatch.setattr(Disk, "write", write)
 

@@ -126,17 +126,21 @@ def test_closing_in_one_thread_while_others_record_loses_no_account(tmp_path: Pa
     for i in range(4):
         model = Tiny()
         attachment = recorder.attach(model, enabled=True, dir=tmp_path / str(i), rules="site=*", flush_interval_s=0.01)
-        is_over = threading.Event()
+        has_begun, is_over = threading.Event(), threading.Event()
 
-        def call(model: nn.Module = model, is_over: threading.Event = is_over) -> None:
+        def call(
+            model: nn.Module = model, has_begun: threading.Event = has_begun, is_over: threading.Event = is_over
+        ) -> None:
             while not is_over.is_set():
                 model(recorder.tap("into", batch())).sum().backward()
                 recorder.scalar("loss", 1.0)
+                has_begun.set()
 
         threads = [threading.Thread(target=call) for _ in range(2)]
         closer = threading.Thread(target=attachment.close)
         for thread in threads:
             thread.start()
+        assert has_begun.wait(30)
         attachment.flush(5)
         closer.start()
         closer.join()

@@ -289,3 +289,33 @@ def test_a_cut_payload_is_not_laid_beside_another() -> None:
 
 def test_nothing_at_all_is_a_plain_payload() -> None:
     assert concatenate([], 4) == ("plain", [])
+
+
+def test_payloads_of_one_kind_are_sampled_once_in_a_while_and_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = Encoder()
+    sampled: list[Any] = []
+    choose = encoder._choose
+
+    def choose_(*args: Any) -> Any:
+        sampled.append(args)
+        return choose(*args)
+
+    monkeypatch.setattr(encoder, "_choose", choose_)
+    normal = np.random.default_rng(0).standard_normal(20_000).astype(np.float32)
+
+    def payload(values: npt.NDArray[Any], kind: str | None) -> tuple[str, int]:
+        out = np.empty(max_encoded_bytes(values.nbytes), np.uint8)
+        encoding, num_bytes = encoder.encode(values.view(np.uint8), values.itemsize, out, kind)
+        assert (decode(encoding, out[:num_bytes], values.nbytes, values.itemsize) == values.view(np.uint8)).all()
+        return encoding, num_bytes
+
+    expected = payload(normal, None)
+    assert [payload(normal, "a") for _ in range(32)] == 32 * [expected]
+    assert len(sampled) == 1 + 2
+    payload(normal, "b")
+    payload(normal.view(np.uint16), "a")
+    assert len(sampled) == 1 + 2 + 2
+    constant = np.zeros_like(normal)
+    first, second = payload(constant, "b"), payload(constant, "b")
+    assert second[1] <= first[1] < expected[1] and second[0] != expected[0]
+    assert [payload(normal, "b") for _ in range(2)][1] == expected

@@ -21,7 +21,7 @@ from recorder.merge.merge import merge_run
 from recorder.read.run import open_run
 from tests.merge.support import assert_is_merge, batch, content, grow, make_small_run
 
-CHANGES = ("open", "pwrite", "ftruncate", "fsync", "mkdir", "link", "rename", "replace", "unlink", "rmdir")
+CHANGES = ("open", "pwritev", "ftruncate", "fsync", "mkdir", "link", "rename", "replace", "unlink", "rmdir")
 
 
 def kill_at(number: int) -> None:

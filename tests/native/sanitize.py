@@ -17,10 +17,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FLAGS = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 CHECK = """
-import sys, numpy as np
+import ctypes, sys, numpy as np, zstandard
+from crc32c import crc32c
 from pathlib import Path
 from recorder import native
 from recorder.capture.measure import _decoded
+from recorder.format.codec import decode, max_encoded_bytes
 from recorder.format.dtypes import item_bytes
 from recorder.format.fingerprint import compiled_weights
 
@@ -42,6 +44,42 @@ for level in range(len(native.LEVELS)):
                 if num_bytes > 1:
                     kernels.split(data, num_bytes, range(1, num_bytes), np.empty(size * (num_bytes - 1), np.uint8))
                 num_runs += 1
+    for size in (*range(1, 300, 7), 4095, 4096, 131071, 131072, 131073, 262144 + 65, (1 << 20) + 1):
+        for num_values in (1, 2, 3, 40, 129, 256):
+            shares = random.dirichlet(np.full(num_values, 0.3))
+            values = random.permutation(256)[:num_values].astype(np.uint8)[random.choice(num_values, size, p=shares)]
+            for by, num_bytes in ((0, 1), (1, 2), (3, 4)):
+                data = np.empty(by + size * num_bytes, np.uint8)[by:]
+                data[num_bytes - 1 :: num_bytes] = values
+                room = size + 13 * (size // (1 << 20) + 1) + 3 * (size // (1 << 17) + 1)
+                frames = np.empty(room, np.uint8)
+                frames = frames[: kernels.huffman(data, num_bytes, 0, frames)]
+                read = zstandard.ZstdDecompressor().stream_reader(frames.tobytes(), read_across_frames=True).read()
+                assert read == values.tobytes(), (level, size, num_values)
+                num_sampled = min(size, 2048)
+                num_items, _ = kernels.sample(data, num_bytes, 8, 256, np.empty(num_sampled * num_bytes, np.uint8))
+                assert num_items == num_sampled
+                num_runs += 1
+    parallel = ctypes.cast(ctypes.CDLL("libgomp.so.1").GOMP_parallel, ctypes.c_void_p).value
+    teams = [kernels, *(kernels.sharing(native.Team(num, parallel)) for num in (1, 2, 3, 8, 64))]
+    for size in (0, 1, 7, 24, 4095, 32767, 32768, 32769, 65535, 65537, 196608, 196609, 262145, (1 << 20) + 7, 9437185):
+        for num_bytes, by in ((2, 0), (4, 1), (8, 3)):
+            num_items = size // num_bytes
+            data = np.empty(by + num_items * num_bytes, np.uint8)[by:]
+            data[:] = random.integers(0, 100, len(data))
+            weights = compiled_weights(num_bytes, (num_items,)) if num_items else None
+            kind = f"int{8 * num_bytes}"
+            found = {bytes(team.measure(data, num_items, kind, None, weights)) for team in teams}
+            assert len(found) == 1, (level, size, num_bytes)
+            for team in teams:
+                out = np.empty(len(data), np.uint8)
+                team.copy(data, out)
+                assert np.array_equal(out, data)
+                assert team.crc32c(data) in ((None,) if level == 0 else (crc32c(data),)), (level, size, num_bytes)
+                frames = np.empty(max_encoded_bytes(len(data)), np.uint8)
+                frames = frames[: team.planes_plain(data, num_bytes, frames)]
+                assert np.array_equal(decode("planes_plain", frames, len(data), num_bytes), data), (level, size)
+                num_runs += 1
 print(f"{num_runs} runs, nothing found")
 """
 
@@ -54,8 +92,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "recorder" / "native"
         copy.mkdir(parents=True)
-        for part in ("kernels.c", "kernels.inc"):
-            (copy / part).write_bytes((ROOT / "recorder" / "native" / part).read_bytes())
+        for part in (ROOT / "recorder" / "native").glob("*.[chi]*"):
+            (copy / part.name).write_bytes(part.read_bytes())
         library = compile_kernels(Path(folder), flags=FLAGS, name=name)
         if library is None:
             print(

@@ -167,7 +167,7 @@ def test_a_tensor_that_does_not_fit_its_shape_is_refused(kernels: native.Kernels
 @needs_library
 @pytest.mark.parametrize("num_bytes", [1, 2, 3, 4, 8, 16])
 @pytest.mark.parametrize("codec", ["auto", "zstd"])
-def test_payloads_are_those_of_python(kernels: native.Kernels, num_bytes: int, codec: str) -> None:
+def test_payloads_are_those_of_python_or_as_small(kernels: native.Kernels, num_bytes: int, codec: str) -> None:
     for size in (0, 1, 5000, 4096 * 33 + 1):
         values = np.random.default_rng(size).normal(0, 1, size * max(1, num_bytes // 4)).astype("<f4")
         data = values.view(np.uint8)[: size * num_bytes]
@@ -177,7 +177,10 @@ def test_payloads_are_those_of_python(kernels: native.Kernels, num_bytes: int, c
             out = np.zeros(max_encoded_bytes(len(data)), np.uint8)
             encoding, num_written = encoder.encode(data, num_bytes, out)
             payloads.append((encoding, out[:num_written].tobytes()))
-        assert payloads[0] == payloads[1]
+        if codec == "zstd":
+            assert payloads[0] == payloads[1]
+        assert payloads[0][0] == payloads[1][0]
+        assert len(payloads[1][1]) <= 1.01 * len(payloads[0][1])
         assert decode(*payloads[1], len(data), num_bytes).tobytes() == data.tobytes()
 
 

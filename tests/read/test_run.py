@@ -107,6 +107,33 @@ def test_a_filter_sees_every_light_column(run_path: Path, filter_: Any, num_rows
     assert len(run.to_pandas(filter=filter_)) == num_rows
 
 
+@pytest.mark.parametrize(
+    "question, text",
+    [
+        ({"site": "tap", "step": 99}, "has no row with site='tap'; choose site="),
+        ({"site": "tap", "step": "x"}, "has no row with site='tap'; choose site="),
+        ({"site": "output", "step": 99, "rank": 9}, "site='output' has no row with step=99; choose step="),
+        ({"site": "output", "step": "x"}, "step='x': expected a whole number"),
+    ],
+)
+def test_of_what_no_row_has_the_first_is_named(run_path: Path, question: dict[str, Any], text: str) -> None:
+    with pytest.raises(LookupFailedError, match=text):
+        open_run(run_path).array("layers.0", **question)
+
+
+def test_a_table_stays_what_it_was_when_files_change(tmp_path: Path) -> None:
+    """Also where it is all rows as they stand in files that are mapped."""
+    writer = HandmadeWriter(make_run(tmp_path / "run"))
+    rows = [make_row(seq, [float(seq)]) for seq in range(40)]
+    paths = [writer.add_shard([rows[:20]]), writer.add_shard([rows[20:]])]
+    writer.finish()
+    table = open_run(tmp_path / "run").table(["seq"])
+    for path in (*paths, *writer.directory.glob("_*.index")):
+        with path.open("r+b") as file:
+            file.write(b"\0" * path.stat().st_size)
+    assert table.column("seq").to_pylist() == list(range(40))
+
+
 def test_a_filter_that_cannot_be_applied_is_named(run_path: Path) -> None:
     with pytest.raises(LookupFailedError, match="colour"):
         open_run(run_path).table(filter=pc.field("colour") == 1)

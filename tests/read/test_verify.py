@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from recorder.read.files import MappedFile
@@ -14,7 +15,7 @@ from recorder.read.run import open_run
 from recorder.read.shard import CheckedBatch, Shard
 from recorder.read.verify import Finding, verify
 from tests.read.conftest import payload_rows
-from tests.read.handmade import HandmadeWriter, ledger, make_row, make_run, shard_bytes
+from tests.read.handmade import HandmadeWriter, flip, ledger, make_row, make_run, shard_bytes
 
 
 def findings(run: Path) -> list[Finding]:
@@ -159,6 +160,19 @@ def test_a_renamed_writer_and_a_restart_are_no_faults(writer: HandmadeWriter) ->
     writer.directory.rename(writer.directory.with_name("renamed"))
     HandmadeWriter(writer.directory.parents[1], 0, "restart").finish(attempt=1)
     assert findings(writer.directory.parents[1]) == []
+
+
+def test_damaged_shards_are_named_in_their_order(writer: HandmadeWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever thread is done first: the first shard is the largest."""
+    monkeypatch.setattr("recorder.read.verify.available_cores", lambda: 4)
+    rows = [make_row(seq, [1.0] * (1000 if seq < 60 else 1)) for seq in range(80)]
+    paths = [writer.add_shard([rows[:60]]), *(writer.add_shard([[row]]) for row in rows[60:])]
+    writer.finish()
+    data = np.array([1.0]).tobytes()
+    for path in paths:
+        flip(path, 8 * path.read_bytes().rindex(data))
+    named = [fault.partition(",")[0] for fault in faults(writer.directory.parents[1])]
+    assert named == list(map(str, paths))
 
 
 def test_a_number_given_twice_is_a_fault(writer: HandmadeWriter) -> None:

@@ -31,7 +31,6 @@ PIPELINES = (
     "dual_pipe_v", "accumulated", "split",
 )  # fmt: skip
 NUM_MICRO_BATCHES = 4
-REPOSITORY = Path(__file__).parents[2]
 LAYOUTS = {
     1: ("tp", "sp", "loss", "prepared"),
     2: ("tp", "sp", "loss", "prepared", "cp"),
@@ -74,9 +73,7 @@ class Result(NamedTuple):
 
 def train(folder: Path, num_ranks: int, layouts: tuple[str, ...], script: Path = SCRIPT) -> Path:
     """Where the runs are, by layout, and beside them what one process had."""
-    options = ("--standalone", f"--nproc-per-node={num_ranks}")
-    settings = {"PYTHONPATH": str(REPOSITORY)}
-    finished = jobs.torchrun(folder, script, "out", *layouts, options=options, **settings).wait(300)
+    finished = jobs.ranks(folder, script, "out", *layouts, num=num_ranks).wait(300)
     assert finished.returncode == 0, finished.output
     return folder / "out"
 
@@ -191,7 +188,7 @@ def main() -> int:
                     is_right &= _row(f"experts, {layout}", num_ranks, compare(recorder.open_run(out / layout), values))
     if 2 in wanted:
         with tempfile.TemporaryDirectory() as folder:
-            jobs.succeeded(jobs.torchrun(Path(folder), PIPELINE, "out"))
+            jobs.succeeded(jobs.ranks(Path(folder), PIPELINE, "out"))
             out = Path(folder) / "out"
             for case in PIPELINES:
                 values = of_pipeline(torch.load(out / "plain.pt"), NUM_MICRO_BATCHES, is_traced=case == "split")

@@ -46,6 +46,24 @@ def test_the_oldest_shards_but_the_first_are_retired_and_the_newest_never(tmp_pa
     assert len(rig.files("_*.index")) == len(names)
 
 
+def test_a_shard_that_kept_its_open_name_goes_with_both(tmp_path: Path) -> None:
+    """As where no descriptor was left to sync the directory with, once the shard had its final name."""
+    disk = FaultyDisk()
+    rig = Rig(tmp_path, disk=disk, max_bytes=4 * MEGABYTE, codec="none", batch_bytes=1).start()
+    for number in range(60):
+        if number == 20:
+            disk.fail("sync_directory", errno.EMFILE, times=40)
+        rig.put(VALUES)
+        rig.drain()
+        if number == 30:
+            disk.recover()
+            assert rig.files("_*.arrow.open")
+    report = rig.close()
+    assert report.ledger["retired"]["rows"] > 20
+    assert rig.files("_*.arrow.open") == []
+    assert len(rig.rows()) == report.ledger["written"] - report.ledger["retired"]["rows"]
+
+
 def test_what_is_retired_is_on_disk_before_the_shard_goes(tmp_path: Path) -> None:
     class Watching(FaultyDisk):
         def unlink(self, path: Path) -> None:

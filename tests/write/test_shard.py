@@ -144,3 +144,19 @@ def test_a_batch_above_the_memory_finds_room(tmp_path: Path) -> None:
     file.append(numbers(2), {})
     file.seal(tmp_path / "sealed.arrow", {})
     assert [batch.num_rows for batch, _ in read_sealed(tmp_path / "sealed.arrow")] == [3, 200_000, 2]
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_any_number_of_rows_may_stand_around_a_payload(tmp_path: Path, is_direct: bool) -> None:
+    """Whoever wrote an open shard may have put more rows into a batch than ours have, with longer names."""
+    schema = pa.schema([("text", pa.string()), ("data", pa.large_binary()), ("number", pa.int64())])
+    file = BatchFile(Disk(), tmp_path / "open", Layout(schema), PageMemory(1 << 16), is_direct=is_direct)
+    memory, batches = PageMemory(1 << 10), []
+    for num_rows in (3, 20_000, 1, 9_000):
+        data = [bytes([number % 251]) * (number % 7) for number in range(num_rows)]
+        texts = ["x" * (number % 500) for number in range(num_rows)]
+        columns = [pa.array(texts), pa.array(data, pa.large_binary()), pa.array(range(num_rows), pa.int64())]
+        batches.append(pa.RecordBatch.from_arrays(columns, schema=schema))
+        file.append_around(batches[-1], {}, memory)
+    file.seal(tmp_path / "sealed.arrow", {})
+    assert [batch for batch, _ in read_sealed(tmp_path / "sealed.arrow")] == batches

@@ -39,7 +39,8 @@ def test_a_writer_shows_its_accounts_and_at_the_end_that_it_is_closed(tmp_path: 
     rig.writer.count_drop("pool_full", 2)
     rig.num_observed += 2
     assert rig.drain()
-    wait_until(lambda: rig.writer.directory and (rig.directory / STATUS).exists() and status(rig)["written"] == 3)
+    wait_until(lambda: rig.writer.directory and (rig.directory / STATUS).exists())
+    wait_until(lambda: (rig.directory / STATUS).stat().st_size and status(rig)["written"] == 3)
     now = status(rig)
     assert (now["state"], now["step"], now["observed"], now["dropped"]) == ("recording", 7, 5, {"pool_full": 2})
     assert now["max_bytes"] == 1 << 30 and now["free_bytes"] > 0 and now["queue_length"] == 0
@@ -58,9 +59,9 @@ def test_a_status_is_rewritten_in_place_by_single_writes_that_are_never_synced(t
             calls.append("create")
             return super().create(path)
 
-        def write(self, descriptor: int, data: memoryview, offset: int) -> int:
+        def write(self, descriptor: int, data: memoryview, offset: int, *behind: memoryview) -> int:
             calls.append(f"write {len(data)} at {offset}")
-            return super().write(descriptor, data, offset)
+            return super().write(descriptor, data, offset, *behind)
 
         def sync(self, descriptor: int) -> None:
             raise AssertionError("nothing waits for a status")
@@ -96,10 +97,10 @@ def test_a_disk_that_refuses_the_status_loses_no_row_and_says_nothing(
                 self.descriptor = descriptor
             return descriptor
 
-        def write(self, descriptor: int, data: memoryview, offset: int) -> int:
+        def write(self, descriptor: int, data: memoryview, offset: int, *behind: memoryview) -> int:
             if descriptor == self.descriptor and method == "write":
                 raise OSError(errno.EIO, "sick")
-            return super().write(descriptor, data, offset)
+            return super().write(descriptor, data, offset, *behind)
 
         def free_bytes(self, path: Path) -> int:
             if method == "free_bytes":
@@ -128,6 +129,7 @@ def test_a_writer_that_gave_up_shows_it(tmp_path: Path) -> None:
     rig = shown(tmp_path, FaultyDisk())
     rig.put()
     wait_until(lambda: rig.writer.directory and (rig.directory / STATUS).exists())
+    wait_until(lambda: (rig.directory / STATUS).stat().st_size)  # it is made first, and then written
 
     def fail() -> None:
         raise SystemError("a bug of ours")

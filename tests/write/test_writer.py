@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -32,6 +33,7 @@ from recorder.records import (
     Measured,
 )
 from recorder.write import shard as shard_module
+from recorder.write.file import PageMemory
 from recorder.write.writer import RunPlace
 from tests.fakes import FaultyDisk, fake_staged
 from tests.write.rig import PATIENCE_S, Rig, read_open, read_sealed, wait_until
@@ -408,6 +410,28 @@ def test_a_value_that_its_device_lost_is_counted_with_its_reason(rig: Rig, caplo
 
 
 # -- where --------------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_a_wider_batch_cannot_have_costs_no_row(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_refused = 0
+    map_ = PageMemory._map
+
+    def refuse_once(nbytes: int) -> Any:
+        nonlocal num_refused
+        if num_refused == 0:
+            num_refused += 1
+            raise OSError(errno.ENOMEM, "no memory")
+        return map_(nbytes)
+
+    for number in range(500):
+        rig.put(np.full(8, number, np.float32), module_path="m" * 9000 + str(number))
+        if number == 0:
+            assert rig.drain()  # the memory that every batch has is there
+            monkeypatch.setattr(PageMemory, "_map", staticmethod(refuse_once))
+    assert rig.drain()
+    assert num_refused == 1
+    assert rig.close().ledger["dropped"] == {}
+    assert [np.frombuffer(row["data"], np.float32)[0] for row in rig.rows()] == list(range(500))
 
 
 def test_files_and_directories_are_for_the_owner_alone(rig: Rig, tmp_path: Path) -> None:

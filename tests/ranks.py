@@ -1,0 +1,61 @@
+"""Ranks of a script, as torchrun launches them, but forked from one process that has imported everything once.
+
+    python -m tests.ranks 4 SCRIPT ARGUMENT...
+
+For scripts that record by `recorder.attach`, where the launch is not what is tested. A rank that fails ends the others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import runpy
+import signal
+import socket
+import sys
+import uuid
+from pathlib import Path
+
+import torch._dynamo  # noqa: F401  # by the first optimizer, and then before all forks
+from torch._C._distributed_c10d import TCPStore
+
+import recorder.recorder
+import recorder.write.writer  # noqa: F401  # the same
+
+from .forking import fork
+
+
+def run(script: str, rank: int) -> None:
+    """One rank."""
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)})
+    runpy.run_path(script, run_name="__main__")
+    atexit._run_exitfuncs()
+
+
+def main(num_ranks: int, script: str) -> int:
+    """The exit code: 1 where a rank failed."""
+    sys.path[0] = str(Path(script).parent)
+    runpy.run_path(script, run_name="imported")
+    server = socket.create_server(("127.0.0.1", 0))
+    size, port = str(num_ranks), server.getsockname()[1]
+    os.environ.update({"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "ROLE_WORLD_SIZE": size, "GROUP_RANK": "0"})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    os.environ.update({"TORCHELASTIC_RUN_ID": str(uuid.uuid4()), "TORCHELASTIC_RESTART_COUNT": "0"})
+    left = {fork(functools.partial(run, script, rank)) for rank in range(num_ranks)}
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+    code = 0
+    while left:
+        pid, status = os.wait()
+        left.discard(pid)
+        if status and not code:
+            code = 1
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+    del store
+    return code
+
+
+if __name__ == "__main__":
+    _, size, *sys.argv = sys.argv
+    sys.exit(main(int(size), sys.argv[0]))

@@ -1,0 +1,53 @@
+"""A batch in the making: a record that fails on its way in leaves no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from crc32c import crc32c
+
+from recorder.capture.pool import Pool
+from recorder.capture.segments import Segments
+from recorder.format.codec import PLAIN, Encoder
+from recorder.records import KEEP_TENSOR, Measured, Staged
+from recorder.write import rows
+from recorder.write.rows import NOT_MEASURED, RowBatch
+from tests.fakes import fake_staged
+
+
+def _encoded(value: int, pool: Pool) -> Staged:
+    """A record whose payload is the first of a segment."""
+    segment = Segments(pool).with_room(8)
+    assert segment is not None
+    segment.data[:8] = value
+    piece: Any = segment.add(8, PLAIN, 8)
+    return fake_staged(np.full(8, value, np.uint8), keep=KEEP_TENSOR)._replace(block=piece, piece=piece)
+
+
+def _add(batch: RowBatch, staged: Staged, measured: Measured = NOT_MEASURED) -> bool:
+    if staged.piece is None:
+        return batch.add_part(staged, measured, 0)
+    return batch.add_piece(staged, measured, staged.piece)
+
+
+@pytest.mark.parametrize("is_encoded", [True, False])
+def test_a_record_that_finds_no_memory_leaves_the_batch_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, is_encoded: bool
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise MemoryError
+
+    pool = Pool(1 << 20, progress_s=lambda: 0.0, clock=lambda: 0.0)
+    batch = RowBatch(attempt=0, rank=0, encoder=Encoder(), batch_bytes=1 << 20)
+    lost = _encoded(1, pool) if is_encoded else fake_staged(np.full(8, 1, np.uint8))
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(rows, "_merge_notes", refuse)
+        _add(batch, lost, Measured(note="no_statistics"))
+    assert _add(batch, _encoded(2, pool))
+    built = batch.build()
+    assert built.batch.num_rows == 1
+    assert built.payload is not None
+    assert built.payload.values.tolist() == [2] * 8
+    assert built.crcs["data"][2] == crc32c(built.payload.values.tobytes())
