@@ -261,24 +261,26 @@ class Recorder:
         assert self.capture is not None and self._description is not None
         return self._description.writer(self.capture, self._optimizers, self.events)
 
-    def _poll(self) -> None:
-        """On the writer thread, several times a second: log what happened, keep the manifest up to date."""
+    def _poll(self) -> dict[str, Any] | None:
+        """On the writer thread, several times a second: log what happened; the manifest, where it has changed."""
+        manifest = None
         try:
             self.events.say()
             capture = self.capture
             if capture is None or self._is_closed:
-                return
+                return None
             roots = tuple((root, *(fact is None for fact in root.facts.values())) for root in capture.roots)
             key = (self.events.has_changed, capture.clock.source, roots)
             if key != self._manifest_key:
                 self.events.has_changed = False
                 self._manifest_key = (False, *key[1:])
-                self._writer.set_manifest(self._manifest())
+                manifest = self._manifest()
             if self.settings.status_interval_s and time.monotonic() >= self._next_status_s:
                 self._next_status_s = time.monotonic() + self.settings.status_interval_s
                 self._show_status(capture)
         except Exception as error:
             self.events.add("hook_error", f"bookkeeping failed: {type(error).__name__}: {error}", key="poll")
+        return manifest
 
     def _show_status(self, capture: Capture) -> None:
         assert self._description is not None

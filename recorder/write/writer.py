@@ -84,7 +84,7 @@ class Writer:
         measure: Measure,
         observed: Callable[[], int],
         resolve_dir: Callable[[], RunPlace],
-        poll: Callable[[], None],
+        poll: Callable[[], Mapping[str, Any] | None],
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -95,7 +95,8 @@ class Writer:
             measure: computes statistics and fingerprints; writer thread.
             observed: rows numbered so far; any thread.
             resolve_dir: says where to write; first thing on the writer thread, and may take its time.
-            poll: called on the writer thread every 0.2 s, between two records; it may call `close` or `drain`.
+            poll: called on the writer thread every 0.2 s, between two records; it may call `close` or `drain`. What it
+                returns is the manifest from then on, unless `set_manifest` said another while it ran.
             disk: the seam for tests.
             clock: monotonic seconds.
         """
@@ -384,7 +385,8 @@ class Writer:
         self._store.keep_up()
         if now >= self._next_poll_s and self._refusal is None:
             self._next_poll_s = now + _POLL_S
-            self._poll()
+            if (manifest := self._poll()) is not None:
+                self._store.set_manifest(manifest)
             self._show()
 
     def _take_manifest(self) -> None:

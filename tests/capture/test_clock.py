@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import recorder
+from recorder.capture.core import Capture
+from recorder.description import Description
+from tests.write.rig import wait_until
 
 from .support import Tiny, batch, flagged
 
@@ -363,6 +367,24 @@ def test_an_exception_in_a_forward_leaves_no_drift(tmp_path: Path) -> None:
     assert keys(rows, "step", "micro_step", "call") == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
     whole = recording.rows(site="output", module_path="")
     assert list(whole.step) == [0, 1, 2]
+
+
+def test_a_look_that_is_late_does_not_undo_what_the_end_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    describe = Description.writer
+
+    def late(self: Description, capture: Capture, *args: Any) -> dict[str, Any]:
+        if capture.roots and threading.current_thread() is not threading.main_thread():
+            looking.set()
+            wait_until(lambda: not capture.roots)
+        return describe(self, capture, *args)
+
+    looking = threading.Event()
+    monkeypatch.setattr(Description, "writer", late)
+    with flagged(tmp_path) as recording:
+        model = Tiny()
+        train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert looking.wait(10)
+    assert [root["name"] for root in recording.manifest["roots"]] == ["model"]
 
 
 def test_a_module_used_three_times_has_three_calls_and_lists_its_aliases(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class Rig:
         *,
         disk: Disk | None = None,
         measure: Callable[..., Measured] = fake_measure,
-        poll: Callable[[], None] = lambda: None,
+        poll: Callable[[], dict[str, Any] | None] = lambda: None,
         rank: int = 0,
         attempt: int = 0,
         resolve_dir: Callable[[], RunPlace] | None = None,

@@ -336,6 +336,22 @@ def test_the_owner_is_polled_while_the_writer_is_idle_and_while_it_works(tmp_pat
     rig.close()
 
 
+def test_what_the_owner_said_while_it_was_polled_is_the_last_word(tmp_path: Path) -> None:
+    polled, said = threading.Event(), threading.Event()
+
+    def poll() -> dict[str, Any]:
+        polled.set()
+        said.wait(PATIENCE_S)
+        return {"roots": []}
+
+    rig = Rig(tmp_path, poll=poll).start()
+    polled.wait(PATIENCE_S)
+    rig.writer.set_manifest({"roots": ["model"]})
+    said.set()
+    rig.close()
+    assert rig.manifest()["roots"] == ["model"]
+
+
 def test_progress_is_reported_while_idle(rig: Rig) -> None:
     before = rig.writer.last_progress_s
     wait_until(lambda: rig.writer.last_progress_s > before)
