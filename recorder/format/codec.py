@@ -30,10 +30,8 @@ _MIN_BYTES = 16384
 _SAMPLE_SLICES, _SAMPLE_ITEMS = 8, 256
 _PAYS = 0.92
 """A part is compressed if its sample shrinks below this: zstd and its decompression cost more than 8 % of a write."""
-_MATCHES_PAY = 0.97
-"""zstd is taken where a sample is this much smaller than without matches: many equal elements, constants, zeros."""
-_FEW_BITS = 0.78
-"""and where it stays larger: five bits a byte and more are as fast with zstd."""
+_MATCHES_PAY = 0.05
+"""zstd is taken where matches save more than this of a payload: it takes twice as long as the Huffman code, or longer."""
 _SAMPLED_EACH = 16
 """Payloads of one kind of which one is sampled, at 25 us, while the others stay within `_ALIKE` of what that left."""
 _ALIKE = 0.04
@@ -102,13 +100,13 @@ class Encoder:
         known = None if kind is None else self._known.get((kind, item_bytes))
         encoding, huffman = self._choose(data, item_bytes) if known is None else known.choice
         num_written = 0
-        if encoding == RAW:
-            num_written = self._put_plane(data, 1, 0, out, huffman) if huffman else self._put_frames(data, out)
+        if huffman and encoding != PLAIN:
+            num_written = huffman.encode(data, item_bytes, 1 if encoding == PLANES_PLAIN else item_bytes, out)
+        elif encoding == RAW:
+            num_written = self._put_frames(data, out)
         elif encoding == PLANES:
             for plane in range(item_bytes):
-                num_written += self._put_plane(data, item_bytes, plane, out[num_written:], huffman)
-        elif encoding == PLANES_PLAIN and huffman:
-            num_written = huffman.planes_plain(data, item_bytes, out)
+                num_written += self._put_plane(data, item_bytes, plane, out[num_written:])
         elif encoding == PLANES_PLAIN:
             num_items = len(data) // item_bytes
             num_compressed = self._put_plane(data, item_bytes, 0, out[8:])
@@ -141,21 +139,22 @@ class Encoder:
         """The encoding, and what compresses it where that is not zstd."""
         if self._codec == "zstd":
             return PLANES if item_bytes > 1 else RAW, None
-        planes, without_matches = self._sample_planes(data, item_bytes)
+        planes, top_without_matches = self._sample_planes(data, item_bytes)
         top = len(self._compress(planes[0]))
-        huffman = self._huffman if _is_for_huffman(without_matches, top, planes[0].size) else None
         if item_bytes > 1:
             rest = len(self._compress(planes[1:]))
             if rest < _PAYS * planes[1:].size:
-                if len(self._compress(planes[::-1].T.copy())) < top + rest:
-                    return RAW, None
-                if huffman is not None:
-                    without_matches = huffman.huffman(planes[1:].reshape(-1), 1, 0, self._plane[planes.size :])
-                    huffman = huffman if _is_for_huffman(without_matches, rest, planes[1:].size) else None
-                return PLANES, huffman
+                raw = len(self._compress(planes[::-1].T.copy()))
+                if self._huffman is not None:
+                    frames = self._plane[planes.size :]
+                    without_matches = top_without_matches + self._huffman.huffman(planes[1:].reshape(-1), 1, 0, frames)
+                    if without_matches - min(raw, top + rest) <= _MATCHES_PAY * planes.size:
+                        return PLANES, self._huffman
+                return (RAW if raw < top + rest else PLANES), None
         if top >= _PAYS * planes[0].size:
             return PLAIN, None
-        return PLANES_PLAIN if item_bytes > 1 else RAW, huffman
+        is_alike = top_without_matches - top <= _MATCHES_PAY * planes.size
+        return PLANES_PLAIN if item_bytes > 1 else RAW, self._huffman if is_alike else None
 
     def _sample_planes(self, data: Bytes, item_bytes: int) -> tuple[Bytes, int]:
         """The planes of a sample, valid until the next call, and about what the Huffman code makes of the first."""
@@ -165,9 +164,7 @@ class Encoder:
         num_items, num_bytes = self._kernels.sample(data, item_bytes, _SAMPLE_SLICES, _SAMPLE_ITEMS, scratch)
         return scratch[: num_items * item_bytes].reshape(item_bytes, num_items), num_bytes
 
-    def _put_plane(self, data: Bytes, item_bytes: int, plane: int, out: Bytes, huffman: Kernels | None = None) -> int:
-        if huffman is not None:
-            return huffman.huffman(data, item_bytes, plane, out)
+    def _put_plane(self, data: Bytes, item_bytes: int, plane: int, out: Bytes) -> int:
         num_written = 0
         for start in range(0, len(data), item_bytes * _FRAME_BYTES):
             piece = data[start : start + item_bytes * _FRAME_BYTES]
@@ -323,10 +320,6 @@ def ref_target(payload: Any) -> int:
     source = memoryview(payload).cast("B")
     _expect_bytes("ref payload", len(source), 8)
     return int.from_bytes(source, "little")
-
-
-def _is_for_huffman(huffman_bytes: int, zstd_bytes: int, num_bytes: int) -> bool:
-    return _MATCHES_PAY * huffman_bytes <= zstd_bytes and huffman_bytes < _FEW_BITS * num_bytes
 
 
 def _compressor(level: int) -> zstandard.ZstdCompressor:

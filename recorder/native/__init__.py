@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI = 3
+ABI = 4
 """That of `kernels.c`; a library that says another number is left alone."""
 LEVELS = ("generic", "avx2", "avx512")
 _ELF_64_LITTLE = b"\x7fELF\x02\x01"
@@ -181,9 +181,9 @@ class Kernels:
         self._copy = library.recorder_native_copy
         self._copy.argtypes = (pointer, number, pointer, pointer)
         self._copy.restype = None
-        self._planes_plain = library.recorder_native_planes_plain
-        self._planes_plain.argtypes = (pointer, number, number, pointer, pointer, number)
-        self._planes_plain.restype = number
+        self._encode = library.recorder_native_encode
+        self._encode.argtypes = (pointer, number, number, number, pointer, pointer, number)
+        self._encode.restype = number
         self._crc32c = library.recorder_native_crc32c
         self._crc32c.argtypes = (pointer, number, pointer)
         self._crc32c.restype = number
@@ -197,7 +197,7 @@ class Kernels:
         self._local = threading.local()
 
     def sharing(self, team: Team) -> Kernels:
-        """The same with `measure`, `copy`, `planes_plain` and `crc32c` shared by a team, for one call at a time."""
+        """The same with `measure`, `copy`, `encode` and `crc32c` shared by a team, for one call at a time."""
         kernels = copy.copy(self)
         kernels._shared = team
         team.reserve(self._scratch_bytes)
@@ -267,14 +267,17 @@ class Kernels:
             raise ValueError(f"out holds {len(out)} bytes: frames of {items} may need more")
         return int(num_written)
 
-    def planes_plain(self, data: _Bytes, item_bytes: int, out: _Bytes) -> int:
-        """Write a payload of encoding ``planes_plain`` to the front of `out`; the top plane as `huffman` does.
+    def encode(self, data: _Bytes, item_bytes: int, num_framed: int, out: _Bytes) -> int:
+        """Write the first planes as `huffman` does, then the others as they are, to the front of `out`.
+
+        That is a payload of encoding ``planes`` (of one byte: ``raw``) where all planes are framed, and otherwise one of
+        ``planes_plain``, which begins with the length of the frames.
 
         Returns:
             How many bytes of `out` it took.
         """
         items = len(data) // item_bytes
-        num_written = self._planes_plain(address(data), items, item_bytes, self._team, address(out), len(out))
+        num_written = self._encode(address(data), items, item_bytes, num_framed, self._team, address(out), len(out))
         if num_written < 0:
             raise ValueError(f"out holds {len(out)} bytes: a payload of {len(data)} may need more")
         return int(num_written)

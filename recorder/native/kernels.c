@@ -15,7 +15,7 @@
 #error "gcc or clang, 64 bits, little-endian"
 #endif
 
-#define ABI 3
+#define ABI 4
 #define CHUNK_ITEMS 32768
 #define LEAF_ITEMS 128
 #define MAX_CHUNKS 256
@@ -23,7 +23,7 @@
 #define SPLIT_ITEMS (1 << 15) /* and splits */
 #define MIN_PART_ITEMS (1 << 15)
 #define MAX_PART_ITEMS (1 << 19) /* and compresses */
-#define MAX_PARTS 1024
+#define MAX_PIECES 4096 /* parts of all planes */
 #define EXPORT __attribute__((visibility("default")))
 
 /* Values as they lie in memory, at any address. */
@@ -182,8 +182,10 @@ struct job {
   uint8_t *out;
   int64_t items, item_bytes;
   int64_t piece_items, num_pieces, num_taken, num_threads;
-  int64_t room;         /* of the frames of a piece in `out` */
-  int64_t *piece_bytes; /* of its frames, in the end */
+  int64_t num_items, num_framed;       /* of a payload: its elements, and the planes that become frames, */
+  int64_t part_items, num_parts;       /* each of them in parts, */
+  int64_t room, plane_room;            /* for the frames of a part and of a plane in `out`, */
+  int64_t *piece_bytes;                /* and how many those of each part took in the end */
   const struct measuring *measuring;
   int64_t first_chunk;
   struct moments *chunks;
@@ -226,16 +228,18 @@ static void copy_piece(struct job *job, int64_t number, void *scratch) {
 }
 
 static void frame_piece(struct job *job, int64_t number, void *scratch) {
-  const uint8_t *from = job->data + number * job->piece_items * job->item_bytes;
-  uint8_t *to = job->out + number * job->room;
-  job->piece_bytes[number] = selected->huffman(from, items_of(job, number), job->item_bytes, 0, to, scratch);
+  int64_t plane = number / job->num_parts, part = number % job->num_parts, first = part * job->part_items;
+  int64_t left = job->num_items - first, n = left < job->part_items ? left : job->part_items;
+  const uint8_t *from = job->data + first * job->item_bytes;
+  uint8_t *to = job->out + plane * job->plane_room + part * job->room;
+  job->piece_bytes[number] = selected->huffman(from, n, job->item_bytes, plane, to, scratch);
 }
 
 static void split_piece(struct job *job, int64_t number, void *scratch) {
   (void)scratch;
   int64_t from = number * job->piece_items;
-  selected->planes(job->data + from * job->item_bytes, items_of(job, number), job->item_bytes, 1, job->item_bytes - 1,
-                   job->out + from, job->items);
+  selected->planes(job->data + from * job->item_bytes, items_of(job, number), job->item_bytes, job->num_framed,
+                   job->item_bytes - 1, job->out + from, job->items);
 }
 
 /* Statistics and fingerprint, by chunks. They are taken in in order, so the bits do not depend on the team. */
@@ -255,27 +259,29 @@ EXPORT void recorder_native_copy(const uint8_t *data, int64_t num_bytes, const s
   share(&job, copy_piece, num_bytes, COPY_BYTES);
 }
 
-/* A payload of encoding planes_plain: 8 bytes with the length of the frames of plane 0, the frames, the other planes.
- * Parts of the plane become frames of their own, so that threads share the work; which they are depends on the number
- * of threads alone. Returns its bytes, or -1 where `out_bytes` might not do. */
-EXPORT int64_t recorder_native_planes_plain(const uint8_t *data, int64_t items, int64_t item_bytes,
-                                            const struct team *team, uint8_t *out, int64_t out_bytes) {
+/* The first `framed` planes as frames, then the others as they are; unless all are framed, 8 bytes with the length of the
+ * frames come first. Parts of a plane become frames of their own, so that threads share the work; which they are depends
+ * on the number of threads alone. Returns the bytes, or -1 where `out_bytes` might not do. */
+EXPORT int64_t recorder_native_encode(const uint8_t *data, int64_t items, int64_t item_bytes, int64_t framed,
+                                      const struct team *team, uint8_t *out, int64_t out_bytes) {
   int64_t parts = (items / (MAX_PART_ITEMS * team->num_threads) + 1) * team->num_threads;
   if (parts > items / MIN_PART_ITEMS) parts = items / MIN_PART_ITEMS + 1;
-  int64_t part_items = team->num_threads > 1 ? items / parts + 1 : items < FRAME_BYTES ? items + 1 : FRAME_BYTES;
-  int64_t num_parts = (items + part_items - 1) / part_items;
-  int64_t part_bytes[MAX_PARTS], rest = (item_bytes - 1) * items;
-  struct job job = {.team = team, .data = data, .out = out + 8, .item_bytes = item_bytes, .piece_bytes = part_bytes};
-  job.room = frames_room(part_items);
-  int64_t last = frames_room(items - (num_parts - 1) * part_items);
-  if (num_parts > MAX_PARTS || 8 + rest + (num_parts - 1) * job.room + last > out_bytes) return -1;
-  share(&job, frame_piece, items, part_items);
-  uint8_t *to = out + 8;
-  for (int64_t i = 0; i < num_parts; to += part_bytes[i++])
-    if (i) memmove(to, job.out + i * job.room, (size_t)part_bytes[i]);
-  put_little(out, (uint64_t)(to - out - 8), 8);
+  if (parts > MAX_PIECES / framed) parts = MAX_PIECES / framed;
+  int64_t part_items = team->num_threads > 1 ? items / parts + 1 : items + 1;
+  int64_t num_parts = (items + part_items - 1) / part_items, num_pieces = framed * num_parts;
+  int64_t piece_bytes[MAX_PIECES], head = framed < item_bytes ? 8 : 0, rest = (item_bytes - framed) * items;
+  struct job job = {.team = team, .data = data, .out = out + head, .item_bytes = item_bytes};
+  job.num_items = items, job.num_framed = framed, job.part_items = part_items, job.num_parts = num_parts;
+  job.piece_bytes = piece_bytes, job.room = frames_room(part_items);
+  job.plane_room = (num_parts - 1) * job.room + frames_room(items - (num_parts - 1) * part_items);
+  if (head + framed * job.plane_room + rest > out_bytes) return -1;
+  share(&job, frame_piece, num_pieces, 1);
+  uint8_t *to = out + head;
+  for (int64_t i = 0; i < num_pieces; to += piece_bytes[i++])
+    if (i) memmove(to, job.out + i / num_parts * job.plane_room + i % num_parts * job.room, (size_t)piece_bytes[i]);
+  if (head) put_little(out, (uint64_t)(to - out - head), 8);
   job.out = to;
-  share(&job, split_piece, items, SPLIT_ITEMS);
+  if (rest) share(&job, split_piece, items, SPLIT_ITEMS);
   return to - out + rest;
 }
 

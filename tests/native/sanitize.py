@@ -76,9 +76,10 @@ for level in range(len(native.LEVELS)):
                 team.copy(data, out)
                 assert np.array_equal(out, data)
                 assert team.crc32c(data) in ((None,) if level == 0 else (crc32c(data),)), (level, size, num_bytes)
-                frames = np.empty(max_encoded_bytes(len(data)), np.uint8)
-                frames = frames[: team.planes_plain(data, num_bytes, frames)]
-                assert np.array_equal(decode("planes_plain", frames, len(data), num_bytes), data), (level, size)
+                for num_framed, encoding in ((1, "planes_plain"), (num_bytes, "planes")):
+                    frames = np.empty(max_encoded_bytes(len(data)), np.uint8)
+                    frames = frames[: team.encode(data, num_bytes, num_framed, frames)]
+                    assert np.array_equal(decode(encoding, frames, len(data), num_bytes), data), (level, size)
                 num_runs += 1
 print(f"{num_runs} runs, nothing found")
 """

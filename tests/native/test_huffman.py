@@ -179,7 +179,7 @@ def test_matches_and_other_levels_are_left_to_zstd() -> None:
     normal = random.normal(0, 1, 1 << 18).astype(np.float32)
     sparse = np.where(random.random(normal.size) < 0.05, normal, 0).astype(np.float32)
     ramp = np.linspace(1, 2, normal.size, dtype=np.float32) ** 30
-    for values in (sparse, ramp, np.zeros_like(normal), np.tile(normal[:300], 800)):
+    for values in (sparse, ramp, np.full_like(normal, 1.5), np.tile(normal[:300], 800)):
         data = values.view(np.uint8)
         assert _encode(data, 4, _with_huffman()) == _encode(data, 4, Encoder())
     data = normal.view(np.uint8)
@@ -188,12 +188,14 @@ def test_matches_and_other_levels_are_left_to_zstd() -> None:
     assert _encode(data, 4, _with_huffman()) != _encode(data, 4, Encoder())
 
 
-def test_zeros_in_no_order_are_coded_in_every_plane() -> None:
-    data = np.maximum(_activations("float32", 1 << 18).view("<f4"), 0).view(np.uint8)
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 1])
+def test_zeros_in_no_order_are_coded_in_every_plane(share: float) -> None:
+    is_zero = np.random.default_rng(0).random(1 << 18) < share
+    data = np.where(is_zero, 0, _activations("float32", 1 << 18).view("<f4")).view(np.uint8)
     of_zstd, of_huffman = _encode(data, 4, Encoder()), _encode(data, 4, _with_huffman())
-    assert of_zstd[0] == of_huffman[0] == "planes"
+    assert of_huffman[0] == "planes"
     assert of_huffman != of_zstd
-    assert len(of_huffman[1]) <= 1.01 * len(of_zstd[1])
+    assert len(of_huffman[1]) <= 1.01 * len(of_zstd[1]) + 300
     assert decode(*of_huffman, len(data), 4).tobytes() == data.tobytes()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from crc32c import crc32c
 
 from recorder import native
-from recorder.format.codec import PLANES_PLAIN, decode, max_encoded_bytes
+from recorder.format.codec import PLANES, PLANES_PLAIN, check_size, decode, max_encoded_bytes
 from recorder.format.fingerprint import compiled_weights
 
 LIB = Path(torch.__file__).parent / "lib"
@@ -57,21 +58,30 @@ def test_fingerprints_of_chunks_make_that_of_the_whole(shape: tuple[int, ...]) -
     assert alone == shared != 0
 
 
-@pytest.mark.parametrize("item_bytes", [2, 4, 8, 16])
+@pytest.mark.parametrize("item_bytes", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 64])
 def test_planes_are_read_back(num_threads: int, item_bytes: int) -> None:
     for items in (1, 999, 65_536, 300_001):
         data = np.resize(activations(4 * items), items * item_bytes)
-        out = np.full(max_encoded_bytes(len(data)) + 64, 7, np.uint8)
-        num_bytes = kernels(num_threads).planes_plain(data, item_bytes, out[:-64])
-        assert (out[-64:] == 7).all()
-        assert (decode(PLANES_PLAIN, out[:num_bytes], len(data), item_bytes) == data).all()
+        for num_framed in {1, item_bytes}:
+            out = np.full(max_encoded_bytes(len(data)) + 64, 7, np.uint8)
+            num_bytes = kernels(num_threads).encode(data, item_bytes, num_framed, out[:-64])
+            assert (out[-64:] == 7).all()
+            encoding = PLANES_PLAIN if num_framed < item_bytes else PLANES
+            check_size(encoding, out[:num_bytes], len(data), item_bytes)
+            assert (decode(encoding, out[:num_bytes], len(data), item_bytes) == data).all()
+
+
+def test_nothing_makes_nothing() -> None:
+    for num_threads, num_framed in itertools.product((1, 3), (1, 4)):
+        out = np.zeros(100, np.uint8)
+        assert kernels(num_threads).encode(out[:0], 4, num_framed, out) == (8 if num_framed == 1 else 0)
 
 
 def test_planes_without_room_are_refused() -> None:
     data = activations(100_000)
     with pytest.raises(ValueError, match="out holds 400000 bytes"):
-        kernels(2).planes_plain(data, 4, np.empty(len(data), np.uint8))
+        kernels(2).encode(data, 4, 1, np.empty(len(data), np.uint8))
     with pytest.raises(ValueError, match="out holds 399999 bytes: 400000 are needed"):
         kernels(2).copy(data, np.empty(len(data) - 1, np.uint8))
 
