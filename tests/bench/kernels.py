@@ -4,7 +4,7 @@
 
 16 MiB of normally distributed values of each type, the median of 9 runs; `time.thread_time`, so that what else the
 machine does costs caches and memory alone. Then what compresses the top plane: zstd and the Huffman code, GB/s of that
-plane and what is left of it. Exit code 2 where no library was built.
+plane and what is left of it; and whole payloads with `codec = zstd` and `auto`. Exit code 2 where no library was built.
 """
 
 from __future__ import annotations
@@ -60,6 +60,16 @@ def top_planes() -> Iterator[tuple[str, np.ndarray[tuple[int], np.dtype[np.uint8
         yield f"float32 {name}", values.astype("<f4").reshape(-1).view(np.uint8), 4
 
 
+def payloads() -> Iterator[tuple[str, np.ndarray[tuple[int], np.dtype[np.uint8]]]]:
+    """Payloads of which `codec = auto` compresses one plane, or all."""
+    random = np.random.default_rng(2)
+    normal = random.normal(0, 1, _BYTES // 4).astype("<f4")
+    yield "normal", normal.view(np.uint8)
+    yield "after ReLU", np.maximum(normal, 0).view(np.uint8)
+    for share in (0.3, 0.7):
+        yield f"{share:.0%} zeros", np.where(random.random(len(normal)) < share, 0, normal).astype("<f4").view(np.uint8)
+
+
 def main(arguments: list[str]) -> int:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(arguments)
     if native.load() is None:
@@ -93,4 +103,14 @@ def main(arguments: list[str]) -> int:
             rates.append(f"{gb_per_s(partial(kernels.huffman, data, size, 0, out), num_items):.2f}")
         left = of_zstd / num_items, of_huffman / num_items
         print(f"{name:30}{rate:10.2f}{left[0]:8.1%}   {', '.join(rates):>37}{left[1]:8.1%}")
+    print(f"\n{'whole payload of float32':30}{'zstd GB/s':>10}{'left':>8}{'Huffman GB/s':>14}{'left':>8}")
+    for name, data in payloads():
+        out = np.empty(max_encoded_bytes(len(data)), np.uint8)
+        print(f"{name:30}", end="")
+        for codec in ("zstd", "auto"):
+            encoder = Encoder(codec, kernels=native.Kernels())
+            encode = partial(encoder.encode, data, 4, out, name)
+            num_bytes = encode()[1]
+            print(f"{gb_per_s(encode, len(data)):{10 if codec == 'zstd' else 14}.2f}{num_bytes / len(data):8.1%}", end="")
+        print()
     return 0
