@@ -30,8 +30,8 @@ _MIN_BYTES = 16384
 _SAMPLE_SLICES, _SAMPLE_ITEMS = 8, 256
 _PAYS = 0.92
 """A part is compressed if its sample shrinks below this: zstd and its decompression cost more than 8 % of a write."""
-_MATCHES_PAY = 0.05
-"""zstd is taken where matches save more than this of a payload: it takes twice as long as the Huffman code, or longer."""
+_MATCHES_PAY = 1.05
+"""zstd is taken where the Huffman code leaves this times as much of a payload: it takes twice as long, or longer."""
 _SAMPLED_EACH = 16
 """Payloads of one kind of which one is sampled, at 25 us, while the others stay within `_ALIKE` of what that left."""
 _ALIKE = 0.04
@@ -136,7 +136,10 @@ class Encoder:
         return PLAIN, num_bytes
 
     def _choose(self, data: Bytes, item_bytes: int) -> tuple[str, Kernels | None]:
-        """The encoding, and what compresses it where that is not zstd."""
+        """The encoding, and what compresses it where that is not zstd.
+
+        The Huffman code leaves a bit of each byte: planes that are constant in a sample need not be so elsewhere.
+        """
         if self._codec == "zstd":
             return PLANES if item_bytes > 1 else RAW, None
         planes, top_without_matches = self._sample_planes(data, item_bytes)
@@ -148,13 +151,14 @@ class Encoder:
                 if self._huffman is not None:
                     frames = self._plane[planes.size :]
                     without_matches = top_without_matches + self._huffman.huffman(planes[1:].reshape(-1), 1, 0, frames)
-                    if without_matches - min(raw, top + rest) <= _MATCHES_PAY * planes.size:
+                    if max(without_matches, planes.size // 8) <= _MATCHES_PAY * min(raw, top + rest):
                         return PLANES, self._huffman
                 return (RAW if raw < top + rest else PLANES), None
         if top >= _PAYS * planes[0].size:
             return PLAIN, None
-        is_alike = top_without_matches - top <= _MATCHES_PAY * planes.size
-        return PLANES_PLAIN if item_bytes > 1 else RAW, self._huffman if is_alike else None
+        others = planes[1:].size
+        is_near = max(top_without_matches, planes[0].size // 8) + others <= _MATCHES_PAY * (top + others)
+        return PLANES_PLAIN if item_bytes > 1 else RAW, self._huffman if is_near else None
 
     def _sample_planes(self, data: Bytes, item_bytes: int) -> tuple[Bytes, int]:
         """The planes of a sample, valid until the next call, and about what the Huffman code makes of the first."""

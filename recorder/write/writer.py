@@ -95,8 +95,9 @@ class Writer:
             measure: computes statistics and fingerprints; writer thread.
             observed: rows numbered so far; any thread.
             resolve_dir: says where to write; first thing on the writer thread, and may take its time.
-            poll: called on the writer thread every 0.2 s, between two records; it may call `close` or `drain`. What it
-                returns is the manifest from then on, unless `set_manifest` said another while it ran.
+            poll: called on the writer thread every 0.2 s, between two records; it may call `close` or `drain`, and
+                whatever it returns, made after that, is the manifest from then on, unless `set_manifest` said another
+                meanwhile.
             disk: the seam for tests.
             clock: monotonic seconds.
         """
