@@ -270,8 +270,8 @@ class Kernels:
     def encode(self, data: _Bytes, item_bytes: int, num_framed: int, out: _Bytes) -> int:
         """Write the first planes as `huffman` does, then the others as they are, to the front of `out`.
 
-        That is a payload of encoding ``planes`` (of one byte: ``raw``) where all planes are framed, and otherwise one of
-        ``planes_plain``, which begins with the length of the frames.
+        That is a payload of encoding ``planes`` (of one byte: ``raw``) where all planes are framed, and otherwise one
+        of ``planes_plain``, which begins with the length of the frames.
 
         Returns:
             How many bytes of `out` it took.

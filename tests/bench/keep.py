@@ -69,20 +69,15 @@ def train(rules: str | None, folder: Path) -> tuple[dict[str, float], int]:
     from torch import nn
 
     import recorder
-    from recorder.write.writer import Writer
+
+    from .written import gated_writer
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = nn.Sequential(*[layer for _ in range(NUM_LAYERS) for layer in (nn.Linear(32, 32), nn.ReLU())])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     inputs = torch.randn(64, 32)
-    gate = threading.Event()
-    gate.set()
-    turn = Writer._turn
-
-    def gated(writer: Writer) -> None:
-        gate.wait(60.0)
-        turn(writer)
+    gate = gated_writer()
 
     def step() -> None:
         model(inputs).square().mean().backward()
@@ -90,7 +85,6 @@ def train(rules: str | None, folder: Path) -> tuple[dict[str, float], int]:
         optimizer.zero_grad()
 
     work = Calls(WORK_FILES)
-    Writer._turn = gated  # type: ignore[assignment,method-assign]
     threading.setprofile(work)
     attached = None
     if rules is not None:

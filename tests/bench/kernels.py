@@ -111,6 +111,8 @@ def main(arguments: list[str]) -> int:
             encoder = Encoder(codec, kernels=native.Kernels())
             encode = partial(encoder.encode, data, 4, out, name)
             num_bytes = encode()[1]
-            print(f"{gb_per_s(encode, len(data)):{10 if codec == 'zstd' else 14}.2f}{num_bytes / len(data):8.1%}", end="")
+            print(
+                f"{gb_per_s(encode, len(data)):{10 if codec == 'zstd' else 14}.2f}{num_bytes / len(data):8.1%}", end=""
+            )
         print()
     return 0

@@ -17,7 +17,6 @@ import json
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -46,19 +45,12 @@ def child(num_modules: int, num_rounds: int, num_steps: int) -> None:
     from torch import nn
 
     import recorder
-    from recorder.write.writer import Writer
+
+    from .written import gated_writer
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    gate = threading.Event()
-    gate.set()
-    turn = Writer._turn
-
-    def gated(writer: Writer) -> None:
-        gate.wait(60.0)
-        turn(writer)
-
-    Writer._turn = gated  # type: ignore[assignment,method-assign]
+    gate = gated_writer()
     inputs = torch.randn(2, WIDTH)
 
     def measure(rules: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,20 @@ from typing import Any
 from recorder.capture.measure import measure
 from recorder.records import Staged
 from recorder.write.writer import RunPlace, Writer, WriteSettings
+
+
+def gated_writer() -> threading.Event:
+    """Let each writer of this process work only while the event that this returns is set; it is, to begin with."""
+    gate = threading.Event()
+    gate.set()
+    turn = Writer._turn
+
+    def gated(writer: Writer) -> None:
+        gate.wait(60.0)
+        turn(writer)
+
+    Writer._turn = gated  # type: ignore[assignment,method-assign]
+    return gate
 
 
 @contextmanager
