@@ -2,7 +2,7 @@
 
 There whatever the writer does is missing from training's threads, all of which but one wait while a hook runs. So the
 hook measures a tensor, or encodes its payload with all of them, while it is in cache; the writer gets what it has to
-write.
+write. With ``codec = "none"`` payloads are copied to where they are written from in any case.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from .values import DTYPES
 Reader = Callable[[npt.NDArray[np.uint8], Chunk | None], Measured]
 _MEMMOVE_BYTES = 1 << 20
 """Below this memmove wins over the dispatcher (0.3 us a call against 6); above it torch copies with all its threads."""
+_STORE_BYTES = 1 << 16
+"""Above this the compiled loops copy, past the cache: pages of the pool are seldom there, nor needed there soon."""
 _memmove: Callable[[int, int, int], None] = ctypes.PyDLL(None).memmove
 """Unlike `ctypes.memmove` it keeps the interpreter's lock, which the writer would have to give back first."""
 _memmove.argtypes, _memmove.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None  # type: ignore[attr-defined]
@@ -49,20 +51,28 @@ class HostStager:
     """Host memory to host memory: all is complete on return."""
 
     def __init__(
-        self, pool: Pool, kernels: Kernels | None = None, settings: Settings | None = None, team: Team | None = None
+        self,
+        pool: Pool,
+        kernels: Kernels | None = None,
+        settings: Settings | None = None,
+        team: Team | None = None,
+        *,
+        finishes: bool = True,
     ) -> None:
         """Make one.
 
         Args:
             pool: where copies go.
-            kernels: measure and encode at once, with these.
+            kernels: copy, measure and encode with these.
             settings: how to encode; without them nothing is.
             team: the threads that share that work.
+            finishes: measure at once; else the writer does.
         """
         self._pool = pool
         self._address = pool.address
         self._alone = kernels
         self._kernels = kernels if kernels is None or team is None else kernels.sharing(team)
+        self._finishes = finishes and kernels is not None
         self._encoder = None
         if settings is not None and _is_encoded(settings):
             self._encoder = Encoder(settings.codec, settings.codec_level, self._kernels)
@@ -72,20 +82,12 @@ class HostStager:
         """Team and segment are in use: training may have several threads, and a signal's handler may train as well."""
 
     def plan(self, tensor: torch.Tensor, chunk: Chunk | None, keep: int) -> HostMeasure | None:
-        if self._kernels is None or tensor.numel() * tensor.itemsize < _MEASURE_BYTES or not _is_plain(tensor):
+        if not self._finishes or tensor.numel() * tensor.itemsize < _MEASURE_BYTES or not _is_plain(tensor):
             return None
         return HostMeasure(keep, chunk) if DTYPES.get(tensor.dtype) in KINDS else None
 
     def measure(self, tensor: torch.Tensor, block: PoolBlock, plan: Any) -> Ready | None:
-        is_ours = False
-        try:
-            with self._lock:
-                if not self._is_shared:
-                    self._is_shared = is_ours = True  # plain stores: an interrupt comes before or after both
-            plan.measure(_bytes_of(tensor), tensor, self._kernels if is_ours else self._alone)
-        finally:
-            if is_ours:
-                self._is_shared = False
+        self._with_team(lambda kernels: plan.measure(_bytes_of(tensor), tensor, kernels))
         return None
 
     def encode(
@@ -104,6 +106,20 @@ class HostStager:
             if is_ours:
                 self._is_shared = False
 
+    def _with_team(self, work: Callable[[Kernels], object]) -> None:
+        """Call `work` with the kernels that share it, or, where those are in use, with those of one thread."""
+        is_ours = False
+        try:
+            with self._lock:
+                if not self._is_shared:
+                    self._is_shared = is_ours = True  # plain stores: an interrupt comes before or after both
+            kernels = self._kernels if is_ours else self._alone
+            if kernels is not None:
+                work(kernels)
+        finally:
+            if is_ours:
+                self._is_shared = False
+
     def _encode(
         self, encoder: Encoder, tensor: torch.Tensor, chunk: Chunk | None, keep: int, origin: Origin
     ) -> tuple[Piece, Reader | None] | None:
@@ -113,38 +129,44 @@ class HostStager:
         has_measures = keep & (KEEP_STATS | KEEP_FINGERPRINT)
         if nbytes > PART_BYTES or (has_measures and not is_known and not is_stored):
             return None
-        is_measured = has_measures and is_known and nbytes >= _MEASURE_BYTES
+        is_measured = self._finishes and has_measures and is_known and nbytes >= _MEASURE_BYTES
         segment = self._segments.with_room(nbytes if is_stored else max_encoded_bytes(nbytes))
         if segment is None:
             return None
-        if is_stored and is_plain and not is_measured and nbytes < _MEMMOVE_BYTES:
+        if is_stored and is_plain and nbytes < _STORE_BYTES:
             _memmove(segment.address + segment.end, _source(tensor, nbytes), nbytes)
             return segment.add(nbytes, PLAIN, nbytes), None
         copied = None if is_plain else self._pool.take(nbytes)
         if not is_plain and copied is None:
             return None
+        kernels, crc, read = self._kernels, None, None
         try:
             if copied is not None:
                 self.copy(tensor, copied)
             data = _bytes_of(tensor) if copied is None else copied.data
-            encoding, num_bytes = encoder.encode(data, tensor.itemsize, segment.data[segment.end :], origin)
-            read = None
+            if is_stored and kernels is not None:
+                encoding, num_bytes = PLAIN, nbytes
+                crc = kernels.store(native.address(data), nbytes, segment.address + segment.end)
+            else:
+                encoding, num_bytes = encoder.encode(data, tensor.itemsize, segment.data[segment.end :], origin)
             if is_measured or (has_measures and encoding != PLAIN):  # else the writer has the values
                 plan = HostMeasure(keep, chunk)
-                plan.measure(data, tensor, self._kernels)
+                plan.measure(data, tensor, kernels)
                 read = plan.read
         finally:
             if copied is not None:
                 copied.release()
-        kernels, crc = self._kernels, None
-        if kernels is not None and num_bytes >= _CRC_BYTES:
+        if crc is None and kernels is not None and num_bytes >= _CRC_BYTES:
             crc = kernels.crc32c(segment.data[segment.end : segment.end + num_bytes])
         return segment.add(num_bytes, encoding, nbytes, crc), read
 
     def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
-        nbytes = block.num_bytes
-        if nbytes < _MEMMOVE_BYTES and _is_plain(tensor):
-            _memmove(self._address + block.offset, _source(tensor, nbytes), nbytes)
+        nbytes, target = block.num_bytes, self._address + block.offset
+        if nbytes < (_MEMMOVE_BYTES if self._kernels is None else _STORE_BYTES) and _is_plain(tensor):
+            _memmove(target, _source(tensor, nbytes), nbytes)
+            return None
+        if self._kernels is not None and _is_plain(tensor):
+            self._with_team(lambda kernels: kernels.stream(_source(tensor, nbytes), nbytes, target))
             return None
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             values = tensor.detach()
@@ -189,10 +211,12 @@ class HostMeasure:
 def host_stager(pool: Pool, settings: Settings) -> HostStager:
     """One that suits the cores that training leaves."""
     kernels = native.load(settings.native)
-    if kernels is None or not _takes_all_cores():
+    if kernels is None:
         return HostStager(pool)
     team = native.find_team(torch.get_num_threads(), Path(torch.__file__).parent / "lib")
-    return HostStager(pool, kernels, settings, team)
+    if _takes_all_cores():
+        return HostStager(pool, kernels, settings, team)
+    return HostStager(pool, kernels, settings if settings.codec == "none" else None, team, finishes=False)
 
 
 def work_of_hooks(settings: Settings) -> str:

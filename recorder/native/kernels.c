@@ -15,7 +15,7 @@
 #error "gcc or clang, 64 bits, little-endian"
 #endif
 
-#define ABI 4
+#define ABI 5
 #define CHUNK_ITEMS 32768
 #define LEAF_ITEMS 128
 #define MAX_CHUNKS 256
@@ -71,6 +71,9 @@ struct range {
   int64_t num_zeros;
 };
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 #include "crc.h"
 #include "huffman.h"
 
@@ -80,6 +83,7 @@ struct kernels {
   void (*planes)(const uint8_t *, int64_t, int64_t, int64_t, int64_t, uint8_t *, int64_t);
   int64_t (*huffman)(const uint8_t *, int64_t, int64_t, int64_t, uint8_t *, struct huffman *);
   int64_t (*sample)(const uint8_t *, int64_t, int64_t, int64_t, int64_t, uint8_t *, struct huffman *);
+  void (*stream)(const uint8_t *, int64_t, uint8_t *);
 };
 
 static inline float float_of(uint32_t bits) {
@@ -98,8 +102,6 @@ static inline float float_of(uint32_t bits) {
 #include "kernels.inc"
 
 #if defined(__x86_64__)
-#include <immintrin.h>
-
 #define LEVEL AVX2
 #define NAME(x) x##_avx2
 #define TARGET __attribute__((target("avx2,bmi,bmi2")))
@@ -189,7 +191,7 @@ struct job {
   const struct measuring *measuring;
   int64_t first_chunk;
   struct moments *chunks;
-  uint32_t *crcs, crc_shift; /* the shift of a third of a piece */
+  uint32_t *crcs;
 };
 
 static void take_pieces(void *of) {
@@ -227,6 +229,12 @@ static void copy_piece(struct job *job, int64_t number, void *scratch) {
   memcpy(job->out + from, job->data + from, (size_t)items_of(job, number));
 }
 
+static void stream_piece(struct job *job, int64_t number, void *scratch) {
+  (void)scratch;
+  int64_t from = number * job->piece_items;
+  selected->stream(job->data + from, items_of(job, number), job->out + from);
+}
+
 static void frame_piece(struct job *job, int64_t number, void *scratch) {
   int64_t plane = number / job->num_parts, part = number % job->num_parts, first = part * job->part_items;
   int64_t left = job->num_items - first, n = left < job->part_items ? left : job->part_items;
@@ -257,6 +265,12 @@ EXPORT void recorder_native_measure(const struct measuring *measuring, const str
 EXPORT void recorder_native_copy(const uint8_t *data, int64_t num_bytes, const struct team *team, uint8_t *out) {
   struct job job = {.team = team, .data = data, .out = out};
   share(&job, copy_piece, num_bytes, COPY_BYTES);
+}
+
+/* The same past the cache. */
+EXPORT void recorder_native_stream(const uint8_t *data, int64_t num_bytes, const struct team *team, uint8_t *out) {
+  struct job job = {.team = team, .data = data, .out = out};
+  share(&job, stream_piece, num_bytes, COPY_BYTES);
 }
 
 /* The first `framed` planes as frames, then the others as they are; unless all are framed, 8 bytes with the length of the
@@ -294,26 +308,30 @@ EXPORT int64_t recorder_native_scratch(void) {
 #if defined(__x86_64__)
 static void crc_piece(struct job *job, int64_t number, void *scratch) {
   (void)scratch;
+  const uint8_t *from = job->data + number * job->piece_items;
   int64_t n = items_of(job, number);
-  uint32_t shift = n == job->piece_items ? job->crc_shift : crc_shift(n / 24 * 8);
-  job->crcs[number] = crc_of(job->data + number * job->piece_items, n, shift);
+  job->crcs[number] = job->out ? crc_copied(from, n, job->out + number * job->piece_items) : crc_of(from, n);
 }
 #endif
 
-/* CRC32C of `num_bytes`, at most MAX_CRC_PARTS * CRC_PART_BYTES, or -1 where the processor has no instruction for it. */
-EXPORT int64_t recorder_native_crc32c(const uint8_t *data, int64_t num_bytes, const struct team *team) {
+/* CRC32C of `num_bytes`, at most MAX_CRC_PARTS * CRC_PART_BYTES, or -1 where the processor has no instruction for it.
+ * Copied to `out`, if that is an address, in any case. */
+EXPORT int64_t recorder_native_crc32c(const uint8_t *data, int64_t num_bytes, const struct team *team, uint8_t *out) {
 #if defined(__x86_64__)
-  uint32_t crcs[MAX_CRC_PARTS], crc = 0;
-  if (selected == &kernels_generic || num_bytes > (int64_t)MAX_CRC_PARTS * CRC_PART_BYTES) return -1;
-  uint32_t shift = crc_shift(CRC_PART_BYTES / 3), whole = crc_product(crc_product(shift, shift), shift);
-  struct job job = {.team = team, .data = data, .crcs = crcs, .crc_shift = shift};
-  share(&job, crc_piece, num_bytes, CRC_PART_BYTES);
-  int64_t last = job.num_pieces - 1;
-  for (int64_t i = 0; i < last; i++) crc = crc_product(whole, crc) ^ crcs[i];
-  return last < 0 ? 0 : crc_join(crc, crcs[last], items_of(&job, last));
-#else
-  return -1;
+  if (selected != &kernels_generic && num_bytes <= (int64_t)MAX_CRC_PARTS * CRC_PART_BYTES) {
+    int64_t head = -(intptr_t)out & (LINE_BYTES - 1);
+    if (head > num_bytes) head = num_bytes;
+    uint32_t crcs[MAX_CRC_PARTS], crc = head ? crc_copied(data, head, out) : 0;
+    struct job job = {.team = team, .data = data + head, .out = out ? out + head : NULL, .crcs = crcs};
+    share(&job, crc_piece, num_bytes - head, CRC_PART_BYTES);
+    uint32_t whole = job.num_pieces > 1 ? crc_product(crc_product(CRC_PART_SHIFT, CRC_PART_SHIFT), CRC_PART_SHIFT) : 0;
+    int64_t last = job.num_pieces - 1;
+    for (int64_t i = 0; i < last; i++) crc = crc_product(whole, crc) ^ crcs[i];
+    return last < 0 ? crc : crc_join(crc, crcs[last], items_of(&job, last));
+  }
 #endif
+  if (out) recorder_native_copy(data, num_bytes, team, out);
+  return -1;
 }
 
 /* CRC32C of two runs of bytes from those of each, where the second has `num_bytes`. */

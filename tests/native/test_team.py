@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -97,8 +98,51 @@ def test_copies_and_checksums_are_those_of_the_bytes(num_threads: int) -> None:
         assert kernels(num_threads).crc32c(data) == crc32c(data.data)
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize("offset", [0, 1, 4, 7, 8, 63])
+def test_what_is_stored_lies_there_and_its_checksum_is_known(offset: int, num_threads: int) -> None:
+    content = np.random.default_rng(0).integers(0, 256, 5_000_001, dtype=np.uint8)
+    shared = kernels(num_threads)
+    for num_bytes in (0, 1, 7, 8, 9, 31, 4096, 196_607, 196_608, 196_617, 393_216, 1_200_001, 5_000_000):
+        data = content[1 : 1 + num_bytes]
+        out = np.full(num_bytes + 200, 7, np.uint8)
+        begin = -out.ctypes.data % 64 + offset
+        crc = shared.store(data.ctypes.data, num_bytes, out.ctypes.data + begin)
+        assert crc == crc32c(data.tobytes())
+        assert (out[begin : begin + num_bytes] == data).all()
+        assert (out[:begin] == 7).all() and (out[begin + num_bytes :] == 7).all()
+        out[:] = 7
+        shared.stream(data.ctypes.data, num_bytes, out.ctypes.data + begin)
+        assert (out[begin : begin + num_bytes] == data).all()
+        assert (out[:begin] == 7).all() and (out[begin + num_bytes :] == 7).all()
+
+
+def test_a_checksum_is_that_of_the_copy_whoever_writes_meanwhile() -> None:
+    data, out, is_done = np.zeros(8 << 20, np.uint8), np.empty(8 << 20, np.uint8), threading.Event()
+
+    def write() -> None:
+        while not is_done.is_set():
+            data[:] += 1  # without the interpreter's lock, as large stores are made
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        num_torn = 0
+        for _ in range(60):
+            crc = kernels(1).store(data.ctypes.data, len(data), out.ctypes.data)
+            assert crc == crc32c(out.data)
+            num_torn += len(np.unique(out[::4096])) > 1
+    finally:
+        is_done.set()
+        writer.join()
+    assert num_torn, "nobody wrote during a copy"
+
+
 def test_a_processor_without_the_instruction_has_no_checksum() -> None:
-    assert native.Kernels(level=0).crc32c(activations(100)) is None
+    plain = native.Kernels(level=0)
+    data, out = activations(100), np.zeros(400, np.uint8)
+    assert plain.crc32c(data) is None
+    assert plain.store(data.ctypes.data, 400, out.ctypes.data) is None and (out == data).all()
     native.Kernels()
 
 
