@@ -91,6 +91,7 @@ def of_tensors(folder: Path, gb: float, tensor_bytes: int) -> dict[str, float]:
     first_row = int(run["layers.0"].array(site="output", step=0, rank=0)[0])
     assert first_row == 0, first_row
     found = {"open_and_first_s": opened.lap().wall_s, "tensors": float(num_rows)}
+
     def another(seed: int) -> list[Lap]:
         laps = []
         for row in np.random.default_rng(seed).integers(0, num_rows, 50).tolist():
