@@ -1,4 +1,4 @@
-/* The hot loops of the writer thread: statistics, fingerprint, byte planes and their Huffman code, of one tensor's bytes.
+/* The hot loops of hooks and writer: statistics, fingerprint, byte planes and their Huffman code, copies and checksums.
  *
  * Every function but that code gives the very bits that the Python beside it gives, on every processor: sums are taken in the order
  * of numpy's pairwise sum (8 partial sums over at most 128 values, halves above), nothing is contracted, and nothing is

@@ -75,7 +75,15 @@ for level in range(len(native.LEVELS)):
                 out = np.empty(len(data), np.uint8)
                 team.copy(data, out)
                 assert np.array_equal(out, data)
-                assert team.crc32c(data) in ((None,) if level == 0 else (crc32c(data),)), (level, size, num_bytes)
+                checksums = (None,) if level == 0 else (crc32c(data),)
+                assert team.crc32c(data) in checksums, (level, size, num_bytes)
+                for to in (0, 1, 60):
+                    out = np.empty(to + len(data), np.uint8)
+                    assert team.store(data.ctypes.data, len(data), out[to:].ctypes.data) in checksums, (level, size)
+                    assert np.array_equal(out[to:], data)
+                    out = np.empty(to + len(data), np.uint8)
+                    team.stream(data.ctypes.data, len(data), out[to:].ctypes.data)
+                    assert np.array_equal(out[to:], data)
                 for num_framed, encoding in ((1, "planes_plain"), (num_bytes, "planes")):
                     frames = np.empty(max_encoded_bytes(len(data)), np.uint8)
                     frames = frames[: team.encode(data, num_bytes, num_framed, frames)]
