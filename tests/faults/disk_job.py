@@ -93,6 +93,11 @@ def limit_file_size(nbytes: int) -> Callable[[Path], None]:
     return lambda folder: resource.setrlimit(resource.RLIMIT_FSIZE, (hard if nbytes < 0 else nbytes, hard))
 
 
+def unlimit_file_size(folder: Path) -> None:
+    flush()  # so that the limit was met, however busy the machine
+    limit_file_size(-1)(folder)
+
+
 def limit_descriptors(folder: Path) -> None:
     """Below the lowest that is free: not one more can be had."""
     lowest = os.dup(0)
@@ -180,8 +185,8 @@ CASES = {
         end=make_room,
     ),
     "inodes": Case(before=mount_tmpfs("size=64m,nr_inodes=10"), settings=SMALL_SHARDS),
-    "file_size": Case(begin=limit_file_size(40_000), end=limit_file_size(-1)),
-    "file_size_tiny": Case(begin=limit_file_size(1_000), end=limit_file_size(-1)),
+    "file_size": Case(begin=limit_file_size(40_000), end=unlimit_file_size),
+    "file_size_tiny": Case(begin=limit_file_size(1_000), end=unlimit_file_size),
     "own_quota": Case(settings=(("RECORDER_MAX_BYTES", "1MiB"), ("RECORDER_ON_QUOTA", "stop"))),
     "read_only": Case(begin=make_read_only, end=make_writable, settings=SMALL_SHARDS),
     "read_only_at_start": Case(before=make_read_only, end=make_writable),
@@ -248,7 +253,7 @@ def train(rank: int, world_size: int, case: Case, folder: Path) -> dict[str, Any
 
 
 def flush() -> None:
-    """So that there is something on the disk before it goes bad, however busy the machine."""
+    """So that what was recorded is on the disk, or was refused there, however busy the machine."""
     if "RECORDER" in os.environ:
         from recorder import active as training_side
 
