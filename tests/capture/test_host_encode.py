@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import recorder
 from recorder import native
-from recorder.capture.host import HostStager
+from recorder.capture.host import HostStager, host_stager
 from recorder.capture.pool import Pool
 from recorder.capture.segments import Segments
-from recorder.config import load_settings
+from recorder.config import Settings, load_settings
 from recorder.format.codec import PLAIN, PLANES_PLAIN, decode
 from recorder.read.verify import verify
 from recorder.records import KEEP_STATS, KEEP_TENSOR, PART_BYTES, Origin
@@ -177,3 +177,16 @@ def test_a_closed_segment_is_followed_by_another() -> None:
     assert first is not None and segments.with_room(100) is first
     first.is_closed = True
     assert segments.with_room(100) is not first
+
+
+@needs_library
+@pytest.mark.parametrize(("pool_mib", "is_encoded"), [(64, False), (256, True)])
+def test_a_small_pool_lends_no_segment_where_a_core_is_to_spare(
+    pool_mib: int, is_encoded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    memory = pool(pool_mib << 20)
+    stager = host_stager(memory, Settings(codec="none"))
+    encoded = stager.encode(torch.ones(100_000), None, KEEP_TENSOR, ORIGIN)
+    assert (encoded is not None) == is_encoded
+    assert (memory.used_bytes > 0) == is_encoded
