@@ -65,9 +65,12 @@ def replays() -> dict[int, Replay]:
 @pytest.fixture(scope="module")
 def restarted(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """Two ranks; the first attempt leaves a checkpoint and fails, the second begins from it."""
-    folder = tmp_path_factory.mktemp("restarts")
     options = (f"--steps={STEPS}", f"--save-at={SAVE_AT}", f"--fail-at={FAIL_AT}")
-    return jobs.succeeded(launch(folder, *options, num_ranks=2))
+    for _ in range(3):
+        finished = jobs.succeeded(launch(tmp_path_factory.mktemp("restarts"), *options, num_ranks=2))
+        if "EADDRINUSE" not in finished.output:  # else the first attempt ended before it began: torchrun picks a port
+            break  # that is free, and others may take it before rank 0 does
+    return finished
 
 
 @pytest.fixture(scope="module")
