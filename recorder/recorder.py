@@ -191,7 +191,7 @@ class Recorder:
             poll=self._poll,
             observed=lambda: self.capture.observed if self.capture is not None else 0,
         )
-        pool = Pool(capacity, progress_s=lambda: writer.last_progress_s, clock=time.monotonic)
+        pool = Pool(capacity, progress_s=lambda: writer.last_progress_s, clock=time.monotonic, ask=writer.ask_for_room)
         self._writer = writer
         self.capture = Capture(settings=self.settings, rank=here.rank, pool=pool, channel=writer, events=self.events)
         self._optimizers = OptimizerWatch(self.capture, on_step=self._optimizer_stepped, on_new=self._optimizer_made)

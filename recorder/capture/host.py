@@ -2,7 +2,7 @@
 
 There whatever the writer does is missing from training's threads, all of which but one wait while a hook runs. So the
 hook measures a tensor, or encodes its payload with all of them, while it is in cache; the writer gets what it has to
-write. With ``codec = "none"`` payloads are copied to where they are written from in any case, unless the pool is small.
+write. With ``codec = "none"`` payloads are copied to where they are written from in any case.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ _STORE_BYTES = 1 << 16
 _memmove: Callable[[int, int, int], None] = ctypes.PyDLL(None).memmove
 """Unlike `ctypes.memmove` it keeps the interpreter's lock, which the writer would have to give back first."""
 _memmove.argtypes, _memmove.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None  # type: ignore[attr-defined]
-_ROOMY_BYTES = 1 << 28
-"""Of a pool that can spare a segment, which a batch may hold for as long as `flush_interval_s`."""
 _CRC_BYTES = 1 << 16
 """Below this the writer's look at the bytes costs less than one more call here, and a join of checksums there."""
 _MEASURE_BYTES = 1 << 16
@@ -218,8 +216,7 @@ def host_stager(pool: Pool, settings: Settings) -> HostStager:
     team = native.find_team(torch.get_num_threads(), Path(torch.__file__).parent / "lib")
     if _takes_all_cores():
         return HostStager(pool, kernels, settings, team)
-    is_stored = settings.codec == "none" and pool.capacity_bytes >= _ROOMY_BYTES
-    return HostStager(pool, kernels, settings if is_stored else None, team, finishes=False)
+    return HostStager(pool, kernels, settings if settings.codec == "none" else None, team, finishes=False)
 
 
 def work_of_hooks(settings: Settings) -> str:

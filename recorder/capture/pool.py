@@ -74,14 +74,23 @@ class PoolBlock:
 class Pool:
     """Address-ordered first fit with coalescing: what is used stays at the low end, other pages stay untouched."""
 
-    def __init__(self, capacity_bytes: int, *, progress_s: Callable[[], float], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        progress_s: Callable[[], float],
+        clock: Callable[[], float],
+        ask: Callable[[], None] = lambda: None,
+    ) -> None:
         """Reserve address space; pages are touched as they are used.
 
         Args:
             capacity_bytes: the whole budget.
             progress_s: when the writer last finished a batch, on `clock`.
             clock: a monotonic clock in seconds.
+            ask: the writer for what its batches hold; called by a thread that waits for room.
         """
+        self._ask = ask
         self.capacity_bytes = capacity_bytes - capacity_bytes % GRAIN_BYTES
         try:
             self._region = private_memory(self.capacity_bytes)
@@ -195,6 +204,7 @@ class Pool:
             ):
                 self._is_dropping = True
                 break
+            self._ask()
             time.sleep(_NAP_S)  # an Event's lock could be left held by an interrupt, and the writer would wait for it
             block = self.take(nbytes)
             now = self._clock()
@@ -214,6 +224,7 @@ class DevicePool(Pool):
         self._bytes = range(self.capacity_bytes)
         self.tensor = tensor
         self.address = 0
+        self._ask = lambda: None
         self._begin(time.monotonic, time.monotonic)
 
 

@@ -119,6 +119,7 @@ class Writer:
         self._shown: Mapping[str, Any] | None = None
         self._refusal: str | None = None
         self._abandon_after_s = float("inf")
+        self._is_room_wanted = False
         self._is_stopped = False
         self._is_complete = False
         self._failure: BaseException | None = None
@@ -151,6 +152,10 @@ class Writer:
     def count_drop(self, reason: str, num_rows: int = 1) -> None:
         """Count rows that were numbered but will not be put. Any thread, re-entrant; never waits."""
         self._ledger.drop(reason, num_rows)
+
+    def ask_for_room(self) -> None:
+        """Training waits for memory, which batches may hold: write them once all else is taken in. Any thread."""
+        self._is_room_wanted = True
 
     def set_manifest(self, manifest: Mapping[str, Any]) -> None:
         """What `_writer.json` shall say, beside the writer's own keys. Any thread; it must not change later."""
@@ -300,6 +305,9 @@ class Writer:
         if item is None:
             if self._refusal is not None:
                 self._finish()
+            elif self._is_room_wanted:
+                self._is_room_wanted = False
+                self._store.flush()
             else:
                 time.sleep(self._nap_s)
                 self._nap_s = min(2 * self._nap_s, _LONG_NAP_S)

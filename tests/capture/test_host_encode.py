@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import recorder
 from recorder import native
-from recorder.capture.host import HostStager, host_stager
+from recorder.capture.host import HostStager
 from recorder.capture.pool import Pool
 from recorder.capture.segments import Segments
-from recorder.config import Settings, load_settings
+from recorder.config import load_settings
 from recorder.format.codec import PLAIN, PLANES_PLAIN, decode
 from recorder.read.verify import verify
 from recorder.records import KEEP_STATS, KEEP_TENSOR, PART_BYTES, Origin
@@ -179,14 +179,43 @@ def test_a_closed_segment_is_followed_by_another() -> None:
     assert segments.with_room(100) is not first
 
 
+class Mixed(nn.Module):
+    """Tiny outputs, and one that nearly fills a pool of 64 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiny = nn.ModuleList(nn.Identity() for _ in range(4))
+        self.large = nn.Identity()
+        self.content = torch.arange(15 << 20, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.tiny:
+            x = module(x)
+        return x + self.large(self.content).sum()  # type: ignore[no-any-return]
+
+
 @needs_library
-@pytest.mark.parametrize(("pool_mib", "is_encoded"), [(64, False), (256, True)])
-def test_a_small_pool_lends_no_segment_where_a_core_is_to_spare(
-    pool_mib: int, is_encoded: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_cores", [64, 1])
+def test_what_batches_hold_of_the_pool_is_given_back_when_training_waits_for_it(
+    num_cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    memory = pool(pool_mib << 20)
-    stager = host_stager(memory, Settings(codec="none"))
-    encoded = stager.encode(torch.ones(100_000), None, KEEP_TENSOR, ORIGIN)
-    assert (encoded is not None) == is_encoded
-    assert (memory.used_bytes > 0) == is_encoded
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
+    model, steps = Mixed(), 3
+    recording = recorder.attach(
+        model,
+        enabled=True,
+        dir=tmp_path,
+        rules="site=output keep=tensor",
+        codec="none",
+        pool_bytes=64 << 20,
+        flush_interval_s=30.0,
+        wait_s_per_step=20.0,
+    )
+    for step in range(steps):
+        with torch.no_grad():
+            model(torch.ones(10))
+        recorder.step(step + 1)
+    recording.close()
+    run = recorder.open_run(tmp_path)
+    assert run.num_rows == 7 * steps  # the large one is in two parts
+    assert torch.equal(run.tensor("large", site="output", step=steps - 1), model.content)
