@@ -385,6 +385,11 @@ def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
     raise ConfigError(f"{FLAG} = {value!r} (environment): allowed is 1 to record, 0 or unset not to")
 
 
+def is_native_wanted(environ: Mapping[str, str] | None = None) -> bool:
+    """What the environment says of the setting `native` to a program that only reads; what is no answer is a yes."""
+    return (os.environ if environ is None else environ).get("RECORDER_NATIVE", "1").strip().lower() not in _OFF
+
+
 def load_settings(arguments: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None) -> Loaded:
     """Read file, environment and arguments into one `Loaded`.
 

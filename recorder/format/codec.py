@@ -68,7 +68,7 @@ class Encoder:
             raise ValueError(f"codec {codec!r}: expected one of {CODECS}")
         self._codec = codec
         self._min_bytes: float = {"auto": _MIN_BYTES, "zstd": 1}.get(codec, math.inf)
-        self._kernels = kernels
+        self.kernels = kernels
         self._huffman = kernels if codec == "auto" and level == 1 else None
         self._compress: Callable[[Any], bytes] = _compressor(level).compress
         self._plane = np.empty(_FRAME_BYTES, np.uint8)
@@ -129,8 +129,8 @@ class Encoder:
 
     def _store(self, data: Bytes, out: Bytes) -> tuple[str, int]:
         num_bytes = len(data)
-        if num_bytes >= _SHARED_BYTES and self._kernels is not None:
-            self._kernels.copy(data, out)
+        if num_bytes >= _SHARED_BYTES and self.kernels is not None:
+            self.kernels.copy(data, out)
         else:
             out[:num_bytes] = data
         return PLAIN, num_bytes
@@ -162,10 +162,10 @@ class Encoder:
 
     def _sample_planes(self, data: Bytes, item_bytes: int) -> tuple[Bytes, int]:
         """The planes of a sample, valid until the next call, and about what the Huffman code makes of the first."""
-        if self._kernels is None:
+        if self.kernels is None:
             return _sample(data, item_bytes).T[::-1].copy(), 0
         scratch = self._plane
-        num_items, num_bytes = self._kernels.sample(data, item_bytes, _SAMPLE_SLICES, _SAMPLE_ITEMS, scratch)
+        num_items, num_bytes = self.kernels.sample(data, item_bytes, _SAMPLE_SLICES, _SAMPLE_ITEMS, scratch)
         return scratch[: num_items * item_bytes].reshape(item_bytes, num_items), num_bytes
 
     def _put_plane(self, data: Bytes, item_bytes: int, plane: int, out: Bytes) -> int:
@@ -179,8 +179,8 @@ class Encoder:
 
     def _split(self, data: Bytes, item_bytes: int, planes: range, out: Bytes) -> None:
         """Copy byte planes to the front of `out`, end to end."""
-        if self._kernels is not None:
-            self._kernels.split(data, item_bytes, planes, out)
+        if self.kernels is not None:
+            self.kernels.split(data, item_bytes, planes, out)
             return
         num_items = len(data) // item_bytes
         for number, plane in enumerate(planes):

@@ -11,15 +11,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 from crc32c import crc32c
 
+from ..config import is_native_wanted
 from ..errors import CorruptError
+from ..native import Kernels, load
 
 METADATA_KEY = b"recorder_batch"
 METADATA_CRC_KEY = b"recorder_batch_crc32c"
 
 Crcs = dict[str, list[int | None]]
+_LARGE_BYTES = 1 << 16
+"""From here on the compiled loops' checksum is worth its call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +41,18 @@ class BatchHeader:
     """True for the batch of 0 rows that ends a sealed shard."""
     num_batches: int | None
     """On the seal: batches of the shard, the seal included."""
+
+
+@lru_cache(maxsize=1)
+def loops_of_readers() -> Kernels | None:
+    """The compiled loops for who only reads, and so has no settings."""
+    return load(is_native_wanted())
+
+
+def checksum(data: memoryview, kernels: Kernels | None, before: int = 0) -> int:
+    """CRC32C of bytes, by the compiled loops if given and worth it, continued from that of the bytes before them."""
+    crc = kernels.crc32c(np.frombuffer(data, np.uint8)) if kernels is not None and len(data) >= _LARGE_BYTES else None
+    return crc32c(data, before) if kernels is None or crc is None else kernels.join_crc32c(before, crc, len(data))
 
 
 def batch_metadata(
@@ -189,4 +206,4 @@ def _crc(buffer: memoryview | None, num_bytes: int) -> int:
         return 0
     if buffer is None or not 0 <= num_bytes <= len(buffer):
         raise ValueError("a buffer is cut short")
-    return crc32c(buffer[:num_bytes])
+    return checksum(buffer[:num_bytes], loops_of_readers())

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from crc32c import crc32c
 
-from ..format.integrity import batch_crcs
+from ..format.integrity import batch_crcs, checksum, loops_of_readers
 from ..format.rundir import WRITER_MANIFEST, open_name, shard_name
 from ..format.schema import COUNTS, FORMAT_NAME, FORMAT_VERSION, SCHEMA, STATISTICS
 from ..read.assembler import Part
@@ -199,7 +199,7 @@ class _Lane:
         batch = self._batch(payload)
         crcs = batch_crcs(batch)
         if payload is not None:
-            crcs["data"][1:] = [crc32c(payload.ends.data), crc32c(payload.values.data)]
+            crcs["data"][1:] = [crc32c(payload.ends.data), checksum(payload.values.data, loops_of_readers())]
         self._file.append(batch, directory.ledger(about_to_write=batch.num_rows), crcs=crcs, payload=payload)
         directory.num_written_rows += batch.num_rows
         if self._has_index:

@@ -121,6 +121,7 @@ static const struct kernels *const LEVELS[] = {
 #endif
 };
 static const struct kernels *selected = &kernels_generic;
+static uint32_t (*selected_crc)(const uint8_t *, int64_t, uint8_t *); /* NULL where there is none */
 
 EXPORT int recorder_native_abi(void) { return ABI; }
 
@@ -136,6 +137,9 @@ EXPORT int recorder_native_select(int level) {
 #endif
   if (level < 0 || level > best) level = best;
   selected = LEVELS[level];
+#if defined(__x86_64__)
+  selected_crc = level == GENERIC ? NULL : level == AVX512 && __builtin_cpu_supports("vpclmulqdq") ? crc_folds : crc_runs;
+#endif
   return level;
 }
 
@@ -305,33 +309,28 @@ EXPORT int64_t recorder_native_scratch(void) {
   return measuring > huffman ? measuring : huffman;
 }
 
-#if defined(__x86_64__)
 static void crc_piece(struct job *job, int64_t number, void *scratch) {
   (void)scratch;
-  const uint8_t *from = job->data + number * job->piece_items;
-  int64_t n = items_of(job, number);
-  job->crcs[number] = job->out ? crc_copied(from, n, job->out + number * job->piece_items) : crc_of(from, n);
+  int64_t from = number * job->piece_items;
+  job->crcs[number] = selected_crc(job->data + from, items_of(job, number), job->out ? job->out + from : NULL);
 }
-#endif
 
 /* CRC32C of `num_bytes`, at most MAX_CRC_PARTS * CRC_PART_BYTES, or -1 where the processor has no instruction for it.
  * Copied to `out`, if that is an address, in any case. */
 EXPORT int64_t recorder_native_crc32c(const uint8_t *data, int64_t num_bytes, const struct team *team, uint8_t *out) {
-#if defined(__x86_64__)
-  if (selected != &kernels_generic && num_bytes <= (int64_t)MAX_CRC_PARTS * CRC_PART_BYTES) {
-    int64_t head = -(intptr_t)out & (LINE_BYTES - 1);
-    if (head > num_bytes) head = num_bytes;
-    uint32_t crcs[MAX_CRC_PARTS], crc = head ? crc_copied(data, head, out) : 0;
-    struct job job = {.team = team, .data = data + head, .out = out ? out + head : NULL, .crcs = crcs};
-    share(&job, crc_piece, num_bytes - head, CRC_PART_BYTES);
-    uint32_t whole = job.num_pieces > 1 ? crc_product(crc_product(CRC_PART_SHIFT, CRC_PART_SHIFT), CRC_PART_SHIFT) : 0;
-    int64_t last = job.num_pieces - 1;
-    for (int64_t i = 0; i < last; i++) crc = crc_product(whole, crc) ^ crcs[i];
-    return last < 0 ? crc : crc_join(crc, crcs[last], items_of(&job, last));
+  if (!selected_crc || num_bytes > (int64_t)MAX_CRC_PARTS * CRC_PART_BYTES) {
+    if (out) recorder_native_copy(data, num_bytes, team, out);
+    return -1;
   }
-#endif
-  if (out) recorder_native_copy(data, num_bytes, team, out);
-  return -1;
+  int64_t head = -(intptr_t)out & (LINE_BYTES - 1);
+  if (head > num_bytes) head = num_bytes;
+  uint32_t crcs[MAX_CRC_PARTS], crc = head ? selected_crc(data, head, out) : 0;
+  struct job job = {.team = team, .data = data + head, .out = out ? out + head : NULL, .crcs = crcs};
+  share(&job, crc_piece, num_bytes - head, CRC_PART_BYTES);
+  uint32_t whole = job.num_pieces > 1 ? crc_product(crc_product(CRC_PART_SHIFT, CRC_PART_SHIFT), CRC_PART_SHIFT) : 0;
+  int64_t last = job.num_pieces - 1;
+  for (int64_t i = 0; i < last; i++) crc = crc_product(whole, crc) ^ crcs[i];
+  return last < 0 ? crc : crc_join(crc, crcs[last], items_of(&job, last));
 }
 
 /* CRC32C of two runs of bytes from those of each, where the second has `num_bytes`. */

@@ -10,6 +10,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from ..errors import CorruptError, RunError, UnsupportedError
@@ -41,6 +42,7 @@ _LOWEST = {
 }
 """Smallest value of the columns that count; a user may name a step -1."""
 _HIGHEST = dict.fromkeys(_LOWEST, MAX_COUNT - 1) | {"payload_bytes": PART_BYTES}
+_UNSIGNED = {num_bytes: np.dtype(f"u{num_bytes}") for num_bytes in (1, 2, 4, 8)}
 _MAX_BATCHES = 1 << 31
 """The index names a batch by an int32."""
 
@@ -232,8 +234,8 @@ def _check_counts(column: Any, name: str, where: str) -> None:
     if not len(values):
         return
     if _LOWEST[name] == 0:  # as unsigned, a number below zero is one above any count: a single look at the values
-        unsigned = values.view(f"u{values.itemsize}")
-        is_possible = unsigned.max() <= min(_HIGHEST[name], (1 << 8 * values.itemsize - 1) - 1)
+        highest = np.maximum.reduce(values.view(_UNSIGNED[values.itemsize]))
+        is_possible = highest <= min(_HIGHEST[name], (1 << 8 * values.itemsize - 1) - 1)
     else:
         is_possible = _LOWEST[name] <= values.min() <= values.max() <= _HIGHEST[name]
     if not is_possible:

@@ -102,7 +102,7 @@ def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> I
         if isinstance(batch, Finding):
             yield batch
         elif index is not None:
-            light[number] = _apart(batch.select(LIGHT_COLUMNS))
+            light[number] = _apart(batch.select(LIGHT_COLUMNS), rows.path)
     yield from findings
     if index is not None:
         yield from _compare(index, list(shard.blocks), light, rows.path.with_name(index_name(rows.path.name)))
@@ -199,8 +199,10 @@ def _compare(index: Any, numbers: list[int], light: dict[int, Any], path: Place)
         yield Finding(True, f"{path}: lists {index.num_rows} rows, the shard has {start}; delete it, it is derived")
 
 
-def _apart(batch: Any) -> Any:
-    """A copy, so that the message with its payloads, which may have been fetched, can go."""
+def _apart(batch: Any, path: Place) -> Any:
+    """What can be kept without its payloads: a copy, so that a message that was fetched can go."""
+    if store_of(path) is LOCAL:  # where the whole file is mapped
+        return batch
     return pa.ipc.read_record_batch(batch.serialize(), batch.schema)
 
 

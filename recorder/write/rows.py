@@ -16,9 +16,8 @@ import numpy.typing as npt
 import pyarrow as pa
 from crc32c import crc32c
 
-from .. import native
 from ..format.codec import Encoder, max_encoded_bytes
-from ..format.integrity import Crcs, column_crcs
+from ..format.integrity import Crcs, checksum, column_crcs
 from ..format.schema import SCHEMA
 from ..records import PART_BYTES, Chunk, Measured, Moment, Origin, Piece, Segment, Staged
 from .file import PageMemory
@@ -102,7 +101,6 @@ class RowBatch:
         """
         self._constants = {"attempt": attempt, "rank": rank}
         self._encoder = encoder
-        self._kernels = native.load()
         self._batch_bytes = batch_bytes
         self._max_rows = max_rows
         self._rows: list[tuple[Any, ...]] = []
@@ -146,10 +144,11 @@ class RowBatch:
             if not self._has_room(num_bytes):
                 return False
             self._payload[self._ends[-1] : self._ends[-1] + num_bytes] = piece.data
-        if piece.crc is None or self._kernels is None:
-            crc = crc32c(piece.data.data, self._payload_crc)
+        kernels = self._encoder.kernels
+        if piece.crc is None or kernels is None:
+            crc = checksum(piece.data.data, kernels, self._payload_crc)
         else:
-            crc = self._kernels.join_crc32c(self._payload_crc, piece.crc, num_bytes)
+            crc = kernels.join_crc32c(self._payload_crc, piece.crc, num_bytes)
         self._add(staged, measured, 0, 0, piece.encoding, piece.payload_bytes)
         # Nothing fails from here on: a record that does leaves the batch as it was.
         self._segment = piece.segment if is_borrowed else None
@@ -174,7 +173,7 @@ class RowBatch:
         begin = self._ends[-1]
         encoding, nbytes = self._encoder.encode(data, item_bytes, self._payload[begin:], staged.origin)
         end = begin + nbytes
-        crc = crc32c(self._payload[begin:end].data, self._payload_crc)  # now, while it is in cache
+        crc = checksum(self._payload[begin:end].data, self._encoder.kernels, self._payload_crc)  # while it is in cache
         self._add(staged, NOT_MEASURED if part else measured, part, start // item_bytes, encoding, len(data))
         self._payload_crc = crc
         self._ends.append(end)

@@ -62,7 +62,8 @@ for level in range(len(native.LEVELS)):
                 num_runs += 1
     parallel = ctypes.cast(ctypes.CDLL("libgomp.so.1").GOMP_parallel, ctypes.c_void_p).value
     teams = [kernels, *(kernels.sharing(native.Team(num, parallel)) for num in (1, 2, 3, 8, 64))]
-    for size in (0, 1, 7, 24, 4095, 32767, 32768, 32769, 65535, 65537, 196608, 196609, 262145, (1 << 20) + 7, 9437185):
+    sizes = (0, 1, 7, 24, 255, 257, 777, 4095, 32767, 32768, 32769, 65535, 65537, 196608, 196609, 262145)
+    for size in (*sizes, (1 << 20) + 7, 9437185):
         for num_bytes, by in ((2, 0), (4, 1), (8, 3)):
             num_items = size // num_bytes
             data = np.empty(by + num_items * num_bytes, np.uint8)[by:]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,15 @@ from recorder.format.fingerprint import compiled_weights
 LIB = Path(torch.__file__).parent / "lib"
 pytestmark = pytest.mark.skipif(not native.LIBRARY.exists(), reason="the compiled loops were not built")
 SIZES = (0, 1, 999, 32_768, 65_537, 300_001, 300 * 32_768 + 5)
+
+
+LEVELS = pytest.mark.parametrize("level", [1, -1])  # checksums are made in different ways
+
+
+@pytest.fixture(autouse=True)
+def widest() -> Iterator[None]:
+    yield
+    native.Kernels()  # the level is one for the process
 
 
 def kernels(num_threads: int, level: int = -1) -> native.Kernels:
@@ -87,23 +98,25 @@ def test_planes_without_room_are_refused() -> None:
         kernels(2).copy(data, np.empty(len(data) - 1, np.uint8))
 
 
+@LEVELS
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_copies_and_checksums_are_those_of_the_bytes(num_threads: int) -> None:
+def test_copies_and_checksums_are_those_of_the_bytes(num_threads: int, level: int) -> None:
     content = np.random.default_rng(0).integers(0, 256, 1_200_001, dtype=np.uint8)
-    for num_bytes in (0, 1, 7, 8, 23, 24, 25, 196_608, 196_609, 262_144, 1_200_001):
+    for num_bytes in (0, 1, 7, 8, 23, 24, 25, 255, 256, 511, 512, 777, 196_608, 196_609, 262_144, 1_200_001):
         data = content[-num_bytes:] if num_bytes else content[:0]
         out = np.zeros(num_bytes + 1, np.uint8)
         kernels(num_threads).copy(data, out)
         assert (out[:-1] == data).all() and not out[-1]
-        assert kernels(num_threads).crc32c(data) == crc32c(data.data)
+        assert kernels(num_threads, level).crc32c(data) == crc32c(data.data)
 
 
+@LEVELS
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("offset", [0, 1, 4, 7, 8, 63])
-def test_what_is_stored_lies_there_and_its_checksum_is_known(offset: int, num_threads: int) -> None:
+def test_what_is_stored_lies_there_and_its_checksum_is_known(offset: int, num_threads: int, level: int) -> None:
     content = np.random.default_rng(0).integers(0, 256, 5_000_001, dtype=np.uint8)
-    shared = kernels(num_threads)
-    for num_bytes in (0, 1, 7, 8, 9, 31, 4096, 196_607, 196_608, 196_617, 393_216, 1_200_001, 5_000_000):
+    shared = kernels(num_threads, level)
+    for num_bytes in (0, 1, 7, 8, 9, 31, 300, 4096, 196_607, 196_608, 196_617, 393_216, 1_200_001, 5_000_000):
         data = content[1 : 1 + num_bytes]
         out = np.full(num_bytes + 200, 7, np.uint8)
         begin = -out.ctypes.data % 64 + offset
@@ -117,7 +130,8 @@ def test_what_is_stored_lies_there_and_its_checksum_is_known(offset: int, num_th
         assert (out[:begin] == 7).all() and (out[begin + num_bytes :] == 7).all()
 
 
-def test_a_checksum_is_that_of_the_copy_whoever_writes_meanwhile() -> None:
+@LEVELS
+def test_a_checksum_is_that_of_the_copy_whoever_writes_meanwhile(level: int) -> None:
     data, out, is_done = np.zeros(8 << 20, np.uint8), np.empty(8 << 20, np.uint8), threading.Event()
 
     def write() -> None:
@@ -126,16 +140,16 @@ def test_a_checksum_is_that_of_the_copy_whoever_writes_meanwhile() -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
+    num_torn, until = 0, time.monotonic() + 60.0
     try:
-        num_torn = 0
-        for _ in range(60):
-            crc = kernels(1).store(data.ctypes.data, len(data), out.ctypes.data)
+        while num_torn < 5 and time.monotonic() < until:
+            crc = kernels(1, level).store(data.ctypes.data, len(data), out.ctypes.data)
             assert crc == crc32c(out.data)
             num_torn += len(np.unique(out[::4096])) > 1
     finally:
         is_done.set()
         writer.join()
-    assert num_torn, "nobody wrote during a copy"
+    assert num_torn == 5, "hardly anybody wrote during a copy"
 
 
 def test_a_processor_without_the_instruction_has_no_checksum() -> None:
@@ -143,7 +157,6 @@ def test_a_processor_without_the_instruction_has_no_checksum() -> None:
     data, out = activations(100), np.zeros(400, np.uint8)
     assert plain.crc32c(data) is None
     assert plain.store(data.ctypes.data, 400, out.ctypes.data) is None and (out == data).all()
-    native.Kernels()
 
 
 @pytest.mark.parametrize("middle", [0, 1, 1000, 99_999, 100_000])
