@@ -2,7 +2,8 @@
 
 There whatever the writer does is missing from training's threads, all of which but one wait while a hook runs. So the
 hook measures a tensor, or encodes its payload with all of them, while it is in cache; the writer gets what it has to
-write. With ``codec = "none"`` payloads are copied to where they are written from in any case.
+write. With ``codec = "none"`` payloads are copied to where they are written from in any case, if training may wait for
+room.
 """
 
 from __future__ import annotations
@@ -216,7 +217,9 @@ def host_stager(pool: Pool, settings: Settings) -> HostStager:
     team = native.find_team(torch.get_num_threads(), Path(torch.__file__).parent / "lib")
     if _takes_all_cores():
         return HostStager(pool, kernels, settings, team)
-    return HostStager(pool, kernels, settings if settings.codec == "none" else None, team, finishes=False)
+    # A batch holds what it is lent until it is full, or until training asks for it, which takes a wait.
+    is_lent = settings.codec == "none" and settings.policy == "wait" and settings.wait_s_per_step > 0
+    return HostStager(pool, kernels, settings if is_lent else None, team, finishes=False)
 
 
 def work_of_hooks(settings: Settings) -> str:

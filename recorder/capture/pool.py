@@ -88,7 +88,7 @@ class Pool:
             capacity_bytes: the whole budget.
             progress_s: when the writer last finished a batch, on `clock`.
             clock: a monotonic clock in seconds.
-            ask: the writer for what its batches hold; called by a thread that waits for room.
+            ask: the writer for what its batches hold; called by a thread that found no room.
         """
         self._ask = ask
         self.capacity_bytes = capacity_bytes - capacity_bytes % GRAIN_BYTES
@@ -189,6 +189,7 @@ class Pool:
             return block
         if self._is_dropping:
             if self.used_bytes > self.capacity_bytes // 2:
+                self._ask()
                 return None
             self._is_dropping = False
             return self.take(nbytes)

@@ -106,7 +106,7 @@ def check_batch(
         if name not in header.crcs:
             raise CorruptError(f"{where}: column {name!r} has no checksum")
         try:
-            found = column_crcs(batch.column(name)) if crcs_of is None else crcs_of(name)
+            found = column_crcs(batch.column(name), loops_of_readers()) if crcs_of is None else crcs_of(name)
         except (ValueError, IndexError) as error:
             raise CorruptError(f"{where}: column {name!r}: {error}") from error
         if found != header.crcs[name]:
@@ -150,7 +150,7 @@ def _header(fields: dict[str, Any], where: str) -> BatchHeader:
     )
 
 
-def column_crcs(column: Any) -> list[int | None]:
+def column_crcs(column: Any, kernels: Kernels | None = None) -> list[int | None]:
     """CRC32C of each buffer of a column, as `buffer_crcs`.
 
     Raises:
@@ -159,7 +159,7 @@ def column_crcs(column: Any) -> list[int | None]:
     if column.offset:
         raise ValueError("a slice of an array")
     buffers = [None if buffer is None else memoryview(buffer) for buffer in column.buffers()]
-    return buffer_crcs(column_kind(column.type), len(column), column.null_count, buffers)
+    return buffer_crcs(column_kind(column.type), len(column), column.null_count, buffers, kernels)
 
 
 class ColumnKind(NamedTuple):
@@ -182,7 +182,11 @@ def column_kind(column_type: Any) -> ColumnKind:
 
 
 def buffer_crcs(
-    kind: ColumnKind, num_rows: int, num_nulls: int, buffers: Sequence[memoryview | None]
+    kind: ColumnKind,
+    num_rows: int,
+    num_nulls: int,
+    buffers: Sequence[memoryview | None],
+    kernels: Kernels | None = None,
 ) -> list[int | None]:
     """CRC32C of the validity bitmap (None where nothing is null), then of each further buffer, as long as used.
 
@@ -191,19 +195,19 @@ def buffer_crcs(
     """
     if num_rows == 0:
         return []
-    crcs = [_crc(buffers[0], (num_rows + 7) // 8) if num_nulls else None]
+    crcs = [_crc(buffers[0], (num_rows + 7) // 8, None) if num_nulls else None]
     if not kind.offset_bytes:
-        return [*crcs, _crc(buffers[1], (num_rows * kind.bit_width + 7) // 8)]
+        return [*crcs, _crc(buffers[1], (num_rows * kind.bit_width + 7) // 8, kernels)]
     offsets, start = buffers[1], num_rows * kind.offset_bytes
     if offsets is None or len(offsets) < start + kind.offset_bytes:
         raise ValueError("offsets are cut short")
     used_bytes = int.from_bytes(offsets[start : start + kind.offset_bytes], "little", signed=True)
-    return [*crcs, _crc(offsets, start + kind.offset_bytes), _crc(buffers[2], used_bytes)]
+    return [*crcs, _crc(offsets, start + kind.offset_bytes, kernels), _crc(buffers[2], used_bytes, kernels)]
 
 
-def _crc(buffer: memoryview | None, num_bytes: int) -> int:
+def _crc(buffer: memoryview | None, num_bytes: int, kernels: Kernels | None) -> int:
     if num_bytes == 0:
         return 0
     if buffer is None or not 0 <= num_bytes <= len(buffer):
         raise ValueError("a buffer is cut short")
-    return checksum(buffer[:num_bytes], loops_of_readers())
+    return checksum(buffer[:num_bytes], kernels)

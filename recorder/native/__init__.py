@@ -298,7 +298,7 @@ class Kernels:
         self._copy(address(data), len(data), self._team, address(out))
 
     def crc32c(self, data: _Bytes) -> int | None:
-        """CRC32C of at most 64 MiB; None of more, or where the processor has no instruction for it."""
+        """CRC32C of at most 96 MiB; None of more, or where the processor has no instruction for it."""
         crc = self._crc32c(address(data), len(data), self._team, None)
         return None if crc < 0 else int(crc)
 

@@ -33,6 +33,7 @@ static uint32_t crc_join(uint32_t first, uint32_t second, int64_t num_bytes) {
 /* A line to where a line begins, and to `kept`, if that is an address. */
 static inline __attribute__((always_inline, target("avx2"))) void stream_line(const void *from, uint8_t *to, void *kept) {
   __m256i low = _mm256_loadu_si256(from), high = _mm256_loadu_si256((const __m256i_u *)from + 1);
+  __asm__("" : "+x"(low), "+x"(high)); /* not read again */
   if (kept) {
     _mm256_storeu_si256(kept, low);
     _mm256_storeu_si256((__m256i_u *)kept + 1, high);
@@ -105,7 +106,7 @@ static inline __attribute__((always_inline, target("avx512f,vpclmulqdq"))) uint3
         __m512i low = _mm512_clmulepi64_epi128(folded[k], by, 0x00), high = _mm512_clmulepi64_epi128(folded[k], by, 0x11);
         folded[k] = _mm512_ternarylogic_epi64(low, high, line, 0x96);
       } else {
-        folded[k] = k ? line : _mm512_xor_si512(line, _mm512_zextsi128_si512(_mm_cvtsi32_si128(-1)));
+        folded[k] = k ? line : _mm512_xor_si512(line, _mm512_maskz_set1_epi32(1, -1));
       }
     }
   }

@@ -121,7 +121,8 @@ static const struct kernels *const LEVELS[] = {
 #endif
 };
 static const struct kernels *selected = &kernels_generic;
-static uint32_t (*selected_crc)(const uint8_t *, int64_t, uint8_t *); /* NULL where there is none */
+typedef uint32_t crc_function(const uint8_t *, int64_t, uint8_t *);
+static crc_function *selected_crc; /* NULL where there is none */
 
 EXPORT int recorder_native_abi(void) { return ABI; }
 
@@ -196,6 +197,7 @@ struct job {
   int64_t first_chunk;
   struct moments *chunks;
   uint32_t *crcs;
+  crc_function *crc;
 };
 
 static void take_pieces(void *of) {
@@ -312,20 +314,21 @@ EXPORT int64_t recorder_native_scratch(void) {
 static void crc_piece(struct job *job, int64_t number, void *scratch) {
   (void)scratch;
   int64_t from = number * job->piece_items;
-  job->crcs[number] = selected_crc(job->data + from, items_of(job, number), job->out ? job->out + from : NULL);
+  job->crcs[number] = job->crc(job->data + from, items_of(job, number), job->out ? job->out + from : NULL);
 }
 
 /* CRC32C of `num_bytes`, at most MAX_CRC_PARTS * CRC_PART_BYTES, or -1 where the processor has no instruction for it.
  * Copied to `out`, if that is an address, in any case. */
 EXPORT int64_t recorder_native_crc32c(const uint8_t *data, int64_t num_bytes, const struct team *team, uint8_t *out) {
-  if (!selected_crc || num_bytes > (int64_t)MAX_CRC_PARTS * CRC_PART_BYTES) {
+  crc_function *crc_of = selected_crc;
+  if (!crc_of || num_bytes > (int64_t)MAX_CRC_PARTS * CRC_PART_BYTES) {
     if (out) recorder_native_copy(data, num_bytes, team, out);
     return -1;
   }
   int64_t head = -(intptr_t)out & (LINE_BYTES - 1);
   if (head > num_bytes) head = num_bytes;
-  uint32_t crcs[MAX_CRC_PARTS], crc = head ? selected_crc(data, head, out) : 0;
-  struct job job = {.team = team, .data = data + head, .out = out ? out + head : NULL, .crcs = crcs};
+  uint32_t crcs[MAX_CRC_PARTS], crc = head ? crc_of(data, head, out) : 0;
+  struct job job = {.team = team, .data = data + head, .out = out ? out + head : NULL, .crcs = crcs, .crc = crc_of};
   share(&job, crc_piece, num_bytes - head, CRC_PART_BYTES);
   uint32_t whole = job.num_pieces > 1 ? crc_product(crc_product(CRC_PART_SHIFT, CRC_PART_SHIFT), CRC_PART_SHIFT) : 0;
   int64_t last = job.num_pieces - 1;

@@ -31,7 +31,7 @@ Report = Callable[[int], None]
 Each = Callable[[Callable[[ShardRows], list["Finding"]], Iterable[ShardRows]], Iterable[list["Finding"]]]
 """Like `map`."""
 _MAX_THREADS = 4
-"""Of a batch, three quarters is the checksum, which leaves the interpreter to others."""
+"""Of a batch, half is the checksum, which leaves the interpreter to others."""
 
 
 class Finding(NamedTuple):

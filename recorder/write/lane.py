@@ -127,6 +127,11 @@ class Lane:
         self._backoff.failed(NO_MEMORY)
         return NO_MEMORY
 
+    def give_back(self) -> None:
+        """Write the pending rows if their payloads lie in memory that others wait for."""
+        if self._batch.is_borrowing:
+            self.flush()
+
     def flush_if_full(self) -> None:
         if self._batch.is_full:
             self.flush()

@@ -117,6 +117,11 @@ class RowBatch:
         return len(self._rows)
 
     @property
+    def is_borrowing(self) -> bool:
+        """Whether its payloads lie in memory that others wait for."""
+        return self._segment is not None
+
+    @property
     def is_full(self) -> bool:
         return self._ends[-1] >= self._batch_bytes or len(self._rows) >= self._max_rows
 

@@ -151,6 +151,11 @@ class Store:
         if state != "recording":
             self._status.close()
 
+    def give_back(self) -> None:
+        """Write what is pending and holds memory that training waits for."""
+        for lane in self.lanes.values():
+            lane.give_back()
+
     def flush(self) -> bool:
         """Write all pending rows. True where none was dropped."""
         flushed = [lane.flush() for lane in self.lanes.values()]

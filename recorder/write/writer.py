@@ -307,7 +307,7 @@ class Writer:
                 self._finish()
             elif self._is_room_wanted:
                 self._is_room_wanted = False
-                self._store.flush()
+                self._store.give_back()
             else:
                 time.sleep(self._nap_s)
                 self._nap_s = min(2 * self._nap_s, _LONG_NAP_S)

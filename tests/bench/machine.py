@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import zstandard
-from crc32c import crc32c
 
 from recorder import native
 from recorder.format.codec import Encoder, max_encoded_bytes
+from recorder.format.integrity import checksum
 
 from .stopwatch import Stopwatch
 
@@ -44,7 +44,7 @@ def limits(sample: npt.NDArray[Any], folder: Path) -> dict[str, float]:
         "copy": _best(lambda: np.copyto(target, data), len(data)),
         "zstd": _best(lambda: compress(view), len(data)),
         "codec": _best(lambda: encoder.encode(data, sample.itemsize, out), len(data)),
-        "crc32c": _best(lambda: crc32c(view), len(data)),
+        "crc32c": _best(lambda: checksum(view, native.load()), len(data)),
     }
     with mmap.mmap(-1, len(data)) as aligned:
         aligned[:] = data.tobytes()

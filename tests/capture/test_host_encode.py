@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 
 import recorder
 from recorder import native
-from recorder.capture.host import HostStager
+from recorder.capture.host import HostStager, host_stager
 from recorder.capture.pool import Pool
 from recorder.capture.segments import Segments
-from recorder.config import load_settings
+from recorder.config import Settings, load_settings
 from recorder.format.codec import PLAIN, PLANES_PLAIN, decode
 from recorder.read.verify import verify
 from recorder.records import KEEP_STATS, KEEP_TENSOR, PART_BYTES, Origin
@@ -177,6 +178,22 @@ def test_a_closed_segment_is_followed_by_another() -> None:
     assert first is not None and segments.with_room(100) is first
     first.is_closed = True
     assert segments.with_room(100) is not first
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("settings", "is_lent"),
+    [(Settings(), True), (Settings(policy="drop"), False), (Settings(wait_s_per_step=0.0), False)],
+)
+def test_no_segment_is_lent_where_training_does_not_wait_for_its_return(
+    settings: Settings, is_lent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    memory = pool(64 << 20)
+    stager = host_stager(memory, replace(settings, codec="none"))
+    encoded = stager.encode(torch.ones(100_000), None, KEEP_TENSOR, ORIGIN)
+    assert (encoded is not None) == is_lent
+    assert (memory.used_bytes > 0) == is_lent
 
 
 class Mixed(nn.Module):

@@ -91,6 +91,17 @@ def test_waiting_is_bounded_in_a_step_then_everything_drops_until_half_is_free()
     assert pool.take_or_wait(4 * KIB, **WAITS | {"step": 2}) is not None
 
 
+def test_the_writer_is_asked_for_room_while_training_waits_and_while_everything_drops() -> None:
+    asked: list[float] = []
+    pool = Pool(8 * KIB, progress_s=time.monotonic, clock=time.monotonic, ask=lambda: asked.append(pool.waited_s))
+    assert pool.take_or_wait(KIB, **WAITS) is not None and not asked
+    assert pool.take(7 * KIB) is not None
+    assert pool.take_or_wait(KIB, **WAITS | {"per_step_s": 0.05}) is None
+    num_asked = len(asked)
+    assert num_asked
+    assert pool.take_or_wait(KIB, **WAITS) is None and len(asked) == num_asked + 1
+
+
 def test_a_writer_without_progress_is_not_waited_for() -> None:
     pool = make_pool(8, progress_s=-20.0)
     assert pool.take(8 * KIB) is not None

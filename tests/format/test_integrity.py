@@ -202,7 +202,7 @@ def test_a_checksum_goes_on_from_the_bytes_before_with_and_without_compiled_loop
         assert checksum(content[100:].data, kernels, before) == crc32c(content.data)
 
 
-@pytest.mark.parametrize(("value", "is_wanted"), [(None, True), ("1", True), ("0", False), (" No ", False)])
+@pytest.mark.parametrize(("value", "is_wanted"), [(None, True), ("", True), ("1", True), ("0", False), (" No ", False)])
 def test_readers_do_without_compiled_loops_where_the_environment_says_so(
     value: str | None, is_wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
