@@ -56,7 +56,7 @@ class Description:
             "step_source": capture.clock.source,
             "settings": {e.name: {"value": e.value, "source": e.source} for e in self.loaded.explain()},
             "native": in_force(self.loaded.settings.native),
-            "hooks": work_of_hooks(self.loaded.settings),
+            "hooks": work_of_hooks(self.loaded.settings, capture.pool.capacity_bytes),
             "rules": [rule.text for rule in self.loaded.settings.rules],
             "pool_bytes": capture.pool.capacity_bytes,
             "pool_peak_bytes": capture.pool.peak_bytes,

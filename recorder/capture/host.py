@@ -2,8 +2,8 @@
 
 There whatever the writer does is missing from training's threads, all of which but one wait while a hook runs. So the
 hook measures a tensor, or encodes its payload with all of them, while it is in cache; the writer gets what it has to
-write. With ``codec = "none"`` payloads are copied to where they are written from in any case, if training may wait for
-room.
+write. With ``codec = "none"`` payloads are copied to where they are written from in any case. A small pool has no room
+for that where training may not wait for it.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ _STORE_BYTES = 1 << 16
 _memmove: Callable[[int, int, int], None] = ctypes.PyDLL(None).memmove
 """Unlike `ctypes.memmove` it keeps the interpreter's lock, which the writer would have to give back first."""
 _memmove.argtypes, _memmove.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None  # type: ignore[attr-defined]
+_ROOMY_BYTES = 1 << 28
+"""Of a pool that can spare what a batch holds for as long as `flush_interval_s`."""
 _CRC_BYTES = 1 << 16
 """Below this the writer's look at the bytes costs less than one more call here, and a join of checksums there."""
 _MEASURE_BYTES = 1 << 16
@@ -75,7 +77,7 @@ class HostStager:
         self._kernels = kernels if kernels is None or team is None else kernels.sharing(team)
         self._finishes = finishes and kernels is not None
         self._encoder = None
-        if settings is not None and _is_encoded(settings):
+        if settings is not None and _is_encoded(settings, pool.capacity_bytes):
             self._encoder = Encoder(settings.codec, settings.codec_level, self._kernels)
         self._segments = Segments(pool)
         self._lock = threading.RLock()
@@ -217,24 +219,25 @@ def host_stager(pool: Pool, settings: Settings) -> HostStager:
     team = native.find_team(torch.get_num_threads(), Path(torch.__file__).parent / "lib")
     if _takes_all_cores():
         return HostStager(pool, kernels, settings, team)
-    # A batch holds what it is lent until it is full, or until training asks for it, which takes a wait.
-    is_lent = settings.codec == "none" and settings.policy == "wait" and settings.wait_s_per_step > 0
-    return HostStager(pool, kernels, settings if is_lent else None, team, finishes=False)
+    return HostStager(pool, kernels, settings if settings.codec == "none" else None, team, finishes=False)
 
 
-def work_of_hooks(settings: Settings) -> str:
+def work_of_hooks(settings: Settings, pool_bytes: int) -> str:
     """What hooks do with values in host memory, for people: ``copy``, ``measure``, or ``measure and encode``."""
     if native.load(settings.native) is None or not _takes_all_cores():
         return "copy"
-    return "measure and encode" if _is_encoded(settings) else "measure"
+    return "measure and encode" if _is_encoded(settings, pool_bytes) else "measure"
 
 
 def _takes_all_cores() -> bool:
     return torch.get_num_threads() * topology.read().local_world_size >= available_cores()
 
 
-def _is_encoded(settings: Settings) -> bool:
-    return settings.codec == "none" or settings.codec_level <= _MAX_LEVEL
+def _is_encoded(settings: Settings, pool_bytes: int) -> bool:
+    """Whether payloads go to where they are written from, which a batch holds until it is full, or training waits."""
+    is_given_back = settings.policy == "wait" and settings.wait_s_per_step > 0
+    is_cheap = settings.codec == "none" or settings.codec_level <= _MAX_LEVEL
+    return is_cheap and (is_given_back or pool_bytes >= _ROOMY_BYTES)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

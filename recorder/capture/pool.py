@@ -185,8 +185,11 @@ class Pool:
         After a wait that was in vain nothing waits until half of the pool is free: a dead disk must not stop training.
         """
         block = self.take(nbytes)
-        if block is not None or nbytes > self.capacity_bytes or self._is_taking:
+        if block is not None or nbytes > self.capacity_bytes:
             return block
+        with self._lock:  # so it is not another thread that is taking
+            if self._is_taking:
+                return None
         if self._is_dropping:
             if self.used_bytes > self.capacity_bytes // 2:
                 self._ask()

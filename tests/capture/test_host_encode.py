@@ -181,15 +181,21 @@ def test_a_closed_segment_is_followed_by_another() -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("num_cores", [64, 1])
 @pytest.mark.parametrize(
-    ("settings", "is_lent"),
-    [(Settings(), True), (Settings(policy="drop"), False), (Settings(wait_s_per_step=0.0), False)],
+    ("settings", "pool_mib", "is_lent"),
+    [
+        (Settings(), 64, True),
+        (Settings(policy="drop"), 64, False),
+        (Settings(wait_s_per_step=0.0), 64, False),
+        (Settings(policy="drop"), 256, True),
+    ],
 )
-def test_no_segment_is_lent_where_training_does_not_wait_for_its_return(
-    settings: Settings, is_lent: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_small_pool_lends_no_segment_where_training_does_not_wait_for_its_return(
+    settings: Settings, pool_mib: int, is_lent: bool, num_cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    memory = pool(64 << 20)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
+    memory = pool(pool_mib << 20)
     stager = host_stager(memory, replace(settings, codec="none"))
     encoded = stager.encode(torch.ones(100_000), None, KEEP_TENSOR, ORIGIN)
     assert (encoded is not None) == is_lent
