@@ -3,10 +3,10 @@
     python -m tests.bench read                       1 GB of tensors, 1,000,000 rows of statistics
     python -m tests.bench read --gb 10 --rows 100000
 
-The runs are written by the real writer. `verify` and the `crc32c` package alone over the same files take turns, the best
-of three each, so that a slow minute of the machine strikes both; so are listing and statistics the best of three, each
-with a run that it opens. Seconds are those of the clock, and in brackets those of the processor, which say more where
-others are at work. Files come from the page cache, but for tensors of which it says otherwise.
+The runs are written by the real writer. `verify` and the `crc32c` package alone over the same files take turns, the
+best of three each, so that a slow minute of the machine strikes both; so are listing and statistics the best of three,
+each with a run that it opens. Seconds are those of the clock, and in brackets those of the processor, which say more
+where others are at work. Files come from the page cache, but for tensors of which it says otherwise.
 """
 
 from __future__ import annotations
