@@ -385,9 +385,9 @@ def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
     raise ConfigError(f"{FLAG} = {value!r} (environment): allowed is 1 to record, 0 or unset not to")
 
 
-def is_native_wanted(environ: Mapping[str, str] | None = None) -> bool:
+def is_native_wanted() -> bool:
     """What the environment says of the setting `native` to a program that only reads; what is no answer is a yes."""
-    return (os.environ if environ is None else environ).get("RECORDER_NATIVE", "").strip().lower() not in _OFF[1:]
+    return os.environ.get("RECORDER_NATIVE", "").strip().lower() not in _OFF[1:]
 
 
 def load_settings(arguments: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None) -> Loaded:

@@ -51,8 +51,11 @@ def loops_of_readers() -> Kernels | None:
 
 def checksum(data: memoryview, kernels: Kernels | None, before: int = 0) -> int:
     """CRC32C of bytes, by the compiled loops if given and worth it, continued from that of the bytes before them."""
-    crc = kernels.crc32c(np.frombuffer(data, np.uint8)) if kernels is not None and len(data) >= _LARGE_BYTES else None
-    return crc32c(data, before) if kernels is None or crc is None else kernels.join_crc32c(before, crc, len(data))
+    if kernels is not None and len(data) >= _LARGE_BYTES:
+        crc = kernels.crc32c(np.frombuffer(data, np.uint8))
+        if crc is not None:
+            return kernels.join_crc32c(before, crc, len(data))
+    return crc32c(data, before)
 
 
 def batch_metadata(
