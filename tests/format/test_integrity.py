@@ -183,6 +183,10 @@ def test_checksums_off_an_uncompressed_message_are_those_of_its_columns() -> Non
         "texts": pa.array(["é", None, "", "long enough"] + 5 * ["x"]),
         "bytes": pa.array([b"\1\2", b""] + 7 * [None], pa.large_binary()),
         "nothing": pa.array(9 * [None], pa.float64()),
+        "all flags": pa.array(9 * [True]),
+        "all texts": pa.array(["", "é", *7 * ["word"]]),
+        "all bytes": pa.array(9 * [b"\0"], pa.large_binary()),
+        "empty": pa.array(9 * [""]),
     }
     batch = pa.RecordBatch.from_pydict(columns)
     whole = batch.serialize()

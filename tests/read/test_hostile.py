@@ -17,6 +17,7 @@ from recorder.format.schema import SCHEMA
 from recorder.read.files import MappedFile
 from recorder.read.messages import MAX_BATCH_BYTES, block_at, footer_blocks, footer_bytes
 from recorder.read.run import open_run
+from recorder.read.shard import open_sealed
 from recorder.read.verify import verify
 from tests.read.conftest import payload_rows
 from tests.read.handmade import HandmadeWriter, make_row, make_run, shard_bytes
@@ -229,7 +230,63 @@ class TestForgedSizes:
             open_run(run_of(writer)).array("layers.0", step=0)
 
 
+def _nullable(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([field.with_nullable(True) for field in schema], metadata=schema.metadata)
+
+
+class TestNumbersThatNobodyCounts:
+    """Checksums that hold say nothing of a stranger's numbers; `num_others` rows of the same batch are in order."""
+
+    @pytest.mark.parametrize("compression", [None, "zstd"])
+    @pytest.mark.parametrize("num_others", [0, 40])
+    @pytest.mark.parametrize(
+        ("name", "value", "reason"),
+        [
+            ("seq", -1, "holds -1 to"),
+            ("seq", 1 << 53, "holds .* to 9007199254740992; expected numbers from 0 to 9007199254740991"),
+            ("step", -(1 << 60), ".*expected numbers from -9007199254740992 to 9007199254740991"),
+            ("rank", -(1 << 31), "holds -2147483648 to .* expected numbers from 0 to 2147483647"),
+            ("payload_bytes", -1, "holds -1 to"),
+            ("nan_count", -7, "holds -7 to"),
+            ("seq", None, "has nulls, which it must not"),
+            ("module_path", None, "has nulls, which it must not"),
+        ],
+    )
+    def test_they_are_refused(
+        self,
+        writer: HandmadeWriter,
+        name: str,
+        value: int | None,
+        reason: str,
+        num_others: int,
+        compression: str | None,
+    ) -> None:
+        rows = [make_row(number, [1.0]) for number in range(num_others)]
+        rows.insert(num_others // 2, make_row(num_others, [1.0]) | {name: value})
+        path = writer.directory / "tensors-000000.arrow"
+        path.write_bytes(shard_bytes([rows], schema=_nullable(SCHEMA), compression=compression))
+        with pytest.raises(CorruptError, match=f"batch at byte .*column '{name}' {reason}"):
+            open_sealed(path)[0].read(0, SCHEMA.names)
+        with pytest.raises(CorruptError, match=f"column '{name}' {reason}"):
+            open_sealed(path)[0].read(0, [name])
+
+    @pytest.mark.parametrize("compression", [None, "zstd"])
+    @pytest.mark.parametrize("step", [-(1 << 53), -1, (1 << 53) - 1])
+    def test_a_step_may_be_below_zero(self, writer: HandmadeWriter, step: int, compression: str | None) -> None:
+        path = writer.directory / "tensors-000000.arrow"
+        path.write_bytes(shard_bytes([[make_row(0, [1.0], step=step)]], compression=compression))
+        assert open_sealed(path)[0].read(0, SCHEMA.names).batch.column("step").to_pylist() == [step]
+
+
 class TestForeignSchemas:
+    def test_a_foreign_column_may_have_the_name_of_one_of_an_index(self, writer: HandmadeWriter) -> None:
+        schema = SCHEMA.append(pa.field("batch", pa.string())).append(pa.field("row", pa.float16()))
+        rows = [make_row(0, [1.0]) | {"batch": "first", "row": -1.5}]
+        path = writer.directory / "tensors-000000.arrow"
+        path.write_bytes(shard_bytes([rows], schema=schema))
+        assert open_run(run_of(writer)).array("layers.0").tolist() == [1.0]
+        assert open_sealed(path)[0].read(0, schema.names).batch.column("batch").to_pylist() == ["first"]
+
     @pytest.mark.parametrize(
         "change",
         [
