@@ -311,6 +311,11 @@ class Settings:
     status_interval_s: float = _setting(2.0, "how often a rank shows `recorder top` what it does, seconds; 0: never")
     join_deadline_s: float = _setting(10.0, "longest wait of the writer for a run name agreed by all ranks, seconds")
 
+    @property
+    def patience_s(self) -> float:
+        """How long training waits in a step for room in the pool; 0 where it drops at once."""
+        return self.wait_s_per_step if self.policy == "wait" else 0.0
+
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
             value = getattr(self, name)

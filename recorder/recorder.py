@@ -189,6 +189,7 @@ class Recorder:
             measure=functools.partial(measure, kernels=native.load(self.settings.native)),
             resolve_dir=self._resolve_place,
             poll=self._poll,
+            may_nap=self.settings.patience_s > 0,
             observed=lambda: self.capture.observed if self.capture is not None else 0,
         )
         pool = Pool(capacity, progress_s=lambda: writer.last_progress_s, clock=time.monotonic, ask=writer.ask_for_room)
@@ -219,8 +220,7 @@ class Recorder:
             writer.start()
         self._on_change(self, True)
         # A disk that takes nothing is said before the first step; one that is merely slow holds nothing up.
-        patience_s = self.settings.wait_s_per_step if self.settings.policy == "wait" else 0.0
-        until_s = time.monotonic() + min(_SETTLE_S, patience_s)
+        until_s = time.monotonic() + min(_SETTLE_S, self.settings.patience_s)
         while writer.last_progress_s == unsettled_s and time.monotonic() < until_s:
             time.sleep(0.001)
 

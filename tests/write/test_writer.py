@@ -50,6 +50,38 @@ def payload(row: dict[str, Any]) -> bytes:
     return decode(row["encoding"], row["data"], row["payload_bytes"], item_bytes(row["dtype"])).tobytes()
 
 
+# -- when it works --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("may_nap", [True, False])
+def test_records_wait_for_their_turn_but_not_where_training_waits_or_drops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_nap: bool
+) -> None:
+    naps: list[float] = []
+    sleep = time.sleep
+
+    def nap(seconds: float) -> None:
+        if threading.current_thread().name == "recorder-writer":
+            naps.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", nap)
+    rig = Rig(tmp_path / "run", may_nap=may_nap).start()
+
+    def least_nap_after_a_record() -> float:
+        naps.clear()
+        rig.put()
+        assert rig.drain()
+        num_naps = len(naps)
+        wait_until(lambda: len(naps) > num_naps)
+        return min(naps)
+
+    assert least_nap_after_a_record() == (0.02 if may_nap else 0.002)
+    rig.writer.ask_for_room()
+    assert least_nap_after_a_record() == 0.002
+    assert rig.close().ledger["written"] == 2
+
+
 # -- what is written ----------------------------------------------------------------------------------------------
 
 
