@@ -313,8 +313,9 @@ class Settings:
 
     @property
     def patience_s(self) -> float:
-        """How long training waits in a step for room in the pool; 0 where it drops at once."""
-        return self.wait_s_per_step if self.policy == "wait" else 0.0
+        """How long training waits at once for room in the pool, at most; 0 where it drops values instead."""
+        waits_s = (self.wait_s_per_step, self.wait_s_stalled, self.wait_s_per_run or self.wait_s_per_step)
+        return min(waits_s) if self.policy == "wait" else 0.0
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:

@@ -34,6 +34,8 @@ _MIN_DECLARED_BYTES = 1 << 20
 _MAX_PAIRS = 64
 """Pairs of custom metadata in one message; ours have two. Many could share their bytes, and take long to read."""
 
+_VERSION_5 = 4
+"""Message.fbs counts from V1 = 0. Before V5 a batch could be compressed, and say so in its custom metadata alone."""
 SCHEMA_MESSAGE = 1
 BATCH_MESSAGE = 3
 
@@ -125,6 +127,8 @@ def parse_message(metadata: pa.Buffer, where: str) -> Message:
     try:
         root = _root(memoryview(metadata))
         header = root.table(2)
+        if root.number(0, "<h") != _VERSION_5:
+            raise struct.error("not of Arrow's format version 5")
         kind = root.number(1, "<B")
         nodes: tuple[tuple[int, int], ...] = ()
         buffers: tuple[tuple[int, int], ...] = ()

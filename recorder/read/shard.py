@@ -5,6 +5,7 @@ Must never return a column whose bytes were not compared with their checksum.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -20,6 +21,7 @@ from ..format.schema import SCHEMA
 from ..records import PART_BYTES
 from .files import ByteSource
 from .messages import (
+    CONTINUATION,
     FIRST_MESSAGE,
     PREFIX_BYTES,
     SCHEMA_MESSAGE,
@@ -67,7 +69,8 @@ class CheckedBatch(NamedTuple):
 class Layout:
     """A schema, and which of a message's buffers belong to which column."""
 
-    def __init__(self, schema: Any) -> None:
+    def __init__(self, schema: Any, extra: tuple[Any, ...] = ()) -> None:
+        """Names are those of different columns; `extra` as in `read_layout`."""
         self.schema = schema
         self.preamble = schema.serialize()
         """What stands before the batches of a stream."""
@@ -75,8 +78,10 @@ class Layout:
         self._starts = list(accumulate((_num_buffers(field.type) for field in schema), initial=0))
         self._kinds = [column_kind(field.type) for field in schema]
         self._place_of = {name: place for place, name in enumerate(self.names)}
-        self.counts = {field.name for field in schema if field.name in _LOWEST and pa.types.is_integer(field.type)}
+        ours = {field.name for field in (*SCHEMA, *extra)}  # a foreign column may be called like one of an index
+        self.counts = ours & _LOWEST.keys()
         """Columns of whole numbers that have bounds."""
+        self._never_null = ours & _NEVER_NULL
 
     def places(self, columns: Sequence[str]) -> list[int]:
         """Where columns stand in the schema, ascending."""
@@ -98,7 +103,7 @@ class Layout:
     def check_nulls(self, places: Sequence[int], message: Message, where: str) -> None:
         """Refuse nulls in columns that have none; that a message counts them right is Arrow's to check."""
         for place in places:
-            if message.nodes[place][1] and self.names[place] in _NEVER_NULL:
+            if message.nodes[place][1] and self.names[place] in self._never_null:
                 raise CorruptError(f"{where}: column {self.names[place]!r} has nulls, which it must not")
 
     def crcs_of(self, message: Message, body: memoryview) -> Callable[[str], list[int | None]]:
@@ -223,17 +228,22 @@ def _parse_layout(message: bytes, extra: tuple[Any, ...], without: tuple[str, ..
         places = schema.get_all_field_indices(field.name)
         if len(places) != 1 or schema.field(places[0]).type != field.type:
             raise CorruptError(f"the schema has no single column {field.name!r} of type {field.type}")
+    if len(set(schema.names)) != len(schema.names):
+        raise CorruptError("two columns of the schema have the same name")
     for field in schema:
         if _num_buffers(field.type) == 0:
             raise UnsupportedError(f"column {field.name!r} is of type {field.type}, which is not flat")
-    return Layout(schema)
+    return Layout(schema, extra)
 
 
 def read_batch(source: ByteSource, block: Block, layout: Layout, columns: Sequence[str]) -> CheckedBatch:
     """Read, decode and check some columns of one batch; the bytes of the others are not touched."""
     check_block(block, source)
     where = f"{source.where}, batch at byte {block.offset}"
-    message = parse_message(source.read(block.offset, block.metadata_bytes).slice(PREFIX_BYTES), where)
+    prefixed = source.read(block.offset, block.metadata_bytes)
+    if struct.unpack("<II", prefixed[:PREFIX_BYTES]) != (CONTINUATION, block.metadata_bytes - PREFIX_BYTES):
+        raise CorruptError(f"{where}: no message of the length begins there that the footer says")
+    message = parse_message(prefixed.slice(PREFIX_BYTES), where)
     if message.body_bytes != block.body_bytes:
         raise CorruptError(f"{where}: has {message.body_bytes} bytes, the footer says {block.body_bytes}")
     read = list(columns) or ["attempt"]  # whose length says how many rows there really are; it is compressed the most

@@ -86,7 +86,7 @@ class Writer:
         observed: Callable[[], int],
         resolve_dir: Callable[[], RunPlace],
         poll: Callable[[], Mapping[str, Any] | None],
-        may_nap: bool = True,
+        may_nap: bool,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -100,7 +100,8 @@ class Writer:
             poll: called on the writer thread every 0.2 s, between two records; it may call `close` or `drain`, and
                 whatever it returns, made after that, is the manifest from then on, unless `set_manifest` said another
                 meanwhile.
-            may_nap: records may wait 20 ms for their turn, until `ask_for_room` is called; else about 2 ms.
+            may_nap: records may wait 20 ms for their turn, until somebody waits for the writer; else 2 ms where others
+                came just before, and the longer the fewer come, up to 20.
             disk: the seam for tests.
             clock: monotonic seconds.
         """
@@ -157,12 +158,9 @@ class Writer:
         self._ledger.drop(reason, num_rows)
 
     def ask_for_room(self) -> None:
-        """Training waits for memory, which batches may hold: write them once all else is taken in. Any thread.
-
-        From now on the writer looks for work often.
-        """
+        """Training waits for memory, which batches may hold: write them once all else is taken in. Any thread."""
         self._is_room_wanted = True
-        self._nap_s = self._least_nap_s = _SHORT_NAP_S
+        self._hurry()
 
     def set_manifest(self, manifest: Mapping[str, Any]) -> None:
         """What `_writer.json` shall say, beside the writer's own keys. Any thread; it must not change later."""
@@ -188,6 +186,7 @@ class Writer:
         Returns:
             False where the deadline passed first, or the disk refused the last of it.
         """
+        self._hurry()
         mark = _Drain()
         self._queue.put(mark)
         if self._is_on_writer_thread():
@@ -249,6 +248,10 @@ class Writer:
         error = WriteError(f"the writer gave up: {type(self._failure).__name__}: {self._failure}")
         error.__cause__ = self._failure
         return error
+
+    def _hurry(self) -> None:
+        """Somebody waits for the writer, and may do so again: look for work more often from now on."""
+        self._nap_s = self._least_nap_s = _SHORT_NAP_S
 
     # What follows runs on the writer thread, but for `_discard_queue` and `_drop`.
 

@@ -122,6 +122,37 @@ class TestManifests:
 
 
 class TestForgedSizes:
+    @pytest.mark.parametrize("compression", [None, "zstd"])
+    @pytest.mark.parametrize("prefix", [(0xFFFFFFFF, -8), (0xFFFFFFFF, 8), (0xFFFFFFFF, 0), (16, 0), (0, 0)])
+    def test_a_batch_has_the_length_that_the_footer_says_before_arrow_sees_it(
+        self, writer: HandmadeWriter, prefix: tuple[int, int], compression: str | None
+    ) -> None:
+        path = writer.directory / "tensors-000000.arrow"
+        path.write_bytes(shard_bytes([[make_row(0, [1.0])]], compression=compression))
+        block = footer_blocks(MappedFile(path))[0]
+        mark, change = prefix
+        is_whole = (mark, change) == (0xFFFFFFFF, 0)
+        patch(path, block.offset, struct.pack("<II", mark, block.metadata_bytes - 8 + change))
+        shard, _ = open_sealed(path)
+        for columns in (SCHEMA.names, ["seq"]):
+            if is_whole:
+                assert shard.read(0, columns).batch.num_rows == 1
+            else:
+                with pytest.raises(CorruptError, match="no message of the length"):
+                    shard.read(0, columns)
+
+    def test_a_message_of_an_older_format_is_refused(self, writer: HandmadeWriter) -> None:
+        path = writer.directory / "tensors-000000.arrow"
+        batch = pa.RecordBatch.from_pylist([make_row(0, [1.0])], schema=SCHEMA)
+        options = pa.ipc.IpcWriteOptions(metadata_version=pa.ipc.MetadataVersion.V4)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, SCHEMA, options=options) as file:
+            file.write_batch(batch, custom_metadata={"ARROW:experimental_compression": "zstd"})
+        path.write_bytes(sink.getvalue())
+        with pytest.raises(CorruptError, match="format version 5"):
+            open_sealed(path)
+        assert open_run(run_of(writer)).num_rows == 0
+
     def test_a_footer_may_point_anywhere(self, writer: HandmadeWriter) -> None:
         shard = writer.add_shard([payload_rows()[:4], payload_rows()[4:]], with_index=False)
         data = shard.read_bytes()
@@ -279,13 +310,32 @@ class TestNumbersThatNobodyCounts:
 
 
 class TestForeignSchemas:
-    def test_a_foreign_column_may_have_the_name_of_one_of_an_index(self, writer: HandmadeWriter) -> None:
-        schema = SCHEMA.append(pa.field("batch", pa.string())).append(pa.field("row", pa.float16()))
-        rows = [make_row(0, [1.0]) | {"batch": "first", "row": -1.5}]
+    @pytest.mark.parametrize("compression", [None, "zstd"])
+    @pytest.mark.parametrize(("kind", "value"), [(pa.string(), "first"), (pa.int64(), -1), (pa.int32(), None)])
+    def test_a_foreign_column_may_have_the_name_of_one_of_an_index(
+        self, writer: HandmadeWriter, kind: pa.DataType, value: object, compression: str | None
+    ) -> None:
+        schema = SCHEMA.append(pa.field("batch", kind)).append(pa.field("row", pa.bool_()))
+        rows = [make_row(0, [1.0]) | {"batch": value, "row": True}]
         path = writer.directory / "tensors-000000.arrow"
-        path.write_bytes(shard_bytes([rows], schema=schema))
+        path.write_bytes(shard_bytes([rows], schema=schema, compression=compression))
         assert open_run(run_of(writer)).array("layers.0").tolist() == [1.0]
-        assert open_sealed(path)[0].read(0, schema.names).batch.column("batch").to_pylist() == ["first"]
+        assert open_sealed(path)[0].read(0, schema.names).batch.column("batch").to_pylist() == [value]
+
+    @pytest.mark.parametrize("kinds", [(pa.int32(), pa.string()), (pa.string(), pa.int64())])
+    @pytest.mark.parametrize("is_first", [True, False])
+    def test_two_columns_of_one_name_are_refused(
+        self, writer: HandmadeWriter, kinds: tuple[pa.DataType, pa.DataType], is_first: bool
+    ) -> None:
+        twins = [pa.field("batch", kind) for kind in kinds]
+        schema = pa.schema([*twins, *SCHEMA] if is_first else [*SCHEMA, *twins], metadata=SCHEMA.metadata)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, schema):
+            pass
+        path = writer.directory / "tensors-000000.arrow"
+        path.write_bytes(sink.getvalue())
+        with pytest.raises(CorruptError, match="same name"):
+            open_sealed(path)
 
     @pytest.mark.parametrize(
         "change",
