@@ -311,12 +311,6 @@ class Settings:
     status_interval_s: float = _setting(2.0, "how often a rank shows `recorder top` what it does, seconds; 0: never")
     join_deadline_s: float = _setting(10.0, "longest wait of the writer for a run name agreed by all ranks, seconds")
 
-    @property
-    def patience_s(self) -> float:
-        """How long training waits at once for room in the pool, at most; 0 where it drops values instead."""
-        waits_s = (self.wait_s_per_step, self.wait_s_stalled, self.wait_s_per_run or self.wait_s_per_step)
-        return min(waits_s) if self.policy == "wait" else 0.0
-
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
             value = getattr(self, name)

@@ -43,8 +43,6 @@ _MAX_LIVE_SCANS = 5
 """Scans of all objects for optimizers (0.1 s for 361,000 objects) before a process without one is left alone."""
 _MAX_RENEWALS = 20
 """Looks for modules that came after the first call, at steps that update parameters of unknown origin."""
-_PATIENCE_S = 0.2
-"""Training that may wait so long for room may have a writer that naps for a tenth of it."""
 _SETTLE_S = 1.0
 """How long the first forward waits for the writer to have its directory, if it may wait so long."""
 
@@ -191,7 +189,6 @@ class Recorder:
             measure=functools.partial(measure, kernels=native.load(self.settings.native)),
             resolve_dir=self._resolve_place,
             poll=self._poll,
-            may_nap=self.settings.patience_s >= _PATIENCE_S,
             observed=lambda: self.capture.observed if self.capture is not None else 0,
         )
         pool = Pool(capacity, progress_s=lambda: writer.last_progress_s, clock=time.monotonic, ask=writer.ask_for_room)
@@ -222,7 +219,8 @@ class Recorder:
             writer.start()
         self._on_change(self, True)
         # A disk that takes nothing is said before the first step; one that is merely slow holds nothing up.
-        until_s = time.monotonic() + min(_SETTLE_S, self.settings.patience_s)
+        patience_s = self.settings.wait_s_per_step if self.settings.policy == "wait" else 0.0
+        until_s = time.monotonic() + min(_SETTLE_S, patience_s)
         while writer.last_progress_s == unsettled_s and time.monotonic() < until_s:
             time.sleep(0.001)
 

@@ -220,7 +220,6 @@ class Capture:
                 ready = stager.copy(local, block) if plan is None else stager.measure(local, block, plan)
             except LostError as error:
                 block.release()
-                self.pool.ask()  # on a device, too, the writer may hold what there was no room for
                 reason = str(error)
                 self._drop(reason, parts)
                 where = f"{origin.module_path or origin.root}:{origin.site}"

@@ -235,8 +235,9 @@ def _takes_all_cores() -> bool:
 
 def _is_encoded(settings: Settings, pool_bytes: int) -> bool:
     """Whether payloads go to where they are written from, which a batch holds until it is full, or training waits."""
+    is_given_back = settings.policy == "wait" and settings.wait_s_per_step > 0
     is_cheap = settings.codec == "none" or settings.codec_level <= _MAX_LEVEL
-    return is_cheap and (settings.patience_s > 0 or pool_bytes >= _ROOMY_BYTES)
+    return is_cheap and (is_given_back or pool_bytes >= _ROOMY_BYTES)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

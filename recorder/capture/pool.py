@@ -90,7 +90,7 @@ class Pool:
             clock: a monotonic clock in seconds.
             ask: the writer for what its batches hold; called by a thread that found no room.
         """
-        self.ask = ask
+        self._ask = ask
         self.capacity_bytes = capacity_bytes - capacity_bytes % GRAIN_BYTES
         try:
             self._region = private_memory(self.capacity_bytes)
@@ -192,7 +192,7 @@ class Pool:
                 return None
         if self._is_dropping:
             if self.used_bytes > self.capacity_bytes // 2:
-                self.ask()
+                self._ask()
                 return None
             self._is_dropping = False
             return self.take(nbytes)
@@ -208,7 +208,7 @@ class Pool:
             ):
                 self._is_dropping = True
                 break
-            self.ask()
+            self._ask()
             time.sleep(_NAP_S)  # an Event's lock could be left held by an interrupt, and the writer would wait for it
             block = self.take(nbytes)
             now = self._clock()
@@ -228,7 +228,7 @@ class DevicePool(Pool):
         self._bytes = range(self.capacity_bytes)
         self.tensor = tensor
         self.address = 0
-        self.ask = lambda: None
+        self._ask = lambda: None
         self._begin(time.monotonic, time.monotonic)
 
 

@@ -31,8 +31,7 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _SHORT_NAP_S, _LONG_NAP_S = 0.002, 0.02
-"""A writer without work looks for some this often. A thread that blocks on the queue costs each `put` 8 us, not 0.1;
-and what takes turns with training on a core costs more for each turn: records are taken in by the dozen."""
+"""An idle writer looks for work this often. A thread that blocks on the queue costs each `put` 8 us, not 0.1."""
 _MAX_FAILURES = 3
 _SEAL_SHARE = 0.25
 """Of the deadline of `close`, kept for the last batch and the seals."""
@@ -86,7 +85,6 @@ class Writer:
         observed: Callable[[], int],
         resolve_dir: Callable[[], RunPlace],
         poll: Callable[[], Mapping[str, Any] | None],
-        may_nap: bool,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -100,8 +98,6 @@ class Writer:
             poll: called on the writer thread every 0.2 s, between two records; it may call `close` or `drain`, and
                 whatever it returns, made after that, is the manifest from then on, unless `set_manifest` said another
                 meanwhile.
-            may_nap: records may wait 20 ms for their turn, until somebody waits for the writer; else 2 ms where others
-                came just before, and the longer the fewer come, up to 20.
             disk: the seam for tests.
             clock: monotonic seconds.
         """
@@ -130,7 +126,7 @@ class Writer:
         self._num_failures = 0
         self._has_restarted = False
         self._next_look_s = self._next_poll_s = 0.0
-        self._nap_s = self._least_nap_s = _LONG_NAP_S if may_nap else _SHORT_NAP_S
+        self._nap_s = _SHORT_NAP_S
         self._report: CloseReport | None = None
         self._thread = threading.Thread(target=self._run, name="recorder-writer", daemon=True)
 
@@ -160,7 +156,6 @@ class Writer:
     def ask_for_room(self) -> None:
         """Training waits for memory, which batches may hold: write them once all else is taken in. Any thread."""
         self._is_room_wanted = True
-        self._hurry()
 
     def set_manifest(self, manifest: Mapping[str, Any]) -> None:
         """What `_writer.json` shall say, beside the writer's own keys. Any thread; it must not change later."""
@@ -186,7 +181,6 @@ class Writer:
         Returns:
             False where the deadline passed first, or the disk refused the last of it.
         """
-        self._hurry()
         mark = _Drain()
         self._queue.put(mark)
         if self._is_on_writer_thread():
@@ -248,10 +242,6 @@ class Writer:
         error = WriteError(f"the writer gave up: {type(self._failure).__name__}: {self._failure}")
         error.__cause__ = self._failure
         return error
-
-    def _hurry(self) -> None:
-        """Somebody waits for the writer, and may do so again: look for work more often from now on."""
-        self._nap_s = self._least_nap_s = _SHORT_NAP_S
 
     # What follows runs on the writer thread, but for `_discard_queue` and `_drop`.
 
@@ -322,7 +312,7 @@ class Writer:
                 time.sleep(self._nap_s)
                 self._nap_s = min(2 * self._nap_s, _LONG_NAP_S)
             return
-        self._nap_s = self._least_nap_s
+        self._nap_s = _SHORT_NAP_S
         if isinstance(item, _Drain):
             try:
                 is_flushed = self._store.flush()

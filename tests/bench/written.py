@@ -40,7 +40,6 @@ def writing(
         observed=lambda: observed,
         resolve_dir=lambda: place,
         poll=lambda: None,
-        may_nap=True,
     )
     writer.set_manifest(writer_manifest(rank, world_size))
     writer.start()

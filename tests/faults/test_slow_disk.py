@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from recorder import active
 from recorder.write.file import Disk
 from tests.capture.support import Recording, flagged
 
@@ -111,27 +110,6 @@ def test_a_disk_that_hangs_from_the_start_holds_the_first_step_no_longer_than_a_
     gate.set()
     assert allowed_s <= step_s[0] < allowed_s + 0.6
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("waits", "least_nap_s"),
-    [
-        ({}, 0.02),
-        ({"wait_s_per_step": 0.2}, 0.02),
-        ({"policy": "drop"}, 0.002),
-        ({"wait_s_per_step": 0.1}, 0.002),
-        ({"wait_s_stalled": 0}, 0.002),
-        ({"wait_s_per_run": 0.1}, 0.002),
-    ],
-)
-def test_a_writer_naps_only_where_training_can_wait_much_longer_than_that(
-    tmp_path: Path, waits: dict[str, Any], least_nap_s: float
-) -> None:
-    with flagged(tmp_path, RULES, **waits):
-        train(1)
-        current = active._current
-        assert current is not None and current._writer is not None
-        assert current._writer._least_nap_s == least_nap_s
 
 
 def test_with_the_drop_policy_no_step_waits(tmp_path: Path, on_write: Any) -> None:

@@ -32,7 +32,6 @@ class Rig:
         rank: int = 0,
         attempt: int = 0,
         resolve_dir: Callable[[], RunPlace] | None = None,
-        may_nap: bool = True,
         **settings: Any,
     ) -> None:
         self.num_observed = 0
@@ -44,7 +43,6 @@ class Rig:
             observed=lambda: self.num_observed,
             resolve_dir=resolve_dir or (lambda: place),
             poll=poll,
-            may_nap=may_nap,
             disk=disk,
         )
 

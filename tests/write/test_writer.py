@@ -9,7 +9,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from recorder.records import (
 )
 from recorder.write import shard as shard_module
 from recorder.write.file import PageMemory
-from recorder.write.writer import RunPlace, Writer
+from recorder.write.writer import RunPlace
 from tests.fakes import FaultyDisk, fake_staged
 from tests.write.rig import PATIENCE_S, Rig, read_open, read_sealed, wait_until
 
@@ -48,40 +48,6 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 def payload(row: dict[str, Any]) -> bytes:
     return decode(row["encoding"], row["data"], row["payload_bytes"], item_bytes(row["dtype"])).tobytes()
-
-
-# -- when it works --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("may_nap", [True, False])
-@pytest.mark.parametrize("hurry", [lambda writer: writer.ask_for_room(), lambda writer: writer.drain(PATIENCE_S)])
-def test_records_may_wait_for_their_turn_until_somebody_waits_for_the_writer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hurry: Callable[[Writer], object], may_nap: bool
-) -> None:
-    naps: list[float] = []
-    sleep = time.sleep
-    rig = Rig(tmp_path / "run", may_nap=may_nap)
-
-    def nap(seconds: float) -> None:
-        if rig.writer._is_on_writer_thread():
-            naps.append(seconds)
-        sleep(seconds)
-
-    monkeypatch.setattr(time, "sleep", nap)
-    rig.start()
-
-    def least_nap_after_a_record() -> float:
-        naps.clear()
-        rig.put()
-        wait_until(lambda: rig.writer.stats().queue_length == 0)
-        num_naps = len(naps)
-        wait_until(lambda: len(naps) > num_naps)
-        return min(naps)
-
-    assert least_nap_after_a_record() == (0.02 if may_nap else 0.002)
-    hurry(rig.writer)
-    assert least_nap_after_a_record() == 0.002
-    assert rig.close().ledger["written"] == 2
 
 
 # -- what is written ----------------------------------------------------------------------------------------------
