@@ -16,8 +16,17 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ..errors import CorruptError, RunError, UnsupportedError
-from ..format.integrity import BatchHeader, buffer_crcs, check_batch, checksum, column_kind, loops_of_readers
+from ..format.integrity import (
+    BatchHeader,
+    ColumnKind,
+    buffer_crcs,
+    check_batch,
+    checksum,
+    column_kind,
+    loops_of_readers,
+)
 from ..format.schema import SCHEMA
+from ..native import Kernels
 from ..records import PART_BYTES
 from .files import ByteSource
 from .messages import (
@@ -116,22 +125,11 @@ class Layout:
 
         def crcs(name: str) -> list[int | None]:
             place = place_of[name]
-            (num_rows, num_nulls), kind, first = nodes[place], kinds[place], starts[place]
-            if num_rows and not num_nulls:  # most columns, in few steps: texts of a few rows take twice as long below
-                start, size = buffers[first + 1]
-                if kind.offset_bytes:
-                    num_bytes = (num_rows + 1) * kind.offset_bytes
-                    at, room = buffers[first + 2]
-                    last = body[start + num_bytes - kind.offset_bytes : start + num_bytes]
-                    used = int.from_bytes(last, "little", signed=True)
-                    if num_bytes <= size and 0 <= used <= room:
-                        texts = checksum(body[at : at + used], kernels)
-                        return [None, checksum(body[start : start + num_bytes], kernels), texts]
-                else:
-                    num_bytes = (num_rows * kind.bit_width + 7) // 8
-                    if num_bytes <= size:
-                        return [None, checksum(body[start : start + num_bytes], kernels)]
-            parts = [body[start : start + size] for start, size in buffers[first : starts[place + 1]]]
+            (num_rows, num_nulls), kind, first, stop = nodes[place], kinds[place], starts[place], starts[place + 1]
+            found = None if num_nulls else _crcs_without_nulls(kind, num_rows, buffers[first + 1 : stop], body, kernels)
+            if found is not None:
+                return found
+            parts = [body[start : start + size] for start, size in buffers[first:stop]]
             return buffer_crcs(kind, num_rows, num_nulls, parts, kernels)
 
         return crcs
@@ -271,6 +269,32 @@ def read_batch(source: ByteSource, block: Block, layout: Layout, columns: Sequen
             counts = None if body is None else layout.values_of(name, message, body)
             _check_counts(_values(batch.column(place)) if counts is None else counts, name, where)
     return CheckedBatch(batch if columns else batch.select([]), header)
+
+
+def _crcs_without_nulls(
+    kind: ColumnKind, num_rows: int, buffers: Sequence[tuple[int, int]], body: memoryview, kernels: Kernels | None
+) -> list[int | None] | None:
+    """What `buffer_crcs` says of most columns, in half the time; None where it says something else, or raises.
+
+    Args:
+        kind: of the column, which has no nulls.
+        num_rows: of it.
+        buffers: offset in the body and length of each but the validity bitmap.
+        body: of the message.
+        kernels: for the checksums.
+    """
+    start, size = buffers[0]
+    if not kind.offset_bytes:
+        num_bytes = (num_rows * kind.bit_width + 7) // 8
+        return [None, checksum(body[start : start + num_bytes], kernels)] if 0 < num_bytes <= size else None
+    num_bytes = (num_rows + 1) * kind.offset_bytes
+    last = body[start + num_bytes - kind.offset_bytes : start + num_bytes]
+    used_bytes = int.from_bytes(last, "little", signed=True)
+    content, room = buffers[1]
+    if not num_rows or num_bytes > size or not 0 <= used_bytes <= room:
+        return None
+    offsets = checksum(body[start : start + num_bytes], kernels)
+    return [None, offsets, checksum(body[content : content + used_bytes], kernels)]
 
 
 def _behind(start: int, buffers: Sequence[tuple[int, int]]) -> list[range]:
