@@ -58,8 +58,8 @@ _HIGHEST = {
     field.name: PART_BYTES if field.name == "payload_bytes" else min(MAX_COUNT, 1 << field.type.bit_width - 1) - 1
     for field in _COUNTS
 }
-_SIGNED = {bits: np.dtype(f"i{bits // 8}") for bits in (8, 16, 32, 64)}
-_UNSIGNED = {num_bytes: np.dtype(f"u{num_bytes}") for num_bytes in (1, 2, 4, 8)}
+_SIGNED = {bits: np.dtype(f"i{bits // 8}") for bits in (32, 64)}
+_UNSIGNED = {num_bytes: np.dtype(f"u{num_bytes}") for num_bytes in (4, 8)}
 _MAX_BATCHES = 1 << 31
 """The index names a batch by an int32."""
 
