@@ -76,7 +76,6 @@ class Recorder:
         """Held once somebody has begun to say them, and never released."""
         self._live_scans = 0
         self._live: list[Optimizer] = []
-        self._has_stepped = False
         self._stand_ins: list[nn.Module] = []
         """Of roots without a module."""
         self._num_optimizers = 0
@@ -298,8 +297,8 @@ class Recorder:
         capture, discovery, optimizers = self.capture, self.discovery, self._optimizers
         assert capture is not None and optimizers is not None
         capture.every_call_is_a_step = False
-        if not self._has_stepped:
-            self._has_stepped = True
+        if not capture.has_stepped:
+            capture.has_stepped = True
             for root in capture.roots:
                 root.step_is_over(has_compiled=has_compiled_anything())
         if not optimizers.has_root(optimizer) and self._num_renewals < _MAX_RENEWALS:

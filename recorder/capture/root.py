@@ -512,6 +512,17 @@ class Root:
         found += [original.reference for flat in self.flats for original in flat.originals]
         return {id(parameter) for reference in found if (parameter := reference()) is not None}
 
+    def rest(self) -> None:
+        """Take the hooks off its modules until `wake`; its own stay, for they tell of steps, and one of them wakes."""
+        for watch in self.watches:
+            if watch.node_path:
+                watch.rest()
+
+    def wake(self) -> None:
+        """Put them on again."""
+        for watch in self.watches:
+            watch.wake()
+
     def remove(self) -> None:
         """Take every hook off again."""
         self.modules = self.described
