@@ -41,7 +41,6 @@ _MAX_ERRORS = 20
 """Errors of ours at one site of one module after which it is left alone."""
 _WITH_GRADIENT = {"input": ("input", "grad_input"), "output": ("output", "grad_output")}
 """A hook that sees values also sees to their gradients."""
-_SITES_OF_HOOKS = tuple(site for sites in _WITH_GRADIENT.values() for site in sites)
 _NO_HANDLE = "recorder"
 """The key of a hook that nobody removes: it goes with its graph. Handles have numbers."""
 _NEVER_TAPPED = (None, -1, False)
@@ -97,8 +96,8 @@ class Capture:
         """Whether a root was ever seen to run with gradients; under compile its own hooks may be compiled away."""
         self.has_stepped = False
         """Whether the first step is over, which tells what of the model never ran, or was compiled."""
-        self._is_resting = False
-        self._hook_sites = (*_SITES_OF_HOOKS, "grad") if settings.local_gradients else _SITES_OF_HOOKS
+        self.is_settled = True
+        """Whether the last change of the step was gone through; an interrupt may come in the middle of it."""
         self._sequence = itertools.count()
         self._stagers: dict[str, staging.Stager] = {}
         self._leaf_hooks: deque[Any] = deque()
@@ -116,31 +115,20 @@ class Capture:
 
     def step_changed(self) -> None:
         """The step has moved: work out what is kept, and drop what belonged to the old step."""
+        self.is_settled = False
         self.selection.at_step(self.clock.step)
-        self._rest_or_wake()
+        # Not before the first step has told what runs, nor where only modules tell that the step has moved, nor once
+        # anything was compiled: dynamo would make a graph for modules with hooks and one for those without.
+        may_rest = self.has_stepped and self.has_seen_forward and not has_compiled_anything()
+        for root in self.roots:
+            root.rest_or_wake(may_rest=may_rest)
         for handle in self._leaf_hooks:
             handle.remove()
         self._leaf_hooks.clear()
         self._taps.clear()
         self._scalar_repeats.clear()
+        self.is_settled = True
         self.call_begins()
-
-    def _rest_or_wake(self) -> None:
-        """At a step at which no module's call is recorded modules have no hooks.
-
-        Not before the first step has told what runs, nor where only modules tell that the step has moved, nor once
-        anything was compiled: dynamo would make a graph for modules with hooks and one for those without.
-        """
-        is_idle = not self.selection.keeps_any(self._hook_sites)
-        if is_idle and self.has_stepped and self.has_seen_forward and not has_compiled_anything():
-            if not self._is_resting:
-                self._is_resting = True
-                for root in self.roots:
-                    root.rest()
-        elif self._is_resting:
-            self._is_resting = False
-            for root in self.roots:
-                root.wake()
 
     def call_begins(self) -> None:
         """A call of a root begins, or a step: what waited for the end of the last one may be had now."""

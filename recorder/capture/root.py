@@ -208,6 +208,13 @@ class Root:
             if self.capture.settings.compiled == "tap" and (inside or node.is_compiled):
                 self._tap(node, self.watches[-1])
             self.tapped |= {where.text: self.watches[-1] for where in taps.where_tapped(node.owner)}
+        self._with_hooks: dict[frozenset[int], list[Watch]] = {}
+        """By the rules that give their hooks something to do, the modules below the root that have any."""
+        self._resting: set[frozenset[int]] = set()
+        """Those whose hooks are off."""
+        for watch in self.watches:
+            if watch.node_path and (rule_sets := watch.rule_sets_of_hooks):
+                self._with_hooks.setdefault(rule_sets, []).append(watch)
         if not isinstance(module, torch.jit.ScriptModule):
             if self.capture.settings.jitter:
                 self.jitter, handles = add_jitter(module, nodes, self._number, self.capture.settings.jitter)
@@ -392,7 +399,7 @@ class Root:
         self.num_calls += 1
         if torch.is_grad_enabled():
             self.capture.has_seen_forward = True
-        if moved:
+        if moved or not self.capture.is_settled:
             self.capture.step_changed()
         else:
             self.capture.call_begins()
@@ -512,16 +519,21 @@ class Root:
         found += [original.reference for flat in self.flats for original in flat.originals]
         return {id(parameter) for reference in found if (parameter := reference()) is not None}
 
-    def rest(self) -> None:
-        """Take the hooks off its modules until `wake`; its own stay, for they tell of steps, and one of them wakes."""
-        for watch in self.watches:
-            if watch.node_path:
-                watch.rest()
+    def rest_or_wake(self, *, may_rest: bool) -> None:
+        """The step has moved: modules of whose calls nothing is recorded at it have no hooks until they have something.
 
-    def wake(self) -> None:
-        """Put them on again."""
-        for watch in self.watches:
-            watch.wake()
+        The root's own stay: they tell of steps, and one of them has called this.
+        """
+        masks = self.capture.selection.masks
+        for rule_sets, watches in self._with_hooks.items():
+            is_idle = may_rest and not any(masks[rule_set] for rule_set in rule_sets)
+            if is_idle == (rule_sets in self._resting):
+                continue
+            self._resting.add(rule_sets)  # until the last one is awake, so that what an interrupt leaves is done again
+            for watch in watches:
+                (watch.rest if is_idle else watch.wake)()
+            if not is_idle:
+                self._resting.discard(rule_sets)
 
     def remove(self) -> None:
         """Take every hook off again."""
@@ -534,6 +546,7 @@ class Root:
             if (module := reference()) is not None:
                 taps.remove(module)
         self.watches.clear()
+        self._with_hooks.clear()
         self.tapped.clear()
         self._seen_at_taps.clear()
         hooks.ROOTS.pop(self._number, None)

@@ -7,7 +7,7 @@ worked out once; a hook then costs one list look-up to learn that nothing is wan
 from __future__ import annotations
 
 import difflib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ..config import ANY, EVERY, KEEPS, SITES, Rule
 from ..records import KEEP_STATS, KEEP_TENSOR
@@ -106,11 +106,6 @@ class Selection:
     def keeps(self, site: str) -> bool:
         """Whether anything of a site may be kept of any module at this step."""
         return any(mask and site in rule.site for mask, rule in zip(self._active, self._rules, strict=True))
-
-    def keeps_any(self, sites: Container[str]) -> bool:
-        """Whether anything of any of these sites may be kept on this rank at this step."""
-        chosen = zip(self._active, self._on_rank, self._rules, strict=True)
-        return any(mask and here and any(site in sites for site in rule.site) for mask, here, rule in chosen)
 
     def asks_for(self, *sites: str) -> bool:
         """Whether a rule keeps any of the sites on this rank, at some step."""

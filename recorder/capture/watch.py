@@ -273,6 +273,12 @@ class Watch:
             if number is not None and next(reversed(registered)) != number:
                 registered.move_to_end(number)
 
+    @property
+    def rule_sets_of_hooks(self) -> frozenset[int]:
+        """Which rules give its hooks something to do; none where it has no hooks."""
+        sites = [*_GRADIENT, *_GRADIENT.values(), *(["grad"] if self._wants_local else [])] if self._handles else []
+        return frozenset(self.rule_sets[site] for site in sites) - {NOTHING}
+
     def rest(self) -> None:
         """Take the hooks off until `wake`: a module without any is called straight, which no hook is as cheap as.
 

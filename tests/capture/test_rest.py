@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import recorder
 from recorder.capture import hooks
+from recorder.capture.watch import Watch
 
 from .support import Tiny, batch, flagged
 
@@ -110,6 +111,50 @@ def test_it_is_at_rest_only_where_no_site_of_a_call_is_kept(tmp_path: Path) -> N
         train(model, 5, lambda _: seen.append(bool(ours(model.first))))
     assert seen == [True, False, True, False, True]
     assert sorted(set(recording.rows(site="grad").step)) == [0, 1, 2, 3, 4]
+
+
+def test_each_module_rests_by_the_rules_that_select_it(tmp_path: Path) -> None:
+    seen: list[tuple[bool, ...]] = []
+    model = Tiny()
+    rules = "steps=0::4 site=output keep=stats; module=second steps=0::2 site=input keep=stats; module=act keep=stats"
+    with flagged(tmp_path, rules) as recording:
+        train(model, 5, lambda _: seen.append(tuple(bool(ours(module)) for module in inner(model))))
+    every, second, fourth = [True] * 5, [True, False, True, False, True], [True, False, False, False, True]
+    assert list(zip(*seen, strict=True)) == [tuple(fourth), tuple(every), tuple(second)]
+    found = {path: sorted(set(rows.step)) for path, rows in recording.rows(mode="train").groupby("module_path")}
+    assert found == {"": [0, 4], "first": [0, 4], "act": [0, 1, 2, 3, 4], "second": [0, 2, 4]}
+
+
+@pytest.mark.parametrize("method", ["wake", "rest"])
+def test_ctrl_c_half_way_costs_no_row_of_a_step_that_is_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    plain, calls = getattr(Watch, method), []
+
+    def interrupted(self: Watch) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        plain(self)
+
+    monkeypatch.setattr(Watch, method, interrupted)
+    model, num_interrupts = Tiny(), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with flagged(tmp_path, EVERY_THIRD) as recording:
+        for i in range(8):
+            try:
+                loss = model(batch(i)).square().sum()
+            except KeyboardInterrupt:
+                num_interrupts += 1
+                loss = model(batch(i)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if i % 3 == 0:
+                assert all(map(ours, inner(model)))
+    assert num_interrupts == 1
+    for path in ("first", "act", "second"):
+        assert list(recording.rows(module_path=path, site="output", mode="train").step) == [0, 3, 6]
 
 
 def test_local_gradients_keep_it_awake(tmp_path: Path) -> None:
