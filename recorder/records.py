@@ -24,6 +24,11 @@ PART_BYTES = 32 << 20
 """A payload above this becomes several rows, so that memory stays bounded (bytes)."""
 
 
+def kind_of(keep: int, site: str) -> str:
+    """The kind of shard that a record belongs to: a scalar's payload stays with statistics, which are kept longest."""
+    return "tensors" if keep & KEEP_TENSOR and site != "scalar" else "stats"
+
+
 class Block(Protocol):
     """A piece of the host pool that one record owns until it is released."""
 

@@ -11,14 +11,14 @@ import itertools
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ..config import Settings
-from ..records import KEEP_STATS, KEEP_TENSOR, PART_BYTES, Chunk, LostError, Moment, Origin, Staged
+from ..records import KEEP_STATS, KEEP_TENSOR, PART_BYTES, Chunk, LostError, Moment, Origin, Staged, kind_of
 from . import hooks, staging
 from .clock import Clock, Slice
 from .discovery import has_compiled_anything
@@ -48,6 +48,10 @@ _NEVER_TAPPED = (None, -1, False)
 
 class Channel(Protocol):
     """Where staged records go; the writer's front door. Neither call blocks."""
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """By kind, why records of it would be dropped unseen for now: they need not be copied."""
 
     def put(self, staged: Staged) -> None: ...
 
@@ -96,8 +100,8 @@ class Capture:
         """Whether a root was ever seen to run with gradients; under compile its own hooks may be compiled away."""
         self.has_stepped = False
         """Whether the first step is over, which tells what of the model never ran, or was compiled."""
-        self.is_settled = True
-        """Whether the last change of the step was gone through; an interrupt may come in the middle of it."""
+        self.settled_step: int | None = None
+        """The step for which the last change was gone through; an interrupt may come in the middle of it."""
         self._sequence = itertools.count()
         self._stagers: dict[str, staging.Stager] = {}
         self._leaf_hooks: deque[Any] = deque()
@@ -115,8 +119,8 @@ class Capture:
 
     def step_changed(self) -> None:
         """The step has moved: work out what is kept, and drop what belonged to the old step."""
-        self.is_settled = False
-        self.selection.at_step(self.clock.step)
+        self.settled_step, step = None, self.clock.step
+        self.selection.at_step(step)
         # Not before the first step has told what runs, nor where only modules tell that the step has moved, nor once
         # anything was compiled: dynamo would make a graph for modules with hooks and one for those without.
         may_rest = self.has_stepped and self.has_seen_forward and not has_compiled_anything()
@@ -127,7 +131,7 @@ class Capture:
         self._leaf_hooks.clear()
         self._taps.clear()
         self._scalar_repeats.clear()
-        self.is_settled = True
+        self.settled_step = step
         self.call_begins()
 
     def call_begins(self) -> None:
@@ -199,6 +203,9 @@ class Capture:
             local, chunk = plain(tensor, chunk)
             if chunk is not None and 'Partial"' in chunk.placements:
                 local, keep, note = self._summand(tensor, local, keep, note)
+            if self.channel.refused and (reason := self.channel.refused.get(kind_of(keep, origin.site))) is not None:
+                self._drop(reason, min(_num_parts(local.numel() * local.itemsize, keep), _MAX_DROPPED_PARTS))
+                return
             kind = "cpu" if local.is_cpu else local.device.type  # to ask for the latter costs 0.3 us
             stager = self._stagers.get(kind) or self._stager(kind)
             plan = encoded = None
@@ -216,7 +223,7 @@ class Capture:
         except Exception as error:
             self.site_failed(origin, error)
             return
-        parts = -(-nbytes // PART_BYTES) if keep & KEEP_TENSOR and nbytes > PART_BYTES else 1
+        parts = _num_parts(nbytes, keep)
         block: PoolBlock | Piece | None
         if encoded is not None:
             block, read, ready = *encoded, None
@@ -517,6 +524,11 @@ class Capture:
             handle.remove()
         for stager in self._stagers.values():
             stager.close()
+
+
+def _num_parts(nbytes: int, keep: int) -> int:
+    """How many rows a tensor of so many bytes makes."""
+    return -(-nbytes // PART_BYTES) if keep & KEEP_TENSOR and nbytes > PART_BYTES else 1
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -84,14 +84,15 @@ class BeforeForward(Hook):
 
     __slots__ = ()
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        """Torch leaves `kwargs` out where the hook was removed since it began to call them."""
         try:
             if _is_compiling():
                 return
             watch = WATCHES.get(self.number)
             if watch is None or watch.module() is not module or is_traced():
                 return
-            watch.before_forward(args, kwargs)
+            watch.before_forward(args, kwargs or {})
         except Exception as error:
             if (watch := WATCHES.get(self.number)) is None:
                 return

@@ -148,8 +148,6 @@ class OptimizerWatch:
         self._strangers: dict[int, weakref.ref[torch.Tensor]] = {}
         self._latecomers: dict[int, weakref.ref[torch.Tensor]] = {}
         """Seen after this step's look, perhaps put in place after it: looked for at the next."""
-        self._rooted: dict[int, list[int]] = {}
-        """By the optimizer's id, its parameters' where all of them were last seen to be under a root."""
         self._learned_at = -1
         self._is_settled = False
         self.known: dict[int, tuple[weakref.ref[Optimizer], str]] = {}
@@ -206,13 +204,11 @@ class OptimizerWatch:
         return all(self.has_root(optimizer) for optimizer in live)
 
     def has_root(self, optimizer: Optimizer) -> bool:
-        """Whether every parameter of an optimizer is under a root; asked at every step."""
-        ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        if self._rooted.get(id(optimizer)) == ids:
-            return True
-        if any(self._owner(parameter) is None for parameter in _parameters(optimizer)):
-            return False
-        self._rooted[id(optimizer)] = ids
+        """Whether every parameter of an optimizer is under a root."""
+        for parameter in _parameters(optimizer):
+            found = self._owned.get(id(parameter))  # as `_owner` begins: it is asked for all of them at every step
+            if (found is None or found.reference() is not parameter) and self._owner(parameter) is None:
+                return False
         return True
 
     def _owner(self, parameter: torch.Tensor) -> Owned | None:
@@ -234,7 +230,6 @@ class OptimizerWatch:
 
     def _learn(self) -> None:
         self._learned_at = self.num_steps
-        self._rooted.clear()
         self._strangers |= self._latecomers  # those that are found now are owned, which is asked first
         self._latecomers.clear()
         roots = self._capture.roots

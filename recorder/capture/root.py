@@ -384,7 +384,7 @@ class Root:
                 self.clock.begin_trial()
                 return
         self.capture.resume()
-        moved = self.clock.begin(
+        self.clock.begin(
             with_grad=torch.is_grad_enabled(),
             training=module.training,
             every_call_is_a_step=self.capture.every_call_is_a_step,
@@ -399,7 +399,7 @@ class Root:
         self.num_calls += 1
         if torch.is_grad_enabled():
             self.capture.has_seen_forward = True
-        if moved or not self.capture.is_settled:
+        if self.capture.settled_step != self.capture.clock.step:
             self.capture.step_changed()
         else:
             self.capture.call_begins()

@@ -286,8 +286,9 @@ class Watch:
         """
         for handle in self._handles:
             registered = handle.hooks_dict_ref()
-            if registered is not None and (hook := registered.pop(handle.id, None)) is not None:
-                self._resting.append((handle, hook))
+            if registered is not None and (hook := registered.get(handle.id)) is not None:
+                self._resting.append((handle, hook))  # first: an interrupt may come between the two
+                registered.pop(handle.id, None)
 
     def wake(self) -> None:
         """Put back what `rest` took off, at the places that the hooks had: the first after forward, the last before."""
@@ -298,6 +299,8 @@ class Watch:
                 if hook is not self.pre_hook:
                     registered.move_to_end(handle.id, last=False)
                     hooks.keep_first(registered)
+                if self._number not in hooks.WATCHES:  # closed meanwhile, by a signal's handler or another thread
+                    registered.pop(handle.id, None)
         self._resting.clear()
 
     def own(self, kind: str) -> Iterator[tuple[str, Any]]:
@@ -364,7 +367,6 @@ class Watch:
 
     def remove(self) -> None:
         """Take the hooks off again."""
-        self._resting.clear()
+        hooks.WATCHES.pop(self._number, None)  # first, see `wake`
         for handle in self._handles:
             handle.remove()
-        hooks.WATCHES.pop(self._number, None)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import WriteError
-from ..records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR, LostError, Measure, Measured, Ready, Staged
+from ..records import KEEP_FINGERPRINT, KEEP_STATS, LostError, Measure, Measured, Ready, Staged, kind_of
 from ..voice import can_say
 from .file import FILE_MODES, Disk
 from .ledger import ABANDONED, CLOSED, INTERRUPTED, WRITER_DEAD, WRITER_ERROR, Ledger
@@ -103,6 +103,8 @@ class Writer:
         """
         self.last_progress_s = clock()
         """When the writer last was between two records, on `clock`; it stands still while the disk does."""
+        self.refused: Mapping[str, str] = {}
+        """By kind (`records.kind_of`) why records would be dropped unseen for now, as on a full disk; read anywhere."""
         self._measure = measure
         self._resolve_dir = resolve_dir
         self._poll = poll
@@ -328,15 +330,16 @@ class Writer:
 
     def _record(self, staged: Staged) -> None:
         """Take one record into its lane's batch, and write the batch where it is full."""
-        # A scalar's payload is a few bytes: it stays with the statistics, which retention keeps longest.
-        is_light = not staged.keep & KEEP_TENSOR or staged.origin.site == "scalar"
-        kind = "stats" if is_light else "tensors"
+        kind = kind_of(staged.keep, staged.origin.site)
         num_left = staged.num_parts
         drop_reason = WRITER_ERROR
         try:
-            refusal = self._wait_for(staged.ready) if staged.ready is not None else None
-            refusal = refusal or self._store.refusal(kind)
-            if refusal is not None:
+            lost = self._wait_for(staged.ready) if staged.ready is not None else None
+            if lost is not None:
+                drop_reason = lost
+                return
+            if (refusal := self._store.refusal(kind)) is not None:
+                self.refused = {**self.refused, kind: refusal}
                 drop_reason = refusal
                 return
             lane = self._store.lanes[kind]
@@ -392,6 +395,9 @@ class Writer:
         self._next_look_s = now + _LONG_NAP_S
         self._take_manifest()
         self._store.keep_up()
+        if self.refused:
+            found = ((kind, self._store.refusal(kind)) for kind in self.refused)
+            self.refused = {kind: reason for kind, reason in found if reason is not None}
         if now >= self._next_poll_s and self._refusal is None:
             self._next_poll_s = now + _POLL_S
             if (manifest := self._poll()) is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,23 @@ from torch.utils.checkpoint import checkpoint
 
 import recorder
 from recorder.capture import hooks
+from recorder.capture.core import Capture
+from recorder.capture.root import Root
 from recorder.capture.watch import Watch
 
 from .support import Tiny, batch, flagged
 
 EVERY_THIRD = "steps=0::3 site=* keep=tensor,stats,fingerprint"
 OURS = ("BeforeForward", "AfterForward")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled() -> Iterator[None]:
+    """Other tests of this process may have compiled something."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
 
 
 def ours(module: nn.Module) -> list[str]:
@@ -157,6 +170,71 @@ def test_ctrl_c_half_way_costs_no_row_of_a_step_that_is_done_again(
         assert list(recording.rows(module_path=path, site="output", mode="train").step) == [0, 3, 6]
 
 
+@pytest.mark.parametrize("step", [2, 3], ids=["rest", "wake"])
+def test_ctrl_c_at_any_line_of_the_change_costs_no_hook(tmp_path: Path, step: int) -> None:
+    """At each line in turn that the change of the step runs; then the same forward again."""
+    line, num_seen, model = 0, 0, Tiny()
+    watched = {f.__code__ for f in (Watch.rest, Watch.wake, Root.rest_or_wake, Capture.step_changed)}
+
+    def local(frame: Any, event: str, _: Any) -> Any:
+        nonlocal num_seen
+        if event == "line":
+            num_seen += 1
+            if num_seen == line:
+                raise KeyboardInterrupt
+        return local
+
+    while num_seen == line:  # the last one raised
+        line += 1
+        num_seen = 0
+        with flagged(tmp_path / str(line), "steps=1,3:5 site=input,output keep=stats") as recording:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for i in range(5):
+                if i == step:
+                    before = sys.gettrace()
+                    sys.settrace(lambda frame, event, _: local if frame.f_code in watched else None)
+                try:
+                    with contextlib.suppress(KeyboardInterrupt):
+                        model(batch(i))
+                finally:
+                    if i == step:
+                        sys.settrace(before)
+                model(batch(i)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for path in ("first", "act", "second"):
+            for site in ("input", "output"):
+                steps = list(recording.rows(module_path=path, site=site, call=0, mode="train").step)
+                assert sorted(set(steps)) == [1, 3, 4], (line, path, site)
+    assert line > 10
+
+
+def test_closing_while_hooks_are_put_back_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def close(registered: dict[int, Any]) -> None:
+        handle.close()
+
+    model = Tiny()
+    handle = recorder.attach(model, enabled=True, dir=tmp_path, rules=EVERY_THIRD)
+    train(model, 3)
+    monkeypatch.setattr(hooks, "keep_first", close)
+    train(model, 1)
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+    assert not hooks.WATCHES
+
+
+def test_closing_in_the_middle_of_a_call_harms_nothing(tmp_path: Path) -> None:
+    def close(module: nn.Module, args: Any) -> None:
+        handle.close()
+
+    model = Tiny()
+    plain = model(batch(0))
+    handle = recorder.attach(model, enabled=True, dir=tmp_path, rules="site=* keep=stats")
+    model.register_forward_pre_hook(close, prepend=True)
+    assert torch.equal(model(batch(0)), plain)
+    assert torch.equal(model(batch(0)), plain)
+
+
 def test_local_gradients_keep_it_awake(tmp_path: Path) -> None:
     seen: list[bool] = []
     model = Tiny()
@@ -284,8 +362,6 @@ def test_a_step_named_by_hand_wakes_it(tmp_path: Path) -> None:
 
 
 def test_nothing_rests_once_anything_was_compiled_and_no_graph_is_made_anew(tmp_path: Path) -> None:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     model, counter = Tiny(), CompileCounter()
     with flagged(tmp_path, EVERY_THIRD) as recording:
         train(model, 2)
@@ -302,4 +378,3 @@ def test_nothing_rests_once_anything_was_compiled_and_no_graph_is_made_anew(tmp_
                 compiled(batch(i))
         assert counter.frame_count == num_graphs
     assert set(recording.rows(site="output", module_path="first", mode="train").step) == {0, 3, 6}
-    torch._dynamo.reset()
