@@ -315,7 +315,8 @@ class Settings:
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if not low <= value <= high:
-                raise ConfigError(f"{name} = {value!r}: allowed is {low:g} to {high:g}")
+                shown = [f"{end:g}" if isinstance(end, float) else f"{end}" for end in (low, high)]
+                raise ConfigError(f"{name} = {value!r}: allowed is {' to '.join(shown)}")
         try:
             _ = self.keep_steps and Schedule.parse(self.keep_steps)
         except ValueError as error:

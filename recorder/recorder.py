@@ -518,16 +518,19 @@ class Recorder:
             self._termination.uninstall()
 
     def _sum_up(self, capture: Capture, ledger: Mapping[str, Any], until_s: float) -> None:
-        """The last words, by rank 0 of those that recorded anything; once, whoever comes first."""
+        """The last words, by rank 0 unless no rule is for it; once, whoever comes first."""
         place, about = self.place(), self._description
-        if about is None or about.topology.rank != 0 or place is None or not ledger["observed"]:
+        if about is None or about.topology.rank != 0 or place is None:
             return
+        if not ledger["observed"] and any(0 not in rule.rank for rule in self.settings.rules):
+            return
+        stats = self._writer.stats()
         found = summary.Summary(
             run_dir=place,
             world_size=about.topology.world_size,
-            last_step=capture.clock.step,
+            last_step=stats.last_written_step,
             ledger=ledger,
-            written_bytes=self._writer.stats().written_bytes,
+            written_bytes=stats.written_bytes,
             waited_s=capture.pool.waited_s,
             longest_wait_s=capture.pool.longest_wait_s,
         )

@@ -28,7 +28,8 @@ class Summary:
 
     run_dir: Path
     world_size: int
-    last_step: int
+    last_step: int | None
+    """The last of which a row was written."""
     ledger: Mapping[str, Any]
     """The final accounts."""
     written_bytes: int
@@ -41,16 +42,19 @@ class Summary:
         ledger = self.ledger
         of_rank = f" of rank 0 (of {self.world_size})" if self.world_size > 1 else ""
         rows = counted(ledger["written"], "row")
-        written = f"{rows}{of_rank}, {size(self.written_bytes)}, up to step {self.last_step}"
+        until = "" if self.last_step is None else f", up to step {self.last_step}"
+        written = f"{rows}{of_rank}, {size(self.written_bytes)}{until}"
         losses = [f"{count:,} {reason}" for reason, count in ledger["dropped"].items()]
         facts = [f"dropped {', '.join(losses)}" if losses else "nothing dropped"]
+        if not ledger["observed"]:
+            facts = ["no value was seen that the rules select"]
         if self.waited_s >= 0.05:
             facts.append(f"training waited {self.waited_s:.1f} s, at most {self.longest_wait_s:.1f} s at once")
         if retired := ledger["retired"]["rows"]:
             facts.append(f"{counted(retired, 'row')} retired")
         if suspect := ledger.get("suspect", 0):
             facts.append(f"{counted(suspect, 'row')} that the disk may have lost")
-        command = "doctor" if losses or suspect else "show"
+        command = "doctor" if losses or suspect or not ledger["observed"] else "show"
         return f"{written}; {'; '.join(facts)}", f"next: recorder {command} {_quoted(self.run_dir)}"
 
 

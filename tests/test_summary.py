@@ -38,6 +38,7 @@ SCRIPTS = {
     "other_rank": ("", "", {"RANK": "1", "WORLD_SIZE": "2", "RECORDER_JOIN_DEADLINE_S": "0"}),
     "configured": (LEVEL.format(level="logging.INFO"), "", {}),
     "nothing": ("", "", {"RECORDER_RULES": "site=output steps=1000"}),
+    "not_this_rank": ("", "", {"RECORDER_RULES": "site=output rank=1"}),
 }
 
 
@@ -72,8 +73,15 @@ def test_who_configures_logging_decides(outputs: dict[str, str]) -> None:
     assert [line.startswith("INFO recorder recorder: ") for line in configured] == [False, True, True]
 
 
-def test_where_nothing_was_recorded_nothing_is_said(outputs: dict[str, str]) -> None:
-    assert outputs["nothing"] == "done\n"
+def test_where_nothing_was_recorded_the_reason_is_said(outputs: dict[str, str]) -> None:
+    done, first, second = outputs["nothing"].splitlines()
+    assert done == "done"
+    assert first == "recorder: 0 rows, 0 B; no value was seen that the rules select"
+    assert second.startswith("recorder: next: recorder doctor ")
+
+
+def test_where_rank_0_is_not_to_be_recorded_it_says_nothing(outputs: dict[str, str]) -> None:
+    assert outputs["not_this_rank"] == "done\n"
 
 
 def test_a_full_pipe_that_nobody_reads_holds_the_end_up_no_longer_than_the_deadline(tmp_path: Path) -> None:

@@ -145,6 +145,8 @@ def _accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
             some = ", ".join(map(str, culprit.micro_batches))
             rank += f", micro-batch{'es' * (len(culprit.micro_batches) > 1)} {some}"
         yield f"culprit: step {culprit.step}, {culprit.phase} of {_accused(culprit)}{rank}: {_shown(culprit)}"
+    if len(culprits) > 1:
+        yield "note: of several culprits the first is sure; the others may follow from it"
     if limit and len(culprits) > limit:
         yield f"{len(culprits) - limit} more culprits (--limit 0 shows all)"
 
@@ -261,7 +263,7 @@ def _summary(found: Diff, tolerance: Tolerance, *, common: bool, has_noise: bool
     if found.num_incomparable:
         yield f"note: {counted(found.num_incomparable, 'pair')} have neither values nor statistics to compare"
     if found.num_bare:
-        yield f"note: of {counted(found.num_bare, 'value')} neither run kept values or statistics"
+        yield f"note: of {counted(found.num_bare, 'value')} neither run has the values or statistics of a whole tensor"
     num_only = sum(table.num_rows for table in (found.only_a, found.only_b))
     for run, other, num in (("A", "B", found.num_handed_on_a), ("B", "A", found.num_handed_on_b)):
         if num:
@@ -342,7 +344,8 @@ def _beside(row: dict[str, Any]) -> str:
 def _statistic(row: dict[str, Any]) -> str:
     """The statistic that is farthest apart, in as many digits as tell the two apart."""
     a, b = row["statistic_a"], row["statistic_b"]
-    texts = [("none" if a is None else f"{a:.{n}g}", "none" if b is None else f"{b:.{n}g}") for n in (4, 8, 17)]
+    digits = (".0f",) if row["statistic"].endswith("_count") else (".4g", ".8g", ".17g")
+    texts = [tuple("none" if value is None else format(value, form) for value in (a, b)) for form in digits]
     one, two = next((pair for pair in texts if pair[0] != pair[1]), texts[-1])
     apart = "" if row["statistic_rel"] is None else f", {number(row['statistic_rel'])} apart"
     return f"{row['statistic'].removesuffix('_count')} {one} | {two}{apart}"

@@ -50,6 +50,8 @@ class Lane:
         clock: Callable[[], float],
     ) -> None:
         self.written_bytes = 0
+        self.last_written_step: int | None = None
+        """The highest step of a row that was written."""
         self.is_direct: bool | None = None
         """Whether its writes go past the page cache; None before the first."""
         self._kind = kind
@@ -292,6 +294,7 @@ class Lane:
             self._oldest_unsynced_s = self._clock()
         self._num_unsynced_rows += batch.num_rows
         low, high = min(built.steps), max(built.steps)
+        self.last_written_step = high if self.last_written_step is None else max(high, self.last_written_step)
         is_first = shard.num_rows == batch.num_rows
         self._first_step = low if is_first else min(low, self._first_step)
         self._last_step = high if is_first else max(high, self._last_step)

@@ -98,6 +98,12 @@ class Store:
         return sum(lane.written_bytes for lane in self.lanes.values())
 
     @property
+    def last_written_step(self) -> int | None:
+        """The highest step of a row that was written."""
+        steps = [lane.last_written_step for lane in self.lanes.values()]
+        return max((step for step in steps if step is not None), default=None)
+
+    @property
     def num_pending_rows(self) -> int:
         """Rows taken but not written."""
         return sum(lane.num_pending_rows for lane in self.lanes.values())

@@ -58,6 +58,8 @@ class WriterStats:
 
     is_alive: bool
     written_bytes: int
+    last_written_step: int | None
+    """The highest step of a row that was written."""
     queue_length: int
     last_progress_s: float
     ledger: Mapping[str, Any]
@@ -172,6 +174,7 @@ class Writer:
         return WriterStats(
             is_alive=self._thread.is_alive(),
             written_bytes=self._store.written_bytes,
+            last_written_step=self._store.last_written_step,
             queue_length=self._queue.qsize(),
             last_progress_s=self.last_progress_s,
             ledger=self._ledger.snapshot(),
