@@ -57,6 +57,7 @@ def test_the_text_of_a_rule_reads_back_as_the_rule() -> None:
         ({"RECORDER_POLICY": "wat"}, r"policy = 'wat': allowed is wait or drop"),
         ({"RECORDER_POOL_BYTES": "big"}, r"RECORDER_POOL_BYTES .*expected bytes, such as"),
         ({"RECORDER_POOL_BYTES": "12"}, r"pool_bytes = 12: allowed is 0 .* at least 1 MiB"),
+        ({"RECORDER_MAX_BYTES": "1MB"}, r"max_bytes = 1000000: allowed is 1048576 to 1152921504606846976 "),
         ({"RECORDER_CODEC_LEVEL": "99"}, r"codec_level = 99: allowed is -7 to 19 .*environment"),
         ({"RECORDER_DIR": "/data/SET_ME"}, r"dir = '/data/SET_ME': still stands at its placeholder"),
         ({"RECORDER_CODEC_LEVEL": "1.5"}, r"expected a whole number"),

@@ -35,6 +35,7 @@ FORK = "if (child := os.fork()) == 0: sys.exit(0)\nos.waitpid(child, 0)"
 LEVEL = "logging.basicConfig(level={level}, format='%(levelname)s %(name)s %(message)s', stream=sys.stdout)"
 SCRIPTS = {
     "plain": ("", FORK, {}),
+    "sparse": ("", "", {"RECORDER_RULES": "site=output keep=stats steps=1"}),
     "other_rank": ("", "", {"RANK": "1", "WORLD_SIZE": "2", "RECORDER_JOIN_DEADLINE_S": "0"}),
     "configured": (LEVEL.format(level="logging.INFO"), "", {}),
     "nothing": ("", "", {"RECORDER_RULES": "site=output steps=1000"}),
@@ -61,6 +62,10 @@ def test_a_run_ends_with_two_lines_once_and_not_in_a_forked_child(outputs: dict[
     assert first.startswith("recorder: ") and " rows, " in first and first.endswith("up to step 2; nothing dropped")
     run = second.removeprefix("recorder: next: recorder show ")
     assert (Path(run) / "_run.json").is_file()
+
+
+def test_it_says_the_last_step_that_has_rows(outputs: dict[str, str]) -> None:
+    assert ", up to step 1; nothing dropped" in outputs["sparse"]
 
 
 def test_other_ranks_say_nothing_of_the_end(outputs: dict[str, str]) -> None:
@@ -141,6 +146,11 @@ def test_losses_and_waits_are_told_and_what_to_type_then(tmp_path: Path) -> None
         "training waited 3.2 s, at most 1.0 s at once; 5 rows retired"
     )
     assert second == f"next: recorder doctor '{tmp_path}/a run'"
+
+
+def test_a_recording_of_which_nothing_was_written_names_no_step(tmp_path: Path) -> None:
+    first, _ = of_a_run(tmp_path, last_step=None, written_bytes=0, dropped={"disk_floor": 12}).lines
+    assert first.endswith(" rows, 0 B; dropped 12 disk_floor")
 
 
 @pytest.mark.parametrize("name", ["a\x1b[31mb", "two\nlines", "it's \\ \x07", "\u202eb", os.fsdecode(b"\xff")])

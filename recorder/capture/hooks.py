@@ -9,6 +9,7 @@ Nothing here may raise into training.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ ROOTS: dict[int, Root] = {}
 _NO_ROOM = (MemoryError, RecursionError)
 """What even the handling of an error may meet, at the end of memory or of the stack."""
 _is_compiling = torch.compiler.is_compiling
+_FIRST_NUMBER = (1 << 32) + (int.from_bytes(os.urandom(4), "little") << 32)
 _DYNAMO_KNOWS_THE_ORDER = torch.__version__ >= "2.13"
 
 
@@ -48,6 +50,22 @@ def keep_first(registered: dict[int, Any]) -> None:
                 del registered[number]
         finally:
             registered.update(others)
+
+
+def put_on(register: Callable[..., Any], hook: Hook, **options: bool) -> Any:
+    """Register a hook of a module under a number of this process alone; returns torch's handle.
+
+    A pickle of the module keeps the numbers, and which of them take kwargs or are always called. A process that loads
+    it counts from 0, and a hook of its own that got one of ours would be called as ours was.
+    """
+    handle = register(hook, **options)
+    theirs, handle.id = handle.id, _FIRST_NUMBER + handle.id
+    registered = handle.hooks_dict_ref()
+    for kind in (registered, *(reference() for reference in handle.extra_dict_ref)):
+        if theirs in kind:
+            kind[handle.id] = kind.pop(theirs)
+    registered.move_to_end(handle.id, last=not options.get("prepend", False))
+    return handle
 
 
 def _inert() -> Callable[..., None]:

@@ -219,9 +219,10 @@ class Root:
             if self.capture.settings.jitter:
                 self.jitter, handles = add_jitter(module, nodes, self._number, self.capture.settings.jitter)
                 self._handles += handles
-            self._handles.append(module.register_forward_pre_hook(hooks.RootBegins(self._number), prepend=True))
+            begins, ends = hooks.RootBegins(self._number), hooks.RootEnds(self._number)
+            self._handles.append(hooks.put_on(module.register_forward_pre_hook, begins, prepend=True))
             hooks.keep_first(module._forward_pre_hooks)
-            self._handles.append(module.register_forward_hook(hooks.RootEnds(self._number), always_call=True))
+            self._handles.append(hooks.put_on(module.register_forward_hook, ends, always_call=True))
         self._late = late
         # Where there are taps, the first step tells whether they are in the graph.
         self._say_hidden("late", [path for path in late if not self._is_tapped_below(path)])

@@ -91,9 +91,12 @@ class Watch:
             hooks.WATCHES[self._number] = self
             if self.rule_sets["input"] or self.rule_sets["grad_input"] or self._wants_local:
                 self.pre_hook = hooks.BeforeForward(self._number)
-                self._handles.append(node.module.register_forward_pre_hook(self.pre_hook, with_kwargs=True))
+                self._handles.append(
+                    hooks.put_on(node.module.register_forward_pre_hook, self.pre_hook, with_kwargs=True)
+                )
             if self.pre_hook or self.rule_sets["output"] or self.rule_sets["grad_output"]:
-                self._handles.append(node.module.register_forward_hook(hooks.AfterForward(self._number), prepend=True))
+                after = hooks.AfterForward(self._number)
+                self._handles.append(hooks.put_on(node.module.register_forward_hook, after, prepend=True))
                 hooks.keep_first(node.module._forward_hooks)
 
     def _leaf(self, site: str, name: str) -> tuple[Origin, int]:

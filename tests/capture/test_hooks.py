@@ -68,6 +68,21 @@ def test_pickles_of_an_attached_model_load_where_recorder_is_not_installed(tmp_p
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("at_rest", [False, True])
+def test_no_hook_of_a_process_that_loads_such_a_pickle_gets_the_number_of_one_of_ours(
+    tmp_path: Path, at_rest: bool
+) -> None:
+    with flagged(tmp_path, "site=* keep=stats" + " steps=0" * at_rest):
+        model = Tiny()
+        train(model, list(model.parameters()), 2)
+        model(batch(0))
+        loaded = pickle.loads(pickle.dumps(model))
+    kinds = ["_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"]
+    numbers = [number for module in loaded.modules() for kind in kinds for number in getattr(module, kind)]
+    assert len(numbers) >= 7
+    assert min(numbers) > 1 << 32  # torch counts from 0
+
+
 @pytest.mark.parametrize("kind", [RuntimeError, MemoryError, RecursionError, torch.OutOfMemoryError])
 def test_an_error_of_ours_is_counted_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], caplog: pytest.LogCaptureFixture

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recorder import open_run
+from recorder.analyze.diff import diff
+from recorder.cli.diff import _accusations
 from tests.cli.conftest import Cli, module, on_a_terminal
 from tests.cli.test_hostile_text import NAMES, is_harmless
 from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
@@ -194,6 +197,25 @@ def test_diff_of_statistics_says_which_and_by_what(cli: Cli, tmp_path: Path) -> 
     assert "max 4 | 4.000001" in narrow.partition("values that differ")[2] and "of max (all -)" in narrow
     far = cli("diff", *runs, "--module", "down").out
     assert "statistics" not in far.splitlines()[5] and "stats apart" not in far
+
+
+def test_diff_says_counts_as_whole_numbers_and_that_one_culprit_may_follow_from_another(
+    cli: Cli, tmp_path: Path
+) -> None:
+    runs = []
+    for n in range(2):
+        values = [float("nan") if n else 1.0] * 16384
+        runs.append(write(tmp_path / str(n), [make_row(0, values, encoding=None, module_path="up")]))
+    lines = cli("diff", *runs).out.splitlines()
+    (culprit,) = [line for line in lines if line.startswith("culprit: ")]
+    assert culprit.endswith("differs: nan 0 | 16384")
+    assert not any("several culprits" in line for line in lines)
+    culprits = diff(open_run(runs[0]), open_run(runs[1])).culprits
+    assert list(_accusations([*culprits, *culprits], 0)) == [
+        culprit,
+        culprit,
+        "note: of several culprits the first is sure; the others may follow from it",
+    ]
 
 
 def test_diff_of_a_run_that_lacks_a_rank_says_so(cli: Cli, tmp_path: Path) -> None:
