@@ -41,7 +41,7 @@ def rows_of_a_step(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -
 
 def said(finished: Finished) -> list[str]:
     """What the program said, without the closing lines of the recorder."""
-    dumped = ("recorder: ", "Thread 0x", "Current thread 0x", "  File ")
+    dumped = ("recorder: ", "Stack (most recent call first)", "  File ")
     return [line for line in finished.output.splitlines() if line and not line.startswith(dumped)]
 
 
@@ -184,7 +184,8 @@ def test_a_signal_that_ends_nothing_ends_nothing_under_the_recorder(
     without, recorded = (training.wait() for training in pair)
     assert recorded.returncode == without.returncode == 0
     assert said(recorded) == said(without)
-    assert len(recorded.lines("Current thread")) == len(without.lines("Current thread")) == (kind == "faulthandler")
+    dumps = [training.lines("Stack (most recent call first)") for training in (recorded, without)]
+    assert len(dumps[0]) == len(dumps[1]) == (kind == "faulthandler")
     assert_steps(recorded, pair[1].progress.count("."), rows_of_a_step)
 
 

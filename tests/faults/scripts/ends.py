@@ -124,10 +124,9 @@ def install(kind: str, number: int, training: Training) -> None:
 
     if kind == "ignore":
         signal.signal(number, signal.SIG_IGN)
-    elif kind == "faulthandler":
-        faulthandler.register(number, chain=False)
-    elif kind == "faulthandler chain":
-        faulthandler.register(number, chain=True)
+    elif kind in ("faulthandler", "faulthandler chain"):
+        # Of this thread alone: it walks the frames of others without the interpreter's lock, and may crash there.
+        faulthandler.register(number, all_threads=False, chain=kind.endswith("chain"))
     else:
         previous = signal.signal(number, handle)
         print("before mine:", name_of(previous))
