@@ -73,8 +73,8 @@ class RootClock:
         every_call_is_a_step: bool,
         is_first_call: bool,
         micro_batch: int | None = None,
-    ) -> bool:
-        """A call of the root begins. Returns True where the step has moved.
+    ) -> None:
+        """A call of the root begins; the step may have moved with it.
 
         Args:
             with_grad: whether gradients are enabled.
@@ -83,13 +83,11 @@ class RootClock:
             is_first_call: of the root.
             micro_batch: its number, of a pipeline's stage: each is a slice.
         """
-        moved = False
         if every_call_is_a_step and not is_first_call and not self._clock.is_by_hand:
             self._clock.step += 1
-            moved = True
         mode = _mode(with_grad, training)
         if with_grad and not every_call_is_a_step and self._trained_mode in (None, mode):
-            moved = self._clock.advance_if_stepped()
+            self._clock.advance_if_stepped()
         current = self._slices.get(mode)
         if current is None or current.moment.step != self._clock.step:
             current = Slice(Moment(self._clock.step, 0, mode))
@@ -100,7 +98,6 @@ class RootClock:
             self._latest = current
             if micro_batch is not None:
                 self._by_micro_batch[micro_batch] = current
-        return moved
 
     def begin_trial(self) -> None:
         """A call of the root begins that is no part of training: its slice is no other's."""

@@ -100,8 +100,7 @@ class Capture:
         """Whether a root was ever seen to run with gradients; under compile its own hooks may be compiled away."""
         self.has_stepped = False
         """Whether the first step is over, which tells what of the model never ran, or was compiled."""
-        self.settled_step: int | None = None
-        """The step for which the last change was gone through; an interrupt may come in the middle of it."""
+        self._settled_step: int | None = None
         self._sequence = itertools.count()
         self._stagers: dict[str, staging.Stager] = {}
         self._leaf_hooks: deque[Any] = deque()
@@ -117,9 +116,14 @@ class Capture:
         """Rows numbered so far; any thread. Read off the counter's repr, the one way that does not advance it."""
         return int(repr(self._sequence)[6:-1])
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether `step_changed` has run to its end for this step; an interrupt may come before that, or within."""
+        return self._settled_step == self.clock.step
+
     def step_changed(self) -> None:
         """The step has moved: work out what is kept, and drop what belonged to the old step."""
-        self.settled_step, step = None, self.clock.step
+        self._settled_step, step = None, self.clock.step
         self.selection.at_step(step)
         # Not before the first step has told what runs, nor where only modules tell that the step has moved, nor once
         # anything was compiled: dynamo would make a graph for modules with hooks and one for those without.
@@ -131,7 +135,7 @@ class Capture:
         self._leaf_hooks.clear()
         self._taps.clear()
         self._scalar_repeats.clear()
-        self.settled_step = step
+        self._settled_step = step
         self.call_begins()
 
     def call_begins(self) -> None:

@@ -400,10 +400,10 @@ class Root:
         self.num_calls += 1
         if torch.is_grad_enabled():
             self.capture.has_seen_forward = True
-        if self.capture.settled_step != self.capture.clock.step:
-            self.capture.step_changed()
-        else:
+        if self.capture.is_settled:
             self.capture.call_begins()
+        else:
+            self.capture.step_changed()
 
     def ends(self, output: Any) -> None:
         """A call of the root has returned, or raised (then ``output`` is None)."""
@@ -451,9 +451,8 @@ class Root:
         is_hidden = self.num_calls == 0 and self.capture.nesting.depth == 0
         if not is_hidden or module is None or torch._C._current_graph_task_id() != -1:
             return self.slice_now()
-        if self.clock.begin(
-            with_grad=with_grad, training=module.training, every_call_is_a_step=False, is_first_call=False
-        ):
+        self.clock.begin(with_grad=with_grad, training=module.training, every_call_is_a_step=False, is_first_call=False)
+        if not self.capture.is_settled:
             self.capture.step_changed()
         found = self.clock.active
         self.clock.end()
