@@ -183,7 +183,6 @@ class Index:
 
     def write(self, disk: Disk, shard: Path, shard_bytes: int, memory: PageMemory) -> int:
         """Write the index of the sealed `shard` beside it; returns its size in bytes."""
-        self._compress_pending()
         final = shard.with_name(index_name(shard.name))
         metadata = {**_INDEX_SCHEMA.metadata, b"recorder_shard_bytes": b"%d" % shard_bytes}
         layout = Layout(_INDEX_SCHEMA.with_metadata(metadata))
@@ -191,6 +190,8 @@ class Index:
         try:
             for waiting in self._waiting:
                 file.append(pa.ipc.open_stream(waiting, options=_READ_ALONE).read_next_batch(), {})
+            if self._pending:
+                file.append(self._take_pending(), {})
             file.seal(final, {})
         except BaseException:
             file.discard()
@@ -198,20 +199,21 @@ class Index:
         return file.num_bytes
 
     def _compress_pending(self) -> None:
-        if not self._pending:
-            return
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, _INDEX_SCHEMA, options=_COMPRESS_ALONE) as stream:
+            stream.write_batch(self._take_pending())
+        self._waiting.append(sink.getvalue())
+
+    def _take_pending(self) -> pa.RecordBatch:
+        """The pending batches, of which there is one at least, as one, with the place of each row."""
         (light,) = pa.Table.from_batches(self._pending).combine_chunks().to_batches()
         sizes = [batch.num_rows for batch in self._pending]
         numbers = np.repeat(np.arange(self._num_batches, self._num_batches + len(sizes), dtype=np.int32), sizes)
         rows = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
         places = [pa.Array.from_buffers(pa.int32(), len(rows), [None, pa.py_buffer(n)]) for n in (numbers, rows)]
-        columns = [*light.columns, *places]
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, _INDEX_SCHEMA, options=_COMPRESS_ALONE) as stream:
-            stream.write_batch(pa.RecordBatch.from_arrays(columns, schema=_INDEX_SCHEMA))
-        self._waiting.append(sink.getvalue())
         self._num_batches += len(sizes)
         self._pending, self._num_pending_rows = [], 0
+        return pa.RecordBatch.from_arrays([*light.columns, *places], schema=_INDEX_SCHEMA)
 
 
 _INDEX_SCHEMA = pa.schema(
