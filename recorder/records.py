@@ -22,6 +22,9 @@ KEEP_FINGERPRINT = 4
 
 PART_BYTES = 32 << 20
 """A payload above this becomes several rows, so that memory stays bounded (bytes)."""
+LENT_BYTES = 32 << 20
+"""A segment with so much in it takes no more, and the batch that borrows it is written (bytes). Where hooks encode,
+training misses whatever the writer does, and most of that is a batch's own."""
 
 
 def kind_of(keep: int, site: str) -> str:

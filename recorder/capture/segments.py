@@ -10,11 +10,10 @@ import weakref
 import numpy as np
 import numpy.typing as npt
 
+from ..records import LENT_BYTES
 from .pool import GRAIN_BYTES, Pool
 
-_ROOM_BYTES = 16 << 20
-_CLOSE_BYTES = 8 << 20
-"""A segment with so much in it takes no more: about a batch."""
+_ROOM_BYTES = LENT_BYTES + (8 << 20)
 _MAX_PIECES = 4096
 """Rows of a batch at most."""
 _SHARE_OF_POOL = 8
@@ -67,7 +66,7 @@ class Segment:
         """Whether one more payload may be put here, of so many bytes at most."""
         return (
             not self.is_closed
-            and self.end < _CLOSE_BYTES
+            and self.end < LENT_BYTES
             and self.num_pieces < min(_MAX_PIECES, max(1, len(self.data) // GRAIN_BYTES))
             and self.end + nbytes <= len(self.data)
         )

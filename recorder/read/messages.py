@@ -26,7 +26,7 @@ CONTINUATION = 0xFFFFFFFF
 MAX_METADATA_BYTES = 1 << 20
 """Bound on what stands before the body of one message; ours take less than 20 KiB."""
 MAX_BATCH_BYTES = 1 << 30
-"""Bound on one batch in memory. Ours hold 8 MiB of payload, or one part of 32 MiB, and their light columns."""
+"""Bound on one batch in memory. Ours hold at most 40 MiB of payload, and their light columns."""
 
 _MAX_RATIO = 128
 """Bytes of a compressed batch for each on disk: columns that are all constants come to 13. A bomb has thousands."""

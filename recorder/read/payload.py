@@ -19,10 +19,10 @@ from .rows import ShardRows
 
 _COLUMNS = ("seq", "dtype", "shape", "encoding", "payload_bytes", "data")
 _SPARE_BATCHES = 8
-_MAX_REMOTE_BYTES = 1 << 30
+_MAX_REMOTE_BYTES = 2 << 30
 """Of batches out of a store, which are memory; those of a disk are mapped."""
-_BATCH_BYTES = 8 << 20
-"""What a batch holds, unless a row of it is larger."""
+_BATCH_BYTES = 32 << 20
+"""What a batch may hold, unless a row of it is larger."""
 _Key = tuple[int, int]
 """Number of a shard among the loaded ones, and of a batch in it."""
 

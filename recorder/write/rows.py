@@ -19,7 +19,7 @@ from crc32c import crc32c
 from ..format.codec import Encoder, max_encoded_bytes
 from ..format.integrity import Crcs, checksum, column_crcs
 from ..format.schema import SCHEMA
-from ..records import PART_BYTES, Chunk, Measured, Moment, Origin, Piece, Segment, Staged
+from ..records import LENT_BYTES, PART_BYTES, Chunk, Measured, Moment, Origin, Piece, Segment, Staged
 from .file import PageMemory
 from .ipc import Payload
 
@@ -86,6 +86,7 @@ class RowBatch:
         rank: int,
         encoder: Encoder,
         batch_bytes: int,
+        lent_bytes: int = LENT_BYTES,
         max_rows: int = MAX_ROWS,
         is_payload_apart: bool = True,
     ) -> None:
@@ -96,12 +97,14 @@ class RowBatch:
             rank: the column's value.
             encoder: for the payloads.
             batch_bytes: payload at which the batch is full.
+            lent_bytes: the same where the payloads lie in a segment.
             max_rows: rows at which it is, too.
             is_payload_apart: whether what is built leaves the payload where it is.
         """
         self._constants = {"attempt": attempt, "rank": rank}
         self._encoder = encoder
         self._batch_bytes = batch_bytes
+        self._lent_bytes = lent_bytes
         self._max_rows = max_rows
         self._rows: list[tuple[Any, ...]] = []
         self._ends = [0]
@@ -123,7 +126,8 @@ class RowBatch:
 
     @property
     def is_full(self) -> bool:
-        return self._ends[-1] >= self._batch_bytes or len(self._rows) >= self._max_rows
+        max_bytes = self._batch_bytes if self._segment is None else self._lent_bytes
+        return self._ends[-1] >= max_bytes or len(self._rows) >= self._max_rows
 
     def _may_borrow(self, piece: Piece) -> bool:
         """Whether the payloads of the batch can be those of a segment, of which this is the first."""

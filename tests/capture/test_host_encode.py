@@ -149,14 +149,14 @@ def test_pieces_lie_end_to_end_and_the_last_one_gives_the_memory_back() -> None:
 
 @needs_library
 def test_a_segment_that_takes_no_more_gives_the_rest_back() -> None:
-    memory = pool(256 << 20)
+    memory = pool(512 << 20)
     host, kept = stager(memory), []
     for _ in range(30):
-        found = host.encode(torch.randint(0, 255, (1 << 20,), dtype=torch.uint8), None, KEEP_TENSOR, ORIGIN)
+        found = host.encode(torch.randint(0, 255, (4 << 20,), dtype=torch.uint8), None, KEEP_TENSOR, ORIGIN)
         assert found is not None
         kept.append(found[0])
     assert len({id(piece.segment) for piece in kept}) == 4
-    assert (30 << 20) < memory.used_bytes < (30 << 20) + (11 << 20)
+    assert (120 << 20) < memory.used_bytes < (120 << 20) + (18 << 20)
 
 
 @needs_library

@@ -1,4 +1,4 @@
-"""A batch in the making: a record that fails on its way in leaves no trace."""
+"""A batch in the making: a record that fails on its way in leaves no trace; when it is full."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from recorder.write.rows import NOT_MEASURED, RowBatch
 from tests.fakes import fake_staged
 
 
-def _encoded(value: int, pool: Pool) -> Staged:
-    """A record whose payload is the first of a segment."""
-    segment = Segments(pool).with_room(8)
+def _encoded(value: int, pool: Pool, segments: Segments | None = None) -> Staged:
+    """A record whose payload is the first of a segment, or the next of one in use."""
+    segment = (segments or Segments(pool)).with_room(8)
     assert segment is not None
-    segment.data[:8] = value
+    segment.data[segment.end : segment.end + 8] = value
     piece: Any = segment.add(8, PLAIN, 8)
     return fake_staged(np.full(8, value, np.uint8), keep=KEEP_TENSOR)._replace(block=piece, piece=piece)
 
@@ -51,3 +51,16 @@ def test_a_record_that_finds_no_memory_leaves_the_batch_as_it_was(
     assert built.payload is not None
     assert built.payload.values.tolist() == [2] * 8
     assert built.crcs["data"][2] == crc32c(built.payload.values.tobytes())
+
+
+def test_a_batch_that_borrows_its_payload_is_larger_than_one_that_copies() -> None:
+    pool = Pool(1 << 20, progress_s=lambda: 0.0, clock=lambda: 0.0)
+    batch, segments = RowBatch(attempt=0, rank=0, encoder=Encoder(), batch_bytes=16, lent_bytes=24), Segments(pool)
+    for is_encoded, num_rows in ((True, 3), (False, 2)):
+        for number in range(1, num_rows + 1):
+            assert not batch.is_full
+            plain = fake_staged(np.full(8, number, np.uint8), keep=KEEP_TENSOR)
+            assert _add(batch, _encoded(number, pool, segments) if is_encoded else plain)
+            assert batch.is_borrowing == is_encoded
+        assert batch.is_full
+        batch.clear()
