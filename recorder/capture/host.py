@@ -24,7 +24,7 @@ from ..format.codec import PLAIN, Encoder, max_encoded_bytes
 from ..format.fingerprint import moved
 from ..native import KINDS, Kernels, Team
 from ..processes import available_cores
-from ..records import KEEP_FINGERPRINT, KEEP_STATS, PART_BYTES, Chunk, Measured, Origin, Ready
+from ..records import KEEP_FINGERPRINT, KEEP_STATS, PART_BYTES, Chunk, Measured, Origin, Ready, lent_bytes
 from . import topology
 from .measure import measure
 from .pool import Pool, PoolBlock
@@ -79,7 +79,7 @@ class HostStager:
         self._encoder = None
         if settings is not None and _is_encoded(settings, pool.capacity_bytes):
             self._encoder = Encoder(settings.codec, settings.codec_level, self._kernels)
-        self._segments = Segments(pool)
+        self._segments = Segments(pool, lent_bytes((settings or Settings()).max_bytes))
         self._lock = threading.RLock()
         self._is_shared = False
         """Team and segment are in use: training may have several threads, and a signal's handler may train as well."""

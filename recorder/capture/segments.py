@@ -10,10 +10,10 @@ import weakref
 import numpy as np
 import numpy.typing as npt
 
-from ..records import LENT_BYTES
 from .pool import GRAIN_BYTES, Pool
 
-_ROOM_BYTES = LENT_BYTES + (8 << 20)
+_SPARE_BYTES = 8 << 20
+"""Room for the last payload of a segment, unless it is larger."""
 _MAX_PIECES = 4096
 """Rows of a batch at most."""
 _SHARE_OF_POOL = 8
@@ -24,11 +24,23 @@ _PAGE_BYTES = 4096
 class Segment:
     """Payloads end to end. The memory goes back to the pool when no piece and no batch refers to the segment."""
 
-    __slots__ = ("__del__", "__weakref__", "_places", "_pool", "address", "data", "end", "is_closed", "num_pieces")
+    __slots__ = (
+        "__del__",
+        "__weakref__",
+        "_max_bytes",
+        "_places",
+        "_pool",
+        "address",
+        "data",
+        "end",
+        "is_closed",
+        "num_pieces",
+    )
 
-    def __init__(self, pool: Pool) -> None:
-        """Without memory."""
+    def __init__(self, pool: Pool, max_bytes: int) -> None:
+        """Without memory; with `max_bytes` in it, it will take no more."""
         self._pool = pool
+        self._max_bytes = max_bytes
         self._places: list[tuple[int, int]] = []
         """Of the memory in the pool."""
         # One of its own, in C: what a signal's handler raises in one of Python's is swallowed, Ctrl-C among that.
@@ -66,7 +78,7 @@ class Segment:
         """Whether one more payload may be put here, of so many bytes at most."""
         return (
             not self.is_closed
-            and self.end < LENT_BYTES
+            and self.end < self._max_bytes
             and self.num_pieces < min(_MAX_PIECES, max(1, len(self.data) // GRAIN_BYTES))
             and self.end + nbytes <= len(self.data)
         )
@@ -111,9 +123,10 @@ class Piece:
 class Segments:
     """The segment that takes payloads now; it is only known while somebody uses it."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, lent_bytes: int) -> None:
         self._pool = pool
-        self._room_bytes = min(_ROOM_BYTES, pool.capacity_bytes // _SHARE_OF_POOL)
+        self._lent_bytes = lent_bytes
+        self._room_bytes = min(lent_bytes + _SPARE_BYTES, pool.capacity_bytes // _SHARE_OF_POOL)
         self._now: weakref.ref[Segment] | None = None
 
     def with_room(self, nbytes: int) -> Segment | None:
@@ -123,7 +136,7 @@ class Segments:
             self._now = None  # first: after an interrupt nothing may be put where the rest was
             if segment is not None:
                 segment.end_here()
-            segment = Segment(self._pool)
+            segment = Segment(self._pool, self._lent_bytes)
             if not segment.take(max(self._room_bytes, nbytes)):
                 return None
             self._now = weakref.ref(segment)

@@ -19,7 +19,7 @@ from crc32c import crc32c
 from ..format.codec import Encoder, max_encoded_bytes
 from ..format.integrity import Crcs, checksum, column_crcs
 from ..format.schema import SCHEMA
-from ..records import LENT_BYTES, PART_BYTES, Chunk, Measured, Moment, Origin, Piece, Segment, Staged
+from ..records import PART_BYTES, Chunk, Measured, Moment, Origin, Piece, Segment, Staged
 from .file import PageMemory
 from .ipc import Payload
 
@@ -86,7 +86,7 @@ class RowBatch:
         rank: int,
         encoder: Encoder,
         batch_bytes: int,
-        lent_bytes: int = LENT_BYTES,
+        lent_bytes: int,
         max_rows: int = MAX_ROWS,
         is_payload_apart: bool = True,
     ) -> None:
@@ -97,7 +97,7 @@ class RowBatch:
             rank: the column's value.
             encoder: for the payloads.
             batch_bytes: payload at which the batch is full.
-            lent_bytes: the same where the payloads lie in a segment.
+            lent_bytes: the same where the payloads lie in a segment: as much as those hold.
             max_rows: rows at which it is, too.
             is_payload_apart: whether what is built leaves the payload where it is.
         """
@@ -129,10 +129,6 @@ class RowBatch:
         max_bytes = self._batch_bytes if self._segment is None else self._lent_bytes
         return self._ends[-1] >= max_bytes or len(self._rows) >= self._max_rows
 
-    def _may_borrow(self, piece: Piece) -> bool:
-        """Whether the payloads of the batch can be those of a segment, of which this is the first."""
-        return self._is_payload_apart and not self._ends[-1] and not piece.start and self._segment is None
-
     def _continues(self, piece: Piece) -> bool:
         return self._segment is not None and piece.segment is self._segment and piece.start == self._ends[-1]
 
@@ -147,10 +143,11 @@ class RowBatch:
         Returns:
             Whether there was room; there is in an empty batch.
         """
-        is_borrowed = self._may_borrow(piece) or self._continues(piece)
+        is_first = self._is_payload_apart and not piece.start  # of its segment, which a batch can borrow
+        is_borrowed = self._continues(piece) or (is_first and not self._ends[-1] and self._segment is None)
         num_bytes = piece.stop - piece.start
         if not is_borrowed:
-            if not self._has_room(num_bytes):
+            if is_first or not self._has_room(num_bytes):  # else no batch after one that copies would ever borrow again
                 return False
             self._payload[self._ends[-1] : self._ends[-1] + num_bytes] = piece.data
         kernels = self._encoder.kernels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from recorder.config import Settings, load_settings
 from recorder.format.codec import PLAIN, PLANES_PLAIN, decode
 from recorder.read.verify import verify
 from recorder.records import KEEP_STATS, KEEP_TENSOR, PART_BYTES, Origin
+from recorder.write.rows import RowBatch
 
 from .support import flagged
 
@@ -173,7 +175,7 @@ def test_what_a_segment_cannot_take_is_copied() -> None:
 
 @needs_library
 def test_a_closed_segment_is_followed_by_another() -> None:
-    segments = Segments(pool())
+    segments = Segments(pool(), 8 << 20)
     first = segments.with_room(100)
     assert first is not None and segments.with_room(100) is first
     first.is_closed = True
@@ -242,3 +244,31 @@ def test_what_batches_hold_of_the_pool_is_given_back_when_training_waits_for_it(
     run = recorder.open_run(tmp_path)
     assert run.num_rows == 7 * steps  # the large one is in two parts
     assert torch.equal(run.tensor("large", site="output", step=steps - 1), model.content)
+
+
+@needs_library
+@pytest.mark.parametrize("num_cores", [64, 1])
+@pytest.mark.parametrize("max_bytes", [1 << 30, 1 << 25])
+def test_batches_borrow_all_that_hooks_encode_however_far_the_writer_is_behind(
+    max_bytes: int, num_cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
+    is_over, borrowed, add_piece = threading.Event(), [], RowBatch.add_piece
+
+    def noted(batch: RowBatch, *arguments: Any) -> bool:
+        is_over.wait(60.0)
+        has_room = add_piece(batch, *arguments)
+        borrowed.append(batch.is_borrowing)
+        return has_room
+
+    monkeypatch.setattr(RowBatch, "add_piece", noted)
+    model = nn.Sequential(*[nn.Identity() for _ in range(10)])
+    settings: dict[str, Any] = {"codec": "none", "max_bytes": max_bytes, "flush_interval_s": 3600.0}
+    recording = recorder.attach(model, enabled=True, dir=tmp_path, rules="site=output keep=tensor", **settings)
+    for step in range(10):
+        with torch.no_grad():
+            model(torch.full((30_000,), float(step)))
+        recorder.step(step + 1)
+    is_over.set()
+    recording.close()
+    assert len(borrowed) >= 110 and all(borrowed)

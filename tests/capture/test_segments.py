@@ -100,7 +100,7 @@ def test_an_interrupt_of_a_segment_takes_no_memory_and_gives_none_out_twice(nbyt
     instant = 0
     while True:
         pool = Pool(1 << 20, progress_s=time.monotonic, clock=time.monotonic)
-        segments = Segments(pool)
+        segments = Segments(pool, 8 << 20)
         segment = segments.with_room(60_000)
         assert segment is not None
         held = [segment.add(60_000, PLAIN, 60_000)]
@@ -146,7 +146,7 @@ def test_after_an_interrupt_hooks_encode_as_before(module: ModuleType) -> None:
 
 def test_what_a_handler_raises_as_a_segment_goes_is_not_swallowed() -> None:
     pool = Pool(1 << 20, progress_s=time.monotonic, clock=time.monotonic)
-    segment, called = Segments(pool).with_room(1000), []
+    segment, called = Segments(pool, 8 << 20).with_room(1000), []
     assert segment is not None
     before = sys.gettrace()
     sys.settrace(lambda frame, event, argument: called.append(frame.f_code.co_name))
