@@ -22,24 +22,11 @@ KEEP_FINGERPRINT = 4
 
 PART_BYTES = 32 << 20
 """A payload above this becomes several rows, so that memory stays bounded (bytes)."""
-_LENT_BYTES = 32 << 20
-_BATCHES_PER_QUOTA = 64
 
 
 def kind_of(keep: int, site: str) -> str:
     """The kind of shard that a record belongs to: a scalar's payload stays with statistics, which are kept longest."""
     return "tensors" if keep & KEEP_TENSOR and site != "scalar" else "stats"
-
-
-def lent_bytes(max_bytes: int) -> int:
-    """With so much in it a segment takes no more, and the batch that borrows it is written.
-
-    Where hooks encode, training misses whatever the writer does, and most of that is done for a batch, not for a byte.
-
-    Args:
-        max_bytes: what the rank may take of the disk.
-    """
-    return min(_LENT_BYTES, max_bytes // _BATCHES_PER_QUOTA)
 
 
 class Block(Protocol):
@@ -57,6 +44,8 @@ class Segment(Protocol):
     """Memory for payloads end to end, from a page on; whoever refers to it keeps it."""
 
     data: npt.NDArray[np.uint8]
+    max_bytes: int
+    """With so much in it, it takes no more, and the batch that borrows it is written."""
     is_closed: bool
     """To be set by the writer once it has written what it had of it: what would follow had to be copied."""
 

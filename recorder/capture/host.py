@@ -24,11 +24,11 @@ from ..format.codec import PLAIN, Encoder, max_encoded_bytes
 from ..format.fingerprint import moved
 from ..native import KINDS, Kernels, Team
 from ..processes import available_cores
-from ..records import KEEP_FINGERPRINT, KEEP_STATS, PART_BYTES, Chunk, Measured, Origin, Ready, lent_bytes
+from ..records import KEEP_FINGERPRINT, KEEP_STATS, PART_BYTES, Chunk, Measured, Origin, Ready
 from . import topology
 from .measure import measure
 from .pool import Pool, PoolBlock
-from .segments import Piece, Segments
+from .segments import Piece, Segments, segment_bytes
 from .values import DTYPES
 
 Reader = Callable[[npt.NDArray[np.uint8], Chunk | None], Measured]
@@ -76,10 +76,10 @@ class HostStager:
         self._alone = kernels
         self._kernels = kernels if kernels is None or team is None else kernels.sharing(team)
         self._finishes = finishes and kernels is not None
-        self._encoder = None
+        self._encoder, self._segments = None, Segments(pool)
         if settings is not None and _is_encoded(settings, pool.capacity_bytes):
             self._encoder = Encoder(settings.codec, settings.codec_level, self._kernels)
-        self._segments = Segments(pool, lent_bytes((settings or Settings()).max_bytes))
+            self._segments = Segments(pool, segment_bytes(settings.max_bytes, settings.shard_bytes))
         self._lock = threading.RLock()
         self._is_shared = False
         """Team and segment are in use: training may have several threads, and a signal's handler may train as well."""

@@ -12,8 +12,13 @@ import numpy.typing as npt
 
 from .pool import GRAIN_BYTES, Pool
 
+_LARGEST_BYTES = 32 << 20
+"""Where hooks encode, training misses what the writer does, and most of that is done for a batch, not for a byte."""
+_LARGE_BYTES = 8 << 20
+_BATCHES_PER_QUOTA = 43
+"""Small quotas have small batches: a shard is an eighth of what tensors may take, three quarters, and has four."""
 _SPARE_BYTES = 8 << 20
-"""Room for the last payload of a segment, unless it is larger."""
+"""Room for the last payload of a segment, unless that or the pool is small."""
 _MAX_PIECES = 4096
 """Rows of a batch at most."""
 _SHARE_OF_POOL = 8
@@ -27,20 +32,21 @@ class Segment:
     __slots__ = (
         "__del__",
         "__weakref__",
-        "_max_bytes",
         "_places",
         "_pool",
         "address",
         "data",
         "end",
         "is_closed",
+        "max_bytes",
         "num_pieces",
     )
 
     def __init__(self, pool: Pool, max_bytes: int) -> None:
-        """Without memory; with `max_bytes` in it, it will take no more."""
+        """Without memory."""
         self._pool = pool
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
+        """With so much in it, it takes no more, and the batch that borrows it is written."""
         self._places: list[tuple[int, int]] = []
         """Of the memory in the pool."""
         # One of its own, in C: what a signal's handler raises in one of Python's is swallowed, Ctrl-C among that.
@@ -78,7 +84,7 @@ class Segment:
         """Whether one more payload may be put here, of so many bytes at most."""
         return (
             not self.is_closed
-            and self.end < self._max_bytes
+            and self.end < self.max_bytes
             and self.num_pieces < min(_MAX_PIECES, max(1, len(self.data) // GRAIN_BYTES))
             and self.end + nbytes <= len(self.data)
         )
@@ -120,13 +126,19 @@ class Piece:
         self.segment = None
 
 
+def segment_bytes(max_bytes: int, shard_bytes: int) -> int:
+    """What segments hold where the rank may take `max_bytes` of the disk, and shards end at `shard_bytes`."""
+    return min(_LARGEST_BYTES, max_bytes // _BATCHES_PER_QUOTA, max(_LARGE_BYTES, shard_bytes // 4))
+
+
 class Segments:
     """The segment that takes payloads now; it is only known while somebody uses it."""
 
-    def __init__(self, pool: Pool, lent_bytes: int) -> None:
+    def __init__(self, pool: Pool, max_bytes: int = _LARGEST_BYTES) -> None:
+        """Of so many bytes each, fewer in a small pool."""
         self._pool = pool
-        self._lent_bytes = lent_bytes
-        self._room_bytes = min(lent_bytes + _SPARE_BYTES, pool.capacity_bytes // _SHARE_OF_POOL)
+        self._room_bytes = min(max_bytes + _SPARE_BYTES, pool.capacity_bytes // _SHARE_OF_POOL)
+        self._max_bytes = min(max_bytes, self._room_bytes * 3 // 4)
         self._now: weakref.ref[Segment] | None = None
 
     def with_room(self, nbytes: int) -> Segment | None:
@@ -136,7 +148,7 @@ class Segments:
             self._now = None  # first: after an interrupt nothing may be put where the rest was
             if segment is not None:
                 segment.end_here()
-            segment = Segment(self._pool, self._lent_bytes)
+            segment = Segment(self._pool, self._max_bytes)
             if not segment.take(max(self._room_bytes, nbytes)):
                 return None
             self._now = weakref.ref(segment)

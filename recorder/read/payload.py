@@ -19,10 +19,12 @@ from .rows import ShardRows
 
 _COLUMNS = ("seq", "dtype", "shape", "encoding", "payload_bytes", "data")
 _SPARE_BATCHES = 8
-_MAX_REMOTE_BYTES = 2 << 30
+_MAX_REMOTE_BYTES = 1 << 30
 """Of batches out of a store, which are memory; those of a disk are mapped."""
-_BATCH_BYTES = 32 << 20
-"""What a batch may hold, unless a row of it is larger."""
+_AT_ONCE = 16
+"""Batches that are asked for before a look at how large they were."""
+_BATCH_BYTES = 8 << 20
+"""What most batches hold, unless a row of them is larger; where hooks encode, up to five times as much."""
 _Key = tuple[int, int]
 """Number of a shard among the loaded ones, and of a batch in it."""
 
@@ -55,9 +57,12 @@ class Payloads:
             [some[0] for some in of_shard.values() if some],
             [one for some in of_shard.values() for one in some[1:]],
         ):
-            if wanted:
-                found = store_of(wanted[0][1].path).each(_read, wanted)
-                self._batches |= {one[0]: batch for one, batch in zip(wanted, found, strict=True) if batch is not None}
+            for start in range(0, len(wanted), _AT_ONCE):
+                if self._num_bytes() > _MAX_REMOTE_BYTES:
+                    break
+                some = wanted[start : start + _AT_ONCE]
+                found = store_of(some[0][1].path).each(_read, some)
+                self._batches |= {one[0]: batch for one, batch in zip(some, found, strict=True) if batch is not None}
         self._shrink()
 
     def encoded(self, position: int) -> Payload:
@@ -162,9 +167,12 @@ class Payloads:
         while len(self._batches) > self._max_batches:
             self._batches.popitem(last=False)
         if len(self._batches) > 1 and self._rows.num_rows and self._is_remote(0):
-            num_bytes = sum(batch.nbytes for batch in self._batches.values())
+            num_bytes = self._num_bytes()
             while len(self._batches) > 1 and num_bytes > _MAX_REMOTE_BYTES:
                 num_bytes -= self._batches.popitem(last=False)[1].nbytes
+
+    def _num_bytes(self) -> int:
+        return sum(batch.nbytes for batch in self._batches.values())
 
     def _key(self, position: int, batch: int) -> _Key:
         return int(self._rows.shard_numbers(np.array([position]))[0]), batch

@@ -97,7 +97,7 @@ class Lane:
         return self._batch.num_rows
 
     def add(self, staged: Staged, measured: Measured, part: int) -> None:
-        """Take one row; the payload is copied. A batch without room for it is written first."""
+        """Take one row; the payload is copied, or borrowed. A batch that does not take it is written first."""
         if staged.moment.step != self._step:
             self._step_is(staged.moment.step)
         if not staged.keep & KEEP_TENSOR:

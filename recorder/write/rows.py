@@ -58,10 +58,12 @@ _ROW = (
 time that one with names takes."""
 MAX_ROWS = 4096
 """Rows of one batch at most."""
+_WORTH_ENDING = 8
+"""Part of its bytes that a batch has, if it is ended so that the next may borrow."""
 
 
 def max_payload_bytes(batch_bytes: int) -> int:
-    """Payload of one batch at most: it is written once it has `batch_bytes`, and any part must fit an empty one."""
+    """Payload that one batch copies at most: it is written once it has `batch_bytes`, and an empty one takes any part."""
     return max(batch_bytes, max_encoded_bytes(PART_BYTES))
 
 
@@ -86,7 +88,6 @@ class RowBatch:
         rank: int,
         encoder: Encoder,
         batch_bytes: int,
-        lent_bytes: int,
         max_rows: int = MAX_ROWS,
         is_payload_apart: bool = True,
     ) -> None:
@@ -96,15 +97,13 @@ class RowBatch:
             attempt: the column's value.
             rank: the column's value.
             encoder: for the payloads.
-            batch_bytes: payload at which the batch is full.
-            lent_bytes: the same where the payloads lie in a segment: as much as those hold.
+            batch_bytes: payload at which the batch is full, unless that lies in a segment, which says so itself.
             max_rows: rows at which it is, too.
             is_payload_apart: whether what is built leaves the payload where it is.
         """
         self._constants = {"attempt": attempt, "rank": rank}
         self._encoder = encoder
         self._batch_bytes = batch_bytes
-        self._lent_bytes = lent_bytes
         self._max_rows = max_rows
         self._rows: list[tuple[Any, ...]] = []
         self._ends = [0]
@@ -126,7 +125,7 @@ class RowBatch:
 
     @property
     def is_full(self) -> bool:
-        max_bytes = self._batch_bytes if self._segment is None else self._lent_bytes
+        max_bytes = self._batch_bytes if self._segment is None else self._segment.max_bytes
         return self._ends[-1] >= max_bytes or len(self._rows) >= self._max_rows
 
     def _continues(self, piece: Piece) -> bool:
@@ -141,13 +140,15 @@ class RowBatch:
         """Add a row with a payload that is encoded already: it stays where it is, if the batch's payloads lie there.
 
         Returns:
-            Whether there was room; there is in an empty batch.
+            Whether the batch takes it; an empty one does.
         """
         is_first = self._is_payload_apart and not piece.start  # of its segment, which a batch can borrow
         is_borrowed = self._continues(piece) or (is_first and not self._ends[-1] and self._segment is None)
         num_bytes = piece.stop - piece.start
         if not is_borrowed:
-            if is_first or not self._has_room(num_bytes):  # else no batch after one that copies would ever borrow again
+            # A batch that copies is ended for a segment: else none after it would borrow again.
+            is_worth_it = is_first and self._ends[-1] >= self._batch_bytes // _WORTH_ENDING
+            if is_worth_it or not self._has_room(num_bytes):
                 return False
             self._payload[self._ends[-1] : self._ends[-1] + num_bytes] = piece.data
         kernels = self._encoder.kernels

@@ -18,7 +18,7 @@ class WriteSettings:
     shard_rows: int = 65536
     """A shard ends at this many rows."""
     batch_bytes: int = 8 << 20
-    """A batch is written once its payload has this size."""
+    """A batch that copies is written once its payload has this size; one that borrows a segment, once that is full."""
     codec: str = "auto"
     """``auto``, ``none`` or ``zstd``; see `format.codec`."""
     codec_level: int = 1

@@ -26,7 +26,6 @@ from ..format.rundir import (
     rank_dir,
 )
 from ..format.schema import FORMAT_NAME, FORMAT_VERSION, SCHEMA
-from ..records import lent_bytes
 from .backoff import Backoff, drop_reason
 from .earlier import EarlierShard, find_earlier
 from .file import Disk, PageMemory
@@ -277,7 +276,6 @@ class Store:
                     rank=place.rank,
                     encoder=encoder,
                     batch_bytes=min(settings.batch_bytes, max_batch_bytes),
-                    lent_bytes=lent_bytes(settings.max_bytes),
                     max_rows=min(MAX_ROWS, max(1, max_batch_bytes // _ROW_BYTES)),
                     is_payload_apart=compression is None,  # else Arrow compresses it, into a copy
                 ),

@@ -175,7 +175,7 @@ def test_what_a_segment_cannot_take_is_copied() -> None:
 
 @needs_library
 def test_a_closed_segment_is_followed_by_another() -> None:
-    segments = Segments(pool(), 8 << 20)
+    segments = Segments(pool())
     first = segments.with_room(100)
     assert first is not None and segments.with_room(100) is first
     first.is_closed = True

@@ -19,7 +19,7 @@ from recorder.capture import host as host_module
 from recorder.capture import segments as segment_module
 from recorder.capture.host import HostStager
 from recorder.capture.pool import GRAIN_BYTES, Pool
-from recorder.capture.segments import Segments
+from recorder.capture.segments import Segments, segment_bytes
 from recorder.config import Settings
 from recorder.format.codec import PLAIN
 from recorder.records import KEEP_STATS, KEEP_TENSOR, Origin
@@ -100,7 +100,7 @@ def test_an_interrupt_of_a_segment_takes_no_memory_and_gives_none_out_twice(nbyt
     instant = 0
     while True:
         pool = Pool(1 << 20, progress_s=time.monotonic, clock=time.monotonic)
-        segments = Segments(pool, 8 << 20)
+        segments = Segments(pool)
         segment = segments.with_room(60_000)
         assert segment is not None
         held = [segment.add(60_000, PLAIN, 60_000)]
@@ -146,7 +146,7 @@ def test_after_an_interrupt_hooks_encode_as_before(module: ModuleType) -> None:
 
 def test_what_a_handler_raises_as_a_segment_goes_is_not_swallowed() -> None:
     pool = Pool(1 << 20, progress_s=time.monotonic, clock=time.monotonic)
-    segment, called = Segments(pool, 8 << 20).with_room(1000), []
+    segment, called = Segments(pool).with_room(1000), []
     assert segment is not None
     before = sys.gettrace()
     sys.settrace(lambda frame, event, argument: called.append(frame.f_code.co_name))
@@ -154,3 +154,22 @@ def test_what_a_handler_raises_as_a_segment_goes_is_not_swallowed() -> None:
     sys.settrace(before)
     assert called == []  # what no Python runs in, no handler does
     assert pool.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "shard_bytes", "pool_bytes", "expected"),
+    [
+        (16 << 30, 256 << 20, 1 << 30, 32 << 20),
+        (16 << 30, 256 << 20, 64 << 20, 6 << 20),
+        (16 << 30, 64 << 20, 1 << 30, 16 << 20),
+        (16 << 30, 1 << 20, 1 << 30, 8 << 20),
+        (43 << 20, 256 << 20, 1 << 30, 1 << 20),
+    ],
+)
+def test_a_segment_holds_a_part_of_the_quota_of_a_shard_and_of_the_pool(
+    max_bytes: int, shard_bytes: int, pool_bytes: int, expected: int
+) -> None:
+    pool = Pool(pool_bytes, progress_s=time.monotonic, clock=time.monotonic)
+    segment = Segments(pool, segment_bytes(max_bytes, shard_bytes)).with_room(100)
+    assert segment is not None and segment.max_bytes == expected
+    assert len(segment.data) >= expected

@@ -19,7 +19,7 @@ from tests.fakes import fake_staged
 
 def _encoded(value: int, pool: Pool, segments: Segments | None = None) -> Staged:
     """A record whose payload is the first of a segment, or the next of one in use."""
-    segment = (segments or Segments(pool, 1 << 20)).with_room(8)
+    segment = (segments or Segments(pool)).with_room(8)
     assert segment is not None
     segment.data[segment.end : segment.end + 8] = value
     piece: Any = segment.add(8, PLAIN, 8)
@@ -40,7 +40,7 @@ def test_a_record_that_finds_no_memory_leaves_the_batch_as_it_was(
         raise MemoryError
 
     pool = Pool(1 << 20, progress_s=lambda: 0.0, clock=lambda: 0.0)
-    batch = RowBatch(attempt=0, rank=0, encoder=Encoder(), batch_bytes=1 << 20, lent_bytes=1 << 20)
+    batch = RowBatch(attempt=0, rank=0, encoder=Encoder(), batch_bytes=1 << 20)
     lost = _encoded(1, pool) if is_encoded else fake_staged(np.full(8, 1, np.uint8))
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(rows, "_merge_notes", refuse)
@@ -55,7 +55,7 @@ def test_a_record_that_finds_no_memory_leaves_the_batch_as_it_was(
 
 def test_a_batch_that_borrows_its_payload_is_larger_than_one_that_copies() -> None:
     pool = Pool(1 << 20, progress_s=lambda: 0.0, clock=lambda: 0.0)
-    batch, segments = RowBatch(attempt=0, rank=0, encoder=Encoder(), batch_bytes=16, lent_bytes=24), Segments(pool, 24)
+    batch, segments = RowBatch(attempt=0, rank=0, encoder=Encoder(), batch_bytes=16), Segments(pool, 24)
     for is_encoded, num_rows in ((True, 3), (False, 2)):
         for number in range(1, num_rows + 1):
             assert not batch.is_full
@@ -68,7 +68,7 @@ def test_a_batch_that_borrows_its_payload_is_larger_than_one_that_copies() -> No
 
 def test_a_segment_begins_a_batch_also_after_payloads_that_had_to_be_copied() -> None:
     pool = Pool(1 << 20, progress_s=lambda: 0.0, clock=lambda: 0.0)
-    batch, segments = RowBatch(attempt=0, rank=0, encoder=Encoder(), batch_bytes=100, lent_bytes=24), Segments(pool, 24)
+    batch, segments = RowBatch(attempt=0, rank=0, encoder=Encoder(), batch_bytes=100), Segments(pool, 24)
     waiting = [_encoded(number, pool, segments) for number in range(6)]
     assert _add(batch, waiting[0]) and batch.is_borrowing
     batch.clear()  # written because it was old
@@ -84,12 +84,19 @@ def test_a_segment_begins_a_batch_also_after_payloads_that_had_to_be_copied() ->
 
 def test_empty_payloads_at_the_beginning_of_a_segment_end_no_batch() -> None:
     pool = Pool(1 << 20, progress_s=lambda: 0.0, clock=lambda: 0.0)
-    batch, segments = RowBatch(attempt=0, rank=0, encoder=Encoder(), batch_bytes=100, lent_bytes=24), Segments(pool, 24)
+    batch, segments = RowBatch(attempt=0, rank=0, encoder=Encoder(), batch_bytes=100), Segments(pool, 24)
     held = segments.with_room(0)
     for num_bytes in (0, 0, 8):
         segment = segments.with_room(num_bytes)
-        assert segment is held is not None
+        assert segment is not None and segment is held
         piece: Any = segment.add(num_bytes, PLAIN, num_bytes)
         values = np.zeros(num_bytes, np.uint8)
         assert _add(batch, fake_staged(values, keep=KEEP_TENSOR)._replace(block=piece, piece=piece))
     assert batch.num_rows == 3 and batch.is_borrowing
+
+
+def test_a_batch_that_has_copied_little_is_not_ended_for_a_segment() -> None:
+    pool = Pool(1 << 20, progress_s=lambda: 0.0, clock=lambda: 0.0)
+    batch = RowBatch(attempt=0, rank=0, encoder=Encoder(), batch_bytes=100)
+    assert _add(batch, fake_staged(np.zeros(8, np.uint8), keep=KEEP_TENSOR))
+    assert _add(batch, _encoded(1, pool)) and not batch.is_borrowing
