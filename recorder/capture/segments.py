@@ -138,7 +138,7 @@ class Segments:
         """Of so many bytes each, fewer in a small pool."""
         self._pool = pool
         self._room_bytes = min(max_bytes + _SPARE_BYTES, pool.capacity_bytes // _SHARE_OF_POOL)
-        self._max_bytes = min(max_bytes, self._room_bytes * 3 // 4)
+        self._max_bytes = min(max_bytes, self._room_bytes * 4 // 5)
         self._now: weakref.ref[Segment] | None = None
 
     def with_room(self, nbytes: int) -> Segment | None:

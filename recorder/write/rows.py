@@ -63,7 +63,7 @@ _WORTH_ENDING = 8
 
 
 def max_payload_bytes(batch_bytes: int) -> int:
-    """Payload that one batch copies at most: it is written once it has `batch_bytes`, and an empty one takes any part."""
+    """Payload that a batch copies at most: it is written once it has `batch_bytes`, and an empty one takes any part."""
     return max(batch_bytes, max_encoded_bytes(PART_BYTES))
 
 
