@@ -58,8 +58,6 @@ _ROW = (
 time that one with names takes."""
 MAX_ROWS = 4096
 """Rows of one batch at most."""
-_WORTH_ENDING = 8
-"""Part of its bytes that a batch has, if it is ended so that the next may borrow."""
 
 
 def max_payload_bytes(batch_bytes: int) -> int:
@@ -113,6 +111,8 @@ class RowBatch:
         self._is_payload_apart = is_payload_apart
         self._segment: Segment | None = None
         """Where the payloads lie, from its beginning on, instead of in the memory."""
+        self._has_parts = False
+        """Whether payloads are among them that never were in a segment."""
 
     @property
     def num_rows(self) -> int:
@@ -146,9 +146,8 @@ class RowBatch:
         is_borrowed = self._continues(piece) or (is_first and not self._ends[-1] and self._segment is None)
         num_bytes = piece.stop - piece.start
         if not is_borrowed:
-            # A batch that copies is ended for a segment: else none after it would borrow again.
-            is_worth_it = is_first and self._ends[-1] >= self._batch_bytes // _WORTH_ENDING
-            if is_worth_it or not self._has_room(num_bytes):
+            # After pieces that came too late to be borrowed the next segment is, or no batch would ever borrow again.
+            if (is_first and num_bytes and not self._has_parts) or not self._has_room(num_bytes):
                 return False
             self._payload[self._ends[-1] : self._ends[-1] + num_bytes] = piece.data
         kernels = self._encoder.kernels
@@ -182,6 +181,7 @@ class RowBatch:
         end = begin + nbytes
         crc = checksum(self._payload[begin:end].data, self._encoder.kernels, self._payload_crc)  # while it is in cache
         self._add(staged, NOT_MEASURED if part else measured, part, start // item_bytes, encoding, len(data))
+        self._has_parts = True
         self._payload_crc = crc
         self._ends.append(end)
         return True
@@ -256,6 +256,7 @@ class RowBatch:
             self._segment = None
         self._ends = [0]
         self._payload_crc = 0
+        self._has_parts = False
 
     def _column(
         self, name: str, type_name: str, columns: Mapping[str, Sequence[Any]], ends: npt.NDArray[np.int64]

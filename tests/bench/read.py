@@ -39,11 +39,11 @@ from .written import writing
 NUM_MODULES = 100
 
 
-def write_run(run: Path, num_rows: int, values_of_row: np.ndarray[Any, Any], keep: int) -> None:
-    """A run of one rank: each module once a step."""
+def write_run(run: Path, num_rows: int, values_of_row: np.ndarray[Any, Any], keep: int, **settings: Any) -> None:
+    """A run of one rank: each module once a step; `settings` of the writer."""
     paths = [f"layers.{module}" for module in range(NUM_MODULES)]
     per_drain = max(1, (256 << 20) // max(values_of_row.nbytes, 16 << 10))
-    with writing(run, codec="none") as (writer, put):
+    with writing(run, codec="none", **settings) as (writer, put):
         for row in range(num_rows):
             step, module = divmod(row, NUM_MODULES)
             values_of_row[0] = row
@@ -80,12 +80,12 @@ def forget(run: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def of_tensors(folder: Path, gb: float, tensor_bytes: int) -> dict[str, float]:
+def of_tensors(folder: Path, gb: float, tensor_bytes: int, batch_bytes: int) -> dict[str, float]:
     """The figures of a run of tensors."""
     run_dir = folder / "tensors"
     num_rows = max(NUM_MODULES, int(gb * 1e9) // tensor_bytes)
     values = np.random.default_rng(0).standard_normal(tensor_bytes // 4, np.float32)
-    write_run(run_dir, num_rows, values, KEEP_TENSOR | KEEP_STATS | KEEP_FINGERPRINT)
+    write_run(run_dir, num_rows, values, KEEP_TENSOR | KEEP_STATS | KEEP_FINGERPRINT, batch_bytes=batch_bytes)
     opened = Stopwatch()
     run = open_run(run_dir)
     first_row = int(run["layers.0"].array(site="output", step=0, rank=0)[0])
@@ -169,16 +169,17 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--gb", type=float, default=1.0, help="of tensors, up to 10 (default 1)")
     parser.add_argument("--kb", type=int, default=256, help="of a tensor (default 256)")
+    parser.add_argument("--batch-mb", type=int, default=8, help="MiB of a batch; 32 where hooks encode (default 8)")
     parser.add_argument("--rows", type=int, default=1_000_000, help="of statistics (default 1,000,000)")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="where the runs lie")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures")
     args = parser.parse_args(arguments)
-    if not 0 < args.gb <= 10 or args.kb < 1 or args.rows < 1:
-        parser.error("--gb must be above 0 and at most 10, --kb and --rows 1 or more")
+    if not 0 < args.gb <= 10 or args.kb < 1 or args.batch_mb < 1 or args.rows < 1:
+        parser.error("--gb must be above 0 and at most 10, --kb, --batch-mb and --rows 1 or more")
     if not args.dir.is_dir() or shutil.disk_usage(args.dir).free < args.gb * 1.3e9 + args.rows * 500:
         parser.error(f"--dir {args.dir} must be a directory with {args.gb * 1.3 + args.rows * 5e-7:.1f} GB free")
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-read-") as folder:
-        tensors = of_tensors(Path(folder), args.gb, args.kb << 10)
+        tensors = of_tensors(Path(folder), args.gb, args.kb << 10, args.batch_mb << 20)
         shutil.rmtree(Path(folder) / "tensors")
         rows = of_rows(Path(folder), args.rows)
     print(f"{tensors['bytes'] / 1e9:.2f} GB, {tensors['tensors']:,.0f} tensors of {args.kb} KiB")

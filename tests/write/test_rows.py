@@ -95,8 +95,10 @@ def test_empty_payloads_at_the_beginning_of_a_segment_end_no_batch() -> None:
     assert batch.num_rows == 3 and batch.is_borrowing
 
 
-def test_a_batch_that_has_copied_little_is_not_ended_for_a_segment() -> None:
+def test_a_batch_of_payloads_that_were_in_no_segment_is_not_ended_for_one() -> None:
     pool = Pool(1 << 20, progress_s=lambda: 0.0, clock=lambda: 0.0)
     batch = RowBatch(attempt=0, rank=0, encoder=Encoder(), batch_bytes=100)
-    assert _add(batch, fake_staged(np.zeros(8, np.uint8), keep=KEEP_TENSOR))
-    assert _add(batch, _encoded(1, pool)) and not batch.is_borrowing
+    for _ in range(3):
+        assert _add(batch, fake_staged(np.zeros(8, np.uint8), keep=KEEP_TENSOR))
+        assert _add(batch, _encoded(1, pool)) and not batch.is_borrowing
+    assert batch.num_rows == 6
