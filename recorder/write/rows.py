@@ -146,7 +146,7 @@ class RowBatch:
         is_borrowed = self._continues(piece) or (is_first and not self._ends[-1] and self._segment is None)
         num_bytes = piece.stop - piece.start
         if not is_borrowed:
-            # After pieces that came too late to be borrowed the next segment is, or no batch would ever borrow again.
+            # A batch of pieces that came too late to be borrowed ends for a segment, or none would ever borrow again.
             if (is_first and num_bytes and not self._has_parts) or not self._has_room(num_bytes):
                 return False
             self._payload[self._ends[-1] : self._ends[-1] + num_bytes] = piece.data
