@@ -76,10 +76,11 @@ class HostStager:
         self._alone = kernels
         self._kernels = kernels if kernels is None or team is None else kernels.sharing(team)
         self._finishes = finishes and kernels is not None
-        self._encoder, self._segments = None, Segments(pool)
+        self._encoder = None
         if settings is not None and _is_encoded(settings, pool.capacity_bytes):
             self._encoder = Encoder(settings.codec, settings.codec_level, self._kernels)
-            self._segments = Segments(pool, segment_bytes(settings.max_bytes, settings.shard_bytes))
+        used = settings or Settings()
+        self._segments = Segments(pool, segment_bytes(used.max_bytes, used.shard_bytes))
         self._lock = threading.RLock()
         self._is_shared = False
         """Team and segment are in use: training may have several threads, and a signal's handler may train as well."""

@@ -15,6 +15,7 @@ from .pool import GRAIN_BYTES, Pool
 _LARGEST_BYTES = 32 << 20
 """Where hooks encode, training misses what the writer does, and most of that is done for a batch, not for a byte."""
 _LARGE_BYTES = 8 << 20
+"""What a batch that copies holds: where shards are small, too."""
 _BATCHES_PER_QUOTA = 43
 """Small quotas have small batches: a shard is an eighth of what tensors may take, three quarters, and has four."""
 _SPARE_BYTES = 8 << 20

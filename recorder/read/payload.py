@@ -52,18 +52,21 @@ class Payloads:
                 if num_bytes > _MAX_REMOTE_BYTES:
                     break
                 known.append((key, self._rows.shard_of(position)[0]))
+        num_brought_bytes = 0
         # The first of each shard opens it.
         for wanted in (
             [some[0] for some in of_shard.values() if some],
             [one for some in of_shard.values() for one in some[1:]],
         ):
             for start in range(0, len(wanted), _AT_ONCE):
-                if self._num_bytes() > _MAX_REMOTE_BYTES:
-                    break
+                if num_brought_bytes > _MAX_REMOTE_BYTES:
+                    return  # more would push out what was brought
                 some = wanted[start : start + _AT_ONCE]
-                found = store_of(some[0][1].path).each(_read, some)
-                self._batches |= {one[0]: batch for one, batch in zip(some, found, strict=True) if batch is not None}
-        self._shrink()
+                read = store_of(some[0][1].path).each(_read, some)
+                found = {one[0]: batch for one, batch in zip(some, read, strict=True) if batch is not None}
+                num_brought_bytes += sum(batch.nbytes for batch in found.values())
+                self._batches |= found
+                self._shrink()
 
     def encoded(self, position: int) -> Payload:
         """The payload of one row as it is stored; a ``ref`` is followed to the row that holds it.
@@ -167,12 +170,9 @@ class Payloads:
         while len(self._batches) > self._max_batches:
             self._batches.popitem(last=False)
         if len(self._batches) > 1 and self._rows.num_rows and self._is_remote(0):
-            num_bytes = self._num_bytes()
+            num_bytes = sum(batch.nbytes for batch in self._batches.values())
             while len(self._batches) > 1 and num_bytes > _MAX_REMOTE_BYTES:
                 num_bytes -= self._batches.popitem(last=False)[1].nbytes
-
-    def _num_bytes(self) -> int:
-        return sum(batch.nbytes for batch in self._batches.values())
 
     def _key(self, position: int, batch: int) -> _Key:
         return int(self._rows.shard_numbers(np.array([position]))[0]), batch
