@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -56,7 +57,7 @@ def merge_typed(
     as_json: bool,
 ) -> int:
     """Merge a run and return the exit code: 1 if rows were refused, are missing or differ."""
-    _keep_freed_memory()
+    _prepare()
     merge = partial(merge_run, run, out, loss=loss, layouts=layouts, progress=progress)
     if scheduler is not None:
         with open_cluster(scheduler) as cluster:
@@ -94,14 +95,19 @@ def _begin_worker() -> None:
     """End with the merge: quietly on an interrupt, and also where it was killed, which a pool's workers do not see."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     hide_pandas()
-    _keep_freed_memory()
+    _prepare()
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent.sentinel,), name="merge-parent", daemon=True).start()
 
 
-def _keep_freed_memory() -> None:
-    """Have glibc keep what payloads were in: the kernel would zero the same pages for each of them, 10 % of a merge."""
+def _prepare() -> None:
+    """Set the process up for nothing but units.
+
+    glibc keeps what payloads were in: the kernel would zero the same pages for each of them, 10 % of a merge. The look
+    for circles before each window leaves out what was there before any: 9 % of its processor time.
+    """
+    gc.freeze()
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, PART_BYTES)

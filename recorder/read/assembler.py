@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ..errors import CorruptError
 from ..format.codec import Encoder, Payload, check_size, concatenate, decode, max_encoded_bytes
 from ..format.dtypes import item_bytes, numpy_dtype
+from ..format.integrity import loops_of_readers
 from ..layout.assemble import Items, Source, assemble
 from ..layout.plans import Part as PlannedPart
 from ..layout.plans import Plan
@@ -63,7 +64,7 @@ class Assembler:
         self._payloads = payloads
         self._tensors: dict[int, Tensor | None] = {}
         self._decoded: OrderedDict[int, npt.NDArray[np.uint8]] = OrderedDict()
-        self._encoder = Encoder("auto")
+        self._encoder = Encoder("auto", kernels=loops_of_readers())
         self._further = self._find_further_parts()
 
     def tensor(self, position: int) -> Tensor | None:

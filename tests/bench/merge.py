@@ -5,9 +5,10 @@
 
 The run is written by the real writer: activations (batches, float32 and bfloat16) and their gradients, parameters and
 gradients sharded along dim 0 and dim 1, replicated buffers, scalars. The floor is what no merge can do without, on one
-core: decompress every payload, copy every file. Each round measures the floor, one job and two jobs, so that slow
-changes of the machine cancel. Memory is looked at every 20 ms, of each process alone: what it has for itself, and with
-the mapped pages of the source, which the kernel takes back when it needs them. Exit code 1 where the merge is wrong.
+core: decompress every payload, copy every file. What the second core is worth is seen where two processes decompress
+everything between them. Each round measures these, one job and two jobs, so that slow changes of the machine cancel.
+Memory is looked at every 20 ms, of each process alone: what it has for itself, and with the mapped pages of the source,
+which the kernel takes back when it needs them. Exit code 1 where the merge is wrong.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +160,32 @@ def measure_floor(run: Path, into: Path) -> dict[str, float]:
     }  # fmt: skip
 
 
+def decode_share(run: Path, number: int, of: int, ready: Barrier, took: SimpleQueue[float]) -> None:
+    """Decompress every so manieth of the run's shards, by size, once all are ready; seconds to `took`."""
+    shards = [shard for writer in open_run(run).writers for shard in writer.shards]
+    shards.sort(key=lambda shard: -shard.size_bytes)
+    ready.wait(60)
+    begin = time.perf_counter()
+    for shard in shards[number::of]:
+        decode_shard(shard)
+        shard.let_go()
+    took.put(time.perf_counter() - begin)
+
+
+def measure_together(run: Path, num: int) -> float:
+    """Seconds until so many processes have decompressed every payload between them."""
+    context = multiprocessing.get_context("spawn")
+    ready = context.Barrier(num)
+    took: SimpleQueue[float] = context.SimpleQueue()
+    shares = [context.Process(target=decode_share, args=(run, number, num, ready, took)) for number in range(num)]
+    for share in shares:
+        share.start()
+    for share in shares:
+        share.join()
+        assert share.exitcode == 0, f"a process that decompresses ended with {share.exitcode}"
+    return max(took.get() for _ in shares)
+
+
 def decode_shard(shard: Any) -> int:
     """Decompress what a shard holds, batch by batch; the checks of a reader are not counted as floor."""
     import pyarrow as pa
@@ -276,6 +305,7 @@ def main(arguments: list[str]) -> int:
         faults: list[str] = []
         for number in range(args.rounds):
             found: dict[str, Any] = {"floor": on_one_core(lambda: measure_floor(run, Path(folder) / "copy"))}
+            found["together_s"] = measure_together(run, 2)
             for jobs in (1, 2):
                 out = Path(folder) / f"merged-{jobs}"
                 found[str(jobs)] = measure_merge(run, out, jobs, limit_bytes)
@@ -332,4 +362,6 @@ def print_figures(rounds: list[dict[str, Any]], payload_bytes: int) -> None:
         print(f"    peak MB of each process, its own (with mapped files): {', '.join(peaks)}")
     scale = statistics.median(one["1"]["seconds"] / one["2"]["seconds"] for one in rounds)
     print(f"  two jobs against one   {scale:.2f}")
+    scale = statistics.median(one["floor"]["decode_s"] / one["together_s"] for one in rounds)
+    print(f"  decode, two against one {scale:.2f}")
     print(f"  merged run             {rounds[-1]['1']['bytes_out'] / 1e9:.2f} GB")
