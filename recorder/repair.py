@@ -114,10 +114,13 @@ def _may_be_alive(writer: RecordedWriter, *, assume_dead: bool) -> str:
     if is_running and writer.manifest.get("process"):
         return f"is alive: process {pid} runs on this host"
     if time.time() - _changed_s(writer.directory) < _QUIET_S:
-        where = (
-            f"process {pid} runs on this host" if is_running else f"it wrote on host {host!r} within the last minute"
-        )
-        return f"may be alive: {where}"
+        if is_running:
+            why = f"process {pid} runs on this host"
+        elif host:
+            why = f"it wrote on host {host!r} within the last minute"
+        else:  # it has just begun, or was killed in the instant between its directory and its manifest
+            why = "it began within the last minute and has not said on which host"
+        return f"may be alive: {why}"
     if assume_dead:
         return ""
     if is_running:

@@ -57,6 +57,7 @@ _LAST_CASE_S = 150.0
 """What the last case and its check may take once no other begins."""
 _WARM = ("recorder.active", "recorder.write.writer", "recorder.capture.measure", "torch.distributed", "torch._dynamo")
 """Imported before the first fork: a kill costs none of it."""
+_UNNAMED = "without a manifest"
 _RULES = "site=* keep=tensor,stats,fingerprint"
 Numbers = npt.NDArray[np.int64]
 
@@ -97,7 +98,7 @@ class Verdict:
     num_killed: int = 0
     """Processes that the signal met alive."""
     found: Counter[str] = field(default_factory=Counter)
-    """Sealed and open shards, shards under both names, left-over temporary files, by word."""
+    """Sealed and open shards, shards under both names, left-over temporary files, writers without a manifest."""
     losses: list[tuple[float, int, int]] = field(default_factory=list)
     """Seconds, bytes and rows of each killed rank."""
 
@@ -287,6 +288,9 @@ class Checker:
         if len(set(ranks)) != len(ranks):
             verdict.problems.append(f"several writers of one rank: {directories}")
         seqs = {rank: self._check_writer(path, verdict) for rank, path in zip(ranks, directories, strict=True)}
+        for rank, path in zip(ranks, directories, strict=True):
+            if not (path / "_writer.json").exists():
+                self._let_a_minute_pass(path, len(seqs[rank]), verdict)
         for rank, victim in enumerate(victims):
             if victim is not None:
                 self._measure(verdict, seqs.get(rank, np.zeros(0, np.int64)), victim, killed_ns)
@@ -322,6 +326,15 @@ class Checker:
         if not verdict.case.may_retire and max(written) != len(seqs):
             verdict.problems.append(f"{directory}: {len(seqs)} rows, its accounts say {max(written)}")
         return np.array(seqs, np.int64)
+
+    @staticmethod
+    def _let_a_minute_pass(directory: Path, num_rows: int, verdict: Verdict) -> None:
+        """Of one killed before there was a manifest nobody can tell whether it lives; quiet, it is taken for dead."""
+        verdict.found[_UNNAMED] += 1
+        if num_rows:
+            verdict.problems.append(f"{directory}: has {num_rows} rows and no manifest")
+        for path in [*directory.iterdir(), directory]:
+            os.utime(path, (time.time() - 61, time.time() - 61))
 
     @staticmethod
     def _measure(verdict: Verdict, seqs: Numbers, victim: tuple[int, int, Numbers], killed_ns: int) -> None:
@@ -360,7 +373,7 @@ class Checker:
         for path in sorted(runs.glob("*/_run.json")):
             try:
                 before = _all_seqs(path.parent)
-                for outcome in repair_run(recorder.open_run(path.parent)):
+                for outcome in repair_run(recorder.open_run(path.parent), assume_dead=_UNNAMED in verdict.found):
                     verdict.found[f"shards {outcome.what}" if outcome.what == "sealed" else outcome.what] += 1
                     if outcome.what in ("failed", "skipped", "kept"):
                         verdict.problems.append(f"repair: {outcome}")
@@ -532,7 +545,7 @@ def print_table(verdicts: list[Verdict], spent_s: float) -> None:
     print(f"processes killed alive  {sum(v.num_killed for v in verdicts)}")
     print(f"rows compared           {sum(v.num_rows for v in verdicts)}")
     print(f"problems                {sum(len(v.problems) for v in verdicts)}")
-    words = ("sealed", "open", "both names", "temporary files")
+    words = ("sealed", "open", "both names", "temporary files", _UNNAMED)
     for word in words:
         print(f"{word:<23} {found[word]}")
     outcomes = ", ".join(f"{number} {word}" for word, number in sorted(found.items()) if word not in words)

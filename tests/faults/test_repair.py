@@ -368,6 +368,22 @@ class TestLife:
         (ending,) = recorder.open_run(run).endings  # the repair did not make it look alive
         assert "not closed, out of sight from here and quiet" in ending
 
+    def test_a_writer_killed_before_its_manifest_is_left_alone_unless_the_user_knows(self, run: Path) -> None:
+        begun = run / "rank=00003" / "000000-0123456789ab"
+        begun.mkdir(parents=True)
+        (begun / "_writer.json.77-0a0b0c0d.tmp").write_text("{")
+        (outcome,) = [outcome for outcome in repair(run, assume_dead=True) if outcome.what == "skipped"]
+        assert outcome.path == begun
+        assert outcome.text == "may be alive: it began within the last minute and has not said on which host"
+        for path in [*begun.iterdir(), begun]:
+            os.utime(path, (1e9, 1e9))
+        (outcome,) = repair(run)
+        assert "it never said on which host" in outcome.text
+        assert "--assume-dead" in outcome.text
+        assert words(repair(run, assume_dead=True)) == {"removed"}
+        assert list(begun.iterdir()) == []
+        assert [finding.text for finding in verify(recorder.open_run(run)) if finding.is_fault] == []
+
     def test_a_process_number_that_is_in_use_again_holds_nothing_up(self, run: Path) -> None:
         set_manifest(run, pid=os.getpid())
         assert "sealed" in words(repair(run))
