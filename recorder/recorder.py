@@ -321,7 +321,10 @@ class Recorder:
         paths = self._module_paths()
         if len(paths) != self._num_judged:
             self._num_judged = len(paths)
-            for problem in capture.selection.unmatched(paths):
+            problems = capture.selection.unmatched(paths)
+            if self._description is not None:
+                problems += capture.selection.for_no_rank(self._description.topology.world_size)
+            for problem in problems:
                 self.events.add("pattern_unmatched", problem, key=problem, level=logging.ERROR)
 
     def _steps_before_root(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -518,11 +521,9 @@ class Recorder:
             self._termination.uninstall()
 
     def _sum_up(self, capture: Capture, ledger: Mapping[str, Any], until_s: float) -> None:
-        """The last words, by rank 0 unless no rule is for it; once, whoever comes first."""
+        """The last words, by rank 0; once, whoever comes first."""
         place, about = self.place(), self._description
         if about is None or about.topology.rank != 0 or place is None:
-            return
-        if not ledger["observed"] and any(0 not in rule.rank for rule in self.settings.rules):
             return
         stats = self._writer.stats()
         found = summary.Summary(
@@ -533,6 +534,7 @@ class Recorder:
             written_bytes=stats.written_bytes,
             waited_s=capture.pool.waited_s,
             longest_wait_s=capture.pool.longest_wait_s,
+            is_asked_for=any(0 in rule.rank for rule in self.settings.rules),
         )
         is_first = functools.partial(self._last_words.acquire, blocking=False)
         summary.say(found, max(until_s - time.monotonic(), 0.0), is_first)

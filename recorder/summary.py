@@ -35,6 +35,8 @@ class Summary:
     written_bytes: int
     waited_s: float
     longest_wait_s: float
+    is_asked_for: bool
+    """Whether a rule is for rank 0."""
 
     @property
     def lines(self) -> tuple[str, str]:
@@ -47,14 +49,15 @@ class Summary:
         losses = [f"{count:,} {reason}" for reason, count in ledger["dropped"].items()]
         facts = [f"dropped {', '.join(losses)}" if losses else "nothing dropped"]
         if not ledger["observed"]:
-            facts = ["no value was seen that the rules select"]
+            facts = ["no value was seen that the rules select" if self.is_asked_for else "no rule is for rank 0"]
         if self.waited_s >= 0.05:
             facts.append(f"training waited {self.waited_s:.1f} s, at most {self.longest_wait_s:.1f} s at once")
         if retired := ledger["retired"]["rows"]:
             facts.append(f"{counted(retired, 'row')} retired")
         if suspect := ledger.get("suspect", 0):
             facts.append(f"{counted(suspect, 'row')} that the disk may have lost")
-        command = "doctor" if losses or suspect or not ledger["observed"] else "show"
+        is_odd = losses or suspect or not ledger["observed"]
+        command = "doctor" if is_odd and self.is_asked_for else "show"
         return f"{written}; {'; '.join(facts)}", f"next: recorder {command} {_quoted(self.run_dir)}"
 
 

@@ -39,7 +39,8 @@ SCRIPTS = {
     "other_rank": ("", "", {"RANK": "1", "WORLD_SIZE": "2", "RECORDER_JOIN_DEADLINE_S": "0"}),
     "configured": (LEVEL.format(level="logging.INFO"), "", {}),
     "nothing": ("", "", {"RECORDER_RULES": "site=output steps=1000"}),
-    "not_this_rank": ("", "", {"RECORDER_RULES": "site=output rank=1"}),
+    "no_rank": ("", "", {"RECORDER_RULES": "site=output rank=1"}),
+    "not_rank_0": ("", "", {"RECORDER_RULES": "site=output rank=1", "WORLD_SIZE": "2", "RECORDER_JOIN_DEADLINE_S": "0"}),
 }
 
 
@@ -85,8 +86,20 @@ def test_where_nothing_was_recorded_the_reason_is_said(outputs: dict[str, str]) 
     assert second.startswith("recorder: next: recorder doctor ")
 
 
-def test_where_rank_0_is_not_to_be_recorded_it_says_nothing(outputs: dict[str, str]) -> None:
-    assert outputs["not_this_rank"] == "done\n"
+def test_rules_for_no_rank_of_the_run_are_an_error_as_soon_as_that_is_known(outputs: dict[str, str]) -> None:
+    error = "recorder: nothing is recorded: no rule is for a rank of this run ('site=output rank=1'); the only rank is 0"
+    assert error in outputs["no_rank"].splitlines()
+    assert "nothing is recorded" not in outputs["not_rank_0"]
+
+
+@pytest.mark.parametrize("name", ["no_rank", "not_rank_0"])
+def test_where_rank_0_is_not_to_be_recorded_it_says_so_and_where_the_others_record(
+    outputs: dict[str, str], name: str
+) -> None:
+    lines = outputs[name].splitlines()
+    (place,) = [number for number, line in enumerate(lines) if line.endswith("; no rule is for rank 0")]
+    assert lines[place].startswith("recorder: 0 rows")
+    assert lines[place + 1].startswith("recorder: next: recorder show ")
 
 
 def test_a_full_pipe_that_nobody_reads_holds_the_end_up_no_longer_than_the_deadline(tmp_path: Path) -> None:
@@ -127,6 +140,7 @@ def of_a_run(tmp_path: Path, **changes: object) -> summary.Summary:
         "written_bytes": 1_500_000,
         "waited_s": 0.0,
         "longest_wait_s": 0.0,
+        "is_asked_for": True,
     }
     ledger |= {name: changes.pop(name) for name in ("dropped", "retired") if name in changes}
     return summary.Summary(**facts | changes | {"ledger": ledger})  # type: ignore[arg-type]

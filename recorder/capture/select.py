@@ -125,9 +125,20 @@ class Selection:
             near = difflib.get_close_matches(wanted, some, n=3, cutoff=0.3) or list(some[:3])
             shown = ", ".join(repr(text) for text in near)
             what = "class names" if is_class_wrong else "module paths"
-            text = rule.written or rule.text.removesuffix(_USUAL)
-            problems.append(f"the rule {text!r} matches no module; {what} near it: {shown}")
+            problems.append(f"the rule {_written(rule)!r} matches no module; {what} near it: {shown}")
         return problems
+
+    def for_no_rank(self, world_size: int) -> list[str]:
+        """One sentence where all rules are for ranks that there are not; some may be for a run of more."""
+        if any(rank in rule.rank for rule in self._rules for rank in range(world_size)):
+            return []
+        ranks = "the only rank is 0" if world_size == 1 else f"the ranks are 0 to {world_size - 1}"
+        some = ", ".join(repr(_written(rule)) for rule in self._rules[:3])
+        return [f"nothing is recorded: no rule is for a rank of this run ({some}); {ranks}"]
+
+
+def _written(rule: Rule) -> str:
+    return rule.written or rule.text.removesuffix(_USUAL)
 
 
 def scalar_keep(mask: int) -> int:

@@ -204,8 +204,9 @@ def _hand_out(
     left: list[Unit] = []
     try:
         while waiting or running:
-            # A few at a time: a pool of 3.11 whose worker dies hangs over tasks that were cancelled.
-            while waiting and len(running) < _TASKS_PER_WORKER * job.num_workers:
+            # A few at a time: a pool of 3.11 whose worker dies hangs over tasks that were cancelled. The last one is
+            # this thread's: else it would wait at the end for whoever had two to do.
+            while len(waiting) > (build is not None) and len(running) < _TASKS_PER_WORKER * job.num_workers:
                 task = waiting.popleft()
                 running[executor.submit(_work, job, task)] = task
             if waiting and build is not None:

@@ -241,13 +241,14 @@ class RunFacts:
         keys = []
         starts: dict[tuple[int, int, int], int] = {}
         for writer in self._writers:  # of one rank, in the order of their start
-            world_size = count(writer.manifest.get("world_size"))
+            # Whose manifest is lost is no launch of its own.
+            world_size = count(writer.manifest.get("world_size")) or count(self._world_size)
             of_rank = writer.rank, writer.attempt, world_size
             number = seen.get(of_rank, -1) + 1
             if writer.num_rows:  # one that left nothing supersedes nothing
                 seen[of_rank] = number
             key = writer.attempt, world_size, number
-            starts[key] = min(starts.get(key, writer.started_ns), writer.started_ns)
+            starts[key] = min(filter(None, (starts.get(key), writer.started_ns)), default=0)
             keys.append(key)
         in_order: dict[int, list[tuple[int, int, int]]] = {}
         for key in sorted(starts, key=lambda key: (starts[key], key)):

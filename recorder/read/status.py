@@ -25,6 +25,8 @@ _MAX_SMALL_MANIFEST_BYTES = 1 << 20
 """Of a writer without a status, a larger manifest is not looked at: thousands of them would take minutes."""
 _GRACE_S = 3.0
 """How much later than due a status may be before its writer counts as silent."""
+_BEGIN_S = 60.0
+"""As long may a writer with a directory be silent before its first word."""
 
 ENDED = ("closed", "killed", "failed")
 """States from which a writer does not come back."""
@@ -186,14 +188,18 @@ class RunWatch:
 
     def _silent_s(self, seen: _Seen) -> float:
         """By the file's own time, which is the file system's: hosts need not agree on theirs."""
-        return max((self._now_ns() - seen.changed_ns) / 1e9, 0.0) if seen.changed_ns else 0.0
+        changed_ns = seen.changed_ns
+        if not changed_ns:
+            with suppress(OSError):
+                changed_ns = self._store.look_at(seen.directory).changed_ns
+        return max((self._now_ns() - changed_ns) / 1e9, 0.0) if changed_ns else 0.0
 
     def _state(self, seen: _Seen) -> str:
         status = seen.status
         if status.state in ENDED:
             return status.state
         if not seen.changed_ns:
-            return "starting"
+            return "starting" if self._silent_s(seen) < _BEGIN_S else "silent"
         if runs({"host": status.host, "pid": status.pid, "process": status.process}) is False:
             return "killed"
         if seen.is_shown and self._silent_s(seen) > 2 * status.interval_s + _GRACE_S:

@@ -68,6 +68,8 @@ def _threads() -> Iterator[Each]:
 def _verify_writer(writer: RecordedWriter, report: Report, is_over: bool, each: Each) -> Iterator[Finding]:
     if writer.manifest_problem:
         yield Finding(True, writer.manifest_problem)
+    elif not writer.manifest and writer.num_rows:
+        yield Finding(True, f"{writer.directory}: has rows and no manifest; it is lost, or the disk never took it")
     elif not writer.manifest:
         yield Finding(False, f"{writer.directory}: has no manifest; its writer has only begun, or died at once")
     verify_one = partial(_verify_shard, writer=writer, report=report, is_over=is_over)

@@ -205,6 +205,20 @@ def test_manifests_of_strangers_cannot_stop_a_merge(tmp_path: Path) -> None:
     assert open_run(out).num_rows > 0
 
 
+@pytest.mark.parametrize("content", [None, b"{"])
+def test_a_rank_whose_manifest_is_lost_is_no_attempt_of_its_own(tmp_path: Path, content: bytes | None) -> None:
+    run = make_small_run(tmp_path / "run")
+    sound = tmp_path / "sound"
+    merge_run(open_run(run), sound)
+    (manifest,) = (run / "rank=00001").rglob("_writer.json")
+    manifest.unlink()
+    if content is not None:
+        manifest.write_bytes(content)
+    report, out = merged(run)
+    assert set(report.findings) <= {"corrupt"}
+    assert_is_merge(out, sound)
+
+
 def test_an_attempt_that_died_within_a_step_does_not_replace_one_that_completed_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

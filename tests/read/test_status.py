@@ -62,12 +62,15 @@ def test_the_state_of_a_rank_is_what_its_writer_and_its_process_show(run: Path, 
     show(run, 6, state="failed")
     (run / "rank=00007" / "000000-a").mkdir(parents=True)
     (run / "rank=00008").mkdir()
+    (run / "rank=00009" / "000000-a").mkdir(parents=True)  # killed before its first word
+    os.utime(run / "rank=00009" / "000000-a", (time.time() - 90, time.time() - 90))
     states = {one.rank: one.state for one in RunWatch(run).look()}
     assert states == {
         **{0: "recording", 1: "closed", 2: "killed", 3: "silent", 4: "recording", 5: "silent", 6: "failed"},
-        7: "starting",
+        **{7: "starting", 9: "silent"},
     }
     assert 59 < RunWatch(run).look()[3].silent_s < 70
+    assert 89 < RunWatch(run).look()[-1].silent_s < 100
 
 
 def test_a_zombie_is_dead(run: Path) -> None:
