@@ -56,7 +56,7 @@ def open_cluster(address: str) -> Iterator[Cluster]:
         ClusterError: there is none, it has no workers, or they are of other versions.
     """
     if find_spec("distributed") is None:
-        raise ClusterError("--scheduler needs Dask, which is not installed: pip install distributed")
+        raise ClusterError("--scheduler needs Dask, which is not installed: pip install '.[dask]' (or distributed)")
     with _quiet():
         client = _connect(address)
         try:

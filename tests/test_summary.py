@@ -40,7 +40,11 @@ SCRIPTS = {
     "configured": (LEVEL.format(level="logging.INFO"), "", {}),
     "nothing": ("", "", {"RECORDER_RULES": "site=output steps=1000"}),
     "no_rank": ("", "", {"RECORDER_RULES": "site=output rank=1"}),
-    "not_rank_0": ("", "", {"RECORDER_RULES": "site=output rank=1", "WORLD_SIZE": "2", "RECORDER_JOIN_DEADLINE_S": "0"}),
+    "not_rank_0": (
+        "",
+        "",
+        {"RECORDER_RULES": "site=output rank=1", "WORLD_SIZE": "2", "RECORDER_JOIN_DEADLINE_S": "0"},
+    ),
 }
 
 
@@ -87,7 +91,9 @@ def test_where_nothing_was_recorded_the_reason_is_said(outputs: dict[str, str]) 
 
 
 def test_rules_for_no_rank_of_the_run_are_an_error_as_soon_as_that_is_known(outputs: dict[str, str]) -> None:
-    error = "recorder: nothing is recorded: no rule is for a rank of this run ('site=output rank=1'); the only rank is 0"
+    error = (
+        "recorder: nothing is recorded: no rule is for a rank of this run ('site=output rank=1'); the only rank is 0"
+    )
     assert error in outputs["no_rank"].splitlines()
     assert "nothing is recorded" not in outputs["not_rank_0"]
 

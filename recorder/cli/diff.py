@@ -277,6 +277,11 @@ def _summary(found: Diff, tolerance: Tolerance, *, common: bool, has_noise: bool
         )
     if found.drifted is not None:
         yield _drifted(found.drifted)
+    if has_noise and _is_open(found):
+        yield (
+            "note: statistics alone do not tell an update that is wrong from one of which rounding decided an element, "
+            "as it may with Adam; tensors of param, grad and optim do, and two or three more twins (--noise again) may"
+        )
     if num_only and common:
         yield f"note: {counted(num_only, 'value')} that one run alone has do not count (--common)"
     verdict = "equal" if found.is_equal else "different"
@@ -284,6 +289,12 @@ def _summary(found: Diff, tolerance: Tolerance, *, common: bool, has_noise: bool
         lacks = "one lacks values that the other has" if num_only else "some values could not be compared"
         verdict = f"different: what could be compared is equal, but {lacks}; --common ignores that"
     yield verdict
+
+
+def _is_open(found: Diff) -> bool:
+    """Whether an update is a culprit, and no parameter that differs was compared by its values."""
+    kinds = zip(found.table.column("site").to_pylist(), found.table.column("kind").to_pylist(), strict=True)
+    return any(one.phase == "update" for one in found.culprits) and ("param", "values") not in kinds
 
 
 def _drifted(drifted: Drifted) -> str:

@@ -13,6 +13,7 @@ import pytest
 from recorder import open_run
 from recorder.analyze.diff import diff
 from recorder.cli.diff import _accusations
+from tests.analyze import test_drift as drift
 from tests.cli.conftest import Cli, module, on_a_terminal
 from tests.cli.test_hostile_text import NAMES, is_harmless
 from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
@@ -164,6 +165,21 @@ def test_diff_puts_the_first_module_on_top(cli: Cli, tmp_path: Path) -> None:
     assert lines[7].endswith("; the first 1 (--limit 0 shows all)")
     assert re.split("  +", lines[8])[-5:] == ["max abs", "of max", "cosine", "max rel", "max ulp"]
     assert lines[-2].startswith("12 values compared: 8 equal exactly, 4 differ") and lines[-1] == "different"
+
+
+@pytest.mark.parametrize(
+    ("kept", "is_said"),
+    [({"has_values": lambda step: False}, True), ({"sites": ("output", "param", "optim")}, False)],
+    ids=["statistics", "values"],
+)
+def test_diff_says_what_would_tell_an_update_from_a_rounding(
+    cli: Cli, tmp_path: Path, kept: dict[str, Any], is_said: bool
+) -> None:
+    for name, seed, sign in (("a", 0, 1.0), ("b", 2, -1.0), ("twin", 1, 1.0)):
+        drift.training(tmp_path / name, seed, sign, **kept)
+    found = cli("diff", tmp_path / "a", tmp_path / "b", "--noise", tmp_path / "twin")
+    assert found.exit_code == 1 and "culprit: step 0, update of 'add'" in found.out
+    assert ("two or three more twins (--noise again)" in found.out) == is_said
 
 
 def test_diff_within_a_tolerance(cli: Cli, tmp_path: Path) -> None:
