@@ -6,6 +6,7 @@ Then a training goes wrong from a later step on, by when rounding has driven the
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -95,4 +96,6 @@ def record_errors(folder: Path, kind: str, names: Sequence[str] = tuple(LATER_ER
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 1))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seeds", nargs="?", type=int, default=1, help="trainings of each kind (default 1)")
+    sys.exit(main(parser.parse_args().seeds))

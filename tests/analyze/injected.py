@@ -6,6 +6,7 @@ process that had the whole batch, beyond the noise that a twin of it shows.
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -189,4 +190,11 @@ def show(folder: Path, names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"all, and parallel ones, or some of {', '.join(ERRORS)}"
+    )
+    asked = parser.parse_args()
+    if unknown := set(asked.names) - set(ERRORS):
+        parser.error(f"there is no error {', '.join(sorted(unknown))}; there are {', '.join(ERRORS)}")
+    sys.exit(main(asked.names))

@@ -10,6 +10,7 @@ another order do: the two trainings add up the same products in different orders
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections import Counter
@@ -171,7 +172,13 @@ def _row(layout: str, num_ranks: int, result: Result) -> bool:
 
 
 def main() -> int:
-    wanted = [int(word) for word in sys.argv[1:]] or list(LAYOUTS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ranks", nargs="*", type=int, help="on so many (default: 1, 2, 4 and 8)")
+    wanted = parser.parse_args().ranks or list(LAYOUTS)
+    if unknown := set(wanted) - set(LAYOUTS):
+        parser.error(
+            f"no layout is of {', '.join(map(str, sorted(unknown)))} ranks; some are of {', '.join(map(str, LAYOUTS))}"
+        )
     is_right = True
     print("| layout | ranks | " + " | ".join(SITES) + " | missing, wrong, per rank |\n|" + "---|" * (len(SITES) + 3))
     for num_ranks in wanted:
