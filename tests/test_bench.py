@@ -12,8 +12,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from recorder.config import Schedule
 from tests.bench import __main__ as dispatch
-from tests.bench import keep, records, table
+from tests.bench import blocks, keep, records, table
 from tests.bench.curves import line_through
 from tests.bench.pairs import is_distinguishable, noise_of, spread
 from tests.bench.picture import draw
@@ -198,3 +199,12 @@ def test_the_bench_explains_itself_without_loading_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "no recording, again" in done.stdout
+
+
+def test_blocks_are_recorded_as_their_schedule_says() -> None:
+    schedule = Schedule.parse(blocks.schedule(4, 5))
+    recorded = [blocks.is_recorded(block) for block in range(8)]
+    for block, is_recorded in enumerate(recorded):
+        begin = blocks.WARMUP + 5 * block
+        assert {step in schedule for step in range(begin, begin + 5)} == {is_recorded}
+    assert all(one != other for one, other in zip(recorded[::2], recorded[1::2], strict=True))

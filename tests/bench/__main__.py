@@ -12,6 +12,7 @@ import importlib.util
 import sys
 
 BENCHES = {
+    "blocks": "recording and not recording in one process, in turn",
     "curves": "how the cost grows with tensor size, records, modules, ranks, and the length of a run",
     "dask": "merging on a Dask cluster",
     "diff": "comparing two equal runs",
