@@ -15,7 +15,7 @@ from functools import partial
 
 from torch import nn
 
-from . import config, ops
+from . import config, ops, voice
 from .attachment import Attachment, Inactive
 from .capture import tree
 from .capture.pipelines import is_whole_pipe
@@ -57,7 +57,7 @@ def start_from_environment() -> None:
         loaded = config.load_settings()
     except ConfigError as error:
         if os.environ.get(config.CHECKED_MARK):
-            _logger.error("recorder: not recording: %s", error)
+            voice.log(_logger, logging.ERROR, "recorder: not recording: %s", error)
             return
         sys.stderr.write(f"recorder: {error}\n")
         raise SystemExit(2) from None

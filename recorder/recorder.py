@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import config, native, summary, taps
+from . import config, native, summary, taps, voice
 from .capture import hooks, topology, tree
 from .capture.core import Capture
 from .capture.discovery import Discovery, has_compiled_anything
@@ -492,7 +492,8 @@ class Recorder:
                 if self._writer is not None:
                     self._writer.close(self.settings.close_deadline_s)
         except (KeyboardInterrupt, SystemExit):
-            _logger.warning("recorder: interrupted while the recording ended; what was not written yet is lost")
+            text = "recorder: interrupted while the recording ended; what was not written yet is lost"
+            voice.log(_logger, logging.WARNING, text)
 
     def _close(self) -> None:
         if self.discovery is not None:
@@ -515,7 +516,8 @@ class Recorder:
             self._show_status(self.capture)
         self.capture.close()
         report = self._writer.close(self.settings.close_deadline_s)
-        _logger.debug("closed: %s", report)
+        voice.log(_logger, logging.DEBUG, "closed: %s", report)
+        self.events.say()  # what went wrong, before how it went
         self._sum_up(self.capture, report.ledger, until_s)
         if self._termination is not None:  # last: a signal until here does not cost the last words
             self._termination.uninstall()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .units import counted, size
-from .voice import can_say
+from .voice import can_say, log
 
 _logger = logging.getLogger("recorder")
 
@@ -64,7 +64,8 @@ class Summary:
 def say(summary: Summary, deadline_s: float, is_first: Callable[[], bool] = lambda: True) -> None:
     """Say it, at level INFO.
 
-    Where nobody configured logging it goes to standard error all the same; else the user's levels and handlers decide.
+    Where nobody configured logging it goes to standard error all the same; else the user's levels and handlers decide,
+    but for those that write to standard output: what they would write goes to standard error.
 
     Args:
         summary: what to say.
@@ -80,7 +81,7 @@ def say(summary: Summary, deadline_s: float, is_first: Callable[[], bool] = lamb
             return
         if is_configured:
             for line in lines:
-                _logger.info("recorder: %s", line)
+                log(_logger, logging.INFO, "recorder: %s", line)
         else:
             sys.stderr.write("".join(f"recorder: {line}\n" for line in lines))
             sys.stderr.flush()

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..voice import can_say
+from .. import voice
 
 _logger = logging.getLogger("recorder")
 _MAX_KEPT_OF_A_KIND = 100
@@ -93,7 +93,7 @@ class Events:
         Args:
             is_last: no call will follow, so that nothing may be held back for later.
         """
-        if not can_say(_logger):
+        if not voice.can_say(_logger):
             return  # it stays unsaid; the manifest has it
         while self._unsaid:
             kind, level, message, exception = self._unsaid.popleft()
@@ -104,9 +104,9 @@ class Events:
                 continue
             speech.num_said += 1
             with contextlib.suppress(Exception):  # a handler may fail: it may write to the same sick disk
-                _logger.log(level, "recorder: %s", message)
+                voice.log(_logger, level, "recorder: %s", message)
                 if exception is not None:
-                    _logger.debug("where it happened", exc_info=exception)
+                    voice.log(_logger, logging.DEBUG, "where it happened", exc_info=exception)
         for kind in list(self._speeches):
             speech = self._speech(kind)  # it says the rest of an old one
             if is_last:
@@ -135,4 +135,4 @@ class Events:
         if num_more:
             text = "recorder: and %d more of this kind (%s); recorder doctor lists them"
             with contextlib.suppress(Exception):
-                _logger.log(speech.level, text, num_more, kind)
+                voice.log(_logger, speech.level, text, num_more, kind)

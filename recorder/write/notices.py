@@ -9,7 +9,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 
-from ..voice import can_say
+from ..voice import can_say, log
 from .backoff import drop_reason
 
 _SILENCE_S = 300.0
@@ -30,7 +30,7 @@ class Notices:
             return
         self._last_s[kind] = now
         with contextlib.suppress(Exception):
-            self._logger.log(level, "recorder: %s", message)
+            log(self._logger, level, "recorder: %s", message)
 
     def failed(self, what: str, error: BaseException, *, is_aside: bool = False) -> None:
         """Log that something failed, once for each kind of failure.

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import WriteError
 from ..records import KEEP_FINGERPRINT, KEEP_STATS, LostError, Measure, Measured, Ready, Staged, kind_of
-from ..voice import can_say
+from ..voice import can_say, log
 from .file import FILE_MODES, Disk
 from .ledger import ABANDONED, CLOSED, INTERRUPTED, WRITER_DEAD, WRITER_ERROR, Ledger
 from .notices import Notices
@@ -226,7 +226,9 @@ class Writer:
             with contextlib.suppress(Exception):
                 accounts = report.ledger
                 lost = ", ".join(f"{count} {reason}" for reason, count in accounts["dropped"].items())
-                _log.warning(
+                log(
+                    _log,
+                    logging.WARNING,
                     "recorder: the recording is incomplete: %s of %s rows were written (%s)",
                     accounts["written"],
                     accounts["observed"],
