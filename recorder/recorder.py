@@ -36,6 +36,7 @@ from .config import Loaded
 from .description import Description
 from .graphs import is_traced
 from .processes import own_process
+from .records import Measured, Staged
 from .signals import TerminationWatch, blocked_in_new_threads
 
 _logger = logging.getLogger("recorder")
@@ -188,6 +189,7 @@ class Recorder:
             measure=functools.partial(measure, kernels=native.load(self.settings.native)),
             resolve_dir=self._resolve_place,
             poll=self._poll,
+            saw=self._saw,
             observed=lambda: self.capture.observed if self.capture is not None else 0,
         )
         pool = Pool(capacity, progress_s=lambda: writer.last_progress_s, clock=time.monotonic, ask=writer.ask_for_room)
@@ -260,6 +262,11 @@ class Recorder:
         assert self.capture is not None and self._description is not None
         return self._description.writer(self.capture, self._optimizers, self.events)
 
+    def _saw(self, staged: Staged, measured: Measured) -> None:
+        """On the writer thread: a record has its statistics."""
+        if self.capture is not None:
+            self.capture.nonfinite.saw(staged, measured)
+
     def _poll(self) -> dict[str, Any] | None:
         """On the writer thread, several times a second: log what happened; the manifest, where it has changed."""
         manifest = None
@@ -268,6 +275,7 @@ class Recorder:
             capture = self.capture
             if capture is None or self._is_closed:
                 return None
+            capture.nonfinite.look(self._how_to_learn_more())
             roots = tuple((root, *(fact is None for fact in root.facts.values())) for root in capture.roots)
             key = (self.events.has_changed, capture.clock.source, roots)
             if key != self._manifest_key:
@@ -517,6 +525,7 @@ class Recorder:
         self.capture.close()
         report = self._writer.close(self.settings.close_deadline_s)
         voice.log(_logger, logging.DEBUG, "closed: %s", report)
+        self.capture.nonfinite.look(self._how_to_learn_more(), is_last=True)
         self.events.say()  # what went wrong, before how it went
         self._sum_up(self.capture, report.ledger, until_s)
         if self._termination is not None:  # last: a signal until here does not cost the last words
@@ -533,6 +542,7 @@ class Recorder:
             world_size=about.topology.world_size,
             last_step=stats.last_written_step,
             ledger=ledger,
+            nonfinite=capture.nonfinite.first,
             written_bytes=stats.written_bytes,
             waited_s=capture.pool.waited_s,
             longest_wait_s=capture.pool.longest_wait_s,
@@ -540,6 +550,10 @@ class Recorder:
         )
         is_first = functools.partial(self._last_words.acquire, blocking=False)
         summary.say(found, max(until_s - time.monotonic(), 0.0), is_first)
+
+    def _how_to_learn_more(self) -> str | None:
+        place = self.place()
+        return None if place is None else f"recorder first {summary.quoted(place)}"
 
     def _finish(self) -> None:
         """The process is about to go: end the recording, or wait for the end that is under way."""

@@ -32,6 +32,8 @@ class Summary:
     """The last of which a row was written."""
     ledger: Mapping[str, Any]
     """The final accounts."""
+    nonfinite: tuple[int, str, str] | None
+    """Step, module and site of the first value of rank 0 that was not finite, and what of it was not."""
     written_bytes: int
     waited_s: float
     longest_wait_s: float
@@ -47,7 +49,11 @@ class Summary:
         until = "" if self.last_step is None else f", up to step {self.last_step}"
         written = f"{rows}{of_rank}, {size(self.written_bytes)}{until}"
         losses = [f"{count:,} {reason}" for reason, count in ledger["dropped"].items()]
-        facts = [f"dropped {', '.join(losses)}" if losses else "nothing dropped"]
+        facts = []
+        if self.nonfinite is not None:
+            step, where, _ = self.nonfinite
+            facts.append(f"not finite since step {step}, {where}")
+        facts.append(f"dropped {', '.join(losses)}" if losses else "nothing dropped")
         if not ledger["observed"]:
             facts = ["no value was seen that the rules select" if self.is_asked_for else "no rule is for rank 0"]
         if self.waited_s >= 0.05:
@@ -57,8 +63,12 @@ class Summary:
         if suspect := ledger.get("suspect", 0):
             facts.append(f"{counted(suspect, 'row')} that the disk may have lost")
         is_odd = losses or suspect or not ledger["observed"]
-        command = "doctor" if is_odd and self.is_asked_for else "show"
-        return f"{written}; {'; '.join(facts)}", f"next: recorder {command} {_quoted(self.run_dir)}"
+        commands = ["first"] * (self.nonfinite is not None) + ["doctor"] * bool(is_odd and self.is_asked_for)
+        run = quoted(self.run_dir)
+        return (
+            f"{written}; {'; '.join(facts)}",
+            f"next: {'; '.join(f'recorder {command} {run}' for command in commands or ['show'])}",
+        )
 
 
 def say(summary: Summary, deadline_s: float, is_first: Callable[[], bool] = lambda: True) -> None:
@@ -98,7 +108,7 @@ def _is_configured() -> bool:
     )
 
 
-def _quoted(path: Path) -> str:
+def quoted(path: Path) -> str:
     """For a shell, without anything that a terminal would obey."""
     text = str(path)
     if text.isprintable():

@@ -143,6 +143,7 @@ def of_a_run(tmp_path: Path, **changes: object) -> summary.Summary:
         "run_dir": tmp_path,
         "world_size": 1,
         "last_step": 7,
+        "nonfinite": None,
         "written_bytes": 1_500_000,
         "waited_s": 0.0,
         "longest_wait_s": 0.0,
@@ -166,6 +167,15 @@ def test_losses_and_waits_are_told_and_what_to_type_then(tmp_path: Path) -> None
         "training waited 3.2 s, at most 1.0 s at once; 5 rows retired"
     )
     assert second == f"next: recorder doctor '{tmp_path}/a run'"
+
+
+def test_what_is_not_finite_is_told_and_what_to_type_then(tmp_path: Path) -> None:
+    bad = (3, "'blocks.1' output", "2 NaN of 8 elements")
+    first, second = of_a_run(tmp_path, nonfinite=bad).lines
+    assert first == "10 rows, 1.5 MB, up to step 7; not finite since step 3, 'blocks.1' output; nothing dropped"
+    assert second == f"next: recorder first {tmp_path}"
+    _, second = of_a_run(tmp_path, nonfinite=bad, dropped={"pool_full": 2}).lines
+    assert second == f"next: recorder first {tmp_path}; recorder doctor {tmp_path}"
 
 
 def test_a_recording_of_which_nothing_was_written_names_no_step(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from .events import Events, comes_from_signal_handler
 from .flat import merged
 from .inner import Inner, inner_tensors
 from .neighbours import Neighbours, chunk_of_gradient, has_owner, made_of
+from .nonfinite import FirstNonFinite
 from .places import without_masked
 from .pool import Pool, PoolBlock
 from .root import Root
@@ -86,6 +87,7 @@ class Capture:
         self.pool = pool
         self.channel = channel
         self.events = events
+        self.nonfinite = FirstNonFinite(rank=rank, clock=self.clock)
         self.roots: list[Root] = []
         self.past_roots: list[Root] = []
         self.nesting = Nesting()

@@ -296,6 +296,7 @@ class OptimizerWatch:
                 capture.step_changed()
         self._record_rates(optimizer)
         if (found_inf := getattr(optimizer, "found_inf", None)) is not None:
+            capture.nonfinite.is_told_by_rows = True
             capture.scalar("skipped", found_inf)
         elif self._scaler_calls:
             capture.scalar("skipped", 0.0)
@@ -448,6 +449,7 @@ class OptimizerWatch:
     def _skipped(self, optimizer: Optimizer) -> None:
         """The scaler found an infinity and left the optimizer alone: an attempted step all the same."""
         try:
+            self._capture.nonfinite.skipped(self._capture.clock.step)
             self._record_rates(optimizer)
             self._capture.scalar("skipped", 1.0)
             self.record_before(optimizer)

@@ -87,6 +87,7 @@ class Writer:
         observed: Callable[[], int],
         resolve_dir: Callable[[], RunPlace],
         poll: Callable[[], Mapping[str, Any] | None],
+        saw: Callable[[Staged, Measured], None] = lambda staged, measured: None,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -100,6 +101,7 @@ class Writer:
             poll: called on the writer thread every 0.2 s, between two records; it may call `close` or `drain`, and
                 whatever it returns, made after that, is the manifest from then on, unless `set_manifest` said another
                 meanwhile.
+            saw: told on the writer thread of each record once it is measured; it must not raise.
             disk: the seam for tests.
             clock: monotonic seconds.
         """
@@ -110,6 +112,7 @@ class Writer:
         self._measure = measure
         self._resolve_dir = resolve_dir
         self._poll = poll
+        self._saw = saw
         self._clock = clock
         self._ledger = Ledger(observed)
         self._notices = Notices(_log, clock)
@@ -349,6 +352,7 @@ class Writer:
                 return
             lane = self._store.lanes[kind]
             measured = self._measured(staged)
+            self._saw(staged, measured)
             for part in range(staged.num_parts):
                 if part:
                     lane.flush_if_full()

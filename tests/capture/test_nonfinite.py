@@ -1,0 +1,161 @@
+"""The first value that is not finite: said once when it happens and in the last words, and never of a mask."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import recorder
+from recorder.capture.clock import Clock
+from recorder.capture.nonfinite import FirstNonFinite
+from recorder.records import Measured
+from tests.distributed import jobs
+from tests.fakes import fake_staged
+
+RANKS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+import recorder
+from tests.leaving import leave
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorder.attach(model, enabled=True, dir="recordings", rules="site=* keep=stats"):
+        for step in range(6):
+            if dist.get_rank() == 1 and step == 3:
+                model.module[0].weight.data[0, 0] = float("nan")
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    leave()
+
+if __name__ == "__main__":
+    main()
+"""
+SEEN = re.compile(r"recorder: rank (\d): the first value that is not finite: (.*); recorder first (\S+) tells where")
+
+
+def test_each_rank_says_its_first_once_and_rank_0_says_at_the_end_what_to_type(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RANKS)
+    finished = jobs.succeeded(jobs.ranks(tmp_path, script))
+    said = {int(found[1]): found for found in map(SEEN.match, finished.output.splitlines()) if found}
+    assert len(said) == len(finished.lines("first value that is not finite")) == 2
+    assert said[1][2] == "step 3, '0' output (2 NaN of 8 elements)"
+    assert said[0][2] == "step 3, '1' grad weight (2 NaN of 8 elements)"  # what the reduction brought
+    assert said[0][3] == str(finished.run.path)
+    (written,) = finished.lines("rows of rank 0")
+    assert "not finite since step 3, '1' grad weight; nothing dropped" in written
+    assert finished.lines("recorder: next: ") == [f"recorder: next: recorder first {finished.run.path}"]
+
+
+@pytest.fixture
+def said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+    """What a training of a model says, step by step, of values that are not finite."""
+
+    def run(model: nn.Module, train: Callable[[nn.Module, int], None], num_steps: int = 3) -> list[str]:
+        with recorder.attach(model, enabled=True, dir=str(tmp_path), rules="site=* keep=stats"):
+            for step in range(num_steps):
+                train(model, step)
+        return [text for record in caplog.records if "not finite" in (text := record.getMessage())]
+
+    return run
+
+
+class Masks(nn.Module):
+    """Attention that masks with infinities: in an input, in a buffer, in an output and in what hands it on."""
+
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+        self.logits = nn.Linear(4, 4)
+        self.hand_on = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.hand_on(self.logits(x) + self.mask)  # type: ignore[no-any-return]
+
+
+def test_masks_are_no_finding(said: Callable[..., list[str]]) -> None:
+    model = Masks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(model: nn.Module, step: int) -> None:
+        model(torch.randn(4, 4)).softmax(-1)[:, 0].sum().backward()
+        recorder.scalar("best", math.inf)  # of nothing so far
+        optimizer.step()
+
+    assert said(model, train) == []
+
+
+def scaled(scale: float) -> Callable[[nn.Module, int], None]:
+    """Training under a GradScaler that begins with this scale, in float32."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    made: list[torch.optim.Optimizer] = []
+
+    def train(model: nn.Module, step: int) -> None:
+        made[:] = made or [torch.optim.SGD(model.parameters(), lr=1e-3)]
+        made[0].zero_grad()
+        scaler.scale(model(torch.full((2, 4), 1e6)).sum()).backward()
+        scaler.step(made[0])
+        scaler.update()
+
+    return train
+
+
+def test_infinite_gradients_of_a_step_that_gradscaler_skips_are_no_finding(said: Callable[..., list[str]]) -> None:
+    assert said(nn.Linear(4, 2), scaled(2.0**127), 3) == []
+
+
+def test_infinite_gradients_of_a_step_that_is_taken_are_one(said: Callable[..., list[str]]) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def train(model: nn.Module, step: int) -> None:
+        (model(torch.full((2, 4), 1e6)).sum() * 2.0**127).backward()
+        optimizer.step()
+
+    (text,) = said(model, train)
+    assert "step 0, '' grad weight (8 infinite of 8 elements)" in text
+
+
+@pytest.mark.parametrize(("name", "is_said"), [("loss", True), ("train/loss", True), ("loss_scale", False)])
+def test_an_infinite_scalar_counts_where_it_is_called_a_loss(
+    said: Callable[..., list[str]], name: str, is_said: bool
+) -> None:
+    def train(model: nn.Module, step: int) -> None:
+        model(torch.ones(2, 4))
+        recorder.scalar(name, math.inf)
+
+    assert len(said(nn.Linear(4, 2), train)) == is_said
+
+
+def test_of_a_step_that_is_decided_on_a_device_the_row_that_says_so_is_waited_for() -> None:
+    clock = Clock()
+    watch = FirstNonFinite(rank=0, clock=clock)
+    watch.is_told_by_rows = True
+    bad = Measured(mean=0.0, nan_count=1)
+    watch.saw(fake_staged(site="grad", name="weight", phase="optimizer"), bad)
+    clock.step = 5
+    watch.look(None)
+    assert watch.first is None
+    watch.saw(fake_staged(site="scalar", name="skipped"), Measured(mean=1.0))
+    watch.saw(fake_staged(site="output", step=1), Measured())
+    watch.look(None)
+    watch.saw(fake_staged(site="grad", name="weight", phase="optimizer", step=1), bad)
+    watch.saw(fake_staged(site="scalar", name="skipped", step=1), Measured(mean=0.0))
+    watch.look(None)
+    assert watch.first is None
+    watch.look(None, is_last=True)
+    assert watch.first is not None and watch.first.step == 1
