@@ -166,6 +166,10 @@ class FaultyDisk(Disk):
         self._enter("link", is_spared=self._is_spared(path))
         super().link(path, final)
 
+    def rename(self, path: Path, final: Path) -> None:
+        self._enter("rename", is_spared=self._is_spared(path))
+        super().rename(path, final)
+
     def replace(self, path: Path, final: Path) -> None:
         self._enter("replace", is_spared=self._is_spared(path))
         super().replace(path, final)

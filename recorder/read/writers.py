@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from ..errors import NotARunError, RunError
 from ..format.rundir import WRITER_MANIFEST, check_version, parse_rank_dir, parse_shard_name, shard_name
 from ..format.schema import SCHEMA
-from ..format.status import STATUS
+from ..format.status import STATUS, STATUS_BYTES
 from ..processes import runs
 from .places import OpenPlace, Place, store_of
 from .rows import ShardRows, each_of, load_open, load_sealed
@@ -139,10 +139,13 @@ class RecordedWriter:
 
     @cached_property
     def balance(self) -> Balance:
-        """The newest accounts there are: in the manifest, or in the last batch of a shard."""
+        """The newest accounts there are: in the manifest, the last batch of a shard, or the last status."""
         ledgers = [self.manifest.get("ledger"), *(shard.last_ledger() for shard in self.newest_shards())]
         ledgers += [note.get("ledger") for note in self.retired_later]  # it may have gone with its shard
         balance = max(map(Balance.read, ledgers), key=lambda balance: (balance.observed, balance.written))
+        if self._last_words:
+            retired = {"rows": balance.retired_rows, "bytes": balance.retired_bytes}
+            balance = Balance.read({"retired": retired, **self._last_words})
         for size in self.retired_shards.values():
             balance.retired_rows += count(size.get("rows"))
             balance.retired_bytes += count(size.get("bytes"))
@@ -163,9 +166,25 @@ class RecordedWriter:
     @cached_property
     def state(self) -> str:
         """``closed``, ``recording``, or ``unclosed``: it was killed, or its host cannot be asked and it is quiet."""
-        if self.manifest.get("state") == "closed":
+        if self.manifest.get("state") == "closed" or self._last_words:
             return "closed"
         return "recording" if self._is_alive() else "unclosed"
+
+    @cached_property
+    def _last_words(self) -> dict[str, Any]:
+        """The status of a writer that has closed on a disk which did not take its manifest any more; else nothing.
+
+        It is rewritten in place, which asks a disk for less than a new file.
+        """
+        if self.manifest.get("state") == "closed":
+            return {}
+        try:
+            status = store_of(self.directory).read_json(self.directory / STATUS, STATUS_BYTES)
+        except RunError:
+            return {}
+        its_own = {"writer": self.name, **{name: self.manifest.get(name) for name in ("pid", "started_ns")}}
+        is_its_own = all(status.get(name) == value for name, value in its_own.items() if value is not None)
+        return status if is_its_own and status.get("state") == "closed" else {}
 
     @cached_property
     def last_step(self) -> int | None:

@@ -7,11 +7,13 @@ sick. Nothing here may copy a payload, but for less than a block of it, or write
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ import numpy.typing as npt
 from ..descriptors import Descriptor, require_ours
 from ..memory import private_memory
 from ..native import address
+from .syncing import StuckError, SyncThread
 
 GRAIN_BYTES = 4096
 """Addresses, lengths and offsets of direct writes are multiples of this; no common disk asks for more."""
@@ -28,6 +31,7 @@ HEAD_BYTES = 2 * GRAIN_BYTES
 FILE_MODES = {"owner": 0o600, "group": 0o640, "all": 0o644}
 """By the setting `permissions`."""
 _NO_PROGRESS_LIMIT = 3
+_AT_CWD, _NO_REPLACE = -100, 1
 
 
 class Disk:
@@ -40,6 +44,8 @@ class Disk:
     """Who may read what is created; a directory may be entered by the same."""
     keeps_reserve = False
     """Whether to lay a descriptor by for the day when the process has no other; see `release_reserve`."""
+    syncs: SyncThread | None = None
+    """Where `persist` waits a bounded time; None where it waits for as long as it takes."""
     _reserve: Descriptor | None = None
 
     def make_directory(self, path: Path) -> None:
@@ -86,6 +92,20 @@ class Disk:
         require_ours(descriptor)
         os.fsync(descriptor)
 
+    def persist(self, descriptor: int) -> None:
+        """`sync`, waited for as long as `syncs` says."""
+        if self.syncs is None:
+            self.sync(descriptor)
+        else:
+            self.syncs.do(partial(self.sync, descriptor))
+
+    def persist_directory(self, path: Path) -> None:
+        """`sync_directory`, waited for as long as `syncs` says."""
+        if self.syncs is None:
+            self.sync_directory(path)
+        else:
+            self.syncs.do(partial(self.sync_directory, path))
+
     def close(self, descriptor: int) -> None:
         require_ours(descriptor)
         os.close(descriptor)
@@ -117,6 +137,15 @@ class Disk:
     def link(self, path: Path, final: Path) -> None:
         """Give a file another name; FileExistsError rather than overwriting."""
         os.link(path, final, follow_symlinks=False)
+
+    def rename(self, path: Path, final: Path) -> None:
+        """Give a file another name instead of its own; FileExistsError rather than overwriting."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(libc, "renameat2"):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path), None, str(final))
+        if libc.renameat2(_AT_CWD, os.fsencode(path), _AT_CWD, os.fsencode(final), _NO_REPLACE) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(path), None, str(final))
 
     def replace(self, path: Path, final: Path) -> None:
         """Give a file its final name, whatever had it before; a crash leaves the one or the other."""
@@ -245,7 +274,7 @@ class AppendFile:
         """Make what was appended survive a loss of power, the first time with the name of the file."""
         self._sync_content()
         if not self._is_name_durable:
-            self._disk.sync_directory(self.path.parent)
+            self._disk.persist_directory(self.path.parent)
             self._is_name_durable = True
         self.synced_end = self.end
 
@@ -273,7 +302,11 @@ class AppendFile:
 
     def _sync_content(self) -> None:
         self.is_sick = True
-        self._disk.sync(self._descriptor)
+        try:
+            self._disk.persist(self._descriptor)
+        except StuckError:
+            self.is_sick = False
+            raise
         self.is_sick = False
 
     def _write(self, offset: int, *pieces: memoryview) -> None:
@@ -316,20 +349,45 @@ def publish(disk: Disk, path: Path, final: Path) -> None:
         OSError: the disk refused; the file has its open name.
     """
     try:
-        disk.link(path, final)
-    except OSError as error:
-        if isinstance(error, FileExistsError):
-            if not disk.is_same(path, final):  # NFS may repeat a request that has succeeded
-                raise
-        elif error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK) or os.path.lexists(final):
+        has_both_names = name_newly(disk, path, final)
+    except FileExistsError:
+        raise
+    except OSError:
+        if os.path.lexists(final):
             raise
-        else:
-            disk.replace(path, final)  # a file system without links; the directory is ours alone, so nobody races
-            return
-    # Under both names it is readable, and readers prefer the final one: the old one goes only once the new is durable.
-    with contextlib.suppress(OSError):
-        disk.sync_directory(path.parent)
-        disk.unlink(path)
+        disk.replace(path, final)  # the directory is ours alone, so nobody races
+        return
+    if has_both_names:
+        # Under both it is readable, and readers prefer the final one: the old one goes only once the new is durable.
+        with contextlib.suppress(OSError):
+            disk.persist_directory(path.parent)
+            disk.unlink(path)
+
+
+def name_newly(disk: Disk, path: Path, final: Path) -> bool:
+    """Give a file a name that no other has, by a link or, where the file system makes none, by a rename.
+
+    Returns:
+        Whether it has its old name, too.
+
+    Raises:
+        FileExistsError: the name is taken.
+        OSError: the disk does neither.
+    """
+    try:
+        disk.link(path, final)
+    except FileExistsError:
+        if not disk.is_same(path, final):  # NFS may repeat a request that has succeeded
+            raise
+    except OSError as refusal:
+        try:
+            disk.rename(path, final)
+        except FileExistsError:
+            raise
+        except OSError:
+            raise refusal from None
+        return False
+    return True
 
 
 def _round_up(nbytes: int, grain: int) -> int:

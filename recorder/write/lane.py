@@ -22,6 +22,7 @@ from .quota import Floor, Held, Quota
 from .rows import Built, RowBatch
 from .settings import WriteSettings
 from .shard import BatchFile, Index, StoredShard
+from .syncing import StuckError
 
 _MAY_SYNC_AGAIN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Where nothing was synced because nothing could be opened."""
@@ -173,10 +174,13 @@ class Lane:
         except OSError as error:
             # A disk that fails each sync gets fewer, or it would get a shard for each.
             self._syncing.failed(drop_reason(error))
-            if error.errno in _MAY_SYNC_AGAIN and not self._shard.is_sick:
+            may_sync_again = isinstance(error, StuckError) or error.errno in _MAY_SYNC_AGAIN
+            if may_sync_again and not self._shard.is_sick:
                 self._notices.failed(f"{self._directory}: a {self._kind} shard cannot be synced; later", error)
             else:
-                self._give_up_shard(error)
+                self._give_up_shard(
+                    error, "synced; another is begun, and rows that a loss of power may take are counted"
+                )
             return False
         self._syncing.succeeded()
         self._oldest_unsynced_s = None
@@ -195,7 +199,7 @@ class Lane:
             shard.seal(final, ledger)
         except OSError as error:
             self._add_bytes(shard.num_bytes - before)
-            self._give_up_shard(error)
+            self._give_up_shard(error, "sealed; it stays open and readable")
             return False
         except BaseException:
             self._add_bytes(shard.num_bytes - before)
@@ -212,7 +216,7 @@ class Lane:
         finally:
             self._quota.keep(self._kind, Held(stored, self._last_step, self._is_kept))
         with self._notices.on_error(f"{self._directory} cannot be synced"):
-            self._disk.sync_directory(self._directory)
+            self._disk.persist_directory(self._directory)
         return True
 
     def begin_anew(self) -> None:
@@ -239,7 +243,9 @@ class Lane:
                 self._append(built)
             except OSError as error:
                 reason = drop_reason(error)
-                self._give_up_shard(error)
+                self._give_up_shard(
+                    error, "written; another is tried, and rows that none takes are dropped and counted"
+                )
             else:
                 self._backoff.succeeded()
                 return None
@@ -328,13 +334,9 @@ class Lane:
         ):
             self.seal(self._ledger.snapshot())
 
-    def _give_up_shard(self, error: OSError) -> None:
-        """Say so, and leave the shard; the next batch begins another."""
-        self._notices.failed(
-            f"{self._directory}: a {self._kind} shard cannot be written; another is tried, and rows that none takes "
-            "are dropped and counted",
-            error,
-        )
+    def _give_up_shard(self, error: OSError, what: str) -> None:
+        """Say that it cannot be `what`, and leave the shard; the next batch begins another."""
+        self._notices.failed(f"{self._directory}: a {self._kind} shard cannot be {what}", error)
         if self._shard is not None:
             self._leave_shard(self._shard)
 

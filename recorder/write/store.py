@@ -147,7 +147,7 @@ class Store:
         own: dict[str, Any] = {
             "writer": self.directory.name,
             "state": state,
-            **{name: ledger[name] for name in ("observed", "written", "dropped")},
+            **ledger,
             "used_bytes": sum(map(self._quota.used_bytes, self.lanes)),
             "max_bytes": self._settings.max_bytes,
         }
@@ -198,13 +198,14 @@ class Store:
         assert place is not None, "settle comes first"
         try:
             self._make_directories(place.run_dir)
-            create_manifest(self._disk, place.run_dir / RUN_MANIFEST, {**_FORMAT, **place.run_manifest})
+            content = {**_FORMAT, **place.run_manifest}
+            create_manifest(self._disk, place.run_dir / RUN_MANIFEST, content, unsynced=self._say_unsynced)
             parent = place.run_dir / rank_dir(place.rank)
             self._make_directories(parent)
             directory = self._make_own_directory(parent, place.attempt)
             try:
                 for made in (parent, place.run_dir, place.run_dir.parent):  # another rank may have made it just now
-                    self._disk.sync_directory(made)
+                    self._sync_directory(made)
                 self.lanes = self._open_lanes(directory, place)
             except OSError:
                 with contextlib.suppress(OSError):  # the next attempt makes another
@@ -255,7 +256,23 @@ class Store:
             self._make_directories(path.parent)
             with contextlib.suppress(FileExistsError):
                 self._disk.make_directory(path)
-            self._disk.sync_directory(path.parent)
+            self._sync_directory(path.parent)
+
+    def _sync_directory(self, path: Path) -> None:
+        """Make the names in a directory durable, or say that they are not: what they name is usable all the same."""
+        try:
+            self._disk.persist_directory(path)
+        except OSError as error:
+            self._say_unsynced(error)
+
+    def _say_unsynced(self, error: OSError) -> None:
+        assert self._place is not None, "settle comes first"
+        self._notices.failed(
+            f"{self._place.run_dir}: a manifest or a directory cannot be synced; recording goes on, and a loss of "
+            "power may take it",
+            error,
+            is_aside=True,
+        )
 
     def _open_lanes(self, directory: Path, place: RunPlace) -> dict[str, Lane]:
         settings = self._settings
@@ -324,7 +341,8 @@ class Store:
             **more,
         }
         try:
-            replace_manifest(self._disk, self.directory / WRITER_MANIFEST, {**self._manifest, **own})
+            path = self.directory / WRITER_MANIFEST
+            replace_manifest(self._disk, path, {**self._manifest, **own}, unsynced=self._say_unsynced)
         except OSError as error:
             self._notices.failed(f"{self.directory / WRITER_MANIFEST} cannot be written", error, is_aside=True)
             self._is_manifest_stale = True

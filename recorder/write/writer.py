@@ -24,6 +24,7 @@ from .notices import Notices
 from .rows import NOT_MEASURED
 from .settings import WriteSettings
 from .store import RunPlace, Store
+from .syncing import SyncThread
 
 __all__ = ["CloseReport", "RunPlace", "WriteSettings", "Writer", "WriterStats"]
 
@@ -35,6 +36,8 @@ _SHORT_NAP_S, _LONG_NAP_S = 0.002, 0.02
 _MAX_FAILURES = 3
 _SEAL_SHARE = 0.25
 """Of the deadline of `close`, kept for the last batch and the seals."""
+_LAST_SHARE = 0.125
+"""And for the last accounts, once syncs that do not come back are given up."""
 _UNMEASURABLE = Measured(note="no_statistics:error")
 
 
@@ -119,6 +122,7 @@ class Writer:
         self._disk = disk or Disk()
         self._disk.file_mode = FILE_MODES[settings.permissions]
         self._disk.keeps_reserve = True
+        self._disk.syncs = self._syncs = SyncThread()
         self._store = Store(settings, self._ledger, self._disk, self._notices, clock)
         self._queue: queue.SimpleQueue[Staged | _Drain] = queue.SimpleQueue()
         self._manifest: Mapping[str, Any] | None = None
@@ -209,6 +213,7 @@ class Writer:
             return self._report
         self._refusal = self._refusal or CLOSED
         self._abandon_after_s = self._clock() + (1 - _SEAL_SHARE) * deadline_s
+        self._syncs.hurry(time.monotonic() + (1 - _LAST_SHARE) * deadline_s)
         if self._is_on_writer_thread():
             while not self._is_stopped:
                 self._turn()
@@ -282,6 +287,7 @@ class Writer:
             self._discard_queue()
             with contextlib.suppress(Exception):
                 self._store.let_go()
+            self._syncs.stop()
             self._disk.keeps_reserve = False
             self._disk.release_reserve()
 

@@ -163,13 +163,31 @@ def fail_on_writer_thread(**calls: int) -> Callable[[Path], None]:
 _stalls: list[Any] = []
 
 
-def prepare_stall(folder: Path) -> None:
-    from . import seccomp
+def prepare_stall(*calls: str) -> Callable[[Path], None]:
+    def prepare(folder: Path) -> None:
+        from . import seccomp
 
-    _stalls.append(seccomp.Stall(["pwritev", "pwritev2", "fsync", "ftruncate"]))
+        _stalls.append(seccomp.Stall(calls))
+
+    return prepare
+
+
+def stall(folder: Path) -> None:
+    _stalls[0].begin()
+
+
+def stall_at_once(*calls: str) -> Callable[[Path], None]:
+    def begin(folder: Path) -> None:
+        prepare_stall(*calls)(folder)
+        stall(folder)
+
+    return begin
 
 
 SMALL_SHARDS = (("RECORDER_KEEP_NEWEST", "16"),)
+SHOWN = (("RECORDER_STATUS_INTERVAL_S", "0.05"),)
+"""A `_status.json` that is open before the disk goes bad."""
+WRITES = ("pwritev", "pwritev2", "fsync", "ftruncate")
 STALLED = (
     ("RECORDER_RULES", "site=* keep=tensor,stats"),
     ("RECORDER_POOL_BYTES", "1MiB"),
@@ -184,7 +202,7 @@ CASES = {
         before=lambda folder: (mount_tmpfs("size=2m")(folder), fill_up(folder))[0],  # type: ignore[func-returns-value]
         end=make_room,
     ),
-    "inodes": Case(before=mount_tmpfs("size=64m,nr_inodes=10"), settings=SMALL_SHARDS),
+    "inodes": Case(before=mount_tmpfs("size=64m,nr_inodes=10"), settings=(*SMALL_SHARDS, *SHOWN)),
     "file_size": Case(begin=limit_file_size(40_000), end=unlimit_file_size),
     "file_size_tiny": Case(begin=limit_file_size(1_000), end=unlimit_file_size),
     "own_quota": Case(settings=(("RECORDER_MAX_BYTES", "1MiB"), ("RECORDER_ON_QUOTA", "stop"))),
@@ -205,12 +223,19 @@ CASES = {
     "no_memory_for_writer": Case(before=limit_memory(60), end=free_memory, settings=(("RECORDER_POOL_BYTES", "1MiB"),)),
     "stall_reference": Case(settings=STALLED[:1]),
     "stall": Case(
-        before=prepare_stall,
-        begin=lambda folder: _stalls[0].begin(),
+        before=prepare_stall(*WRITES),
+        begin=stall,
         end=lambda folder: _stalls[0].end(),
         settings=STALLED,
     ),
-    "stall_for_ever": Case(before=prepare_stall, begin=lambda folder: _stalls[0].begin(), settings=STALLED),
+    "stall_for_ever": Case(before=prepare_stall(*WRITES), begin=stall, settings=STALLED),
+    "read_only_for_good": Case(begin=make_read_only, settings=(*SMALL_SHARDS, *SHOWN)),
+    "full_for_good": Case(before=mount_tmpfs("size=2m"), begin=fill_up, settings=SHOWN),
+    "eio_fsync_at_start": Case(before=fail(fsync=errno.EIO)),
+    "eio_link_at_start": Case(before=fail(linkat=errno.EIO, link=errno.EIO)),
+    "no_links_at_start": Case(before=fail(linkat=errno.EPERM, link=errno.EPERM, renameat2=errno.EINVAL)),
+    "hung_fsync": Case(before=prepare_stall("fsync"), begin=stall),
+    "hung_fsync_at_start": Case(before=stall_at_once("fsync")),
 }
 
 

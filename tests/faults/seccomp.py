@@ -29,6 +29,7 @@ NUMBERS = {
     "statfs": 137,
     "openat": 257,
     "linkat": 265,
+    "renameat2": 316,
     "fstatfs": 138,
 }
 """System calls by name, as x86_64 numbers them."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from recorder.errors import LookupFailedError
+from recorder.format.status import encode_status
 from recorder.read.run import open_run
 from recorder.read.verify import verify
 from tests.cli.conftest import Cli, cli
@@ -52,6 +53,49 @@ def test_a_killed_writer_says_where_its_record_ends(killed: Path) -> None:
     run = open_run(killed)
     assert run.endings == [ENDING]
     assert repr(run) == "<Run 'run': 2 ranks, steps 0 to 23, 48 rows, 1 unclosed writer>"
+
+
+def show(run: Path, **facts: object) -> None:
+    """Leave a `_status.json` of rank 0's writer, as it shows itself at its end."""
+    directory = next(run.glob("rank=00000/*"))
+    manifest = json.loads((directory / "_writer.json").read_text())
+    known = {"writer": directory.name, "pid": manifest["pid"], "started_ns": manifest.get("started_ns", 0)}
+    accounts = {"observed": 31, "written": 24, "dropped": {"write_error:EROFS": 7}, "state": "closed", "step": 30}
+    (directory / "_status.json").write_bytes(encode_status({**known, **accounts, **facts}))
+
+
+def test_a_writer_that_closed_on_a_disk_that_took_no_manifest_has_the_account_of_its_last_status(killed: Path) -> None:
+    show(killed)
+    run = open_run(killed)
+    writer = run.writers[0]
+    assert (writer.state, run.endings) == ("closed", [])
+    assert (writer.balance.observed, writer.balance.written, writer.balance.num_missing) == (31, 24, 0)
+    assert writer.balance.dropped == {"write_error:EROFS": 7}
+    assert [finding.text for finding in verify(run) if finding.is_fault] == []
+
+
+def test_all_commands_give_the_account_of_the_last_status(killed: Path, cli: Cli) -> None:
+    show(killed)
+    for command in ("doctor", "ls", "show", "first", "merge", "verify"):
+        more = ["-o", str(killed.parent / "merged")] if command == "merge" else []
+        done = cli(command, str(killed), *more)
+        assert "without closing" not in done.out + done.err, command
+    assert "7 of 31 rows dropped: write_error:EROFS 7" in cli("doctor", str(killed)).out
+
+
+@pytest.mark.parametrize(
+    "facts", [{"state": "recording"}, {"state": "failed"}, {"writer": "another"}, {"pid": 1}, {"started_ns": 5}]
+)
+def test_a_status_that_is_not_this_writers_last_word_is_no_account(killed: Path, facts: dict[str, object]) -> None:
+    show(killed, **facts)
+    assert open_run(killed).endings == [ENDING]
+
+
+def test_a_status_with_a_flipped_byte_is_no_account(killed: Path) -> None:
+    show(killed)
+    path = next(killed.glob("rank=00000/*/_status.json"))
+    path.write_bytes(path.read_bytes().replace(b'"written":24', b'"written":29'))
+    assert open_run(killed).endings == [ENDING]
 
 
 def test_without_accounts_of_lost_rows_it_says_that_some_may_be_missing(killed: Path) -> None:

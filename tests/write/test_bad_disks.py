@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from recorder.records import KEEP_STATS
+from recorder.write import syncing
 from recorder.write.file import Disk
 from tests.fakes import FaultyDisk
 from tests.write.rig import Rig, wait_until
@@ -121,7 +122,7 @@ def test_a_file_is_never_touched_again_after_a_failed_sync(tmp_path: Path, disk:
     assert [path.name for path in rig.files("*.arrow")] == ["tensors-000001.arrow"]
 
 
-@pytest.mark.parametrize("method", ["sync", "truncate", "close", "link"])
+@pytest.mark.parametrize("method", ["sync", "truncate", "close"])
 def test_a_shard_that_cannot_be_sealed_stays_open_and_readable(tmp_path: Path, disk: FaultyDisk, method: str) -> None:
     rig = quick(tmp_path, disk)
     rig.put(KILOBYTE)
@@ -132,6 +133,96 @@ def test_a_shard_that_cannot_be_sealed_stays_open_and_readable(tmp_path: Path, d
     assert report.ledger["written"] == 1
     assert rig.files("*.arrow") == []
     assert [row["seq"] for row in rig.rows()] == [0]
+
+
+def test_a_shard_whose_new_name_is_refused_stays_open_and_readable(tmp_path: Path, disk: FaultyDisk) -> None:
+    rig = quick(tmp_path, disk)
+    rig.put(KILOBYTE)
+    assert rig.drain()
+    for method in ("link", "rename", "replace"):
+        disk.fail(method, errno.EIO)
+    assert not rig.close().is_complete
+    assert rig.files("*.arrow") == []
+    assert [row["seq"] for row in rig.rows()] == [0]
+
+
+@pytest.mark.parametrize("refused", [["link"], ["link", "rename"]])
+def test_without_links_a_shard_gets_its_name_by_a_rename(tmp_path: Path, disk: FaultyDisk, refused: list[str]) -> None:
+    rig = quick(tmp_path, disk)
+    rig.put(KILOBYTE)
+    assert rig.drain()
+    for method in refused:
+        disk.fail(method, errno.EPERM)
+    assert rig.close().is_complete
+    assert [path.name for path in rig.files("*tensors*arrow*")] == ["tensors-000000.arrow"]
+    assert [row["seq"] for row in rig.rows()] == [0]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EPERM])
+def test_without_links_a_name_that_is_taken_is_never_overwritten(tmp_path: Path, disk: FaultyDisk, code: int) -> None:
+    rig = quick(tmp_path, disk)
+    rig.put(KILOBYTE)
+    assert rig.drain()
+    taken = rig.directory / "tensors-000000.arrow"
+    taken.write_bytes(b"somebody else's")
+    disk.fail("link", code)
+    assert not rig.close().is_complete
+    assert taken.read_bytes() == b"somebody else's"
+
+
+@pytest.mark.parametrize("refused", ["sync", "sync_directory"])
+def test_a_disk_that_never_syncs_loses_no_row_and_says_which_are_at_risk(
+    tmp_path: Path, disk: FaultyDisk, refused: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk.spares_manifests = False
+    disk.fail(refused, errno.EIO, times=1000)
+    rig = quick(tmp_path, disk)
+    for _ in range(5):
+        rig.put(KILOBYTE)
+    assert not rig.drain()
+    report = rig.close()
+    assert (report.ledger["written"], report.ledger["dropped"]) == (5, {})
+    assert report.ledger["suspect"] == 5
+    assert [row["seq"] for row in rig.rows()] == list(range(5))
+    assert rig.manifest()["ledger"] == report.ledger
+    assert 1 <= len([one for one in caplog.records if "cannot be synced" in one.message]) <= 2
+
+
+def test_a_sync_that_hangs_holds_up_no_row_and_is_not_repeated(
+    tmp_path: Path, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(syncing, "_LONGEST_S", 0.1)
+    rig = quick(tmp_path, disk)
+    rig.put(KILOBYTE)
+    wait_until(lambda: rig.writer.stats().ledger["written"])
+    disk.stalled.add("sync")
+    assert not rig.drain()
+    num_syncs = disk.calls["sync"]
+    for _ in range(5):
+        rig.put(KILOBYTE)
+    assert not rig.drain()
+    assert rig.writer.stats().ledger["written"] == 6
+    assert disk.calls["sync"] == num_syncs, "while one hangs, another would only hang behind it"
+    disk.recover()
+    wait_until(rig.drain)
+    report = rig.close()
+    assert report.ledger["suspect"] == 1, "of the first nobody knows; the others were synced later"
+    assert [row["seq"] for row in rig.rows()] == list(range(6))
+
+
+def test_a_writer_whose_syncs_hang_has_closed_within_its_deadline(tmp_path: Path, disk: FaultyDisk) -> None:
+    disk.spares_manifests = False
+    rig = quick(tmp_path, disk)
+    rig.put(KILOBYTE)
+    assert rig.drain()
+    disk.stalled.add("sync")
+    rig.put(KILOBYTE)
+    report = rig.writer.close(2.0)
+    manifest = rig.manifest()
+    disk.recover()
+    assert manifest["state"] == "closed"
+    assert manifest["ledger"] == report.ledger
+    assert (report.ledger["written"], report.ledger["dropped"]) == (2, {})
 
 
 def test_a_failing_index_or_directory_sync_leaves_the_shard_sealed(
