@@ -247,12 +247,14 @@ def _nearest(word: str, choices: Sequence[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-_SPARSER = "0:100,100:10000:10,10000::100"
+_SPARSER = "0:20,20:1000:10,1000::100"
+"""A step at which all modules are looked at takes a small program up to twice as long: a tenth of them is a tenth."""
+_SPARSE = "0,100,1000,10000,100000"
 DEFAULT_RULES = parse_rules(
     f"site=output,grad_output,tap steps={_SPARSER} keep=stats;"
     f"site=param,grad,buffer steps={_SPARSER} keep=stats,fingerprint;"
     f"module='' site=input steps={_SPARSER} keep=stats,fingerprint;"
-    "site=output,grad,tap steps=pow2 call=0:4 keep=tensor;"
+    f"site=output,grad,tap steps={_SPARSE} call=0:4 keep=tensor;"
     "site=scalar keep=stats"
 )
 

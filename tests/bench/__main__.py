@@ -21,6 +21,7 @@ BENCHES = {
     "kernels": "the inner loops of the writer",
     "merge": "merging, against decompressing and copying",
     "overhead": "what recording costs against other ways; what runs without a name",
+    "programs": "what the flag alone costs small programs, from their start to their end",
     "records": "what one record costs the training thread, by site",
     "read": "opening, listing, reading one tensor, verifying",
     "scale": "very many ranks, modules and steps",

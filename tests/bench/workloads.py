@@ -36,7 +36,7 @@ def make(name: str) -> Workload:
     return {"demo": _demo, "ddp": _ddp, "small": _small}[name]()
 
 
-def _load_demo() -> ModuleType:
+def load_demo() -> ModuleType:
     spec = importlib.util.spec_from_file_location("demo_train", DEMO)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -45,7 +45,7 @@ def _load_demo() -> ModuleType:
 
 
 def _demo() -> Workload:
-    demo = _load_demo()
+    demo = load_demo()
     model = demo.GPT()
     batches = demo.batches(demo.load_text(max_bytes=2 << 20), seed=int(os.environ.get("RANK", "0")))
     return Workload(model, demo.make_optimizer(model), batches, demo.train_step)
@@ -56,7 +56,7 @@ def _ddp() -> Workload:
     dist.init_process_group("gloo", f"file://{os.environ['BENCH_STORE']}", rank=rank, world_size=world_size)
     made = _demo()
     model = nn.parallel.DistributedDataParallel(made.model)
-    return made._replace(model=model, optimizer=_load_demo().make_optimizer(model))
+    return made._replace(model=model, optimizer=load_demo().make_optimizer(model))
 
 
 def _small() -> Workload:

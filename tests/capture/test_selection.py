@@ -10,7 +10,9 @@ from torch import nn
 from torch.distributed.pipelining import Pipe
 
 import recorder
+from recorder.capture.select import Selection
 from recorder.errors import AttachError, ConfigError
+from recorder.records import KEEP_TENSOR
 
 from .support import Tiny, batch, flagged
 
@@ -105,13 +107,27 @@ def test_attach_refuses_a_wrong_setting(tmp_path: Path) -> None:
         recorder.attach(Tiny(), enabled=True, dir=tmp_path, pool_byts=1)
 
 
-def test_the_default_keeps_statistics_often_and_tensors_at_powers_of_two(tmp_path: Path) -> None:
+def test_the_default_keeps_statistics_often_at_first_and_the_tensors_of_one_step(tmp_path: Path) -> None:
     from recorder.config import DEFAULT_RULES
 
     rules = "; ".join(rule.text for rule in DEFAULT_RULES)
     with flagged(tmp_path, rules=rules) as recording:
-        train(Tiny(), 7)
+        train(Tiny(), 32)
     outputs = recording.rows(site="output", module_path="first")
-    assert list(outputs.step) == list(range(7))
-    assert list(outputs.step[outputs.payload_bytes.notna()]) == [0, 1, 2, 4]
+    assert list(outputs.step) == [*range(20), 20, 30]
+    assert list(outputs.step[outputs.payload_bytes.notna()]) == [0]
     assert set(recording.rows().site) == {"input", "output", "grad_output", "param", "grad", "scalar"}
+
+
+@pytest.mark.parametrize(("num_steps", "num_looked_at", "num_in_full"), [(36, 22, 1), (6_000, 168, 3)])
+def test_the_default_looks_at_few_steps(num_steps: int, num_looked_at: int, num_in_full: int) -> None:
+    from recorder.config import DEFAULT_RULES
+
+    selection = Selection(DEFAULT_RULES, rank=0)
+    of_outputs = selection.rule_sets("blocks.0", "Block", False)["output"]
+    kept = []
+    for step in range(num_steps):
+        selection.at_step(step)
+        kept.append(selection.masks[of_outputs])
+    assert sum(keep != 0 for keep in kept) == num_looked_at
+    assert sum(keep & KEEP_TENSOR != 0 for keep in kept) == num_in_full

@@ -29,13 +29,18 @@ _COMMANDS = (
     "merge RUN -o merged",
     "verify RUN",
 )
+_RULES = (
+    "site=output,grad_output keep=stats; site=param,grad,buffer keep=stats,fingerprint; site=scalar;"
+    "module='' site=input keep=stats,fingerprint; site=output,grad steps=pow2 keep=tensor"
+)
+"""Tensors at many steps, so that one of them is a small share."""
 
 
 def main() -> None:
     """Print the table."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        succeeded(torchrun(folder / "job", Path(__file__).with_name("train.py"), RECORDER="1"))
+        succeeded(torchrun(folder / "job", Path(__file__).with_name("train.py"), RECORDER="1", RECORDER_RULES=_RULES))
         (run,) = (folder / "job" / "recordings").iterdir()
         run_bytes = sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
         num_objects = sum(path.is_file() for path in run.rglob("*"))
