@@ -519,6 +519,8 @@ class Recorder:
             return
         until_s = time.monotonic() + self.settings.close_deadline_s
         self._say_if_step_never_moved(self.capture)
+        for root in self.capture.roots:
+            root.say_if_nothing_moved()
         self._writer.set_manifest(self._manifest())
         if self.settings.status_interval_s:
             self._show_status(self.capture)

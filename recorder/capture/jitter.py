@@ -1,7 +1,9 @@
 """The one thing that changes training on purpose: inputs of a root moved by a last place, to see what noise does.
 
 What is moved and how hangs on the seed and the shape alone: a recomputed block sees what its forward saw, ranks that
-share a batch see the same, and the global random state is left alone.
+share a batch see the same, and the global random state is left alone. Of a DTensor each rank moves what it holds, by
+its own shape: replicas have one shape, so they stay replicas; summands of a sum have one shape, too, and what they add
+up to is moved as each of them is. No collective is issued. Which of a root's values were moved, the root is told.
 """
 
 from __future__ import annotations
@@ -13,21 +15,65 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from . import hooks
+from .neighbours import is_dtensor
+from .parallel import loaded
 from .tree import Node
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INPUTS, EMBEDDINGS = "inputs", "embeddings"
+"""What can be moved of a root."""
 
 
 def jittered(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     """A tensor whose every element is multiplied with 1 + or - the machine epsilon of its type."""
+    return tensor * _factors(tensor, seed)
+
+
+def _factors(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8) * 2 - 1
-    factors = 1 + signs.to(device=tensor.device, dtype=tensor.dtype, non_blocking=True) * torch.finfo(tensor.dtype).eps
-    return tensor * factors
+    return 1 + signs.to(device=tensor.device, dtype=tensor.dtype, non_blocking=True) * torch.finfo(tensor.dtype).eps
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.dtype in _TYPES and value.layout == torch.strided
+def _can_move(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or value.dtype not in _TYPES or value.layout != torch.strided:
+        return False
+    return type(value) is torch.Tensor or is_dtensor(value) or _is_awaited(value)
+
+
+def _is_awaited(value: Any) -> bool:
+    """Whether it is what a collective is about to bring; to use it waits for that, as the next operation would."""
+    awaited = loaded("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    return awaited is not None and type(value) is awaited
+
+
+def _moved(value: Any, seed: int, *, is_own: bool = False) -> torch.Tensor:
+    """What takes the place of a value.
+
+    Args:
+        value: it can be moved.
+        seed: of the pattern.
+        is_own: of a DTensor, whether nobody else holds it yet, so that it may be changed in place.
+    """
+    if not is_dtensor(value):
+        return jittered(value, seed)
+    # A product of DTensors may redistribute them, forwards or backwards; what is done to the local values does not.
+    found: Any = value if is_own else _copied(value)
+    with torch.no_grad():
+        local = found._local_tensor
+        local.mul_(_factors(local, seed))
+    moved: torch.Tensor = found
+    return moved
+
+
+def _copied(value: Any) -> Any:
+    """A DTensor like this one, with its graph."""
+    if not any(placement.is_partial() for placement in value.placements):
+        return value.clone()
+    # To clone a summand, torch would add it up.
+    local = value.to_local().clone()
+    mesh, placements = value.device_mesh, value.placements
+    return type(value).from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
 
 
 class JitterInputs(hooks.Hook):
@@ -42,11 +88,20 @@ class JitterInputs(hooks.Hook):
         """Whether the latest call had a floating input."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling() or self.number not in hooks.ROOTS:
+        root = hooks.ROOTS.get(self.number)
+        if torch.compiler.is_compiling() or root is None:
             return None
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        self.is_used = any(map(_is_plain, leaves))
-        return pytree.tree_unflatten([jittered(x, self.seed) if _is_plain(x) else x for x in leaves], spec)
+        try:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            self.is_used = any(map(_can_move, leaves))
+            if not self.is_used:
+                return None
+            moved = pytree.tree_unflatten([_moved(x, self.seed) if _can_move(x) else x for x in leaves], spec)
+        except Exception as error:
+            root.jitter_failed(error)
+            return None
+        root.has_moved(INPUTS)
+        return moved
 
 
 class JitterEmbedding(hooks.Hook):
@@ -59,9 +114,16 @@ class JitterEmbedding(hooks.Hook):
         self._inputs = inputs
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if torch.compiler.is_compiling() or self.number not in hooks.ROOTS or self._inputs.is_used:
+        root = hooks.ROOTS.get(self.number)
+        if torch.compiler.is_compiling() or root is None or self._inputs.is_used or not _can_move(output):
             return None
-        return jittered(output, self._inputs.seed) if _is_plain(output) else None
+        try:
+            moved = _moved(output, self._inputs.seed, is_own=True)
+        except Exception as error:
+            root.jitter_failed(error)
+            return None
+        root.has_moved(EMBEDDINGS)
+        return moved
 
 
 def add_jitter(root: nn.Module, nodes: list[Node], number: int, seed: int) -> tuple[JitterInputs, list[Any]]:

@@ -40,6 +40,10 @@ _MAX_LATE_LOOKS = 5
 _numbers = itertools.count(1)
 
 
+_NOTHING_MOVED = (
+    "jitter moved nothing: the model was given no floating tensor, and no nn.Embedding of it was seen to run "
+    "(compiled, scripted, or of another class); this run differs from one without jitter in nothing, and is no twin"
+)
 _OTHERS = "parameters, gradients and optimizer state are"
 _HIDDEN = {
     "compiled": "values inside compiled modules are not recorded ({}); " + _OTHERS + ". RECORDER_COMPILED=tap, or "
@@ -93,6 +97,8 @@ class Root:
         """Parameters, by id, whose local gradients are awaited in that slice."""
         self.jitter: JitterInputs | None = None
         """Moves the root's inputs, where the settings ask for it."""
+        self.moved: tuple[str, ...] | None = None
+        """What of it was moved, for the manifest; None where that is not known yet, or nobody asked for it."""
         self._around = [weakref.ref(wrapper) for wrapper in wrappers_around(module)]
         self._install(module)
         self._learn_groups(module)
@@ -105,7 +111,27 @@ class Root:
             "model_parallel": self.model_parallel,
             "pipeline": self.pipeline,
             "unshared": self.unshared,
+            "jitter": None if self.moved is None else {"moved": list(self.moved)},
         }
+
+    def has_moved(self, what: str) -> None:
+        """The setting `jitter` has moved something of it."""
+        if self.moved is None or what not in self.moved:
+            self.moved = (*(self.moved or ()), what)
+            self.capture.events.has_changed = True
+
+    def jitter_failed(self, error: Exception) -> None:
+        """An error of ours while something was to be moved: it is left as it was."""
+        if comes_from_signal_handler(error):
+            raise error
+        text = f"{self.name}: jitter failed: {type(error).__name__}: {error}"
+        self.capture.events.add("jitter_failed", text, key=self.name, exception=error)
+
+    def say_if_nothing_moved(self) -> None:
+        """Somebody asked for a twin, and what ran is none."""
+        if self.capture.settings.jitter and self.moved is None:
+            self.moved = ()
+            self.capture.events.add("nothing_moved", f"{self.name}: {_NOTHING_MOVED}", key=self.name)
 
     def _wrappers_around(self) -> list[nn.Module]:
         return [wrapper for reference in self._around if (wrapper := reference()) is not None]
@@ -337,6 +363,7 @@ class Root:
         in a graph of somebody's function, and its hooks with it. A root that never ran, while its modules did, is not
         what was called.
         """
+        self.say_if_nothing_moved()
         seen = [watch.node_path for watch in self.watches if watch.was_called]
         self._say_hidden("late", [path for path in self._late if not any(_is_below(one, path) for one in seen)])
         silent = self._silent()

@@ -88,6 +88,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "open_files": num_open_files,
         "state": next((state for state in _STATES if state in states), "empty"),
         "jitter": run.jitter,
+        "jitter_moved": run.jitter_moved,
         "problems": run.problems,
         "endings": run.endings,
     }
@@ -142,12 +143,17 @@ def _list_writers(run: Run, *, as_json: bool) -> int:
 
 
 def jitter_note(run: Run) -> str:
-    """That its training was changed on purpose."""
+    """That its training was changed on purpose, or was to be."""
+    if run.jitter_moved == ():
+        return f"note: jitter = {run.jitter} was asked for, and nothing of the model was moved: this run is no twin"
     return f"note: the model's inputs were moved by a last place on purpose (jitter = {run.jitter})"
 
 
 def _state(summary: dict[str, Any]) -> str:
-    return f"{summary['state']}, jitter {summary['jitter']}" if summary["jitter"] else str(summary["state"])
+    if not summary["jitter"]:
+        return str(summary["state"])
+    what = " (nothing moved)" if summary["jitter_moved"] == () else ""
+    return f"{summary['state']}, jitter {summary['jitter']}{what}"
 
 
 def _losses(found: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ from ..format.dtypes import item_bytes
 from ..format.rundir import RUN_MANIFEST, check_version
 from ..format.schema import LIGHT_COLUMNS, SCHEMA
 from ..units import counted
+from . import untrusted
 from .decode import as_array, check_bytes, count, parse_shape
 from .light import NONE, PLACE_COLUMNS, TIME_ORDER, LightRows, Positions
 from .lookup import QUALIFIERS, find_tensor
@@ -117,6 +118,14 @@ class Run:
         found = [settings.get("jitter") for settings in told if isinstance(settings, dict)]
         values = [setting.get("value") for setting in found if isinstance(setting, dict)]
         return next((value for value in values if type(value) is int and value), 0)
+
+    @cached_property
+    def jitter_moved(self) -> tuple[str, ...] | None:
+        """What `jitter` moved, ``inputs`` or ``embeddings``; empty: nothing. None where no manifest says it."""
+        roots = [root for writer in self.writers for root in untrusted.objects(writer.manifest.get("roots"))]
+        told = [fact for root in roots if isinstance(fact := root.get("jitter"), dict)]
+        found = dict.fromkeys(what for fact in told for what in untrusted.texts(fact.get("moved")))
+        return tuple(found) if told else None
 
     @cached_property
     def ranks(self) -> list[int]:
