@@ -420,56 +420,14 @@ def _is_apart(note: str) -> bool:
 
 
 def _are_own(timeline: Timeline, facts: RunFacts) -> npt.NDArray[np.bool_]:
-    """Which rows are of parameters that each rank has for itself.
-
-    Those that a wrapper merely leaves alone must have been others from their first record on: where a whole expert was
-    equal on all ranks, it is no expert, and that nobody reduces its gradients is an oversight.
-    """
+    """Which rows are of parameters that each rank has for itself."""
     columns = ("root", "module_path", "name")
     cells = group([timeline.codes[name] for name in columns])
     named = zip(
         *(timeline.table.column(name).take(pa.array(cells.firsts)).to_pylist() for name in columns), strict=True
     )
-    unshared = facts.unshared
-    owners: list[tuple[str, str] | None] = []
-    is_open = []
-    for root, path, name in named:
-        is_own = unshared.has(root, path, name)
-        owners.append((root, unshared.expert_of(root, path)) if is_own else None)
-        is_open.append(is_own and not unshared.is_said(root, path, name))
-    found = np.array([owner is not None for owner in owners], np.bool_)
-    if any(is_open):
-        alike = _began_alike(timeline, cells.ids, owners, np.array(is_open, np.bool_))
-        found &= ~np.array([is_one and owner in alike for is_one, owner in zip(is_open, owners, strict=True)])
+    found = np.array([facts.unshared.has(root, path, name) for root, path, name in named], np.bool_)
     return np.asarray(found[cells.ids] if len(found) else np.zeros(timeline.num_rows, np.bool_))
-
-
-def _began_alike(
-    timeline: Timeline, cells: Integers, owners: Sequence[tuple[str, str] | None], is_open: npt.NDArray[np.bool_]
-) -> set[tuple[str, str]]:
-    """Of which owners all parameters were equal on several ranks when they were first recorded."""
-    table, steps = timeline.table, integers(timeline.table.column("step"))
-    is_param = holds(table.column("site"), "param".__eq__) & is_open[cells]
-    firsts = np.full(len(owners), np.iinfo(np.int64).max)
-    np.minimum.at(firsts, cells[is_param], steps[is_param])
-    rows = np.flatnonzero(is_param & (steps == firsts[cells]))
-    prints = table.column("fingerprint").take(pa.array(rows)).to_pylist()
-    numbers_of = _statistics_ids(table.take(pa.array(rows)))
-    lacks = integers(table.column("nan_count"))[rows] < 0
-    ranks = integers(table.column("rank"))[rows]
-    words: dict[int, dict[int, object]] = {}
-    for cell, rank, text, number, lack in zip(
-        cells[rows].tolist(), ranks.tolist(), prints, numbers_of.tolist(), lacks.tolist(), strict=True
-    ):
-        words.setdefault(cell, {})[rank] = text or (None if lack else number)
-    alike: set[tuple[str, str]] = set()
-    others: set[tuple[str, str]] = set()
-    for cell, by_rank in words.items():
-        said = set(by_rank.values())
-        owner = owners[cell]
-        if owner is not None:
-            (alike if len(by_rank) > 1 and len(said) == 1 and None not in said else others).add(owner)
-    return alike - others
 
 
 def _is_boxed(placements: str) -> bool:

@@ -23,7 +23,7 @@ from .cuts import Cuts, Wanted
 from .deciding import ALONE, LOCAL_GRADIENT, STATE_SITES, Override, Question, decide
 from .decode import parse_shape
 from .evidence import NULL, POSITIVE, Described, Evidence, Ints, bits_of, digest, pack
-from .experts import NOT_OF_BATCH, NOT_SHARED
+from .experts import BEGAN_ALIKE, NOT_OF_BATCH, NOT_SHARED
 from .facts import RunFacts
 from .grid import Group
 from .light import NONE, Keys, LightRows, Positions
@@ -387,6 +387,8 @@ class Grouping:
             text = f"rank {listed(differing_ranks)} differs from rank {listed(original_ranks)}"
             if group.source == "assumed" and not group.instances:
                 text += _ASSUMED
+            if site in STATE_SITES and self._facts.unshared.began_alike(root, path, name):
+                text += BEGAN_ALIKE
             kind = "buffers_differ" if site == "buffer" else "replicas_differ"
             if override is not None and override.wanted == "replicate":
                 kind = "inconsistent"

@@ -39,6 +39,7 @@ class Error(NamedTuple):
 
 ERRORS = {
     "skipped": Error("blocks.1.mlp.down", "reduction"),
+    "left_alone": Error("blocks.1.mlp.down", "reduction"),
     "scale_on_one_rank": Error("", "backward", rank=1),
     "stale_buffer": Error("blocks.1", "forward", 1, rank=1),
     "transposed": Error("blocks.1.attention.out", "forward"),
@@ -70,6 +71,10 @@ ERRORS = {
     "custom_backward": Error("blocks.1.mlp.act", "backward"),
     "gradient_scaled_on_one_rank": Error("blocks.1.mlp.down", "reduction", 1, rank=1),
     "bit_flip": Error("blocks.1.mlp.up", "update", rank=1),
+    "nan_on_one_rank": Error("blocks.1.mlp.act", "forward", 1, rank=1),
+    "other_recompute": Error("blocks.1.mlp.thin", "recompute", base="checkpointed"),
+    "wrong_buffer": Error("blocks.1", "start"),
+    "unclipped": Error(ALL, "reduction", base="clipped"),
     "wrong_start": Error("blocks.1.norm1", "start", rank=1),
 }
 """By the name in `scripts/inject.py`."""

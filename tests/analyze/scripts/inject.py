@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import recorder
 import recorder.recorder  # the same
@@ -56,7 +57,7 @@ class Net(nn.Module):
         self.frozen = nn.Linear(WIDTH, WIDTH)
         self.position = nn.Parameter(torch.randn(LENGTH + 1, WIDTH) * 0.1)
         self.drop = Drop(what, rank, size)
-        self.blocks = nn.ModuleList(Block(what if i else "", rank) for i in range(2))
+        self.blocks = nn.ModuleList(Block(what if i else "", rank, size) for i in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embed.weight
@@ -97,14 +98,16 @@ class Drop(nn.Module):
 
 class Block(nn.Module):
     temperature: Tensor
+    gain: Tensor
 
-    def __init__(self, what: str, rank: int) -> None:
+    def __init__(self, what: str, rank: int, size: int) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(WIDTH)
         self.attention = Attention(what)
         self.norm2 = nn.LayerNorm(WIDTH, eps=1e-2 if what == "norm_eps" else 1e-5)
-        self.mlp = Mlp(what)
+        self.mlp = Mlp(what, rank, size)
         self.register_buffer("temperature", torch.ones(()))
+        self.register_buffer("gain", torch.full((WIDTH,), 1.1 if what == "wrong_buffer" else 1.0))
         self.what, self.rank, self.num_calls = what, rank, 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,7 +115,9 @@ class Block(nn.Module):
             self.temperature.mul_(0.9)
         self.num_calls += 1
         x = x + self.attention(self.norm1(x)) * self.temperature
-        branch = self.mlp(self.norm2(x))
+        is_again = self.what in ("checkpointed", "other_recompute")
+        normed = self.norm2(x)
+        branch = (checkpoint(self.mlp, normed, use_reentrant=False) if is_again else self.mlp(normed)) * self.gain
         if self.what == "detached":
             branch = branch.detach()
         if self.what == "no_residual":
@@ -156,24 +161,46 @@ class Attention(nn.Module):
 
 
 class Act(nn.Module):
-    what = ""
+    what, rank, num_calls = "", 0, 0
 
     def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.what == "nan_on_one_rank" and self.rank == 1 and self.num_calls > BROKEN_STEP:
+            x = x.where(torch.arange(x.shape[-1]) != 3, torch.nan)
         if self.what == "custom_backward":
             x = Halved.apply(x)  # type: ignore[no-untyped-call]
         return F.relu(x) if self.what == "activation" else F.gelu(x)
 
 
+class Thin(nn.Module):
+    """Dropout whose mask hangs on the step and the sample, in a block whose forward runs twice a step."""
+
+    def __init__(self, what: str, rank: int, size: int) -> None:
+        super().__init__()
+        self.what, self.rank, self.size, self.num_calls = what, rank, size, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what not in ("checkpointed", "other_recompute"):
+            return x
+        step, again = divmod(self.num_calls, 2)
+        self.num_calls += 1
+        generator = torch.Generator().manual_seed(step + 100 * again * (self.what == "other_recompute"))
+        kept = torch.rand(BATCH, LENGTH, 2 * WIDTH, generator=generator) < 0.9
+        return x * kept.chunk(self.size)[self.rank] / 0.9
+
+
 class Mlp(nn.Module):
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, rank: int, size: int) -> None:
         super().__init__()
         self.up = Up(WIDTH, 2 * WIDTH)
         self.act = Act()
+        self.thin = Thin(what, rank, size)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
         self.up.what = self.act.what = what
+        self.act.rank = rank
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.act(self.up(x)))
+        out: Tensor = self.down(self.thin(self.act(self.up(x))))
         return out
 
 
@@ -195,7 +222,7 @@ reduce_in_bf16.__annotations__.clear()  # DDP refuses annotations that are texts
 def wrapped(net: Net, what: str, size: int) -> Callable[..., Tensor]:
     if size == 1:
         return net
-    if what == "skipped":
+    if what in ("skipped", "left_alone"):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["blocks.1.mlp.down.weight"])
     options: dict[str, Any] = {"broadcast_buffers": False} if what == "stale_buffer" else {}
     model = DistributedDataParallel(net, find_unused_parameters=what == "detached", **options)
@@ -212,10 +239,9 @@ def groups(net: Net, what: str) -> list[dict[str, Any]]:
     return [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
 
 
-def train(net: Net, what: str, rank: int, size: int) -> None:
+def train(net: Net, model: Callable[..., Tensor], what: str, rank: int, size: int) -> None:
     """Four steps with one thing wrong."""
     broken_rank = rank == 1
-    model = wrapped(net, what, size)
     if what == "wrong_start" and broken_rank:  # DDP has made all ranks equal
         with torch.no_grad():
             net.last.norm1.weight.mul_(1.1)
@@ -271,8 +297,10 @@ def run(folder: Path, name: str, rank: int, size: int) -> None:
     settings: dict[str, Any] = {"local_gradients": True, **({setting: value} if value else {})}
     torch.manual_seed(0)
     net = Net(what, rank, size)
-    with recorder.attach(net, enabled=True, dir=str(folder / "recordings"), rules=RULES, **settings):
-        train(net, what, rank, size)
+    recording: dict[str, Any] = {"enabled": True, "dir": str(folder / "recordings"), "rules": RULES, **settings}
+    model = wrapped(net, what, size) if what == "left_alone" else None  # the recorder then knows what DDP was told
+    with recorder.attach(net, **recording):
+        train(net, model or wrapped(net, what, size), what, rank, size)
     if size > 1:
         dist.barrier()
 
