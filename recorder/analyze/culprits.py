@@ -1,18 +1,21 @@
 """Owns which stages of a training are culprits: where something differs although all that it is made from agrees.
 
-Everything else that differs inherits. A stage is a module's forward, its backward, the way of gradients from a backward
+Everything else that differs inherits. A stage is a module's forward, its recomputation, its backward, the way of gradients from a backward
 to the update (reduction, accumulation, clipping), or the update of a parameter. Never reads a payload, never prints.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .events import Event
 
-FORWARD, BACKWARD, REDUCTION, UPDATE, START = "forward", "backward", "reduction", "update", "start"
-PHASES = (FORWARD, BACKWARD, REDUCTION, UPDATE, START)
+FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START = (
+    "forward", "recompute", "backward", "reduction", "update", "start"
+)  # fmt: skip
+PHASES = (FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START)
 _ALIKE_SHARE = 0.9
 _MIN_ALIKE = 3
 """Parameters that must be wrong at once, and which share of all, for an error that is of none of them."""
@@ -84,6 +87,10 @@ class _Step:
         wrong = [event for event in events if event.differs]
         self.differing = {_value(event) for event in wrong}
         self._wrong = {site: _Paths(e for e in wrong if e.site == site) for site in {event.site for event in wrong}}
+        self.wrong_constants = _Paths(event for event in wrong if event.is_constant)
+        """Buffers that no forward changes."""
+        self.recomputed_from = min((e.order for e in wrong if e.phase == RECOMPUTE), default=math.inf)
+        """When the first recomputed value that differs was made."""
 
     def differs(self, sites: Sequence[str], path: str, *, below: bool = True) -> bool:
         """Whether one of these sites differs at a module, or below it."""
@@ -170,7 +177,8 @@ class CulpritSearch:
         for root in dict.fromkeys(event.root for event in events):
             now = _Step(root, [event for event in events if event.root == root])
             before = self._previous.get(root)
-            of_root = [*_states(step, now, before), *_forward(step, now, before), *_backward(step, now)]
+            of_root = [*_states(step, now, before), *_forward(step, now, before), *_recompute(step, now)]
+            of_root += _backward(step, now)
             found += _collapsed([*of_root, *_gradients(step, now)], now)
             self._previous[root] = step, now
         known = {(one.root, one.path, one.phase, one.event.alone) for one in self.found}
@@ -181,6 +189,7 @@ class CulpritSearch:
 
 def _forward(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> Iterator[Suspect]:
     old = before[1] if before else None
+    is_first = before is None or before[0] != step - 1
     for events in now.slices("forward"):
         forward = _Forward(events)
         begins: dict[tuple[str, int], float] = {}
@@ -208,11 +217,36 @@ def _forward(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> 
                 _inherits_forward(bad, bad_inputs, owner, begins.get((owner, event.call)), is_input=is_input)
                 or now.differs(("param",), owner, below=not is_input)
                 or (old is not None and old.differs(("buffer",), owner, below=not is_input))
+                or (is_first and now.wrong_constants.has(owner, below=not is_input))
             ):
                 yield Suspect(step, FORWARD, now.root, owner, event)
             bad.add(event)
             if is_input:
                 bad_inputs.add(event)
+
+
+def _recompute(step: int, now: _Step) -> Iterator[Suspect]:
+    """Values that a checkpointed block made again for the backward, and otherwise than in its forward."""
+    wrong_before = {_call(event) for event in now.events if event.phase == FORWARD and event.differs}
+    for events in now.slices(RECOMPUTE):
+        again = _Forward(events)
+        bad = _Paths()
+        for event in events:
+            if not event.differs:
+                continue
+            is_input = event.site == "input"
+            owner = again.caller(event.path) if is_input else event.path
+            why = ""
+            if owner is None or (is_input and owner not in again.called):  # the outermost: it has what was saved for it
+                owner, why = event.path, "it was given something else than in its forward"
+            inherits = bool(bad.at) if is_input or not again.has_inputs else bad.has(owner)
+            if not inherits and _call(event) not in wrong_before:
+                yield Suspect(step, RECOMPUTE, now.root, owner, event, why=why)
+            bad.add(event)
+
+
+def _call(event: Event) -> tuple[str, str, str, int | None, int]:
+    return event.path, event.site, event.name, event.micro_step, event.call
 
 
 def _inherits_forward(bad: _Paths, bad_inputs: _Paths, owner: str, begins: float | None, *, is_input: bool) -> bool:
@@ -259,7 +293,7 @@ def _backward(step: int, now: _Step) -> Iterator[Suspect]:
                 inherits = True
             else:
                 inherits = owner in wrong_output if owner in of_output else bool(bad.at)
-            if not inherits and not forward.wrong.has(owner):
+            if not inherits and not forward.wrong.has(owner) and event.order < now.recomputed_from:
                 why = "the loss" if is_loss else ""
                 if owner and event.stage != forward.stage_of.get(owner, event.stage):
                     owner, why = "", _handed(event)  # what that module made came from another stage
@@ -278,7 +312,8 @@ def _gradients(step: int, now: _Step) -> Iterator[Suspect]:
     local = {(event.path, event.name) for event in of_local}
     wrong_local = {(event.path, event.name) for event in of_local if event.differs}
     has_flow = {event.path for event in now.events if event.site in ("output", "grad_output")}
-    any_flow = any(event.differs and event.phase in ("forward", "backward") for event in now.events)
+    any_flow = any(event.differs and event.phase in (FORWARD, RECOMPUTE, BACKWARD) for event in now.events)
+    is_again = now.recomputed_from < math.inf
     for event in now.events:
         if event.site != "grad" or event.phase != "optimizer" or not event.differs:
             continue
@@ -292,6 +327,7 @@ def _gradients(step: int, now: _Step) -> Iterator[Suspect]:
         elif not any_flow or (
             event.path in has_flow
             and event.path != ""
+            and not is_again
             and not now.differs(("input", "output", "grad_input", "grad_output"), event.path, below=False)
         ):
             yield Suspect(step, REDUCTION if event.ranks else BACKWARD, now.root, event.path, event)
@@ -310,7 +346,8 @@ def _states(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> I
             if event.name.startswith("lr."):
                 yield Suspect(step, UPDATE, now.root, None, event, why="the learning rate")
         elif event.site == "buffer":
-            if not now.differs(("input", "param"), event.path):
+            is_made = not is_next and not event.is_constant and now.differs(("output",), event.path, below=False)
+            if not is_made and not now.differs(("input", "param"), event.path):
                 yield Suspect(step, FORWARD if is_next else START, now.root, event.path, event)
         elif event.site == "optim":
             made_from = [(now.root, event.path, site, event.name.partition(".")[0]) for site in ("grad", "param")]

@@ -54,6 +54,8 @@ class Event(NamedTuple):
     """Of a pipeline, in the second run where it is one."""
     is_handed_on: bool = False
     """What this stage is handed by another one, or hands on; of one micro-batch."""
+    is_constant: bool = False
+    """A buffer that is the same at all these steps of the first run: no forward writes it."""
 
 
 def events(a: Any, b: Any, pairs: Alignment, differs: Flags) -> dict[int, list[Event]]:
@@ -68,8 +70,11 @@ def events(a: Any, b: Any, pairs: Alignment, differs: Flags) -> dict[int, list[E
     left, ranks_b = a.take(pa.array(pairs.a)), integers(b.column("rank").take(pa.array(pairs.b)))
     notes_b = b.column("note").take(pa.array(pairs.b)).to_pylist()
     found: dict[tuple[Any, ...], Event] = {}
+    constant = _constant_buffers(a)
     for number, row in enumerate(_rows(left)):
         event = _event(float(pairs.a[number]), row)
+        if event.site == "buffer" and (event.root, event.path, event.name) in constant:
+            event = event._replace(is_constant=True)
         if (stage := stage_of(notes_b[number])[0]) is not None:
             event = event._replace(stage=stage)
         rank = int(ranks_b[number]) if ranks_b[number] >= 0 else row["rank"]
@@ -125,6 +130,15 @@ def _event(order: float, row: dict[str, Any]) -> Event:
         row["micro_step"], row["call"], row["scope"], signature, differs=False, ranks=(), pair=-1,
         stage=stage, is_handed_on=is_handed_on,
     )  # fmt: skip
+
+
+def _constant_buffers(table: Any) -> set[tuple[str, str, str]]:
+    """Buffers, by root, module and name, that have one value alone."""
+    known: dict[tuple[str, str, str], set[Any]] = {}
+    for row in _rows(table.filter(pc.equal(table.column("site"), "buffer"))):
+        event = _event(0.0, row)
+        known.setdefault((event.root, event.path, event.name), set()).add((event.signature, row["rank"]))
+    return {name for name, values in known.items() if len(values) == len({rank for _, rank in values})}
 
 
 @lru_cache(maxsize=4096)

@@ -20,14 +20,19 @@ from .align import Alignment
 from .culprits import CulpritSearch, Suspect
 from .events import Event, differing_ranks, differing_steps, events, of_steps, stage_of
 from .keys import VALUE_KEY, Integers, holds
+from .moments import integers
 from .noise import multiples
 from .pairs import Compared, Judged, Side
 
+_LARGEST = float(np.finfo(np.float64).max)
 _NAMED_KINDS = ("values", "statistics", "fingerprint", "shape")
 """Kinds of differences that are errors of the training; others are of how it was recorded."""
 _OWN_SHARE = 1e-3
 """A rank's part of a tensor differs where it does so by this share of the largest difference."""
-_FIGURES = ("kind", "max_abs", "of_max", "max_ulp", "cosine", "noise", "statistic", "statistic_a", "statistic_b")
+_FIGURES = (
+    "kind", "max_abs", "of_max", "max_ulp", "cosine", "noise", "statistic", "statistic_a", "statistic_b",
+    "nonfinite_a", "nonfinite_b",
+)  # fmt: skip
 
 
 class Culprit(NamedTuple):
@@ -35,7 +40,7 @@ class Culprit(NamedTuple):
 
     step: int
     phase: str
-    """``forward``, ``backward``, ``reduction`` (anything between a parameter's gradients of the backward and those that
+    """``forward``, ``recompute`` (of a checkpointed block), ``backward``, ``reduction`` (anything between a parameter's gradients of the backward and those that
     the update uses), ``update``, or ``start``: state that differs from its first record on."""
     root: str
     module_path: str | None
@@ -72,6 +77,9 @@ class Culprit(NamedTuple):
     statistic: str | None
     statistic_a: float | None
     statistic_b: float | None
+    nonfinite_a: int | None
+    """Elements that are NaN or infinite; where more are in one run alone, the distances are of the others."""
+    nonfinite_b: int | None
 
 
 class Naming:
@@ -154,6 +162,8 @@ def _told(suspect: Suspect, a: Side, b: Side, pairs: Alignment, kept: Integers, 
         row_a, row_b = int(pairs.a[event.pair]), int(pairs.b[event.pair])
         if not ranks:
             ranks, micro_batches = _owners(a, b, row_a, row_b)
+        if row["nonfinite_a"] != row["nonfinite_b"] and not row["max_abs"]:
+            row |= {"max_abs": None, "of_max": None, "max_ulp": None}
         if event.site == "scalar" and ranks:
             row |= _of_ranks(a, b, row_a, row_b, ranks)
     stages = list(suspect.stages)
@@ -173,6 +183,8 @@ def _told(suspect: Suspect, a: Side, b: Side, pairs: Alignment, kept: Integers, 
 
 def _factor(row: dict[str, Any]) -> float | None:
     """By what the one tensor is a multiple of the other, if it is one."""
+    if row.get("nonfinite_a") != row.get("nonfinite_b"):
+        return None
     cosine, one, two = (np.array(row.get(name), np.float64) for name in ("cosine", "l2_a", "l2_b"))  # None is NaN
     found = float(multiples(cosine, one, two))
     return None if math.isnan(found) else found
@@ -185,11 +197,40 @@ def _owners(a: Side, b: Side, row_a: int, row_b: int) -> tuple[list[int], list[i
     try:
         apart = _distances(a, b, row_a, row_b)
     except RunError:
-        return [], []
-    limit = max(apart.values(), default=0.0) * _OWN_SHARE
+        apart = _distances_of_statistics(a, b, row_a, row_b)
+    worst = max(apart.values(), default=0.0)
+    limit = worst * _OWN_SHARE if math.isfinite(worst) else _LARGEST
     wrong = [place for place, far in apart.items() if far > limit]
     of_all, of_wrong = ({micro_batch for _, micro_batch in places} for places in (apart, wrong))
     return list(dict.fromkeys(rank for rank, _ in wrong)), sorted(of_wrong) if of_wrong < of_all else []
+
+
+def _distances_of_statistics(a: Side, b: Side, row_a: int, row_b: int) -> dict[tuple[int, int], float]:
+    """The same where there are no values to compare: infinite for a part that has more NaN or infinities than others.
+
+    Where the one run has the parts as the other has, it says by how much their statistics are apart.
+    """
+    parts_a, parts_b = (
+        {(part["rank"], part["micro_step"]): part for part in side.rows.statistics_of_parts(at)}
+        for side, at in ((a, a.table.column("at")[row_a].as_py()), (b, b.table.column("at")[row_b].as_py()))
+    )
+    if len(parts_b) < 2 or any(part["nan_count"] is None for part in parts_b.values()):
+        return {}
+    nonfinite = {place: part["nan_count"] + part["inf_count"] for place, part in parts_b.items()}
+    whole = sum(integers(a.table.column(name).slice(row_a, 1), 0)[0] for name in ("nan_count", "inf_count"))
+    if any(nonfinite.values()) and not whole:
+        return {place: math.inf if count else 0.0 for place, count in nonfinite.items()}
+    if parts_a.keys() != parts_b.keys() or any(part["nan_count"] is None for part in parts_a.values()):
+        return {}
+    return {place: _apart(parts_a[place], part) for place, part in parts_b.items()}
+
+
+def _apart(one: dict[str, Any], two: dict[str, Any]) -> float:
+    """How far the statistics of a part are apart; infinite where one alone has NaN or infinities."""
+    if (one["nan_count"], one["inf_count"]) != (two["nan_count"], two["inf_count"]):
+        return math.inf
+    pairs = [(one[name], two[name]) for name in ("mean", "std", "min", "max", "absmax")]
+    return max((abs(y - x) for x, y in pairs if x is not None and y is not None), default=0.0)
 
 
 def _distances(a: Side, b: Side, row_a: int, row_b: int) -> dict[tuple[int, int], float]:

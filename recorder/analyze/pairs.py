@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..format.schema import COUNTS
-from .align import Alignment
+from .align import PART, Alignment
 from .compare import IDENTICAL, Distance, Tolerance, are_identical, compare
-from .keys import Integers, common_ids, holds
+from .keys import Integers, common_ids, group_rows, holds
 from .moments import Floats, integers, numbers
 from .partial import missing_ranks
 from .renames import NO_RENAMES, Renames
@@ -54,6 +54,7 @@ class Side(NamedTuple):
         """The rows of the steps from `first` up to, but not including, `last`."""
         rows = view.rows(first, last)
         table = renames.apply(rows.table).append_column("at", pa.array(np.arange(rows.table.num_rows)))
+        table = table.append_column(PART, _parts_of_batch(view, rows.table))
         return cls(rows, selection.narrow(table))
 
     def payload_bytes(self, rows: Integers) -> int:
@@ -64,6 +65,20 @@ class Side(NamedTuple):
         """The tensor of a row of `table`."""
         found: npt.NDArray[Any] = self.rows.array(self.table.column("at")[row].as_py())
         return found
+
+
+def _parts_of_batch(view: Any, table: Any) -> Any:
+    """Of each rank's row, on which part of how many of the batch the rank worked; null where that is not known."""
+    rows = np.flatnonzero(table.column("rank").is_valid().to_numpy())
+    if not len(rows):
+        return pa.nulls(table.num_rows, pa.string())
+    columns = ("root", "rank", "attempt")
+    kinds = group_rows(table.select(columns).take(pa.array(rows)), columns)
+    firsts = table.select(columns).take(pa.array(rows[kinds.firsts])).to_pylist()
+    texts = [None if (part := view.part_of_batch(**one)) is None else f"{part[0]}/{part[1]}" for one in firsts]
+    codes = np.full(table.num_rows, -1, np.int64)
+    codes[rows] = kinds.ids
+    return pa.array(texts, pa.string()).take(pa.array(codes, mask=codes < 0))
 
 
 class Compared(NamedTuple):

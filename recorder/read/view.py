@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,25 @@ class GlobalView:
     def has_pipeline(self) -> bool:
         """Whether the stages of a pipeline ran in it: then the micro-batches of a step are one batch."""
         return bool(self._facts.stages)
+
+    def part_of_batch(self, root: str, rank: int, attempt: int) -> tuple[int, int] | None:
+        """Which part of the batch a rank works on, and of how many; None where that is not known."""
+        return self._parts_of_batch.get((root, rank, attempt))
+
+    @cached_property
+    def _parts_of_batch(self) -> dict[tuple[str, int, int], tuple[int, int] | None]:
+        found: dict[tuple[str, int, int], tuple[int, int] | None] = {}
+        of_models = whole_roots(self._facts.stages)
+        for number, writer in enumerate(self._run.writers):
+            for root in untrusted.objects(writer.manifest.get("roots")):
+                name = untrusted.text(root.get("name"))
+                group = self._facts.group(name, "", number)
+                is_unknown = bool(group.conflict) or (writer.rank is None and "model_parallel" in root)
+                lines = group.instances or tuple((rank,) for rank in group.ranks)
+                for at, ranks in enumerate(() if is_unknown else lines):
+                    for rank in ranks if writer.rank is None else {writer.rank} & set(ranks):
+                        found[of_models.get(name, name), rank, writer.attempt] = at, len(lines)
+        return found
 
     def windows(self, max_rows: int = 200_000, max_bytes: int | None = None) -> list[tuple[int, int]]:
         """Half-open ranges of steps that cover every recorded one, in order; found from the indexes.
@@ -247,6 +266,16 @@ class GlobalRows:
         ranks, micro_steps = (self._light.numbers(name) for name in ("rank", "micro_step"))
         at = [source.positions[part.terms[0].piece] for part in parts]
         return [(int(ranks[p]), int(micro_steps[p]), part.region) for p, part in zip(at, parts, strict=True)]
+
+    def statistics_of_parts(self, i: int) -> list[dict[str, Any]]:
+        """Rank, micro-step and statistics of each rank's part, or summand, of a row's tensor; none where it is one."""
+        source = self._sources[i]
+        if isinstance(source, int) or not isinstance(source.plan, Plan):
+            return []
+        at = [source.positions[term.piece] for part in source.plan.parts for term in part.terms]
+        names = ("rank", "micro_step", *STATISTICS, *COUNTS)
+        columns = {name: self._light.take(name, np.array(at, np.int64)).to_pylist() for name in names}
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
     def parts(self, i: int) -> Iterator[Part]:
         """The encoded payload of a row, in parts of at most 32 MiB; frames are copied where nothing is computed.

@@ -20,7 +20,7 @@ from tests.distributed import jobs
 from .injected import ALL, Error, judge
 
 SCRIPT = Path(__file__).parent / "scripts" / "clean.py"
-PAIRS = (("one", "ddp"), ("one", "fsdp"), ("ddp", "fsdp"), ("untied", "tp"))
+PAIRS = (("one", "ddp"), ("one", "fsdp"), ("ddp", "fsdp"), ("ddp", "ddp4"), ("untied", "tp"))
 KINDS = (
     "sgd-float32", "adam-float32", "adamw-float32", "clipped-float32", "drifting-float32",
     "sgd-bfloat16", "adamw-bfloat16", "clipped-bfloat16", "drifting-bfloat16",

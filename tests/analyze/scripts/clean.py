@@ -36,7 +36,7 @@ from tests.forking import fork
 WORDS, USED_WORDS, WIDTH, HEADS, LENGTH, BATCH, STEPS = 32, 24, 16, 2, 8, 8, 6
 BROKEN_STEP = 3
 RULES = "site=* keep=tensor,stats,fingerprint"
-LAYOUTS = {"one": 1, "untied": 1, "ddp": 2, "fsdp": 2, "tp": 2}
+LAYOUTS = {"one": 1, "untied": 1, "ddp": 2, "ddp4": 4, "fsdp": 2, "tp": 2}
 """Ranks of each. Of ``untied`` and ``tp`` the head has weights of its own."""
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
@@ -146,7 +146,7 @@ def batch(step: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def laid_out(net: Net, layout: str) -> Any:
-    if layout == "ddp":
+    if layout.startswith("ddp"):
         return DistributedDataParallel(net)
     if layout == "fsdp":
         for block in net.blocks:
@@ -191,7 +191,7 @@ def clip(net: Net) -> None:
 def train(net: Net, model: Any, name: Training, rank: int) -> None:
     """With one thing wrong from `BROKEN_STEP` on, if the name says what."""
     optimizer = OPTIMIZERS[name.optimizer](groups(net))
-    num_parts = 2 if name.layout in ("ddp", "fsdp") else 1
+    num_parts = 1 if name.layout == "tp" else LAYOUTS[name.layout]
     for step in range(STEPS):
         error = name.error if step >= BROKEN_STEP else ""
         words, targets, net.noise = (
