@@ -10,7 +10,6 @@ import numpy.typing as npt
 from .keys import VALUE_KEY, Integers, common_ids, join
 from .moments import integers
 
-
 PART = "part_of_batch"
 """A column: on which part of the batch the rank of a row worked."""
 

@@ -1,7 +1,8 @@
 """Owns which stages of a training are culprits: where something differs although all that it is made from agrees.
 
-Everything else that differs inherits. A stage is a module's forward, its recomputation, its backward, the way of gradients from a backward
-to the update (reduction, accumulation, clipping), or the update of a parameter. Never reads a payload, never prints.
+Everything else that differs inherits. A stage is a module's forward, its recomputation, its backward, the way of
+gradients from a backward to the update (reduction, accumulation, clipping), or the update of a parameter. Never reads a
+payload, never prints.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ from .align import align
 from .boundaries import comparable
 from .compare import Tolerance
 from .hints import Lonely, RenameHint, rename_hints
-from .keys import Integers, group_rows
+from .keys import VALUE_KEY, Integers, group_rows
 from .moments import Floats, integers, numbers
 from .naming import Culprit, Naming, Steps
 from .noise import BeyondNoise, Drifted, LoudNoise, Measured, measure
-from .pairs import Compared, Judged, Side, judge
+from .pairs import Compared, Judged, Side, judge, moved_roots
 from .pieces import MAX_ROWS, Spread, global_pieces, here
 from .problems import Problems
 from .renames import NO_RENAMES, Renames
@@ -35,7 +35,12 @@ from .selection import GlobalOptions, Selection
 
 _MODULE = ["root", "module_path"]
 _VALUE = [*_MODULE, "site", "name"]
-_COUNTED = ("num_pairs", "by_fingerprint", "by_values", "by_statistics", "by_nothing", "bare")
+_COUNTED = (
+    "num_pairs", "by_fingerprint", "by_values", "by_statistics", "by_nothing", "bare", "summands", "by_print_alone",
+)  # fmt: skip
+_SUMMANDS = "the values are sums over ranks, whose values were not kept, and which have no statistics of their own"
+_PRINTS = "the values have fingerprints alone, which noise changes: statistics or tensors would tell"
+_APART = "the values are of single ranks, which worked on other parts of the batch"
 _ONLY = [*_VALUE, "rows", "first_step", "last_step"]
 _MAX_LISTED = 6
 
@@ -85,12 +90,19 @@ class Partial(NamedTuple):
     num_values: int
 
 
+class LeftOut(NamedTuple):
+    """Values that both runs have and that could not be compared."""
+
+    num_values: int
+    why: str
+
+
 class Diff(NamedTuple):
     """How two runs compare."""
 
     is_equal: bool
-    """Within the tolerance; and unless only common values were asked for, neither has a value at a common step that
-    the other lacks, and all could be compared."""
+    """Within the tolerance; all could be read; and unless only common values were asked for, neither has a value, or
+    something of a value, at a common step that the other lacks. What is `left_out` is not in it: see `verdict`."""
     first: Difference | None
     """The first value that differs, in the order of execution of the first run."""
     culprits: list[Culprit]
@@ -112,6 +124,13 @@ class Diff(NamedTuple):
     """Pairs of which one side has something that the other lacks, and nothing that could be compared."""
     num_bare: int
     """Pairs of which neither run kept values, statistics or a fingerprint; they make no difference."""
+    left_out: list[LeftOut]
+    """What else could not be compared, by why; `num_compared` counts it."""
+    unread: dict[str, int]
+    """Values that could not be read and so were compared by their statistics, if at all: how many, by what the reading
+    said."""
+    damage: list[str]
+    """What else is damaged in one of the runs: its rows are not there."""
     partial: list[Partial]
     """Pairs of which one run lacks ranks, however they compare."""
     steps_only_a: list[int]
@@ -133,6 +152,20 @@ class Diff(NamedTuple):
     """Parameters that rounding drove apart, which hides errors smaller than what that does."""
     loud_noise: LoudNoise | None = None
     """Set where the noise runs differ from the first run by more than roundings do."""
+    still_roots: Sequence[str] = ()
+    """Roots with differences in which no noise run differs from the first run: any difference counts there."""
+
+    @property
+    def num_left_out(self) -> int:
+        """Values that both runs have and that could not be compared."""
+        return sum(one.num_values for one in self.left_out) + self.num_incomparable + self.num_bare
+
+    @property
+    def verdict(self) -> str:
+        """``equal``, ``different``, or ``equal as far as compared`` where something could not be."""
+        if not self.is_equal:
+            return "different"
+        return "equal as far as compared" if self.left_out else "equal"
 
 
 def diff(
@@ -181,8 +214,8 @@ def diff(
 
     Raises:
         LookupFailedError: nothing is selected, or the runs have no value in common; the message says why. Or a loss,
-            a layout or a tolerance is none, a rename fits no module, or a noise run is of another model.
-        RunError: a payload cannot be read.
+            a layout or a tolerance is none, a rename fits no module, or a noise run is of another model or does not
+            differ from the first run.
     """
     selection = Selection(module=module, site=site, name=name, step=step)
     selection.check()
@@ -204,7 +237,8 @@ def diff(
         del piece  # with its rows, before the next ones are read
     hints = rename_hints(*lonely, renames, names)
     comparison.refuse_nothing(a, b, selection, hints)
-    found = comparison.result(common=common)._replace(hints=hints)
+    comparison.refuse_still(a, noise)
+    found = comparison.result(common=common, damage=[*_damage(a), *_damage(b)])._replace(hints=hints)
     if hints:  # most likely they are there, under other names
         lonely_names = {name for one in lonely for name in one.own_names}
         culprits = [one for one in found.culprits if one.alone_in is None or one.seen_at not in lonely_names]
@@ -235,6 +269,11 @@ def _check_twins(a: Run, b: Run, noise: Sequence[Run]) -> None:
             raise LookupFailedError(
                 f"{run.path}: a twin has the modules of {a.path}, with the same rules; it lacks {few}"
             )
+
+
+def _damage(run: Run) -> list[str]:
+    """What of its rows cannot be read."""
+    return [text for writer in run.writers for shard in writer.shards for text in shard.damage]
 
 
 def _module_paths(run: Run) -> list[str]:
@@ -328,8 +367,12 @@ class _Piece:
     """With the next three: where there are pairs."""
     judged: Judged | None
     measured: Measured | None
+    moved: list[set[str]]
+    """Of each noise run, the roots in which it differs from the first run."""
     compared: Any
     """How many pairs of each module there are."""
+    num_apart: int
+    """Values of single ranks that both runs have and that are of other parts of the batch."""
     rows: Compared | None
     """Where they were read in this process."""
 
@@ -380,10 +423,12 @@ class _Pieces:
             only.append(_by_value(alone.filter(pc.is_in(alone.column("step"), others))))
             self._report(side.payload_bytes(places))
         judged = measured = counts = known = None
+        moved: list[set[str]] = []
         if len(pairs.a):
             judged = judge(a, b, pairs, self._tolerance, self._report)
             noise = [Side.read(view, self._selection, first, last) for view in self._views[2:]]
             measured = measure(judged, compared, noise)
+            moved = [moved_roots(a, side) for side in noise]
             counts = a.table.select(_MODULE).take(pa.array(pairs.a)).group_by(_MODULE).aggregate([([], "count_all")])
             known = Steps.of(compared)
         return _Piece(
@@ -398,6 +443,8 @@ class _Pieces:
             steps=known,
             judged=judged,
             measured=measured,
+            moved=moved,
+            num_apart=group_rows(a.table.take(pa.array(pairs.apart)), VALUE_KEY).num_groups,
             compared=counts,
             rows=compared,
         )
@@ -428,6 +475,9 @@ class _Comparison:
         self._naming = Naming()
         self._handed_on = np.zeros(2, np.int64)
         self._beyond_noise = BeyondNoise()
+        self._moved: list[set[str]] = []
+        self._unread: Counter[str] = Counter()
+        self._num_apart = 0
 
     def add(self, piece: _Piece) -> None:
         """The next range. Of rows that were read elsewhere those are read again that a culprit, or a drift, is in."""
@@ -439,6 +489,7 @@ class _Comparison:
             self._lonely[side].join(piece.lonely[side])
             self._only[side].append(piece.only[side])
         self._handed_on += piece.handed_on
+        self._num_apart += piece.num_apart
         if piece.judged is None or piece.steps is None:
             return
 
@@ -446,11 +497,15 @@ class _Comparison:
         def rows() -> Compared:
             return self._pieces.rows(piece.first, piece.last) if piece.rows is None else piece.rows
 
+        self._moved = [
+            one | two for one, two in zip(self._moved or [set[str]() for _ in piece.moved], piece.moved, strict=True)
+        ]
         found = self._beyond_noise.of(piece.judged, piece.measured, rows)
         self._naming.add(piece.steps, found, rows)
         self._differing.append(found.differing)
         self._counts += np.array([getattr(found, name) for name in _COUNTED])
         self._partial += found.partial
+        self._unread += found.unread
         self._compared.append(piece.compared)
 
     def refuse_nothing(self, a: Run, b: Run, selection: Selection, hints: Sequence[RenameHint]) -> None:
@@ -470,34 +525,56 @@ class _Comparison:
         renamed = f"; if modules were renamed, --rename takes a file, such as of these lines: {lines}" if hints else ""
         raise LookupFailedError(f"{a.path} and {b.path} have no value in common: {self._reason(selection)}{renamed}")
 
+    def refuse_still(self, a: Run, noise: Sequence[Run]) -> None:
+        """Refuse a noise run that has no noise: it would make an error of every rounding.
+
+        Raises:
+            LookupFailedError: one is equal to the first run.
+        """
+        for run, roots in zip(noise, self._moved, strict=True):
+            if not roots:
+                jitter = " although it was recorded with RECORDER_JITTER" if run.jitter else ""
+                raise LookupFailedError(
+                    f"{run.path}: the --noise twin moved nothing{jitter}: all its values are equal to those of "
+                    f"{a.path}; record it with RECORDER_JITTER=1 on inputs that are floating or go through an "
+                    "embedding, or leave --noise out"
+                )
+
     def _reason(self, selection: Selection) -> str:
         for column, what in (("step", "steps"), ("root", "roots"), ("module_path", "modules"), ("site", "sites")):
             one, two = (seen.known(column, selection) for seen in self._seen)
             if not set(one) & set(two):
                 return f"{what} are {_listed(one)} in the one, {_listed(two)} in the other"
+        if self._num_apart:
+            return f"of what both have, {_APART}"
         return "no step has the same module, site, name, phase and mode in both"
 
-    def result(self, *, common: bool) -> Diff:
+    def result(self, *, common: bool, damage: list[str]) -> Diff:
         """All of it, once every range is in."""
         table = pa.concat_tables(self._differing)
         steps = [seen.steps for seen in self._seen]
         only = [_joined(found) for found in self._only]
         lacks = sum(found.num_rows for found in only)
-        num_pairs, by_fingerprint, by_values, by_statistics, by_nothing, bare = map(int, self._counts)
+        counts = dict(zip(_COUNTED, map(int, self._counts), strict=True))
+        why = {_SUMMANDS: counts["summands"], _PRINTS: counts["by_print_alone"], _APART: self._num_apart}
+        by_nothing, still = counts["by_nothing"], set(table.column("root").to_pylist()).difference(*self._moved)
         return Diff(
-            is_equal=not table.num_rows and (common or not (lacks or by_nothing)),
+            is_equal=not (table.num_rows or self._unread or damage) and (common or not (lacks or by_nothing)),
             first=_first(table),
             culprits=self._naming.culprits,
             table=table,
             modules=_by_module(table, pa.concat_tables(self._compared)),
             only_a=only[0],
             only_b=only[1],
-            num_compared=num_pairs,
-            num_by_fingerprint=by_fingerprint,
-            num_by_values=by_values,
-            num_by_statistics=by_statistics,
+            num_compared=counts["num_pairs"] + self._num_apart,
+            num_by_fingerprint=counts["by_fingerprint"],
+            num_by_values=counts["by_values"],
+            num_by_statistics=counts["by_statistics"],
             num_incomparable=by_nothing,
-            num_bare=bare,
+            num_bare=counts["bare"] - counts["summands"],
+            left_out=[LeftOut(num, text) for text, num in why.items() if num],
+            unread=dict(self._unread),
+            damage=damage,
             partial=[Partial(run, json.loads(ranks), num) for (run, ranks), num in sorted(self._partial.items())],
             steps_only_a=sorted(steps[0] - steps[1]),
             steps_only_b=sorted(steps[1] - steps[0]),
@@ -507,6 +584,7 @@ class _Comparison:
             num_handed_on_b=int(self._handed_on[1]),
             drifted=self._beyond_noise.drifted,
             loud_noise=self._beyond_noise.loud,
+            still_roots=sorted(still) if self._moved else (),
         )
 
 

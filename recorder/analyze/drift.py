@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..errors import RunError
 from .align import Alignment
 from .keys import Integers
 from .moments import integers, numbers
@@ -59,11 +60,14 @@ class Pairs:
         return np.flatnonzero(integers(self.a.table.column("step"))[self.aligned.a] == step)
 
     def arrays(self, number: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
-        """The two tensors of a pair as vectors; None where one was not kept, or is of complex halves."""
+        """The two tensors of a pair as vectors; None where one cannot be had, or is of complex halves."""
         both = [(self.a, int(self.aligned.a[number])), (self.b, int(self.aligned.b[number]))]
         if any(side.table.column("encoding")[row].as_py() is None for side, row in both):
             return None
-        one, two = (side.array(row).reshape(-1) for side, row in both)
+        try:
+            one, two = (side.array(row).reshape(-1) for side, row in both)
+        except RunError:
+            return None
         return None if one.dtype.names or two.dtype.names else (one, two)
 
 

@@ -40,8 +40,9 @@ class Culprit(NamedTuple):
 
     step: int
     phase: str
-    """``forward``, ``recompute`` (of a checkpointed block), ``backward``, ``reduction`` (anything between a parameter's gradients of the backward and those that
-    the update uses), ``update``, or ``start``: state that differs from its first record on."""
+    """``forward``, ``recompute`` (of a checkpointed block), ``backward``, ``reduction`` (anything between a parameter's
+    gradients of the backward and those that the update uses), ``update``, or ``start``: state that differs from its
+    first record on."""
     root: str
     module_path: str | None
     """None where all parameters are touched alike."""

@@ -143,7 +143,8 @@ class BeyondNoise:
         kinds = np.where(differs, judged.kinds, "")
         shown = np.where(measured.kinds == "statistics", measured.noise_of_statistics, measured.noise)
         table = table.append_column("noise", pa.array(shown, mask=np.isnan(shown)))
-        return judged._replace(kinds=kinds, differing=table.filter(pa.array(~is_noise)))
+        alone = int((is_noise & (measured.kinds == "fingerprint")).sum())
+        return judged._replace(kinds=kinds, differing=table.filter(pa.array(~is_noise)), by_print_alone=alone)
 
     def _follow(self, pairs: Pairs, measured: Measured, places: Integers) -> None:
         """Take out what else is noise, because parameters drifted apart."""

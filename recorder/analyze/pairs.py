@@ -15,8 +15,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..errors import RunError
 from ..format.schema import COUNTS
-from .align import PART, Alignment
+from .align import PART, Alignment, align
 from .compare import IDENTICAL, Distance, Tolerance, are_identical, compare
 from .keys import Integers, common_ids, group_rows, holds
 from .moments import Floats, integers, numbers
@@ -106,6 +107,12 @@ class Judged(NamedTuple):
     """Pairs of which neither has any, or one can have none: summands over ranks whose values were not kept."""
     partial: Counter[tuple[str, str]]
     """Pairs of which one run (``a`` or ``b``) lacks ranks that the other has not lost; by the run and these ranks."""
+    summands: int
+    """Those of `bare` of which both runs kept something on their ranks: summands over ranks."""
+    by_print_alone: int
+    """Pairs whose fingerprints differ, with nothing else to compare, where noise alone may have made them differ."""
+    unread: Counter[str]
+    """Pairs of which values could not be read, by what the reading said."""
     kinds: npt.NDArray[np.object_]
     """Of each pair how it differs, see `Difference.kind`; an empty text where it does not."""
 
@@ -127,13 +134,17 @@ def judge(a: Side, b: Side, pairs: Alignment, tolerance: Tolerance, report: Call
     is_open = same_shape & ~is_equal
     prints_differ = is_open & same_dtype & has_prints & tolerance.is_exact
     by_values = is_open & has_values
-    by_statistics = is_open & ~has_values & has_numbers
     report(a.payload_bytes(pairs.a[~by_values]) + b.payload_bytes(pairs.b[~by_values]))
-    distances = []
+    distances, unread = [], Counter[str]()
     for pair in np.flatnonzero(by_values).tolist():
-        one, two = a.array(int(pairs.a[pair])), b.array(int(pairs.b[pair]))
-        distances.append(IDENTICAL if are_identical(one, two) else compare(one, two, tolerance))
+        try:
+            one, two = a.array(int(pairs.a[pair])), b.array(int(pairs.b[pair]))
+            distances.append(IDENTICAL if are_identical(one, two) else compare(one, two, tolerance))
+        except RunError as error:  # statistics and fingerprints may be whole
+            by_values[pair] = has_values[pair] = False
+            unread[str(error)] += 1
         report(a.payload_bytes(pairs.a[pair : pair + 1]) + b.payload_bytes(pairs.b[pair : pair + 1]))
+    by_statistics = is_open & ~has_values & has_numbers
     statistics = _Statistics.compare(left, right, tolerance)
     kinds = np.full(left.num_rows, "", object)
     if tolerance.is_exact:
@@ -143,7 +154,8 @@ def judge(a: Side, b: Side, pairs: Alignment, tolerance: Tolerance, report: Call
     kinds[by_values] = np.where([distance.num_outside > 0 for distance in distances], "values", kinds[by_values])
     kinds[~same_shape] = "shape"
     is_unknown = is_open & ~has_values & ~has_numbers & ~prints_differ
-    is_bare = ~(_any(left) | _any(right)) | _has_none(left) | _has_none(right)
+    is_summand = (_has_none(left) | _has_none(right)) & ~has_values
+    is_bare = ~(_any(left) | _any(right)) | is_summand
     other_meaning = np.asarray(_is_after_tap(left) != _is_after_tap(right))
     kinds[other_meaning & np.isin(kinds, ("values", "statistics", "fingerprint"))] = "after_tap"
     lacks = missing_ranks(left), missing_ranks(right)
@@ -161,6 +173,9 @@ def judge(a: Side, b: Side, pairs: Alignment, tolerance: Tolerance, report: Call
         by_statistics=int(by_statistics.sum()),
         by_nothing=int((is_unknown & ~is_bare).sum()),
         bare=int((is_unknown & is_bare).sum()),
+        summands=int((is_unknown & is_summand).sum()),
+        by_print_alone=0,
+        unread=unread,
         partial=Counter(
             (side, text)
             for side, ranks in zip("ab", lacks, strict=True)
@@ -243,6 +258,22 @@ def _table(
     for name, known in (("a", statistics.left), ("b", statistics.right), ("rel", statistics.apart)):
         columns[f"statistic_{name}"] = pa.array(known[differs], mask=~says | np.isnan(known[differs]))
     return pa.table(columns)
+
+
+def moved_roots(a: Side, b: Side) -> set[str]:
+    """Roots of which some value is not the same in two runs, whatever is selected of them."""
+    pairs = align(a.rows.table, b.rows.table)
+    left, right = a.rows.table.take(pa.array(pairs.a)), b.rows.table.take(pa.array(pairs.b))
+    has_prints, has_numbers, has_values = (_both(left, right, n) for n in ("fingerprint", "nan_count", "encoding"))
+    differs = has_prints & ~_same(left, right, "fingerprint")
+    differs |= has_numbers & ~np.logical_and.reduce([_same(left, right, name) for name in ("l2", "absmax", "mean")])
+    roots = left.column("root")
+    found = set(roots.filter(pa.array(differs)).unique().to_pylist())
+    for pair in np.flatnonzero(has_values & ~has_prints & ~has_numbers).tolist():
+        if (root := roots[pair].as_py()) not in found:
+            one, two = a.rows.array(int(pairs.a[pair])), b.rows.array(int(pairs.b[pair]))
+            found |= {root} if one.shape != two.shape or not are_identical(one, two) else set()
+    return found
 
 
 def _same(left: Any, right: Any, name: str) -> Flags:

@@ -8,7 +8,7 @@ nothing does, it is assumed, and the finding says so.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np

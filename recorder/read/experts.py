@@ -20,8 +20,8 @@ from .writers import RecordedWriter
 _IGNORED = "ignored"
 NOT_SHARED = "each rank has a parameter of its own under this name, as its manifest says"
 BEGAN_ALIKE = (
-    "; its wrapper was told to leave it alone, and it began equal on all ranks: --layout '...=per_rank' if each rank has "
-    "its own"
+    "; its wrapper was told to leave it alone, and it began equal on all ranks: --layout '...=per_rank' if each rank "
+    "has its own"
 )
 NOT_OF_BATCH = "its parameters are the rank's own, as experts' are: which rows of the batch it was given is not known"
 
@@ -102,9 +102,10 @@ class Unshared:
 
 
 def _first_words(writers: Sequence[RecordedWriter], names: _Names) -> dict[tuple[str, str], dict[int, Any]]:
-    """What each rank says of parameters at the first step at which one is recorded: a word that is equal where the
-    values are; None where it says nothing. A merged row of several ranks says it for all of them.
-    """  # fmt: skip
+    """What each rank says of parameters at the first step at which one is recorded: equal words where they are equal.
+
+    None where it says nothing. A merged row of several ranks says it for all of them.
+    """
     found: dict[tuple[str, str], tuple[int, dict[int, Any]]] = {}
     ends = pa.array(sorted({full.rpartition(".")[2] for _, full in names}))
     for shard in (shard for writer in writers for shard in writer.shards):

@@ -22,7 +22,6 @@ from recorder.merge.merge import merge_run
 from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
 
 MODULES = ("up", "act", "down")
-DDP = {"kind": "ddp", "ranks": [0, 1]}
 
 
 def with_fingerprint(row: Row, values: npt.NDArray[Any]) -> Row:
@@ -39,7 +38,7 @@ def write(path: Path, *ranks: list[Row]) -> recorder.Run:
     for rank, rows in enumerate(ranks):
         writer = HandmadeWriter(run, rank)
         writer.add_shard([rows])
-        facts = DDP if len(ranks) == 2 else None
+        facts = {"kind": "ddp", "ranks": [*range(len(ranks))]} if len(ranks) > 1 else None
         writer.finish(roots=[{"name": "model", "modules": [], "data_parallel": facts}], world_size=len(ranks))
     return recorder.open_run(run)
 
@@ -435,11 +434,110 @@ def test_nothing_selected_says_what_there_is(tmp_path: Path) -> None:
         diff(a, recorder.open_run(empty))
 
 
-def test_a_payload_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    good = training(tmp_path / "a")
-    rows = [row(0, values_of(0, 1), step=0, module_path="up") | {"data": b"short"}]
-    with pytest.raises(recorder.errors.CorruptError):
-        diff(good, write(tmp_path / "b", rows))
+def damaged(run: recorder.Run) -> recorder.Run:
+    """With a flipped bit among the values of its only shard."""
+    (shard,) = run.path.rglob("*.arrow")
+    content = bytearray(shard.read_bytes())
+    at = content.index(values_of(0, 0).tobytes())
+    content[at] ^= 1
+    shard.write_bytes(content)
+    return recorder.open_run(run.path)
+
+
+def test_statistics_are_compared_where_values_cannot_be_read(tmp_path: Path) -> None:
+    broken = damaged(training(tmp_path / "b", at((1, "act"), 5.0)))
+    found = diff(training(tmp_path / "a"), broken)
+    ((text, count),) = found.unread.items()
+    assert "CRC32C" in text and count == 1
+    assert [(line["step"], line["module_path"], line["kind"]) for line in found.table.to_pylist()] == [
+        (1, "act", "statistics")
+    ]
+    assert (found.num_by_fingerprint, found.num_by_statistics, found.num_left_out) == (8, 1, 0)
+    assert found.culprits[0].module_path == "act"
+
+
+def test_a_run_of_which_values_cannot_be_read_is_not_equal(tmp_path: Path) -> None:
+    rows = [[make_row(0, values_of(0, 0) + n, fingerprint=None)] for n in (0, 0)]
+    found = diff(write(tmp_path / "a", rows[0]), damaged(write(tmp_path / "b", rows[1])))
+    assert (found.table.num_rows, found.num_by_statistics, len(found.unread)) == (0, 1, 1)
+    assert not found.is_equal and found.verdict == "different"
+    assert not diff(write(tmp_path / "c", rows[0]), damaged(write(tmp_path / "d", rows[1])), common=True).is_equal
+
+
+def test_a_noise_run_that_does_not_differ_is_refused(tmp_path: Path) -> None:
+    a, b, same = (training(tmp_path / name) for name in ("a", "b", "same"))
+    twin = training(tmp_path / "twin", lambda step, module, values: values * np.float32(1 + 1e-6))
+    with pytest.raises(LookupFailedError, match=r"the --noise twin moved nothing.*RECORDER_JITTER=1"):
+        diff(a, b, noise=[twin, same])
+    assert diff(a, b, "down", step=0, noise=[twin]).is_equal
+    start = training(tmp_path / "start", lambda step, module, values: values * (1 + 1e-6) if module != "up" else values)
+    assert diff(a, b, "up", noise=[start]).is_equal  # what is selected need not be what moved
+
+
+def test_a_root_that_no_noise_run_moves_is_said(tmp_path: Path) -> None:
+    def two_roots(path: Path, first: float, second: float) -> recorder.Run:
+        ones = np.ones(3, np.float32)
+        return write(path, [row(0, ones * first, root="model"), row(1, ones * second, root="critic")])
+
+    a, b, twin = (two_roots(tmp_path / str(n), *values) for n, values in enumerate([(1, 1), (1, 2), (1 + 1e-6, 1)]))
+    assert diff(a, b, noise=[twin]).still_roots == ["critic"]
+    assert diff(a, b).still_roots == ()
+
+
+def local_gradients(path: Path, num_ranks: int, **kept: Any) -> recorder.Run:
+    """Gradients of a mean loss over 4 samples, of which each rank has a part, and each rank's own output."""
+    of_samples = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+    ranks = []
+    for rank, part in enumerate(np.split(of_samples, num_ranks)):
+        of = {"rank": rank, "module_path": "up", "site": "grad", "name": "weight"}
+        local = row(0, part.mean(0), **of, phase="backward", scope="local", **kept)
+        final = row(1, of_samples.mean(0), **of, phase="optimizer", micro_step=None, scope="final")
+        start = row(2, of_samples, **of | {"site": "param"}, phase="optimizer", micro_step=None)
+        ranks.append([local, final, start])
+    return write(path, *ranks)
+
+
+def test_local_gradients_of_other_parts_of_the_batch_are_not_compared(tmp_path: Path) -> None:
+    two, four, again = (local_gradients(tmp_path / str(n), num) for n, num in enumerate((2, 4, 2)))
+    found = diff(two, four, rtol=1e-5)
+    assert found.is_equal and found.verdict == "equal" and found.num_compared == 3  # the mean over ranks
+    assert diff(two, again).num_compared == 5
+    apart = diff(two, four, rtol=1e-5, layouts=["up:grad:*=per_rank"])
+    assert (apart.only_a.num_rows, apart.only_b.num_rows, apart.num_left_out) == (0, 0, 2)
+    assert apart.is_equal and apart.verdict == "equal as far as compared"
+    with pytest.raises(LookupFailedError, match="worked on other parts of the batch"):
+        diff(two, four, site="grad", layouts=["up:grad:*=per_rank"])
+
+
+def test_sums_over_ranks_without_values_are_left_out_and_said(tmp_path: Path) -> None:
+    found = diff(*(local_gradients(tmp_path / str(num), num, encoding=None) for num in (2, 4)))
+    assert [one.num_values for one in found.left_out] == [1] and "sums over ranks" in found.left_out[0].why
+    assert found.is_equal and found.verdict == "equal as far as compared"
+
+
+def test_fingerprints_alone_say_nothing_beyond_noise(tmp_path: Path) -> None:
+    def run(name: str, number: int) -> recorder.Run:
+        return write(tmp_path / name, [make_row(0, fingerprint=f"{number:016x}", encoding=None) | {"nan_count": None}])
+
+    found = diff(run("a", 1), run("b", 2), noise=[run("twin", 3)])
+    assert [one.num_values for one in found.left_out] == [1] and found.verdict == "equal as far as compared"
+
+
+@pytest.mark.parametrize("has_values", [True, False])
+def test_a_nan_names_the_rank_that_has_it(tmp_path: Path, has_values: bool) -> None:
+    def run(name: str, value: float) -> recorder.Run:
+        ranks = []
+        for rank in range(2):
+            x = row(0, np.full((2, 1), rank + 1.0), rank=rank, module_path="", site="input", name="x")
+            values = values_of(0, rank)[:2].copy()
+            values[1, 1] = value if rank else 0
+            kept = {} if has_values else {"encoding": None}
+            ranks.append([x, row(1, values, rank=rank, module_path="up", **kept)])
+        return write(tmp_path / name, *ranks)
+
+    (culprit,) = diff(run("a", 0), run("b", math.nan)).culprits
+    assert (culprit.module_path, culprit.ranks, culprit.rank) == ("up", [1], 1)
+    assert (culprit.nonfinite_a, culprit.nonfinite_b, culprit.max_abs, culprit.factor) == (0, 1, None, None)
 
 
 def test_local_gradients_that_one_run_alone_has_are_no_culprit(tmp_path: Path) -> None:

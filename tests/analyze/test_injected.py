@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+import recorder
 from recorder.analyze.diff import Diff, diff
+from recorder.analyze.first import first
 from recorder.cli.ls import list_path
+from recorder.merge.merge import merge_run
 
 from . import injected
 
@@ -100,3 +103,16 @@ def test_the_command_says_it_on_top_in_one_line_and_as_json(folder: Path) -> Non
     (culprit,) = json.loads(as_json.stdout)["culprits"]
     told = {"step": 0, "module_path": "drop", "site": "output", "phase": "forward", "rank": 1}
     assert told.items() <= culprit.items() and culprit["max_abs"] > 0
+
+
+def test_a_parameter_that_ddp_leaves_alone_and_that_began_equal_is_no_rank_s_own(folder: Path, tmp_path: Path) -> None:
+    run = injected.opened(folder, "left_alone")
+    (told,) = [root["unshared"] for root in run.writers[0].manifest["roots"]]
+    assert told == {"blocks.1.mlp.down.weight": "ignored"}
+    summary = merge_run(run, tmp_path / "merged").findings["replicas_differ"]
+    assert summary["num_problems"] > 0 and "told to leave it alone" in summary["first"][0]["text"]
+    for one in (run, recorder.open_run(tmp_path / "merged")):
+        found = first(one)
+        assert found.replica is not None and found.replica.place.module_path == "blocks.1.mlp.down"
+        culprit = diff(injected.opened(folder, "sound"), one).culprits[0]
+        assert (culprit.module_path, culprit.phase) == ("blocks.1.mlp.down", "reduction")
