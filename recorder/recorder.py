@@ -521,6 +521,7 @@ class Recorder:
         self._say_if_step_never_moved(self.capture)
         for root in self.capture.roots:
             root.say_if_nothing_moved()
+            root.look_for_foreign_hooks()
         self._writer.set_manifest(self._manifest())
         if self.settings.status_interval_s:
             self._show_status(self.capture)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..read.facts import RunFacts
+from ..read.modules import listed_hooks
 from ..read.run import Run
 from .nonfinite import NonFinite, NonFiniteFinder
 from .problems import layout_problems
@@ -65,7 +66,7 @@ def first(run: Run) -> First:
             num_superseded += timeline.num_superseded
             del timeline  # before the next one is made
     nonfinite, replicas = nonfinite_finder.found(), replica_finder.found()
-    notes = [*nonfinite.notes, *replicas.notes]
+    notes = [*nonfinite.notes, *replicas.notes, *_hooks_behind(run, nonfinite.first)]
     notes += [f"not compared: {problem}" for problem in layout_problems(run) or ()]
     if num_superseded:
         notes.append(f"{num_superseded} rows of steps that a restart did again were left out")
@@ -80,3 +81,19 @@ def first(run: Run) -> First:
         why_none_compared=replicas.why_none,
         notes=notes,
     )
+
+
+def _hooks_behind(run: Run, bad: NonFinite | None) -> list[str]:
+    """What may have made the first value that is not finite and is no module: hooks of the program."""
+    if bad is None:
+        return []
+    before = bad.before
+    for info in run.modules.values():
+        if before is not None and info.foreign_hooks and (info.root, info.path) == (before.root, before.module_path):
+            hooks = ", ".join(info.foreign_hooks)
+            return [
+                f"between the last healthy value and this one ran hooks of the program on {info.path!r} ({hooks}): "
+                "what they make of a value is not recorded there, and first seen here"
+            ]
+    listed = listed_hooks(run.modules.values())
+    return [f"hooks of the program run after what is recorded of their modules: {listed}"] if listed else []

@@ -22,6 +22,7 @@ from .clock import RootClock, Slice
 from .discovery import has_compiled, has_compiled_anything
 from .events import comes_from_signal_handler
 from .flat import FlatParameter, find_flat_parameters, meshes_of_flat
+from .foreign import foreign_hooks
 from .jitter import JitterInputs, add_jitter
 from .neighbours import is_dtensor
 from .parallel import DataParallel, ModelParallel, find_data_parallel, find_model_parallel, wrappers_around
@@ -364,6 +365,7 @@ class Root:
         what was called.
         """
         self.say_if_nothing_moved()
+        self.look_for_foreign_hooks()
         seen = [watch.node_path for watch in self.watches if watch.was_called]
         self._say_hidden("late", [path for path in self._late if not any(_is_below(one, path) for one in seen)])
         silent = self._silent()
@@ -378,6 +380,16 @@ class Root:
                 self._say_compiled(sorted(silent))
         elif self.num_calls == 0 and seen and "" not in seen and self._artefact is None and not self._seen_at_taps:
             self._say_hidden("root_not_called", [""])
+
+    def look_for_foreign_hooks(self) -> None:
+        """Hooks that the program has put on modules since it was attached; those that it took off again stay told."""
+        for i, (described, watch) in enumerate(zip(self.modules, self.watches, strict=False)):
+            told = described.get("foreign_hooks", [])
+            module = watch.module()
+            more = [hook for hook in foreign_hooks(module) if hook not in told] if module is not None else []
+            if more:
+                self.modules[i] = {**described, "foreign_hooks": [*told, *more]}
+                self.capture.events.has_changed = True
 
     def _silent(self) -> set[str]:
         """Modules that must have run, and were not seen to, for no reason of their own."""
@@ -592,5 +604,6 @@ class Root:
             **about_state(node.owner, ties.get(node.path)),
             **({"dtensor": True} if any(is_dtensor(value) for _, value in watch.own("_parameters")) else {}),
             "compiled": node.is_compiled,
+            **({"foreign_hooks": found} if (found := foreign_hooks(node.module)) else {}),
             **({"hidden": hidden} if (hidden := "late" if node.path in self._late else node.hidden) else {}),
         }

@@ -20,6 +20,7 @@ from ..analyze.holes import Hole
 from ..analyze.problems import layout_problems
 from ..config import FLAG, is_enabled, load_settings
 from ..errors import ConfigError
+from ..read.modules import listed_hooks
 from ..read.run import Run
 from ..read.unsealed import unsealed_note
 from ..read.writers import Balance, load_balances
@@ -132,6 +133,8 @@ def _run(run: Run) -> Iterator[Check]:
     yield from _recorded_settings(run)
     yield from _filters(found)
     yield from _recorded_modules(run, found)
+    if listed := listed_hooks(run.modules.values()):
+        yield Check("note", f"hooks of the program run after what is recorded of their modules: {listed}")
     yield from _totals(found)
     yield from _holes(found)
     yield from _merged(run, found)

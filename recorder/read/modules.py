@@ -9,6 +9,8 @@ from typing import Any
 from . import untrusted
 from .writers import RecordedWriter
 
+_MAX_LISTED = 5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleInfo:
@@ -23,6 +25,8 @@ class ModuleInfo:
     """Selected by a rule, recorded or not."""
     has_values: bool
     """Whether what is selected can exist: a module without parameters has no gradients of them to record."""
+    foreign_hooks: tuple[str, ...]
+    """Hooks of the program on it, which run after its values were recorded: when, name, file and line."""
     is_compiled: bool
     """Its hooks step aside, so it leaves no rows."""
 
@@ -41,6 +45,7 @@ def read_modules(writers: Iterable[RecordedWriter]) -> dict[tuple[str, str], Mod
                     source=untrusted.text(module.get("source")),
                     sites=sites,
                     has_values=any(_has_values(site, module) for site in sites),
+                    foreign_hooks=tuple(untrusted.texts(module.get("foreign_hooks"))),
                     is_compiled=module.get("compiled") is True,
                 )
                 found[info.root, info.path] = info
@@ -51,3 +56,10 @@ def _has_values(site: str, module: dict[str, Any]) -> bool:
     if site in ("param", "grad", "optim"):
         return bool(untrusted.items(module.get("params")))
     return bool(untrusted.items(module.get("buffers"))) if site == "buffer" else site not in ("tap", "scalar")
+
+
+def listed_hooks(modules: Iterable[ModuleInfo]) -> str:
+    """Modules that carry hooks of the program, and which; empty where none does."""
+    found = [f"{info.path!r} ({', '.join(info.foreign_hooks)})" for info in modules if info.foreign_hooks]
+    more = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
+    return ", ".join(found[:_MAX_LISTED]) + more

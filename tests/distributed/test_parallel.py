@@ -44,6 +44,13 @@ def runs(finished: dict[str, Finished]) -> dict[str, recorder.Run]:
     return {case: recorder.open_run(job.folder / "out" / case) for case, job in finished.items()}
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_hooks_of_parallel_styles_and_wrappers_are_no_hooks_of_the_program(
+    runs: dict[str, recorder.Run], case: str
+) -> None:
+    assert not any(info.foreign_hooks for info in runs[case].modules.values())
+
+
 @pytest.mark.parametrize("case", [*CASES, "experts"])
 def test_training_is_not_changed(finished: dict[str, Finished], case: str) -> None:
     for rank in range(4 if case in OF_FOUR else 2):
