@@ -257,6 +257,20 @@ DEFAULT_RULES = parse_rules(
     f"site=output,grad,tap steps={_SPARSE} call=0:4 keep=tensor;"
     "site=scalar keep=stats"
 )
+NO_PRESET = "none"
+PRESETS = {
+    "light": parse_rules(
+        "site=output,grad_output,tap steps=0:3,100::100 keep=stats;"
+        "site=param,grad,buffer steps=0:3,100::100 keep=stats,fingerprint; site=scalar keep=stats"
+    ),
+    "nan": parse_rules(
+        "site=output,grad_output,param,grad,buffer,optim,tap keep=stats; module='' site=input keep=stats;"
+        "site=scalar keep=stats"
+    ),
+    "full": parse_rules("site=* keep=tensor,stats,fingerprint"),
+    "twin": parse_rules("site=* steps=0:4 keep=tensor,stats,fingerprint; site=scalar keep=stats"),
+}
+"""Rules by name: the fewest, what finds the first NaN at its very step, everything, and what `diff` is surest with."""
 
 
 def _setting(default: object, doc: str, *choices: str) -> Any:
@@ -269,6 +283,10 @@ class Settings:
 
     dir: str = _setting("recordings", "where run directories go; a fast local disk is best")
     rules: tuple[Rule, ...] = _setting(DEFAULT_RULES, "what is recorded; see the README's section on choosing")
+    preset: str = _setting(
+        NO_PRESET, "rules by name, in place of the default ones; rules that are set are added to them",
+        NO_PRESET, *PRESETS,
+    )  # fmt: skip
     roots: str = _setting("optimizer", "what is watched: modules that an optimizer trains, or any", "optimizer", "any")
     step_optimizer: str = _setting("", "class name of the optimizer that counts the steps; empty: the first to step")
     compiled: str = _setting(
@@ -422,6 +440,9 @@ def load_settings(arguments: Mapping[str, object] | None = None, environ: Mappin
                 shown = f"{PREFIX}{key.upper()}" if source == "environment" else key
                 raise ConfigError(f"{shown} ({source}): {error}") from None
             sources[key] = source.split(" ")[0] if source in ("environment", "argument") else source
+    if (preset := values.get("preset", NO_PRESET)) != NO_PRESET:
+        values["rules"] = (*PRESETS[preset], *values.get("rules", ()))
+        sources["rules"] = " and ".join([f"preset {preset}", *([sources["rules"]] if "rules" in sources else [])])
     try:
         settings = Settings(**values)
     except ConfigError as error:

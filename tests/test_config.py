@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recorder.config import DEFAULT_RULES, Loaded, Schedule, is_enabled, load_settings, parse_rules
+from recorder.config import DEFAULT_RULES, PRESETS, Loaded, Schedule, is_enabled, load_settings, parse_rules
 from recorder.errors import ConfigError
 
 
@@ -54,6 +54,7 @@ def test_the_text_of_a_rule_reads_back_as_the_rule() -> None:
     [
         ({"RECORDER_RULS": "x"}, r"RECORDER_RULS = 'x' .*did you mean 'RECORDER_RULES'"),
         ({"RECORDER_dir": "x"}, r"RECORDER_dir = 'x' .*is no setting"),
+        ({"RECORDER_PRESET": "twn"}, r"preset = 'twn': allowed is none or light or .* \(did you mean 'twin'\?\)"),
         ({"RECORDER_POLICY": "wat"}, r"policy = 'wat': allowed is wait or drop"),
         ({"RECORDER_POOL_BYTES": "big"}, r"RECORDER_POOL_BYTES .*expected bytes, such as"),
         ({"RECORDER_POOL_BYTES": "12"}, r"pool_bytes = 12: allowed is 0 .* at least 1 MiB"),
@@ -109,3 +110,21 @@ def test_importing_the_package_loads_neither_torch_nor_pyarrow_nor_numpy() -> No
     script = "import sys, recorder; print(sorted({'torch', 'pyarrow', 'numpy', 'pandas', 'rich'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_rules_are_added_to_those_of_a_preset() -> None:
+    alone = load_settings({}, {"RECORDER_PRESET": "nan"})
+    assert (alone.settings.rules, alone.sources["rules"]) == (PRESETS["nan"], "preset nan")
+    both = load_settings({"rules": "site=grad keep=tensor"}, {"RECORDER_PRESET": "nan"})
+    assert both.settings.rules == (*PRESETS["nan"], *parse_rules("site=grad keep=tensor"))
+    assert both.sources["rules"] == "preset nan and argument"
+
+
+def test_a_preset_is_set_by_file_environment_and_argument(tmp_path: Path) -> None:
+    file = tmp_path / "recorder.toml"
+    file.write_text("preset = 'light'\n")
+    from_file = {"RECORDER_CONFIG": str(file)}
+    assert load_settings({}, from_file).settings.rules == PRESETS["light"]
+    assert load_settings({}, {**from_file, "RECORDER_PRESET": "full"}).settings.rules == PRESETS["full"]
+    assert load_settings({"preset": "twin"}, from_file).settings.rules == PRESETS["twin"]
+    assert load_settings({"preset": "none"}, from_file).settings.rules == DEFAULT_RULES

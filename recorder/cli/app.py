@@ -518,6 +518,16 @@ def config(
     raise typer.Exit(show_settings(as_json=as_json))
 
 
+@app.command(epilog="Examples: recorder init    recorder init slow-disk.toml")
+def init(
+    path: Annotated[Path, typer.Argument(metavar="[FILE]", help="The file to write.")] = Path("recorder.toml"),
+) -> None:
+    """Write a TOML file of all settings, each with its default."""
+    from .settings import write_example
+
+    raise typer.Exit(write_example(path))
+
+
 @app.command(epilog="Examples: recorder doctor    recorder doctor recordings --strict")
 def doctor(
     context: typer.Context,

@@ -1,10 +1,15 @@
-"""Owns ``recorder config``: every setting in force, where it comes from, what it does."""
+"""Owns ``recorder config``: every setting in force, where it comes from, what it does; and ``init``, a file of them."""
 
 from __future__ import annotations
 
+import json
+import shlex
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
-from ..config import load_settings
+from ..config import CONFIG_FILE, DEFAULT_RULES, PRESETS, Settings, load_settings
+from ..errors import ConfigError
 from ..native import in_force
 from .output import Column, Table, print_json
 
@@ -27,6 +32,47 @@ def show_settings(*, as_json: bool) -> int:
     ]
     Table(columns, rows).print()
     return 0
+
+
+def write_example(path: Path) -> int:
+    """Write a file of all settings, each a comment with its default, and return the exit code.
+
+    Raises:
+        ConfigError: there is such a file, or it cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(example())
+    except FileExistsError:
+        raise ConfigError(f"{path}: is there already, and nothing was written; name another file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
+    print(f"{path}: every setting with its default; change what you want, then")
+    print(f"  {CONFIG_FILE}={shlex.quote(str(path))} RECORDER=1 torchrun ... train.py")
+    return 0
+
+
+def example() -> str:
+    """A TOML file that changes nothing: a line without its ``# `` is a setting with its default."""
+    rows = [
+        f"## Settings of recorder; {CONFIG_FILE} names this file. A line takes effect without its leading '# '.",
+        "",
+    ]
+    for item in fields(Settings):
+        rows.append(f"## {item.metadata['doc']}")
+        if choices := item.metadata["choices"]:
+            rows.append(f"## one of: {', '.join(choices)}")
+        if item.name == "preset":
+            for name, rules in PRESETS.items():
+                rows += [f"##   {name}:", *(f"##     {rule.text}" for rule in rules)]
+        if item.name == "rules":
+            rows += ["# rules = [", *(f"#   {json.dumps(rule.text)}," for rule in DEFAULT_RULES), "# ]", ""]
+            continue
+        default: Any = item.default
+        if item.name.endswith("_bytes") and default:
+            default = _bytes(default).partition(" (")[0]
+        rows += [f"# {item.name} = {json.dumps(default)}", ""]
+    return "\n".join(rows)
 
 
 def lines(value: Any, name: str = "") -> list[str]:

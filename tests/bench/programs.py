@@ -38,9 +38,9 @@ class Program(NamedTuple):
 
 
 PROGRAMS = {
-    "nanogpt": Program(2, 1400, "a GPT of 0.8 M parameters on characters, two ranks of DDP"),
-    "resnet18": Program(2, 60, "torchvision's ResNet-18 on images of 64 x 64, two ranks of DDP"),
-    "mnist": Program(1, 2400, "PyTorch's example for MNIST, two convolutions, one process"),
+    "nanogpt": Program(2, 600, "a GPT of 0.8 M parameters on characters, two ranks of DDP"),
+    "resnet18": Program(2, 250, "torchvision's ResNet-18 on images of 64 x 64, two ranks of DDP"),
+    "mnist": Program(1, 600, "PyTorch's example for MNIST, two convolutions, one process"),
 }
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from recorder.config import PRESETS, Settings, load_settings
 from tests.cli.conftest import Cli, on_a_terminal
 from tests.read.handmade import HandmadeWriter, flip, ledger, make_row, make_run
 
@@ -127,6 +131,38 @@ class TestConfig:
         assert (found.exit_code, found.out, found.err.count("\n")) == (2, "", 1)
         assert "RECORDER_MAX_BITES" in found.err
 
+    def test_a_preset_is_shown_with_its_rules(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RECORDER_PRESET", "twin")
+        settings = cli("config", "--json").json
+        assert settings["preset"]["value"] == "twin"
+        assert settings["rules"]["source"] == "preset twin"
+        assert settings["rules"]["value"] == [rule.text for rule in PRESETS["twin"]]
+
+    def test_a_wrong_preset_names_those_that_there_are(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RECORDER_PRESET", "lite")
+        found = cli("config")
+        assert (found.exit_code, found.out, found.err.count("\n")) == (2, "", 1)
+        assert "none or light or nan or full or twin" in found.err
+
+
+class TestInit:
+    def test_the_file_has_every_setting_with_its_default(self, cli: Cli, tmp_path: Path) -> None:
+        path = tmp_path / "recorder.toml"
+        assert cli("init", path).exit_code == 0
+        assert tomllib.loads(path.read_text()) == {}  # as it is it changes nothing
+        path.write_text(re.sub(r"^# ", "", path.read_text(), flags=re.MULTILINE))
+        loaded = load_settings(environ={"RECORDER_CONFIG": str(path)})
+        assert loaded.settings == Settings()
+        assert set(loaded.sources) == {item.name for item in fields(Settings)}
+
+    def test_a_file_that_is_there_is_kept(self, cli: Cli, tmp_path: Path) -> None:
+        path = tmp_path / "recorder.toml"
+        path.write_text("codec = 'none'\n")
+        found = cli("init", path)
+        assert (found.exit_code, found.out, found.err.count("\n")) == (2, "", 1)
+        assert "is there already" in found.err
+        assert path.read_text() == "codec = 'none'\n"
+
 
 class TestDoctor:
     def test_the_environment_is_examined(self, cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -201,7 +237,7 @@ class TestDoctor:
 
 
 class TestEveryCommand:
-    @pytest.mark.parametrize("command", ["ls", "show", "verify", "config", "doctor"])
+    @pytest.mark.parametrize("command", ["ls", "show", "verify", "config", "init", "doctor"])
     def test_help_has_an_example(self, cli: Cli, command: str) -> None:
         found = cli(command, "--help")
         assert found.exit_code == 0
