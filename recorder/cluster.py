@@ -162,7 +162,7 @@ class Cluster:
         Raises:
             ClusterError: one does not.
         """
-        from .read.run import find_run
+        from .read.which import find_run
 
         wanted = [(str(path), _identity(find_run(path)[1])) for path in (run.absolute() for run in runs)]
         self._refuse(self._on_every(_misses_run, wanted))
@@ -500,7 +500,7 @@ def _heard() -> Iterator[list[tuple[int, str]]]:
 def _misses_run(runs: Sequence[tuple[str, Any]]) -> str:
     """Why a worker does not see one of some runs; empty where it does."""
     from .read.places import place_of
-    from .read.run import find_run
+    from .read.which import find_run
 
     for path, identity in runs:
         try:

@@ -14,12 +14,11 @@ import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from fnmatch import fnmatchcase
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 from .errors import ConfigError
+from .patterns import ANY, checked, matches, parse_patterns
 from .records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR
 
 FLAG = "RECORDER"
@@ -33,6 +32,11 @@ PLACEHOLDER = "SET_ME"
 
 SITES = ("input", "output", "grad_input", "grad_output", "param", "grad", "buffer", "optim", "tap", "scalar")
 KEEPS = {"tensor": KEEP_TENSOR, "stats": KEEP_STATS, "fingerprint": KEEP_FINGERPRINT}
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,99}")
+"""What a run may be called."""
+LATEST = "latest"
+"""What no run may be called: the command line means the newest by it."""
 
 _OFF = ("", "0", "false", "no", "off")
 _ON = ("1", "true", "yes", "on")
@@ -85,8 +89,6 @@ class Schedule:
 
 
 EVERY = Schedule.parse("::1")
-ANY = ("*",)
-"""Patterns that match everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,7 @@ class Rule:
     """One selection: which values, at which steps, and what to keep; several that match keep all they ask for."""
 
     module: tuple[str, ...] = ANY
-    """Patterns of module paths: a glob, or ``re:`` and a regular expression; ``!`` excludes, ``''`` is the root."""
+    """Patterns of module paths, see `patterns`; ``''`` is the root."""
     cls: tuple[str, ...] = ANY
     """Patterns of class names (key ``class``)."""
     leaf: bool = False
@@ -113,10 +115,10 @@ class Rule:
     KEYS: ClassVar = ("module", "class", "leaf", "site", "name", "rank", "steps", "call", "keep")
 
     def matches_module(self, module_path: str, class_name: str, is_leaf: bool) -> bool:
-        return (is_leaf or not self.leaf) and _matches(self.module, module_path) and _matches(self.cls, class_name)
+        return (is_leaf or not self.leaf) and matches(self.module, module_path) and matches(self.cls, class_name)
 
     def matches_name(self, name: str) -> bool:
-        return _matches(self.name, name)
+        return matches(self.name, name)
 
     @property
     def text(self) -> str:
@@ -136,26 +138,6 @@ class Rule:
                 parts.append(f"{key}={schedule.text}")
         parts.append("keep=" + ",".join(word for word, bit in KEEPS.items() if self.keep & bit))
         return " ".join(parts)
-
-
-def _matches(patterns: tuple[str, ...], text: str) -> bool:
-    if patterns == ANY:
-        return True
-    wanted, unwanted = _sides(patterns)
-    return any(_matches_one(p, text) for p in wanted) and not any(_matches_one(p, text) for p in unwanted)
-
-
-@lru_cache(maxsize=256)
-def _sides(patterns: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Patterns that include, and those that exclude."""
-    wanted = [p for p in patterns if not p.startswith("!")] or ["*"]
-    return wanted, [p[1:] for p in patterns if p.startswith("!")]
-
-
-def _matches_one(pattern: str, text: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], text) is not None
-    return fnmatchcase(text, pattern)
 
 
 def parse_rules(value: object, *, keys: Sequence[str] = Rule.KEYS, sites: Sequence[str] = SITES) -> tuple[Rule, ...]:
@@ -214,17 +196,14 @@ def _rule_from_table(table: Mapping[str, object], keys: Sequence[str], sites: Se
         if key == "leaf":
             chosen[key] = _boolean("rules: leaf", value)
             continue
-        words = _words(value)
         if key in ("module", "class", "name"):
-            for word in words:
-                expression = word.lstrip("!")
-                if expression.startswith("re:"):
-                    try:
-                        re.compile(expression[3:])
-                    except re.error as error:
-                        raise problem(key, f"not a regular expression: {error}") from None
+            try:
+                words = checked(map(str, value)) if isinstance(value, (list, tuple)) else parse_patterns(str(value))
+            except ValueError as error:
+                raise problem(key, str(error)) from None
             chosen["cls" if key == "class" else key] = words
             continue
+        words = _words(value)
         allowed = SITES if key == "site" else tuple(KEEPS)
         if key == "site" and words == ("*",):
             words = SITES
@@ -282,6 +261,7 @@ class Settings:
     """Everything that can be set; each field's text says what it does and when to change it."""
 
     dir: str = _setting("recordings", "where run directories go; a fast local disk is best")
+    name: str = _setting("", "what the run is called in commands; empty: after the script and the time of its start")
     rules: tuple[Rule, ...] = _setting(DEFAULT_RULES, "what is recorded; see the README's section on choosing")
     preset: str = _setting(
         NO_PRESET, "rules by name, in place of the default ones; rules that are set are added to them",
@@ -499,6 +479,11 @@ def _convert(item: Any, raw: object) -> object:
     if name == "dir" and _STORE.match(text):
         raise ConfigError(
             f"{name} = {text!r}: recording goes to a file system; name a directory, and copy the run up afterwards"
+        )
+    if name == "name" and text and (text == LATEST or not RUN_NAME.fullmatch(text)):
+        raise ConfigError(
+            f"name = {text!r}: allowed are up to 100 letters, digits and . _ = + -, the first a letter or a digit, "
+            f"and not {LATEST!r}"
         )
     if choices and text not in choices:
         raise ConfigError(f"{name} = {text!r}: allowed is {' or '.join(choices)}{_nearest(text, choices)}")

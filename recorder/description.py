@@ -6,8 +6,12 @@ Any thread may ask. Nothing here may read a value of a tensor, or touch a file.
 from __future__ import annotations
 
 import platform
+import re
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,10 +39,11 @@ class Description:
     by_flag: bool
     """Whether the environment asked for the recording, and not the program."""
 
-    def run(self, name: str) -> dict[str, Any]:
+    def run(self, run_id: str) -> dict[str, Any]:
         """What `_run.json` says."""
         return {
-            "run_id": name,
+            "run_id": run_id,
+            "name": self.loaded.settings.name or _default_name(self.started_ns),
             "world_size": self.topology.world_size,
             "created_ns": self.started_ns,
             "asked": {item.name: item.value for item in self.loaded.explain() if item.source != "default"},
@@ -89,6 +94,14 @@ class Description:
             "attempt": here.attempt,
             "started_ns": self.started_ns,
         }
+
+
+def _default_name(started_ns: int) -> str:
+    """After the program and the time of its start: ``train-20261123-051423``, in local time."""
+    script = Path(next(iter(sys.argv), ""))
+    stem = script.parent.name if script.stem == "__main__" else script.stem
+    plain = re.sub(r"[^A-Za-z0-9._=+-]+", "-", stem).lstrip("._=+-")[:60]
+    return f"{plain or 'python'}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started_ns / 1e9))}"
 
 
 def _describe_root(root: Root) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 
 def size(num_bytes: int) -> str:
     """Bytes: 1.5 MB is 1,500,000."""
@@ -16,3 +18,11 @@ def size(num_bytes: int) -> str:
 def counted(number: int, noun: str) -> str:
     """``1 row``, ``2,000 rows``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def moment(time_ns: int) -> str:
+    """A wall clock time in local time; empty for none."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_ns / 1e9)) if time_ns > 0 else ""
+    except (OverflowError, OSError, ValueError):
+        return ""

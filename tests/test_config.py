@@ -61,6 +61,8 @@ def test_the_text_of_a_rule_reads_back_as_the_rule() -> None:
         ({"RECORDER_MAX_BYTES": "1MB"}, r"max_bytes = 1000000: allowed is 1048576 to 1152921504606846976 "),
         ({"RECORDER_CODEC_LEVEL": "99"}, r"codec_level = 99: allowed is -7 to 19 .*environment"),
         ({"RECORDER_DIR": "/data/SET_ME"}, r"dir = '/data/SET_ME': still stands at its placeholder"),
+        ({"RECORDER_NAME": "latest"}, r"name = 'latest': allowed are up to 100 letters, digits and .* not 'latest'"),
+        ({"RECORDER_NAME": "../x"}, r"name = '../x': allowed are"),
         ({"RECORDER_CODEC_LEVEL": "1.5"}, r"expected a whole number"),
         ({"RECORDER_CLOSE_DEADLINE_S": "nan"}, r"expected a number"),
         ({"RECORDER_CONFIG": "/no/such/file.toml"}, r"RECORDER_CONFIG = '/no/such/file.toml' cannot be read: No such"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from ..config import Schedule
 from ..errors import LookupFailedError
 from ..format.schema import SITES
+from ..patterns import ANY, hint, matches, parse_patterns
 from ..read.overrides import check_overrides
 from ..read.run import Run
 
@@ -28,11 +29,11 @@ class Selection:
     """What is asked for; None asks for all."""
 
     module: str | None = None
-    """A module's path, or a glob over paths; ``''`` is the root."""
+    """Patterns of module paths, with commas, as in rules; ``''`` is the root."""
     site: str | None = None
     """One site, or several with commas."""
     name: str | None = None
-    """A name at the site, or a glob."""
+    """Patterns of names at the site."""
     step: int | str | None = None
     """A step, or several as in rules: ``0:100``, ``::10``, ``0,5,7``, ``pow2``."""
     rank: int | str | None = None
@@ -48,11 +49,14 @@ class Selection:
         """Refuse what can match nothing in any run.
 
         Raises:
-            LookupFailedError: the schedule of steps or ranks cannot be read, or there is no such site.
+            LookupFailedError: a pattern or the schedule of steps or ranks cannot be read, or there is no such site.
         """
         for column, value in (("step", self.step), ("rank", self.rank)):
             if value is not None:
                 _schedule(column, value)
+        for column, text in (("module", self.module), ("name", self.name)):
+            if text is not None:
+                _patterns(column, text)
         for site in self._sites:
             if site not in SITES:
                 near = difflib.get_close_matches(site, SITES, n=1)
@@ -63,22 +67,26 @@ class Selection:
         """The rows of a `pa.Table` that are asked for. Each distinct value is judged once."""
         tests: list[tuple[str, Callable[[Any], bool]]] = []
         if self.module is not None:
-            tests.append(("module_path", _pattern(self.module)))
+            tests.append(("module_path", partial(matches, _patterns("module", self.module))))
         if self.site is not None:
             tests.append(("site", self._sites.__contains__))
         if self.name is not None:
-            tests.append(("name", _pattern(self.name)))
+            tests.append(("name", partial(matches, _patterns("name", self.name))))
         for column, value in (("step", self.step), ("rank", self.rank)):
             if value is not None:
                 tests.append((column, _schedule(column, value).__contains__))
-        for column, matches in tests:
+        for column, test in tests:
             values = table.column(column)
             distinct = [value for value in values.unique().to_pylist() if value is not None]
-            kept = _exact_first(self.module, distinct) if column == "module_path" else None
-            kept = [value for value in distinct if matches(value)] if kept is None else kept
+            kept = [value for value in distinct if test(value)]
             if len(kept) < len(distinct) or values.null_count:
                 table = table.filter(pc.is_in(values, pa.array(kept, values.type)))
         return table
+
+    def modules(self, paths: Sequence[str]) -> list[str]:
+        """Those of some module paths that are asked for."""
+        patterns = ANY if self.module is None else _patterns("module", self.module)
+        return [path for path in paths if matches(patterns, path)]
 
     def explain_nothing(self, table: Any, what: str) -> LookupFailedError:
         """The error for a selection that left no row of `table`, which has the columns of `columns`."""
@@ -87,10 +95,9 @@ class Selection:
             if self._only(column).narrow(table).num_rows:
                 continue
             there = sorted(value for value in table.column(column).unique().to_pylist() if value is not None)
-            near = difflib.get_close_matches(str(asked), [str(one) for one in there], n=3, cutoff=0.5)
-            verb = "is" if len(near or there) == 1 else "are"
-            choices = f"nearest {verb} {_listed(near)}" if near else f"there {verb} {_listed(there)}"
-            return LookupFailedError(f"{what} has no row with {column}={asked!r}; {choices}")
+            verb = "is" if len(there) == 1 else "are"
+            choices = hint(str(asked), [str(one) for one in there], otherwise=f"; there {verb} {_listed(there)}")
+            return LookupFailedError(f"{what} has no row with {column}={asked!r}{choices}")
         asked = ", ".join(f"{column}={getattr(self, 'module' if column == 'module_path' else column)!r}"
                           for column in self.columns)  # fmt: skip
         return LookupFailedError(f"{what} has no row with {asked}; each of these occurs, but never together"
@@ -134,15 +141,11 @@ RANKS_OWN = GlobalOptions()
 """Each rank's own rows."""
 
 
-def _exact_first(module: str | None, paths: Iterable[str]) -> list[str] | None:
-    """A path that exists means itself, whatever it means as a glob: paths may hold brackets."""
-    path = "" if module == "''" else module
-    return [path] if path is not None and path in set(paths) else None
-
-
-def _pattern(glob: str) -> Callable[[str], bool]:
-    wanted = "" if glob == "''" else glob
-    return lambda text: fnmatchcase(text, wanted)
+def _patterns(column: str, text: str) -> tuple[str, ...]:
+    try:
+        return parse_patterns(text)
+    except ValueError as error:
+        raise LookupFailedError(f"--{column} {text}: {error}") from None
 
 
 def _schedule(column: str, value: int | str) -> Schedule:

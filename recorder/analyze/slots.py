@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ import pyarrow.compute as pc
 
 from ..config import Rule, parse_rules
 from ..errors import ConfigError
+from ..patterns import ANY, EXPRESSION, matches_glob, sides
 from ..read import untrusted
 
 Flags = npt.NDArray[np.bool_]
@@ -292,21 +292,20 @@ def match_rule(slots: Slots, rule: Rule) -> RuleMatch | None:
 
 
 def _matches(patterns: tuple[str, ...], texts: list[str]) -> Flags | None:
-    """`config`'s meaning of patterns for many texts; regular expressions of a stranger by RE2, which never hangs."""
-    if patterns == ("*",) or not texts:
+    """`patterns.matches` for many texts; regular expressions of a stranger by RE2, which never hangs."""
+    if patterns == ANY or not texts:
         return np.ones(len(texts), bool)
-    wanted = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
-    unwanted = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
     found = [np.zeros(len(texts), bool), np.zeros(len(texts), bool)]
-    for which, group in enumerate((wanted, unwanted)):
+    for which, group in enumerate(sides(patterns)):
         for pattern in group:
-            if pattern.startswith("re:"):
+            if pattern.startswith(EXPRESSION):
+                expression = pattern.removeprefix(EXPRESSION)
                 try:
-                    hits = pc.match_substring_regex(pa.array(texts), pattern=f"^(?:{pattern[3:]})$").to_numpy(False)
+                    hits = pc.match_substring_regex(pa.array(texts), pattern=f"^(?:{expression})$").to_numpy(False)
                 except (pa.ArrowInvalid, re.error):
                     return None
             else:
-                hits = np.array([fnmatchcase(text, pattern) for text in texts])
+                hits = np.array([matches_glob(pattern, text) for text in texts])
             found[which] |= hits.astype(bool)
     return found[0] & ~found[1]
 

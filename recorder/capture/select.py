@@ -6,10 +6,10 @@ worked out once; a hook then costs one list look-up to learn that nothing is wan
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 
-from ..config import ANY, EVERY, KEEPS, SITES, Rule
+from ..config import EVERY, KEEPS, SITES, Rule
+from ..patterns import ANY, nearest
 from ..records import KEEP_STATS, KEEP_TENSOR
 
 NOTHING = 0
@@ -122,7 +122,7 @@ class Selection:
             patterns, some = (rule.cls, list(self._class_names)) if is_class_wrong else (rule.module, module_paths)
             wanted = next((p for p in patterns if not p.startswith("!")), "*")
             some = some[:_MAX_COMPARED]
-            near = difflib.get_close_matches(wanted, some, n=3, cutoff=0.3) or list(some[:3])
+            near = nearest(wanted, some, cutoff=0.3) or list(some[:3])
             shown = ", ".join(repr(text) for text in near)
             what = "class names" if is_class_wrong else "module paths"
             problems.append(f"the rule {_written(rule)!r} matches no module; {what} near it: {shown}")

@@ -19,8 +19,8 @@ from .options import (
     Json,
     LayoutOption,
     LossOption,
-    ModuleGlob,
     ModuleOption,
+    ModulePatterns,
     NameOption,
     RankOption,
     RunPath,
@@ -55,7 +55,7 @@ def run_command(arguments: list[str]) -> NoReturn:
     library.propagate = False
     stdout = sys.stdout
     try:
-        app(arguments, prog_name="recorder", obj=arguments)
+        app(arguments, prog_name="recorder")
     except SystemExit:
         if sys.stdout is stdout:
             raise
@@ -88,7 +88,9 @@ def main(
 
 @app.command(epilog="Example: recorder ls recordings")
 def ls(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A run, or a folder of runs.")] = "recordings",
+    path: Annotated[
+        str | None, typer.Argument(metavar="[PATH]", help="A run, or a folder of runs; without: RECORDER_DIR.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List the runs of a folder, or the writers of a run."""
@@ -97,18 +99,18 @@ def ls(
     raise typer.Exit(list_path(path, as_json=as_json))
 
 
-@app.command(epilog="Examples: recorder show recordings layers.0.mlp    recorder show recordings layers.0.mlp --where")
+@app.command(epilog="Examples: recorder show layers.0.mlp    recorder show @-2 'layers.*' --statistic l2")
 def show(
-    context: typer.Context,
-    path: RunPath,
-    module: Annotated[
-        str | None, typer.Argument(metavar="MODULE", help="A module's path; '' is the root. Without: all modules.")
-    ] = None,
-    site: Annotated[str | None, typer.Option(help="Only this site: output, grad_output, param, grad, ...")] = None,
-    name: Annotated[str | None, typer.Option(help="Only this name at the site, such as weight.")] = None,
+    path: RunPath = None,
+    module: ModulePatterns = None,
+    site: SiteOption = None,
+    name: NameOption = None,
     step: StepOption = None,
     rank: RankOption = None,
     last: Annotated[int, typer.Option(min=0, help="Steps in the long table, counted from the end; 0: all.")] = 10,
+    statistic: Annotated[
+        str | None, typer.Option(help="The statistic to draw and to list: l2, mean, nan_count, ...; else absmax.")
+    ] = None,
     where: Annotated[
         bool,
         typer.Option("--where", help="Draw which rank had which part of a module's values, and how that is known."),
@@ -116,33 +118,35 @@ def show(
     layout: LayoutOption = None,
     as_json: Json = False,
 ) -> None:
-    """Show one module over steps and ranks, or a summary of all modules.
+    """Show one module over steps and ranks, or a summary of several.
 
-    The column why, where there is one, says why rows have no statistics or stay with their rank.
+    One word alone is a run, or where there is none of that name a module of the newest run.
+
+    The column why, where there is one, says why rows have no statistics or stay with their rank. In the summary of
+    modules a statistic is the largest of the last step's rows; min is the smallest.
 
     With --where: the values of one site, by default the outputs, at one step, by default the last. --layout belongs to
     it. Exit code 1: a piece is missing, or pieces contradict each other.
     """
-    from .paths import open_typed
-    from .show import Wanted, show_module, show_modules
+    from ..analyze.selection import Selection
+    from . import show as command
+    from .paths import run_and_module
 
-    wanted = Wanted(site=site, name=name, step=step, rank=rank)
+    run, module = run_and_module(path, module)
+    wanted = Selection(module=module, site=site, name=name, step=step, rank=rank)
     if where:
         from .where import show_where
 
-        refuse("not with --where, which draws the pieces of all ranks", rank=rank)
+        refuse("not with --where, which draws the pieces of all ranks", rank=rank, statistic=statistic)
         if module is None:
             raise LookupFailedError("--where: name the module whose values to draw; '' is the root")
-        run = open_typed(path, context.obj)
-        raise typer.Exit(show_where(run, module, wanted, layouts=layout or [], as_json=as_json))
+        raise typer.Exit(show_where(run, wanted, layouts=layout or [], as_json=as_json))
     refuse("only with --where", layout=layout)
-    if module is None:
-        raise typer.Exit(show_modules(open_typed(path, context.obj), wanted, as_json=as_json))
-    raise typer.Exit(show_module(open_typed(path, context.obj), module, wanted, last=last, as_json=as_json))
+    raise typer.Exit(command.show(run, wanted, last=last, statistic=statistic, as_json=as_json))
 
 
 @app.command(epilog="Example: recorder first recordings")
-def first(context: typer.Context, path: RunPath, as_json: Json = False) -> None:
+def first(path: RunPath = None, as_json: Json = False) -> None:
     """Name the first NaN or infinity and the first replica that differs.
 
     Buffers that differ between ranks count where DDP was told not to broadcast them (broadcast_buffers=False) and they
@@ -150,17 +154,16 @@ def first(context: typer.Context, path: RunPath, as_json: Json = False) -> None:
 
     Exit code 1: there is one of these.
     """
+    from ..read.run import open_run
     from .first import show_first
-    from .paths import open_typed
 
-    raise typer.Exit(show_first(open_typed(path, context.obj), as_json=as_json))
+    raise typer.Exit(show_first(open_run(path), as_json=as_json))
 
 
 @app.command(epilog="Example: recorder stats recordings 'layers.*' --site grad --by step --global")
 def stats(
-    context: typer.Context,
-    path: RunPath,
-    module: ModuleGlob = None,
+    path: RunPath = None,
+    module: ModulePatterns = None,
     site: SiteOption = None,
     name: NameOption = None,
     step: StepOption = None,
@@ -190,20 +193,19 @@ def stats(
     Exit code 1, with --global: ranks' rows contradict each other, or --layout does not fit them.
     """
     from ..analyze.selection import GlobalOptions, Selection
-    from .paths import open_typed
+    from .paths import run_and_module
     from .stats import show_stats
 
+    run, module = run_and_module(path, module)
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
-    run = open_typed(path, context.obj)
     options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [])
     raise typer.Exit(show_stats(run, selection, options, by=by or [], last=last, scheduler=scheduler, as_json=as_json))
 
 
 @app.command(epilog="Example: recorder diff run-ddp run-fsdp --rtol 1e-4 --atol 1e-6")
 def diff(
-    context: typer.Context,
-    a: Annotated[str, typer.Argument(metavar="A", help="A run; its order of execution counts.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The run to compare with it.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A run; its order of execution counts.")] = "@-2",
+    b: Annotated[str, typer.Argument(metavar="B", help="The run to compare with it.")] = "@-1",
     rtol: Annotated[
         float,
         typer.Option(
@@ -260,15 +262,15 @@ def diff(
     from ..analyze.compare import Tolerance
     from ..analyze.renames import NO_RENAMES, read_renames
     from ..analyze.selection import GlobalOptions, Selection
+    from ..read.run import open_run
     from .diff import show_diff
-    from .paths import open_typed
 
     selection = Selection(module=module, site=site, name=name, step=step)
-    runs = (open_typed(a, context.obj), open_typed(b, context.obj))
+    runs = (open_run(a), open_run(b))
     tolerance = Tolerance(rtol, atol, ulp)
     options = GlobalOptions(across_ranks=True, loss=loss, layouts=layout or [])
     renames = read_renames(rename) if rename is not None else NO_RENAMES
-    twins = [open_typed(path, context.obj) for path in noise or []]
+    twins = [open_run(path) for path in noise or []]
     found = show_diff(
         *runs,
         selection,
@@ -286,9 +288,8 @@ def diff(
 
 @app.command(epilog="Example: recorder export recordings -o grads.parquet --site grad")
 def export(
-    context: typer.Context,
-    path: RunPath,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="PATH", help="The file to write.", parser=_local_path)],
+    path: RunPath = None,
     to: Annotated[str | None, typer.Option(help="parquet, npz or safetensors; by default what PATH ends with.")] = None,
     module: ModuleOption = None,
     site: SiteOption = None,
@@ -317,11 +318,11 @@ def export(
     Exit code 1, with --global: ranks' rows contradict each other, or --layout does not fit them; the file holds them.
     """
     from ..analyze.selection import GlobalOptions, Selection
+    from ..read.run import open_run
     from .export import export_typed
-    from .paths import open_typed
 
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
-    run = open_typed(path, context.obj)
+    run = open_run(path)
     options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [])
     raise typer.Exit(
         export_typed(
@@ -332,8 +333,7 @@ def export(
 
 @app.command(epilog="Example: recorder top recordings")
 def top(
-    context: typer.Context,
-    path: RunPath,
+    path: RunPath = None,
     once: Annotated[bool, typer.Option("--once", help="One snapshot; in a pipe always so.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -345,30 +345,27 @@ def top(
 
     Exit code 1: a rank was killed, is silent, has given up or has dropped values.
     """
-    from .paths import find_typed
+    from ..read.which import find_run
     from .top import show_top
 
-    run, manifest = find_typed(path, context.obj)
-    world_size = manifest.get("world_size")
-    raise typer.Exit(show_top(run, world_size if type(world_size) is int else 0, once=once, as_json=as_json))
+    raise typer.Exit(show_top(*find_run(path), once=once, as_json=as_json))
 
 
 @app.command(epilog="Example: recorder verify recordings")
-def verify(context: typer.Context, path: RunPath, as_json: Json = False) -> None:
+def verify(path: RunPath = None, as_json: Json = False) -> None:
     """Check every byte of a run.
 
     Checksums, seals, footers, indexes and accounts. Exit code 1: something is wrong.
     """
-    from .paths import open_typed
+    from ..read.run import open_run
     from .verify import verify_run
 
-    raise typer.Exit(verify_run(open_typed(path, context.obj), as_json=as_json))
+    raise typer.Exit(verify_run(open_run(path), as_json=as_json))
 
 
 @app.command(epilog="Example: recorder repair recordings --dry-run")
 def repair(
-    context: typer.Context,
-    path: RunPath,
+    path: RunPath = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and change nothing.")] = False,
     assume_dead: Annotated[
         bool,
@@ -387,20 +384,17 @@ def repair(
 
     Exit code 1: something is lost for good, such as a write that was cut. 2: a file could not be repaired.
     """
-    from .paths import open_typed
-    from .repair import check_place, repair_typed
+    from ..read.run import open_run
+    from .repair import repair_typed
 
-    check_place(path)
-    run = open_typed(path, context.obj)
-    raise typer.Exit(repair_typed(run, is_dry=dry_run, assume_dead=assume_dead, as_json=as_json))
+    raise typer.Exit(repair_typed(open_run(path), is_dry=dry_run, assume_dead=assume_dead, as_json=as_json))
 
 
 @app.command(
     epilog="Example: recorder merge recordings -o merged    Another: recorder merge recordings --to dcp -o checkpoint"
 )
 def merge(
-    context: typer.Context,
-    path: RunPath,
+    path: RunPath = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -465,7 +459,7 @@ def merge(
     With --catalog: the rows as the ranks wrote them, those of the attempt that counts at each step, for DuckDB, Spark,
     Trino or pandas. Exit code 1: something is damaged, and is not in it.
     """
-    from .paths import open_typed
+    from ..read.run import open_run
 
     if catalog is not None:
         from .catalog import catalog_typed
@@ -483,7 +477,7 @@ def merge(
             jobs=jobs,
             scheduler=scheduler,
         )
-        raise typer.Exit(catalog_typed(open_typed(path, context.obj), catalog, as_json=as_json))
+        raise typer.Exit(catalog_typed(open_run(path), catalog, as_json=as_json))
     if out is None:
         raise LookupFailedError("merge: say where with -o OUT, or with --catalog FILE for a table of all rows")
     if to is None:
@@ -492,7 +486,7 @@ def merge(
         refuse("only for --to dcp and --to safetensors", what=what, step=step, root=root, partial=partial or None)
         if scheduler is not None:
             refuse("not with --scheduler, whose workers do the work", jobs=jobs)
-        run = open_typed(path, context.obj)
+        run = open_run(path)
         options: dict[str, Any] = {"loss": loss, "layouts": layout or [], "jobs": jobs, "scheduler": scheduler}
         raise typer.Exit(merge_typed(run, out, **options, as_json=as_json))
     from .model import Wanted, write_typed
@@ -504,7 +498,7 @@ def merge(
         scheduler=scheduler,
     )
     wanted = Wanted(to=to, what=what or "param", step=step, root=root, layouts=layout or [], partial=partial)
-    raise typer.Exit(write_typed(open_typed(path, context.obj), out, wanted, as_json=as_json))
+    raise typer.Exit(write_typed(open_run(path), out, wanted, as_json=as_json))
 
 
 @app.command(epilog="Example: RECORDER_MAX_BYTES=4GB recorder config --show")
@@ -545,10 +539,10 @@ def doctor(
     that nothing recorded explains, values removed for the quota, a rank that ends in another step than the others, a
     writer that is still recording.
     """
+    from ..read.run import open_run
     from .doctor import examine
-    from .paths import open_typed
 
-    run = None if path is None else open_typed(path, context.obj)
+    run = None if path is None else open_run(path)
     raise typer.Exit(examine(run, as_json=as_json, is_strict=strict))
 
 

@@ -129,7 +129,7 @@ def _run(run: Run) -> Iterator[Check]:
     found = compare(run)
     state = "ok" if run.num_rows else "missing"
     ranks, steps = span(run.ranks) or ("together" if run.is_merged else "none"), span(run.steps) or "none"
-    yield Check(state, f"{run.path.name}: {counted(run.num_rows, 'row')}, ranks {ranks}, steps {steps}")
+    yield Check(state, f"{run.name}: {counted(run.num_rows, 'row')}, ranks {ranks}, steps {steps}")
     yield from _recorded_settings(run)
     yield from _filters(found)
     yield from _recorded_modules(run, found)

@@ -49,9 +49,9 @@ def as_dict(value: Any) -> Any:
 def _print_nonfinite(run: Run, found: First) -> None:
     bad = found.nonfinite
     if bad is None:
-        say(f"{run.path.name}: no NaN, and no infinity that was not there from the first record on")
+        say(f"{run.name}: no NaN, and no infinity that was not there from the first record on")
         return
-    title = f"{run.path.name}: first NaN or infinity: step {bad.place.step}, {_value(bad.place)}{_on_rank(bad.place)}"
+    title = f"{run.name}: first NaN or infinity: step {bad.place.step}, {_value(bad.place)}{_on_rank(bad.place)}"
     facts = [*_nonfinite_facts(bad), ("spread", _spread(found))]
     source = run.manifest.get("merged_from")
     if bad.place.rank is None and isinstance(source, dict):
@@ -90,10 +90,10 @@ def _print_replica(run: Run, found: First) -> None:
     if differing is None:
         why = f": {found.why_none_compared}" if found.why_none_compared else ""
         rest = f"{counted(found.num_compared, 'value')} compared" if found.num_compared else f"none compared{why}"
-        say(f"{run.path.name}: no parameter, gradient or optimizer state differs between its replicas ({rest})")
+        say(f"{run.name}: no parameter, gradient or optimizer state differs between its replicas ({rest})")
     else:
         title = f"first replica that differs: step {differing.place.step}, {_value(differing.place)}"
-        _print_facts(f"{run.path.name}: {title}, ranks {_groups(differing)}", _replica_facts(found, differing))
+        _print_facts(f"{run.name}: {title}, ranks {_groups(differing)}", _replica_facts(found, differing))
         _print_ranks(differing)
     _print_buffers(run, found.buffers)
 
@@ -107,7 +107,7 @@ def _print_buffers(run: Run, buffers: Sequence[Differing]) -> None:
     for meaning, some in by_meaning.items():
         if not some:
             continue
-        say(f"{run.path.name}: {counted(len(some), 'buffer')} of which ranks hold different values")
+        say(f"{run.name}: {counted(len(some), 'buffer')} of which ranks hold different values")
         say(f"  {meaning}")
         for one in some[:_MAX_LISTED]:
             say(f"  {_value(one.place)}: first at step {one.place.step}, ranks {_groups(one)} (by {one.by})")

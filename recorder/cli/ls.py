@@ -8,54 +8,55 @@ from typing import Any
 import numpy as np
 
 from ..errors import RunError
-from ..read.places import Place, store_of
-from ..read.run import Run, find_runs, has_manifest, open_place
+from ..read.places import Place
+from ..read.run import Run, open_place, open_run
 from ..read.unsealed import unsealed, unsealed_note
+from ..read.which import find_folder, runs_in
 from ..read.writers import RecordedWriter, load_balances
-from ..units import size
-from .output import Column, Table, counted, moment, print_json, printable, say, span
-from .paths import complete
+from ..units import moment, size
+from .output import Column, Table, counted, print_json, printable, say, span
 
 _STATES = ("unclosed", "recording", "closed")
 """A run is as bad as its worst writer."""
 
 
-def list_path(text: str | Place, *, as_json: bool) -> int:
+def list_path(path: str | None, *, as_json: bool) -> int:
     """Print the listing and return the exit code."""
-    path = complete(text)
-    if store_of(path).is_directory(path) and not has_manifest(path):
-        runs = find_runs(path)
-        if runs:
-            return _list_runs(runs, as_json=as_json)
-    return _list_writers(open_place(path), as_json=as_json)
+    folder = find_folder(path)
+    return _list_writers(open_run(path), as_json=as_json) if folder is None else _list_runs(folder, as_json=as_json)
 
 
-def _list_runs(paths: list[Place], *, as_json: bool) -> int:
+def _list_runs(folder: Place, *, as_json: bool) -> int:
+    """The newest last, where a terminal shows it."""
     rows, found, exit_code = [], [], 0
-    for path in paths:
+    for listed in runs_in(folder):
         try:
-            run = open_place(path)
+            run = open_place(listed.place)
         except RunError as error:
             exit_code = 1
-            found.append({"run": path.name, "state": "unreadable", "error": str(error)})
-            rows.append([path.name, "", "", "", "", "", "", f"unreadable: {error}"])
+            told = {"run": listed.place.name, "name": listed.name}
+            found.append({**told, "state": "unreadable", "error": str(error)})
+            rows.append([listed.name, "", "", "", "", "", "", f"unreadable: {error}", listed.place.name])
             continue
         summary = _summary(run)
         exit_code = exit_code or int(bool(run.problems))
         found.append(summary)
         ranks = f"{len(run.ranks)} of {run.world_size}" if run.world_size else str(len(run.ranks))
-        facts = [moment(summary["started_ns"]), ranks, span(run.steps), str(run.num_rows), size(summary["bytes"])]
-        rows.append([path.name, *facts, _losses(summary), _state(summary)])
+        started = moment(summary["started_ns"] or listed.created_ns)
+        facts = [started, ranks, span(run.steps), str(run.num_rows), size(summary["bytes"])]
+        rows.append([run.name, *facts, _losses(summary), _state(summary), run.path.name])
     if as_json:
         print_json(found)
         return exit_code
-    titles = ("run", "started", "ranks", "steps", "rows", "size", "dropped", "state")
-    drops = {"size": 3, "rows": 2, "started": 1}
+    titles = ["run", "started", "ranks", "steps", "rows", "size", "dropped", "state", "directory"]
+    if all(row[0] == row[-1] for row in rows):
+        titles, rows = titles[:-1], [row[:-1] for row in rows]
+    drops = {"directory": 4, "size": 3, "rows": 2, "started": 1}
     columns = [
         Column(
             title=title,
             is_number=title in ("rows", "size"),
-            is_whole=title in ("started", "ranks", "steps"),
+            is_whole=title in ("started", "ranks", "steps", "directory"),
             is_prose=title in ("dropped", "state"),
             drop=drops.get(title, 0),
         )
@@ -74,6 +75,7 @@ def _summary(run: Run) -> dict[str, Any]:
     num_open_rows, num_open_files = unsealed(run)
     return {
         "run": run.path.name,
+        "name": run.name,
         "run_id": run.run_id,
         "path": str(run.path),
         "started_ns": min((writer.started_ns for writer in run.writers if writer.started_ns), default=0),
@@ -132,7 +134,7 @@ def _list_writers(run: Run, *, as_json: bool) -> int:
         )
         for title in titles
     ]
-    Table(columns, rows, title=f"{printable(run.path.name)}: {', '.join(facts)}").print()
+    Table(columns, rows, title=f"{printable(run.name)}: {', '.join(facts)}").print()
     if run.jitter:
         say(jitter_note(run))
     if note := unsealed_note(run):

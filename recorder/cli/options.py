@@ -9,13 +9,21 @@ import typer
 from ..errors import LookupFailedError
 
 RunPath = Annotated[  # a text: pathlib would make s3:/bucket of s3://bucket
-    str, typer.Argument(metavar="RUN", help="A run directory, or a folder that holds exactly one; also s3://...")
+    str | None,
+    typer.Argument(
+        metavar="[RUN]",
+        help="A run's path or name, or how that begins; latest, @-2 (the last but one), FOLDER/@-1; also s3://... Of a "
+        "folder, and without RUN of RECORDER_DIR, the newest.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
-ModuleGlob = Annotated[str | None, typer.Argument(metavar="MODULE", help="A module's path or a glob; '' is the root.")]
-ModuleOption = Annotated[str | None, typer.Option(help="Only this module, or those that a glob matches.")]
+_MODULES = "a path, globs or re:... with commas, !... to leave out; '' is the root"
+ModulePatterns = Annotated[str | None, typer.Argument(metavar="[MODULE]", help=f"Modules: {_MODULES}. Without: all.")]
+ModuleOption = Annotated[str | None, typer.Option(help=f"Only these modules: {_MODULES}.")]
 SiteOption = Annotated[str | None, typer.Option(help="Only these sites: output, grad, param,... with commas.")]
-NameOption = Annotated[str | None, typer.Option(help="Only this name at the site, or a glob: weight, *.exp_avg.")]
+NameOption = Annotated[
+    str | None, typer.Option(help="Only these names at the site, written like modules: weight, *.exp_avg.")
+]
 StepOption = Annotated[str | None, typer.Option(help="Steps: 7, 0:100, ::10, 0,5,7 or pow2.")]
 RankOption = Annotated[str | None, typer.Option(help="Ranks, written like steps.")]
 LossOption = Annotated[
@@ -29,8 +37,8 @@ LayoutOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="PATTERN=LAYOUT",
-        help="How the ranks' values of some leaves lie, whatever was found: PATTERN is a glob over "
-        "module_path:site:name, LAYOUT is shard(DIM), replicate, partial(sum) or per_rank. Repeatable.",
+        help="How the ranks' values of some leaves lie, whatever was found: PATTERN is written like modules, and is "
+        "of module_path:site:name, LAYOUT is shard(DIM), replicate, partial(sum) or per_rank. Repeatable.",
     ),
 ]
 

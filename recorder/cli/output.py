@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, Literal
 
 MAX_CELL = 200
@@ -235,14 +234,6 @@ def number(value: float | int | None) -> str:
 def counted(count: int, noun: str) -> str:
     """A number of things: ``1 fault``, ``2 faults``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def moment(time_ns: int) -> str:
-    """A wall clock time in local time; empty for none."""
-    try:
-        return datetime.fromtimestamp(time_ns / 1e9).strftime("%Y-%m-%d %H:%M:%S") if time_ns > 0 else ""
-    except (OverflowError, OSError, ValueError):
-        return ""
 
 
 def span(numbers: Sequence[int]) -> str:

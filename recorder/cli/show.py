@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..analyze.reasons import COLUMNS, WHY, with_why
+from ..analyze.selection import Selection
 from ..analyze.stats import inner_leaves
-from ..config import Schedule
 from ..errors import LookupFailedError
 from ..format.schema import COUNTS, SITES, STATISTICS
-from ..read.lookup import ended_before, nearest
+from ..patterns import hint
+from ..read.lookup import ended_before
 from ..read.run import Run
 from .ls import jitter_note
 from .output import Column, Table, counted, number, print_json, say, span
@@ -37,44 +38,9 @@ _VALUES_INSIDE = ("values", "_values", "_masked_data")
 _SITES = ("output", *(site for site in SITES if site != "output"))
 """`output` first: it is what most questions are about."""
 
-_TOLD = tuple(name for name in COLUMNS if name not in (*STATISTICS, *COUNTS))
+_NUMBERS = (*STATISTICS, *COUNTS)
+_TOLD = tuple(name for name in COLUMNS if name not in _NUMBERS)
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What the options ask for; None asks for all."""
-
-    site: str | None
-    name: str | None
-    step: str | None
-    rank: str | None
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether anything is asked for in particular."""
-        return any(text is not None for text in (self.site, self.name, self.step, self.rank))
-
-    def filter(self, module_path: str | None = None) -> Any:
-        """The part of it that Arrow can do, and only rows that stand for a whole tensor."""
-        expression = pc.field("part") == 0
-        for column, value in (("module_path", module_path), ("site", self.site), ("name", self.name)):
-            if value is not None:
-                expression &= pc.field(column) == value
-        return expression
-
-    def narrow(self, table: Any) -> Any:
-        """Keep the steps and ranks that are asked for."""
-        for column, text in (("step", self.step), ("rank", self.rank)):
-            if text is not None:
-                try:
-                    schedule = Schedule.parse(text)
-                except ValueError as error:
-                    raise LookupFailedError(f"--{column} {text}: {error}; examples: 7  0:100  ::10  0,5,7") from None
-                values = table.column(column)
-                allowed = [value for value in values.unique().to_pylist() if value is not None and value in schedule]
-                table = table.filter(pc.is_in(values, pa.array(allowed, values.type)))
-        return table
 
 
 class Series(NamedTuple):
@@ -84,12 +50,39 @@ class Series(NamedTuple):
     rows: list[Row]
 
 
-def show_modules(run: Run, wanted: Wanted, *, as_json: bool) -> int:
+def show(run: Run, wanted: Selection, *, last: int, statistic: str | None, as_json: bool) -> int:
+    """Show the one module that is meant, or a line for each of several, and return the exit code.
+
+    Raises:
+        LookupFailedError: there is nothing to show; the message says what there is.
+    """
+    if statistic not in (None, *_NUMBERS):
+        raise LookupFailedError(f"--statistic {statistic}: choose of {', '.join(_NUMBERS)}{hint(statistic, _NUMBERS)}")
+    paths = modules_meant(run, wanted)
+    if wanted.module is not None and len(paths) == 1:
+        return _show_module(run, paths[0], wanted, last=last, statistic=statistic, as_json=as_json)
+    return _show_modules(run, wanted, statistic=statistic or "absmax", as_json=as_json)
+
+
+def modules_meant(run: Run, wanted: Selection) -> list[str]:
+    """The modules with rows that are asked for; all where none is.
+
+    Raises:
+        LookupFailedError: there is none.
+    """
+    found = wanted.modules(run.module_paths)
+    if not found and wanted.module is not None:
+        near = hint(wanted.module, run.module_paths, otherwise=f"; recorder show {run.path} lists the modules")
+        raise LookupFailedError(f"no module {wanted.module!r} in this run{near}")
+    return found
+
+
+def _show_modules(run: Run, wanted: Selection, *, statistic: str, as_json: bool) -> int:
     """Print a line for each module and return the exit code."""
     bad = _first_bad(run, wanted)
-    modules = _describe_modules(run, wanted, bad)
-    if not modules and wanted.is_narrow:
-        explain_nothing(run, None, wanted)
+    modules = _describe_modules(run, wanted, bad, statistic)
+    if not modules and wanted.columns:
+        explain_nothing(run, wanted)
     if as_json:
         print_json({"run": str(run.path), "first_bad": next(iter(bad.values()), None), "modules": modules})
         return int(bool(run.problems))
@@ -97,7 +90,7 @@ def show_modules(run: Run, wanted: Wanted, *, as_json: bool) -> int:
     lines = [
         [module["root"]] * has_roots
         + [module["module"] or "''", module["class"], " ".join(module["sites"]), str(module["rows"])]
-        + [str(module["last_step"]), number(module["last_absmax"])]
+        + [str(module["last_step"]), number(module[f"last_{statistic}"])]
         + [str(module["nan_count"]), str(module["inf_count"]), _text(module["first_bad"]), _text(module[WHY])]
         for module in modules
     ]
@@ -107,14 +100,14 @@ def show_modules(run: Run, wanted: Wanted, *, as_json: bool) -> int:
         "sites",
         "rows",
         "last step",
-        "absmax",
+        statistic,
         "nan",
         "inf",
         "first bad",
         WHY,
     ]
     counts = counted(len(modules), "module")
-    facts = f"{run.path.name}: {counts}, ranks {span(run.ranks)}, steps {span(run.steps) or 'none'}"
+    facts = f"{run.name}: {counts}, ranks {span(run.ranks)}, steps {span(run.steps) or 'none'}"
     subtitle = _say_bad(next(iter(bad.values()))) if bad else ""
     texts = ("root", "module", "class", "sites", WHY)
     _print(titles, lines, texts=texts, title=facts, subtitle=subtitle, drops=_MODULE_DROPS)
@@ -123,9 +116,10 @@ def show_modules(run: Run, wanted: Wanted, *, as_json: bool) -> int:
     return int(bool(run.problems))
 
 
-def show_module(run: Run, module_path: str, wanted: Wanted, *, last: int, as_json: bool) -> int:
+def _show_module(
+    run: Run, module_path: str, wanted: Selection, *, last: int, statistic: str | None, as_json: bool
+) -> int:
     """Print one module's series and the last steps of its first site, and return the exit code."""
-    module_path = "" if module_path == "''" else module_path
     columns = [
         *_KEY,
         *_MOMENT,
@@ -139,9 +133,9 @@ def show_module(run: Run, module_path: str, wanted: Wanted, *, last: int, as_jso
         "fingerprint",
         *_TOLD,
     ]
-    table = wanted.narrow(run.table(columns, wanted.filter(module_path)))
+    table = rows_of(run, wanted, columns)
     if not table.num_rows:
-        explain_nothing(run, module_path, wanted)
+        explain_nothing(run, wanted)
     table = with_why(table).drop_columns(list(_TOLD))
     series = sorted((Series(*group) for group in _groups(table, _KEY)), key=lambda one: _series_order(one.key))
     if as_json:
@@ -153,48 +147,67 @@ def show_module(run: Run, module_path: str, wanted: Wanted, *, last: int, as_jso
         info.class_name if _LIBRARY in info.source.replace("\\", "/") else f"{info.class_name} {info.source}".strip()
         for info in infos[:1]
     ]
-    say(", ".join([f"{run.path.name}: {module_path!r}", *facts]))
+    say(", ".join([f"{run.name}: {module_path!r}", *facts]))
     if run.jitter:
         say(jitter_note(run))
-    _print_series(series)
+    _print_series(series, statistic)
     first_site = series[0].key["site"]
-    _print_steps([one for one in series if one.key["site"] == first_site], first_site, last)
+    shown = _SHOWN_STATISTICS if statistic is None else (statistic,)
+    _print_steps([one for one in series if one.key["site"] == first_site], first_site, last, shown)
     return int(bool(run.problems))
 
 
-def _print_series(series: Sequence[Series]) -> None:
+def rows_of(run: Run, wanted: Selection, columns: Sequence[str], more: Any = None) -> Any:
+    """The rows that are asked for, of whole tensors; Arrow chooses the modules before rows are made."""
+    expression = pc.field("part") == 0
+    if wanted.module is not None:
+        expression &= pc.field("module_path").isin(wanted.modules(run.module_paths))
+    if more is not None:
+        expression &= more
+    return replace(wanted, module=None).narrow(run.table(columns, expression))
+
+
+def _print_series(series: Sequence[Series], statistic: str | None) -> None:
     """One line a series: its last values, and its course."""
+    of_tensors = statistic or "absmax"
     keys = _worth_showing(_KEY, [one.key for one in series])
     lines = []
     for one in series:
         newest = one.rows[-1]
         steps = span(sorted({row["step"] for row in one.rows}))
         bad = [bool(row["nan_count"] or row["inf_count"]) for row in one.rows]
-        course = spark_line([row["mean"] if row["shape"] == "[]" else row["absmax"] for row in one.rows], bad)
-        facts = [newest["dtype"], _shape(newest), str(len(one.rows)), steps, number(newest["absmax"]), course]
+        course = spark_line([row[_course(row, statistic)] for row in one.rows], bad)
+        facts = [newest["dtype"], _shape(newest), str(len(one.rows)), steps, number(newest[of_tensors]), course]
         lines.append([_text(one.key[name]) for name in keys] + facts + [_text(newest[WHY])])
-    titles = [*keys, "dtype", "shape", "rows", "steps", "last absmax", "course", WHY]
+    titles = [*keys, "dtype", "shape", "rows", "steps", f"last {of_tensors}", "course", WHY]
     marks = f"; {NOT_FINITE} stands for NaN or infinity" if any(NOT_FINITE in line[-2] for line in lines) else ""
-    title = f"course: absmax over steps, the value of a scalar{marks}"
+    scalars = ", the value of a scalar" if statistic is None else ""
+    title = f"course: {of_tensors} over steps{scalars}{marks}"
     texts = (*_KEY[:-1], "dtype", "shape", "steps", "course", WHY)
     _print(titles, lines, texts=texts, title=title, drops=_SERIES_DROPS)
 
 
-def _print_steps(series: Sequence[Series], site: str, last: int) -> None:
+def _course(row: Row, statistic: str | None) -> str:
+    """The statistic that is drawn of a row."""
+    return statistic or ("mean" if row["shape"] == "[]" else "absmax")
+
+
+def _print_steps(series: Sequence[Series], site: str, last: int, statistics: Sequence[str]) -> None:
     """The statistics of one site, a line for each moment and rank."""
     rows = [one.key | row for one in series for row in one.rows]
     steps = sorted({row["step"] for row in rows})
     shown_steps = set(steps[-last:] if last else steps)
     rows = [row for row in rows if row["step"] in shown_steps]
     rows = _as_observed(rows)
+    shown = tuple(dict.fromkeys((*statistics, *COUNTS)))
     keys = [name for name in _worth_showing((*_MOMENT, *_KEY), rows) if name != "site"]
     lines = [
         [_text(row[name]) for name in keys]
-        + [number(row[name]) for name in (*_SHOWN_STATISTICS, *COUNTS)]
+        + [number(row[name]) for name in shown]
         + ["yes" if row["encoding"] is not None else "no", _text(row[WHY])]
         for row in rows
     ]
-    titles = [*keys, *_SHOWN_STATISTICS, *(name.removesuffix("_count") for name in COUNTS), "values", WHY]
+    titles = [*keys, *(name.removesuffix("_count") for name in shown), "values", WHY]
     is_cut = len(shown_steps) < len(steps)
     rest = f", the last {len(shown_steps)} of {len(steps)} steps (--last 0 shows all)" if is_cut else ""
     _print(titles, lines, texts=(*_KEY[:-1], "values", WHY), title=f"{site}{rest}", drops=_DROPS, dull=True)
@@ -262,24 +275,15 @@ def _say_bad(bad: Row) -> str:
     return f"first NaN or infinity: {where}, step {bad['step']}{rank}"
 
 
-def explain_nothing(run: Run, module_path: str | None, wanted: Wanted) -> NoReturn:
+def explain_nothing(run: Run, wanted: Selection) -> NoReturn:
     """Raise the most helpful reason why there is nothing to show."""
-    if module_path is not None and module_path not in run.module_paths:
-        near = nearest(module_path, run.module_paths)
-        hint = (
-            f"; nearest {'is' if len(near) == 1 else 'are'} {', '.join(map(repr, near))}"
-            if near
-            else f"; recorder show {run.path} lists the modules"
-        )
-        raise LookupFailedError(f"no module {module_path!r} in this run{hint}")
-    what = "this run" if module_path is None else repr(module_path)
-    is_there = None if module_path is None else pc.field("module_path") == module_path
-    table = run.table(["site", "name", "step", "rank"], is_there)
+    what = "this run" if wanted.module is None else repr(wanted.module)
+    table = rows_of(run, Selection(module=wanted.module), ["site", "name", "step", "rank"])
     for column, text in (("site", wanted.site), ("name", wanted.name)):
         if text is None:
             continue
         there = sorted(table.column(column).unique().to_pylist())
-        table = table.filter(pc.equal(table.column(column), text))
+        table = Selection(**{column: text}).narrow(table)
         if not table.num_rows:
             near = difflib.get_close_matches(text, there, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -288,36 +292,39 @@ def explain_nothing(run: Run, module_path: str | None, wanted: Wanted) -> NoRetu
             raise LookupFailedError(f"{what} has no such row; its {column}s are {names}{more}{hint}")
     steps, ranks = (sorted(set(table.column(name).drop_null().to_pylist())) for name in ("step", "rank"))
     there_are = f"it has steps {span(steps) or 'none'} and ranks {span(ranks) or 'none'}"
-    is_one_step = wanted.step is not None and wanted.step.isdecimal()
-    ended = ended_before(run.writers, int(wanted.step or 0)) if is_one_step else ""
+    step = str(wanted.step)
+    ended = ended_before(run.writers, int(step)) if step.isdecimal() else ""
     raise LookupFailedError(f"no row of {what} at these steps and ranks; {there_are}{'; ' if ended else ''}{ended}")
 
 
-def _first_bad(run: Run, wanted: Wanted) -> dict[tuple[str, str], Row]:
+def _first_bad(run: Run, wanted: Selection) -> dict[tuple[str, str], Row]:
     """The first row with a NaN or an infinity, by root and module, the very first one first."""
     columns = ["root", "module_path", "site", "name", "phase", "attempt", "step", "rank", "seq"]
     is_bad = (pc.field("nan_count") > 0) | (pc.field("inf_count") > 0)
-    table = wanted.narrow(run.table(columns, wanted.filter() & is_bad))
+    table = rows_of(run, wanted, columns, is_bad)
     found: dict[tuple[str, str], Row] = {}
     for row in table.sort_by([(name, "ascending") for name in ("attempt", "step", "seq", "rank")]).to_pylist():
         found.setdefault((row["root"], row["module_path"]), row)
     return found
 
 
-def _describe_modules(run: Run, wanted: Wanted, bad: dict[tuple[str, str], Row]) -> list[Row]:
-    """One entry a module, in the order of execution; Arrow does the counting."""
-    sums = ["absmax", "nan_count", "inf_count"]
-    columns = ["root", "module_path", "site", "name", "step", "rank", *sums]
-    table = wanted.narrow(run.table([*columns, *(name for name in COLUMNS if name not in columns)], wanted.filter()))
-    table = _without_inner_absmax(with_why(table))
+def _describe_modules(run: Run, wanted: Selection, bad: dict[tuple[str, str], Row], statistic: str) -> list[Row]:
+    """One entry a module, in the order of execution; Arrow does the counting.
+
+    Of several rows of the last step the largest statistic stands for all, of `min` the smallest.
+    """
+    columns = ["root", "module_path", "site", "name", "step", "rank", statistic, "nan_count", "inf_count"]
+    table = rows_of(run, wanted, list(dict.fromkeys([*columns, *COLUMNS])))
+    table = _of_values_alone(with_why(table), statistic)
+    most = "min" if statistic == "min" else "max"
     keys = ["root", "module_path", "site"]
     counts = table.group_by(keys).aggregate(
         [("step", "count"), ("step", "max"), ("nan_count", "sum"), ("inf_count", "sum")]
     )
-    newest = table.group_by([*keys, "step"]).aggregate([("absmax", "max")]).join(counts, keys)
+    newest = table.group_by([*keys, "step"]).aggregate([(statistic, most)]).join(counts, keys)
     newest = newest.filter(pc.field("step") == pc.field("step_max"))
     order = {module_path: place for place, module_path in enumerate(run.module_paths)}
-    whys = _whys(table.filter(pc.field("absmax").is_null()), [*keys, "step"])
+    whys = _whys(table.filter(pc.field(statistic).is_null()), [*keys, "step"])
     found = []
     for key, sites in _groups(newest, ("root", "module_path")):
         sites.sort(key=lambda site: site_order(site["site"]))
@@ -331,9 +338,9 @@ def _describe_modules(run: Run, wanted: Wanted, bad: dict[tuple[str, str], Row])
                 "sites": [site["site"] for site in sites],
                 "rows": sum(site["step_count"] for site in sites),
                 "last_step": sites[0]["step"],
-                "last_absmax": sites[0]["absmax_max"],
+                f"last_{statistic}": sites[0][f"{statistic}_{most}"],
                 WHY: None
-                if sites[0]["absmax_max"] is not None
+                if sites[0][f"{statistic}_{most}"] is not None
                 else whys.get((*key.values(), sites[0]["site"], sites[0]["step"])),
                 "nan_count": sum(site["nan_count_sum"] or 0 for site in sites),
                 "inf_count": sum(site["inf_count_sum"] or 0 for site in sites),
@@ -344,7 +351,7 @@ def _describe_modules(run: Run, wanted: Wanted, bad: dict[tuple[str, str], Row])
 
 
 def _whys(table: Any, keys: Sequence[str]) -> dict[tuple[Any, ...], str]:
-    """Why rows have no absmax, by what they agree in: of several reasons the first."""
+    """Why rows have no statistic, by what they agree in: of several reasons the first."""
     found: dict[tuple[Any, ...], str] = {}
     for row in (
         table.filter(pc.field(WHY).is_valid()).group_by([*keys, WHY], use_threads=False).aggregate([]).to_pylist()
@@ -353,13 +360,12 @@ def _whys(table: Any, keys: Sequence[str]) -> dict[tuple[Any, ...], str]:
     return found
 
 
-def _without_inner_absmax(table: Any) -> Any:
-    """No absmax of what is inside a composite tensor and not its values: indices, scales."""
+def _of_values_alone(table: Any, statistic: str) -> Any:
+    """No statistic of what is inside a composite tensor and not its values: indices, scales."""
     leaves = inner_leaves(table)
     is_value = pc.or_(pc.is_null(leaves), pc.is_in(leaves, pa.array(_VALUES_INSIDE)))
-    place = table.column_names.index("absmax")
-    absmax = table.column("absmax")
-    return table.set_column(place, "absmax", pc.if_else(is_value, absmax, pa.scalar(None, absmax.type)))
+    place, numbers = table.column_names.index(statistic), table.column(statistic)
+    return table.set_column(place, statistic, pc.if_else(is_value, numbers, pa.scalar(None, numbers.type)))
 
 
 def _groups(table: Any, names: Sequence[str]) -> list[tuple[Row, list[Row]]]:

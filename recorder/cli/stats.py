@@ -48,7 +48,7 @@ def show_stats(
         table = table.slice(num_rows - last)
     what = "global tensors" if options.across_ranks else "each rank's own"
     cut = f", the last {last} of {num_rows} rows (--last 0 shows all)" if table.num_rows < num_rows else ""
-    _print(table, title=f"{run.path.name}: statistics of {what}{cut}")
+    _print(table, title=f"{run.name}: statistics of {what}{cut}")
     for problem in found.problems:
         say(f"finding: {problem}")
     for note in found.notes:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ..format.rundir import run_name
 from ..read.places import Place
 from ..read.status import ENDED, RankNow, RunWatch, Status
 from ..units import size
@@ -39,26 +40,27 @@ _COLUMNS = (
 
 def show_top(
     run: Place,
-    world_size: int,
+    manifest: dict[str, Any],
     *,
     once: bool,
     as_json: bool,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Show a run until it is over, or once, and return the exit code."""
-    watch = RunWatch(run)
+    watch, name = RunWatch(run), run_name(manifest) or run.name
+    world_size = found if type(found := manifest.get("world_size")) is int else 0
     if as_json:
         ranks = watch.look()
-        print_json(_document(run, ranks, world_size))
+        print_json(_document(run, ranks, world_size) | {"name": name})
     elif once or not sys.stdout.isatty():
         ranks = watch.look()
-        _table(run, ranks, world_size, len(ranks)).print()
+        _table(name, ranks, world_size, len(ranks)).print()
     else:
-        ranks = _follow(watch, world_size, sleep)
+        ranks = _follow(watch, name, world_size, sleep)
     return int(any(one.state in _FINDINGS or one.status.num_dropped for one in ranks))
 
 
-def _follow(watch: RunWatch, world_size: int, sleep: Callable[[float], None]) -> list[RankNow]:
+def _follow(watch: RunWatch, name: str, world_size: int, sleep: Callable[[float], None]) -> list[RankNow]:
     from rich.console import Console, Group
     from rich.live import Live
 
@@ -68,7 +70,7 @@ def _follow(watch: RunWatch, world_size: int, sleep: Callable[[float], None]) ->
     with Live(console=console, auto_refresh=False) as live:
         try:
             while True:
-                table = _table(watch.run, ranks, world_size, max(console.height - 7, 1))
+                table = _table(name, ranks, world_size, max(console.height - 7, 1))
                 live.update(Group(*table.fitted(console.width)), refresh=True)
                 if until_s is not None and time.monotonic() >= until_s:
                     break
@@ -87,7 +89,7 @@ def _is_over(ranks: Sequence[RankNow]) -> bool:
     return bool(ranks) and not any(one.num_alive for one in ranks)
 
 
-def _table(run: Place, ranks: list[RankNow], world_size: int, max_rows: int) -> Table:
+def _table(name: str, ranks: list[RankNow], world_size: int, max_rows: int) -> Table:
     """All ranks in order; where they do not fit the worst and slowest, and a line for the rest."""
     shown, rest = ranks, []
     if len(ranks) > max_rows:
@@ -97,7 +99,7 @@ def _table(run: Place, ranks: list[RankNow], world_size: int, max_rows: int) -> 
     if rest:
         states = ", ".join(f"{count} {state}" for state, count in _count_states(rest).items())
         rows.append(["...", f"{len(rest)} more: {states}", *_line_of(rest)])
-    return Table(_COLUMNS, rows, title=_headline(run, ranks, world_size), subtitle=_accounts(ranks))
+    return Table(_COLUMNS, rows, title=_headline(name, ranks, world_size), subtitle=_accounts(ranks))
 
 
 def _trouble(one: RankNow) -> tuple[int, int, float, int]:
@@ -163,10 +165,10 @@ def _bar(share: float) -> str:
     return f"{'#' * filled}{'.' * (_BAR - filled)} {min(share, 9.99):4.0%}"
 
 
-def _headline(run: Place, ranks: Sequence[RankNow], world_size: int) -> str:
+def _headline(name: str, ranks: Sequence[RankNow], world_size: int) -> str:
     of = f"{len(ranks)} of {counted(world_size, 'rank')}" if world_size else counted(len(ranks), "rank")
     states = ", ".join(f"{count} {state}" for state, count in _count_states(ranks).items())
-    return f"{printable(run.name)}: {of}{': ' if states else ''}{states}"
+    return f"{printable(name)}: {of}{': ' if states else ''}{states}"
 
 
 def _accounts(ranks: Sequence[RankNow]) -> str:

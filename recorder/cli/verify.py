@@ -23,5 +23,5 @@ def verify_run(run: Run, *, as_json: bool) -> int:
         verdict = counted(num_faults, "fault") if num_faults else "no faults"
         num_shards = sum(len(writer.shards) for writer in run.writers)
         found_text = f"{counted(num_shards, 'shard')}, {counted(run.num_rows, 'row')}, {size(total_bytes)} checked"
-        say(f"{run.path.name}: {found_text}: {verdict}")
+        say(f"{run.name}: {found_text}: {verdict}")
     return int(num_faults > 0)

@@ -8,11 +8,14 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from ..analyze.selection import Selection
+from ..errors import LookupFailedError
 from ..merge.findings import is_problem
 from ..read.picture import Layout
 from ..read.run import Run
+from .module_names import grouped
 from .output import print_json, say
-from .show import Wanted, explain_nothing, site_order
+from .show import explain_nothing, modules_meant, rows_of, site_order
 
 _VALUE = ("root", "name", "scope", "phase", "mode")
 _MOMENT = ("micro_step", "call", "repeat")
@@ -20,15 +23,18 @@ _OF_STAGES = ("root", "micro_step")
 """What the pieces of one value differ in where a pipeline's stages have them."""
 
 
-def show_where(run: Run, module_path: str, wanted: Wanted, *, layouts: Sequence[str], as_json: bool) -> int:
+def show_where(run: Run, wanted: Selection, *, layouts: Sequence[str], as_json: bool) -> int:
     """Draw the values of one site at one step, by default outputs at the last; 1 if a piece is missing or does not fit.
 
     Of a value that there is several times in that step the first is drawn.
     """
-    module_path = "" if module_path == "''" else module_path
-    table = wanted.narrow(run.table(["site", "step", "attempt", *_VALUE, *_MOMENT], wanted.filter(module_path)))
+    module_path, *others = modules_meant(run, wanted)
+    if others:
+        some = grouped([module_path, *others])
+        raise LookupFailedError(f"--where draws one module, and {wanted.module!r} means several: {', '.join(some)}")
+    table = rows_of(run, wanted, ["site", "step", "rank", "attempt", *_VALUE, *_MOMENT])
     if not table.num_rows:
-        explain_nothing(run, module_path, wanted)
+        explain_nothing(run, wanted)
     site = min(table.column("site").unique().to_pylist(), key=site_order)
     table = table.filter(pc.field("site") == site)
     step = pc.max(table.column("step")).as_py()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from crc32c import crc32c
 
+from ..config import RUN_NAME
 from ..errors import CorruptError, NotARunError, UnsupportedError
 from .schema import FORMAT_NAME, FORMAT_VERSION
 
@@ -128,6 +129,12 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
                 raise CorruptError(f"{where}: has no checksum, as every version since 1.1 has")
     value.pop(CHECKSUM, None)
     return value
+
+
+def run_name(manifest: Mapping[str, Any]) -> str | None:
+    """What `_run.json` calls the run; None where it has no name, or what is none."""
+    found = manifest.get("name")
+    return found if isinstance(found, str) and RUN_NAME.fullmatch(found) else None
 
 
 def check_version(manifest: dict[str, Any], where: str) -> None:

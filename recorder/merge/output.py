@@ -25,7 +25,8 @@ from ..format.rundir import (
     read_json,
 )
 from ..format.schema import FORMAT_NAME
-from ..read.run import Run, find_run_around
+from ..read.run import Run
+from ..read.which import find_run_around
 from ..read.writers import GLOBAL_DIR
 from ..write.file import Disk
 from ..write.manifest import create_manifest, replace_manifest

@@ -6,7 +6,6 @@ Must never mix two launches within a step. Payloads are compared only where rows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from ..layout.levels import Block, split
 from ..layout.placement import reduce_op
 from ..layout.plans import Apart, Piece, Plan, named
 from ..layout.rules import Batch, parse_override
+from ..patterns import matches, parse_patterns
 from .batches import NO_BATCH, RootBatches, text_of
 from .cuts import Cuts, Wanted
 from .deciding import ALONE, LOCAL_GRADIENT, STATE_SITES, Override, Question, decide
@@ -104,7 +104,7 @@ class Grouping:
         facts: RunFacts,
         *,
         loss: str,
-        overrides: Sequence[tuple[str, str]],
+        overrides: Sequence[tuple[tuple[str, ...], str]],
         is_same: Callable[[Sequence[int]], bool | None],
         is_repeated: Callable[[int, int], bool | None],
     ) -> None:
@@ -114,7 +114,7 @@ class Grouping:
             rows: of a run or of a window of steps of it.
             facts: of the run.
             loss: see `layout.rules.decide_gradient`.
-            overrides: pattern over ``module_path:site:name`` and layout, the last that fits wins.
+            overrides: patterns over ``module_path:site:name`` and layout, the last that fits wins.
             is_same: whether the tensors of some rows hold the same values; None where a payload is missing.
             is_repeated: whether a row's tensor is one slice repeated along a dim; None where its payload is missing.
         """
@@ -469,9 +469,9 @@ class Grouping:
 
     def _override(self, path: str, site: str, name: str) -> Override | None:
         found = None
-        for pattern, wanted in self._overrides:
-            if fnmatchcase(f"{path}:{site}:{name}", pattern):
-                found = Override(wanted, f"{pattern}={wanted}")
+        for patterns, wanted in self._overrides:
+            if matches(patterns, f"{path}:{site}:{name}"):
+                found = Override(wanted, f"{','.join(patterns)}={wanted}")
         return found
 
     def _batches(
@@ -555,8 +555,8 @@ class Grouping:
         self.findings.append(Finding(kind, step, path, site, name, ranks, text))
 
 
-def parse_overrides(layouts: Sequence[str]) -> list[tuple[str, str]]:
-    """``PATTERN=LAYOUT`` as pattern and layout.
+def parse_overrides(layouts: Sequence[str]) -> list[tuple[tuple[str, ...], str]]:
+    """``PATTERN=LAYOUT`` as patterns over ``module_path:site:name`` and layout; without a colon all of a module's.
 
     Raises:
         ValueError: one of them is not of this form.
@@ -567,7 +567,7 @@ def parse_overrides(layouts: Sequence[str]) -> list[tuple[str, str]]:
         if not equals or not pattern:
             raise ValueError(f"layout {layout!r}: expected PATTERN=LAYOUT, such as 'layers.*:output:=shard(1)'")
         parse_override(wanted)
-        found.append((pattern if ":" in pattern else f"{pattern}:*", wanted))
+        found.append((tuple(one if ":" in one else f"{one}:*" for one in parse_patterns(pattern)), wanted))
     return found
 
 

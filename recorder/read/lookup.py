@@ -5,7 +5,6 @@ Must never answer with one of several; it says what there is to choose from.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import LookupFailedError
+from ..patterns import hint
 from .light import NONE, PLACE_COLUMNS, Keys, LightRows, Positions, is_text
 from .writers import RecordedWriter
 
@@ -23,7 +23,6 @@ QUALIFIERS = (
 _OF_RANKS = ("rank", "attempt")
 """What may differ between the rows of one global tensor: which attempt counts is decided before."""
 _MAX_CHOICES = 8
-_MAX_COMPARED = 20_000
 
 
 class Found(NamedTuple):
@@ -162,9 +161,7 @@ def module_code(rows: LightRows, module_path: str) -> int:
     paths = rows.module_paths()
     code = paths.code(module_path)
     if code < 0:
-        near = nearest(module_path, paths.texts or [])
-        hint = f"; nearest {'is' if len(near) == 1 else 'are'} {', '.join(map(repr, near))}" if near else ""
-        raise LookupFailedError(f"no module {module_path!r} in this run{hint}")
+        raise LookupFailedError(f"no module {module_path!r} in this run{hint(module_path, paths.texts or [])}")
     return code
 
 
@@ -187,12 +184,6 @@ def ended_before(writers: Sequence[RecordedWriter], step: int, rank: int | None 
             ends.append(f"rank {number}'s record ends in step {last_step}")
     more = f" and {len(ends) - _MAX_CHOICES} more" if len(ends) > _MAX_CHOICES else ""
     return ", ".join(ends[:_MAX_CHOICES]) + more
-
-
-def nearest(path: str, paths: Sequence[str]) -> list[str]:
-    """Up to three module paths that somebody may have meant: with the same end, or alike."""
-    ends = [candidate for candidate in paths if path and candidate.endswith("." + path.lstrip("."))]
-    return ends[:3] or difflib.get_close_matches(path, paths[:_MAX_COMPARED], n=3, cutoff=0.5)
 
 
 def _of_newest_attempt(rows: LightRows, writers: Sequence[RecordedWriter], positions: Positions) -> Positions:

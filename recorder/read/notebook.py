@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 
 from ..errors import LookupFailedError
 from ..format.schema import COUNTS, SITES, STATISTICS
+from ..patterns import hint
 from ..units import counted
-from .lookup import nearest
 
 if TYPE_CHECKING:
     import pandas
@@ -175,16 +175,11 @@ def narrow(run: Run, path: str, below: str = "") -> ModuleView:
     whole = f"{below}.{path}" if below and path else below or path
     known = run.known_paths
     if whole not in known:
-        near = nearest(whole, list(known))
         prefix = below + "." if below else ""
-        near = [one[len(prefix) :] for one in near if one.startswith(prefix)]
-        hint = (
-            f"; nearest {'is' if len(near) == 1 else 'are'} {', '.join(map(repr, near))}"
-            if near
-            else "; module_paths lists those with rows"
-        )
+        there = [one.removeprefix(prefix) for one in known if one.startswith(prefix)]
         where = f"below {below!r}" if below else "in this run"
-        raise LookupFailedError(f"no module {path!r} {where}{hint}")
+        near = hint(path, there, otherwise="; module_paths lists those with rows")
+        raise LookupFailedError(f"no module {path!r} {where}{near}")
     return ModuleView(run, whole)
 
 

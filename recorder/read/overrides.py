@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from ..errors import LookupFailedError
+from ..patterns import hint, matches
 from .groups import parse_overrides
 
 if TYPE_CHECKING:
     from .run import Run
 
 _LEAF = ["module_path", "site", "name"]
-_MAX_COMPARED = 20_000
 
 
 def check_overrides(layouts: Sequence[str], *runs: Run) -> None:
@@ -35,10 +33,10 @@ def check_overrides(layouts: Sequence[str], *runs: Run) -> None:
         return
     leaves = [leaf for run in runs for leaf in run.table(_LEAF).group_by(_LEAF).aggregate([]).to_pylist()]
     there = list(dict.fromkeys(":".join(leaf[name] or "" for name in _LEAF) for leaf in leaves))
-    for pattern, wanted in overrides:
-        if not any(fnmatchcase(leaf, pattern) for leaf in there):
-            near = difflib.get_close_matches(pattern, there[:_MAX_COMPARED], n=3, cutoff=0.5)
-            hint = f"; nearest {'is' if len(near) == 1 else 'are'} {', '.join(map(repr, near))}" if near else ""
+    for patterns, wanted in overrides:
+        if not any(matches(patterns, leaf) for leaf in there):
+            pattern = ",".join(patterns)
+            near = hint(patterns[0], there)
             raise LookupFailedError(
-                f"--layout '{pattern}={wanted}': no value fits {pattern!r}, a glob over module_path:site:name{hint}"
+                f"--layout '{pattern}={wanted}': no value fits {pattern!r}, patterns over module_path:site:name{near}"
             )

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import cached_property
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ..errors import CorruptError, LookupFailedError, NotARunError, RunError, UnsupportedError
+from ..errors import CorruptError, LookupFailedError, UnsupportedError
 from ..format.dtypes import item_bytes
-from ..format.rundir import RUN_MANIFEST, check_version
+from ..format.rundir import run_name
 from ..format.schema import LIGHT_COLUMNS, SCHEMA
 from ..units import counted
 from . import untrusted
@@ -33,8 +30,9 @@ from .notebook import ModuleView, find_known_paths, narrow, run_html, to_long
 from .overrides import check_overrides
 from .payload import Payloads
 from .picture import Layout, explain
-from .places import LOCAL, OpenPlace, Place, S3Path, place_of, store_of
+from .places import OpenPlace, Place, S3Path, store_of
 from .view import GlobalView, global_tensor, is_partial
+from .which import find_run
 from .writers import RecordedWriter, find_writers
 
 if TYPE_CHECKING:
@@ -75,6 +73,11 @@ class Run:
     def run_id(self) -> str:
         found = str(self.manifest.get("run_id", self.path.name))
         return found.encode(errors="backslashreplace").decode()  # JSON may hold half a character, UTF-8 must not
+
+    @property
+    def name(self) -> str:
+        """What people call it: the setting `name` of its recording, or what its directory is called."""
+        return run_name(self.manifest) or self.path.name
 
     @property
     def version(self) -> tuple[int, int]:
@@ -412,90 +415,25 @@ def _check_words(question: dict[str, Any]) -> None:
         raise TypeError(f"unknown argument {word!r}{f'; did you mean {near[0]!r}?' if near else ''}")
 
 
-def open_run(path: str | PathLike[str] | Place) -> Run:
+def open_run(path: str | PathLike[str] | Place | None = None) -> Run:
     """Open a recorded run for reading, also one that is still being written or was left by a kill.
 
     Args:
-        path: a run directory, or a folder that holds exactly one; or the same in an S3 store: ``s3://bucket/path``.
+        path: a run directory; or a folder of runs, of which the newest is meant; or in their folder the name of a run
+            or its id, or how one of these begins, or ``latest``, or ``@-2``, the last run but one. Without a folder
+            they are looked for here and where this environment records (``RECORDER_DIR``). All of this also in an S3
+            store: ``s3://bucket/path``. Without a path it is the newest run of where this environment records.
 
     Raises:
-        NotARunError: there is no run, or there are several to choose from.
+        NotARunError: there is no run.
+        LookupFailedError: several runs are called so.
         CorruptError: its manifest is damaged. Damage in shards does not raise: see `Run.problems`.
         UnsupportedError: it is of a newer major version.
         StoreError: the store cannot be reached, or refuses.
     """
-    place = place_of(path)
-    return open_place(place.anew() if isinstance(place, S3Path) else place)
+    return open_place(path.anew() if isinstance(path, S3Path) else path)
 
 
-def open_place(place: Place) -> Run:
+def open_place(path: str | PathLike[str] | Place | None) -> Run:
     """The same, by what is known of a store already."""
-    return Run(*find_run(place))
-
-
-def find_run(path: Place) -> tuple[Place, dict[str, Any]]:
-    """The directory and the manifest of the run that `open_run` would open. It raises the same."""
-    store = store_of(path)
-    try:
-        if not store.is_directory(path):
-            raise NotARunError(f"{path}: {'not a directory' if store.exists(path) else 'no such directory'}")
-    except OSError as error:
-        raise NotARunError(f"{path}: cannot be opened ({error.strerror})") from error
-    if not has_manifest(path):
-        path = _only_run_in(path)
-    manifest = store.read_json(path / RUN_MANIFEST)
-    check_version(manifest, str(path / RUN_MANIFEST))
-    return path, manifest
-
-
-def find_runs(folder: Place, beginning: str = "") -> list[Place]:
-    """The run directories in a folder whose names begin so, newest first.
-
-    Raises:
-        NotARunError: the folder cannot be listed.
-    """
-    store = store_of(folder)
-    names = [name for name in store.list_directory(folder, directories=True) if name.startswith(beginning)]
-    created = store.each(lambda name: _created_ns(folder / name) if has_manifest(folder / name) else None, names)
-    runs = [(ns, name) for ns, name in zip(created, names, strict=True) if ns is not None]
-    return [folder / name for _, name in sorted(runs, reverse=True)]
-
-
-def has_manifest(path: Place) -> bool:
-    """Whether a directory says that it is a run, sound or not."""
-    return store_of(path).is_file(path / RUN_MANIFEST)
-
-
-def find_run_around(folder: Path) -> Path | None:
-    """The run that a folder is or lies in, links followed; None where there is none."""
-    real = Path(os.path.realpath(folder))
-    return next((one for one in (real, *real.parents) if LOCAL.is_file(one / RUN_MANIFEST)), None)
-
-
-def _only_run_in(folder: Place) -> Place:
-    runs = find_runs(folder)
-    if len(runs) == 1:
-        return runs[0]
-    if runs:
-        newest = ", ".join(run.name for run in runs[:5]) + (", ..." if len(runs) > 5 else "")
-        raise NotARunError(f"{folder}: holds {len(runs)} runs ({newest}); name one, the newest is {runs[0]}")
-    for parent in _parents(folder):
-        if has_manifest(parent):
-            raise NotARunError(f"{folder}: is a part of a run; open the run: recorder ls {parent}")
-    why = "RECORDER=1 in front of a training command records one; where it does not, `recorder doctor`, without a path"
-    why += ", says what keeps it from it"
-    raise NotARunError(f"{folder}: no run here ({RUN_MANIFEST} is missing); {why}")
-
-
-def _parents(path: Place) -> Iterator[Place]:
-    """The directories above that a run may be when a rank's or a writer's directory was given."""
-    parents: Sequence[Place] = path.absolute().parents
-    yield from list(parents)[:2]
-
-
-def _created_ns(run: Place) -> int:
-    with suppress(RunError):
-        created = store_of(run).read_json(run / RUN_MANIFEST).get("created_ns")
-        if type(created) is int:
-            return created
-    return 0
+    return Run(*find_run(path))

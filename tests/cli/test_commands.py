@@ -22,7 +22,7 @@ class TestLs:
         make_run(recorded.parent / "run-b", created_ns=2)
         found = cli("ls", recorded.parent)
         assert found.exit_code == 0
-        titles, newest, older = (line.split() for line in found.out.splitlines())
+        titles, older, newest = (line.split() for line in found.out.splitlines())
         assert titles == ["run", "started", "ranks", "steps", "rows", "size", "dropped", "state"]
         assert (newest[0], newest[-2:]) == ("run-b", ["0", "empty"])
         assert (older[0], older[3:6], older[6], older[7], older[-2:]) == (
@@ -275,10 +275,8 @@ class TestEveryCommand:
             (run / "_run.json").rename(tmp_path / "elsewhere.json")
             (run / "_run.json").symlink_to(tmp_path / "elsewhere.json")
         elif kind == "several":
-            make_run(path / "a")
-            make_run(path / "b")
-            if command == "ls":
-                return  # which lists them
+            make_run(path.with_name("input-a"))
+            make_run(path.with_name("input-b"))
         found = cli(command, path)
         assert (found.exit_code, found.out) == (2, "")
         assert found.err.startswith("recorder: ") and found.err.count("\n") == 1

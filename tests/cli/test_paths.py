@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from recorder.read.run import open_run
 from tests.cli.conftest import Cli
-from tests.read.handmade import make_run
+from tests.read.handmade import HandmadeWriter, make_row, make_run
 
 
 def test_the_beginning_of_a_name_is_enough(cli: Cli, recorded: Path) -> None:
@@ -22,24 +24,134 @@ def test_an_ambiguous_beginning_lists_the_matches(cli: Cli, recorded: Path, comm
     make_run(recorded.parent / "other")
     found = cli(command, recorded.parent / "run")
     assert (found.exit_code, found.out) == (2, "")
-    assert "2 runs begin so: run-b, run-a; type more of the name" in found.err
+    assert "2 runs begin so: run-a (1970-01-01 " in found.err and "type more of the name" in found.err
+    assert ", up to step 11); run-b (" in found.err and found.err.count("\n") == 1
     exact = cli(command, recorded.parent / "run-b")
     assert "begin so" not in exact.err
 
 
-def test_several_runs_are_answered_with_the_command_that_was_typed(cli: Cli, recorded: Path) -> None:
-    newest = make_run(recorded.parent / "run-b", created_ns=2)
-    found = cli("show", recorded.parent, "layers.0", "--site", "grad")
-    assert found.exit_code == 2
-    assert found.err.endswith(f"name one, the newest: recorder show {newest} layers.0 --site grad\n")
-    assert cli("verify", recorded.parent).err.endswith(f"the newest: recorder verify {newest}\n")
+NAMED = {"demo-20260101-000000": 1, "demo-20260102-000000": 2, "big=1": 3}
 
 
-def test_a_module_without_a_run_is_told_where_the_run_goes(cli: Cli) -> None:
+@pytest.fixture
+def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three runs with names of people, in directories that are called by what the launcher said; `big=1` is newest."""
+    for number, (name, created) in enumerate(NAMED.items()):
+        make_run(tmp_path / "recordings" / f"{number}a-id", name=name, created_ns=created * 10**18)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "recordings"
+
+
+def headline(cli: Cli, *typed: object) -> str:
+    """The run that `top` shows, which needs no rows."""
+    found = cli("top", *typed)
+    assert found.exit_code == 0, found.err
+    return found.out.partition(": ")[0]
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("big=1", "big=1"),
+        ("big", "big=1"),
+        ("demo-20260102", "demo-20260102-000000"),
+        ("0a", "demo-20260101-000000"),
+        ("latest", "big=1"),
+        ("@-1", "big=1"),
+        ("@-3", "demo-20260101-000000"),
+    ],
+)
+def test_a_run_is_meant_by_its_name_its_id_their_beginnings_or_its_age(
+    cli: Cli, named: Path, typed: str, name: str
+) -> None:
+    assert headline(cli, typed) == headline(cli, f"recordings/{typed}") == headline(cli, named / typed) == name
+    assert open_run(typed).name == name
+
+
+@pytest.mark.parametrize("typed", [["recordings"], []])
+def test_the_newest_is_the_default_and_said(cli: Cli, named: Path, typed: list[str]) -> None:
+    found = cli("top", *typed)
+    assert found.out.startswith("big=1: ")
+    assert found.err == "recorder: warning: recordings: took big=1, the newest of 3 runs\n"
+    assert open_run().name == "big=1"
+
+
+def test_a_setting_says_where_runs_are(cli: Cli, named: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    monkeypatch.setenv("RECORDER_DIR", str(named))
+    assert headline(cli) == headline(cli, "big") == "big=1"
+    assert [run["name"] for run in cli("ls", "--json").json] == list(NAMED)
+
+
+@pytest.mark.parametrize("typed", ["demo", "recordings/demo"])
+def test_an_ambiguous_name_is_one_line_with_name_time_and_steps(cli: Cli, named: Path, typed: str) -> None:
+    HandmadeWriter(named / "0a-id").add_shard([[make_row(0, [1.0], step=7)]])
+    found = cli("show", typed)
+    assert (found.exit_code, found.out, found.err.count("\n")) == (2, "", 1)
+    time = r"\(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d, "
+    assert re.search(rf"demo-20260101-000000 {time}up to step 7\); demo-20260102-000000 {time}no steps\)", found.err)
+
+
+def test_runs_of_one_name_are_told_apart_by_their_directories(cli: Cli, named: Path) -> None:
+    make_run(named / "3a-id", name="big=1", created_ns=9)
+    found = cli("top", "big=1")
+    assert found.exit_code == 2 and "big=1 (2a-id, " in found.err and "big=1 (3a-id, " in found.err
+    assert headline(cli, "2a-id") == "big=1"
+
+
+@pytest.mark.parametrize(("typed", "why"), [("@-4", "holds 3 runs, the oldest is @-3"), ("bigg", "nearest is big=1")])
+def test_a_run_that_is_not_there_is_one_line(cli: Cli, named: Path, typed: str, why: str) -> None:
+    found = cli("top", typed)
+    assert (found.exit_code, found.out, found.err.count("\n")) == (2, "", 1)
+    assert why in found.err
+
+
+def test_ls_shows_names_times_and_steps_the_newest_last(cli: Cli, named: Path) -> None:
+    HandmadeWriter(named / "1a-id").add_shard([[make_row(0, [1.0], step=7)]])
+    titles, *lines = cli("ls").out.splitlines()
+    assert [line.split()[0] for line in lines] == list(NAMED)
+    assert "started" in titles and lines[1].split()[6] == "7"
+    assert [line.split()[-1] for line in lines] == ["0a-id", "1a-id", "2a-id"]
+
+
+def test_two_runs_are_compared_by_their_age(cli: Cli, named: Path) -> None:
+    for number in range(3):
+        writer = HandmadeWriter(named / f"{number}a-id")
+        writer.add_shard([[make_row(0, [float(number)])]])
+        writer.finish()
+    for typed in ([], ["@-2"], ["@-2", "@-1"], ["demo-20260102", "big"]):
+        found = cli("diff", *typed)
+        assert found.exit_code == 1
+        assert found.out.splitlines()[:2] == ["A: recordings/1a-id", "B: recordings/2a-id"]
+    assert "noise: recordings/0a-id" in cli("diff", "--noise", "@-3").out
+
+
+def test_a_name_that_a_stranger_wrote_is_none(cli: Cli, tmp_path: Path) -> None:
+    for number, name in enumerate(["\x1b[31m", "../x", 7, "a" * 101, ""]):
+        make_run(tmp_path / "recordings" / f"run-{number}", name=name)
+    assert [run["name"] for run in cli("ls", tmp_path / "recordings", "--json").json] == [f"run-{i}" for i in range(5)]
+
+
+def test_one_word_is_a_run_or_a_module_of_the_newest(cli: Cli, recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(recorded.parent.parent)
+    for command in ("show", "stats"):
+        assert cli(command, "layers.0").out == cli(command, "recordings", "layers.0").out
+        assert cli(command, "run-").out == cli(command, "recordings").out
+    neither = cli("show", "layer.0")
+    assert (neither.exit_code, neither.err.count("\n")) == (2, 1)
+    assert "layer.0: no such directory, and no run of this name in . or recordings; " in neither.err
+    assert "run-a, the newest, has no module 'layer.0'; nearest are 'layers.0'" in neither.err
+
+
+def test_a_module_where_nothing_was_recorded_is_one_line(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     found = cli("show", "blocks.0.attn", "--site", "grad")
-    assert found.exit_code == 2
-    assert "blocks.0.attn: no such directory; the run comes before the module" in found.err
-    assert "recorder show RUN blocks.0.attn --site grad" in found.err
+    assert (found.exit_code, found.err) == (
+        2,
+        "recorder: blocks.0.attn: no such directory, and no run of this name in .\n",
+    )
 
 
 def test_an_empty_folder_is_not_answered_with_the_same_command(cli: Cli, tmp_path: Path) -> None:

@@ -65,10 +65,10 @@ def test_a_run_without_trouble_is_no_finding(cli: Cli, tmp_path: Path) -> None:
     assert cli("top", run).exit_code == 1
 
 
-def test_a_folder_of_several_runs_is_refused_as_everywhere(cli: Cli, run: Path) -> None:
-    make_run(run.parent / "run-b")
+def test_of_a_folder_of_several_runs_the_newest_is_watched_as_everywhere(cli: Cli, run: Path) -> None:
+    make_run(run.parent / "run-b", created_ns=2)
     result = cli("top", run.parent)
-    assert result.exit_code == 2 and "name one" in result.err
+    assert result.out.startswith("run-b: ") and "took run-b, the newest of 2 runs" in result.err
     assert cli("top", run.parent / "nowhere").exit_code == 2
 
 
@@ -80,10 +80,10 @@ def test_where_ranks_do_not_fit_the_worst_and_slowest_stay_and_the_rest_are_coun
     show(run, 50, step=1050, dropped={"pool_full": 1}, **RATES)
     show(run, 60, step=3, **RATES)
     ranks = RunWatch(run).look()
-    table = top._table(run, ranks, 64, 6)
+    table = top._table(run.name, ranks, 64, 6)
     assert [row[0] for row in table.rows] == ["40", "50", "60", "0", "1", "..."]
     assert table.rows[-1][:3] == ["...", "59 more: 59 recording", "1002..1063"]
-    assert [row[0] for row in top._table(run, ranks, 64, 64).rows] == [str(rank) for rank in range(64)]
+    assert [row[0] for row in top._table(run.name, ranks, 64, 64).rows] == [str(rank) for rank in range(64)]
 
 
 def test_hostile_text_reaches_no_terminal(cli: Cli, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_terminal_follows_a_run_until_it_is_over(
             case 3:
                 show(run, 1, state="closed", step=11)
 
-    ranks = top._follow(RunWatch(run), 2, sleep)
+    ranks = top._follow(RunWatch(run), "run", 2, sleep)
     assert [one.status.step for one in ranks] == [10, 11]
     assert next(ticks) in (4, 5)
     assert "2 of 2 ranks: 2 closed" in capsys.readouterr().out
@@ -127,7 +127,7 @@ def test_ctrl_c_leaves_the_last_picture_and_no_traceback(tmp_path: Path, capsys:
     def sleep(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    assert [one.rank for one in top._follow(RunWatch(run), 1, sleep)] == [0]
+    assert [one.rank for one in top._follow(RunWatch(run), "run", 1, sleep)] == [0]
     assert "1 recording" in capsys.readouterr().out
 
 
@@ -146,7 +146,7 @@ def test_thousands_of_ranks_are_looked_at_in_less_than_two_seconds(tmp_path: Pat
     watch.look()
     began_s = os.times()
     ranks = watch.look()
-    top._table(run, ranks, 4096, 40).fitted(120)
+    top._table(run.name, ranks, 4096, 40).fitted(120)
     ended_s = os.times()
     assert len(ranks) == 4096
     assert ended_s.user + ended_s.system - began_s.user - began_s.system < 2.0
@@ -185,7 +185,7 @@ def test_statuses_that_change_while_they_are_read_are_never_torn_for_people(tmp_
 
 def test_a_narrow_terminal_keeps_rank_state_and_step(run: Path) -> None:
     console = Console(width=40, record=True, file=io.StringIO())
-    for piece in top._table(run, RunWatch(run).look(), 4, 10).fitted(40):
+    for piece in top._table(run.name, RunWatch(run).look(), 4, 10).fitted(40):
         console.print(piece)
     text = console.export_text()
     assert "recording" in text and "118" in text and "left out" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ def test_spawned_ranks_agree_on_one_run_through_the_store(tmp_path: Path) -> Non
     assert run.ranks == [0, 1]
     assert run.world_size == 2
     assert len(run.writers) == 2, "the process that spawns them records nothing"
+    assert re.fullmatch(r"spawn-\d{8}-\d{6}", run.name)
     assert [writer.balance.dropped for writer in run.writers] == [{}, {}]
     assert run.steps == [0, 1, 2]
     closing = [*finished.lines("recorder: ", "nothing dropped"), *finished.lines("recorder: next: ")]
@@ -49,8 +51,9 @@ def test_spawned_ranks_agree_on_one_run_through_the_store(tmp_path: Path) -> Non
 
 def test_agents_of_a_static_rendezvous_make_one_run_and_touch_no_other(tmp_path: Path) -> None:
     """Their run id says `none`."""
-    jobs.succeeded(jobs.python(tmp_path, LOOP, "--steps=3", **jobs.recording()))
+    jobs.succeeded(jobs.python(tmp_path, LOOP, "--steps=3", RECORDER_NAME="one=1", **jobs.recording()))
     (first,) = runs_in(tmp_path)
+    assert first.name == "one=1"
     before = digests(first.path)
     assert len(before) > 3
 
@@ -89,6 +92,7 @@ def test_a_restarted_job_stays_one_run_with_writers_of_their_own(tmp_path: Path)
     assert [(writer.rank, writer.attempt) for writer in run.writers] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert len({writer.name for writer in run.writers}) == 4
     assert run.problems == []
+    assert re.fullmatch(r"loop-\d{8}-\d{6}", run.name), "the name that the first of the first attempt gave it"
     frame = run.to_pandas()
     last = frame[(frame["attempt"] == 1) & (frame["site"] == "output") & (frame["module_path"] == "0")]
     assert sorted(zip(last["rank"], last["step"], strict=True)) == [(r, s) for r in (0, 1) for s in range(20)]

@@ -248,10 +248,12 @@ class TestOpening:
     def test_a_folder_with_one_run_is_that_run(self, run_path: Path) -> None:
         assert open_run(run_path.parent).path == run_path
 
-    def test_a_folder_with_several_runs_lists_them_newest_first(self, run_path: Path) -> None:
-        make_run(run_path.parent / "second", created_ns=2)
-        with pytest.raises(NotARunError, match=r"holds 2 runs \(second, first\); name one, .*second"):
-            open_run(run_path.parent)
+    def test_of_a_folder_with_several_runs_the_newest_is_meant_and_said(
+        self, run_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        newest = make_run(run_path.parent / "second", created_ns=2)
+        assert open_run(run_path.parent).path == newest
+        assert caplog.messages == [f"{run_path.parent}: took second, the newest of 2 runs"]
 
     def test_a_part_of_a_run_names_the_run(self, run_path: Path) -> None:
         with pytest.raises(NotARunError, match=f"recorder ls {run_path}$"):

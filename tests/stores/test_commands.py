@@ -187,12 +187,13 @@ def test_a_run_is_found_as_on_a_disk(cli: Cli, store: StoreServer, path: Path, t
 
     shutil.copytree(path, path.parent / "run-b")
     store.upload(path.parent / "run-b", f"{tmp_path.name}/several/run-b")
-    assert [run["run"] for run in cli("ls", folder, "--json").json] == ["run-b", "run-a"]
+    assert [run["run"] for run in cli("ls", folder, "--json").json] == ["run-a", "run-b"]
     several, beginning = cli("first", folder), cli("first", f"{folder}/run")
-    assert several.exit_code == beginning.exit_code == 2
-    assert f"{folder}: holds 2 runs" in several.err and f"recorder first {folder}/run-b" in several.err
-    assert "2 runs begin so: run-b, run-a; type more of the name" in beginning.err
-    assert cli("first", f"{folder}/run-b").exit_code == 0
+    assert (several.exit_code, beginning.exit_code) == (0, 2)
+    assert f"{folder}: took run-b, the newest of 2 runs" in several.err and several.out.startswith("run-b: ")
+    assert "2 runs begin so: run-a (" in beginning.err and "run-b (" in beginning.err
+    for name, found in (("run-b", "run-b"), ("@-1", "run-b"), ("latest", "run-b"), ("@-2", "run-a")):
+        assert cli("first", f"{folder}/{name}").out.startswith(f"{found}: ")
 
 
 def test_open_run_takes_text_and_what_pathlib_makes_of_it(path: Path, url: str) -> None:
