@@ -472,7 +472,7 @@ class _Comparison:
         self._seen = (_Seen(), _Seen())
         self._counts = np.zeros(len(_COUNTED), np.int64)
         self._partial: Counter[tuple[str, str]] = Counter()
-        self._naming = Naming()
+        self._naming = Naming(pieces.rows)
         self._handed_on = np.zeros(2, np.int64)
         self._beyond_noise = BeyondNoise()
         self._moved: list[set[str]] = []

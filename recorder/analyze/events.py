@@ -32,6 +32,7 @@ class Event(NamedTuple):
 
     order: float
     """Its place in the order of execution of the first run."""
+    step: int
     root: str
     path: str
     site: str
@@ -126,7 +127,7 @@ def _event(order: float, row: dict[str, Any]) -> Event:
     stage, is_handed_on = stage_of(row["note"])
     signature = row["fingerprint"] or (row["l2"] is not None and tuple(row[name] for name in _SIGNATURE)) or None
     return Event(
-        order, row["root"], row["module_path"], row["site"], row["name"], row["phase"], row["mode"],
+        order, row["step"], row["root"], row["module_path"], row["site"], row["name"], row["phase"], row["mode"],
         row["micro_step"], row["call"], row["scope"], signature, differs=False, ranks=(), pair=-1,
         stage=stage, is_handed_on=is_handed_on,
     )  # fmt: skip

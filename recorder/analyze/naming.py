@@ -19,6 +19,7 @@ from ..read.decode import parse_shape
 from .align import Alignment
 from .culprits import CulpritSearch, Suspect
 from .events import Event, differing_ranks, differing_steps, events, of_steps, stage_of
+from .guesses import Read, Scaled, guess_clipping, guess_scaled, guess_steps, norm_of_gradients
 from .keys import VALUE_KEY, Integers, holds
 from .moments import integers
 from .noise import multiples
@@ -66,6 +67,8 @@ class Culprit(NamedTuple):
     """Of a pipeline: where it is, or whose parameters are touched alike; empty where those of all stages are."""
     micro_batches: list[int]
     """Of a pipeline: whose part of the value differs, where not all do."""
+    hint: str
+    """What a person would guess of it, where the arithmetic fits to rounding; empty where nothing does."""
     factor: float | None
     """What the value of the first run was multiplied with, where one number says it."""
     kind: str | None
@@ -86,7 +89,13 @@ class Culprit(NamedTuple):
 class Naming:
     """Finds culprits, range by range of steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Read) -> None:
+        """Begin.
+
+        Args:
+            read: gives the rows of any steps.
+        """
+        self._read = read
         self.culprits: list[Culprit] = []
         self._search = CulpritSearch()
 
@@ -113,7 +122,30 @@ class Naming:
                 self._search.equal_step(step, steps.roots)
             elif not self._search.is_over:
                 for suspect in self._search.step(step, of_step[step]):
-                    self.culprits.append(_told(suspect, a, b, wanted, kept, judged))
+                    told = _told(suspect, a, b, wanted, kept, judged)
+                    self.culprits.append(told._replace(hint=self._guess(told, suspect, a, b, judged)))
+
+    def _guess(self, told: Culprit, suspect: Suspect, a: Side, b: Side, judged: Judged) -> str:
+        """What is most likely wrong with a value, or with all gradients of a step."""
+        event = suspect.event
+        if told.factor is not None and (guess := guess_scaled(told.factor, b, event.step, told.root)):
+            return guess
+        if (event.site, event.phase) != ("grad", "optimizer") or event.alone:
+            return ""
+        rows = judged.differing.filter(pc.equal(judged.differing.column("step"), event.step)).to_pylist()
+        rows = [
+            row for row in rows
+            if (row["root"], row["site"], row["phase"]) == (told.root, "grad", "optimizer")
+            and row["rank_b"] in (None, told.rank if told.rank is not None else row["rank_b"])
+        ]  # fmt: skip
+        if told.module_path is None and all(row["l2_a"] is not None and row["l2_b"] is not None for row in rows):
+            pairs = [Scaled(row["l2_a"], row["l2_b"], _factor_of_norms(row)) for row in rows]
+            if guess := guess_clipping(norm_of_gradients(a, event.step, told.root), pairs):
+                return guess
+        names = {(row["root"], row["module_path"], row["name"]) for row in rows}
+        if told.module_path is not None:
+            names = {(event.root, event.path, event.name)}
+        return guess_steps(self._read, event.step, sorted(names), told.rank)
 
 
 class Steps(NamedTuple):
@@ -176,7 +208,7 @@ def _told(suspect: Suspect, a: Side, b: Side, pairs: Alignment, kept: Integers, 
         step=suspect.step, phase=suspect.phase, root=suspect.root, module_path=suspect.path, site=event.site,
         name=event.name, seen_at=event.path, micro_step=event.micro_step, call=event.call,
         rank=ranks[0] if len(ranks) == 1 else None, ranks=sorted(ranks), why=suspect.why,
-        alone_in=event.alone or None, num_params=suspect.num_params, factor=_factor(row),
+        alone_in=event.alone or None, num_params=suspect.num_params, hint="", factor=_factor(row),
         stages=stages, micro_batches=micro_batches,
         **{name: row.get(name) for name in _FIGURES},
     )  # fmt: skip
@@ -189,6 +221,17 @@ def _factor(row: dict[str, Any]) -> float | None:
     cosine, one, two = (np.array(row.get(name), np.float64) for name in ("cosine", "l2_a", "l2_b"))  # None is NaN
     found = float(multiples(cosine, one, two))
     return None if math.isnan(found) else found
+
+
+def _factor_of_norms(row: dict[str, Any]) -> float | None:
+    """The same also where there are no values: then norm, mean and largest magnitude must be multiples alike."""
+    if row["cosine"] is not None:
+        return _factor(row)
+    pairs = [(row[f"{name}_a"], row[f"{name}_b"]) for name in ("l2", "absmax", "mean")]
+    if not all(one and two is not None for one, two in pairs):
+        return None
+    found = [two / one for one, two in pairs]
+    return found[0] if all(math.isclose(one, found[0], rel_tol=1e-3) for one in found) else None
 
 
 def _owners(a: Side, b: Side, row_a: int, row_b: int) -> tuple[list[int], list[int]]:
