@@ -102,7 +102,9 @@ class Diff(NamedTuple):
 
     is_equal: bool
     """Within the tolerance; all could be read; and unless only common values were asked for, neither has a value, or
-    something of a value, at a common step that the other lacks. What is `left_out` is not in it: see `verdict`."""
+    something of a value, at a common step that the other lacks. What is `left_out` does not count."""
+    verdict: str
+    """``equal``, ``different``, or ``equal as far as compared`` where something that both have could not be."""
     first: Difference | None
     """The first value that differs, in the order of execution of the first run."""
     culprits: list[Culprit]
@@ -159,13 +161,6 @@ class Diff(NamedTuple):
     def num_left_out(self) -> int:
         """Values that both runs have and that could not be compared."""
         return sum(one.num_values for one in self.left_out) + self.num_incomparable + self.num_bare
-
-    @property
-    def verdict(self) -> str:
-        """``equal``, ``different``, or ``equal as far as compared`` where something could not be."""
-        if not self.is_equal:
-            return "different"
-        return "equal as far as compared" if self.left_out else "equal"
 
 
 def diff(
@@ -558,8 +553,13 @@ class _Comparison:
         counts = dict(zip(_COUNTED, map(int, self._counts), strict=True))
         why = {_SUMMANDS: counts["summands"], _PRINTS: counts["by_print_alone"], _APART: self._num_apart}
         by_nothing, still = counts["by_nothing"], set(table.column("root").to_pylist()).difference(*self._moved)
+        left_out = [LeftOut(num, text) for text, num in why.items() if num]
+        differs = bool(table.num_rows or (lacks and not common))
+        is_open = bool(self._unread or damage or (by_nothing and not common))
+        so_far = "equal as far as compared" if is_open or left_out else "equal"
         return Diff(
-            is_equal=not (table.num_rows or self._unread or damage) and (common or not (lacks or by_nothing)),
+            is_equal=not differs and not is_open,
+            verdict="different" if differs else so_far,
             first=_first(table),
             culprits=self._naming.culprits,
             table=table,
@@ -572,7 +572,7 @@ class _Comparison:
             num_by_statistics=counts["by_statistics"],
             num_incomparable=by_nothing,
             num_bare=counts["bare"] - counts["summands"],
-            left_out=[LeftOut(num, text) for text, num in why.items() if num],
+            left_out=left_out,
             unread=dict(self._unread),
             damage=damage,
             partial=[Partial(run, json.loads(ranks), num) for (run, ranks), num in sorted(self._partial.items())],

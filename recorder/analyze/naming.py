@@ -128,7 +128,11 @@ class Naming:
     def _guess(self, told: Culprit, suspect: Suspect, a: Side, b: Side, judged: Judged) -> str:
         """What is most likely wrong with a value, or with all gradients of a step."""
         event = suspect.event
-        if told.factor is not None and (guess := guess_scaled(told.factor, b, event.step, told.root)):
+        if (
+            told.factor is not None
+            and event.site == "grad"
+            and (guess := guess_scaled(told.factor, b, event.step, told.root))
+        ):
             return guess
         if (event.site, event.phase) != ("grad", "optimizer") or event.alone:
             return ""

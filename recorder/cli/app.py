@@ -241,7 +241,11 @@ def diff(
     common: Annotated[
         bool, typer.Option("--common", help="What only one has, or nothing comparable of, does not count.")
     ] = False,
-    limit: Annotated[int, typer.Option(min=0, help="Lines of each table; 0: all.")] = 20,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=0, help="Lines of each table, those of single values too; 0: all. Else few, of modules."),
+    ] = None,
+    brief: Annotated[bool, typer.Option("--brief", help="The answer alone, without tables.")] = False,
     scheduler: SchedulerOption = None,
     as_json: Json = False,
 ) -> None:
@@ -250,14 +254,16 @@ def diff(
     The global tensors are compared: one process, DDP and FSDP of any number of ranks. Exactly, unless a tolerance is
     given; an element within any of them is equal. --loss and --layout hold for both runs.
 
-    On top are the culprits: the stages (forward, backward, reduction, update) that differ although all that they are
-    made from agrees. The rest inherits, in the order in which it differs first.
+    The answer comes first: equal, different, or equal as far as compared, and of how many values. Then the culprits:
+    the stages (forward, recompute, backward, reduction, update) that differ although all that they are made from
+    agrees. The rest inherits, in the order in which it differs first.
 
     Columns: max abs is the largest difference of two elements; of max the same, relative to the largest magnitude in
     either tensor; max rel and max ulp are of single elements, so that one near zero may make them large and mean
     nothing. Of values of which a run lacks ranks the kind is partial.
 
-    Exit code 1: they differ, or rows of a run contradict each other. 2: they have nothing in common.
+    Exit code 1: they differ, rows of a run contradict each other, or values cannot be read. 2: they have nothing in
+    common, or a --noise twin moved nothing.
     """
     from ..analyze.compare import Tolerance
     from ..analyze.renames import NO_RENAMES, read_renames
@@ -280,6 +286,7 @@ def diff(
         renames=renames,
         common=common,
         limit=limit,
+        is_brief=brief,
         scheduler=scheduler,
         as_json=as_json,
     )

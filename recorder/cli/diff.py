@@ -18,7 +18,12 @@ from .cluster import spread_by
 from .first import as_dict
 from .output import Column, Table, counted, number, print_json, progress, say, span
 
-_MODULE_DROPS = ("max ulp", "max rel", "nonfinite", "cosine", "first value", "compared", "stats apart")
+_FEW = 5
+"""Lines of each table and culprits, where nobody asks for more."""
+_JSON_ROWS = 20
+_MAX_ULP = 9999
+"""Representable numbers between two floats that say anything to a person."""
+_MODULE_DROPS = ("nonfinite", "cosine", "first value", "compared", "stats apart")
 _VALUE_DROPS = ("max ulp", "max rel", "cosine", "elements", "type", "rank", "shape", "statistics")
 _EMPTY = dict.fromkeys(("max abs", "of max", "cosine", "max rel", "max ulp", "elements", "rank"), "-")
 """What a column of no distance holds, where only statistics, shapes or one run's ranks differ."""
@@ -44,11 +49,15 @@ def show_diff(
     noise: Sequence[Run] = (),
     renames: Renames = NO_RENAMES,
     common: bool,
-    limit: int,
+    limit: int | None = None,
     scheduler: str | None = None,
+    is_brief: bool = False,
     as_json: bool,
 ) -> int:
-    """Print how two runs compare and return the exit code: 1 if they differ, or a run contradicts itself."""
+    """Print how two runs compare and return the exit code: 1 if they differ, or a run contradicts itself.
+
+    The answer comes first. Without a limit there are few lines of modules and none of single values.
+    """
     with (
         spread_by(scheduler, a, b, *noise) as spread,
         progress("diff", payload_bytes(a) + payload_bytes(b)) as report,
@@ -70,35 +79,56 @@ def show_diff(
             spread=spread,
         )
     if as_json:
-        _print_json(a, b, found, limit)
+        _print_json(a, b, found, _JSON_ROWS if limit is None else limit)
         return _exit_code(found)
-    say(f"A: {a.path}")
-    say(f"B: {b.path}")
-    for run in noise:
-        say(f"noise: {run.path}{f', jitter {run.jitter}' if run.jitter else ''}")
-    for partial in found.partial:
-        num_values = counted(partial.num_values, "value")
-        say(f"{partial.run.upper()} lacks {_named(partial.ranks)} in {num_values}")
-    for name, problems in (("A", found.problems_a), ("B", found.problems_b)):
-        for problem in problems:
-            say(f"finding in {name}: {problem}")
-    for name, paths in (("A", found.unpaired_a), ("B", found.unpaired_b)):
-        if paths:
-            shown = ", ".join(map(repr, paths[: limit or None])) + _cut(len(paths), limit)
-            say(f"modules of {name} without a partner ({len(paths)}): {shown}")
-    for line in _renamed(found.hints, limit):
+    most = _FEW if limit is None else limit
+    if not is_brief:
+        say(f"A: {a.path}")
+        say(f"B: {b.path}")
+        for run in noise:
+            say(f"noise: {run.path}{f', jitter {run.jitter}' if run.jitter else ''}")
+    say(_verdict(found, tolerance, has_noise=bool(noise)))
+    for line in _faults(found, most):
         say(line)
-    for line in _accusations(found.culprits, limit):
+    for line in _accusations(found.culprits, most):
         say(line)
     if found.first is not None:
         say(_describe(found.first))
-        _print_modules(found, limit)
-        _print_values(found, limit)
-    _print_only("A", found.only_a, found.steps_only_a, limit)
-    _print_only("B", found.only_b, found.steps_only_b, limit)
-    for line in _summary(found, tolerance, common=common, has_noise=bool(noise)):
+    if is_brief:
+        return _exit_code(found)
+    for line in (*_renamed(found.hints, most), *_notes(found, common=common, has_noise=bool(noise))):
         say(line)
+    if found.first is not None:
+        _print_modules(found, most)
+        if limit is None:
+            num = counted(found.table.num_rows, "value")
+            say(f"{num} in all: --limit 20 lists the first of them, --limit 0 all; --brief leaves the tables out")
+        else:
+            _print_values(found, limit)
+    _print_only("A", found.only_a, found.steps_only_a, most)
+    _print_only("B", found.only_b, found.steps_only_b, most)
     return _exit_code(found)
+
+
+def _faults(found: Diff, limit: int) -> Iterator[str]:
+    """What is wrong with the runs themselves, or missing in them."""
+    for text, num in list(found.unread.items())[: limit or None]:
+        yield f"cannot be read: {counted(num, 'value')}, compared by statistics if there are any: {text}"
+    for text in found.damage[: limit or None]:
+        yield f"cannot be read: rows that are left out: {text}"
+    hidden = sum(max(0, num - limit) for num in (len(found.unread), len(found.damage))) if limit else 0
+    if hidden:
+        yield f"{hidden} more of these (--limit 0 shows all)"
+    for partial in found.partial:
+        num_values = counted(partial.num_values, "value")
+        yield f"{partial.run.upper()} lacks {_named(partial.ranks)} in {num_values}"
+    for name, problems in (("A", found.problems_a), ("B", found.problems_b)):
+        for problem in problems:
+            yield f"finding in {name}: {problem}"
+    for name, paths in (("A", found.unpaired_a), ("B", found.unpaired_b)):
+        if paths:
+            shown = ", ".join(map(repr, paths[: limit or None])) + _cut(len(paths), limit)
+            yield f"modules of {name} without a partner ({len(paths)}): {shown}"
 
 
 def _exit_code(found: Diff) -> int:
@@ -145,6 +175,8 @@ def _accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
             some = ", ".join(map(str, culprit.micro_batches))
             rank += f", micro-batch{'es' * (len(culprit.micro_batches) > 1)} {some}"
         yield f"culprit: step {culprit.step}, {culprit.phase} of {_accused(culprit)}{rank}: {_shown(culprit)}"
+        if culprit.hint:
+            yield f"hint: {culprit.hint}"
     if len(culprits) > 1:
         yield "note: of several culprits the first is sure; the others may follow from it"
     if limit and len(culprits) > limit:
@@ -167,6 +199,8 @@ def _shown(culprit: Culprit) -> str:
     value = " ".join(filter(None, (culprit.site, culprit.name))) + of
     if culprit.alone_in is not None:
         return f"{value} is in {culprit.alone_in.upper()} alone"
+    if culprit.statistic is None and culprit.nonfinite_a != culprit.nonfinite_b:
+        return f"{value} is NaN or infinite in {culprit.nonfinite_b} elements, {culprit.nonfinite_a} in A"
     if culprit.factor is not None:
         return f"{value} is {number(culprit.factor)} times what it was"
     if culprit.max_abs:
@@ -182,7 +216,7 @@ def _print_modules(found: Diff, limit: int) -> None:
     modules = found.modules.to_pylist()
     has_roots = len({module["root"] for module in modules}) > 1
     titles = [*(["root"] if has_roots else []), "module", "first step", "first value", "differ", "compared"]
-    titles += ["max abs", "of max", "stats apart", "cosine", "nonfinite", "max rel", "max ulp"]
+    titles += ["max abs", "of max", "stats apart", "cosine", "nonfinite"]
     has_statistics = any(module["by_statistics"] for module in modules)
     lines = [
         [module["root"]] * has_roots
@@ -190,7 +224,7 @@ def _print_modules(found: Diff, limit: int) -> None:
         + [" ".join(filter(None, (module["first_site"], module["first_name"])))]
         + [str(module["differing"]), str(module["compared"]), number(module["max_abs"]), number(module["of_max"])]
         + [number(module["statistic_rel"]), _cosine(module["min_cosine"])]
-        + [f"{module['nonfinite_a']}|{module['nonfinite_b']}", number(module["max_rel"]), _whole(module["max_ulp"])]
+        + [f"{module['nonfinite_a']}|{module['nonfinite_b']}"]
         for module in modules[: limit or None]
     ]
     title = f"modules that differ ({len(modules)}), in the order in which they do{_cut(len(modules), limit)}"
@@ -250,25 +284,39 @@ def _print_only(run: str, only: Any, steps: list[int], limit: int) -> None:
         say(f"steps only in {run}: {span(steps)} (not compared; no difference by itself)")
 
 
-def _summary(found: Diff, tolerance: Tolerance, *, common: bool, has_noise: bool) -> Iterator[str]:
-    num_equal = found.num_compared - found.table.num_rows - found.num_incomparable - found.num_bare
+def _verdict(found: Diff, tolerance: Tolerance, *, has_noise: bool) -> str:
+    num_compared = found.num_compared - found.num_left_out
+    num_equal = num_compared - found.table.num_rows
     within = "exactly" if tolerance.is_exact else f"within {_said(tolerance)}"
     if has_noise:
         within = "within the noise" + (f" or {_said(tolerance)}" if not tolerance.is_exact else "")
-    yield (
-        f"{counted(found.num_compared, 'value')} compared: {num_equal} equal {within}, {found.table.num_rows} differ "
-        f"({found.num_by_fingerprint} equal by fingerprint, {found.num_by_values} by values, "
-        f"{found.num_by_statistics} by statistics)"
+    of = "" if num_compared == found.num_compared else f"{num_compared} of "
+    return (
+        f"{found.verdict}: {of}{counted(found.num_compared, 'value')} compared: {num_equal} equal {within}, "
+        f"{found.table.num_rows} differ ({found.num_by_fingerprint} equal by fingerprint, {found.num_by_values} by "
+        f"values, {found.num_by_statistics} by statistics)"
     )
-    if found.num_incomparable:
-        yield f"note: {counted(found.num_incomparable, 'pair')} have neither values nor statistics to compare"
-    if found.num_bare:
-        yield f"note: of {counted(found.num_bare, 'value')} neither run has the values or statistics of a whole tensor"
+
+
+def _notes(found: Diff, *, common: bool, has_noise: bool) -> Iterator[str]:
     num_only = sum(table.num_rows for table in (found.only_a, found.only_b))
+    if found.first is None and found.verdict == "different":
+        yield "what could be compared is equal, but one run lacks values that the other has; --common ignores that"
+    for left_out in found.left_out:
+        yield f"not compared: {counted(left_out.num_values, 'value')}: {left_out.why}"
+    if found.num_incomparable:
+        values = counted(found.num_incomparable, "value")
+        way_out = "" if common else "; --common ignores that"
+        yield f"not compared: {values}: one run has nothing of what the other kept of them{way_out}"
+    if found.num_bare:
+        yield f"note: of {counted(found.num_bare, 'value')} neither run kept anything that could be compared"
     for run, other, num in (("A", "B", found.num_handed_on_a), ("B", "A", found.num_handed_on_b)):
         if num:
             what = f"{counted(num, 'row')} of {run} that one pipeline stage hands to another"
             yield f"note: {what} are not compared: {other} is not cut into stages so"
+    if found.still_roots:
+        roots = ", ".join(map(repr, found.still_roots))
+        yield f"warning: the noise runs moved nothing in {roots}, where every difference counts"
     if found.loud_noise is not None:
         step, share = found.loud_noise
         yield (
@@ -284,11 +332,6 @@ def _summary(found: Diff, tolerance: Tolerance, *, common: bool, has_noise: bool
         )
     if num_only and common:
         yield f"note: {counted(num_only, 'value')} that one run alone has do not count (--common)"
-    verdict = "equal" if found.is_equal else "different"
-    if not found.is_equal and found.first is None:
-        lacks = "one lacks values that the other has" if num_only else "some values could not be compared"
-        verdict = f"different: what could be compared is equal, but {lacks}; --common ignores that"
-    yield verdict
 
 
 def _is_open(found: Diff) -> bool:
@@ -377,7 +420,7 @@ def _two(a: object, b: object) -> str:
 def _whole(value: float | int | None) -> str:
     if value is None:
         return ""
-    return f"{int(value)}" if value < 1e6 else f"{value:.3g}"
+    return f"{int(value)}" if value <= _MAX_ULP else f">{_MAX_ULP}"
 
 
 def _cosine(value: float | None) -> str:

@@ -78,6 +78,18 @@ def test_a_factor_is_told(folder: Path) -> None:
     assert factor(injected.compared(folder, "gradient_scaled_on_one_rank")) == pytest.approx(3, rel=1e-3)
 
 
+def test_a_hint_says_what_a_person_would_guess(folder: Path) -> None:
+    def hints(name: str) -> set[str]:
+        return {injected.compared(folder, name, one=one).culprits[0].hint for one in (False, True)}
+
+    assert hints("no_zero_grad") == {"B's gradient is A's of steps 0 and 1 added: not zeroed?"}
+    assert hints("old_gradient") == {"B's gradient is A's of step 1 again: is it computed, or reduced, anew?"}
+    assert hints("summed") == {"B's value is 2 times A's: added up over 2 ranks, not averaged?"}
+    (unclipped,) = hints("unclipped")
+    assert unclipped.startswith("the norm of all gradients is 0.1 in A") and unclipped.endswith("as without clipping?")
+    assert hints("skipped") == hints("reduced_in_bf16") == hints("doubled_loss") == {""}
+
+
 def test_a_twin_says_what_it_is_and_was_moved_by_a_last_place(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, twin = injected.opened(folder, "one_sound"), injected.opened(folder, f"one_sound{injected.TWIN}")
     assert (one.jitter, twin.jitter) == (0, 1)
@@ -97,8 +109,8 @@ def test_the_command_says_it_on_top_in_one_line_and_as_json(folder: Path) -> Non
     said = subprocess.run(command, capture_output=True, text=True, timeout=60)
     lines = said.stdout.splitlines()
     assert said.returncode == 1
-    assert re.fullmatch(r"culprit: step 0, forward of 'drop', rank 1: output differs by up to .*", lines[2])
-    assert lines[3].startswith("first difference: ")
+    assert re.fullmatch(r"culprit: step 0, forward of 'drop', rank 1: output differs by up to .*", lines[3])
+    assert lines[2].startswith("different: ") and lines[4].startswith("first difference: ")
     as_json = subprocess.run([*command, "--json", "--limit", "1"], capture_output=True, text=True, timeout=60)
     (culprit,) = json.loads(as_json.stdout)["culprits"]
     told = {"step": 0, "module_path": "drop", "site": "output", "phase": "forward", "rank": 1}

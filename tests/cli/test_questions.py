@@ -150,21 +150,26 @@ def test_diff_puts_the_first_module_on_top(cli: Cli, tmp_path: Path) -> None:
     assert found.exit_code == 1
     lines = found.out.splitlines()
     apart = "by up to 0.5, 0.03226 of the largest magnitude"
-    assert lines[:4] == [
-        f"A: {a}",
-        f"B: {b}",
+    answer = [
+        "different: 12 values compared: 8 equal exactly, 4 differ "
+        "(0 equal by fingerprint, 12 by values, 0 by statistics)",
         f"culprit: step 0, forward of 'down', ranks 0, 1: output differs {apart}",
         f"first difference: step 0, micro_step 0, 'down' output: values {apart}",
     ]
-    del lines[2]
+    assert lines[:5] == [f"A: {a}", f"B: {b}", *answer]
+    assert cli("diff", a, b, "--brief").out.splitlines() == answer
+    del lines[2:4]
     assert lines[3] == "modules that differ (1), in the order in which they do"
     assert lines[4] == "of max: max abs relative to the largest magnitude in either tensor"
     titles = ["module", "first step", "first value", "differ", "compared", "max abs", "of max", "cosine", "nonfinite"]
-    assert re.split("  +", lines[5]) == [*titles, "max rel", "max ulp"]
+    assert re.split("  +", lines[5]) == titles
     assert cells(lines[6])[:7] == ["down", "0", "output", "4", "4", "0.5", "0.03226"]
     assert lines[7].endswith("; the first 1 (--limit 0 shows all)")
     assert re.split("  +", lines[8])[-5:] == ["max abs", "of max", "cosine", "max rel", "max ulp"]
-    assert lines[-2].startswith("12 values compared: 8 equal exactly, 4 differ") and lines[-1] == "different"
+    assert cells(lines[9])[-1] == ">9999" and len(lines) == 10
+    few = cli("diff", a, b).out.splitlines()
+    assert few[7:-1] == lines[5:7]
+    assert few[-1].startswith("4 values in all: --limit 20 lists the first of them")
 
 
 @pytest.mark.parametrize(
@@ -185,7 +190,7 @@ def test_diff_says_what_would_tell_an_update_from_a_rounding(
 def test_diff_within_a_tolerance(cli: Cli, tmp_path: Path) -> None:
     a, b = training(tmp_path / "a"), training(tmp_path / "b", bonus=0.5)
     found = cli("diff", a, b, "--atol", "0.5")
-    assert found.exit_code == 0 and found.out.splitlines()[-1] == "equal"
+    assert found.exit_code == 0 and found.out.splitlines()[-1].startswith("equal: 12 values compared: 12 equal within")
     assert "12 equal within atol 0.5" in found.out
     assert cli("diff", a, b, "--rtol", "0.01").exit_code == 1
     assert cli("diff", a, b, "--module", "up").exit_code == 0
@@ -197,7 +202,8 @@ def test_diff_of_statistics_says_which_and_by_what(cli: Cli, tmp_path: Path) -> 
         rows = [make_row(0, [0.0, 4.0 + 1e-6 * n], encoding=None, module_path="up")]
         rows.append(make_row(1, [1.0, 2.0 + n], module_path="down"))
         runs.append(write(tmp_path / str(n), rows))
-    lines = cli("diff", *runs).out.splitlines()
+    lines = cli("diff", *runs, "--limit", "9").out.splitlines()
+    assert lines.pop(2).startswith("different: 2 values compared")
     how = "statistics, without values to compare: max 4 | 4.000001, 2.5e-07 apart"
     assert lines.pop(2) == "culprit: step 0, forward of 'up': output differs: max 4 | 4.000001"
     assert lines[2] == f"first difference: step 0, micro_step 0, 'up' output: {how}"
@@ -209,10 +215,10 @@ def test_diff_of_statistics_says_which_and_by_what(cli: Cli, tmp_path: Path) -> 
     ]
     assert cells(lines[10])[:2] == ["0", "up"] and "max 4 | 4.000001, 2.5e-07 apart" in lines[10]
     assert cells(lines[11])[:2] == ["0", "down"] and "apart" not in lines[11]
-    narrow = on_a_terminal("diff", *map(str, runs), "--module", "up", width=90, is_plain=True)
+    narrow = on_a_terminal("diff", *map(str, runs), "--module", "up", "--limit", "9", width=90, is_plain=True)
     assert "max 4 | 4.000001" in narrow.partition("values that differ")[2] and "of max (all -)" in narrow
     far = cli("diff", *runs, "--module", "down").out
-    assert "statistics" not in far.splitlines()[5] and "stats apart" not in far
+    assert "statistics" not in far.splitlines()[6] and "stats apart" not in far
 
 
 def test_diff_says_counts_as_whole_numbers_and_that_one_culprit_may_follow_from_another(
@@ -240,8 +246,8 @@ def test_diff_of_a_run_that_lacks_a_rank_says_so(cli: Cli, tmp_path: Path) -> No
     found = cli("diff", a, b)
     lines = found.out.splitlines()
     assert found.exit_code == 1
-    assert lines[2] == "B lacks rank 1 in 8 values"
-    assert lines[3] == "first difference: step 0, micro_step 0, 'up' output: B lacks rank 1"
+    assert lines[3] == "B lacks rank 1 in 8 values"
+    assert lines[4] == "first difference: step 0, micro_step 0, 'up' output: B lacks rank 1"
     assert cli("diff", a, b, "--json").json["partial"] == [{"run": "b", "ranks": [1], "num_values": 8}]
 
 
@@ -287,7 +293,8 @@ def test_diff_groups_what_one_side_lacks(cli: Cli, tmp_path: Path) -> None:
     assert "only in B, at steps that both have" in lines
     assert cells(lines[lines.index("only in B, at steps that both have") + 2]) == ["act", "output", "2", "0..1"]
     assert "steps only in B: 2 (not compared; no difference by itself)" in lines
-    assert lines[-1].startswith("different: what could be compared is equal, but one lacks values")
+    assert lines[2].startswith("different: 2 values compared: 2 equal exactly, 0 differ")
+    assert lines[3].startswith("what could be compared is equal, but one run lacks values")
     assert cli("diff", b, c, "--common").exit_code == 0
 
 
