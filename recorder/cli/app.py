@@ -1,6 +1,7 @@
 """Owns the commands' names, options and exit codes; what they do is in a module each.
 
-Exit codes: 0 fine, 1 a finding, 2 misuse or unreadable input. An error of ours is one line on stderr, no traceback.
+Exit codes: 0 fine, 1 a finding, 2 misuse or unreadable input, 130 interrupted. An error of ours is one line on stderr,
+no traceback, and with --json the document on stdout, too.
 """
 
 from __future__ import annotations
@@ -23,18 +24,20 @@ from .options import (
     ModulePatterns,
     NameOption,
     RankOption,
+    RunOrModule,
     RunPath,
     SchedulerOption,
     SiteOption,
     StepOption,
+    complete_run,
     refuse,
 )
-from .output import LineHandler, printable_line
+from .output import LineHandler, print_json, printable_line
 
 _PACKAGE = (__package__ or "recorder").partition(".")[0]
 
 app = typer.Typer(
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -44,6 +47,10 @@ app = typer.Typer(
 
 _READER_GONE = 141
 """What a shell says of a program that wrote to a pipe that nobody reads any more."""
+_MISUSE = 2
+_INTERRUPTED = 130
+_UsageError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+"""Of typer's own copy of click, or of click itself where typer has none."""
 
 
 def run_command(arguments: list[str]) -> NoReturn:
@@ -55,20 +62,37 @@ def run_command(arguments: list[str]) -> NoReturn:
     library.propagate = False
     stdout = sys.stdout
     try:
-        app(arguments, prog_name="recorder")
+        sys.exit(app(arguments, prog_name="recorder", standalone_mode=False))
     except SystemExit:
         if sys.stdout is stdout:
             raise
         sys.exit(_READER_GONE)  # the library has put another in its place, and says 1, which would be a finding
+    except typer.Abort:
+        sys.exit(_INTERRUPTED)
+    except _UsageError as error:
+        error.show()
+        message = error.format_message()
     except (RecorderError, OSError, MemoryError) as error:
-        print(f"recorder: {printable_line(error or 'out of memory')}", file=sys.stderr)
-    sys.exit(2)
+        message = str(error) or "out of memory"
+        print(f"recorder: {printable_line(message)}", file=sys.stderr)
+    if "--json" in arguments:
+        print_json({"error": {"message": message, "exit_code": _MISUSE}})
+    sys.exit(_MISUSE)
 
 
 def _local_path(text: str) -> Path:
     from .paths import local_path
 
     return local_path(text)
+
+
+def _complete_command(incomplete: str) -> list[str]:
+    return [name for name in command_names() if name.startswith(incomplete)]
+
+
+def command_names() -> list[str]:
+    """The commands, as they are typed."""
+    return [one.name or str(getattr(one.callback, "__name__", "")) for one in app.registered_commands]
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -80,7 +104,7 @@ def _print_version(is_wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Look at what the recorder wrote while a model trained."""
@@ -89,7 +113,10 @@ def main(
 @app.command(epilog="Example: recorder ls recordings")
 def ls(
     path: Annotated[
-        str | None, typer.Argument(metavar="[PATH]", help="A run, or a folder of runs; without: RECORDER_DIR.")
+        str | None,
+        typer.Argument(
+            metavar="PATH", help="A run, or a folder of runs; without: RECORDER_DIR.", autocompletion=complete_run
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -101,7 +128,7 @@ def ls(
 
 @app.command(epilog="Examples: recorder show layers.0.mlp    recorder show @-2 'layers.*' --statistic l2")
 def show(
-    path: RunPath = None,
+    path: RunOrModule = None,
     module: ModulePatterns = None,
     site: SiteOption = None,
     name: NameOption = None,
@@ -162,7 +189,7 @@ def first(path: RunPath = None, as_json: Json = False) -> None:
 
 @app.command(epilog="Example: recorder stats recordings 'layers.*' --site grad --by step --global")
 def stats(
-    path: RunPath = None,
+    path: RunOrModule = None,
     module: ModulePatterns = None,
     site: SiteOption = None,
     name: NameOption = None,
@@ -204,8 +231,12 @@ def stats(
 
 @app.command(epilog="Example: recorder diff run-ddp run-fsdp --rtol 1e-4 --atol 1e-6")
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A run; its order of execution counts.")] = "@-2",
-    b: Annotated[str, typer.Argument(metavar="B", help="The run to compare with it.")] = "@-1",
+    a: Annotated[
+        str, typer.Argument(metavar="A", help="A run; its order of execution counts.", autocompletion=complete_run)
+    ] = "@-2",
+    b: Annotated[
+        str, typer.Argument(metavar="B", help="The run to compare with it.", autocompletion=complete_run)
+    ] = "@-1",
     rtol: Annotated[
         float,
         typer.Option(
@@ -220,6 +251,7 @@ def diff(
         list[str] | None,
         typer.Option(
             metavar="RUN",
+            autocompletion=complete_run,
             help="A repeat of A, or its twin under RECORDER_JITTER=1; may be given again. A difference counts only "
             "where it is more than 10 times what noise does at that tensor and step.",
         ),
@@ -521,7 +553,7 @@ def config(
 
 @app.command(epilog="Examples: recorder init    recorder init slow-disk.toml")
 def init(
-    path: Annotated[Path, typer.Argument(metavar="[FILE]", help="The file to write.")] = Path("recorder.toml"),
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")] = Path("recorder.toml"),
 ) -> None:
     """Write a TOML file of all settings, each with its default."""
     from .settings import write_example
@@ -532,7 +564,10 @@ def init(
 @app.command(epilog="Examples: recorder doctor    recorder doctor recordings --strict")
 def doctor(
     context: typer.Context,
-    path: Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run; without: this environment.")] = None,
+    path: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN", help="A run; without: this environment.", autocompletion=complete_run),
+    ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit code 1 also for what only may be a loss; see above.")
     ] = False,
@@ -551,6 +586,15 @@ def doctor(
 
     run = None if path is None else open_run(path)
     raise typer.Exit(examine(run, as_json=as_json, is_strict=strict))
+
+
+@app.command("help", epilog="Example: recorder help diff")
+def show_help(
+    context: typer.Context,
+    command: Annotated[str | None, typer.Argument(metavar="COMMAND", autocompletion=_complete_command)] = None,
+) -> None:
+    """Show what a command does, with its options."""
+    app([*([command] if command else []), "--help"], prog_name="recorder", standalone_mode=False)
 
 
 @app.command(

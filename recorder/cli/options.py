@@ -8,18 +8,43 @@ import typer
 
 from ..errors import LookupFailedError
 
+
+def complete_run(incomplete: str) -> list[str]:
+    """What the shell offers for a run; loaded then alone, as is what the others need."""
+    from .completing import complete_run
+
+    return complete_run(incomplete)
+
+
+def _complete_run_or_module(incomplete: str) -> list[str]:
+    from .completing import complete_run_or_module
+
+    return complete_run_or_module(incomplete)
+
+
+def _complete_module(context: typer.Context, incomplete: str) -> list[str]:
+    from .completing import complete_module
+
+    return complete_module(context, incomplete)
+
+
+_RUNS = (
+    "A run's path or name, or how that begins; latest, @-2 (the last but one), FOLDER/@-1; also s3://... Of a folder, "
+    "and without RUN of RECORDER_DIR, the newest."
+)
 RunPath = Annotated[  # a text: pathlib would make s3:/bucket of s3://bucket
-    str | None,
-    typer.Argument(
-        metavar="[RUN]",
-        help="A run's path or name, or how that begins; latest, @-2 (the last but one), FOLDER/@-1; also s3://... Of a "
-        "folder, and without RUN of RECORDER_DIR, the newest.",
-    ),
+    str | None, typer.Argument(metavar="RUN", help=_RUNS, autocompletion=complete_run)
 ]
+RunOrModule = Annotated[str | None, typer.Argument(metavar="RUN", help=_RUNS, autocompletion=_complete_run_or_module)]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
 _MODULES = "a path, globs or re:... with commas, !... to leave out; '' is the root"
-ModulePatterns = Annotated[str | None, typer.Argument(metavar="[MODULE]", help=f"Modules: {_MODULES}. Without: all.")]
-ModuleOption = Annotated[str | None, typer.Option(help=f"Only these modules: {_MODULES}.")]
+ModulePatterns = Annotated[
+    str | None,
+    typer.Argument(metavar="MODULE", help=f"Modules: {_MODULES}. Without: all.", autocompletion=_complete_module),
+]
+ModuleOption = Annotated[
+    str | None, typer.Option(help=f"Only these modules: {_MODULES}.", autocompletion=_complete_module)
+]
 SiteOption = Annotated[str | None, typer.Option(help="Only these sites: output, grad, param,... with commas.")]
 NameOption = Annotated[
     str | None, typer.Option(help="Only these names at the site, written like modules: weight, *.exp_avg.")
