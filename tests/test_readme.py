@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -93,6 +94,22 @@ def test_the_answers_are_those_of_a_run_that_is_whole(typed: Typed) -> None:
     assert "no findings" in typed.said["recorder merge recordings -o merged"]
     steps = {line.split()[0] for line in answers["stats"].splitlines()[2:]}
     assert steps == {"0", "1", "2", "3", "4"}
+
+
+def test_what_the_commands_leave_is_ignored_by_git(typed: Typed) -> None:
+    for snippet in typed.snippets.values():
+        snippet.result()
+    ignored = {line.strip("/") for line in (HERE.parent / ".gitignore").read_text().splitlines()}
+    assert {path.name for path in typed.folder.iterdir()} - ignored == {"train.py"}
+
+
+def test_the_demo_installs_what_the_snippets_import() -> None:
+    project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
+    (extra,) = re.findall(r"^prepare (\w+)", (HERE.parent / "scripts" / "demo").read_text(), flags=re.MULTILINE)
+    installed = project["dependencies"] + project["optional-dependencies"][extra]
+    names = {re.split(r"[<>=\[]", one)[0] for one in installed} | {project["name"]}
+    imported = {name for text in PYTHON for name in re.findall(r"^(?:import|from) (\w+)", text, flags=re.MULTILINE)}
+    assert imported - set(sys.stdlib_module_names) <= names
 
 
 def test_the_global_tensor_is_that_of_both_ranks(typed: Typed) -> None:
