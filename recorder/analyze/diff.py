@@ -390,6 +390,8 @@ class _Pieces:
         report: _Report,
     ) -> None:
         self._views = [run.view(loss=loss, layouts=layouts) for run in runs]
+        self.jitter_eps = max((run.jitter_eps for run in runs[2:]), default=0.0)
+        """By which share the inputs of the noise runs were moved."""
         self._selection = selection
         self._tolerance = tolerance
         self._renames = renames
@@ -469,7 +471,7 @@ class _Comparison:
         self._partial: Counter[tuple[str, str]] = Counter()
         self._naming = Naming(pieces.rows)
         self._handed_on = np.zeros(2, np.int64)
-        self._beyond_noise = BeyondNoise()
+        self._beyond_noise = BeyondNoise(pieces.jitter_eps)
         self._moved: list[set[str]] = []
         self._unread: Counter[str] = Counter()
         self._num_apart = 0

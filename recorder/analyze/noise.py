@@ -101,9 +101,14 @@ def measure(judged: Judged, compared: Compared, sides: Sequence[Side]) -> Measur
 
 
 class BeyondNoise:
-    """Tells differences from noise, range by range of steps in their order."""
+    """Tells differences from noise, range by range of steps in their order.
 
-    def __init__(self) -> None:
+    Args:
+        eps: by which share the inputs of the noise runs were moved, as far as their manifests say.
+    """
+
+    def __init__(self, eps: float = 0.0) -> None:
+        self._eps = eps
         self._drift = Drift()
         self._factors: dict[str, float] = {}
         """By root: how many times farther apart than the twin a step began, at most."""
@@ -154,7 +159,7 @@ class BeyondNoise:
         for step, of_step in zip(steps.tolist(), parts, strict=True):
             if not self._is_begun:
                 self._is_begun = True
-                share, limit = measured.typical_share(of_step), measured.loudness(of_step)
+                share, limit = measured.typical_share(of_step), measured.loudness(of_step, self._eps)
                 self.loud = LoudNoise(step, share) if share > limit else None
             for root in dict.fromkeys(measured.roots[of_step].tolist()):
                 self._follow_step(step, root, of_step[measured.roots[of_step] == root], pairs, measured, places)
@@ -260,9 +265,12 @@ class Measured:
         known = shares[~np.isnan(shares)]
         return max(float(np.median(known)), least) if len(known) else least
 
-    def loudness(self, rows: Integers) -> float:
-        """The share beyond which noise of a first step is none: far more than roundings, less than another dropout."""
-        return 8 * float(np.sqrt(np.median(self._eps[rows]) / _ROUNDINGS))
+    def loudness(self, rows: Integers, eps: float) -> float:
+        """The share beyond which noise of a first step is none: far more than roundings, less than another dropout.
+
+        Under autocast the values have a longer type than the model computes with; `eps` is that of the shorter one.
+        """
+        return 8 * float(np.sqrt(max(np.median(self._eps[rows]) / _ROUNDINGS, eps)))
 
     def lines(self, rows: Integers, places: Integers) -> list[dict[str, Any]]:
         """Rows with all that is known of them, the number of the pair, and how far an element may be apart."""

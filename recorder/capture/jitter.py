@@ -1,5 +1,7 @@
 """The one thing that changes training on purpose: inputs of a root moved by a last place, to see what noise does.
 
+A last place is one of the type in which the model computes, which autocast may make shorter than the input's own.
+
 What is moved and how hangs on the seed and the shape alone: a recomputed block sees what its forward saw, ranks that
 share a batch see the same, and the global random state is left alone. Of a DTensor each rank moves what it holds, by
 its own shape: replicas have one shape, so they stay replicas; summands of a sum have one shape, too, and what they add
@@ -24,15 +26,34 @@ INPUTS, EMBEDDINGS = "inputs", "embeddings"
 """What can be moved of a root."""
 
 
-def jittered(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    """A tensor whose every element is multiplied with 1 + or - the machine epsilon of its type."""
-    return tensor * _factors(tensor, seed)
+def jittered(tensor: torch.Tensor, seed: int, eps: float | None = None) -> torch.Tensor:
+    """A tensor whose every element is multiplied with 1 + or - `eps`, by default the machine epsilon of its type."""
+    return tensor * _factors(tensor, seed, eps)
 
 
-def _factors(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+def _factors(tensor: torch.Tensor, seed: int, eps: float | None = None) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8) * 2 - 1
-    return 1 + signs.to(device=tensor.device, dtype=tensor.dtype, non_blocking=True) * torch.finfo(tensor.dtype).eps
+    eps = torch.finfo(tensor.dtype).eps if eps is None else eps
+    return 1 + signs.to(device=tensor.device, dtype=tensor.dtype, non_blocking=True) * eps
+
+
+def _working_eps(module: nn.Module, value: torch.Tensor) -> float:
+    """The machine epsilon of the type in which a module computes with a value that it is given.
+
+    Autocast, the mixed precision of FSDP2 and a model whose parameters are all of a shorter type round a value before
+    its first use: a last place of the longer type would vanish there, and the twin would show no noise at all.
+    """
+    eps = torch.finfo(value.dtype).eps
+    device = value.device.type
+    if value.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        eps = max(eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
+    dtypes = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
+    state = getattr(module, "_get_fsdp_state", None)  # of a module that fully_shard has changed
+    policy: Any = getattr(state(), "_mp_policy", None) if state is not None else None
+    if policy is not None and policy.param_dtype is not None:
+        dtypes = [policy.param_dtype]
+    return max(eps, min((torch.finfo(dtype).eps for dtype in dtypes), default=eps))
 
 
 def _can_move(value: Any) -> bool:
@@ -47,21 +68,22 @@ def _is_awaited(value: Any) -> bool:
     return awaited is not None and type(value) is awaited
 
 
-def _moved(value: Any, seed: int, *, is_own: bool = False) -> torch.Tensor:
+def _moved(value: Any, seed: int, eps: float, *, is_own: bool = False) -> torch.Tensor:
     """What takes the place of a value.
 
     Args:
         value: it can be moved.
         seed: of the pattern.
+        eps: by which share of it each element is moved.
         is_own: of a DTensor, whether nobody else holds it yet, so that it may be changed in place.
     """
     if not is_dtensor(value):
-        return jittered(value, seed)
+        return jittered(value, seed, eps)
     # A product of DTensors may redistribute them, forwards or backwards; what is done to the local values does not.
     found: Any = value if is_own else _copied(value)
     with torch.no_grad():
         local = found._local_tensor
-        local.mul_(_factors(local, seed))
+        local.mul_(_factors(local, seed, eps))
     moved: torch.Tensor = found
     return moved
 
@@ -93,14 +115,17 @@ class JitterInputs(hooks.Hook):
             return None
         try:
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            self.is_used = any(map(_can_move, leaves))
-            if not self.is_used:
+            eps = {id(leaf): _working_eps(module, leaf) for leaf in leaves if _can_move(leaf)}
+            self.is_used = bool(eps)
+            if not eps:
                 return None
-            moved = pytree.tree_unflatten([_moved(x, self.seed) if _can_move(x) else x for x in leaves], spec)
+            moved = pytree.tree_unflatten(
+                [_moved(x, self.seed, eps[id(x)]) if id(x) in eps else x for x in leaves], spec
+            )
         except Exception as error:
             root.jitter_failed(error)
             return None
-        root.has_moved(INPUTS)
+        root.has_moved(INPUTS, max(eps.values()))
         return moved
 
 
@@ -118,11 +143,12 @@ class JitterEmbedding(hooks.Hook):
         if torch.compiler.is_compiling() or root is None or self._inputs.is_used or not _can_move(output):
             return None
         try:
-            moved = _moved(output, self._inputs.seed, is_own=True)
+            eps = _working_eps(module, output)
+            moved = _moved(output, self._inputs.seed, eps, is_own=True)
         except Exception as error:
             root.jitter_failed(error)
             return None
-        root.has_moved(EMBEDDINGS)
+        root.has_moved(EMBEDDINGS, eps)
         return moved
 
 

@@ -98,8 +98,8 @@ class Root:
         """Parameters, by id, whose local gradients are awaited in that slice."""
         self.jitter: JitterInputs | None = None
         """Moves the root's inputs, where the settings ask for it."""
-        self.moved: tuple[str, ...] | None = None
-        """What of it was moved, for the manifest; None where that is not known yet, or nobody asked for it."""
+        self.moved: dict[str, float] | None = None
+        """What of the root was moved, and by which share at most; None where that is not known yet, or nobody asked."""
         self._around = [weakref.ref(wrapper) for wrapper in wrappers_around(module)]
         self._install(module)
         self._learn_groups(module)
@@ -112,13 +112,15 @@ class Root:
             "model_parallel": self.model_parallel,
             "pipeline": self.pipeline,
             "unshared": self.unshared,
-            "jitter": None if self.moved is None else {"moved": list(self.moved)},
+            "jitter": None
+            if self.moved is None
+            else {"moved": list(self.moved), "eps": max(self.moved.values(), default=0.0)},
         }
 
-    def has_moved(self, what: str) -> None:
-        """The setting `jitter` has moved something of it."""
-        if self.moved is None or what not in self.moved:
-            self.moved = (*(self.moved or ()), what)
+    def has_moved(self, what: str, eps: float) -> None:
+        """The setting `jitter` has moved something of the root, by this share of its value."""
+        if self.moved is None or self.moved.get(what, 0.0) < eps:
+            self.moved = {**(self.moved or {}), what: eps}
             self.capture.events.has_changed = True
 
     def jitter_failed(self, error: Exception) -> None:
@@ -131,7 +133,7 @@ class Root:
     def say_if_nothing_moved(self) -> None:
         """Somebody asked for a twin, and what ran is none."""
         if self.capture.settings.jitter and self.moved is None:
-            self.moved = ()
+            self.moved = {}
             self.capture.events.add("nothing_moved", f"{self.name}: {_NOTHING_MOVED}", key=self.name)
 
     def _wrappers_around(self) -> list[nn.Module]:

@@ -125,10 +125,19 @@ class Run:
     @cached_property
     def jitter_moved(self) -> tuple[str, ...] | None:
         """What `jitter` moved, ``inputs`` or ``embeddings``; empty: nothing. None where no manifest says it."""
+        found = dict.fromkeys(what for fact in self._jitter_facts for what in untrusted.texts(fact.get("moved")))
+        return tuple(found) if self._jitter_facts else None
+
+    @cached_property
+    def jitter_eps(self) -> float:
+        """By which share of its value `jitter` moved an element at most; 0 where no manifest says it."""
+        told = [fact.get("eps") for fact in self._jitter_facts]
+        return max((eps for eps in told if type(eps) is float and 0 <= eps < 1), default=0.0)
+
+    @cached_property
+    def _jitter_facts(self) -> list[dict[str, Any]]:
         roots = [root for writer in self.writers for root in untrusted.objects(writer.manifest.get("roots"))]
-        told = [fact for root in roots if isinstance(fact := root.get("jitter"), dict)]
-        found = dict.fromkeys(what for fact in told for what in untrusted.texts(fact.get("moved")))
-        return tuple(found) if told else None
+        return [fact for root in roots if isinstance(fact := root.get("jitter"), dict)]
 
     @cached_property
     def ranks(self) -> list[int]:

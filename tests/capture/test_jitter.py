@@ -48,6 +48,37 @@ def test_every_element_is_moved_by_a_last_place_or_two(dtype: torch.dtype) -> No
     assert not torch.equal(jittered(values, 1), jittered(values, 2))
 
 
+def test_under_autocast_inputs_are_moved_by_a_last_place_of_the_type_in_which_the_model_computes(
+    tmp_path: Path,
+) -> None:
+    net, inputs = nn.Linear(4, 4), torch.linspace(0.1, 2, 12).view(3, 4)
+    with recorder.attach(net, enabled=True, dir=str(tmp_path), rules="site=input keep=tensor", jitter=1):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for is_autocast in (True, False):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+                loss = net(inputs).sum()
+            loss.backward()
+            optimizer.step()
+    run = recorder.open_run(tmp_path)
+    moved = [torch.from_numpy(run.array("", site="input", step=step)) for step in range(2)]
+    assert (moved[0].bfloat16() != inputs.bfloat16()).all()
+    assert ((moved[0] / inputs - 1).abs() < 1.1 * torch.finfo(torch.bfloat16).eps).all()
+    assert (moved[1] != inputs).all() and ((moved[1] / inputs - 1).abs() < 2.1 * torch.finfo(torch.float32).eps).all()
+
+
+def test_a_model_of_a_shorter_type_is_given_what_differs_in_that_type(tmp_path: Path) -> None:
+    net, inputs = Casting(4, 4).bfloat16(), torch.linspace(0.1, 2, 12).view(3, 4)
+    with recorder.attach(net, enabled=True, dir=str(tmp_path), rules="site=input keep=tensor", jitter=1):
+        net(inputs).sum().backward()
+    moved = torch.from_numpy(recorder.open_run(tmp_path).array("", site="input", step=0))
+    assert (moved.bfloat16() != inputs.bfloat16()).all()
+
+
+class Casting(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
