@@ -183,13 +183,30 @@ def footer_bytes(source: ByteSource) -> int:
 
 def footer_blocks(source: ByteSource) -> list[Block]:
     """Where the footer of a sealed file says that its batches lie; each is checked only when it is read."""
-    num_bytes = footer_bytes(source)
-    footer = source.read(source.size_bytes - TAIL_BYTES - num_bytes, num_bytes)
     try:
-        items = list(struct.iter_unpack("<qi4xq", _root(memoryview(footer)).vector(3, 24)))
+        items = list(struct.iter_unpack("<qi4xq", _footer(source).vector(3, 24)))
     except struct.error as error:
         raise CorruptError(f"{source.where}: the footer is damaged ({error})") from error
     return [Block(offset=offset, metadata_bytes=meta, body_bytes=body) for offset, meta, body in items]
+
+
+def footer_text(source: ByteSource, key: bytes) -> range | None:
+    """Where in a sealed file the value lies that its footer's `custom_metadata` has for a key; None without one."""
+    try:
+        footer = _footer(source)
+        for pair in footer.tables(4):
+            if bytes(pair.vector(0, 1)) == key:
+                start = pair.field(1) + pair.unpack("<I", pair.field(1)) + 4
+                start += source.size_bytes - TAIL_BYTES - len(footer.data)
+                return range(start, start + len(pair.vector(1, 1)))
+    except struct.error as error:
+        raise CorruptError(f"{source.where}: the footer is damaged ({error})") from error
+    return None
+
+
+def _footer(source: ByteSource) -> _Table:
+    num_bytes = footer_bytes(source)
+    return _root(memoryview(source.read(source.size_bytes - TAIL_BYTES - num_bytes, num_bytes)))
 
 
 def check_block(block: Block, source: ByteSource) -> None:

@@ -17,12 +17,14 @@ import pyarrow as pa
 
 from ..errors import CorruptError, RunError, UnsupportedError
 from ..format.integrity import (
+    JOINED_BYTES,
     BatchHeader,
     ColumnKind,
     buffer_crcs,
     check_batch,
     checksum,
     column_kind,
+    joined_checksum,
     loops_of_readers,
 )
 from ..format.schema import SCHEMA
@@ -73,6 +75,8 @@ class CheckedBatch(NamedTuple):
 
     batch: Any
     header: BatchHeader
+    whole: Any
+    """The message as it stands in the file; bytes of columns that were not asked for may be zeros."""
 
 
 class Layout:
@@ -133,6 +137,24 @@ class Layout:
             return buffer_crcs(kind, num_rows, num_nulls, parts, kernels)
 
         return crcs
+
+    def file_crc(self, before: int, checked: CheckedBatch) -> int:
+        """CRC32C of the bytes before a batch and those of its message, all columns of which were read and checked.
+
+        A large payload whose checksum has just been found right is not looked at again.
+        """
+        whole = memoryview(checked.whole)
+        known = checked.header.crcs.get("data", [None])[-1] if "data" in self._place_of else None
+        if known is not None and len(whole) >= JOINED_BYTES:
+            (metadata_bytes,) = struct.unpack_from("<I", whole, 4)
+            message = parse_message(checked.whole.slice(PREFIX_BYTES, metadata_bytes), "a batch that was read")
+            offset, num_bytes = message.buffers[self._starts[self._place_of["data"]] + 2]
+            (used_bytes,) = struct.unpack_from("<q", checked.batch.column("data").buffers()[1], 8 * len(checked.batch))
+            if not message.is_compressed and num_bytes == used_bytes >= JOINED_BYTES:
+                start = PREFIX_BYTES + metadata_bytes + offset
+                before = joined_checksum(checksum(whole[:start], None, before), known, num_bytes)
+                whole = whole[start + num_bytes :]
+        return checksum(whole, loops_of_readers(), before)
 
     def values_of(self, name: str, message: Message, body: memoryview) -> npt.NDArray[Any] | None:
         """The whole numbers of a column off an uncompressed message, faster than by Arrow; None if some are null."""
@@ -268,7 +290,7 @@ def read_batch(source: ByteSource, block: Block, layout: Layout, columns: Sequen
         if name in layout.counts:
             counts = None if body is None else layout.values_of(name, message, body)
             _check_counts(_values(batch.column(place)) if counts is None else counts, name, where)
-    return CheckedBatch(batch if columns else batch.select([]), header)
+    return CheckedBatch(batch if columns else batch.select([]), header, whole)
 
 
 def _crcs_without_nulls(

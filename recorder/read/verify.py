@@ -13,16 +13,27 @@ import numpy as np
 import pyarrow as pa
 
 from ..errors import CorruptError, RunError
+from ..format.integrity import FILE_CRC_KEY, NO_DIGITS, checksum
 from ..format.rundir import index_name
 from ..format.schema import LIGHT_COLUMNS
 from ..processes import available_cores
 from .files import ByteSource
-from .messages import CONTINUATION, FIRST_MESSAGE, PREFIX_BYTES, TAIL_BYTES, Block, footer_blocks, footer_bytes
+from .messages import (
+    CONTINUATION,
+    FIRST_MESSAGE,
+    MAGIC,
+    PREFIX_BYTES,
+    TAIL_BYTES,
+    Block,
+    footer_blocks,
+    footer_bytes,
+    footer_text,
+)
 from .places import LOCAL, Place, store_of
 from .rows import INDEX_COLUMNS, PLACE_FIELDS, SHARD_BYTES_KEY, ShardRows
 from .run import Run
 from .salvage import salvage
-from .shard import ARROW_ERRORS, Shard, open_sealed, read_layout
+from .shard import ARROW_ERRORS, CheckedBatch, Shard, open_sealed, read_batch, read_layout
 from .unsealed import unsealed_note
 from .writers import RecordedWriter
 
@@ -92,22 +103,24 @@ def _verify_shard(shard: ShardRows, writer: RecordedWriter, report: Report, is_o
 
 
 def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[Finding]:
-    with store_of(rows.path).open_sealed(rows.path) as source:
-        layout, schema_block = read_layout(source)
-        blocks = footer_blocks(source)
-        shard, _ = open_sealed(rows.path)
-        _check_footer(source, layout.schema, schema_block, blocks)
-    report(source.size_bytes - sum(block.body_bytes for block in shard.blocks.values()))
+    file = _SealedFile(rows.path)
+    report(rows.size_bytes - sum(block.body_bytes for block in file.shard.blocks.values()))
     index, findings = _read_index(rows)
     light: dict[int, Any] = {}
-    for number, batch in _read_all(shard, report):
-        if isinstance(batch, Finding):
-            yield batch
-        elif index is not None:
-            light[number] = _apart(batch.select(LIGHT_COLUMNS), rows.path)
+    num_damaged = 0
+    for number, checked in _read_all(file.shard, report):
+        if isinstance(checked, Finding):
+            num_damaged += 1
+            yield checked
+            continue
+        file.pass_batch(checked)
+        if index is not None:
+            light[number] = _apart(checked.batch.select(LIGHT_COLUMNS), rows.path)
+    if not num_damaged:  # else the checksum of the whole file says nothing new
+        file.check_end()
     yield from findings
     if index is not None:
-        yield from _compare(index, list(shard.blocks), light, rows.path.with_name(index_name(rows.path.name)))
+        yield from _compare(index, list(file.shard.blocks), light, rows.path.with_name(index_name(rows.path.name)))
 
 
 def _verify_open(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[Finding]:
@@ -116,9 +129,9 @@ def _verify_open(rows: ShardRows, writer: RecordedWriter, report: Report) -> Ite
     shard = Shard(open_source, found.layout, found.blocks)
     for text in found.damage:
         yield Finding(True, text)
-    for _, batch in _read_all(shard, lambda num_bytes: None):
-        if isinstance(batch, Finding):
-            yield batch
+    for _, checked in _read_all(shard, lambda num_bytes: None):
+        if isinstance(checked, Finding):
+            yield checked
     report(rows.size_bytes)
     num_rows = sum(found.rows_of.values())
     rest = f", then {found.num_trailing_bytes} bytes that are no whole batch" if found.num_trailing_bytes else ""
@@ -133,14 +146,52 @@ def _verify_open(rows: ShardRows, writer: RecordedWriter, report: Report) -> Ite
         yield Finding(False, f"{text}; its writer may be at work on them")
 
 
-def _read_all(shard: Shard, report: Report) -> Iterator[tuple[int, Any]]:
+def _read_all(shard: Shard, report: Report) -> Iterator[tuple[int, CheckedBatch | Finding]]:
     """The batches with their numbers, each read once; a finding in place of one that is damaged."""
     for number, block in shard.blocks.items():
         try:
-            yield number, shard.read(number, shard.schema.names).batch
+            yield number, shard.read(number, shard.schema.names)
         except CorruptError as error:
             yield number, Finding(True, str(error))
         report(block.body_bytes)
+
+
+class _SealedFile:
+    """One way through all bytes of a sealed file, those included that no column's checksum covers."""
+
+    def __init__(self, path: Place, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()) -> None:
+        """Look at its beginning and its end. Arguments and errors are those of `open_sealed`."""
+        with store_of(path).open_sealed(path) as source:
+            self._source = source
+            self._layout, schema_block = read_layout(source, extra, without)
+            self._blocks = footer_blocks(source)
+            self.shard, self._seal = open_sealed(path, extra, without)
+            _check_footer(source, self._layout.schema, schema_block, self._blocks)
+            self._crc = checksum(memoryview(source.read(0, schema_block.end)), None)
+
+    def pass_batch(self, checked: CheckedBatch) -> None:
+        """Go on over the next batch, of which all columns were read."""
+        self._crc = self._layout.file_crc(self._crc, checked)
+
+    def check_end(self) -> None:
+        """Go over the seal and the footer, and compare the checksum of the file with what the footer says.
+
+        A file of a writer that knew no such checksum is only compared with what Arrow makes of its end.
+
+        Raises:
+            CorruptError: a byte of the file is not the one that was written.
+        """
+        with self._source as source:
+            end = self._blocks[-1].end
+            self.pass_batch(read_batch(source, self._blocks[-1], self._layout, self._layout.names))
+            digits = footer_text(source, FILE_CRC_KEY)
+            if not self._seal.has_file_crc and digits is None:
+                return
+            rest = bytearray(source.read(end, source.size_bytes - end))
+            place = slice(0, 0) if digits is None else slice(digits.start - end, digits.stop - end)
+            said, rest[place] = bytes(rest[place]), NO_DIGITS[: place.stop - place.start]
+            if said != b"%08x" % checksum(memoryview(rest), None, self._crc):
+                raise CorruptError(f"{source.where}: a byte beside the rows is not the one that was written (CRC32C)")
 
 
 def _check_footer(source: ByteSource, schema: object, schema_block: Block, blocks: list[Block]) -> None:
@@ -155,10 +206,14 @@ def _check_footer(source: ByteSource, schema: object, schema_block: Block, block
     if end_of_stream != struct.pack("<II", CONTINUATION, 0) or footer_start != end + PREFIX_BYTES:
         raise CorruptError(f"{source.where}: the footer does not follow the last batch at byte {end}")
     try:
-        ends = [range(FIRST_MESSAGE), range(footer_start, source.size_bytes)]
-        schema_of_footer = pa.ipc.open_file(source.read(0, source.size_bytes, ends)).schema
+        ends = [range(FIRST_MESSAGE), range(blocks[-1].offset, source.size_bytes)]
+        file = pa.ipc.open_file(source.read(0, source.size_bytes, ends))
+        schema_of_footer = file.schema
+        file.get_batch(len(blocks) - 1).validate(full=True)
     except ARROW_ERRORS as error:
-        raise CorruptError(f"{source.where}: Arrow cannot read the footer ({error})") from error
+        raise CorruptError(f"{source.where}: Arrow cannot read the seal and the footer ({error})") from error
+    if bytes(source.read(0, FIRST_MESSAGE)) != MAGIC.ljust(FIRST_MESSAGE, b"\0"):
+        raise CorruptError(f"{source.where}: does not begin with {MAGIC.decode()} and zeros")
     if not schema_of_footer.equals(schema, check_metadata=True):
         raise CorruptError(f"{source.where}: the schema in the footer is not the one at the beginning")
 
@@ -167,8 +222,13 @@ def _read_index(rows: ShardRows) -> tuple[Any, list[Finding]]:
     """The index as a table; None where there is none to compare, and what is wrong with it."""
     path = rows.path.with_name(index_name(rows.path.name))
     try:
-        index, _ = open_sealed(path, extra=PLACE_FIELDS, without=("data",))
-        batches = [index.read(number, INDEX_COLUMNS).batch for number in index.blocks]
+        file = _SealedFile(path, extra=PLACE_FIELDS, without=("data",))
+        index, batches = file.shard, []
+        for number in index.blocks:
+            checked = index.read(number, index.schema.names)
+            file.pass_batch(checked)
+            batches.append(checked.batch.select(INDEX_COLUMNS))
+        file.check_end()
     except FileNotFoundError:
         is_missed = rows.path.name.startswith("tensors")  # statistics are read as fast from the shard itself
         return None, [Finding(False, f"{path}: missing; readers do without, more slowly")] if is_missed else []

@@ -14,6 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from crc32c import crc32c
+
+from ..format.integrity import FILE_CRC_KEY, NO_DIGITS
 
 _MAGIC = b"ARROW1"
 _PREFIX_BYTES = 8
@@ -61,7 +64,7 @@ class Layout:
         message = schema.serialize().to_pybytes()
         self._schema_bytes = len(message)
         self.preamble = _MAGIC.ljust(8, b"\0") + message
-        self._footer = _empty_footer(schema)
+        self._footer = _with_checksum(_empty_footer(schema))
         num_buffers = [field.type.num_buffers for field in schema]
         self._num_buffers = sum(num_buffers)
         self._payload_buffer = sum(num_buffers[: schema.get_field_index("data") + 1]) - 1
@@ -125,14 +128,22 @@ class Layout:
         lead, trail = content[:lead_bytes].tobytes() + bytes(gap), bytes(padding) + content[lead_bytes:].tobytes()
         return lead, trail, Block(0, metadata_bytes, body_bytes + more)
 
-    def ending(self, blocks: Sequence[Block]) -> bytes:
-        """Everything after the last batch."""
+    def ending(self, blocks: Sequence[Block], crc: int) -> bytes:
+        """Everything after the last batch, with the checksum of the whole file.
+
+        Args:
+            blocks: of all batches.
+            crc: CRC32C of all bytes before.
+        """
         footer = bytearray(self._footer)
         field = _footer_batches_field(footer)
         footer += bytes((4 - len(footer)) % 8)  # the length takes 4 bytes, and the blocks want to be aligned to 8
         struct.pack_into("<I", footer, field, len(footer) - field)
         footer += struct.pack("<I", len(blocks)) + b"".join(struct.pack("<qi4xq", *block) for block in blocks)
-        return _END_OF_STREAM + footer + struct.pack("<i", len(footer)) + _MAGIC
+        ending = bytearray(_END_OF_STREAM + footer + struct.pack("<i", len(footer)) + _MAGIC)
+        digits = ending.index(NO_DIGITS, ending.index(FILE_CRC_KEY))
+        ending[digits : digits + len(NO_DIGITS)] = b"%08x" % crc32c(ending, crc)
+        return bytes(ending)
 
 
 def _batch_fields(message: bytearray) -> tuple[int, int]:
@@ -160,6 +171,32 @@ def _empty_footer(schema: pa.Schema) -> bytes:
     file: bytes = sink.getvalue().to_pybytes()
     (nbytes,) = struct.unpack("<i", file[-10:-6])
     return file[-10 - nbytes : -10]
+
+
+def _with_checksum(footer: bytes) -> bytes:
+    """A footer of Arrow behind a new root table (flatbuffers) that also has `custom_metadata`: the file's checksum.
+
+    pyarrow writes such metadata since version 21; ours must also be written by version 20. The old root stays, unused.
+    """
+    (old,) = struct.unpack_from("<I", footer, 0)
+    strings = b"".join(
+        struct.pack("<I", len(text)) + (text + b"\0").ljust(-(-(len(text) + 1) // 4) * 4, b"\0")
+        for text in (FILE_CRC_KEY, NO_DIGITS)
+    )
+    head_bytes = 72 + len(strings)
+    head_bytes += -head_bytes % 8  # what the old footer aligns to 8 bytes stays aligned
+    version = struct.unpack_from("<h", footer, _field(bytearray(footer), old, 0))[0]
+    vectors = []
+    for number, place in enumerate((24, 28, 32), start=1):  # schema, dictionaries, batches
+        at = _field(bytearray(footer), old, number)
+        vectors.append(head_bytes + at + struct.unpack_from("<I", footer, at)[0] - place)
+    value = 72 + 4 + -(-(len(FILE_CRC_KEY) + 1) // 4) * 4
+    head = struct.pack("<I7H2x", 20, 14, 24, 20, 4, 8, 12, 16)  # where the root is, and its vtable at 4
+    head += struct.pack("<i4Ih2x", 16, *vectors, 44 - 36, version)  # the root, at 20
+    head += struct.pack("<II", 1, 60 - 48)  # at 44 its metadata: one pair
+    head += struct.pack("<4H", 8, 12, 4, 8)  # at 52 the pair's vtable
+    head += struct.pack("<iII", 8, 72 - 64, value - 68)  # at 60 the pair; its texts stand at 72
+    return (head + strings).ljust(head_bytes, b"\0") + footer
 
 
 def _footer_batches_field(footer: bytearray) -> int:

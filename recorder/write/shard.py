@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from crc32c import crc32c
 
-from ..format.integrity import Crcs, batch_crcs, batch_metadata, seal_metadata
+from ..format.integrity import JOINED_BYTES, Crcs, batch_crcs, batch_metadata, joined_checksum, seal_metadata
 from ..format.rundir import index_name, open_name
 from ..format.schema import LIGHT_COLUMNS, SCHEMA
 from .file import AppendFile, Disk, PageMemory
@@ -47,6 +48,8 @@ class BatchFile:
         self._memory = memory
         self._blocks: list[Block] = []
         self._file = AppendFile(disk, path, memory, is_direct=is_direct)
+        self._crc = crc32c(layout.preamble)
+        """Of all that was appended."""
         try:
             self._file.append_bytes(layout.preamble)
         except BaseException:
@@ -93,7 +96,7 @@ class BatchFile:
             payload: the values of `data`, where the batch has none itself.
         """
         metadata = batch_metadata(batch, number=self.num_batches, ledger=ledger, crcs=crcs)
-        self._append(batch, metadata, payload)
+        self._append(batch, metadata, payload, crcs)
         self.num_rows += batch.num_rows
 
     def append_around(self, batch: pa.RecordBatch, ledger: Mapping[str, object], memory: PageMemory) -> None:
@@ -127,8 +130,8 @@ class BatchFile:
         number = self.num_batches
         schema = self._layout.schema
         empty = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
-        self._append(empty, seal_metadata(number=number, num_batches=number + 1, ledger=ledger))
-        self._file.append_bytes(self._layout.ending(self._blocks))
+        self._append(empty, seal_metadata(number=number, num_batches=number + 1, ledger=ledger, has_file_crc=True))
+        self._file.append_bytes(self._layout.ending(self._blocks, self._crc))
         self._file.publish(final)
 
     def abandon(self) -> StoredShard | None:
@@ -150,15 +153,27 @@ class BatchFile:
         with contextlib.suppress(OSError):
             self._disk.unlink(self._file.path)
 
-    def _append(self, batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], payload: Payload | None = None) -> None:
+    def _append(
+        self,
+        batch: pa.RecordBatch,
+        metadata: Mapping[bytes, bytes],
+        payload: Payload | None = None,
+        crcs: Crcs | None = None,
+    ) -> None:
         offset = self._file.end
         if payload is None:
             start = self._file.place(self._layout.max_message_bytes(batch))
             block = self._layout.write(batch, metadata, self._memory.data, start)
+            crc = crc32c(self._memory.data[start : start + block.metadata_bytes + block.body_bytes].data, self._crc)
             self._file.append(block.metadata_bytes + block.body_bytes)
         else:
             lead, trail, block = self._layout.write_around(batch, metadata, payload, self._file.gap)
+            known = crcs["data"][-1] if crcs is not None and payload.nbytes >= JOINED_BYTES else None
+            crc = crc32c(lead, self._crc)
+            joined = joined_checksum(crc, known, payload.nbytes) if known is not None else None
+            crc = crc32c(trail, crc32c(payload.values.data, crc) if joined is None else joined)
             self._file.append_around(lead, payload.values, trail)
+        self._crc = crc
         self._blocks.append(block._replace(offset=offset))
 
 

@@ -87,7 +87,7 @@ def test_the_blocks_of_a_footer_are_aligned_whatever_comes_before(tmp_path: Path
     for num_letters in range(0, 64, 4):
         layout = Layout(NUMBERS.with_metadata({b"a": b"x" * num_letters}))
         blocks = [Block(8 * number, 64, 128) for number in range(3)]
-        ending = layout.ending(blocks)
+        ending = layout.ending(blocks, 0)
         footer_bytes = int.from_bytes(ending[-10:-6], "little")
         footer = ending[-10 - footer_bytes : -10]
         assert (footer_bytes - 24 * len(blocks)) % 8 == 0
