@@ -14,7 +14,6 @@ import json
 import os
 import re
 import stat
-import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,8 +28,7 @@ from .errors import CorruptError, RunError, WriteError
 from .format.rundir import index_name, open_name, parse_shard_name, shard_name
 from .format.schema import LIGHT_COLUMNS
 from .processes import runs
-from .read.files import ByteSource, GrowingFile
-from .read.messages import CONTINUATION, MAX_METADATA_BYTES, PREFIX_BYTES, parse_message
+from .read.files import GrowingFile
 from .read.places import LOCAL
 from .read.rows import INDEX_COLUMNS, PLACE_FIELDS, SHARD_BYTES_KEY
 from .read.run import Run
@@ -187,11 +185,8 @@ class _Repair:
         num_bytes = path.stat(follow_symlinks=False).st_size
         found = salvage(lambda: GrowingFile(path))
         self._report(num_bytes)
-        with GrowingFile(path) as source:
-            is_cut = found.num_trailing_bytes > 0 and _is_cut_write(source, num_bytes - found.num_trailing_bytes)
-        damage = list(found.damage)
-        if found.num_trailing_bytes and not is_cut:
-            damage.append(f"{path}: {found.num_trailing_bytes} bytes at its end are no batch")
+        is_cut = found.num_trailing_bytes > 0 and not found.tail_damage
+        damage = [*found.damage, *filter(None, [found.tail_damage])]
         if os.path.lexists(final):
             yield from self._remove_twin(path, final, found, damage)
             return
@@ -243,7 +238,7 @@ class _Repair:
         try:
             for number in found.blocks:
                 problem = _payload_problem(shard, number)
-                batch, header = shard.read(number, [name for name in names if not problem or name != "data"])
+                batch, header, _ = shard.read(number, [name for name in names if not problem or name != "data"])
                 if problem:
                     batch = _without_payloads(batch, found.layout.schema)
                     damage.append(f"{problem}; its rows are kept, without their payloads")
@@ -315,23 +310,6 @@ def _remove_remains(folder: Path, disk: Disk, *, is_dry: bool) -> Iterator[Outco
                 yield Outcome(what="failed", path=path, text=str(error))
             else:
                 yield Outcome(what="removed", path=path, text="half a file that a kill left", num_bytes=num_bytes)
-
-
-def _is_cut_write(source: ByteSource, offset: int) -> bool:
-    """Whether the file ends inside the message that begins at `offset`: a write that was cut, and no damage."""
-    rest_bytes: int = source.size_bytes - offset
-    if rest_bytes < PREFIX_BYTES:
-        return True
-    mark, metadata_bytes = map(int, struct.unpack("<II", source.read(offset, PREFIX_BYTES)))
-    if mark != CONTINUATION or metadata_bytes > MAX_METADATA_BYTES:
-        return False
-    if rest_bytes < PREFIX_BYTES + metadata_bytes:
-        return True
-    try:
-        message = parse_message(source.read(offset + PREFIX_BYTES, metadata_bytes), source.where)
-    except CorruptError:
-        return False
-    return PREFIX_BYTES + metadata_bytes + message.body_bytes > rest_bytes
 
 
 def _rows_missing(path: Path, found: Salvaged, final: Path) -> int:

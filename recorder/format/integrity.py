@@ -84,7 +84,7 @@ def joined_checksum(before: int, crc: int, num_bytes: int) -> int:
 
 @lru_cache(maxsize=64)
 def _power_of_x(exponent: int) -> int:
-    """x to the power of 2 to the `exponent`, modulo the polynomial."""
+    """The power of x by 2 to the `exponent`, modulo the polynomial."""
     if not exponent:
         return 1 << 30
     root = _power_of_x(exponent - 1)
@@ -169,6 +169,15 @@ def check_batch(
         if found != header.crcs[name]:
             raise CorruptError(f"{where}: column {name!r}: bytes differ from those written (CRC32C)")
     return header
+
+
+def read_header(metadata: Mapping[Any, Any] | None, where: str) -> BatchHeader:
+    """What the `custom_metadata` of a message says, compared with its checksum; nothing of the batch is looked at.
+
+    Raises:
+        CorruptError: metadata missing or damaged.
+    """
+    return _header(_parse(metadata, where), where)
 
 
 def _metadata(fields: dict[str, object]) -> dict[bytes, bytes]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -30,6 +30,9 @@ class ByteSource(Protocol):
 
         Where only some ranges (counted from `offset`) are `wanted`, the bytes between may come as zeros.
         """
+
+    def data_ranges(self, start: int) -> Iterator[range]:
+        """Where, from `start` on, the file may hold anything but zeros: a sparse file is as long as it claims."""
 
     def __enter__(self) -> Self: ...
 
@@ -79,6 +82,14 @@ class MappedFile:
         check_range(self, offset, num_bytes)
         return self._buffer.slice(offset, num_bytes)
 
+    def data_ranges(self, start: int) -> Iterator[range]:
+        """By the file's name, since the mapping keeps no descriptor. FileNotFoundError: it is gone."""
+        descriptor = open_regular(Path(self.where))
+        try:
+            yield from _data_ranges(descriptor, start, self.size_bytes)
+        finally:
+            os.close(descriptor)
+
     def __enter__(self) -> Self:
         return self
 
@@ -113,12 +124,29 @@ class GrowingFile:
                 start += got
         return pa.py_buffer(out)
 
+    def data_ranges(self, start: int) -> Iterator[range]:
+        """As the file system knows them now."""
+        return _data_ranges(self._descriptor, start, self.size_bytes)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Close the file."""
         os.close(self._descriptor)
+
+
+def _data_ranges(descriptor: int, start: int, size_bytes: int) -> Iterator[range]:
+    while start < size_bytes:
+        try:
+            start = os.lseek(descriptor, start, os.SEEK_DATA)
+            stop = min(os.lseek(descriptor, start, os.SEEK_HOLE), size_bytes)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # a file system that knows no holes
+                yield range(start, size_bytes)
+            return
+        yield range(start, stop)
+        start = stop
 
 
 def _map(descriptor: int) -> Any:

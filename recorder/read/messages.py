@@ -155,6 +155,19 @@ def parse_message(metadata: pa.Buffer, where: str) -> Message:
         raise CorruptError(f"{where}: message metadata is damaged ({error})") from error
 
 
+def padding_of(metadata: pa.Buffer) -> memoryview:
+    """What stands in the metadata of a batch that `parse_message` has read behind all that it says: zeros."""
+    root = _root(memoryview(metadata))
+    header = root.table(2)
+    vectors = [vector for pair in root.tables(4) for vector in ((pair, 0, 1), (pair, 1, 1))]
+    vectors += [(header, 1, 16), (header, 2, 16)] if header is not None else []
+    ends = [0]
+    for table, index, item_bytes in vectors:
+        if place := table.field(index):
+            ends.append(place + table.unpack("<I", place) + 4 + len(table.vector(index, item_bytes)))
+    return root.data[max(ends) :]
+
+
 def block_at(source: ByteSource, offset: int) -> tuple[Block, Message] | None:
     """The message that begins at `offset`; None at a clean end (end-of-stream mark, or the end of the file)."""
     if offset == source.size_bytes:

@@ -46,6 +46,8 @@ class ShardRows:
         self.size_bytes = size_bytes
         self.num_trailing_bytes = 0
         """Bytes behind the last whole batch of a shard without footer; zeros not counted."""
+        self.tail_damage = ""
+        """Why they are no write that was cut; empty where they are, or the writer may be at work on them."""
         self.damage: list[str] = []
         """What could not be read, and so is missing from the rows; grows as columns are read."""
         self._index: Shard | None = None
@@ -155,7 +157,15 @@ class ShardRows:
         self._rows_of = found.rows_of
         self._last_header = found.last_header
         self.num_trailing_bytes = found.num_trailing_bytes
+        self.tail_damage = found.tail_damage
         self._note(*found.damage)
+
+    def note_tail(self, is_at_work: bool) -> None:
+        """Judge what follows the last whole batch, now that it is known whether the writer may be at work on it."""
+        if self.tail_damage and is_at_work:
+            self.tail_damage = ""
+        elif self.tail_damage:
+            self._note(self.tail_damage)
 
     def _batches_of(self, steps: Steps | None) -> list[int]:
         """Numbers of the batches with rows of some steps; also of those of which that cannot be said."""

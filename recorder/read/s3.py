@@ -9,7 +9,7 @@ import logging
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
 from configparser import Error as ConfigParserError
@@ -281,6 +281,10 @@ class RemoteFile:
             start, buffer = next(one for one in have if _holds(*one, begin, end))
             out[piece.start : piece.stop] = np.frombuffer(buffer, np.uint8, len(piece), begin - start)
         return pa.py_buffer(out)
+
+    def data_ranges(self, start: int) -> Iterator[range]:
+        """All of it: objects have no holes."""
+        yield range(start, self.size_bytes)
 
     def __enter__(self) -> Self:
         return self

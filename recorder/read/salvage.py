@@ -5,23 +5,37 @@ Their bytes after the first 8 are an IPC stream. Must never write: repairing is 
 
 from __future__ import annotations
 
+import struct
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..errors import CorruptError, RunError
-from ..format.integrity import BatchHeader
+from ..format.integrity import BatchHeader, read_header
 from ..format.schema import LIGHT_COLUMNS, SCHEMA
 from .files import ByteSource
-from .messages import BATCH_MESSAGE, CONTINUATION, FIRST_MESSAGE, MAX_METADATA_BYTES, Block, block_at
+from .messages import (
+    BATCH_MESSAGE,
+    CONTINUATION,
+    FIRST_MESSAGE,
+    MAX_METADATA_BYTES,
+    PREFIX_BYTES,
+    Block,
+    block_at,
+    padding_of,
+    parse_message,
+)
 from .shard import CheckedBatch, Layout, read_batch, read_layout
 
 _SCAN_BYTES = 4 << 20
 _MAX_CANDIDATES = 10_000
 """Places at which a batch is looked for behind damage; with `_MAX_REREADS` it bounds what hostile bytes can cost."""
 _MAX_REREADS = 4
-"""Bytes read in vain behind damage, in multiples of the file's size."""
+"""Bytes read in vain behind damage, in multiples of what the file holds on the disk."""
+_AGAIN_S = 0.01
+"""A reader that comes between a direct write and the end of its page in the cache sees half a batch for so long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +50,11 @@ class Salvaged:
     last_header: BatchHeader | None
     """Of the last of them, or of the seal."""
     num_trailing_bytes: int
-    """Bytes behind the last whole batch that are no zeros and no batch: a write that was cut, or damage."""
+    """Bytes behind the last whole batch that are no zeros and no batch: a write that was cut, or `tail_damage`."""
     damage: list[str]
     """What was skipped in front of the last whole batch, one message each."""
+    tail_damage: str
+    """Why the trailing bytes are no write that was cut; empty where they are. Of a writer at work they may be both."""
 
 
 def salvage(open_source: Callable[[], ByteSource]) -> Salvaged:
@@ -57,6 +73,7 @@ def salvage(open_source: Callable[[], ByteSource]) -> Salvaged:
         last_header=walk.last_header,
         num_trailing_bytes=walk.num_trailing_bytes,
         damage=walk.damage,
+        tail_damage=walk.tail_damage,
     )
 
 
@@ -71,8 +88,9 @@ class _Walk:
         self.last_header: BatchHeader | None = None
         self.damage: list[str] = []
         self.num_trailing_bytes = 0
+        self.tail_damage = ""
         self._candidates_left = _MAX_CANDIDATES
-        self._bytes_left = _MAX_REREADS * source.size_bytes
+        self._bytes_left = _MAX_REREADS * sum(map(len, source.data_ranges(0)))
 
     def run(self) -> None:
         offset = FIRST_MESSAGE
@@ -84,10 +102,12 @@ class _Walk:
         except RunError as error:
             following = self._next_batch(offset)  # the schema of this version may still fit: checksums will tell
             if following is None:
-                self.num_trailing_bytes = 0 if self._is_zero_from(offset) else self.source.size_bytes - offset
+                if not self._is_zero_from(offset):
+                    self._end_at(offset, error)
                 return
             self.damage.append(str(error))
             offset = following
+        looked_again_at = -1
         while not self._is_sealed and offset < self.source.size_bytes:
             try:
                 offset = self._take(offset)
@@ -95,11 +115,21 @@ class _Walk:
                 if self._is_zero_from(offset):
                     return
                 following = self._next_batch(offset + 8)
+                if following is None and not is_cut_write(self.source, offset) and looked_again_at != offset:
+                    looked_again_at = offset
+                    time.sleep(_AGAIN_S)
+                    continue
                 if following is None:
-                    self.num_trailing_bytes = self.source.size_bytes - offset
+                    self._end_at(offset, error)
                     return
                 self.damage.append(f"{error}; {following - offset} bytes skipped")
                 offset = following
+
+    def _end_at(self, offset: int, error: RunError) -> None:
+        """Nothing but what stands at `offset` follows, and that is no batch."""
+        self.num_trailing_bytes = self.source.size_bytes - offset
+        if not is_cut_write(self.source, offset):
+            self.tail_damage = f"{error}; no batch follows, and these {self.num_trailing_bytes} bytes are no cut write"
 
     @property
     def _is_sealed(self) -> bool:
@@ -138,9 +168,8 @@ class _Walk:
 
     def _candidates(self, offset: int) -> Iterator[int]:
         """Multiples of 8 at which a message could begin: the continuation mark and a possible length."""
-        end = self.source.size_bytes - self.source.size_bytes % 8
-        for start in range(offset + -offset % 8, end, _SCAN_BYTES):
-            num_bytes = min(_SCAN_BYTES, end - start)
+        for start, num_bytes in self._pieces(offset + -offset % 8):
+            num_bytes -= num_bytes % 8
             words = np.frombuffer(self.source.read(start, num_bytes), "<u4").reshape(-1, 2)
             is_mark = (words[:, 0] == CONTINUATION) & (words[:, 1] > 0) & (words[:, 1] <= MAX_METADATA_BYTES)
             for index in np.flatnonzero(is_mark):
@@ -148,11 +177,38 @@ class _Walk:
 
     def _is_zero_from(self, offset: int) -> bool:
         """Whether nothing but the zero tail of aligned writes follows."""
-        for start in range(offset, self.source.size_bytes, _SCAN_BYTES):
-            num_bytes = min(_SCAN_BYTES, self.source.size_bytes - start)
-            if np.frombuffer(self.source.read(start, num_bytes), np.uint8).any():
-                return False
-        return True
+        pieces = self._pieces(offset)
+        return not any(np.frombuffer(self.source.read(*piece), np.uint8).any() for piece in pieces)
+
+    def _pieces(self, offset: int) -> Iterator[tuple[int, int]]:
+        """Offset and size of pieces of what is on the disk from `offset` on, which is a multiple of 8 or the start."""
+        for found in self.source.data_ranges(offset):
+            for start in range(found.start, found.stop, _SCAN_BYTES):
+                yield start, min(_SCAN_BYTES, found.stop - start)
+
+
+def is_cut_write(source: ByteSource, offset: int) -> bool:
+    """Whether the file ends inside the message that begins at `offset`, and what is there of it is sound."""
+    rest_bytes: int = source.size_bytes - offset
+    prefix = bytes(source.read(offset, min(PREFIX_BYTES, rest_bytes)))
+    if rest_bytes < PREFIX_BYTES:
+        return prefix[:4] == struct.pack("<I", CONTINUATION)[: len(prefix)]
+    mark, metadata_bytes = map(int, struct.unpack("<II", prefix))
+    if mark != CONTINUATION or metadata_bytes > MAX_METADATA_BYTES:
+        return False
+    held_bytes = min(metadata_bytes, rest_bytes - PREFIX_BYTES)
+    metadata = source.read(offset + PREFIX_BYTES, held_bytes)
+    try:
+        message = parse_message(metadata, source.where)
+        if message.kind == BATCH_MESSAGE:
+            read_header(message.custom_metadata, source.where)
+    except CorruptError:
+        return held_bytes < metadata_bytes
+    last = max((start + size for start, size in message.buffers), default=0)
+    # A length that says more than the rest of the message does was not cut, it is damaged.
+    is_sound = held_bytes == metadata_bytes and message.body_bytes == last + -last % 8
+    is_sound = is_sound and not any(padding_of(metadata))
+    return is_sound and PREFIX_BYTES + metadata_bytes + message.body_bytes > rest_bytes
 
 
 def _declared_bytes(source: ByteSource, offset: int) -> int:

@@ -129,6 +129,8 @@ def _verify_open(rows: ShardRows, writer: RecordedWriter, report: Report) -> Ite
     shard = Shard(open_source, found.layout, found.blocks)
     for text in found.damage:
         yield Finding(True, text)
+    if found.tail_damage and writer.state != "recording":
+        yield Finding(True, found.tail_damage)
     for _, checked in _read_all(shard, lambda num_bytes: None):
         if isinstance(checked, Finding):
             yield checked

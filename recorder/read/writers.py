@@ -317,7 +317,11 @@ def _load_writer(directory: Place, rank: int | None) -> RecordedWriter:
             store.refresh()
             continue
         break
-    return RecordedWriter(directory, rank, shards)
+    writer = RecordedWriter(directory, rank, shards)
+    for shard in shards:
+        if shard.tail_damage:
+            shard.note_tail(writer.state == "recording")
+    return writer
 
 
 def _load_shard(directory: Place, kind: str, number: int, is_open: bool) -> ShardRows:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import random
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from recorder.read.run import Run, open_run
+from recorder.read.verify import verify
 from tests.read.conftest import payload_rows
 from tests.read.handmade import HandmadeWriter, make_row, make_run, shard_bytes
 
@@ -19,6 +23,14 @@ def open_with(tmp_path: Path, data: bytes, name: str = "_tensors-000000.arrow.op
     if not run.exists():
         HandmadeWriter(make_run(run))
     (run / "rank=00000" / "20260101-000000-host-1" / name).write_bytes(data)
+    return open_run(run)
+
+
+def open_quiet(tmp_path: Path, data: bytes) -> Run:
+    """As of a writer that has shown nothing new for long, and so is dead."""
+    run = open_with(tmp_path, data).path
+    for path in [*run.rglob("*")]:
+        os.utime(path, (0, 0))
     return open_run(run)
 
 
@@ -51,6 +63,63 @@ def test_a_cut_at_any_byte_leaves_whole_batches(tmp_path: Path) -> None:
         assert run.problems == []
         shard = run.writers[0].shards[0]
         assert shard.num_trailing_bytes == max(0, cut - (ends[num_batches] if cut >= ends[0] else 8))
+
+
+def test_a_flip_in_the_last_batch_is_no_cut_write(tmp_path: Path) -> None:
+    data = shard_bytes(BATCHES[:2], is_sealed=False)
+    start, whole = batch_ends()[1], open_with(tmp_path, data).table()
+    places = random.Random(0).sample(range(start, len(data)), 60)
+    for at in [*range(start, start + 1000, 15), *places]:
+        damaged = bytearray(data)
+        damaged[at] ^= 1 << at % 8
+        run = open_quiet(tmp_path, bytes(damaged))
+        assert run.problems or run.table().equals(whole), at
+        if run.num_rows < whole.num_rows:
+            assert [finding for finding in verify(run) if finding.is_fault], at
+
+
+def test_a_message_of_a_length_that_only_damage_can_give_it_is_no_cut_write(tmp_path: Path) -> None:
+    data = shard_bytes(BATCHES[:2], is_sealed=False)
+    prefix = batch_ends()[1] + 4
+    for bit in range(32):
+        damaged = bytearray(data)
+        damaged[prefix + bit // 8] ^= 1 << bit % 8
+        assert open_quiet(tmp_path, bytes(damaged)).problems, bit
+
+
+def test_what_a_writer_at_work_has_not_written_yet_is_no_damage(tmp_path: Path) -> None:
+    data = bytearray(shard_bytes(BATCHES[:2], is_sealed=False))
+    data[-1] ^= 1  # of `time_ns`
+    run = open_with(tmp_path, bytes(data))
+    assert (run.writers[0].state, run.num_rows, run.problems) == ("recording", 2, [])
+    (finding,) = verify(run)
+    assert (finding.is_fault, "may be at work" in finding.text) == (False, True)
+
+
+@pytest.mark.parametrize("name", ["_tensors-000000.arrow.open", "tensors-000000.arrow"])
+def test_what_a_file_claims_to_hold_costs_no_time(tmp_path: Path, name: str) -> None:
+    open_with(tmp_path, shard_bytes(BATCHES, is_sealed=False), name)
+    (path,) = tmp_path.rglob(name)
+    os.truncate(path, 1 << 40)
+    started_s = time.monotonic()
+    run = open_run(tmp_path / "run")
+    findings = list(verify(run))
+    assert time.monotonic() - started_s < 10
+    assert run.num_rows == 10
+    assert any(name in finding.text for finding in findings) == (name[0] != "_")  # a writer at work is none
+
+
+def test_a_byte_far_behind_a_hole_is_found(tmp_path: Path) -> None:
+    data = shard_bytes(BATCHES, is_sealed=False)
+    open_with(tmp_path, data)
+    (path,) = tmp_path.rglob("_tensors-000000.arrow.open")
+    with open(path, "r+b") as file:
+        file.seek(1 << 36)
+        file.write(b"x")
+    for one in (tmp_path / "run").rglob("*"):
+        os.utime(one, (0, 0))
+    (problem,) = open_run(tmp_path / "run").problems
+    assert f"{(1 << 36) + 1 - len(data)} bytes" in problem
 
 
 def test_a_cut_sealed_shard_is_salvaged_and_named(tmp_path: Path) -> None:
