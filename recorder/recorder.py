@@ -37,7 +37,7 @@ from .description import Description
 from .graphs import is_traced
 from .processes import own_process
 from .records import Measured, Staged
-from .signals import TerminationWatch, blocked_in_new_threads
+from .signals import TerminationWatch, blocked_in_new_threads, replaced_interrupts
 
 _logger = logging.getLogger("recorder")
 _MAX_LIVE_SCANS = 5
@@ -45,6 +45,9 @@ _MAX_LIVE_SCANS = 5
 _MAX_RENEWALS = 20
 """Looks for modules that came after the first call, at steps that update parameters of unknown origin."""
 _SETTLE_S = 1.0
+_LAST_S = 5.0
+"""What is written after the third interrupt is written within this."""
+_NUM_TRIES = 3
 """How long the first forward waits for the writer to have its directory, if it may wait so long."""
 
 
@@ -483,23 +486,37 @@ class Recorder:
         if self._is_closed or os.getpid() != self._pid:
             return
         self._is_closed = True
-        atexit.unregister(self._at_exit)
         self._on_change(self, False)
         try:
             self._close()
         except Exception as error:
             self.events.add("close_failed", f"the recording ended badly: {error!r}", exception=error)
+        atexit.unregister(self._at_exit)  # not before: an interrupt may have left the writer to be closed
         self.events.say(is_last=True)
 
     def _at_exit(self) -> None:
-        """The end of the interpreter: Ctrl-C once more does not cost the rows, a third time it does."""
-        try:
-            try:
-                self.close()
-            except (KeyboardInterrupt, SystemExit):
-                if self._writer is not None:
-                    self._writer.close(self.settings.close_deadline_s)
-        except (KeyboardInterrupt, SystemExit):
+        """The end of the interpreter: Ctrl-C once more costs no row, and a third time only what takes longer.
+
+        However often it comes, the ledger is closed.
+        """
+        if os.getpid() != self._pid:
+            return
+        num_interrupts = 0
+
+        def interrupted() -> None:
+            nonlocal num_interrupts
+            num_interrupts += 1
+            if num_interrupts > 1 and self._writer is not None:
+                self._writer.hurry(_LAST_S)
+
+        with replaced_interrupts(interrupted):
+            for _ in range(_NUM_TRIES):
+                try:
+                    self._finish()
+                    break
+                except (KeyboardInterrupt, SystemExit):  # of a handler of the program's
+                    interrupted()
+        if num_interrupts > 1:
             text = "recorder: interrupted while the recording ended; what was not written yet is lost"
             voice.log(_logger, logging.WARNING, text)
 
@@ -562,6 +579,8 @@ class Recorder:
         """The process is about to go: end the recording, or wait for the end that is under way."""
         if not self._is_closed:
             self.close()
+            return
+        if self._writer is None:
             return
         until_s = time.monotonic() + self.settings.close_deadline_s
         report = self._writer.close(self.settings.close_deadline_s)

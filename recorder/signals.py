@@ -251,6 +251,21 @@ class TerminationWatch:
 
 
 @contextlib.contextmanager
+def replaced_interrupts(handle: Callable[[], None]) -> Iterator[None]:
+    """While the interpreter ends: Ctrl-C calls this function, where it would raise KeyboardInterrupt."""
+    is_replaced = False
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGINT, lambda number, frame: handle())
+            is_replaced = True
+    try:
+        yield
+    finally:
+        if is_replaced:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
 def blocked_in_new_threads() -> Iterator[None]:
     """Threads that are started here take no signal that is sent to the process.
 

@@ -21,6 +21,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _S3 = "s3"
 _NUM_TRIES = 3
+IsPart = Callable[[str], bool]
 Item = TypeVar("Item")
 Found = TypeVar("Found")
 
@@ -46,11 +47,16 @@ class Store(Protocol):
 
     def exists(self, path: Any) -> bool: ...
 
-    def list_directory(self, path: Any, *, directories: bool) -> list[str]:
+    def list_directory(self, path: Any, *, directories: bool, is_part: IsPart = lambda name: False) -> list[str]:
         """Sorted names of the real directories, or of the regular files, in a directory. Links are neither.
 
+        Args:
+            path: of the directory.
+            directories: which of the two.
+            is_part: whether a name is that of a part of a run, which no link, pipe or device may have.
+
         Raises:
-            NotARunError: it cannot be listed.
+            NotARunError: it cannot be listed, or holds a part of a run that is a link or of another kind.
         """
 
     def look_at(self, path: Any) -> Seen:
@@ -91,17 +97,11 @@ class LocalStore:
     def exists(self, path: Path) -> bool:
         return path.exists()
 
-    def list_directory(self, path: Path, *, directories: bool) -> list[str]:
+    def list_directory(self, path: Path, *, directories: bool, is_part: IsPart = lambda name: False) -> list[str]:
         for is_last_try in [False] * (_NUM_TRIES - 1) + [True]:
             try:
                 with os.scandir(path) as entries:
-                    return sorted(
-                        entry.name
-                        for entry in entries
-                        if (
-                            entry.is_dir(follow_symlinks=False) if directories else entry.is_file(follow_symlinks=False)
-                        )
-                    )
+                    return sorted(entry.name for entry in entries if _is_wanted(entry, directories, is_part))
             except OSError as error:
                 if is_last_try or error.errno != errno.ESTALE:
                     raise NotARunError(f"{path}: cannot be listed ({error.strerror})") from error
@@ -128,6 +128,18 @@ class LocalStore:
 
     def arrow_path(self, path: Path) -> str:
         return str(path)
+
+
+def _is_wanted(entry: os.DirEntry[str], directories: bool, is_part: IsPart) -> bool:
+    is_directory, is_file = entry.is_dir(follow_symlinks=False), entry.is_file(follow_symlinks=False)
+    if entry.is_symlink() and is_part(entry.name):
+        raise NotARunError(
+            f"{entry.path}: is a symbolic link, and none is followed in a run; put what it leads to in its place, "
+            "or copy the run with `cp -rL`"
+        )
+    if not is_directory and not is_file and is_part(entry.name):
+        raise NotARunError(f"{entry.path}: is a pipe, a socket or a device, where a run has files; remove it")
+    return is_directory if directories else is_file
 
 
 LOCAL = LocalStore()

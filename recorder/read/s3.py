@@ -26,7 +26,7 @@ import pyarrow as pa
 from ..errors import CorruptError, NotARunError, StoreError
 from ..format.rundir import MAX_MANIFEST_BYTES, RUN_MANIFEST, parse_json
 from .files import check_range
-from .places import Found, Item, S3Path, Seen
+from .places import Found, IsPart, Item, S3Path, Seen
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class S3Store:
     def exists(self, path: S3Path) -> bool:
         return self.is_directory(path) or self.is_file(path)
 
-    def list_directory(self, path: S3Path, *, directories: bool) -> list[str]:
+    def list_directory(self, path: S3Path, *, directories: bool, is_part: IsPart = lambda name: False) -> list[str]:
         found = self._entries(path)
         return sorted(found.folders if directories else found.files)
 

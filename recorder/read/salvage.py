@@ -34,6 +34,8 @@ _MAX_CANDIDATES = 10_000
 """Places at which a batch is looked for behind damage; with `_MAX_REREADS` it bounds what hostile bytes can cost."""
 _MAX_REREADS = 4
 """Bytes read in vain behind damage, in multiples of what the file holds on the disk."""
+_MAX_PADDING_BYTES = 64
+"""To which some writers fill the metadata of a message up."""
 _AGAIN_S = 0.01
 """A reader that comes between a direct write and the end of its page in the cache sees half a batch for so long."""
 
@@ -200,14 +202,16 @@ def is_cut_write(source: ByteSource, offset: int) -> bool:
     metadata = source.read(offset + PREFIX_BYTES, held_bytes)
     try:
         message = parse_message(metadata, source.where)
-        if message.kind == BATCH_MESSAGE:
-            read_header(message.custom_metadata, source.where)
+        if message.kind != BATCH_MESSAGE:
+            return held_bytes < metadata_bytes
+        read_header(message.custom_metadata, source.where)
     except CorruptError:
         return held_bytes < metadata_bytes
+    # All that the metadata says is there. A length that says more was not cut, it is damaged.
+    padding = padding_of(metadata)
     last = max((start + size for start, size in message.buffers), default=0)
-    # A length that says more than the rest of the message does was not cut, it is damaged.
-    is_sound = held_bytes == metadata_bytes and message.body_bytes == last + -last % 8
-    is_sound = is_sound and not any(padding_of(metadata))
+    is_sound = not any(padding) and metadata_bytes - (held_bytes - len(padding)) < _MAX_PADDING_BYTES
+    is_sound = is_sound and message.body_bytes == last + -last % 8
     return is_sound and PREFIX_BYTES + metadata_bytes + message.body_bytes > rest_bytes
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import RunError
-from ..format.rundir import WRITER_MANIFEST, parse_rank_dir, parse_shard_name
+from ..format.rundir import WRITER_MANIFEST, parse_shard_name
 from ..format.status import STATUS, STATUS_BYTES
 from ..processes import runs
 from .places import Place, store_of
-from .writers import count
+from .writers import count, list_writers, writer_folders
 
 _MAX_REASONS = 64
 _MAX_TEXT = 300
@@ -128,12 +128,14 @@ class RunWatch:
         """
         self._store.refresh()
         of_rank: dict[int, list[Place]] = {}
-        for name in self._store.list_directory(self.run, directories=True):
-            rank = parse_rank_dir(name)
+        for name, rank in writer_folders(self.run):
             if rank is not None:
                 parent = self.run / name
-                with suppress(RunError):  # removed between the two listings
-                    of_rank[rank] = [parent / one for one in self._store.list_directory(parent, directories=True)]
+                try:
+                    of_rank[rank] = [parent / one for one in list_writers(parent)]
+                except RunError:
+                    if self._store.exists(parent):  # else removed between the two listings
+                        raise
         seen = iter(list(self._store.each(self._refresh, [one for found in of_rank.values() for one in found])))
         ranks = (self._describe(rank, [next(seen) for _ in found]) for rank, found in of_rank.items())
         return sorted((one for one in ranks if one is not None), key=lambda one: one.rank)

@@ -241,10 +241,8 @@ def find_writers(run: Place) -> list[RecordedWriter]:
     """
     store = store_of(run)
     found = []
-    for name in store.list_directory(run, directories=True):
-        rank = parse_rank_dir(name)
-        if rank is not None or name == GLOBAL_DIR:
-            found += [(run / name / writer, rank) for writer in store.list_directory(run / name, directories=True)]
+    for name, rank in writer_folders(run):
+        found += [(run / name / writer, rank) for writer in list_writers(run / name)]
     writers: list[RecordedWriter] = []
     shared: dict[str, list[Any]] = {}
     for writer in store.each(lambda one: _load_writer(*one), found):
@@ -253,6 +251,25 @@ def find_writers(run: Place) -> list[RecordedWriter]:
     _find_copies(writers)
     _share_notes(writers)
     return sorted(writers, key=lambda w: (-1 if w.rank is None else w.rank, w.attempt, w.started_ns, w.name))
+
+
+def writer_folders(run: Place) -> list[tuple[str, int | None]]:
+    """The directories in a run that hold writers, and whose they are; None for global rows.
+
+    Raises:
+        NotARunError: the run cannot be listed, or one of them is a link.
+    """
+
+    def is_one(name: str) -> bool:
+        return name == GLOBAL_DIR or parse_rank_dir(name) is not None
+
+    names = store_of(run).list_directory(run, directories=True, is_part=is_one)
+    return [(name, parse_rank_dir(name)) for name in names if is_one(name)]
+
+
+def list_writers(folder: Place) -> list[str]:
+    """The writers in the directory of a rank, whose names may be any. NotARunError: as for `writer_folders`."""
+    return store_of(folder).list_directory(folder, directories=True, is_part=lambda name: True)
 
 
 def _share_members(manifest: dict[str, Any], shared: dict[str, list[Any]]) -> None:
@@ -331,7 +348,8 @@ def _load_shard(directory: Place, kind: str, number: int, is_open: bool) -> Shar
 def _list_shards(directory: Place) -> list[tuple[str, int, bool]]:
     """Kind, number and whether it is open, once a shard, in the order of their numbers."""
     found: dict[tuple[int, str], bool] = {}
-    for name in store_of(directory).list_directory(directory, directories=False):
+    store = store_of(directory)
+    for name in store.list_directory(directory, directories=False, is_part=lambda name: bool(parse_shard_name(name))):
         if shard := parse_shard_name(name):
             key = (shard.number, shard.kind)
             found[key] = shard.is_open and found.get(key, True)  # sealed a moment ago, it may still have both names

@@ -139,6 +139,7 @@ class Writer:
         self._next_look_s = self._next_poll_s = 0.0
         self._nap_s = _SHORT_NAP_S
         self._report: CloseReport | None = None
+        self._close_until_s = float("inf")
         self._thread = threading.Thread(target=self._run, name="recorder-writer", daemon=True)
 
     @property
@@ -212,13 +213,13 @@ class Writer:
         if self._report is not None:
             return self._report
         self._refusal = self._refusal or CLOSED
-        self._abandon_after_s = self._clock() + (1 - _SEAL_SHARE) * deadline_s
-        self._syncs.hurry(time.monotonic() + (1 - _LAST_SHARE) * deadline_s)
+        self._close_until_s = self._abandon_after_s = float("inf")
+        self.hurry(deadline_s)
         if self._is_on_writer_thread():
             while not self._is_stopped:
                 self._turn()
         else:
-            self._wait(lambda: not self._thread.is_alive(), deadline_s)
+            self._wait(lambda: not self._thread.is_alive() or self._clock() > self._close_until_s, deadline_s)
         leftover_reason = INTERRUPTED
         if not self._is_stopped:
             self._is_stopped = True
@@ -244,6 +245,13 @@ class Writer:
                 )
         self._report = report
         return report
+
+    def hurry(self, deadline_s: float) -> None:
+        """Have `close` be over by then, and count what cannot be written. Re-entrant, as a signal handler is."""
+        now = self._clock()
+        self._close_until_s = min(self._close_until_s, now + deadline_s)
+        self._abandon_after_s = min(self._abandon_after_s, now + (1 - _SEAL_SHARE) * deadline_s)
+        self._syncs.hurry(time.monotonic() + (1 - _LAST_SHARE) * (self._close_until_s - now))
 
     def _wait(self, is_over: Callable[[], bool], deadline_s: float) -> None:
         """Wait by looking: a lock could be held already by the code that a signal handler has interrupted."""

@@ -225,6 +225,20 @@ def test_a_second_interrupt_costs_no_row_and_a_third_ends_the_wait(
     assert len(finished.lines("what was not written yet is lost")) == 1
 
 
+@pytest.mark.parametrize("end", ["normal", "attached"])
+def test_however_often_it_is_interrupted_the_ledger_is_closed(trainer: Trainer, tmp_path: Path, end: str) -> None:
+    case = {"end": end, "settings": {"flush_interval_s": 3600, "close_deadline_s": 20}, "slow_s": 0.2}
+    training = trainer.start(tmp_path / "on", **case).until(lambda text: len(text) >= 20)
+    for _ in range(5):
+        time.sleep(0.02)
+        training.send(signal.SIGINT)
+    finished = training.wait()
+    (writer,) = finished.run.writers
+    assert (writer.state, writer.balance.num_missing) == ("closed", 0), finished.output
+    assert writer.balance.written == writer.num_rows > 0
+    assert finished.run.problems == []
+
+
 def last_words(finished: Finished) -> list[int]:
     """How often each of the two closing lines was said."""
     return [len(finished.lines("recorder: ", sign)) for sign in (", up to step ", "recorder: next: ")]

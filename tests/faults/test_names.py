@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import recorder
-from recorder.errors import WriteError
+from recorder.errors import NotARunError, WriteError
 from recorder.merge.merge import merge_run
 from recorder.read.run import open_run
 from tests.capture.support import Tiny, batch
@@ -142,12 +142,16 @@ def test_sockets_devices_and_hard_links_are_no_way_out(tmp_path: Path, sound: Pa
     os.chdir(writer)  # a socket's path has 107 bytes at most
     listener.bind("tensors-000007.arrow")
     os.chdir(Path(__file__).parents[2])
-    (writer / "tensors-000008.arrow").symlink_to("/dev/zero")
-    os.link(writer / "stats-000000.arrow", writer / "stats-000009.arrow")
-    found = open_run(run)
+    with pytest.raises(NotARunError, match=r"tensors-000007.arrow: is a pipe, a socket"):
+        open_run(run)
     listener.close()
-    names = [shard.path.name for shard in found.writers[0].shards]
-    assert "tensors-000007.arrow" not in names and "tensors-000008.arrow" not in names
+    (writer / "tensors-000007.arrow").unlink()
+    (writer / "tensors-000008.arrow").symlink_to("/dev/zero")
+    with pytest.raises(NotARunError, match=r"tensors-000008.arrow: is a symbolic link"):
+        open_run(run)
+    (writer / "tensors-000008.arrow").unlink()
+    os.link(writer / "stats-000000.arrow", writer / "stats-000009.arrow")
+    names = [shard.path.name for shard in open_run(run).writers[0].shards]
     assert "stats-000009.arrow" in names  # a file like any other: its owner could have copied it
 
 

@@ -38,19 +38,26 @@ def patch(path: Path, place: int, data: bytes) -> None:
 
 
 class TestLinksAndDevices:
-    def test_a_linked_shard_is_not_read(self, writer: HandmadeWriter, tmp_path: Path) -> None:
-        shard = writer.add_shard([payload_rows()])
-        shard.rename(tmp_path / "elsewhere.arrow")
-        shard.symlink_to(tmp_path / "elsewhere.arrow")
-        assert open_run(run_of(writer)).num_rows == 0
+    @pytest.mark.parametrize("name", ["tensors-000000.arrow", "_tensors-000000.arrow.open"])
+    def test_a_linked_shard_is_refused(self, writer: HandmadeWriter, tmp_path: Path, name: str) -> None:
+        writer.add_shard([payload_rows()]).rename(tmp_path / "elsewhere.arrow")
+        (writer.directory / name).symlink_to(tmp_path / "elsewhere.arrow")
+        with pytest.raises(NotARunError, match=f"{name}: is a symbolic link"):
+            open_run(run_of(writer))
 
     @pytest.mark.parametrize("depth", [0, 1])
-    def test_a_linked_directory_is_not_entered(self, writer: HandmadeWriter, tmp_path: Path, depth: int) -> None:
+    def test_a_linked_directory_is_refused(self, writer: HandmadeWriter, tmp_path: Path, depth: int) -> None:
         writer.add_shard([payload_rows()])
         directory = [writer.directory, writer.directory.parent][depth]
         directory.rename(tmp_path / "elsewhere")
         directory.symlink_to(tmp_path / "elsewhere")
-        assert open_run(run_of(writer)).num_rows == 0
+        with pytest.raises(NotARunError, match=f"{directory.name}: is a symbolic link"):
+            open_run(run_of(writer))
+
+    def test_a_run_may_be_named_by_a_link(self, writer: HandmadeWriter, tmp_path: Path) -> None:
+        writer.add_shard([payload_rows()])
+        (tmp_path / "link").symlink_to(run_of(writer))
+        assert open_run(tmp_path / "link").num_rows == 10
 
     @pytest.mark.parametrize("name", ["_run.json", "_writer.json"])
     def test_a_linked_manifest_is_refused(self, writer: HandmadeWriter, tmp_path: Path, name: str) -> None:
@@ -71,11 +78,15 @@ class TestLinksAndDevices:
         run = open_run(run_of(writer))
         assert (run.num_rows, run.writers[0].shards[0].is_indexed) == (10, False)
 
-    def test_pipes_and_directories_are_no_shards(self, writer: HandmadeWriter) -> None:
-        os.mkfifo(writer.directory / "tensors-000000.arrow")
-        os.mkfifo(writer.directory / "_tensors-000001.arrow.open")
+    def test_directories_are_no_shards(self, writer: HandmadeWriter) -> None:
         (writer.directory / "tensors-000002.arrow").mkdir()
         assert open_run(run_of(writer)).writers[0].shards == []
+
+    @pytest.mark.parametrize("name", ["tensors-000000.arrow", "_tensors-000001.arrow.open"])
+    def test_a_pipe_instead_of_a_shard_is_refused(self, writer: HandmadeWriter, name: str) -> None:
+        os.mkfifo(writer.directory / name)
+        with pytest.raises(NotARunError, match=f"{name}: is a pipe"):
+            open_run(run_of(writer))
 
     def test_a_pipe_instead_of_a_manifest_does_not_block(self, writer: HandmadeWriter) -> None:
         (writer.directory / "_writer.json").unlink()

@@ -122,9 +122,11 @@ def test_links_pipes_and_large_files_are_no_status(run: Path, tmp_path: Path) ->
     os.mkfifo(run / "rank=00001" / "w" / STATUS)
     (run / "rank=00002" / "w" / STATUS).write_bytes(b" " * (1 << 20) + secret.read_bytes())
     (run / "rank=00003" / "w" / STATUS).mkdir()
-    (run / "rank=00004").symlink_to(run / "rank=00000")
     found = RunWatch(run).look()
     assert [(one.rank, one.state, one.status.has_step) for one in found] == [(n, "starting", False) for n in range(4)]
+    (run / "rank=00004").symlink_to(run / "rank=00000")
+    with pytest.raises(NotARunError, match="rank=00004: is a symbolic link"):
+        RunWatch(run).look()
 
 
 NUMBERS = st.one_of(

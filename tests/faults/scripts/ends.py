@@ -275,6 +275,9 @@ def run(case: dict[str, Any]) -> None:
             training.steps(1, pause_s=0.002)
         print("slow" if training.longest_s > 1.0 else "done")
         return
+    if case["end"] == "attached":
+        with attachment:
+            training.steps(pause_s=0.002)
     end(case, training)
 
 
