@@ -19,6 +19,7 @@ from ..format.integrity import batch_crcs, checksum, loops_of_readers
 from ..format.rundir import WRITER_MANIFEST, open_name, shard_name
 from ..format.schema import COUNTS, FORMAT_NAME, FORMAT_VERSION, SCHEMA, STATISTICS
 from ..read.assembler import Part
+from ..read.view import NO_VALUES, with_member
 from ..write.file import Disk, PageMemory
 from ..write.ipc import Layout, Payload
 from ..write.manifest import replace_manifest
@@ -71,20 +72,21 @@ class Directory:
         self.disk.make_directory(path)
         self._lanes = {kind: _Lane(self, kind) for kind in _LAYOUTS}
 
-    def add(self, row: int, part: Part | None, number: int = 0) -> None:
+    def add(self, row: int, part: Part | None, number: int = 0, why: str | None = None) -> None:
         """Take one part of a row, or the row without a payload; the payload is copied.
 
         Args:
             row: number of the row in the view's.
             part: its payload, or a piece of it.
             number: which piece.
+            why: why a row that should have a payload has none.
         """
         is_light = part is None or (part.payload_bytes <= _SMALL_BYTES and self._sites[row].as_py() == "scalar")
         self._max_attempt = max(self._max_attempt, int(self._attempts[row]))
         if self.num_rows == 0:
             self._first_ns = int(self._times_ns[row])
         self.num_rows += 1
-        self._lanes["stats" if is_light else "tensors"].add(self.num_rows - 1, row, part, number)
+        self._lanes["stats" if is_light else "tensors"].add(self.num_rows - 1, row, part, number, why)
 
     def finish(self) -> None:
         """Write what is left, and seal."""
@@ -134,8 +136,10 @@ class _Lane:
         self._index = Index()
         self._clear()
 
-    def add(self, seq: int, row: int, part: Part | None, number: int) -> None:
+    def add(self, seq: int, row: int, part: Part | None, number: int, why: str | None) -> None:
         """Take one row of the shard."""
+        if why is not None:
+            self._whys[len(self._rows)] = why
         if part is None:
             self._note(seq, row, number, 0, None, 0, self._ends[-1])
         else:
@@ -183,6 +187,8 @@ class _Lane:
         self._flat_offsets: list[int] = []
         self._encodings: list[str | None] = []
         self._payload_bytes: list[int] = []
+        self._whys: dict[int, str] = {}
+        """By the number of the waiting row why it has no values."""
         self._ends = [0]
 
     def _flush(self) -> None:
@@ -239,11 +245,20 @@ class _Lane:
             column = own.get(field.name)
             if column is None:
                 column = taken.column(field.name)
+                if field.name == "note" and self._whys:
+                    column = self._told(column)
                 if field.name in _OF_FIRST_PART and is_later.any():
                     column = pa.compute.if_else(_mask(~is_later), column, pa.scalar(None, field.type))
                 column = _clean(column)
             columns.append(column)
         return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+    def _told(self, notes: Any) -> Any:
+        """The notes, with why a row has no values."""
+        texts = notes.to_pylist()
+        for place, why in self._whys.items():
+            texts[place] = with_member(texts[place], NO_VALUES, why)
+        return _texts(texts)
 
     def _data(self, payload: Payload | None) -> pa.Array:
         is_there = [one is not None for one in self._encodings]

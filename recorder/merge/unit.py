@@ -146,6 +146,9 @@ class UnitBuilder:
                 num_parts += 1
         except RunError as error:
             findings.append(_unreadable(directory.rows, row, str(error)))
+            if num_parts == 0:
+                directory.add(row, None, why="they are damaged, or cannot be read")
+                return
         if num_parts == 0:
             directory.add(row, None)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,8 @@ from .stages import whole_roots
 if TYPE_CHECKING:
     from .run import Run
 
+NO_VALUES = "no_values"
+"""Member of a note: why a row has no values although ranks recorded some."""
 _LAYOUT_COLUMNS = ("global_shape", "offsets", "placements", "mesh")
 
 
@@ -334,6 +337,11 @@ class GlobalRows:
         is_cut = self._find_cut(columns)
         for name in ("encoding", "payload_bytes") if is_cut.any() else ():
             columns[name] = pc.if_else(pa.array(is_cut), None, columns[name])
+        if is_cut.any():
+            notes = columns["note"].to_pylist()
+            for i in np.flatnonzero(is_cut).tolist():
+                notes[i] = with_member(notes[i], NO_VALUES, "a part of it is missing")
+            columns["note"] = pa.array(notes, pa.string())
         return pa.table(columns, schema=pa.schema([_nullable(SCHEMA.field(name)) for name in LIGHT_COLUMNS]))
 
     def _with_whys(self, notes: Any) -> Any:
@@ -421,7 +429,8 @@ class _Columns:
         }
         statistics, missing = self._statistics()
         columns |= statistics
-        notes = zip(plans, values, missing, has_values, own["encoding"], own["note"], strict=True)
+        were_recorded = self._were_recorded(has_values)
+        notes = zip(plans, values, missing, has_values, were_recorded, own["note"], strict=True)
         columns["note"] = [_note(*args) for args in notes]
         return columns
 
@@ -430,6 +439,16 @@ class _Columns:
         at = np.array([positions[0] for positions in self._positions], np.int64)
         found: list[Any] = self._light.take(name, at).to_pylist()
         return found
+
+    def _were_recorded(self, has_values: Sequence[bool]) -> list[bool]:
+        """Whether any rank recorded the values of a row; looked up for those that have none here."""
+        rows = [positions for positions, found in zip(self._positions, has_values, strict=True) if not found]
+        at = np.array([position for positions in rows for position in positions], np.int64)
+        is_there = iter(self._light.take("encoding", at).is_valid().to_pylist() if rows else ())
+        return [
+            found or any(list(islice(is_there, len(positions))))
+            for positions, found in zip(self._positions, has_values, strict=True)
+        ]
 
     def _fingerprints(self, dtypes: Sequence[str]) -> list[str | None]:
         used = [
@@ -515,7 +534,7 @@ def _is_copied(plan: Plan) -> bool:
 
 
 def _note(
-    plan: Plan, value: Value, reason: str | None, has_values: bool, encoding: str | None, text: str | None
+    plan: Plan, value: Value, reason: str | None, has_values: bool, was_recorded: bool, text: str | None
 ) -> str | None:
     """The row's note: what its first piece says, and what became of it here."""
     note = untrusted.members(text)
@@ -532,10 +551,15 @@ def _note(
     if value.stage is not None:
         note["stage"] = value.stage.number
     if not has_values and not plan.is_complete:
-        note["no_values"] = "pieces of some ranks are missing"
-    elif not has_values and encoding is not None:
-        note["no_values"] = "the values of some ranks were not recorded"
+        note[NO_VALUES] = "pieces of some ranks are missing"
+    elif not has_values and was_recorded:
+        note[NO_VALUES] = "the values of some ranks were not recorded"
     return _json(note) if note else None
+
+
+def with_member(note: str | None, name: str, value: object) -> str:
+    """A row's note with one more member."""
+    return _json(untrusted.members(note) | {name: value})
 
 
 def _floats(column: Any) -> npt.NDArray[np.float64]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import pytest
 
 from recorder.errors import LookupFailedError, NotARunError, UnsupportedError
@@ -45,7 +46,7 @@ def test_unsealed_shards_of_a_killed_writer_are_merged(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     for rank in (0, 1):
         writer = HandmadeWriter(run, rank)
-        add_steps(writer, [0, 1], is_sealed=False, tail=b"\x01 half a batch")
+        add_steps(writer, [0, 1], is_sealed=False, tail=b"\xff\xff\xff\xff\x00\x10\x00\x00 half a batch")
         writer.finish(roots=roots(), state="recording", pid=2**22 + 1)
     report, out = merged(run)
     assert report.num_problems == 0
@@ -63,6 +64,10 @@ def test_a_payload_that_is_corrupt_costs_its_own_row_alone(tmp_path: Path) -> No
     found = open_run(out)
     with pytest.raises(LookupFailedError):
         found.array("layers.0", "grad_output", step=0)
+    of_site = (pc.field("site") == "grad_output") & (pc.field("step") == 0)
+    lost = found.table(["encoding", "note", "l2"], of_site & pc.is_valid(pc.field("l2"))).to_pylist()
+    assert [row["encoding"] for row in lost] == [None]
+    assert json.loads(lost[0]["note"])["no_values"] == "they are damaged, or cannot be read"
     assert np.array_equal(found.array("layers.0", "param", step=0), weight(0))
     assert np.array_equal(found.array("layers.0", step=2), np.concatenate([batch(2, 0), batch(2, 1)]))
 

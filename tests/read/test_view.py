@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 import pytest
 
 from recorder.errors import LookupFailedError
@@ -589,8 +590,22 @@ class TestState:
             assert same(found.array(i), run.array("layers.0", site="param", step=0, rank=0))
         else:
             assert (found.payload_bytes[1], found.table.column("encoding")[1].as_py()) == (0, None)
+            assert json.loads(found.table.column("note")[1].as_py())["no_values"] == "a part of it is missing"
             with pytest.raises(LookupFailedError, match="no values"):
                 found.array(1)
+
+    @pytest.mark.parametrize("lacking", [0, 1])
+    def test_a_tensor_of_which_one_rank_kept_statistics_alone_says_why_it_has_no_values(
+        self, tmp_path: Path, lacking: int
+    ) -> None:
+        rows = []
+        for rank in range(2):
+            kept = {"encoding": None} if rank == lacking else {}
+            rows.append([root_input(0, values(2, 3)), row(1, values(2, 2), **kept)])
+        found = run_of(tmp_path / "run", rows).view().rows().table
+        of_output = found.filter(pc.field("site") == "output").to_pylist()
+        assert [one["encoding"] for one in of_output] == [None]
+        assert json.loads(of_output[0]["note"])["no_values"] == "the values of some ranks were not recorded"
 
     def test_parts_of_one_rank_come_back_as_one(self, tmp_path: Path) -> None:
         whole = values(8, 256)
