@@ -1,23 +1,22 @@
 """Owns what contradicts itself in the ranks' rows, or in what was said of their layout: named, once each.
 
-Missing ranks and replicas that differ are told elsewhere. Must never read a payload.
+Missing ranks and replicas that differ are told elsewhere. Must never read payloads but the few by which a layout is
+known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pyarrow as pa
 
 from ..read.facts import RunFacts
 from ..read.groups import Finding, Grouping
-from ..read.light import LightRows
 from ..read.run import Run
 from .selection import Selection
 
+_CONTRADICTIONS = ("inconsistent", "layout_changes")
 _MAX_NAMED = 8
-_MAX_ROWS = 100_000
 _MAX_LOADED_ROWS = 1_000_000
 """Rows come in batches, of which some lie at other steps; a million take seconds."""
 
@@ -31,7 +30,7 @@ class Problems:
 
     def add(self, findings: Sequence[Finding]) -> None:
         """What the global view found in some steps."""
-        wrong = [one for one in findings if one.kind == "inconsistent"]
+        wrong = [one for one in findings if one.kind in _CONTRADICTIONS]
         columns = {name: [getattr(one, name) for one in wrong] for name in ("module_path", "site", "name")}
         texts = [f"{one.module_path!r} {' '.join(filter(None, (one.site, one.name)))}: {one.text}" for one in wrong]
         table = pa.table({name: pa.array(values, pa.string()) for name, values in (columns | {"text": texts}).items()})
@@ -52,21 +51,21 @@ class Problems:
 
 
 def layout_problems(run: Run) -> list[str] | None:
-    """Contradictions in the first steps of a run; what is so there mostly stays so. None where these are too many rows.
+    """Contradictions in the steps by which the layouts are known; None where these are too many rows.
 
-    A merged run has none: they were told when it was merged.
+    What is so at some steps mostly stays so. A merged run has none: they were told when it was merged.
     """
-    windows = [] if run.is_merged else run.view().windows(_MAX_ROWS)
-    if not windows:
+    if run.is_merged:
         return []
-    first, last = windows[0]
-    light = LightRows(run.writers, (first, last))
+    view = run.view()
+    light, positions = view.sampled()
     if light.num_rows > _MAX_LOADED_ROWS:
         return None
     facts = RunFacts(run.writers, run.run_id, run.world_size)
-    grouping = Grouping(light, facts, loss="mean", overrides=[], is_same=_unknown, is_repeated=_unknown)
-    steps = light.numbers("step")
-    for _ in grouping.values(np.flatnonzero((steps >= first) & (steps < last))):
+    grouping = Grouping(
+        light, facts, loss="mean", overrides=[], is_same=_unknown, items_of=_unknown, leaves=view.leaves
+    )
+    for _ in grouping.values(positions):
         pass
     problems = Problems(Selection())
     problems.add(grouping.findings)
@@ -74,4 +73,4 @@ def layout_problems(run: Run) -> list[str] | None:
 
 
 def _unknown(*_: object) -> None:
-    """Of payloads, which nobody reads here."""
+    """Of payloads, which nobody reads here but where the layout hangs on them."""

@@ -29,6 +29,7 @@ _MAX_SHOWN = 3
 _KINDS = {
     "corrupt": "not readable",
     "inconsistent": "refused, because the ranks' pieces do not fit",
+    "layout_changes": "alike on all ranks at some steps, and not at others",
     "replicas_differ": "replicas that differ",
     "buffers_differ": "buffers that differ between ranks (the first rank's is taken)",
     "partial": "partial, because ranks are missing",

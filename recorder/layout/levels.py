@@ -12,11 +12,11 @@ from typing import NamedTuple
 from .placement import mesh_of, place
 from .plans import Apart, Part, Piece, Plan, Term
 from .regions import Box, Ints, Region, overlap, whole
-from .rules import concatenated
+from .rules import Kinship, Values, concatenated, copies_unless
 
 Groups = tuple[Ints, ...]
-Same = Callable[[Sequence[int]], bool]
-"""Whether pieces, by their numbers, hold the same values."""
+Among = Callable[[Sequence[int]], Values]
+"""What is known of the values of some pieces, by their numbers."""
 Infer = Callable[[Sequence[Piece]], "int | Apart"]
 """Along which dim plain pieces of ranks that share a batch, which hold different values, are cut."""
 
@@ -98,18 +98,15 @@ def _contradiction(pieces: Sequence[Piece], meshes: Sequence[Ints]) -> Apart | N
     return None
 
 
-def within(
-    pieces: Sequence[Piece], block: Block, *, is_state: bool, is_constant: bool, same: Same, infer: Infer
-) -> Plan | Apart:
+def within(pieces: Sequence[Piece], block: Block, *, is_state: bool, among: Among, infer: Infer) -> Plan | Apart:
     """The one tensor of ranks that share a part of the batch; its terms are numbers of all `pieces`.
 
     Args:
         pieces: of all ranks.
         block: whose tensor it is.
         is_state: of a parameter and what goes with it: replicas unless they say more, to be compared by the caller.
-        is_constant: each holds one number throughout, as pieces of one tensor may as well as replicas.
-        same: asked only where pieces might be replicas.
-        infer: asked only where plain pieces differ, or are constant.
+        among: asked only where pieces might be replicas.
+        infer: asked only of plain pieces that are no replicas, or of which that is not known.
     """
     plans: list[Plan] = []
     for unit in block.units:
@@ -126,15 +123,19 @@ def within(
         return plans[0]
     if is_state:
         return _overlay(plans, "inferred" if is_plain else plans[0].source)
-    shapes = {plan.global_shape for plan in plans}
-    is_same = len(shapes) == 1 and _all_same(plans, same)
-    if is_plain and (is_constant or not is_same):
-        found = _inferred(pieces, [unit[0] for unit in block.units], infer)
-        if not is_same or isinstance(found, Plan):
-            return found
-    if is_same:
-        return _overlay(plans, "inferred")
-    return Apart("per_rank", f"tensors over several meshes differ, of ranks {list(block.ranks)} that share a batch")
+    values = OfWholes(plans, among)
+    kinship = values.kinship()
+    if kinship is Kinship.COPIES:
+        return copies_unless(values) or _overlay(plans, "inferred")
+    differ: Plan | Apart = Apart(
+        "per_rank", f"tensors over several meshes differ, of ranks {list(block.ranks)} that share a batch"
+    )
+    if is_plain:
+        differ = _inferred(pieces, [unit[0] for unit in block.units], infer)
+        if isinstance(differ, Plan):
+            return differ
+    # Of constants, and of what was never finite, nothing else says that they are pieces.
+    return _overlay(plans, "inferred") if kinship is Kinship.UNKNOWN and values.are_equal() else differ
 
 
 def _plain(piece: Piece) -> Plan:
@@ -165,9 +166,34 @@ def corresponding(plans: Sequence[Plan]) -> list[Ints] | None:
     return [tuple(some) for some in found.values()]
 
 
-def _all_same(plans: Sequence[Plan], same: Same) -> bool:
-    pairs = corresponding(plans)
-    return pairs is not None and all(same(some) for some in pairs)
+class OfWholes:
+    """What is known of the values of whole tensors, each of several pieces: what is known of all that correspond."""
+
+    def __init__(self, wholes: Sequence[Plan], among: Among) -> None:
+        self._wholes = wholes
+        self._among = among
+
+    def kinship(self) -> Kinship:
+        found = {values.kinship() for values in self._pairs()}
+        if Kinship.OWN in found or not found:
+            return Kinship.OWN
+        return Kinship.COPIES if Kinship.COPIES in found else Kinship.UNKNOWN
+
+    def are_equal(self) -> bool:
+        pairs = self._pairs()
+        return bool(pairs) and all(values.are_equal() for values in pairs)
+
+    def are_unequal(self) -> bool:
+        return any(values.are_unequal() for values in self._pairs())
+
+    def batch_dim(self) -> int | None:
+        return next((values.batch_dim() for values in self._pairs()), None)
+
+    def _pairs(self) -> list[Values]:
+        """Of each place of the tensor, what all of them have there; nothing where they are not cut alike."""
+        if len({plan.global_shape for plan in self._wholes}) > 1:
+            return []
+        return [self._among(some) for some in corresponding(self._wholes) or ()]
 
 
 def _overlay(plans: Sequence[Plan], source: str) -> Plan | Apart:

@@ -1,12 +1,13 @@
 """Owns the decisions: how the local tensors of several ranks are one global tensor, or why they are not.
 
-Decides from shapes, placements and what the run knows of its ranks; never from values beyond whether they are equal.
-A plan never covers less than it says: what is missing is in `is_complete`.
+Decides from shapes, placements and what the run knows of its ranks; of values only from whether ranks have them alike,
+which is asked of all steps, never of one. A plan never covers less than it says: what is missing is in `is_complete`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from .placement import REDUCE_OPS, place
@@ -15,6 +16,10 @@ from .regions import Ints, box_region, whole
 
 AS_ASKED = "as --layout says"
 """Why pieces stay with their ranks that the user wants to."""
+CHANGES = (
+    "the ranks have it alike at other steps, and not at this one: copies that came apart, or values that were never "
+    "meant to be copies; --layout '...=per_rank', '...=replicate' or '...=shard(DIM)' says which"
+)
 LOSSES = ("mean", "sum", "weighted")
 _NO_NUMBERS = ("float4_e2m1fn_x2",)
 """Elements that are pairs: to be copied, never computed with."""
@@ -33,30 +38,47 @@ class Batch(NamedTuple):
     """Rows of all ranks that should have a piece, where that is known."""
 
 
+class Kinship(Enum):
+    """What the values of all steps say of how the ranks' tensors of one name stand to each other."""
+
+    COPIES = "copies"
+    """The same on all ranks, where they could have differed."""
+    OWN = "own"
+    """Each rank has its own: they differ, and at no step is it certain that they should not."""
+    UNKNOWN = "unknown"
+    """Nothing: they were never seen, or they are NaN, constant or repeated, which copies and batches are alike."""
+
+
 class Values(Protocol):
     """What can be asked of the values of some pieces; it may cost the reading of payloads."""
 
+    def kinship(self) -> Kinship:
+        """What all steps say of them."""
+
     def are_equal(self) -> bool:
-        """Whether all pieces hold the same values."""
+        """Whether all pieces hold the same values at this step, as far as can be told."""
 
-    def is_constant(self) -> bool:
-        """Whether every element of every piece has one value, which says nothing of the layout."""
+    def are_unequal(self) -> bool:
+        """Whether they certainly do not."""
 
-    def is_repeated(self, dim: int) -> bool:
-        """Whether a piece is one slice repeated along a dim, as `expand` makes them."""
+    def batch_dim(self) -> int | None:
+        """The dim that is the batch at all steps of which the batch is known; None where no step tells."""
 
 
 class Unequal:
     """Values of which nothing is known that would make them one."""
 
+    def kinship(self) -> Kinship:
+        return Kinship.OWN
+
     def are_equal(self) -> bool:
         return False
 
-    def is_constant(self) -> bool:
+    def are_unequal(self) -> bool:
         return False
 
-    def is_repeated(self, dim: int) -> bool:
-        return False
+    def batch_dim(self) -> int | None:
+        return None
 
 
 def decide_state(pieces: Sequence[Piece], *, source: str, num_expected: int) -> Plan | Apart:
@@ -79,13 +101,13 @@ def decide_local_gradient(pieces: Sequence[Piece], *, num_expected: int) -> Plan
 def decide_activation(pieces: Sequence[Piece], *, batch: Batch, values: Values, num_expected: int) -> Plan | Apart:
     """Inputs, outputs and taps of data-parallel ranks: the batch laid end to end, or the same on all ranks.
 
-    A tensor that is equal on ranks with different batches has nothing of the batch in it, whatever its sizes; unless it
-    is constant, or one slice repeated along the batch, as expanded positions and masks are.
+    A tensor that ranks with different batches have alike has nothing of the batch in it, whatever its sizes. Whether
+    they have it alike is a property of the tensor, not of a step: see `Kinship`.
 
     Args:
         pieces: in data-parallel order.
         batch: of their root's call.
-        values: asked only where shapes do not decide.
+        values: what is known of them.
         num_expected: ranks that should have a piece.
     """
     if (settled := _settled(pieces, num_expected)) is not None:
@@ -96,14 +118,18 @@ def decide_activation(pieces: Sequence[Piece], *, batch: Batch, values: Values, 
     if ndims == {0}:
         return decide_scalar(pieces, values)._replace(needs_all=True)
     if len(pieces) == 1:
-        values = Unequal()  # to nothing: one of several ranks tells nothing of the others
+        known, values = values, Unequal()  # equal to nothing: one of several ranks tells nothing of the others
+        if known.kinship() is Kinship.COPIES:
+            return _replicas(pieces, "inferred")
     has_one_shape = _unequal_shapes(pieces) is None
     sizes: tuple[int, ...] | None = batch.sizes
+    if has_one_shape and values.kinship() is Kinship.COPIES:
+        return copies_unless(values) or _replicas(pieces, "inferred")
+    usual = values.batch_dim()
     if sizes is None:
-        if has_one_shape and not values.is_constant() and values.are_equal():
-            return _replicas(pieces, "inferred")
-        if (problem := _unequal_shapes(pieces, but=0)) is None:
-            return concatenated(pieces, 0, (("batch", "unknown: the root's input was not recorded"),))
+        dim = usual if usual is not None and usual < min(ndims) else 0
+        if (problem := _unequal_shapes(pieces, but=dim)) is None:
+            return concatenated(pieces, dim, (("batch", "unknown: the root's input was not recorded"),))
         return problem
     fits = [
         dim
@@ -111,22 +137,24 @@ def decide_activation(pieces: Sequence[Piece], *, batch: Batch, values: Values, 
         if all(piece.shape[dim] == size for piece, size in zip(pieces, sizes, strict=True))
         and _unequal_shapes(pieces, but=dim) is None
     ]
-    may_be_equal = has_one_shape and not batch.is_shared and not values.is_constant()
     of_pieces = zip(pieces, sizes, strict=True)  # an empty batch has no rows, whatever the factor
     ratios = {piece.shape[0] / size if size else 0.0 for piece, size in of_pieces if size or piece.shape[0]}
     is_multiple = len(ratios) == 1 and ratios <= {float(factor) for factor in batch.factors}
     is_multiple = is_multiple and _unequal_shapes(pieces, but=0) is None
     # Of a batch of several samples a dim 0 with just their words is no accident, a later dim of its size may be one.
     if fits and not (is_multiple and fits[0] > 0 and max(sizes) > 1):
-        is_repeated = max(sizes) > 1 and may_be_equal and values.are_equal() and values.is_repeated(fits[0])
-        if may_be_equal and values.are_equal() and not is_repeated:
-            return _replicas(pieces, "inferred")
-        return concatenated(pieces, fits[0], (("batch_dims", tuple(fits)),) if len(fits) > 1 else ())
-    if is_multiple and not (may_be_equal and values.are_equal()):
+        dim = usual if usual in fits else fits[0]
+        return concatenated(pieces, dim, (("batch_dims", tuple(fits)),) if len(fits) > 1 else ())
+    if is_multiple:
         return concatenated(pieces, 0, (("batch_factor", int(min(ratios))),))
-    if has_one_shape and values.are_equal():
-        return _replicas(pieces, "inferred")
+    if has_one_shape and values.kinship() is Kinship.UNKNOWN and values.are_equal():
+        return _replicas(pieces, "inferred")  # there is nothing else that it could be
     return Apart("per_rank", f"no dim of {_shapes(pieces)} is the batch of {', '.join(map(str, dict.fromkeys(sizes)))}")
+
+
+def copies_unless(values: Values) -> Apart | None:
+    """Why tensors that are copies of each other at other steps are none at this one."""
+    return Apart("layout_changes", CHANGES) if values.are_unequal() else None
 
 
 def _settled(pieces: Sequence[Piece], num_expected: int) -> Plan | Apart | None:
@@ -150,7 +178,13 @@ def decide_scalar(pieces: Sequence[Piece], values: Values) -> Plan:
 
 
 def decide_gradient(
-    pieces: Sequence[Piece], forward: Plan | Apart | None, *, batch: Batch, loss: str, num_expected: int
+    pieces: Sequence[Piece],
+    forward: Plan | Apart | None,
+    *,
+    batch: Batch,
+    loss: str,
+    num_expected: int,
+    values: Values | None = None,
 ) -> Plan | Apart:
     """The gradient of an activation: laid out as that is, and scaled to the loss of the whole batch.
 
@@ -161,11 +195,14 @@ def decide_gradient(
         loss: what each rank's loss is of its samples: ``mean``; ``weighted``, a mean over batches of unequal size
             of which each sample counts once; or ``sum``.
         num_expected: ranks that should have a piece.
+        values: what other steps say of the value itself, where it was not recorded at this one.
     """
     if (settled := _settled(pieces, num_expected)) is not None:
         return settled
     if pieces[0].dtype in _NO_NUMBERS and loss != "sum":
         return Apart("per_rank", f"{pieces[0].dtype} cannot be scaled")
+    if forward is None and not all(piece.shape == () for piece in pieces):
+        forward = decide_activation(pieces, batch=batch, values=values or Unequal(), num_expected=num_expected)
     is_same_for_all = isinstance(forward, Plan) and len(forward.parts) == 1 and forward.dim is None
     if is_same_for_all or all(piece.shape == () for piece in pieces):
         if (problem := _unequal_shapes(pieces)) is not None:
@@ -177,10 +214,7 @@ def decide_gradient(
         return Plan(pieces[0].shape, (part,), source, scale=scale, needs_all=True)
     if isinstance(forward, Apart):
         return forward
-    if forward is None:
-        forward = decide_activation(pieces, batch=batch, values=Unequal(), num_expected=num_expected)
-        if isinstance(forward, Apart):
-            return forward
+    assert forward is not None
     if forward.dim is None:
         return Apart("per_rank", "the value itself is placed by its own row, the gradient is a plain tensor")
     if len({len(piece.shape) for piece in pieces}) != 1 or _unequal_shapes(pieces, but=forward.dim) is not None:

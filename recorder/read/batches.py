@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ..format.schema import COUNTS, STATISTICS
 from ..layout.rules import Batch
 from .decode import parse_shape
+from .evidence import NULL, bits_of, digest
 from .light import NONE, Keys, LightRows
 
 NO_BATCH: tuple[Batch, ...] = (Batch(None),)
@@ -26,7 +28,8 @@ class _Leaf(NamedTuple):
     """An argument with dims."""
 
     shape: tuple[int, ...]
-    fingerprint: str
+    content: str
+    """Equal where the values are, as far as rows tell; empty where they do not."""
 
 
 class _Call(NamedTuple):
@@ -40,13 +43,15 @@ class _Call(NamedTuple):
 class RootBatches:
     """The batches of all calls of all roots."""
 
-    def __init__(self, rows: LightRows, counts: npt.NDArray[np.bool_]) -> None:
+    def __init__(self, rows: LightRows, counts: npt.NDArray[np.bool_], varies: Callable[[str, str, str], bool]) -> None:
         """Nothing is read before the first question.
 
         Args:
             rows: of a run, with the columns of `groups.COLUMNS`.
             counts: which of them count, by position.
+            varies: whether ranks were ever given different values for an argument: root, mode and name.
         """
+        self._varies = varies
         self._rows = rows
         self._counts = counts
         self._known: dict[object, tuple[Batch, ...]] = {}
@@ -87,7 +92,7 @@ class RootBatches:
                 }
                 for some in numbers
             ]
-            self._known[key] = _batches(chosen, ranks, expected)
+            self._known[key] = _batches(chosen, ranks, expected, partial(self._varies, when[0], when[1]))
         return self._known[key]
 
     def ran(self, when: _When, rank: int) -> bool:
@@ -115,15 +120,19 @@ class RootBatches:
         is_input = (sites.codes == sites.code("input")) & (phases.codes == phases.code("forward"))
         positions = positions[is_input & (rows.numbers("part")[positions] == 0)]
         positions = positions[np.argsort(rows.numbers("seq")[positions], kind="stable")]
-        names = ("root", "mode", "name", "shape", "global_shape", "fingerprint")
+        names = ("root", "mode", "name", "shape", "global_shape", "dtype", "fingerprint")
         columns = {name: rows.keys(name, positions) for name in names}
         numbers = {
             name: rows.numbers(name)[positions].tolist() for name in ("step", "micro_step", "call", "rank", "seq")
         }
+        bits = [bits_of(rows.take(name, positions)) for name in (*STATISTICS, *COUNTS)]
+        is_measured, statistics = bits[-1] != NULL, digest(bits)
         found: dict[_When, dict[int, list[_Call]]] = {}
         last: dict[tuple[_When, int], int] = {}
         for i in range(len(positions)):
-            root, mode, name, shape, global_shape, fingerprint = (text_of(columns[n], i) for n in names)
+            root, mode, name, shape, global_shape, dtype, content = (text_of(columns[n], i) for n in names)
+            if not content and is_measured[i] and dtype.startswith(("float", "bfloat")):
+                content = str(statistics[i])
             when, rank = (root, mode, numbers["step"][i], numbers["micro_step"][i]), numbers["rank"][i]
             of_rank = found.setdefault(when, {}).setdefault(rank, [])
             if last.get((when, rank)) != numbers["call"][i]:
@@ -131,26 +140,37 @@ class RootBatches:
                 of_rank.append(_Call(numbers["seq"][i], {}))
             sizes = parse_shape(global_shape or shape)
             if sizes:
-                of_rank[-1].leaves[name] = _Leaf(sizes, fingerprint)
+                of_rank[-1].leaves[name] = _Leaf(sizes, content)
         return found
 
 
-def _batches(calls: Iterable[dict[int, _Call]], ranks: tuple[int, ...], expected: tuple[int, ...]) -> tuple[Batch, ...]:
+def _batches(
+    calls: Iterable[dict[int, _Call]],
+    ranks: tuple[int, ...],
+    expected: tuple[int, ...],
+    varies: Callable[[str], bool],
+) -> tuple[Batch, ...]:
     found: list[Batch] = []
     for of_ranks in calls:
         if all(rank in of_ranks for rank in ranks):
-            found += [batch for batch in _of_call(of_ranks, ranks, expected) if batch not in found]
+            found += [batch for batch in _of_call(of_ranks, ranks, expected, varies) if batch not in found]
     return tuple(found[:_MAX_BATCHES]) or NO_BATCH
 
 
-def _of_call(of_ranks: dict[int, _Call], ranks: tuple[int, ...], expected: tuple[int, ...]) -> list[Batch]:
-    """The sizes of dim 0 of the arguments of one call: of those that differ between ranks, the most frequent first."""
+def _of_call(
+    of_ranks: dict[int, _Call], ranks: tuple[int, ...], expected: tuple[int, ...], varies: Callable[[str], bool]
+) -> list[Batch]:
+    """The sizes of dim 0 of the arguments of one call: of those that differ between ranks, the most frequent first.
+
+    What all ranks were given alike in this call may be the batch nevertheless: zeros, or the same samples for all.
+    """
     leaves = {
         name: [of_ranks[rank].leaves[name] for rank in ranks]
         for name in of_ranks[ranks[0]].leaves
         if all(name in of_ranks[rank].leaves for rank in ranks)
     }
-    own = {name: some for name, some in leaves.items() if not _are_shared(some)}
+    differing = {name: some for name, some in leaves.items() if not _are_shared(some)}
+    own = differing or {name: some for name, some in leaves.items() if len(some) > 1 and varies(name)}
     votes = Counter(tuple(leaf.shape[0] for leaf in some) for some in (own or leaves).values())
     num_dims: dict[tuple[int, ...], int] = {}
     for some in (own or leaves).values():
@@ -163,12 +183,12 @@ def _of_call(of_ranks: dict[int, _Call], ranks: tuple[int, ...], expected: tuple
         known = [leaf.shape[0] for leaf in all_leaves if leaf is not None]
         total = sum(known) if len(known) == len(expected) else None
         inner = {math.prod(leaf.shape[1:stop]) for leaf in all_leaves if leaf for stop in range(2, len(leaf.shape) + 1)}
-        found.append(Batch(sizes, not own, tuple(sorted(inner - {0, 1})), total))
+        found.append(Batch(sizes, not differing, tuple(sorted(inner - {0, 1})), total))
     return found
 
 
 def _are_shared(leaves: Sequence[_Leaf]) -> bool:
-    return len(leaves) > 1 and bool(leaves[0].fingerprint) and len({leaf.fingerprint for leaf in leaves}) == 1
+    return len(leaves) > 1 and bool(leaves[0].content) and len({leaf.content for leaf in leaves}) == 1
 
 
 def text_of(keys: Keys, i: int) -> str:

@@ -7,7 +7,7 @@ one size is cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -63,12 +63,18 @@ class Cuts:
         self._whole: set[object] = set()
         """Of that step, root, rank and shape of values that are whole on every rank."""
 
-    def infer(self, wanted: Wanted, pieces: Sequence[Piece]) -> int | Apart:
-        """The dim along which pieces of ranks that share a batch lie end to end, or why that is not known."""
+    def infer(self, wanted: Wanted, pieces: Sequence[Piece], known: Set[int] = frozenset()) -> int | Apart:
+        """The dim along which pieces of ranks that share a batch lie end to end, or why that is not known.
+
+        Args:
+            wanted: which tensors.
+            pieces: of the ranks.
+            known: the dims that were found at the steps that tell of this value; none where no step does.
+        """
         parameters, neighbours = self._step(wanted.step)
         ranks = tuple(piece.rank for piece in pieces)
-        found: set[int] = set()
-        if all(piece.shape for piece in pieces) and self._is_linear(wanted.root, wanted.module_path):
+        found: set[int] = {*known}
+        if not found and all(piece.shape for piece in pieces) and self._is_linear(wanted.root, wanted.module_path):
             found = _common([_by_parameters(parameters, wanted, piece, ranks) for piece in pieces])
         if not found:
             places = [(wanted.root, piece.rank, piece.shape) for piece in pieces]
@@ -121,13 +127,14 @@ class Cuts:
         return found
 
     def _equal(self, step: int) -> set[object]:
-        """The same of plain values that several ranks have alike, to the last bit; not of constants."""
+        """The same of plain values that several ranks have alike, to the last bit; not of constants, nor of NaN."""
         rows = self._rows
         positions: Positions = np.flatnonzero(self._counts & (rows.numbers("step") == step))
         columns = {name: rows.keys(name, positions) for name in ("root", "site", "shape", "fingerprint", "placements")}
         is_plain = (columns["placements"].codes == NONE) & (columns["fingerprint"].codes != NONE)
-        low, high = (rows.take(name, positions) for name in ("min", "max"))
-        is_plain &= ~pc.fill_null(pc.equal(low, high), False).to_numpy()
+        low, high, nans = (rows.take(name, positions) for name in ("min", "max", "nan_count"))
+        is_plain &= ~pc.fill_null(pc.equal(low, high), pc.is_valid(nans)).to_numpy()
+        is_plain &= ~pc.fill_null(pc.greater(nans, 0), False).to_numpy()
         ranks = rows.numbers("rank")[positions]
         holders: dict[tuple[str, str, str], set[int]] = {}
         for i in np.flatnonzero(is_plain).tolist():

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..layout.levels import Block, compose, corresponding, renumbered, within
+from ..layout.levels import Block, OfWholes, compose, renumbered, within
 from ..layout.plans import Apart, Piece, Plan
 from ..layout.rules import (
     Batch,
+    Values,
     decide_activation,
     decide_gradient,
     decide_local_gradient,
@@ -20,7 +21,7 @@ from ..layout.rules import (
     decide_state,
     mixed,
 )
-from .evidence import Evidence
+from .evidence import Evidence, Unrecorded
 from .grid import Group
 
 STATE_SITES = ("param", "grad", "buffer", "optim")
@@ -58,6 +59,8 @@ class Question(NamedTuple):
     batches: tuple[Batch, ...]
     """Likeliest first."""
     forward: Plan | Apart | None
+    unrecorded: Unrecorded | None
+    """Of the value that this is the gradient of, where it was not recorded; it has the same pieces."""
     is_gradient: bool
     loss: str
     infer: Infer
@@ -93,7 +96,7 @@ def decide(question: Question, blocks: tuple[Block, ...] | Apart | None) -> Deci
         return _of_two_levels(question, blocks)
     if question.override is not None:
         return _overridden(question, question.override), question.batches[0]
-    return _of_one_level(question, pieces, question.evidence)
+    return _of_one_level(question, pieces, question.unrecorded or question.evidence)
 
 
 def _overridden(question: Question, override: Override) -> Plan | Apart:
@@ -105,7 +108,7 @@ def _overridden(question: Question, override: Override) -> Plan | Apart:
     return plan
 
 
-def _of_one_level(question: Question, pieces: Sequence[Piece], evidence: Evidence | _Across) -> Decided:
+def _of_one_level(question: Question, pieces: Sequence[Piece], values: Values) -> Decided:
     num_expected, loss = question.num_expected, question.loss
     if question.site == LOCAL_GRADIENT:
         return decide_local_gradient(pieces, num_expected=num_expected), question.batches[0]
@@ -114,10 +117,13 @@ def _of_one_level(question: Question, pieces: Sequence[Piece], evidence: Evidenc
         return plan, question.batches[0]
     for batch in question.batches:
         if question.is_gradient:
-            plan = decide_gradient(pieces, question.forward, batch=batch, loss=loss, num_expected=num_expected)
+            of_value = values if question.unrecorded is not None else None
+            plan = decide_gradient(
+                pieces, question.forward, batch=batch, loss=loss, num_expected=num_expected, values=of_value
+            )
         else:
-            plan = decide_activation(pieces, batch=batch, values=evidence, num_expected=num_expected)
-            if evidence.is_by_statistics and isinstance(plan, Plan) and plan.source == "inferred":
+            plan = decide_activation(pieces, batch=batch, values=values, num_expected=num_expected)
+            if question.evidence.is_by_statistics and isinstance(plan, Plan) and plan.source == "inferred":
                 plan = plan._replace(note=(*plan.note, ("equal_by", "statistics")))
         if isinstance(plan, Plan):
             break
@@ -141,7 +147,8 @@ def _of_two_levels(question: Question, blocks: tuple[Block, ...]) -> Decided:
     forward = question.forward
     if isinstance(forward, Plan) and forward.across is not None:
         forward = forward.across
-    across, batch = _of_one_level(question._replace(forward=forward), tensors, _Across(question.evidence, wholes))
+    values = OfWholes(wholes, (question.unrecorded or question.evidence).among)
+    across, batch = _of_one_level(question._replace(forward=forward), tensors, values)
     return (across if isinstance(across, Apart) else compose(across, wholes)), batch
 
 
@@ -153,28 +160,4 @@ def _of_block(question: Question, block: Block) -> Plan | Apart:
         plan = decide_override([pieces[i] for i in numbers], override.wanted, override.rule)
         return plan if isinstance(plan, Apart) else renumbered(plan, numbers)
     is_state = question.site in STATE_SITES
-    evidence = question.evidence
-    is_constant = evidence.is_constant()
-    return within(pieces, block, is_state=is_state, is_constant=is_constant, same=evidence.among, infer=question.infer)
-
-
-class _Across:
-    """What is known of the values of whole tensors, each of ranks that share a part of the batch."""
-
-    def __init__(self, evidence: Evidence, wholes: Sequence[Plan]) -> None:
-        self._evidence = evidence
-        self._wholes = wholes
-
-    @property
-    def is_by_statistics(self) -> bool:
-        return self._evidence.is_by_statistics
-
-    def are_equal(self) -> bool:
-        pairs = corresponding(self._wholes)
-        return pairs is not None and all(self._evidence.among(pair) for pair in pairs)
-
-    def is_constant(self) -> bool:
-        return self._evidence.is_constant()
-
-    def is_repeated(self, dim: int) -> bool:
-        return self._evidence.is_repeated(dim)
+    return within(pieces, block, is_state=is_state, among=question.evidence.among, infer=question.infer)

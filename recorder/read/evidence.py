@@ -1,4 +1,4 @@
-"""Owns what rows say of the values of several ranks: whether they are equal, constant, repeated along a dim.
+"""Owns what the rows of one step say of the values of several ranks: whether they are equal, and what that proves.
 
 Payloads are asked for only where rows say nothing that decides.
 """
@@ -6,12 +6,13 @@ Payloads are asked for only where rows say nothing that decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ..layout.plans import Piece
+from ..layout.rules import Kinship
 from .light import NONE, Keys, Positions
 
 Ints = npt.NDArray[np.int64]
@@ -31,7 +32,12 @@ class Described(NamedTuple):
     equal: Ints
     """1 where all rows of a value are equal, 0 where they are not, `NONE` where only their payloads can tell."""
     has_same_statistics: npt.NDArray[np.bool_]
-    constant: npt.NDArray[np.bool_]
+    is_blank: npt.NDArray[np.bool_]
+    """Whether all rows of a value are measured and hold one number each, or nothing finite: any layout has that."""
+    has_nan: npt.NDArray[np.bool_]
+    """Whether some row of a value has a NaN, or is measured and has no finite number."""
+    is_measured: npt.NDArray[np.bool_]
+    """Whether all rows of a value have statistics."""
     fingerprints: Ints
     statistics: Ints
     """Of each row, a number that is equal where all statistics are; `NONE` without any."""
@@ -44,6 +50,16 @@ class Described(NamedTuple):
         return None if self.equal[number] == NONE else bool(self.equal[number])
 
 
+class OfAllSteps(Protocol):
+    """What all steps say of one value; see `leaves.Leaves`."""
+
+    def kinship(self, numbers: Sequence[int] | None) -> Kinship:
+        """Of all its pieces, or of some by their numbers."""
+
+    def batch_dim(self) -> int | None:
+        """See `layout.rules.Values`."""
+
+
 class Evidence:
     """What rows, and where they must be read payloads, say of the values of one group."""
 
@@ -53,7 +69,7 @@ class Evidence:
         number: int,
         places: Sequence[int],
         is_same: Callable[[Sequence[int]], bool | None],
-        is_repeated: Callable[[int, int], bool | None],
+        of_all_steps: OfAllSteps,
         *,
         is_float: bool,
     ) -> None:
@@ -64,7 +80,7 @@ class Evidence:
             number: of the value.
             places: of its rows among those described, in data-parallel order.
             is_same: whether the tensors of rows at some positions are equal; None where a payload is missing.
-            is_repeated: whether the tensor of a row is one slice repeated along a dim; None likewise.
+            of_all_steps: what other steps say.
             is_float: whether equal sums tell that values are equal.
         """
         self.has_read = False
@@ -73,15 +89,14 @@ class Evidence:
         self._described = described
         self._places = places
         self._is_float = is_float
-        self._equal = described.equal_of(number)
-        self._has_same_statistics = bool(described.has_same_statistics[number])
-        self._is_constant = bool(described.constant[number])
+        self._known = described.equal_of(number), bool(described.has_same_statistics[number])
         self._is_same = is_same
-        self._is_repeated = is_repeated
+        self._of_all_steps = of_all_steps
+        self._equal: dict[tuple[int, ...], bool | None] = {}
 
-    def without_payloads(self) -> tuple[bool | None, bool, bool]:
+    def without_payloads(self) -> tuple[bool | None, bool]:
         """All that is known from the rows."""
-        return self._equal, self._has_same_statistics, self._is_constant
+        return self._known
 
     def pattern(self) -> tuple[tuple[int, ...], ...]:
         """Which rows have the same fingerprint, and which the same statistics: of each the first of its like."""
@@ -92,37 +107,91 @@ class Evidence:
             found.append(tuple(NONE if n == NONE else first.setdefault(n, i) for i, n in enumerate(numbers)))
         return tuple(found)
 
+    def kinship(self) -> Kinship:
+        return self._of_all_steps.kinship(None)
+
     def are_equal(self) -> bool:
-        """By fingerprint, else by value, else by statistics: of floats, whose sums tell, and the row says so.
+        return self.equality() is True
 
-        Whole numbers are indices, masks and permutations often enough, which have equal statistics in any order.
+    def are_unequal(self) -> bool:
+        return self.equality() is False
+
+    def batch_dim(self) -> int | None:
+        return self._of_all_steps.batch_dim()
+
+    def among(self, numbers: Sequence[int]) -> SomeEvidence:
+        """What is known of some of the pieces."""
+        return SomeEvidence(self, numbers, self._of_all_steps)
+
+    def equality(self, numbers: Sequence[int] | None = None) -> bool | None:
+        """Whether all pieces, or some of them, are equal; None where nothing tells.
+
+        By fingerprint, else by value, else by statistics: of floats, whose sums tell, and the row says so. Whole
+        numbers are indices, masks and permutations often enough, which have equal statistics in any order.
         """
-        if self._equal is None:
-            self._equal = self._judged(self._places, has_same_statistics=self._has_same_statistics)
-        return self._equal
+        places = self._places if numbers is None else [self._places[i] for i in numbers]
+        key = tuple(places)
+        if key not in self._equal:
+            self._equal[key] = self._judged(places)
+        return self._equal[key]
 
-    def among(self, numbers: Sequence[int]) -> bool:
-        """The same of some of the pieces."""
-        places = [self._places[i] for i in numbers]
+    def _judged(self, places: Sequence[int]) -> bool | None:
         fingerprints, statistics = self._described.fingerprints[places], self._described.statistics[places]
         if (fingerprints != NONE).all():
             return bool((fingerprints == fingerprints[0]).all())
         is_measured = bool((statistics != NONE).all())
-        is_alike = bool((statistics == statistics[0]).all())
-        return (is_alike or not is_measured) and self._judged(places, has_same_statistics=is_measured and is_alike)
-
-    def _judged(self, places: Sequence[int], *, has_same_statistics: bool) -> bool:
+        if is_measured and (statistics != statistics[0]).any():
+            return False
         self.has_read = True
         found = self._is_same(self._described.chosen[list(places)].tolist())
-        self.is_by_statistics |= found is None and has_same_statistics and self._is_float
-        return (has_same_statistics and self._is_float) if found is None else found
+        if found is None and is_measured and self._is_float:
+            self.is_by_statistics = found = True
+        return found
 
-    def is_constant(self) -> bool:
-        return self._is_constant
 
-    def is_repeated(self, dim: int) -> bool:
-        self.has_read = True
-        return bool(self._is_repeated(int(self._described.chosen[self._places[0]]), dim))
+class SomeEvidence:
+    """What is known of some pieces of a value."""
+
+    def __init__(self, evidence: Evidence, numbers: Sequence[int], of_all_steps: OfAllSteps) -> None:
+        self._evidence = evidence
+        self._numbers = numbers
+        self._of_all_steps = of_all_steps
+
+    def kinship(self) -> Kinship:
+        return self._of_all_steps.kinship(self._numbers)
+
+    def are_equal(self) -> bool:
+        return self._evidence.equality(self._numbers) is True
+
+    def are_unequal(self) -> bool:
+        return self._evidence.equality(self._numbers) is False
+
+    def batch_dim(self) -> int | None:
+        return self._of_all_steps.batch_dim()
+
+
+class Unrecorded:
+    """What other steps say of a value that was not recorded at this one."""
+
+    def __init__(self, of_all_steps: OfAllSteps, numbers: Sequence[int] | None = None) -> None:
+        self._of_all_steps = of_all_steps
+        self._numbers = numbers
+
+    def kinship(self) -> Kinship:
+        return self._of_all_steps.kinship(self._numbers)
+
+    def are_equal(self) -> bool:
+        return False
+
+    def are_unequal(self) -> bool:
+        return False
+
+    def batch_dim(self) -> int | None:
+        return self._of_all_steps.batch_dim()
+
+    def among(self, numbers: Sequence[int]) -> Unrecorded:
+        """Of some of its pieces."""
+        return Unrecorded(self._of_all_steps, numbers)
 
 
 def pack(columns: Sequence[npt.NDArray[Any]]) -> Ints:

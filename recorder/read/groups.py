@@ -16,16 +16,18 @@ from ..format.schema import COUNTS, STATISTICS
 from ..layout.levels import Block, split
 from ..layout.placement import reduce_op
 from ..layout.plans import Apart, Piece, Plan, named
-from ..layout.rules import Batch, parse_override
+from ..layout.rules import Batch, Kinship, copies_unless, parse_override
 from ..patterns import matches, parse_patterns
 from .batches import NO_BATCH, RootBatches, text_of
+from .content import Content, content_by, content_of, is_repeated
 from .cuts import Cuts, Wanted
 from .deciding import ALONE, LOCAL_GRADIENT, STATE_SITES, Override, Question, decide
 from .decode import parse_shape
-from .evidence import NULL, POSITIVE, Described, Evidence, Ints, bits_of, digest, pack
+from .evidence import NULL, POSITIVE, Described, Evidence, Ints, Unrecorded, bits_of, digest, pack
 from .experts import BEGAN_ALIKE, NOT_OF_BATCH, NOT_SHARED
 from .facts import RunFacts
 from .grid import Group
+from .leaves import Leaf, Leaves, Moment, OfLeaf, Pieces, Sample, Seen, keys_of, leaf_of
 from .light import NONE, Keys, LightRows, Positions
 from .parts import Parts, parts_of_batch
 from .stages import HANDED_ON, Slices, Stage, in_order, missing_stages, unseen
@@ -40,8 +42,6 @@ COLUMNS = (
 )  # fmt: skip
 """What must be loaded of the rows."""
 
-_NO_BITS = "0" * 16
-"""The fingerprint of zeros."""
 _MAX_LOOKED_UP = 100_000
 """Rows of which a look-up keeps the values for the next: those of the modules of a step, of some ranks."""
 _ADDED_UP = (
@@ -56,7 +56,8 @@ class Finding(NamedTuple):
 
     kind: str
     """``replicas_differ``, ``buffers_differ``, ``inconsistent``, ``partial``, ``per_rank``, ``superseded``,
-    ``stranger``, or ``alone``: the other ranks never ran it."""
+    ``stranger``, ``layout_changes``: ranks have it alike at some steps and not at others, or ``alone``: the other
+    ranks never ran it."""
     step: int
     """The first step where it shows."""
     module_path: str
@@ -95,6 +96,25 @@ class Value(NamedTuple):
         return isinstance(self.plan, Apart) and self.plan.kind == HANDED_ON
 
 
+class _Asked(NamedTuple):
+    """What rows and manifests say of one value, before anything is decided."""
+
+    first: int
+    """Position of its first row."""
+    names: tuple[str, ...]
+    """As `_LABELS` has them."""
+    writer: int
+    group: Group
+    places: list[int]
+    """Of its rows among those described, in data-parallel order; so are all that follow."""
+    codes: tuple[int, ...]
+    pieces: list[Piece]
+    positions: tuple[int, ...]
+    expected: tuple[int, ...]
+    blocks: tuple[Block, ...] | Apart | None
+    parts: Parts
+
+
 class Grouping:
     """Plans for some rows of a run."""
 
@@ -106,7 +126,8 @@ class Grouping:
         loss: str,
         overrides: Sequence[tuple[tuple[str, ...], str]],
         is_same: Callable[[Sequence[int]], bool | None],
-        is_repeated: Callable[[int, int], bool | None],
+        items_of: Callable[[int], npt.NDArray[Any] | None],
+        leaves: Leaves | None = None,
     ) -> None:
         """Load what is needed.
 
@@ -116,7 +137,8 @@ class Grouping:
             loss: see `layout.rules.decide_gradient`.
             overrides: patterns over ``module_path:site:name`` and layout, the last that fits wins.
             is_same: whether the tensors of some rows hold the same values; None where a payload is missing.
-            is_repeated: whether a row's tensor is one slice repeated along a dim; None where its payload is missing.
+            items_of: a row's tensor; None where its payload is missing.
+            leaves: what all steps of the run say; by default what these rows do.
         """
         rows.load(COLUMNS)
         self.findings: list[Finding] = []
@@ -125,7 +147,8 @@ class Grouping:
         self._loss = loss
         self._overrides = overrides
         self._is_same = is_same
-        self._is_repeated = is_repeated
+        self._items_of = items_of
+        self._leaves = leaves or Leaves(self.sample)
         self._decided: dict[Any, tuple[Plan | Apart, Batch, Plan | Apart | None]] = {}
         """Decisions by all that they hang on; with the plan whose identity is a part of the key, so that it lives."""
         self._split: dict[Any, tuple[tuple[Block, ...] | Apart | None, Parts]] = {}
@@ -138,7 +161,7 @@ class Grouping:
         """By position, whether a row counts: superseded ones and those of another run do not."""
         for text in missing_stages(facts.stages):
             self._note("partial", None, (), text)
-        self._roots = RootBatches(rows, self.counts)
+        self._roots = RootBatches(rows, self.counts, self._leaves.varies)
         self._cuts = Cuts(rows, self.counts, facts.is_linear)
 
     def values(self, positions: Positions | None = None, *, is_slice: bool = False) -> Iterator[Value]:
@@ -146,28 +169,20 @@ class Grouping:
 
         With `is_slice` they are of one micro-batch of a pipeline, and others do not lack.
         """
-        rows = self._rows
         chosen = np.flatnonzero(self.counts) if positions is None else positions[self.counts[positions]]
-        chosen = chosen[rows.numbers("part")[chosen] == 0]
+        chosen = chosen[self._rows.numbers("part")[chosen] == 0]
         if not len(chosen):
             return
-        slices = Slices(rows, chosen, self._facts.stages)
-        groups, twins = self._group_numbers(chosen, slices)
-        ranks = rows.numbers("rank")[chosen]
-        order = np.lexsort([slices.micro_step, ranks, groups])
-        chosen, groups, twins = chosen[order], groups[order], twins[order]
-        starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
-        described = self._describe(chosen, starts, slices.micro_step[order])
-        sequence = in_order(rows, chosen[starts], slices.stage[order][starts])
-        is_gradient = twins[starts] >= 0
+        described, groups, twins, sequence = self._arrange(chosen)
+        is_gradient = twins >= 0
         of_group: dict[int, Value] = {}
-        place_of = {int(groups[start]): number for number, start in enumerate(starts)}
+        place_of = {int(group): number for number, group in enumerate(groups)}
 
         def value_of(number: int) -> Value:
             found = of_group.get(number)
             if found is None:
                 forward: Value | None = None
-                if is_gradient[number] and (twin := place_of.get(int(twins[starts[number]]))) is not None:
+                if is_gradient[number] and (twin := place_of.get(int(twins[number]))) is not None:
                     forward = value_of(twin)
                 found = of_group[number] = self._value(
                     described, number, forward, is_gradient=bool(is_gradient[number]), is_slice=is_slice
@@ -176,6 +191,67 @@ class Grouping:
 
         for number in sequence.tolist():
             yield value_of(number)
+
+    def _arrange(self, chosen: Positions) -> tuple[Described, Ints, Ints, Ints]:
+        """Rows by value: what is known of each, its number and its twin's, and the values' order of execution."""
+        rows = self._rows
+        slices = Slices(rows, chosen, self._facts.stages)
+        groups, twins = self._group_numbers(chosen, slices)
+        ranks = rows.numbers("rank")[chosen]
+        order = np.lexsort([slices.micro_step, ranks, groups])
+        chosen, groups, twins = chosen[order], groups[order], twins[order]
+        starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
+        described = self._describe(chosen, starts, slices.micro_step[order])
+        sequence = in_order(rows, chosen[starts], slices.stage[order][starts])
+        return described, groups[starts], twins[starts], sequence
+
+    def sample(self, positions: Positions | None = None) -> Sample | None:
+        """The values of these rows but parameters and their like, whose layout hangs on no value; None without any."""
+        rows = self._rows
+        chosen = np.flatnonzero(self.counts) if positions is None else positions[self.counts[positions]]
+        chosen = chosen[rows.numbers("part")[chosen] == 0]
+        sites = rows.keys("site", chosen)
+        chosen = chosen[~np.isin(sites.codes, [sites.code(site) for site in (*STATE_SITES, "scalar")])]
+        if not len(chosen):
+            return None
+        described, _, _, sequence = self._arrange(chosen)
+        firsts = described.chosen[described.starts]
+        stages = np.array([self._stage_of(described, number) for number in range(len(firsts))], np.int64)
+        labels = [described.labels[name].codes for name in _LABELS]
+        calls, steps, micro_steps = (rows.numbers(name)[firsts] for name in ("call", "step", "micro_step"))
+        num_dims = np.array([len(piece.shape) for piece in described.pieces], np.int64)
+        num_dims = num_dims[described.codes[described.starts]]
+        codes = pack([*labels, calls, stages, num_dims])[sequence]
+        by_leaf = np.argsort(codes, kind="stable")
+        bounds = np.flatnonzero(np.r_[True, np.diff(codes[by_leaf]) > 0])
+        leaves = {self._leaf(described, int(some[0])): some for some in np.split(sequence[by_leaf], bounds[1:])}
+        of_call = [described.labels[name].codes for name in ("root", "module_path", "mode", "phase")]
+        return Sample(
+            described,
+            leaves,
+            np.stack([pack([steps, micro_steps, stages]), pack([*of_call, steps, micro_steps, calls, stages])], axis=1),
+            sequence,
+            partial(self._look, described),
+            partial(self._moment, described),
+            partial(self._cut_of, described),
+        )
+
+    def _stage_of(self, described: Described, number: int) -> int:
+        if not self._facts.stages:
+            return NONE
+        root = text_of(described.labels["root"], number)
+        stage = self._facts.stages.get((int(described.writers[number]), root))
+        return NONE if stage is None else stage.number
+
+    def _leaf(self, described: Described, number: int) -> Leaf:
+        start = described.starts[number]
+        return leaf_of(
+            described,
+            number,
+            stage=self._stage_of(described, number),
+            call=int(self._rows.numbers("call")[described.chosen[start]]),
+            num_dims=len(described.pieces[described.codes[start]].shape),
+        )
 
     def values_again(self, positions: Positions, *, is_slice: bool) -> list[Value]:
         """The same for one question of many: whoever asks for a tensor asks for others of its module and step."""
@@ -283,7 +359,9 @@ class Grouping:
         low, high, nans, infs = (
             bits[[*STATISTICS, *COUNTS].index(n)] for n in ("min", "max", "nan_count", "inf_count")
         )
-        constant = (low == high) & (low != NULL) & (nans == 0) & (infs == 0) & (low == low[firsts])
+        is_measured = bits[-1] != NULL
+        has_nan = is_measured & ((nans > 0) | (low == NULL))
+        is_blank = has_nan | (is_measured & (low == high) & (infs == 0))
         return Described(
             chosen=chosen,
             starts=starts,
@@ -292,7 +370,9 @@ class Grouping:
             pieces=self._pieces,
             equal=np.where(has_fingerprint, same_fingerprint, np.where(has_statistics & ~same_statistics, False, NONE)),
             has_same_statistics=has_statistics & same_statistics,
-            constant=np.logical_and.reduceat(constant, starts),
+            is_blank=np.logical_and.reduceat(is_blank, starts),
+            has_nan=np.logical_or.reduceat(has_nan, starts),
+            is_measured=has_statistics,
             fingerprints=fingerprints,
             statistics=np.where(bits[-1] == NULL, NONE, digests & POSITIVE),
             labels={name: self._keys(name, chosen[starts]) for name in _LABELS},
@@ -321,13 +401,12 @@ class Grouping:
             micro_step,
         )
 
-    def _value(
-        self, described: Described, number: int, forward: Value | None, *, is_gradient: bool, is_slice: bool
-    ) -> Value:
+    def _ask(self, described: Described, number: int) -> _Asked:
+        """What rows and manifests say of one value, before anything is decided."""
         start, end = int(described.starts[number]), int(described.ends[number])
         first = int(described.chosen[start])
         names = tuple(text_of(described.labels[label], number) for label in _LABELS)
-        root, path, site, name, mode, phase = names
+        root, path, site, name, _, _ = names
         writer = int(described.writers[number])
         group = self._facts.group(root, path, writer)
         places = list(range(start, end))
@@ -336,7 +415,6 @@ class Grouping:
             places.sort(key=lambda at: order.get(described.pieces[described.codes[at]].rank, len(order)))
         codes = tuple(described.codes[places].tolist())
         pieces = [described.pieces[code] for code in codes]
-        rows_at = tuple(described.chosen[places].tolist())
         ranks = tuple(piece.rank for piece in pieces)
         expected = group.ranks if set(ranks) <= set(group.ranks) else tuple(dict.fromkeys((*group.ranks, *ranks)))
         if site == "scalar":  # the program decides who reports a number
@@ -346,29 +424,119 @@ class Grouping:
         elif site == "optim" and group.source == "fsdp" and all(piece.shape == () for piece in pieces):
             expected = ranks  # FSDP1 keeps no step where a rank holds nothing of a parameter
         blocks, parts = self._parts(codes, pieces, group, expected)
+        rows_at = tuple(described.chosen[places].tolist())
+        return _Asked(first, names, writer, group, places, codes, pieces, rows_at, expected, blocks, parts)
+
+    def _evidence(self, described: Described, number: int, asked: _Asked) -> Evidence:
+        of_all_steps = OfLeaf(self._leaves, self._leaf(described, number), asked.pieces)
+        is_float = asked.pieces[0].dtype.startswith(("float", "bfloat"))
+        return Evidence(described, number, asked.places, self._is_same, of_all_steps, is_float=is_float)
+
+    def _look(self, described: Described, number: int, some: Pieces | None) -> Seen:
+        """What the values of one moment say of how the ranks' tensors stand to each other."""
+        asked = self._ask(described, number)
+        numbers = _numbers_of(asked.pieces, some)
+        pieces = [asked.pieces[i] for i in numbers]
+        if len(pieces) < 2 or (some is None and len({piece.shape for piece in pieces}) > 1):
+            return Seen.NOTHING  # ranks may well have copies of different lengths, as of positions
+        if len({piece.shape for piece in pieces}) > 1:
+            return Seen.UNEQUAL
+        is_equal = self._evidence(described, number, asked).equality(numbers)
+        if is_equal is None or (is_equal and described.is_blank[number]):
+            return Seen.NOTHING
+        if not is_equal:
+            return Seen.UNEQUAL
+        first = asked.positions[numbers[0]]
+        items = None if described.is_measured[number] else self._items_of(first)
+        if items is None and not described.is_measured[number]:
+            return Seen.NOTHING  # fingerprints alone do not tell whether they are of zeros or of NaN
+        content = self._content(first, pieces[0]) if items is None else content_of(items)
+        if content is Content.NOTHING:
+            return Seen.NOTHING
+        is_certain = content is Content.NUMBERS
+        if some is not None and _share_a_batch(asked.blocks, numbers):
+            return Seen.EQUAL if is_certain else Seen.PERHAPS
+        moment, is_shared = self._moment_of(asked)
+        if is_shared:
+            return Seen.NOTHING
+        if moment is not None and not moment.dims:
+            return Seen.EQUAL if is_certain else Seen.PERHAPS
+        items = self._items_of(first) if items is None else items
+        if items is None:
+            return Seen.PERHAPS
+        dims = range(items.ndim) if moment is None else moment.dims
+        if any(items.shape[dim] > 1 and is_repeated(items, dim) for dim in dims):
+            return Seen.REPEATED
+        is_certain = is_certain and moment is not None and max(moment.sizes) > 1
+        return Seen.EQUAL if is_certain else Seen.PERHAPS
+
+    def _content(self, position: int, piece: Piece) -> Content:
+        """How much a row's statistics say that its values are no accident."""
+        at = np.array([position], np.int64)
+        low, high, total = (self._rows.take(name, at)[0].as_py() for name in ("min", "max", "sum"))
+        numel = int(self._rows.numbers("numel")[position])
+        return content_by(low, high, total, numel, is_float=piece.dtype.startswith(("float", "bfloat")))
+
+    def _moment(self, described: Described, number: int) -> Moment | None:
+        return self._moment_of(self._ask(described, number))[0]
+
+    def _moment_of(self, asked: _Asked) -> tuple[Moment | None, bool]:
+        """Along which dims the pieces may be the batch, where it is known, and whether all ranks were given one."""
+        root, _, _, _, mode, phase = asked.names
+        labels = root, mode, phase in ("recompute", "backward")
+        batch = self._batches(asked.first, asked.positions, asked.parts, labels, None)[0]
+        shapes = [asked.pieces[i].shape for i in asked.parts.pieces]
+        if batch.sizes is None or len(batch.sizes) != len(shapes) or len({len(shape) for shape in shapes}) > 1:
+            return None, batch.is_shared
+        both = list(zip(shapes, batch.sizes, strict=True))
+        dims = {d for d in range(len(shapes[0])) if all(shape[d] == size for shape, size in both)}
+        if shapes[0] and any(all(shape[0] == size * factor for shape, size in both) for factor in batch.factors):
+            dims.add(0)
+        return Moment(batch.sizes, frozenset(dims)), batch.is_shared
+
+    def _cut_of(self, described: Described, number: int, some: Pieces) -> int | Apart | None:
+        asked = self._ask(described, number)
+        numbers = _numbers_of(asked.pieces, some)
+        root, path, site, _, _, _ = asked.names
+        wanted = Wanted(root, path, site, self._step_of(asked.first))
+        return self._cuts.infer(wanted, [asked.pieces[i] for i in numbers]) if numbers else None
+
+    def _value(
+        self, described: Described, number: int, forward: Value | None, *, is_gradient: bool, is_slice: bool
+    ) -> Value:
+        asked = self._ask(described, number)
+        first, names, writer, group, places, codes, pieces, rows_at, expected, blocks, parts = asked
+        root, path, site, name, mode, phase = names
+        ranks = tuple(piece.rank for piece in pieces)
         batches: tuple[Batch, ...] = NO_BATCH
         if site not in STATE_SITES:
             labels = root, mode, is_gradient or phase == "recompute"
             batches = self._batches(first, rows_at, parts, labels, forward)
         override = self._override(path, site, name)
-        is_float = pieces[0].dtype.startswith(("float", "bfloat"))
-        evidence = Evidence(described, number, places, self._is_same, self._is_repeated, is_float=is_float)
+        evidence = self._evidence(described, number, asked)
+        leaf = self._leaf(described, number)
         known_of_values = evidence.without_payloads(), evidence.pattern() if blocks is not None else ()
         forward_plan = forward.plan if forward is not None else None
         kind = LOCAL_GRADIENT if site == "grad" and phase == "backward" else site
-        key = codes, id(group), expected, kind, known_of_values, override, batches, id(forward_plan), is_gradient
+        own = () if site in STATE_SITES else leaf
+        key = codes, id(group), expected, kind, known_of_values, override, batches, id(forward_plan), is_gradient, own
         known = self._decided.get(key)
         if known is None:
+            unrecorded = None
+            if is_gradient and forward is None and site in _FORWARD_OF:
+                value = leaf._replace(site=_FORWARD_OF[site], phase="forward")
+                unrecorded = Unrecorded(OfLeaf(self._leaves, value, pieces))
+            wanted = Wanted(root, path, site, self._step_of(first))
             question = Question(
-                pieces, kind, group, parts.num_expected, evidence, override, batches, forward_plan, is_gradient,
-                self._loss, partial(self._infer, evidence, Wanted(root, path, site, self._step_of(first)), first, name),
+                pieces, kind, group, parts.num_expected, evidence, override, batches, forward_plan, unrecorded,
+                is_gradient, self._loss, partial(self._infer, evidence, wanted, leaf, first, name),
             )  # fmt: skip
             known = *decide(question, blocks), forward_plan
             if not evidence.has_read:
                 self._decided[key] = known
         plan, batch, _ = known
-        if override is None and self._looks_added_up(plan, pieces, site, rows_at):
-            plan = Apart("per_rank", _ADDED_UP)
+        if override is None and site not in STATE_SITES and isinstance(plan, Plan):
+            plan = _unless_added_up(plan, pieces, evidence)
         stage = self._facts.stages.get((writer, root)) if site != "scalar" else None
         if stage is not None:
             plan = self._in_pipeline(plan, pieces, names, first, stage, is_slice=is_slice)
@@ -422,9 +590,12 @@ class Grouping:
     def _step_of(self, position: int) -> int:
         return int(self._rows.numbers("step")[position])
 
-    def _infer(self, evidence: Evidence, wanted: Wanted, first: int, name: str, pieces: Sequence[Piece]) -> int | Apart:
+    def _infer(
+        self, evidence: Evidence, wanted: Wanted, leaf: Leaf, first: int, name: str, pieces: Sequence[Piece]
+    ) -> int | Apart:
         evidence.has_read = True  # other rows, and of that step: no answer for another
-        found = self._cuts.infer(wanted, pieces)
+        dims = self._leaves.cut_dims(leaf, keys_of(pieces, range(len(pieces))))
+        found = self._cuts.infer(wanted, pieces, dims)
         if not isinstance(found, Apart):
             text = (
                 f"taken for pieces along dim {found}, by their shapes alone; --layout '...=per_rank' if they are none"
@@ -433,17 +604,6 @@ class Grouping:
                 "inferred", first, tuple(piece.rank for piece in pieces), text, wanted.module_path, wanted.site, name
             )
         return found
-
-    def _looks_added_up(self, plan: Plan | Apart, pieces: list[Piece], site: str, positions: tuple[int, ...]) -> bool:
-        """Whether ranks that should have summands of an activation have the same, other than zeros.
-
-        What a program adds up in place through ``.data`` leaves no trace in the tensor that was a summand.
-        """
-        if isinstance(plan, Apart) or site in STATE_SITES or reduce_op(pieces[0].placements) != "sum":
-            return False
-        sums = [part.terms for part in plan.parts if len(part.terms) > 1]
-        texts = [{self._rows.text("fingerprint", positions[term.piece]) for term in terms} for terms in sums]
-        return bool(texts) and all(len(some) == 1 and not some & {None, _NO_BITS} for some in texts)
 
     def _differing(
         self, described: Described, number: int, places: list[int], plan: Plan, positions: tuple[int, ...]
@@ -569,6 +729,34 @@ def parse_overrides(layouts: Sequence[str]) -> list[tuple[tuple[str, ...], str]]
         parse_override(wanted)
         found.append((tuple(one if ":" in one else f"{one}:*" for one in parse_patterns(pattern)), wanted))
     return found
+
+
+def _unless_added_up(plan: Plan, pieces: Sequence[Piece], evidence: Evidence) -> Plan | Apart:
+    """The plan, or why ranks that should have summands of an activation stay apart: they have the same.
+
+    What a program adds up in place through ``.data`` leaves no trace in the tensor that was a summand.
+    """
+    if reduce_op(pieces[0].placements) != "sum":
+        return plan
+    sums = [evidence.among([term.piece for term in part.terms]) for part in plan.parts if len(part.terms) > 1]
+    if not sums or any(values.kinship() is not Kinship.COPIES for values in sums):
+        return plan
+    return next(filter(None, map(copies_unless, sums)), Apart("per_rank", _ADDED_UP))
+
+
+def _numbers_of(pieces: Sequence[Piece], some: Pieces | None) -> list[int]:
+    """The numbers of some pieces (all by default) by what names them; none where one is missing."""
+    if some is None:
+        return list(range(len(pieces)))
+    at = {(piece.rank, piece.micro_step): i for i, piece in enumerate(pieces)}
+    return [at[key] for key in some] if all(key in at for key in some) else []
+
+
+def _share_a_batch(blocks: tuple[Block, ...] | Apart | None, numbers: Sequence[int]) -> bool:
+    """Whether pieces are of ranks that were given one part of the batch; without blocks, all ranks of a mesh are."""
+    if blocks is None or isinstance(blocks, Apart):
+        return blocks is None
+    return any(set(numbers) <= {i for unit in block.units for i in unit} for block in blocks)
 
 
 def _of_ranks(forward: Value, ranks: tuple[int, ...]) -> Batch:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..format.schema import SCHEMA
-from .rows import ShardRows, Steps, each_of
+from .rows import Ranges, ShardRows, Steps, each_of
 from .writers import RecordedWriter
 
 Positions = npt.NDArray[np.int64]
@@ -54,7 +54,7 @@ class Keys(NamedTuple):
 class LightRows:
     """Every column but the payload, over all shards of a run."""
 
-    def __init__(self, writers: Sequence[RecordedWriter], steps: Steps | None = None) -> None:
+    def __init__(self, writers: Sequence[RecordedWriter], steps: Steps | Ranges | None = None) -> None:
         """Rows of a run.
 
         Args:

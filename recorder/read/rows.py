@@ -33,6 +33,8 @@ INDEX_COLUMNS = (*LIGHT_COLUMNS, *_PLACE_NAMES)
 SHARD_BYTES_KEY = b"recorder_shard_bytes"
 Steps = tuple[int, int]
 """From the first up to, but not including, the last."""
+Ranges = tuple[Steps, ...]
+"""Several such."""
 _MAX_CHUNKS = 32
 """Above, the chunks of a column are joined: large tensors make a batch each, and Arrow pays for every chunk."""
 
@@ -76,7 +78,7 @@ class ShardRows:
         with self._said_if_gone():
             return self._itself().read(number, columns).batch
 
-    def num_rows_of(self, steps: Steps | None) -> int:
+    def num_rows_of(self, steps: Steps | Ranges | None) -> int:
         """Rows of the batches that `columns` gives for the same steps."""
         return self.num_rows if steps is None else sum(self._rows_of[number] for number in self._batches_of(steps))
 
@@ -89,7 +91,7 @@ class ShardRows:
                 return (int(batches[0]), int(rows[0])) if len(at) == 1 else None
         return None
 
-    def columns(self, names: Sequence[str], steps: Steps | None = None) -> list[Any]:
+    def columns(self, names: Sequence[str], steps: Steps | Ranges | None = None) -> list[Any]:
         """Light columns (or `batch` or `row`) as checked Arrow batches. Batches that are damaged in one of them go.
 
         Args:
@@ -167,13 +169,17 @@ class ShardRows:
         elif self.tail_damage:
             self._note(self.tail_damage)
 
-    def _batches_of(self, steps: Steps | None) -> list[int]:
+    def _batches_of(self, steps: Steps | Ranges | None) -> list[int]:
         """Numbers of the batches with rows of some steps; also of those of which that cannot be said."""
         if steps is None:
             return list(self._rows_of)
+        ranges: Ranges = (steps,) if isinstance(steps[0], int) else steps
         spans = {number: self._span(number) for number in self._rows_of}
-        first, last = steps
-        return [number for number, span in spans.items() if span is None or (span[0] < last and first < span[1])]
+        return [
+            number
+            for number, span in spans.items()
+            if span is None or any(span[0] < last and first < span[1] for first, last in ranges)
+        ]
 
     def _span(self, number: int) -> Steps | None:
         if number not in self._spans:

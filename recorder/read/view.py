@@ -29,10 +29,12 @@ from .combine import combine, combine_fingerprints
 from .decode import as_array, parse_shape
 from .facts import RunFacts
 from .groups import COLUMNS, Finding, Grouping, Value, listed, parse_overrides
+from .leaves import Leaves, Sample
 from .light import NONE, LightRows, Positions, text_keys
 from .lookup import Found
 from .payload import Payloads, is_same
 from .rows import ShardRows
+from .sampling import choose_steps
 from .stages import whole_roots
 
 if TYPE_CHECKING:
@@ -68,6 +70,8 @@ class GlobalView:
         self._run = run
         self._loss = loss
         self._facts = RunFacts(run.writers, run.run_id, run.world_size)
+        self.leaves = Leaves(self._sample)
+        """What all steps say of each leaf."""
         self._kept: tuple[tuple[int, int], tuple[Grouping, Assembler]] | None = None
 
     @property
@@ -149,20 +153,38 @@ class GlobalView:
             except RunError:
                 return None  # whoever asks for the values is told what is wrong with them
 
-        def repeated(position: int, dim: int) -> bool | None:
+        def items_of(position: int) -> npt.NDArray[Any] | None:
             tensor = assembler.tensor(position)
             if tensor is None or len(tensor.positions) > 1:
                 return None  # nobody expands what takes several parts
             try:
-                items = as_items(assembler.local(position), tensor.dtype).reshape(tensor.shape)
+                return as_items(assembler.local(position), tensor.dtype).reshape(tensor.shape)
             except RunError:
                 return None
-            return bool((items == items.take([0], axis=dim)).all())
 
         grouping = Grouping(
-            light, self._facts, loss=self._loss, overrides=self._overrides, is_same=same, is_repeated=repeated
+            light,
+            self._facts,
+            loss=self._loss,
+            overrides=self._overrides,
+            is_same=same,
+            items_of=items_of,
+            leaves=self.leaves,
         )
         return grouping, assembler
+
+    def sampled(self) -> tuple[LightRows, Positions]:
+        """The rows by which layouts are known: a few steps, the same whatever part of the run is looked at."""
+        steps = choose_steps(self._run.writers)
+        ranges = None if steps is None else tuple((step, step + 1) for step in steps)
+        light = LightRows(self._run.writers, ranges)
+        light.load(COLUMNS)
+        numbers = light.numbers("step")
+        return light, np.flatnonzero(np.isin(numbers, steps)) if steps is not None else np.arange(len(numbers))
+
+    def _sample(self) -> Sample | None:
+        light, positions = self.sampled()
+        return self.grouping(light)[0].sample(positions)
 
     def _shards(self) -> Iterator[ShardRows]:
         for writer in self._run.writers:

@@ -105,7 +105,7 @@ def put_together(pieces: list[Piece], case: Case, *, loss: str | None = None, is
         return decide_state(pieces, source="ddp", num_expected=len(expected))
     wholes = []
     for block in blocks:
-        whole = within(pieces, block, is_state=is_state, is_constant=False, same=lambda numbers: False, infer=no_guess)
+        whole = within(pieces, block, is_state=is_state, among=lambda numbers: Unequal(), infer=no_guess)
         if isinstance(whole, Apart):
             return whole
         wholes.append(whole)
@@ -209,7 +209,7 @@ def test_a_sum_of_what_is_reduced_otherwise_is_refused(op: str) -> None:
         pieces.append(Piece(rank, "float32", (3,), (3,), None, placements, json.dumps(mesh)))
     blocks = split(pieces, ((0, 1), (2, 3)), (0, 1, 2, 3))
     assert isinstance(blocks, tuple) and all(isinstance(block, Block) for block in blocks)
-    wholes = [within(pieces, b, is_state=False, is_constant=False, same=lambda n: True, infer=no_guess) for b in blocks]  # type: ignore[arg-type]
+    wholes = [within(pieces, b, is_state=False, among=lambda numbers: Unequal(), infer=no_guess) for b in blocks]  # type: ignore[arg-type]
     plans = [whole for whole in wholes if isinstance(whole, Plan)]
     assert corresponding(plans) == [(0, 2), (1, 3)]
     tensors = [Piece(rank, "float32", (3,)) for rank in (0, 2)]

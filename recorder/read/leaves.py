@@ -1,0 +1,247 @@
+"""Owns what all steps together say of a leaf: whether the ranks have it alike, along which dim it has the batch.
+
+The layout of a leaf is a property of the leaf, so that no step is judged by itself: NaN, constants and slices repeated
+along the batch are alike in copies and in batches, and prove nothing. Must never answer by the step that is asked
+about: whatever part of a run is looked at, the answer is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..layout.plans import Apart, Piece
+from ..layout.rules import Kinship
+from .batches import text_of
+from .evidence import Described, Ints
+from .light import NONE
+
+_MAX_LOOKED_AT = 6
+"""Moments of a leaf whose values are looked at more closely, of those at which equal values might mean something."""
+Flags = npt.NDArray[np.bool_]
+Pieces = tuple[tuple[int, int], ...]
+"""Ranks, each with its micro-batch where a pipeline has one."""
+
+
+class Leaf(NamedTuple):
+    """What is recorded again and again under one name."""
+
+    root: str
+    stage: int
+    """Of a pipeline; `NONE` in none."""
+    module_path: str
+    site: str
+    name: str
+    mode: str
+    phase: str
+    call: int
+    num_dims: int
+
+
+class Seen(Enum):
+    """What the values of one moment say of their layout."""
+
+    NOTHING = 0
+    """Copies and batches are alike in them."""
+    REPEATED = 1
+    """They are equal, and each is one slice again and again along what may be the batch."""
+    UNEQUAL = 2
+    PERHAPS = 3
+    """They are equal, and nothing says why a batch should be."""
+    EQUAL = 4
+    """They are equal, and no batch could be."""
+
+
+class Moment(NamedTuple):
+    """What is known of a leaf at one moment, where its batch is known."""
+
+    sizes: tuple[int, ...]
+    """Of the ranks' batches."""
+    dims: frozenset[int]
+    """Along which the ranks' tensors have just these sizes; 0 also for a multiple of them."""
+
+
+class Sample(NamedTuple):
+    """The values of some steps, of all leaves: what is known of each value, which has a number."""
+
+    described: Described
+    leaves: Mapping[Leaf, Ints]
+    """The values of each leaf, in the order of execution."""
+    calls: Ints
+    """Of each value, a number for the call of a module on a rank that it is of."""
+    order: Ints
+    """The values in the order of execution."""
+    look: Callable[[int, Pieces | None], Seen]
+    """At the pieces of one value, or at some of them."""
+    moment: Callable[[int], Moment | None]
+    """None where the batch is not known."""
+    cut: Callable[[int, Pieces], int | Apart | None]
+    """Along which dim the pieces of one value, of ranks that share a batch, are cut; None where some are missing."""
+
+
+class Leaves:
+    """The leaves of a run. Nothing is read before the first question."""
+
+    def __init__(self, sample: Callable[[], Sample | None]) -> None:
+        """Made of a sample of the run, which is asked for once; None where there are no values."""
+        self._make = sample
+        self._loaded: tuple[Sample | None, Flags] | None = None
+        self._known: dict[tuple[Leaf, Pieces | None], Kinship] = {}
+        self._varying: dict[tuple[str, str, str], bool] = {}
+        self._dims: dict[Leaf, int | None] = {}
+        self._cuts: dict[tuple[Leaf, Pieces], set[int]] = {}
+
+    def kinship(self, leaf: Leaf, pieces: Pieces | None) -> Kinship:
+        """How the tensors of all ranks that have a leaf stand to each other, or those of some of them."""
+        key = leaf, pieces
+        if key not in self._known:
+            self._known[key] = self._judge(leaf, pieces)
+        return self._known[key]
+
+    def batch_dim(self, leaf: Leaf) -> int | None:
+        """The dim that is the batch wherever that is known; None where nothing tells, or the dims are several."""
+        if leaf not in self._dims:
+            moments = self._moments(leaf)
+            common = frozenset.intersection(*(one.dims for one in moments)) if moments else frozenset()
+            self._dims[leaf] = min(common) if common else None
+        return self._dims[leaf]
+
+    def cut_dims(self, leaf: Leaf, pieces: Pieces) -> set[int]:
+        """Along which dims the pieces of ranks that share a batch are cut, by the moments that tell."""
+        key = leaf, pieces
+        if key not in self._cuts:
+            sample, is_void, every = self._values_of(leaf)
+            numbers = self._spread([number for number in every if not is_void[number]])
+            found = [sample.cut(number, pieces) for number in numbers] if sample is not None else []
+            self._cuts[key] = {dim for dim in found if isinstance(dim, int)}
+        return self._cuts[key]
+
+    def varies(self, root: str, mode: str, name: str) -> bool:
+        """Whether ranks were ever given different values for an argument of a root."""
+        key = root, mode, name
+        if key not in self._varying:
+            sample, _ = self._load()
+            own = (
+                []
+                if sample is None
+                else [
+                    numbers
+                    for leaf, numbers in sample.leaves.items()
+                    if (leaf.module_path, leaf.site) == ("", "input") and (leaf.root, leaf.mode, leaf.name) == key
+                ]
+            )
+            self._varying[key] = any(bool((sample.described.equal[some] == 0).any()) for some in own if sample)
+        return self._varying[key]
+
+    def _load(self) -> tuple[Sample | None, Flags]:
+        """The sample, and which of its values are void."""
+        if self._loaded is None:
+            sample = self._make()
+            self._loaded = sample, np.zeros(0, bool) if sample is None else _find_void(sample)
+        return self._loaded
+
+    def _values_of(self, leaf: Leaf) -> tuple[Sample | None, Flags, list[int]]:
+        sample, is_void = self._load()
+        found = None if sample is None else sample.leaves.get(leaf)
+        return sample, is_void, [] if found is None else found.tolist()
+
+    def _spread(self, numbers: Sequence[int]) -> list[int]:
+        """A few of them, the first and the last among these."""
+        few = min(len(numbers), _MAX_LOOKED_AT)
+        return [numbers[i] for i in dict.fromkeys(np.linspace(0, len(numbers) - 1, few).round().astype(int).tolist())]
+
+    def _moments(self, leaf: Leaf) -> list[Moment]:
+        sample, _, numbers = self._values_of(leaf)
+        found = [sample.moment(number) for number in self._spread(numbers)] if sample is not None else []
+        return [one for one in found if one is not None]
+
+    def _judge(self, leaf: Leaf, pieces: Pieces | None) -> Kinship:
+        sample, is_void, every = self._values_of(leaf)
+        if sample is None:
+            return Kinship.UNKNOWN
+        described = sample.described
+        numbers = [number for number in every if not described.has_nan[number]]
+        found: set[Seen] = set()
+        if pieces is None:
+            is_unequal = described.equal == 0
+            if any(is_unequal[number] for number in numbers):
+                found.add(Seen.UNEQUAL)
+            numbers = [number for number in numbers if not is_unequal[number]]
+        numbers = [number for number in numbers if not is_void[number]]
+        found |= {sample.look(number, pieces) for number in self._spread(numbers)}
+        if Seen.EQUAL in found:
+            return Kinship.COPIES
+        if Seen.UNEQUAL in found:
+            return Kinship.OWN
+        if Seen.PERHAPS in found and Seen.REPEATED not in found:
+            return Kinship.OWN if pieces is None and self._follows_the_batch(leaf) else Kinship.COPIES
+        return Kinship.UNKNOWN
+
+    def _follows_the_batch(self, leaf: Leaf) -> bool:
+        """Whether a dim has always the size of the batch, which was not always the same."""
+        moments = self._moments(leaf)
+        sizes = {size for one in moments for size in one.sizes}
+        return len(sizes) > 1 and bool(frozenset.intersection(*(one.dims for one in moments)))
+
+
+def _find_void(sample: Sample) -> Flags:
+    """Which values say nothing of their layout: constants, and what a module makes of nothing but such.
+
+    A module whose input is constant has equal outputs on all ranks, whatever batch they are of: behind a dead ReLU the
+    output of a linear layer is its bias, again and again.
+    """
+    described = sample.described
+    void: Flags = described.is_blank & (described.equal != 0)
+    is_open = (described.equal != 0) & ~void & ~described.has_nan
+    if not is_open.any() or not void.any():
+        return void
+    sites = described.labels["site"]
+    is_input, is_output = (sites.codes == sites.code(site) for site in ("input", "output"))
+    fingerprints, statistics = described.fingerprints[described.starts], described.statistics[described.starts]
+    of_call: dict[int, bool] = {}
+    """Of each call, whether all its inputs are void."""
+    contents: set[tuple[int, bool, int]] = set()
+    """By moment, values of which it is known that they are void."""
+    for number in sample.order.tolist():
+        step, call = sample.calls[number].tolist()
+        has_fingerprint = fingerprints[number] != NONE
+        content = step, bool(has_fingerprint), int((fingerprints if has_fingerprint else statistics)[number])
+        is_made_of_void = content in contents or (is_output[number] and of_call.get(call, False))
+        void[number] |= is_open[number] and content[2] != NONE and is_made_of_void
+        if void[number] and content[2] != NONE:
+            contents.add(content)
+        if is_input[number]:
+            of_call[call] = of_call.get(call, True) and bool(void[number] or described.has_nan[number])
+    return void
+
+
+def leaf_of(described: Described, number: int, *, stage: int, call: int, num_dims: int) -> Leaf:
+    """What a value is one of."""
+    root, path, site, name, mode, phase = (
+        text_of(described.labels[label], number) for label in ("root", "module_path", "site", "name", "mode", "phase")
+    )
+    return Leaf(root, stage, path, site, name, mode, phase, call, num_dims)
+
+
+class OfLeaf:
+    """What all steps say of the pieces of one value."""
+
+    def __init__(self, leaves: Leaves, leaf: Leaf, pieces: Sequence[Piece]) -> None:
+        self._leaves = leaves
+        self._leaf = leaf
+        self._pieces = pieces
+
+    def kinship(self, numbers: Sequence[int] | None) -> Kinship:
+        return self._leaves.kinship(self._leaf, None if numbers is None else keys_of(self._pieces, numbers))
+
+    def batch_dim(self) -> int | None:
+        return self._leaves.batch_dim(self._leaf)
+
+
+def keys_of(pieces: Sequence[Piece], numbers: Sequence[int]) -> Pieces:
+    """Some pieces by what names them at every step."""
+    return tuple((pieces[i].rank, pieces[i].micro_step) for i in numbers)
