@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_MIN_BITS = 24
+_MIN_BITS = 10
 """Of whole numbers; fewer are equal by chance, as the classes of a few samples are."""
 
 
