@@ -189,7 +189,7 @@ class TestCopies:
         assert (layout.kind, layout.global_shape) == ("layout_changes", None)
 
     def test_parameters_that_come_apart_are_replicas_that_differ(self, tmp_path: Path) -> None:
-        more = {"site": "param", "name": "weight", "phase": "optimizer", "micro_step": None}
+        more: dict[str, Any] = {"site": "param", "name": "weight", "phase": "optimizer", "micro_step": None}
         run = self.table(tmp_path / "run", [values(4, 8) for _ in "ab"], "statistics", **more)
         (finding,) = run.view().rows().findings
         assert (finding.kind, finding.step) == ("replicas_differ", 2)
