@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -20,6 +21,7 @@ from ..cluster import open_cluster
 from ..merge.merge import MergeReport, merge_run
 from ..processes import available_cores
 from ..read.run import Run
+from ..read.which import command_of_merge
 from ..records import PART_BYTES
 from ..units import size
 from .imports import hide_pandas
@@ -58,27 +60,37 @@ def merge_typed(
     as_json: bool,
 ) -> int:
     """Merge a run and return the exit code: 1 if rows were refused, are missing or differ."""
-    _prepare()
-    merge = partial(merge_run, run, out, loss=loss, layouts=layouts, progress=progress)
-    if scheduler is not None:
-        with open_cluster(scheduler) as cluster:
-            cluster.check_sees([run.path])
-            report = merge(
-                executor=cluster.executor,
-                num_workers=cluster.num_workers,
-                helps=False,
-                check_folder=cluster.check_folder,
-            )
-    else:
-        num_workers = (available_cores() if jobs is None else jobs) - 1
-        with _workers(num_workers) as executor:
-            report = merge(executor=executor, num_workers=num_workers)
+    try:
+        report = _merge(run, out, loss=loss, layouts=layouts, jobs=jobs, scheduler=scheduler)
+    except KeyboardInterrupt:
+        if (command := command_of_merge(Path(os.path.abspath(out)))) is not None:
+            print(f"recorder: interrupted; what is finished is kept, and goes on with: {command}", file=sys.stderr)
+        raise
     if as_json:
         print_json(_as_json(run, report))
     else:
         for line in _lines(run, report):
             say(line)
     return int(report.num_problems > 0)
+
+
+def _merge(
+    run: Run, out: Path, *, loss: str, layouts: Sequence[str], jobs: int | None, scheduler: str | None
+) -> MergeReport:
+    _prepare()
+    merge = partial(merge_run, run, out, loss=loss, layouts=layouts, progress=progress)
+    if scheduler is not None:
+        with open_cluster(scheduler) as cluster:
+            cluster.check_sees([run.path])
+            return merge(
+                executor=cluster.executor,
+                num_workers=cluster.num_workers,
+                helps=False,
+                check_folder=cluster.check_folder,
+            )
+    num_workers = (available_cores() if jobs is None else jobs) - 1
+    with _workers(num_workers) as executor:
+        return merge(executor=executor, num_workers=num_workers)
 
 
 @contextmanager

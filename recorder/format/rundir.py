@@ -17,6 +17,8 @@ from .schema import FORMAT_NAME, FORMAT_VERSION
 
 RUN_MANIFEST = "_run.json"
 WRITER_MANIFEST = "_writer.json"
+MERGE_MANIFEST = "_merge.json"
+"""In the output of a merge, before it is a run: of which run it is, and with which options."""
 SHARD_KINDS = ("tensors", "stats")
 MAX_MANIFEST_BYTES = 64 << 20
 """50,000 modules with their sites need 15 MB; what is larger was not written by us."""

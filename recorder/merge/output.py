@@ -19,6 +19,7 @@ from typing import Any
 
 from ..errors import NotARunError, RunError, WriteError
 from ..format.rundir import (
+    MERGE_MANIFEST,
     RUN_MANIFEST,
     WRITER_MANIFEST,
     parse_rank_dir,
@@ -32,7 +33,6 @@ from ..write.file import Disk
 from ..write.manifest import create_manifest, replace_manifest
 from .plan import is_unit_name
 
-MERGE_MANIFEST = "_merge.json"
 _MERGING = "_merging"
 _PRIVATE = 0o700
 """Directories are for the owner alone, as those of a recording are."""

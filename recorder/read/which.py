@@ -9,6 +9,7 @@ import difflib
 import logging
 import os
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from ..config import LATEST, load_settings
 from ..errors import LookupFailedError, NotARunError, RunError
-from ..format.rundir import RUN_MANIFEST, check_version, run_name
+from ..format.rundir import MERGE_MANIFEST, RUN_MANIFEST, check_version, run_name
 from ..units import counted, moment
+from . import untrusted
 from .places import LOCAL, Place, place_of, store_of
 from .writers import find_writers
 
@@ -174,9 +176,29 @@ def _raise_no_run(folder: Place) -> NoReturn:
     for parent in list(parents)[:2]:  # a rank's or a writer's directory was given
         if has_manifest(parent):
             raise NotARunError(f"{folder}: is a part of a run; open the run: recorder ls {parent}")
+    if (command := command_of_merge(folder)) is not None:
+        raise NotARunError(f"{folder}: an unfinished merge; run it again, what is finished is kept: {command}")
     why = "RECORDER=1 in front of a training command records one; where it does not, `recorder doctor`, without a path"
     why += ", says what keeps it from it"
     raise NotARunError(f"{folder}: no run here ({RUN_MANIFEST} is missing); {why}")
+
+
+def command_of_merge(folder: Place) -> str | None:
+    """The command that goes on with the merge which has begun in a directory; None where none has."""
+    store = store_of(folder)
+    if not store.is_file(folder / MERGE_MANIFEST):
+        return None
+    manifest: dict[str, Any] = {}
+    with suppress(RunError):
+        manifest = store.read_json(folder / MERGE_MANIFEST)
+    options = manifest.get("options")
+    options = options if isinstance(options, dict) else {}
+    words = ["recorder", "merge", untrusted.text(manifest.get("path")) or "RUN", "-o", str(folder)]
+    loss = untrusted.text(options.get("loss"))
+    words += ["--loss", loss] if loss not in ("", "mean") else []
+    for layout in untrusted.texts(options.get("layouts")):
+        words += ["--layout", layout]
+    return shlex.join(words)
 
 
 def _look_at(place: Place) -> ListedRun | None:
