@@ -1,7 +1,8 @@
-"""A sample of the campaign of flips; `python -m tests.faults flip` does 20,000."""
+"""A sample of the campaign of flips; `python -m tests.faults flip` does 20,000, `--every` a bit of each byte."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from recorder.read import shard
 from tests.faults.flip import Flips, flip
 
 NUM_FLIPS = 150
+NUM_BYTES = 200
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +23,12 @@ def flips(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flips]:
 
 def test_a_damaged_byte_gives_no_wrong_value_and_is_never_silent(flips: Flips) -> None:
     found = [verdict.finding for verdict in flip(flips, range(NUM_FLIPS)) if verdict.finding]
+    assert not found, found[0]
+
+
+def test_no_byte_of_a_sealed_file_can_change_without_verify_saying_so(flips: Flips) -> None:
+    chosen = random.Random(0).sample(range(flips.num_bytes), NUM_BYTES)
+    found = [finding for finding in map(flips.check_byte, chosen) if finding]
     assert not found, found[0]
 
 

@@ -23,6 +23,7 @@ from recorder.format.integrity import (
     batch_metadata,
     check_batch,
     checksum,
+    joined_checksum,
     loops_of_readers,
     seal_metadata,
 )
@@ -216,3 +217,13 @@ def test_readers_do_without_compiled_loops_where_the_environment_says_so(
     loops_of_readers.cache_clear()
     assert loops_of_readers() is (native.load() if is_wanted else None)
     loops_of_readers.cache_clear()
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_the_checksum_of_two_pieces_is_known_from_those_of_each(one: bytes, other: bytes) -> None:
+    assert joined_checksum(crc32c(one), crc32c(other), len(other)) == crc32c(one + other)
+
+
+def test_checksums_of_long_pieces_are_joined() -> None:
+    data = np.random.default_rng(0).integers(0, 256, 5_000_003, np.uint8)
+    assert joined_checksum(crc32c(b"before"), crc32c(data), len(data)) == crc32c(data, crc32c(b"before"))

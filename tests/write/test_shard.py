@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from crc32c import crc32c
 
 from recorder.format.schema import SCHEMA
+from recorder.read.verify import _SealedFile
 from recorder.write.file import Disk, PageMemory
 from recorder.write.ipc import Block, Layout
 from recorder.write.shard import BatchFile
+from tests.read.handmade import make_row
 from tests.write.rig import read_open, read_sealed
 
 NUMBERS = pa.schema([pa.field("number", pa.int64()), pa.field("text", pa.string())], metadata={b"a": b"b"})
@@ -160,3 +165,33 @@ def test_any_number_of_rows_may_stand_around_a_payload(tmp_path: Path, is_direct
         file.append_around(batches[-1], {}, memory)
     file.seal(tmp_path / "sealed.arrow", {})
     assert [batch for batch, _ in read_sealed(tmp_path / "sealed.arrow")] == batches
+
+
+@pytest.mark.parametrize("num_bytes", [5, 3 << 20])
+def test_the_footer_has_the_checksum_of_the_whole_file_whoever_looks(tmp_path: Path, num_bytes: int) -> None:
+    """By FORMAT.md alone: the digits count as zeros."""
+    data = np.random.default_rng(0).bytes(num_bytes)
+    batch = pa.RecordBatch.from_pylist([make_row(0) | {"encoding": "plain", "data": data}], schema=SCHEMA)
+    file = BatchFile(Disk(), tmp_path / "open", Layout(SCHEMA), PageMemory(1 << 20), is_direct=False)
+    file.append_around(batch, {}, PageMemory(1 << 20))
+    file.append(batch, {})
+    file.seal(tmp_path / "tensors-000000.arrow", {})
+    content = (tmp_path / "tensors-000000.arrow").read_bytes()
+    key = content.rindex(b"recorder_file_crc32c")
+    digits = next(at for at in range(key + 20, key + 40) if content[at : at + 8].isalnum())
+    assert content[digits : digits + 8] == b"%08x" % crc32c(content[:digits] + b"0" * 8 + content[digits + 8 :])
+    check = _SealedFile(tmp_path / "tensors-000000.arrow")
+    for number in check.shard.blocks:
+        check.pass_batch(check.shard.read(number, SCHEMA.names))
+    check.check_end()
+
+
+def test_arrow_shows_the_checksum_of_a_file(tmp_path: Path) -> None:
+    file = open_file(tmp_path / "open")
+    file.append(numbers(3), {})
+    file.seal(tmp_path / "sealed.arrow", {})
+    with pa.OSFile(str(tmp_path / "sealed.arrow")) as source:
+        opened = pa.ipc.open_file(source)
+        if not hasattr(opened, "metadata"):
+            pytest.skip("pyarrow shows it since version 21")
+        assert re.fullmatch(rb"[0-9a-f]{8}", opened.metadata[b"recorder_file_crc32c"])
