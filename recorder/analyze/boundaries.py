@@ -1,6 +1,7 @@
-"""Owns what pipeline stages hand to each other in two runs: comparable only where both are cut into stages alike.
+"""Owns what one run has by how it is laid out: what its pipeline stages hand to each other, what it makes again.
 
-What a stage is handed by another, and hands on, has no place in a run that is not cut there. Never reads a payload.
+What a stage is handed by another, and hands on, has no place in a run that is not cut there, nor has what is recomputed
+for the backward in one that kept it. Never reads a payload.
 """
 
 from __future__ import annotations
@@ -27,6 +28,15 @@ def comparable(a: Side, b: Side) -> tuple[Side, Side, tuple[int, int]]:
         return a, b, (0, 0)
     places = [_places(side.table.filter(pa.array(flags))) for side, flags in zip((a, b), marked, strict=True)]
     if places[0] == places[1]:
+        return a, b, (0, 0)
+    one, two = (s._replace(table=s.table.filter(pa.array(~flags))) for s, flags in zip((a, b), marked, strict=True))
+    return one, two, (int(np.count_nonzero(marked[0])), int(np.count_nonzero(marked[1])))
+
+
+def without_recomputed(a: Side, b: Side) -> tuple[Side, Side, tuple[int, int]]:
+    """The sides without what one of them alone made again for its backward; and how many rows that is, of each."""
+    marked = [holds(side.table.column("phase"), "recompute".__eq__) for side in (a, b)]
+    if marked[0].any() == marked[1].any():
         return a, b, (0, 0)
     one, two = (s._replace(table=s.table.filter(pa.array(~flags))) for s, flags in zip((a, b), marked, strict=True))
     return one, two, (int(np.count_nonzero(marked[0])), int(np.count_nonzero(marked[1])))

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from ..errors import LookupFailedError
 from ..read.run import Run
 from .align import align
-from .boundaries import comparable
+from .boundaries import comparable, without_recomputed
 from .compare import Tolerance
 from .hints import Lonely, RenameHint, rename_hints
 from .keys import VALUE_KEY, Integers, group_rows
@@ -132,7 +132,7 @@ class Diff(NamedTuple):
     """Values that could not be read and so were compared by their statistics, if at all: how many, by what the reading
     said."""
     damage: list[str]
-    """What else is damaged in one of the runs: its rows are not there."""
+    """What else is damaged in one of the runs, or in one of the noise: its rows are not there."""
     partial: list[Partial]
     """Pairs of which one run lacks ranks, however they compare."""
     steps_only_a: list[int]
@@ -150,6 +150,10 @@ class Diff(NamedTuple):
     """Rows of what pipeline stages of the first run hand to each other, where the second is not cut alike: no
     difference."""
     num_handed_on_b: int = 0
+    num_recomputed_a: int = 0
+    """Rows that the first run alone made again for its backward, at steps at which the second did so nowhere: no
+    difference."""
+    num_recomputed_b: int = 0
     drifted: Drifted | None = None
     """Parameters that rounding drove apart, which hides errors smaller than what that does."""
     loud_noise: LoudNoise | None = None
@@ -233,7 +237,9 @@ def diff(
     hints = rename_hints(*lonely, renames, names)
     comparison.refuse_nothing(a, b, selection, hints)
     comparison.refuse_still(a, noise)
-    found = comparison.result(common=common, damage=[*_damage(a), *_damage(b)])._replace(hints=hints)
+    found = comparison.result(common=common, damage=[text for run in (a, b, *noise) for text in _damage(run)])._replace(
+        hints=hints
+    )
     if hints:  # most likely they are there, under other names
         lonely_names = {name for one in lonely for name in one.own_names}
         culprits = [one for one in found.culprits if one.alone_in is None or one.seen_at not in lonely_names]
@@ -355,6 +361,7 @@ class _Piece:
     num_bytes: int
     problems: tuple[Problems, Problems]
     handed_on: tuple[int, int]
+    recomputed: tuple[int, int]
     seen: tuple[_Seen, _Seen]
     lonely: tuple[Lonely, Lonely]
     only: tuple[Any, Any]
@@ -404,7 +411,7 @@ class _Pieces:
 
     def __call__(self, first: int | None, last: int | None) -> _Piece:
         before = self._report.num_bytes
-        compared, handed_on = self._read(first, last)
+        compared, handed_on, recomputed = self._read(first, last)
         a, b, pairs = compared
         problems = Problems(self._selection), Problems(self._selection)
         seen, only = (_Seen(), _Seen()), []
@@ -434,6 +441,7 @@ class _Pieces:
             num_bytes=self._report.num_bytes - before,
             problems=problems,
             handed_on=handed_on,
+            recomputed=recomputed,
             seen=seen,
             lonely=lonely,
             only=(only[0], only[1]),
@@ -446,11 +454,12 @@ class _Pieces:
             rows=compared,
         )
 
-    def _read(self, first: int | None, last: int | None) -> tuple[Compared, tuple[int, int]]:
+    def _read(self, first: int | None, last: int | None) -> tuple[Compared, tuple[int, int], tuple[int, int]]:
         a = Side.read(self._views[0], self._selection, first, last)
         b = Side.read(self._views[1], self._selection, first, last, self._renames)
         a, b, handed_on = comparable(a, b)
-        return Compared(a, b, align(a.table, b.table)), handed_on
+        a, b, recomputed = without_recomputed(a, b)
+        return Compared(a, b, align(a.table, b.table)), handed_on, recomputed
 
 
 class _Comparison:
@@ -470,7 +479,7 @@ class _Comparison:
         self._counts = np.zeros(len(_COUNTED), np.int64)
         self._partial: Counter[tuple[str, str]] = Counter()
         self._naming = Naming(pieces.rows)
-        self._handed_on = np.zeros(2, np.int64)
+        self._handed_on, self._recomputed = np.zeros(2, np.int64), np.zeros(2, np.int64)
         self._beyond_noise = BeyondNoise(pieces.jitter_eps)
         self._moved: list[set[str]] = []
         self._unread: Counter[str] = Counter()
@@ -486,6 +495,7 @@ class _Comparison:
             self._lonely[side].join(piece.lonely[side])
             self._only[side].append(piece.only[side])
         self._handed_on += piece.handed_on
+        self._recomputed += piece.recomputed
         self._num_apart += piece.num_apart
         if piece.judged is None or piece.steps is None:
             return
@@ -584,6 +594,8 @@ class _Comparison:
             problems_b=self._problems[1].texts(),
             num_handed_on_a=int(self._handed_on[0]),
             num_handed_on_b=int(self._handed_on[1]),
+            num_recomputed_a=int(self._recomputed[0]),
+            num_recomputed_b=int(self._recomputed[1]),
             drifted=self._beyond_noise.drifted,
             loud_noise=self._beyond_noise.loud,
             still_roots=sorted(still) if self._moved else (),

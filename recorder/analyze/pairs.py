@@ -261,8 +261,14 @@ def _table(
 
 
 def moved_roots(a: Side, b: Side) -> set[str]:
-    """Roots of which some value is not the same in two runs, whatever is selected of them."""
+    """Roots of which some value is not the same in two runs, whatever is selected of them.
+
+    What the program gave them, and numbers that it reported, such as seconds, are none where there is anything else.
+    """
     pairs = align(a.rows.table, b.rows.table)
+    is_made = ~holds(a.rows.table.column("site"), ("input", "scalar").__contains__)[pairs.a]
+    if is_made.any():
+        pairs = pairs._replace(a=pairs.a[is_made], b=pairs.b[is_made])
     left, right = a.rows.table.take(pa.array(pairs.a)), b.rows.table.take(pa.array(pairs.b))
     has_prints, has_numbers, has_values = (_both(left, right, n) for n in ("fingerprint", "nan_count", "encoding"))
     differs = has_prints & ~_same(left, right, "fingerprint")

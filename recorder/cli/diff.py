@@ -314,6 +314,10 @@ def _notes(found: Diff, *, common: bool, has_noise: bool) -> Iterator[str]:
         if num:
             what = f"{counted(num, 'row')} of {run} that one pipeline stage hands to another"
             yield f"note: {what} are not compared: {other} is not cut into stages so"
+    for run, other, num in (("A", "B", found.num_recomputed_a), ("B", "A", found.num_recomputed_b)):
+        if num:
+            what = f"{counted(num, 'row')} that {run} recomputed for its backward"
+            yield f"note: {what} are not compared: {other} recomputed nothing at these steps"
     if found.still_roots:
         roots = ", ".join(map(repr, found.still_roots))
         yield f"warning: the noise runs moved nothing in {roots}, where every difference counts"

@@ -474,6 +474,16 @@ def test_a_noise_run_that_does_not_differ_is_refused(tmp_path: Path) -> None:
     assert diff(a, b, "up", noise=[start]).is_equal  # what is selected need not be what moved
 
 
+def test_a_noise_run_of_which_only_inputs_and_numbers_differ_is_refused(tmp_path: Path) -> None:
+    def run(name: str, x: float) -> recorder.Run:
+        given = row(0, np.full(3, x, np.float32), module_path="", site="input", name="seconds")
+        told = row(2, np.full((), x, np.float32), module_path="", site="scalar", name="seconds")
+        return write(tmp_path / name, [given, row(1, values_of(0, 0), module_path="up"), told])
+
+    with pytest.raises(LookupFailedError, match="moved nothing"):
+        diff(run("a", 1), run("b", 1), noise=[run("twin", 2)])
+
+
 def test_a_root_that_no_noise_run_moves_is_said(tmp_path: Path) -> None:
     def two_roots(path: Path, first: float, second: float) -> recorder.Run:
         ones = np.ones(3, np.float32)
@@ -522,6 +532,15 @@ def test_fingerprints_alone_say_nothing_beyond_noise(tmp_path: Path) -> None:
 
     found = diff(run("a", 1), run("b", 2), noise=[run("twin", 3)])
     assert [one.num_values for one in found.left_out] == [1] and found.verdict == "equal as far as compared"
+
+
+def test_what_one_run_alone_recomputes_is_no_difference(tmp_path: Path) -> None:
+    kept = [row(0, values_of(0, 0), module_path="up"), row(1, values_of(0, 1), module_path="down")]
+    again = [*kept, row(2, values_of(0, 0), module_path="up", phase="recompute")]
+    a, b = write(tmp_path / "a", kept), write(tmp_path / "b", again)
+    found = diff(a, b)
+    assert (found.verdict, found.num_recomputed_a, found.num_recomputed_b, found.only_b.num_rows) == ("equal", 0, 1, 0)
+    assert diff(b, write(tmp_path / "c", again)).num_compared == 3
 
 
 @pytest.mark.parametrize("has_values", [True, False])
