@@ -348,7 +348,8 @@ def _states(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> I
                 yield Suspect(step, UPDATE, now.root, None, event, why="the learning rate")
         elif event.site == "buffer":
             is_made = not is_next and not event.is_constant and now.differs(("output",), event.path, below=False)
-            if not is_made and not now.differs(("input", "param"), event.path):
+            is_given = is_made or now.differs(("input", "param"), event.path)
+            if not is_given or (event.is_constant and not is_next):
                 yield Suspect(step, FORWARD if is_next else START, now.root, event.path, event)
         elif event.site == "optim":
             made_from = [(now.root, event.path, site, event.name.partition(".")[0]) for site in ("grad", "param")]
