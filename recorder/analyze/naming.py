@@ -228,14 +228,13 @@ def _factor(row: dict[str, Any]) -> float | None:
 
 
 def _factor_of_norms(row: dict[str, Any]) -> float | None:
-    """The same also where there are no values: then norm, mean and largest magnitude must be multiples alike."""
+    """The same also where there are no values: then norm and largest magnitude must be multiples alike."""
     if row["cosine"] is not None:
         return _factor(row)
-    pairs = [(row[f"{name}_a"], row[f"{name}_b"]) for name in ("l2", "absmax", "mean")]
-    if not all(one and two is not None for one, two in pairs):
+    (one, two), (top, other_top) = ((row[f"{name}_a"], row[f"{name}_b"]) for name in ("l2", "absmax"))
+    if not (one and two and top and other_top and math.isclose(two / one, other_top / top, rel_tol=1e-4)):
         return None
-    found = [two / one for one, two in pairs]
-    return found[0] if all(math.isclose(one, found[0], rel_tol=1e-3) for one in found) else None
+    return float(two / one)
 
 
 def _owners(a: Side, b: Side, row_a: int, row_b: int) -> tuple[list[int], list[int]]:
