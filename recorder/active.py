@@ -17,12 +17,10 @@ from torch import nn
 
 from . import config, ops, voice
 from .attachment import Attachment, Inactive
-from .capture import tree
 from .capture.pipelines import is_whole_pipe
 from .capture.root import Root
-from .capture.select import Selection
 from .errors import AttachError, ConfigError
-from .recorder import Recorder, collector_paused
+from .recorder import Recorder, collector_paused, unmatched_rules
 from .signals import TerminationWatch
 
 _logger = logging.getLogger("recorder")
@@ -55,6 +53,8 @@ def start_from_environment() -> None:
         if _current is not None or not config.is_enabled():
             return
         loaded = config.load_settings()
+        if not os.environ.get(config.CHECKED_MARK):
+            config.check_dir(loaded)
     except ConfigError as error:
         if os.environ.get(config.CHECKED_MARK):
             voice.log(_logger, logging.ERROR, "recorder: not recording: %s", error)
@@ -78,7 +78,9 @@ def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]
     with _lock:
         recorder = _current
         if recorder is None:
-            recorder = Recorder(config.load_settings(settings), by_flag=False, on_change=_changed)
+            loaded = config.load_settings(settings)
+            config.check_dir(loaded)
+            recorder = Recorder(loaded, by_flag=False, on_change=_changed)
         elif settings:
             wanted = config.load_settings(settings).settings
             if wanted != recorder.settings:
@@ -90,7 +92,9 @@ def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]
         root = next((root for root in roots if root.module() is model), None)
         if root is None:
             with collector_paused():
-                _check_rules(recorder, model)
+                problems = unmatched_rules(recorder.settings.rules, model)
+            if problems:
+                raise AttachError("; ".join(problems))
             _current = recorder
             try:
                 root = recorder.add_root(model, name)
@@ -102,16 +106,6 @@ def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]
         attachment = Attachment(detach=partial(_detach, recorder, root), flush=recorder.flush, place=recorder.place)
         root.attachments.append(weakref.ref(attachment))
     return attachment
-
-
-def _check_rules(recorder: Recorder, model: nn.Module) -> None:
-    selection = Selection(recorder.settings.rules, 0)
-    nodes = tree.walk(model)
-    for node in nodes:
-        selection.rule_sets(node.path, node.class_name, node.is_leaf)
-    problems = selection.unmatched([node.path for node in nodes])
-    if problems:
-        raise AttachError("; ".join(problems))
 
 
 def _detach(recorder: Recorder, root: Root) -> None:

@@ -11,8 +11,9 @@ import difflib
 import os
 import re
 import shlex
+import threading
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -341,6 +342,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("status_interval_s", 0, 3600),
     ("join_deadline_s", 0, 3600),
 )
+_LONGEST_LOOK_S = 2.0
 _SMALLEST_POOL_BYTES = 1 << 20
 _STORE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 """How a place in a store begins; pathlib makes one slash of two."""
@@ -431,6 +433,46 @@ def load_settings(arguments: Mapping[str, object] | None = None, environ: Mappin
     if 0 < settings.pool_bytes < _SMALLEST_POOL_BYTES:
         raise ConfigError(f"pool_bytes = {settings.pool_bytes}: allowed is 0 (automatic) or at least 1 MiB")
     return Loaded(settings, sources)
+
+
+def check_dir(loaded: Loaded) -> None:
+    """See that run directories can be made where `dir` says, as far as that can be known without making any.
+
+    A file system that does not answer says nothing: it holds the program up for two seconds, and the writer meets it.
+
+    Raises:
+        ConfigError: they never can be.
+    """
+    found: list[str] = []
+    text = loaded.settings.dir
+    thread = threading.Thread(target=lambda: found.extend(_problems_of(Path(text).absolute())), daemon=True)
+    thread.start()
+    thread.join(_LONGEST_LOOK_S)
+    if found:
+        source = loaded.sources.get("dir", "default")
+        shown = f"{PREFIX}DIR" if source in ("environment", "default") else "dir"
+        raise ConfigError(f"{shown} ({source}): dir = {text!r}: {found[0]}; name a directory that can be written")
+
+
+def _problems_of(wanted: Path) -> Iterator[str]:
+    place = wanted
+    while (problem := _never_takes(place)) is None and not place.exists():
+        place = place.parent
+    if problem:
+        yield problem if place == wanted else f"{place} {problem}"
+
+
+def _never_takes(place: Path) -> str | None:
+    """Why no directory can be made in a place, which may be missing; None where it can, or a parent has to tell."""
+    try:
+        if not place.is_dir():
+            # What a link leads to is not there, and a directory is never made through it.
+            return "is no directory" if os.path.lexists(place) else None
+        if os.access(place, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+            return None
+        return "is on a read-only file system" if os.statvfs(place).f_flag & os.ST_RDONLY else "cannot be written"
+    except OSError as error:
+        return f"cannot be used ({error.strerror})"
 
 
 def _read_file(path: Path) -> Mapping[str, object]:

@@ -33,7 +33,7 @@ def launch(arguments: list[str]) -> NoReturn:
         sys.exit(0 if rest else 2)
     environ[config.FLAG] = "1"
     try:
-        config.load_settings(environ=environ)
+        config.check_dir(config.load_settings(environ=environ))
     except ConfigError as error:
         _stop(str(error))
     if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":

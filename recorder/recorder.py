@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,10 @@ from .capture.core import Capture
 from .capture.discovery import Discovery, has_compiled_anything
 from .capture.events import Events, comes_from_signal_handler
 from .capture.optimizers import OptimizerWatch, find_live, last_step, wrap_closure
+from .capture.parallel import find_data_parallel, wrappers_around
 from .capture.pool import Pool, default_capacity_bytes
 from .capture.root import Root
+from .capture.select import Selection
 from .config import Loaded
 from .description import Description
 from .graphs import is_traced
@@ -80,6 +82,8 @@ class Recorder:
         """Held once somebody has begun to say them, and never released."""
         self._live_scans = 0
         self._live: list[Optimizer] = []
+        self._has_stepped = False
+        """Whether an optimizer stepped before there was a root."""
         self._stand_ins: list[nn.Module] = []
         """Of roots without a module."""
         self._num_optimizers = 0
@@ -133,7 +137,13 @@ class Recorder:
         return any(id(p) in parameters for o in self._live for g in o.param_groups for p in g["params"])
 
     def found(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """Make a module a root; its call is under way. Other arguments where the settings ask for jitter."""
+        """Make a module a root; its call is under way. Other arguments where the settings ask for jitter.
+
+        Raises:
+            SystemExit: code 2, a rule matches no module, and there is no other model that it could be for.
+        """
+        if self.capture is None:
+            self._stop_for_rules(module)
         root = self.add_root(module, None)
         if isinstance(module, torch.jit.ScriptModule):
             return None  # it takes no hooks, so that nobody would see the call end; its taps show what they show
@@ -146,6 +156,22 @@ class Recorder:
         if watch is not None and watch.pre_hook is not None:
             watch.pre_hook(module, args, kwargs)
         return args if moved is not None else None
+
+    def _stop_for_rules(self, module: nn.Module) -> None:
+        """A rule that can match nothing is a wrong setting, which stops the launch; before the first step alone."""
+        if self.settings.roots == "any" or self._has_stepped:
+            return
+        with collector_paused():
+            problems = unmatched_rules(self.settings.rules, module)
+        if not problems or not _is_all_there_is(module):
+            return
+        source = self.loaded.sources.get("rules", "default")
+        shown = f"{config.PREFIX}RULES" if source == "environment" else "rules"
+        if self.discovery is not None:
+            self.discovery.stop()
+        self._undo_start()
+        sys.stderr.write(f"recorder: {shown} ({source}): {'; '.join(problems)}\n")
+        raise SystemExit(2)
 
     def discovery_failed(self, error: Exception) -> None:
         """An error of ours while a root was looked for."""
@@ -357,6 +383,7 @@ class Recorder:
     def _stepped_without_root(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.capture is not None or os.getpid() != self._pid:
             return
+        self._has_stepped = True
         self.events.add(
             "no_root",
             f"not recording: {type(optimizer).__name__} stepped, but no module with its parameters was seen to run "
@@ -626,6 +653,30 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def unmatched_rules(rules: Sequence[config.Rule], model: nn.Module) -> list[str]:
+    """One sentence for each rule that matches no module of a model, whatever its ranks."""
+    selection = Selection(rules, 0)
+    nodes = tree.walk(model)
+    for node in nodes:
+        selection.rule_sets(node.path, node.class_name, node.is_leaf)
+    return selection.unmatched([node.path for node in nodes])
+
+
+def _is_all_there_is(model: nn.Module) -> bool:
+    """Whether no other model can become a root, on any rank: of a pipeline each has another part, and a GAN has two."""
+    num_ranks = topology.read().world_size
+    facts = find_data_parallel(model, wrappers_around(model)) if num_ranks > 1 else None
+    if num_ranks > 1 and (facts is None or len(facts["ranks"]) < num_ranks):
+        return False
+    known = {id(parameter) for parameter in model.parameters()}
+    optimizers = find_live()
+    trained = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    if not trained or not known.issuperset(trained):
+        return False
+    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    return all(id(p) in known for module in modules for p in module._parameters.values() if p is not None)
 
 
 def _write_settings(settings: config.Settings) -> Any:

@@ -12,18 +12,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ..errors import LookupFailedError
+from ..errors import LookupFailedError, RunError
 from ..format.schema import COUNTS, LIGHT_COLUMNS, SCHEMA, STATISTICS
 from ..read.run import Run
-from .partial import Partial
+from .partial import Partial, missing_ranks, without_numbers
 from .pieces import Spread, here, own_pieces
 from .publishing import published_file
 from .selection import GlobalOptions, Selection
 from .tensorfiles import widest_first, write_npz, write_safetensors
-from .tensors import BATCH_BYTES, Entry, Rows, Tensors, batched, row_pieces
+from .tensors import BATCH_BYTES, Entry, Place, Rows, Tensors, batched, row_pieces
 
 FORMATS = ("parquet", "npz", "safetensors")
 _ROWS_A_GROUP = 65_536
+_MAX_NAMED = 8
 _WRITERS = {"npz": write_npz, "safetensors": write_safetensors}
 _ORDERS: dict[str, Callable[[Sequence[Entry]], list[Entry]]] = {"npz": list, "safetensors": widest_first}
 """In which order they ask for tensors."""
@@ -41,7 +42,10 @@ class Exported(NamedTuple):
     notes: list[str]
     """Of which values ranks are missing."""
     problems: list[str]
-    """Of the global tensors: what contradicts itself in the ranks' rows, so that these stand in the file instead."""
+    """Of the global tensors: what contradicts itself in the ranks' rows, so that these stand in the file instead. Of
+    all: values that cannot be read, and so are not in it."""
+    is_whole: bool
+    """False where something is damaged, or values lack ranks."""
 
 
 class Export:
@@ -74,6 +78,8 @@ class Export:
         self._spread = spread
         self._tensors = Tensors(run, selection, options, spread)
         self._partial = Partial()
+        self._unreadable: dict[Place, str] = {}
+        self._names: dict[Place, str] = {}
         self._entries: list[Entry] = self._tensors.entries(self._partial) if to != "parquet" else []
         self.total_bytes = sum(entry.payload_bytes for entry in self._entries)
         """Payload bytes that `report` will be called with in sum; 0 where that is not known before."""
@@ -83,16 +89,47 @@ class Export:
 
         Raises:
             WriteError: the file exists and `force` is not given, or it cannot be written.
-            CorruptError: a payload is not what was written.
         """
+        try:
+            num_rows = self._write(path, force, report)
+        except RunError:
+            self._find_unreadable()
+            if not self._unreadable or (self.to != "parquet" and not self._entries):
+                raise
+            num_rows = self._write(path, force, lambda done: None)
+        notes = self._partial.notes(is_taken=self._options.partial)
+        problems = self._tensors.problems.texts() + self._left_out()
+        is_whole = not (self._partial or self._unreadable or self._run.problems)
+        return Exported(path, num_rows, path.stat().st_size, notes, problems, is_whole)
+
+    def _write(self, path: Path, force: bool, report: Callable[[int], None]) -> int:
         with published_file(path, force=force) as file:
             if self.to == "parquet":
-                num_rows = self._write_parquet(file, report)
-            else:
-                num_rows = len(self._entries)
-                tensors = self._tensors.in_turn(_ORDERS[self.to](self._entries))
-                _WRITERS[self.to](file, tensors, self._entries, report)
-        return Exported(path, num_rows, path.stat().st_size, self._partial.notes(), self._tensors.problems.texts())
+                return self._write_parquet(file, report)
+            tensors = self._tensors.in_turn(_ORDERS[self.to](self._entries))
+            _WRITERS[self.to](file, tensors, self._entries, report)
+            return len(self._entries)
+
+    def _find_unreadable(self) -> None:
+        """Read all that is to be written: a file of which a part cannot be read is begun again without that part."""
+        entries = self._entries
+        if self.to == "parquet":
+            entries = self._tensors.entries(Partial())
+        self._unreadable = self._tensors.unreadable((*one.steps, one.row, one.dtype) for one in entries)
+        self._names = {place: one.name for one in entries if (place := (one.steps, one.row)) in self._unreadable}
+        self._entries = [one for one in self._entries if (one.steps, one.row) not in self._unreadable]
+
+    def _left_out(self) -> list[str]:
+        """Values that cannot be read: one line for each reason, the first few."""
+        places: dict[str, list[Place]] = {}
+        for place, why in self._unreadable.items():
+            places.setdefault(why, []).append(place)
+        lines = []
+        for why, found in places.items():
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            lines.append(f"left out: {self._names[found[0]]}{more}, which cannot be read: {why}")
+        more = f"left out: and more for {len(lines) - _MAX_NAMED} further reasons"
+        return [*lines[:_MAX_NAMED], *([more] if len(lines) > _MAX_NAMED else [])]
 
     def _write_parquet(self, file: BinaryIO, report: Callable[[int], None]) -> int:
         num_rows, self._partial = 0, Partial()
@@ -119,7 +156,9 @@ class Export:
             for chosen in self._tensors.chosen(LIGHT_COLUMNS, self._partial):
                 yield chosen.table
             return
-        for table, partial in self._spread(_OwnRows, (self._run, self._selection), own_pieces(self._run)):
+        for table, partial in self._spread(
+            _OwnRows, (self._run, self._selection, self._options), own_pieces(self._run)
+        ):
             self._partial.join(partial)
             yield table
 
@@ -142,7 +181,7 @@ class Export:
             while order and order[0][0][2] > BATCH_BYTES:
                 yield from reading.one_by_one(*order.popleft()[0][:2])
 
-        arguments = (self._run, self._selection, self._options)
+        arguments = (self._run, self._selection, self._options, frozenset(self._unreadable))
         reading = _RowsWithPayload(*arguments)
         for batch in self._spread(_RowsWithPayload, arguments, small()):
             yield from large()
@@ -154,33 +193,50 @@ class Export:
 class _OwnRows:
     """Rows as the ranks recorded them, without payloads."""
 
-    def __init__(self, run: Run, selection: Selection) -> None:
+    def __init__(self, run: Run, selection: Selection, options: GlobalOptions) -> None:
         self._run, self._selection = run, selection
+        self._takes_partial = options.partial
 
     def __call__(self, attempt: int, first: int, last: int) -> tuple[Any, Partial]:
         rows = self._run.table(list(LIGHT_COLUMNS), pc.field("attempt") == attempt, steps=(first, last))
         table, partial = self._selection.narrow(rows), Partial()
         partial.add(table.filter(pc.field("part") == 0))
-        return table, partial
+        return table if self._takes_partial or not partial else without_numbers(table), partial
 
 
 class _RowsWithPayload:
-    """Rows with their decoded bytes."""
+    """Rows with their decoded bytes; those that lack ranks without, unless the options take them."""
 
-    def __init__(self, run: Run, selection: Selection, options: GlobalOptions) -> None:
+    def __init__(self, run: Run, selection: Selection, options: GlobalOptions, unreadable: frozenset[Place]) -> None:
         self._rows = Rows(run, selection, options)
+        self._takes_partial = options.partial
+        self._unreadable = unreadable
 
     def __call__(self, first: int, last: int, places: Sequence[int]) -> Any:
         """Some rows of a range of steps as one table."""
         rows = self._rows.all_of(first, last)
-        found = zip(places, rows.table.take(pa.array(places)).to_pylist(), strict=True)
-        return _as_table([values for at, row in found for values in _parts(row, rows, at)])
+        table = rows.table.take(pa.array(places))
+        found = zip(places, self._as_rows(table), self._has_bytes(table, (first, last), places), strict=True)
+        return _as_table([values for at, row, has in found for values in _parts(row, rows, at, has_bytes=has)])
 
     def one_by_one(self, steps: tuple[int, int], place: int) -> Iterator[Any]:
         """A large row in several tables."""
         rows = self._rows.all_of(*steps)
-        for values in _parts(rows.table.slice(place, 1).to_pylist()[0], rows, place):
+        table = rows.table.slice(place, 1)
+        (has_bytes,) = self._has_bytes(table, steps, [place])
+        for values in _parts(self._as_rows(table)[0], rows, place, has_bytes=has_bytes):
             yield _as_table([values])
+
+    def _as_rows(self, table: Any) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = (table if self._takes_partial else without_numbers(table)).to_pylist()
+        return found
+
+    def _has_bytes(self, table: Any, steps: tuple[int, int], places: Sequence[int]) -> list[bool]:
+        is_whole = missing_ranks(table) == ""
+        return [
+            bool(whole or self._takes_partial) and (steps, at) not in self._unreadable
+            for at, whole in zip(places, is_whole, strict=True)
+        ]
 
 
 def export(
@@ -196,6 +252,7 @@ def export(
     across_ranks: bool = False,
     loss: str = "mean",
     layouts: Sequence[str] = (),
+    partial: bool = False,
     payload: bool = False,
     force: bool = False,
 ) -> Exported:
@@ -214,6 +271,7 @@ def export(
         across_ranks: the global tensors instead of the ranks' own.
         loss: with `across_ranks`, how activation gradients of the ranks are scaled; see `Run.view`.
         layouts: with `across_ranks`, how the ranks' values of some leaves lie; see `Run.view`.
+        partial: give tensors that lack ranks as the other ranks have them; else they are left out.
         payload: parquet with the values, too: column `data` holds each tensor's decoded bytes, so that
             `recorder.decode` takes a row.
         force: replace a file that exists.
@@ -224,7 +282,7 @@ def export(
     """
     path = Path(path)
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
-    options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layouts)
+    options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layouts, partial=partial)
     planned = Export(run, to or format_of(path), selection, options, payload=payload)
     return planned.write(path, force=force)
 
@@ -241,10 +299,10 @@ def format_of(path: Path) -> str:
     return found
 
 
-def _parts(row: dict[str, Any], rows: Any, at: int) -> Iterator[dict[str, Any]]:
+def _parts(row: dict[str, Any], rows: Any, at: int, *, has_bytes: bool) -> Iterator[dict[str, Any]]:
     """A row as it is, or with its bytes; a large tensor as several, whose statistics stand in the first."""
-    if row["encoding"] is None:
-        yield row | {"payload_bytes": None, "data": None}
+    if row["encoding"] is None or not has_bytes:
+        yield row | {"encoding": None, "payload_bytes": None, "data": None}
         return
     for part, piece in enumerate(row_pieces(rows, at, row["dtype"])):
         values = {

@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
+from ..format.schema import COUNTS, STATISTICS
 from ..read import untrusted
 from .keys import encode
 from .moments import integers
@@ -21,6 +24,16 @@ def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
     found = np.array([*map(_missing, notes), ""], object)[ids]
     found[table.column("rank").is_valid().to_numpy()] = ""
     return found
+
+
+def without_numbers(table: Any) -> Any:
+    """Rows as they are, but those that lack ranks have no statistics: they would be of the other ranks alone."""
+    is_whole = pa.array(missing_ranks(table) == "")
+    for name in {*STATISTICS, *COUNTS, "fingerprint"}.intersection(table.column_names):
+        column = table.column(name)
+        kept = pc.if_else(is_whole, column, pa.scalar(None, column.type))
+        table = table.set_column(table.schema.get_field_index(name), name, kept)
+    return table
 
 
 def _missing(note: str) -> str:
@@ -55,11 +68,15 @@ class Partial:
             known = self._found.get(ranks, (0, first, last))
             self._found[ranks] = known[0] + num, min(known[1], first), max(known[2], last)
 
-    def notes(self) -> list[str]:
-        """One for each set of ranks that is missing."""
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def notes(self, *, is_taken: bool) -> list[str]:
+        """One for each set of ranks that is missing, and whether such values were taken as they are."""
+        end = "they are of the other ranks alone" if is_taken else "they are left out; --partial takes what there is"
         return [
             f"partial: {num_values} of {self._num_values} values lack rank{_named(json.loads(ranks))}, "
-            f"step{_span(first, last)}: they are of the other ranks alone"
+            f"step{_span(first, last)}: {end}"
             for ranks, (num_values, first, last) in self._found.items()
         ]
 

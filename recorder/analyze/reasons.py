@@ -53,7 +53,7 @@ def _no_statistics(told: dict[str, Any], placements: str | None, has: int) -> st
         return f"a summand, not yet reduced over ranks ({reduce_op(placements) or 'sum'})"
     if reason == "reduced over ranks":
         return "reduced over ranks: statistics of summands do not add up"
-    if reason == "partial" and isinstance(missing, list):
+    if reason in ("partial", None) and isinstance(missing, list):
         shown = ", ".join(map(str, missing[:_MAX_NAMED])) + (", ..." if len(missing) > _MAX_NAMED else "")
         return f"lacks rank {shown}"
     if reason == "error":

@@ -119,6 +119,8 @@ class GlobalOptions:
     across_ranks: bool = False
     loss: str = "mean"
     layouts: Sequence[str] = ()
+    partial: bool = False
+    """Whether a value that lacks ranks is taken as it is; else it is left out, and that is said."""
 
     def check(self, *runs: Run) -> None:
         """Refuse what would change nothing.

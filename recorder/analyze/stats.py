@@ -16,7 +16,7 @@ from ..format.schema import COUNTS, STATISTICS
 from ..read.run import Run
 from .keys import VALUE_KEY, group_rows, holds
 from .moments import combine
-from .partial import Partial
+from .partial import Partial, without_numbers
 from .pieces import Spread, global_pieces, here, own_pieces
 from .problems import Problems
 from .reasons import COLUMNS, WHY, count_without, with_why
@@ -54,6 +54,8 @@ class Statistics(NamedTuple):
     """What is not in the table, and why; of which values ranks are missing."""
     problems: Sequence[str] = ()
     """With `across_ranks`: what contradicts itself in the rows, or in the layouts that were given."""
+    is_whole: bool = True
+    """False where something of the run is damaged, or values lack ranks."""
 
 
 def stats(
@@ -68,6 +70,7 @@ def stats(
     across_ranks: bool = False,
     loss: str = "mean",
     layouts: Sequence[str] = (),
+    partial: bool = False,
     long: bool = False,
 ) -> pandas.DataFrame:
     """Statistics as a pandas frame; see `statistics`. What it leaves out is said in ``frame.attrs["notes"]``.
@@ -88,6 +91,7 @@ def stats(
         across_ranks: the statistics of the global tensors, replicas counted once.
         loss: with `across_ranks`, how activation gradients of the ranks are scaled; see `Run.view`.
         layouts: with `across_ranks`, how the ranks' values of some leaves lie; see `Run.view`.
+        partial: where values lack ranks, take the numbers of the others; else such values have none, and `why` says so.
         long: one row a number, for plotting: columns step, rank, root, module_path, site, name, statistic, value, and
             micro_step, call, repeat, mode, phase where they tell rows apart.
 
@@ -98,7 +102,7 @@ def stats(
     if importlib.util.find_spec("pandas") is None:
         raise ImportError("stats gives a pandas frame, and pandas is not installed: pip install pandas")
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
-    options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layouts)
+    options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layouts, partial=partial)
     found = statistics(run, selection, options, by=(by,) if isinstance(by, str) else by)
     frame: pandas.DataFrame = (as_long(found.table) if long else found.table).to_pandas()
     frame.attrs |= {"notes": found.notes, "problems": list(found.problems)}
@@ -135,19 +139,20 @@ def statistics(
         found = _joined(spread(_GlobalPieces, (run, selection, options, words, keys), pieces), selection)
     else:
         pieces = list(own_pieces(run))
-        found = _joined(spread(_OwnPieces, (run, selection, words, keys), pieces), selection)
+        found = _joined(spread(_OwnPieces, (run, selection, options, words, keys), pieces), selection)
     if not found.num_rows:
         raise selection.explain_nothing(run.table(["module_path", "site", "name", "step", "rank"]), _named(run))
-    notes, problems = found.partial.notes(), found.problems.texts()
+    notes, problems = found.partial.notes(is_taken=options.partial), found.problems.texts()
+    is_whole = not found.partial and not run.problems
     table = pa.concat_tables(found.tables)
     if not words:
-        return Statistics(table, notes, problems)
+        return Statistics(table, notes, problems, is_whole)
     if len(found.tables) > 1:
         table = _combined(table, keys)
     notes += _say_without(table, found.without)
     if found.left_out:
         notes += _say_left_out(pa.concat_tables(found.left_out))
-    return Statistics(_without_empty_inner(table), notes, problems)
+    return Statistics(_without_empty_inner(table), notes, problems, is_whole)
 
 
 class _Piece(NamedTuple):
@@ -167,8 +172,11 @@ class _Piece(NamedTuple):
 class _OwnPieces:
     """Statistics of the ranks' own rows, or of a merged run."""
 
-    def __init__(self, run: Run, selection: Selection, words: Sequence[str], keys: Sequence[str]) -> None:
+    def __init__(
+        self, run: Run, selection: Selection, options: GlobalOptions, words: Sequence[str], keys: Sequence[str]
+    ) -> None:
         self._run, self._selection, self._words, self._keys = run, selection, words, keys
+        self._takes_partial = options.partial
 
     def __call__(self, attempt: int, first: int, last: int) -> _Piece:
         wanted = (pc.field("part") == 0) & (pc.field("attempt") == attempt)
@@ -177,6 +185,8 @@ class _OwnPieces:
         partial = Partial()
         if self._run.is_merged:
             partial.add(table)
+            if partial and not self._takes_partial:
+                table = without_numbers(table)
         if not self._words:
             found, without = _told(table), Counter[str]()
         else:
@@ -193,6 +203,7 @@ class _GlobalPieces:
     ) -> None:
         self._view = run.view(loss=options.loss, layouts=options.layouts)
         self._selection, self._words, self._keys = selection, words, keys
+        self._takes_partial = options.partial
 
     def __call__(self, first: int, last: int) -> _Piece:
         rows = self._view.rows(first, last)
@@ -201,6 +212,8 @@ class _GlobalPieces:
         table = self._selection.narrow(rows.table)
         num_rows = table.num_rows
         partial.add(table)
+        if partial and not self._takes_partial:
+            table = without_numbers(table)
         if not self._words:
             return _Piece([_told(table)], [], Counter(), num_rows, partial, problems)
         table, stays = _without_rank_rows(with_why(table))

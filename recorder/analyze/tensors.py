@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ..errors import CorruptError, LookupFailedError
+from ..errors import CorruptError, LookupFailedError, RunError
 from ..format.dtypes import item_bytes
 from ..read.decode import count, decode_payload, parse_shape
 from ..read.run import Run
 from ..read.view import GlobalView
 from .names import NAMING, tensor_name
-from .partial import Partial
+from .partial import Partial, missing_ranks, without_numbers
 from .pieces import Spread, global_pieces, here
 from .problems import Problems
 from .selection import GlobalOptions, Selection
@@ -33,6 +33,8 @@ BATCH_BYTES = 32 << 20
 _BATCH_ITEMS = 65_536
 
 T = TypeVar("T")
+Place = tuple[tuple[int, int], int]
+"""A range of steps, and the number of a row among all rows of it."""
 
 
 class Piece(NamedTuple):
@@ -115,11 +117,11 @@ class Choosing:
             selection: which.
             options: of the global view or not.
             columns: of the tables.
-            with_values: leave out rows without.
+            with_values: leave out rows without, and those that lack ranks unless the options take them.
         """
         self._rows = Rows(run, selection, options)
         self._selection = selection
-        self._is_global = options.across_ranks
+        self._is_global, self._takes_partial = options.across_ranks, options.partial
         self._columns, self._with_values = list(columns), with_values
 
     def __call__(self, first: int, last: int) -> Chosen:
@@ -129,8 +131,12 @@ class Choosing:
         if self._is_global:
             problems.add(self._rows.all_of(first, last).findings)
         num_rows = table.num_rows
+        is_cut = bool(partial) and not self._takes_partial
         if self._with_values:
             table = table.filter(table.column("encoding").is_valid())
+            table = table.filter(pa.array(missing_ranks(table) == "")) if is_cut else table
+        elif is_cut:
+            table = without_numbers(table)
         return Chosen(first, last, table.select(self._columns), num_rows, partial, problems)
 
 
@@ -173,7 +179,7 @@ class Tensors:
         Args:
             columns: of the tables.
             partial: told of every row that is selected.
-            with_values: leave out rows without.
+            with_values: leave out rows without, and those that lack ranks unless the options take them.
         """
         arguments = (self._run, self._selection, self._options, tuple(columns), with_values)
         pieces = global_pieces(view_of(self._run, self._options))
@@ -208,6 +214,8 @@ class Tensors:
                 found.append(Entry((chosen.first, chosen.last), at, name, dtype, shape, num_bytes, row, origin))
         if not num_selected:
             raise self.explain_nothing()
+        if not found and partial and not self._options.partial:
+            raise LookupFailedError(f"{' '.join(partial.notes(is_taken=False))}, and nothing else is selected")
         if not found:
             raise LookupFailedError(
                 f"none of the {num_selected} selected rows has values, only statistics: export them with --to parquet, "
@@ -219,6 +227,21 @@ class Tensors:
         """The error for a selection that matches nothing."""
         names = ["module_path", "site", "name", "step", "rank"]
         return self._selection.explain_nothing(self._run.table(names), f"run {self._run.path.name}")
+
+    def unreadable(self, rows: Iterable[tuple[int, int, int, str]]) -> dict[Place, str]:
+        """Which rows have values that cannot be read, and why.
+
+        Args:
+            rows: the range of steps, the place among its rows, and the element type.
+        """
+        found: dict[Place, str] = {}
+        for first, last, at, dtype in rows:
+            try:
+                for _ in row_pieces(self._large.all_of(first, last), at, dtype):
+                    pass
+            except RunError as error:
+                found[(first, last), at] = str(error)
+        return found
 
     def in_turn(self, entries: Sequence[Entry]) -> InTurn:
         """The bytes of tensors that are asked for in this very order."""

@@ -23,6 +23,7 @@ from .options import (
     ModuleOption,
     ModulePatterns,
     NameOption,
+    PartialOption,
     RankOption,
     RunOrModule,
     RunPath,
@@ -207,6 +208,7 @@ def stats(
     ] = False,
     loss: LossOption = "mean",
     layout: LayoutOption = None,
+    partial: PartialOption = False,
     last: Annotated[int, typer.Option(min=0, help="Rows to show, counted from the end; 0: all.")] = 50,
     scheduler: SchedulerOption = None,
     as_json: Json = False,
@@ -217,7 +219,10 @@ def stats(
     they are combined, the column rows is how many rows stand in a line, and without is how many of these have no
     statistics and so are in none of its numbers.
 
-    Exit code 1, with --global: ranks' rows contradict each other, or --layout does not fit them.
+    Values of which ranks are missing have no numbers, or, with --partial, those of the other ranks.
+
+    Exit code 1: something is damaged or missing; with --global also where ranks' rows contradict each other, or
+    --layout does not fit them.
     """
     from ..analyze.selection import GlobalOptions, Selection
     from .paths import run_and_module
@@ -225,7 +230,7 @@ def stats(
 
     run, module = run_and_module(path, module)
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
-    options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [])
+    options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [], partial=partial)
     raise typer.Exit(show_stats(run, selection, options, by=by or [], last=last, scheduler=scheduler, as_json=as_json))
 
 
@@ -340,6 +345,7 @@ def export(
     ] = False,
     loss: LossOption = "mean",
     layout: LayoutOption = None,
+    partial: PartialOption = False,
     payload: Annotated[
         bool, typer.Option("--payload", help="Parquet with the tensors' bytes, too, in the column data.")
     ] = False,
@@ -354,7 +360,11 @@ def export(
 
     numpy has no bfloat16 and no 8-bit floats: in npz they are float32, which holds them exactly.
 
-    Exit code 1, with --global: ranks' rows contradict each other, or --layout does not fit them; the file holds them.
+    A tensor of which ranks are missing is left out, or, with --partial, given as the other ranks have it. So are values
+    that cannot be read, and each is named.
+
+    Exit code 1: something is damaged or missing; with --global also where ranks' rows contradict each other, or
+    --layout does not fit them, and the file holds the ranks' own.
     """
     from ..analyze.selection import GlobalOptions, Selection
     from ..read.run import open_run
@@ -362,7 +372,7 @@ def export(
 
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
     run = open_run(path)
-    options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [])
+    options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [], partial=partial)
     raise typer.Exit(
         export_typed(
             run, out, selection, options, to=to, payload=payload, force=force, scheduler=scheduler, as_json=as_json

@@ -25,7 +25,7 @@ def export_typed(
     scheduler: str | None = None,
     as_json: bool,
 ) -> int:
-    """Write the file, say so, and return the exit code: 1 if ranks' rows contradict each other."""
+    """Write the file, say so, and return the exit code: 1 if something is missing, or ranks' rows contradict others."""
     to = to or format_of(out)
     with spread_by(scheduler, run) as spread:
         planned = Export(run, to, selection, options, payload=payload, spread=spread)
@@ -33,11 +33,11 @@ def export_typed(
             done = planned.write(out, force=force, report=report)
     if as_json:
         found = {"path": str(done.path), "format": to, "rows": done.num_rows, "bytes": done.num_bytes}
-        print_json(found | {"problems": done.problems, "notes": done.notes})
+        print_json(found | {"problems": [*done.problems, *run.problems], "notes": done.notes})
     else:
         what = counted(done.num_rows, "row" if to == "parquet" else "tensor")
         say(f"{done.path}: {what}, {size(done.num_bytes)}")
         told = [f"finding: {problem}" for problem in done.problems] + [f"note: {note}" for note in done.notes]
         for line in told:
             print(printable_line(line), file=sys.stderr)
-    return int(bool(done.problems))
+    return int(bool(done.problems) or not done.is_whole)

@@ -86,3 +86,8 @@ def refuse(why: str, **options: object) -> None:
     given = [f"--{name}" for name, value in options.items() if value is not None]
     if given:
         raise LookupFailedError(f"{' and '.join(given)}: {why}")
+
+
+PartialOption = Annotated[
+    bool, typer.Option("--partial", help="Take values of which ranks are missing as the other ranks have them.")
+]

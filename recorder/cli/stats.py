@@ -35,13 +35,13 @@ def show_stats(
     scheduler: str | None = None,
     as_json: bool,
 ) -> int:
-    """Print statistics and return the exit code: 1 if rows or layouts contradict each other."""
+    """Print statistics and return the exit code: 1 if something is missing, or contradicts itself."""
     with spread_by(scheduler, run) as spread:
         found = statistics(run, selection, options, by=by, spread=spread)
     if as_json:
-        told = {"run": str(run.path), "problems": found.problems, "notes": found.notes}
+        told = {"run": str(run.path), "problems": [*found.problems, *run.problems], "notes": found.notes}
         print_json(told | {"rows": found.table.to_pylist()})
-        return int(bool(found.problems))
+        return int(bool(found.problems) or not found.is_whole)
     table = found.table
     num_rows = table.num_rows
     if last and num_rows > last:
@@ -53,7 +53,7 @@ def show_stats(
         say(f"finding: {problem}")
     for note in found.notes:
         say(f"note: {note}")
-    return int(bool(found.problems))
+    return int(bool(found.problems) or not found.is_whole)
 
 
 def _print(table: Any, title: str) -> None:

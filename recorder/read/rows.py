@@ -135,14 +135,17 @@ class ShardRows:
 
     def find_sealed(self) -> None:
         """Find the rows of a sealed shard. FileNotFoundError: it is gone."""
-        self._index = _open_index(self.path, self.size_bytes)
-        if self._index is not None:
-            try:
+        why = ""
+        try:
+            self._index = _open_index(self.path, self.size_bytes)
+            if self._index is not None:
                 self._rows_of = {number: self._index.read(number, ()).batch.num_rows for number in self._index.blocks}
                 return
-            except CorruptError as error:
-                logger.warning("%s; the rows are read from the shard instead", error)
+        except RunError as error:
+            why = str(error)
         self._use_shard()
+        if why and not self.damage:  # an index does not fit a shard that was cut: that is one fault, and not two
+            logger.warning("%s; the rows are read from the shard instead", why)
 
     def find_open(self, final: Place) -> None:
         """Find the rows of an open shard whose name will be `final`. FileNotFoundError: it is not open any more."""
@@ -222,9 +225,9 @@ class ShardRows:
                 found = salvage(open_source)
                 self._shard = Shard(open_source, found.layout, found.blocks)
                 self.num_trailing_bytes = found.num_trailing_bytes
-                rest = f"{self.path}: {found.num_trailing_bytes} bytes follow the last whole batch and are none"
-                damage = (str(error), *found.damage, *([rest] if found.num_trailing_bytes else []))
-                self._note(*dict.fromkeys(damage))
+                rest = f"; {found.num_trailing_bytes} bytes follow the last whole batch and are none"
+                first = f"{error}{rest if found.num_trailing_bytes else ''}"
+                self._note(first, *(each for each in found.damage if each != str(error)))
         return self._shard
 
     def _note(self, *damage: str) -> None:
@@ -262,16 +265,16 @@ def load_open(path: Place) -> ShardRows:
 
 
 def _open_index(shard: Place, shard_bytes: int) -> Shard | None:
-    """The index of a sealed shard; None where it is missing, damaged or of another file."""
+    """The index of a sealed shard; None where it is missing.
+
+    Raises:
+        RunError: it is damaged, or of another file.
+    """
     path = shard.with_name(index_name(shard.name))
     try:
         index = open_sealed(path, extra=PLACE_FIELDS, without=("data",))[0]
     except FileNotFoundError:
         return None
-    except RunError as error:
-        logger.warning("%s; the rows are read from the shard instead", error)
-        return None
     if (index.schema.metadata or {}).get(SHARD_BYTES_KEY) != b"%d" % shard_bytes:
-        logger.warning("%s: belongs to another file; the rows are read from the shard instead", path)
-        return None
+        raise CorruptError(f"{path}: belongs to another file")
     return index

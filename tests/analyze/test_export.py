@@ -246,6 +246,7 @@ def test_parquet_with_values_can_be_decoded(run: recorder.Run, tmp_path: Path, m
 
 
 NOTE = "partial: 1 of 2 values lack rank 1, step 1: they are of the other ranks alone"
+LEFT_OUT = "partial: 1 of 2 values lack rank 1, step 1: they are left out; --partial takes what there is"
 
 
 @pytest.fixture
@@ -262,13 +263,42 @@ def test_missing_ranks_are_told(partial: recorder.Run, tmp_path: Path, suffix: s
     if payload and suffix != ".parquet":
         return
     path = tmp_path / f"out{suffix}"
-    assert export(partial, path, across_ranks=True, payload=payload).notes == [NOTE]
-    assert export(partial, path, across_ranks=True, payload=payload, step=0, force=True).notes == []
-    assert export(partial, path, payload=payload, force=True).notes == []
+    whole = [
+        export(partial, path, across_ranks=True, payload=payload, step=0, force=True),
+        export(partial, path, payload=payload, force=True),
+    ]
+    assert [(done.notes, done.is_whole) for done in whole] == [([], True)] * 2
     merge_run(partial, tmp_path / "merged")
     merged = recorder.open_run(tmp_path / "merged")
-    for across_ranks in (False, True):
-        assert export(merged, path, across_ranks=across_ranks, payload=payload, force=True).notes == [NOTE]
+    for source, across_ranks in ((partial, True), (merged, False), (merged, True)):
+        options: dict[str, Any] = {"across_ranks": across_ranks, "payload": payload, "force": True}
+        left_out, taken = export(source, path, **options), export(source, path, **options, partial=True)
+        assert (left_out.notes, left_out.is_whole) == ([LEFT_OUT], False)
+        assert (taken.notes, taken.is_whole) == ([NOTE], False)
+        assert taken.num_rows == 2
+        assert left_out.num_rows == (2 if suffix == ".parquet" else 1)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_a_tensor_that_lacks_ranks_is_refused_as_array_refuses_it(
+    partial: recorder.Run, tmp_path: Path, suffix: str
+) -> None:
+    with pytest.raises(LookupFailedError):
+        partial.array("up", step=1)
+    with pytest.raises(LookupFailedError, match="--partial takes what there is"):
+        export(partial, tmp_path / f"out{suffix}", across_ranks=True, step=1)
+    assert export(partial, tmp_path / f"out{suffix}", across_ranks=True, step=1, partial=True).num_rows == 1
+
+
+@pytest.mark.parametrize("payload", [False, True])
+def test_in_parquet_a_value_that_lacks_ranks_has_no_numbers_and_no_bytes(
+    partial: recorder.Run, tmp_path: Path, payload: bool
+) -> None:
+    done = export(partial, tmp_path / "out.parquet", across_ranks=True, payload=payload)
+    whole, lacking = pq.read_table(done.path).to_pylist()
+    assert whole["mean"] is not None and lacking["mean"] is None and lacking["fingerprint"] is None
+    if payload:
+        assert whole["data"] is not None and lacking["data"] is None
 
 
 def test_each_tensor_says_what_it_was_made_of(partial: recorder.Run, tmp_path: Path) -> None:
@@ -278,14 +308,14 @@ def test_each_tensor_says_what_it_was_made_of(partial: recorder.Run, tmp_path: P
     expected = [
         where | {"ranks_present": present, "note": note} for present, note in zip(([0, 1], [0]), notes, strict=True)
     ]
-    with ZipFile(export(partial, tmp_path / "out.npz", across_ranks=True).path) as archive:
+    with ZipFile(export(partial, tmp_path / "out.npz", across_ranks=True, partial=True).path) as archive:
         index = json.loads(archive.read("index.json"))
     assert [{name: entry[name] for name in expected[0]} for entry in index] == expected
     assert [entry["scale"] for entry in index] == [None, None]
-    data = export(partial, tmp_path / "out.safetensors", across_ranks=True).path.read_bytes()
+    data = export(partial, tmp_path / "out.safetensors", across_ranks=True, partial=True).path.read_bytes()
     told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     assert [json.loads(told[f"origin of step={step}/up/output"]) for step in (0, 1)] == expected
-    rows = pq.read_table(export(partial, tmp_path / "out.parquet", across_ranks=True).path).to_pylist()
+    rows = pq.read_table(export(partial, tmp_path / "out.parquet", across_ranks=True, partial=True).path).to_pylist()
     assert [json.loads(row["ranks_present"]) for row in rows] == [[0, 1], [0]]
 
 
@@ -361,10 +391,24 @@ def test_what_comes_while_it_is_written_is_kept(
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".parquet"])
-def test_a_damaged_payload_leaves_no_file(tmp_path: Path, suffix: str) -> None:
+def test_a_value_that_cannot_be_read_is_left_out_and_named(tmp_path: Path, suffix: str) -> None:
     rows = [make_row(0, [1.0]), make_row(1, [2.0], name="x") | {"data": b"short"}]
+    done = export(write(tmp_path / "run", rows), tmp_path / f"out{suffix}", payload=suffix == ".parquet")
+    assert not done.is_whole
+    (problem,) = done.problems
+    assert "output/x/rank=0, which cannot be read: plain payload of 5 bytes" in problem
+    if suffix == ".parquet":
+        found = pq.read_table(done.path).to_pylist()
+        assert [row["data"] is not None for row in found] == [True, False]
+        assert [row["mean"] for row in found] == [row["mean"] for row in rows]
+    else:
+        assert done.num_rows == 1
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_where_nothing_can_be_read_there_is_no_file(tmp_path: Path, suffix: str) -> None:
     with pytest.raises(CorruptError):
-        export(write(tmp_path / "run", rows), tmp_path / f"out{suffix}", payload=suffix == ".parquet")
+        export(write(tmp_path / "run", [make_row(0, [1.0]) | {"data": b"short"}]), tmp_path / f"out{suffix}")
     assert os.listdir(tmp_path) == ["run"]
 
 

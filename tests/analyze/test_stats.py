@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 import recorder
 from recorder.analyze.moments import combine, count_nonfinite
 from recorder.analyze.selection import RANKS_OWN, GlobalOptions, Selection
-from recorder.analyze.stats import as_long, statistics
+from recorder.analyze.stats import as_long, statistics, stats
 from recorder.errors import LookupFailedError
 from recorder.format.dtypes import numpy_dtype
 from recorder.format.schema import COUNTS, STATISTICS
@@ -201,14 +203,39 @@ def test_missing_ranks_are_told(tmp_path: Path, by: tuple[str, ...]) -> None:
         for rank, num_steps in enumerate((4, 2))
     ]
     run = write(tmp_path / "run", *ranks)
-    note = "partial: 2 of 5 values lack rank 1, steps 2..3: they are of the other ranks alone"
-    assert statistics(run, Selection(), GLOBAL, by=by).notes == [note]
-    assert statistics(run, Selection(step="0:2"), GLOBAL, by=by).notes == []
-    assert statistics(run, Selection(), by=by).notes == []
+    note = "partial: 2 of 5 values lack rank 1, steps 2..3: they are "
+    assert statistics(run, Selection(step="0:2"), GLOBAL, by=by)[1:] == ([], [], True)
+    assert statistics(run, Selection(), by=by)[1:] == ([], [], True)
     merge_run(run, tmp_path / "merged")
     merged = recorder.open_run(tmp_path / "merged")
-    for options in (GLOBAL, GlobalOptions()):
-        assert statistics(merged, Selection(), options, by=by).notes == [note]
+    for source, options in ((run, GLOBAL), (merged, GLOBAL), (merged, GlobalOptions())):
+        left_out = statistics(source, Selection(), options, by=by)
+        assert left_out.notes[0] == f"{note}left out; --partial takes what there is"
+        assert not left_out.is_whole
+        taken = statistics(source, Selection(), replace(options, partial=True), by=by)
+        assert taken.notes == [f"{note}of the other ranks alone"]
+        assert not taken.is_whole
+
+
+def test_values_that_lack_ranks_have_no_numbers_unless_they_are_asked_for(tmp_path: Path) -> None:
+    x = np.ones((2, 3), np.float32)
+    both = [[make_row(step, x, step=step, rank=rank) for step in range(2 - rank)] for rank in (0, 1)]
+    run = write(tmp_path / "run", *both)
+    found = statistics(run, Selection(), GLOBAL).table
+    assert (found.column("mean").to_pylist(), found.column("nan_count").to_pylist()) == ([1.0, None], [0, None])
+    assert found.column("why").to_pylist() == [None, "lacks rank 1"]
+    assert statistics(run, Selection(), GLOBAL, by=("module",)).table.column("numel").to_pylist() == [12]
+    taken = replace(GLOBAL, partial=True)
+    assert statistics(run, Selection(), taken).table.column("mean").to_pylist() == [1.0, 1.0]
+    assert stats(run, across_ranks=True, partial=True)["mean"].tolist() == [1.0, 1.0]
+
+
+def test_damage_is_no_whole_answer(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [make_row(0, [1.0])], [make_row(0, [1.0], rank=1)])
+    (shard,) = (tmp_path / "run").glob("rank=00001/*/*.arrow")
+    os.truncate(shard, shard.stat().st_size // 2)
+    assert statistics(run, Selection()).is_whole
+    assert not statistics(recorder.open_run(tmp_path / "run"), Selection()).is_whole
 
 
 def test_phases_and_modes_are_never_mixed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -91,15 +92,53 @@ def test_attach_refuses_a_pattern_that_matches_nothing_and_names_the_nearest(tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_under_the_flag_an_unmatched_pattern_is_one_error_and_training_goes_on(
+def test_under_the_flag_an_unmatched_pattern_is_one_error_and_training_goes_on_where_another_model_may_come(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    another = Tiny()
     with flagged(tmp_path, rules="module=frist site=output; module=second site=output") as recording:
         train(Tiny(), 3)
     errors = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
     assert len(errors) == 1 and "'first'" in errors[0]
     assert [f"recorder: {message}" for message in recording.events("pattern_unmatched")] == errors
     assert len(recording.rows()) == 3
+    del another
+
+
+def test_under_the_flag_a_pattern_that_matches_no_module_of_the_only_model_stops_before_the_first_step(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Tiny()
+    monkeypatch.setattr(gc, "get_objects", lambda: [*model.modules(), *optimizers])  # no other test's
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(SystemExit) as stopped, flagged(tmp_path, rules="module=frist rank=3; site=grad"):
+        model(batch())
+    assert stopped.value.code == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("recorder: RECORDER_RULES (environment): the rule 'module=frist rank=3' matches no module")
+    assert "'first'" in line
+    assert all(map(torch.equal, before, model.parameters()))
+    assert not (tmp_path / "recordings").exists()
+    model(batch())  # and nothing is left on it
+
+
+@pytest.mark.parametrize("what", ["a second optimizer", "a second model", "no optimizer", "any root"])
+def test_where_another_model_may_come_an_unmatched_pattern_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    model, second = Tiny(), Tiny()
+    alive: list[object] = [*model.modules()]
+    if what != "no optimizer":
+        alive.append(torch.optim.SGD(model.parameters(), 0.1))
+    if what == "a second optimizer":
+        alive.append(torch.optim.SGD(second.parameters(), 0.1))
+    if what == "a second model":
+        alive += second.modules()
+    monkeypatch.setattr(gc, "get_objects", lambda: alive)
+    roots = "any" if what == "any root" else "optimizer"
+    with flagged(tmp_path, rules="module=frist; site=grad", roots=roots):
+        model(batch()).sum().backward()
 
 
 def test_attach_refuses_a_wrong_setting(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -341,15 +342,37 @@ def test_export_says_what_it_wrote(cli: Cli, tmp_path: Path, suffix: str) -> Non
 def test_stats_and_export_tell_of_missing_ranks(cli: Cli, tmp_path: Path) -> None:
     x = np.ones((2, 3), np.float32)
     run = write(tmp_path / "run", *([make_row(n, x, step=n, rank=rank) for n in range(2 - rank)] for rank in (0, 1)))
-    note = "partial: 1 of 2 values lack rank 1, step 1: they are of the other ranks alone"
+    note = "partial: 1 of 2 values lack rank 1, step 1: they are left out; --partial takes what there is"
+    taken = "partial: 1 of 2 values lack rank 1, step 1: they are of the other ranks alone"
     stats = cli("stats", run, "--global")
-    assert (stats.exit_code, stats.out.splitlines()[-1]) == (0, f"note: {note}")
-    assert cli("stats", run, "--global", "--json").json["notes"] == [note]
-    assert cli("stats", run).out.count("note") == 0
+    assert (stats.exit_code, stats.out.splitlines()[-1]) == (1, f"note: {note}")
+    stats = cli("stats", run, "--global", "--json", "--partial")
+    assert (stats.exit_code, stats.json["notes"]) == (1, [taken])
+    own = cli("stats", run)
+    assert (own.exit_code, own.out.count("note")) == (0, 0)
     export = cli("export", run, "-o", tmp_path / "out.npz", "--global")
-    assert (export.exit_code, export.err) == (0, f"note: {note}\n")
-    export = cli("export", run, "-o", tmp_path / "out.parquet", "--global", "--json")
-    assert (export.json["notes"], export.err) == ([note], "")
+    assert (export.exit_code, export.err) == (1, f"note: {note}\n")
+    export = cli("export", run, "-o", tmp_path / "out.parquet", "--global", "--json", "--partial")
+    assert (export.exit_code, export.json["notes"], export.err) == (1, [taken], "")
+
+
+def test_stats_and_export_of_a_shard_that_was_cut_say_so_once_and_exit_with_1(cli: Cli, tmp_path: Path) -> None:
+    x = np.ones((2, 3), np.float32)
+    run = write(tmp_path / "run", *([make_row(n, x, step=n, rank=rank) for n in range(4)] for rank in (0, 1)))
+    (shard,) = run.glob("rank=00001/*/tensors-*.arrow")
+    os.truncate(shard, shard.stat().st_size // 2)
+    out = tmp_path / "out.npz"
+    for arguments in (["stats"], ["stats", "--global"], ["export", "-o", out], ["export", "-o", out, "--global"]):
+        done = cli(arguments[0], run, *arguments[1:])
+        warnings = [line for line in done.err.splitlines() if "warning" in line]
+        assert len(warnings) == 1 and "has no footer, so it was cut or never sealed" in warnings[0]
+        assert done.exit_code == (2 if "--global" in arguments and "export" in arguments else 1)
+        out.unlink(missing_ok=True)
+    assert cli("export", run, "-o", out, "--global", "--partial").exit_code == 1
+
+
+def test_export_stays_out_of_the_run(cli: Cli, tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [make_row(0, [1.0])])
     inside = cli("export", run, "-o", run / "out.npz")
     assert inside.exit_code == 2 and "lies inside the run" in inside.err
 

@@ -49,6 +49,13 @@ def train_beside_own(folder: Path, first: str = "") -> jobs.Job:
     return train(folder, jobs.recording(), first)
 
 
+def train_beside_another_model(folder: Path) -> jobs.Job:
+    """A rule that the first model has no module for may be for the second."""
+    other = "import torch\nother = torch.nn.Sequential(torch.nn.Linear(2, 2))\n"
+    last = "other(torch.ones(2)).sum().backward()\n"
+    return train(folder, jobs.recording(NO_MATCH), other, last)
+
+
 def train_beside_file(folder: Path, **settings: str) -> jobs.Job:
     (folder / "a_file").touch()
     return train(folder, jobs.recording(**settings))
@@ -92,6 +99,7 @@ WRONG = {
 }
 NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 IS_PANDAS_THERE = "import recorder; recorder._active.flush(10); print('pandas' in sys.modules)\n"
+NO_MATCH = "module=blocks.9 site=output; site=grad keep=stats"
 JOBS: dict[str, Callable[[Path], jobs.Job]] = {
     "beside own": train_beside_own,
     "beside own, imported": partial(train_beside_own, first="import recorder; print(recorder.OURS)"),
@@ -100,9 +108,11 @@ JOBS: dict[str, Callable[[Path], jobs.Job]] = {
     "no autoload": lambda folder: train(folder, NO_AUTOLOAD | jobs.recording()),
     **{name: partial(train, settings={"RECORDER": "1", name: value}) for name, (value, _) in WRONG.items()},
     "in a child": train_in_child,
-    "no match": partial(train, settings=jobs.recording("module=blocks.9 site=output; site=grad keep=stats")),
+    "no match": partial(train, settings=jobs.recording(NO_MATCH)),
+    "no match in the first": train_beside_another_model,
     "other rank": partial(train, settings=jobs.recording("module=0 rank=7 site=output; site=grad keep=stats")),
-    "unwritable": partial(train_beside_file, dir="a_file/recordings"),
+    "a file": partial(train_beside_file, dir="a_file"),
+    "below a file": partial(train_beside_file, dir="a_file/recordings"),
     "full": partial(train_beside_file, min_free_bytes=str(1 << 60)),
     "modules": partial(train, settings=jobs.recording(), last=IS_PANDAS_THERE),
     "twice": train_twice,
@@ -222,8 +232,25 @@ def test_in_a_child_process_a_wrong_setting_is_one_line(succeeded: End) -> None:
     assert not (finished.folder / "recordings").exists()
 
 
-def test_a_pattern_that_matches_nothing_is_one_line_and_training_goes_on(succeeded: End) -> None:
-    finished = succeeded("no match")
+@pytest.mark.parametrize(("name", "word"), [("a file", "it is no directory"), ("below a file", "/a_file is no")])
+def test_a_place_that_can_never_be_written_stops_the_launch_with_one_message(ended: End, name: str, word: str) -> None:
+    finished = ended(name)
+    assert finished.returncode == 2
+    (message,) = finished.output.splitlines()
+    assert "RECORDER_DIR (environment): dir = 'a_file" in message and word in message
+    assert "name a directory that can be written" in message
+
+
+def test_a_pattern_that_matches_no_module_of_the_only_model_stops_the_launch_with_one_message(ended: End) -> None:
+    finished = ended("no match")
+    assert finished.returncode == 2
+    (message,) = finished.output.splitlines()
+    assert message.startswith("recorder: RECORDER_RULES (environment): the rule 'module=blocks.9 site=output' matches")
+    assert not (finished.folder / "recordings").exists()
+
+
+def test_a_pattern_that_may_be_for_another_model_is_one_line_and_training_goes_on(succeeded: End) -> None:
+    finished = succeeded("no match in the first")
     problem, *rest = sorted(finished.output.splitlines())
     assert problem.startswith("ERROR recorder: ") and "'module=blocks.9 site=output" in problem
     assert rest == STEPS
@@ -234,21 +261,15 @@ def test_patterns_are_judged_without_their_rank_clause(succeeded: End) -> None:
     assert succeeded("other rank").output.splitlines() == STEPS
 
 
-@pytest.mark.parametrize(
-    ("name", "word", "reason"), [("unwritable", "a_file/recordings", None), ("full", "free", "disk_floor")]
-)
-def test_a_disk_that_takes_nothing_is_said_at_once_and_training_goes_on(
-    succeeded: End, name: str, word: str, reason: str | None
-) -> None:
-    finished = succeeded(name)
+def test_a_disk_that_takes_nothing_is_said_at_once_and_training_goes_on(succeeded: End) -> None:
+    finished = succeeded("full")
     problem, *steps, closing = finished.output.splitlines()
-    assert problem.split()[0] in ("ERROR", "WARNING") and word in problem
+    assert problem.split()[0] in ("ERROR", "WARNING") and "free" in problem
     assert steps == STEPS
     assert "incomplete" in closing
-    if reason is not None:
-        (writer,) = finished.run.writers
-        assert writer.balance.written == 0
-        assert writer.balance.dropped == {reason: writer.balance.observed}
+    (writer,) = finished.run.writers
+    assert writer.balance.written == 0
+    assert writer.balance.dropped == {"disk_floor": writer.balance.observed}
 
 
 def test_recording_loads_no_data_frame_library(succeeded: End) -> None:
