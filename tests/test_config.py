@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -130,3 +133,77 @@ def test_a_preset_is_set_by_file_environment_and_argument(tmp_path: Path) -> Non
     assert load_settings({}, {**from_file, "RECORDER_PRESET": "full"}).settings.rules == PRESETS["full"]
     assert load_settings({"preset": "twin"}, from_file).settings.rules == PRESETS["twin"]
     assert load_settings({"preset": "none"}, from_file).settings.rules == DEFAULT_RULES
+
+
+def check(place: object) -> None:
+    check_dir(load_settings({"dir": place}, {}))
+
+
+def test_a_place_for_runs_may_be_missing_and_is_not_made(tmp_path: Path) -> None:
+    check(tmp_path / "not" / "yet" / "there")
+    check(tmp_path)
+    (tmp_path / "linked").symlink_to(tmp_path)
+    check(tmp_path / "linked" / "recordings")
+    assert [path.name for path in tmp_path.iterdir()] == ["linked"]
+
+
+@pytest.mark.parametrize("below", ["", "recordings", "deep/er"])
+def test_a_place_for_runs_that_is_or_lies_below_a_file_is_refused(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"dir \(argument\): dir = '.*file.* is no directory; name a directory that"):
+        check(tmp_path / "file" / below)
+
+
+def test_a_link_that_leads_nowhere_is_no_place_for_runs(tmp_path: Path) -> None:
+    (tmp_path / "linked").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="is no directory"):
+        check(tmp_path / "linked" / "recordings")
+
+
+def test_the_source_of_a_wrong_place_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^RECORDER_DIR \(environment\): dir = '/dev/null/runs': /dev/null is no"):
+        check_dir(load_settings({}, {"RECORDER_DIR": "/dev/null/runs"}))
+
+
+def test_a_file_system_that_does_not_answer_refuses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(config, "_LONGEST_LOOK_S", 0.05)
+    monkeypatch.setattr(config, "_problems_of", lambda wanted: iter([f"never answers {goes_on.wait(60)}"]))
+    check(tmp_path)
+    goes_on.set()
+
+
+_READ_ONLY = """
+import subprocess, sys
+from recorder.config import check_dir, load_settings
+subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", sys.argv[1]], check=True)
+check_dir(load_settings({"dir": sys.argv[1] + "/runs"}, {}))
+"""
+
+
+def test_a_read_only_file_system_is_refused_also_for_root(tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0:
+        pytest.skip("this machine gives no mount namespace")
+    command = ["unshare", "-rm", sys.executable, "-c", _READ_ONLY, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert f"/runs': {tmp_path} is on a read-only file system; name a directory" in done.stderr
+
+
+_FORBIDDEN = """
+import os, sys
+from recorder.config import check_dir, load_settings
+if os.getuid() == 0:
+    os.setuid(65534)
+check_dir(load_settings({"dir": sys.argv[1] + "/runs"}, {}))
+"""
+
+
+def test_a_directory_that_this_user_may_not_write_is_refused(tmp_path: Path) -> None:
+    place = tmp_path / "theirs"
+    place.mkdir()
+    for each in (place, *tmp_path.parents[:3], tmp_path):
+        if os.getuid() == 0 and str(each).startswith(str(Path(tempfile.gettempdir()))):
+            each.chmod(0o755)
+    place.chmod(0o555)
+    done = subprocess.run([sys.executable, "-c", _FORBIDDEN, str(place)], capture_output=True, text=True)
+    assert "ConfigError" in done.stderr and "cannot be " in done.stderr, done.stderr

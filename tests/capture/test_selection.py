@@ -146,6 +146,14 @@ def test_attach_refuses_a_wrong_setting(tmp_path: Path) -> None:
         recorder.attach(Tiny(), enabled=True, dir=tmp_path, pool_byts=1)
 
 
+def test_attach_refuses_a_place_that_can_never_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    model = Tiny()
+    with pytest.raises(ConfigError, match=r"dir \(argument\): dir = '.*/file': is no directory"):
+        recorder.attach(model, enabled=True, dir=tmp_path / "file")
+    assert not model.first._forward_hooks
+
+
 def test_the_default_keeps_statistics_often_at_first_and_the_tensors_of_one_step(tmp_path: Path) -> None:
     from recorder.config import DEFAULT_RULES
 
