@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recorder.config import DEFAULT_RULES, PRESETS, Loaded, Schedule, is_enabled, load_settings, parse_rules
+from recorder import config
+from recorder.config import DEFAULT_RULES, PRESETS, Loaded, Schedule, check_dir, is_enabled, load_settings, parse_rules
 from recorder.errors import ConfigError
 
 
