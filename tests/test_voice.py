@@ -16,7 +16,7 @@ TRAIN = """
 import logging, sys, torch
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stdout)
 logging.getLogger().addHandler(logging.FileHandler("log.txt"))
-model = torch.nn.Linear(4, 2)
+model, other = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)  # for which a rule may be
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
     model(torch.ones(2, 4)).sum().backward()
