@@ -115,8 +115,17 @@ def tap_output(module: nn.Module, args: tuple[Any, ...], output: Any, where: str
 
 
 def tap_argument(value: Any, name: str, where: str) -> Any:
-    """An argument of a module, tapped."""
-    return _map(value, name, lambda tensor, at: pass_tap(tensor, [], at, where, _with_grad()))
+    """An argument of a module, on its way into it."""
+    if not torch.compiler.is_compiling() and (is_proxy(value) or is_traced()):
+        return see_one(value, name, where)
+    return _map(value, name, lambda tensor, at: _watched(tensor, at, where))
+
+
+def _watched(tensor: torch.Tensor, name: str, where: str) -> torch.Tensor:
+    """The very tensor: its module may change it in place, and its gradient is that of all its uses."""
+    if _is_tappable(tensor):
+        torch.ops.recorder.watch(tensor, name, where, 0, _with_grad())
+    return tensor
 
 
 def tap_by_hand(tensor: Any, name: str) -> Any:
@@ -153,7 +162,7 @@ def pass_tap(
 ) -> torch.Tensor:
     """The tensor through the op, or the tensor itself where it shares memory with one of the others."""
     if any(_shares_memory(tensor, other) for other in others):
-        torch.ops.recorder.tap(tensor.detach(), name, where, 0, with_grad)
+        torch.ops.recorder.watch(tensor, name, where, 0, with_grad)
         return tensor
     return torch.ops.recorder.tap(tensor, name, where, 0, with_grad)  # type: ignore[no-any-return]
 

@@ -25,6 +25,10 @@ _OPS = (
     torch.ops.recorder.tap.default,
     torch.ops.recorder.tap_grad,
     torch.ops.recorder.tap_grad.default,
+    torch.ops.recorder.watch,
+    torch.ops.recorder.watch.default,
+    torch.ops.recorder.watch_grad,
+    torch.ops.recorder.watch_grad.default,
     torch.ops.recorder.see,
     torch.ops.recorder.see.default,
     graphs.through,
@@ -43,7 +47,7 @@ def instrument(model: _M, *, select: object = "site=output", name: str | None = 
     Args:
         model: a module, before its first compiled call.
         select: which modules, by rules as in the setting ``rules``, with the keys ``module``, ``class``, ``leaf`` and
-            ``site`` (``output``, the default, or ``input``).
+            ``site`` (``output``, the default, or ``input``). An input is shown, and not copied.
         name: of the root, for artefacts that are called without the model; default ``model``, ``model_1``, ...
 
     Returns:

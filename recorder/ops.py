@@ -2,8 +2,11 @@
 
 ``recorder::tap`` returns a copy of ``x`` and hands ``x`` to the recorder that is on, if any; its gradient passes
 through ``recorder::tap_grad``, which does the same for the gradient. A copy, for what is functional is what compilers
-keep. ``recorder::see`` returns ``x`` itself, for graphs that run as they are, such as TorchScript's. Importing this
-module registers them; it imports torch alone, and must never raise out of an op for a reason of the recorder's own.
+keep. ``recorder::see`` returns ``x`` itself, for graphs that run as they are, such as TorchScript's.
+``recorder::watch`` returns nothing of ``x`` (an empty tensor, for compilers that ask for one): the program goes on with
+the very ``x``, whose total gradient a tensor hook shows, through ``recorder::watch_grad`` where a graph is made of the
+backward too. Importing this module registers them; it imports torch alone, and must never raise out of an op for a
+reason of the recorder's own.
 
 Every op has a ``name`` and a ``where``, as in `recorder.taps`. ``number`` tells the taps of one graph apart, so that
 none is taken for another's double, and a gradient finds its value; ``with_grad`` says that the graph was made with
@@ -18,6 +21,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.fx.node import has_side_effect
@@ -72,7 +76,7 @@ def _see(x: torch.Tensor, name: str, where: str = "") -> torch.Tensor:
 
 
 class _Seen:
-    """Tensor hook behind `recorder::see`."""
+    """Tensor hook behind `recorder::see` and `recorder::watch`, where the code runs."""
 
     __slots__ = ("_key",)
 
@@ -82,6 +86,35 @@ class _Seen:
     def __call__(self, gradient: torch.Tensor) -> None:
         if sink is not None:
             sink.tapped_gradient(gradient, *self._key, is_total=True)
+
+
+def _watch(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
+    if sink is not None:
+        # Compiled code runs without gradients; what it was given has them, and they are known outside of it alone.
+        has_gradient = x.requires_grad and (with_grad or torch.is_grad_enabled())
+        number = next(_numbers) if has_gradient else number
+        sink.tapped(x.detach(), name, where, number, with_grad)
+        if has_gradient:
+            x.register_hook(_Seen(name, where, number))
+    return x.new_empty(0)
+
+
+def _watch_grad(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
+    if sink is not None:
+        sink.tapped_gradient(x, name, where, number, is_total=True)
+    return x.new_empty(0)
+
+
+class _SeenInGraph:
+    """Tensor hook behind `recorder::watch`, while a graph is made of the forward and the backward."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, *key: Any) -> None:
+        self._key = key
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        torch.ops.recorder.watch_grad(gradient.detach(), *self._key)
 
 
 @contextlib.contextmanager
@@ -142,6 +175,13 @@ def _register() -> torch.library.Library:
         torch.library.register_fake(f"recorder::{op}", _like, lib=library)
         torch.library.register_vmap(f"recorder::{op}", _batched(getattr(torch.ops.recorder, op)), lib=library)
         has_side_effect(getattr(torch.ops.recorder, op).default)  # no dead code, where nothing uses what it returns
+    for op, kernel in (("watch", _watch), ("watch_grad", _watch_grad)):
+        library.define(f"{op}(Tensor x, {_ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(op, kernel, "CompositeExplicitAutograd")
+        library.impl(op, _watching(getattr(torch.ops.recorder, op)), "Autograd")
+        torch.library.register_fake(f"recorder::{op}", _empty, lib=library)
+        torch.library.register_vmap(f"recorder::{op}", _shown(getattr(torch.ops.recorder, op)), lib=library)
+        has_side_effect(getattr(torch.ops.recorder, op).default)
     library.define('see(Tensor(a) x, str name, str where="") -> Tensor(a)', tags=(torch.Tag.pt2_compliant_tag,))
     library.impl("see", _see, "CompositeImplicitAutograd")
     return library
@@ -149,6 +189,40 @@ def _register() -> torch.library.Library:
 
 def _like(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+def _empty(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
+    return x.new_empty(0)
+
+
+def _watching(op: Any) -> Any:
+    def apply(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
+        number = number or next(_numbers)
+        # What a graph is given is a leaf while the graph is made, and has its gradient where the graph runs.
+        has_gradient = op is torch.ops.recorder.watch and torch.is_grad_enabled() and x.requires_grad and not x.is_leaf
+        if has_gradient and _becomes_graph(x):
+            with torch._C.DisableTorchFunctionSubclass():
+                x.register_hook(_SeenInGraph(name, where, number))
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(x, name, where, number, with_grad)  # type: ignore[no-any-return]
+
+    return apply
+
+
+def _becomes_graph(x: torch.Tensor) -> bool:
+    """Whether a graph is made of the code that runs, with the backward of ``x`` in it."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    return (
+        isinstance(x, FunctionalTensor) or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    )
+
+
+def _shown(op: Any) -> Any:
+    def batched(info: Any, in_dims: Any, x: torch.Tensor, *key: Any) -> tuple[torch.Tensor, None]:
+        return op(x.movedim(in_dims[0], 0), *key), None
+
+    return batched
 
 
 def _differentiable(function: Any, op: Any) -> Any:

@@ -183,14 +183,13 @@ class InputTap(_ObjectTap):
         is_for_graph = graphs.is_for_graph((args, kwargs))
         if not is_for_graph and (ops.sink is None or not ops.sink.has_no_hook(self.where)):
             return None
-        if is_for_graph and getattr(module, "inplace", False):
-            return None
-        positional = [
-            name
-            for name, parameter in inspect.signature(module.forward).parameters.items()
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        ]
-        named = [positional[i] if i < len(positional) else f"args.{i - len(positional)}" for i in range(len(args))]
+        positional, rest = [], "args"
+        for name, parameter in inspect.signature(module.forward).parameters.items():
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                positional.append(name)
+            elif parameter.kind is parameter.VAR_POSITIONAL:
+                rest = name
+        named = [positional[i] if i < len(positional) else f"{rest}.{i - len(positional)}" for i in range(len(args))]
         tap = graphs.tap_argument if is_for_graph else graphs.see_one
         tapped = tuple(tap(value, name, self.where) for name, value in zip(named, args, strict=True))
         return tapped, {name: tap(value, name, self.where) for name, value in kwargs.items()}

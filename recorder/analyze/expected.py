@@ -295,10 +295,14 @@ def _view(
     selected = np.zeros(slots.num_slots, bool)
     hidden = np.zeros(len(slots.modules), np.int64)
     disarmed = np.full(slots.num_slots, NEVER, np.int64)
+    untapped = np.zeros(slots.num_slots, bool)
+    tied: dict[int, str] = {}
     for told in one.told:
         selected |= told.selected
         hidden = np.maximum(hidden, told.hidden)
         disarmed = np.minimum(disarmed, told.disarmed)
+        untapped |= told.untapped
+        tied |= told.tied
     on_rank = [one.rank is None or (match.rule.text in one.rules and one.rank in match.rule.rank) for match in matches]
     key = (tuple(id(told) for told in one.told), tuple(on_rank))
     if key not in known:
@@ -306,7 +310,7 @@ def _view(
     code, when = known[key]
     view = RankView(
         slots, axis, rank=one.rank, writers=one.writers, selected=selected, hidden=hidden, disarmed=disarmed,
-        code=code, when=when, is_merged=is_merged,
+        untapped=untapped, tied=tied, code=code, when=when, is_merged=is_merged,
     )  # fmt: skip
     for rows in one.rows:
         view.add(rows)
@@ -358,7 +362,7 @@ def _absent_views(
         code, when = _wanted(slots, matches, masks, seen, selected, on_rank, len(axis))
         view = RankView(
             slots, axis, rank=group[0], writers=[], selected=selected, hidden=hidden, disarmed=disarmed,
-            code=code, when=when,
+            untapped=np.zeros(slots.num_slots, bool), tied={}, code=code, when=when,
         )  # fmt: skip
         found.append((group, view))
     return found

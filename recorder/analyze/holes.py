@@ -22,6 +22,8 @@ Integers = npt.NDArray[np.int64]
 
 _MAX_CELLS = 4_000_000
 """Slots x steps of a block."""
+_MAX_TIED = 8
+"""Names of tied parameters in one line."""
 
 
 class Reason(NamedTuple):
@@ -57,6 +59,8 @@ REASONS = (
     Reason("scripted", "scripted or traced by torch.jit, which takes no hooks: instrument it before", False, True),
     Reason("inlined", "in a graph of torch.fx or torch.export, where it has no call of its own", False, True),
     Reason("tapped", "no tap showed it: not tapped, not called, or it hands its argument on as it is", False, True),
+    Reason("untapped", "not tapped there: recorder.instrument(model, select='site=input,output'); TorchScript has no "
+           "taps on inputs", False, False),
     Reason("dtensor", "no tap showed it: its parameters are DTensors, which pass a graph untapped", False, True),
     Reason("fused", "MultiheadAttention uses its parameters without calling it", False, True),
     Reason("silent", "its module left no rows at all", True, False),
@@ -68,6 +72,7 @@ REASONS = (
     Reason("no_tensor", "called, with no tensor at this site", False, True),
     Reason("no_gradient", "no gradient came to it: not required, not used in the loss, or not tapped in a graph",
            False, True),
+    Reason("tied", "another name of a parameter that is recorded once, under its first", False, True),
     Reason("no_update", "no optimizer stepped at these steps", False, True),
     Reason("not_optimized", "not updated by an optimizer that stepped: frozen, or shared and recorded elsewhere",
            False, True),
@@ -82,14 +87,14 @@ _OF_CAUSE = {DAMAGED: "corrupt", RETIRED: "retired", DROPPED: "dropped", CUT: "d
 _OF_CAUSE |= {UNACCOUNTED: "unaccounted"}
 _OF_MODULE = {
     "not_called", "other_ranks", "elsewhere", *HIDDEN, "silent", "bypassed", "unused", "children", "never_called",
-    "no_tensor", "no_gradient", "not_optimized", "no_param_gradient", "param_unseen", "no_state", "no_buffer",
-    "disarmed",
+    "untapped", "no_tensor", "no_gradient", "tied", "not_optimized", "no_param_gradient", "param_unseen", "no_state",
+    "no_buffer", "disarmed",
 }  # fmt: skip
 """Reasons that differ from module to module: sites with the same modules make one hole, others one each."""
 
 
 _CERTAIN = np.array([_CODE[key] for key in (
-    *HIDDEN, "unused", "no_gradient", "not_optimized", "no_param_gradient", "no_state",
+    *HIDDEN, "untapped", "unused", "no_gradient", "tied", "not_optimized", "no_param_gradient", "no_state",
 )])  # fmt: skip
 """Reasons that other rows of the same step prove, also where some are lost."""
 _EXPLAINED = np.array([_CODE[key] for key in (*HIDDEN, "children")])
@@ -167,6 +172,8 @@ class Holes:
         for number in np.flatnonzero(wanted & ~has_rows).tolist():
             module = slots.modules[number]
             key = HIDDEN[hidden[number] - 1] if hidden[number] else "children" if below[number] else "never_called"
+            if key == "never_called" and not module.params:
+                key = "without_parameters"
             found.setdefault(key, []).append((module.root, module.path))
         return found
 
@@ -311,6 +318,7 @@ def _reasons(
     is_hidden = (view.hidden[module] > 0) & ~view.called[root].any(axis=1)
     put("root_idle", is_forward & ~root_called & ~is_hidden[:, None])
     put("disarmed", view.axis[columns][None, :] >= view.disarmed[low:high][rows][:, None])
+    put("untapped", (view.untapped[low:high][rows] & (view.hidden[module] > 0))[:, None])
     put("evaluation", is_forward & ~is_value & ~root_graded & ~is_hidden[:, None])
     shown = found[first + np.minimum(site, len(FORWARD) - 1) % 2]
     for key in ("tapped", "dtensor"):
@@ -334,6 +342,8 @@ def _reasons(
         chosen[is_site, 0] = view.selected[low:high][rows[is_site] - distance]
         return there, chosen
 
+    if view.tied:
+        put("tied", np.isin(rows + low, list(view.tied))[:, None])
     put("no_update", ~is_forward & ~updated)
     put("not_optimized", of_site("param"))
     param_there, param_selected = neighbour("grad", 1)
@@ -349,7 +359,11 @@ def _reasons(
 
 
 def _module_reasons(slots: Slots, view: RankView, has_rows: Flags, called: Flags, graded: Flags) -> Integers:
-    """Of each module, why its call was not seen at a step at which its root was called."""
+    """Of each module, why its call was not seen at a step at which its root was called.
+
+    A module that has parameters and left no row of anything is suspicious; one without any, such as a dropout that its
+    owner leaves to a fused function, is merely not called.
+    """
     has_param, has_grad, wants_grad = (np.zeros(len(slots.modules), bool) for _ in range(3))
     if len(view.found):
         slot = view.found // view.when.shape[1]
@@ -369,7 +383,8 @@ def _module_reasons(slots: Slots, view: RankView, has_rows: Flags, called: Flags
     for key, flags in reversed(order):
         found[flags] = _CODE[key]
     # What hides a module, or that its children ran without it, explains its values whether or not it left other rows.
-    found[~has_rows & ~np.isin(found, _EXPLAINED)] = _CODE["silent"]
+    has_params = np.array([bool(module.params) for module in slots.modules], bool)
+    found[~has_rows & has_params & ~np.isin(found, _EXPLAINED)] = _CODE["silent"]
     return found
 
 
@@ -437,6 +452,10 @@ def _details(view: RankView) -> dict[int, str]:
     if dropped:
         found[_CODE["dropped"]] = ", ".join(dropped)
     found[_CODE["retired"]] = retention(view.writers)
+    if view.tied:
+        firsts = sorted(set(view.tied.values()))
+        shown = ", ".join(map(repr, firsts[:_MAX_TIED])) + (", ..." if len(firsts) > _MAX_TIED else "")
+        found[_CODE["tied"]] = f"tied to {shown}"
     damaged = [shard.path.name for writer in view.writers for shard in writer.shards if shard.damage]
     if damaged:
         found[_CODE["corrupt"]] = ", ".join(damaged)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,8 @@ class RankView:
         selected: Flags,
         hidden: Integers,
         disarmed: Integers,
+        untapped: Flags,
+        tied: Mapping[int, str],
         code: Integers,
         when: Flags,
         is_merged: bool = False,
@@ -42,6 +44,10 @@ class RankView:
         """Of each module, why hooks see no call of it, as `Told` says."""
         self.disarmed = disarmed
         """Of each slot, the first step at which its hooks were disarmed."""
+        self.untapped = untapped
+        """Of each slot, whether graphs alone show its module, and at other sites."""
+        self.tied = tied
+        """Of slots of a parameter that has another name, under which it is recorded, that name."""
         self.code = code
         """Of each slot a row of `when`."""
         self.when = when

@@ -60,6 +60,10 @@ class Told(NamedTuple):
     """Of each module, why hooks see no call of it: 0, or 1 + the place in `HIDDEN`."""
     disarmed: Integers
     """Of each slot, the step from which on its hooks were disarmed, as they kept failing; `NEVER` elsewhere."""
+    untapped: Flags
+    """Of each slot: graphs alone show its module, and at other sites than this."""
+    tied: dict[int, str]
+    """Of slots of a parameter that has another name, under which it is recorded, that name."""
 
 
 class Slots:
@@ -163,6 +167,7 @@ class Slots:
     def _told(self, modules: list[dict[str, Any]]) -> Told:
         selected = np.zeros((len(self.modules), len(SLOT_SITES)), bool)
         hidden = np.zeros(len(self.modules), np.int64)
+        untapped = np.zeros((len(self.modules), len(SLOT_SITES)), bool)
         tapped: list[int] = []
         of_dtensors: list[int] = []
         disarmed = np.full((len(self.modules), len(SLOT_SITES)), NEVER, np.int64)
@@ -170,10 +175,10 @@ class Slots:
             number = self.place[module["root"], module["path"]]
             for site, step in module["disarmed"].items():
                 disarmed[number, SLOT_SITES.index(site)] = step
-            sites = module["sites"]
+            selected[number] = [site in module["sites"] for site in SLOT_SITES]
             if module["tapped"]:
-                sites = [site for site in sites if site in STATE or site.removeprefix("grad_") in module["tapped"]]
-            selected[number] = [site in sites for site in SLOT_SITES]
+                shown = {*module["tapped"], *(f"grad_{site}" for site in module["tapped"])}
+                untapped[number] = [site in FORWARD and site not in shown for site in SLOT_SITES]
             hidden[number] = module["hidden"]
             if module["tapped"]:
                 (of_dtensors if module["dtensor"] else tapped).append(number)
@@ -183,8 +188,19 @@ class Slots:
         hidden[tapped] = HIDDEN.index("tapped") + 1
         hidden[of_dtensors] = HIDDEN.index("dtensor") + 1
         if not self.modules:
-            return Told(np.zeros(0, bool), hidden, np.zeros(0, np.int64))
-        return Told(selected[self.module, self.site], hidden, disarmed[self.module, self.site])
+            return Told(np.zeros(0, bool), hidden, np.zeros(0, np.int64), np.zeros(0, bool), {})
+        selected, disarmed, untapped = (of[self.module, self.site] for of in (selected, disarmed, untapped))
+        return Told(selected, hidden, disarmed, untapped, self._tied(modules))
+
+    def _tied(self, modules: list[dict[str, Any]]) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for module in modules:
+            number = self.place[module["root"], module["path"]]
+            for name, first in module["tied"].items():
+                of_module = range(self.first[number], self.first[number + 1])
+                code, states = self._name_codes.get(name), range(len(FORWARD), len(FORWARD) + _EACH_PARAM)
+                found |= {slot: first for slot in of_module if self.name[slot] == code and self.site[slot] in states}
+        return found
 
 
 def _is_taken(own: Integers, above: Integers) -> Flags:
@@ -216,6 +232,7 @@ def _described(tree: Any) -> Iterable[dict[str, Any]]:
                 "tapped": untrusted.texts(module.get("tapped")),
                 "dtensor": module.get("dtensor") is True and isinstance(root.get("model_parallel"), dict),
                 "disarmed": _steps(module.get("disarmed")),
+                "tied": _names(module.get("tied")),
             }
 
 
@@ -223,6 +240,10 @@ def _steps(disarmed: Any) -> dict[str, int]:
     if not isinstance(disarmed, dict):
         return {}
     return {site: step for site, step in disarmed.items() if site in SLOT_SITES and type(step) is int and step < NEVER}
+
+
+def _names(tied: Any) -> dict[str, str]:
+    return {name: first for name, first in tied.items() if isinstance(first, str)} if isinstance(tied, dict) else {}
 
 
 def _join(described: Sequence[Sequence[dict[str, Any]]]) -> list[Module]:

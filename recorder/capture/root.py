@@ -264,10 +264,13 @@ class Root:
 
     def _tap(self, node: tree.Node, watch: Watch) -> None:
         """Show what hooks cannot see, as the settings ask: by a tap in the graph that is about to be made."""
-        selected = watch.rule_sets["output"] or watch.rule_sets["grad_output"]
-        if selected and node.is_callable and not taps.is_tapped(node.owner):
-            taps.place(node.owner, tree.where(node, self.name, "output"))
-            self._own_taps.append(weakref.ref(node.owner))
+        there = {where.site for where in taps.where_tapped(node.owner)}
+        if not node.is_callable or there:
+            return
+        for site, place in (("output", taps.place), ("input", taps.place_inputs)):
+            if watch.rule_sets[site] or watch.rule_sets[f"grad_{site}"]:
+                place(node.owner, tree.where(node, self.name, site))
+                self._own_taps.append(weakref.ref(node.owner))
 
     def stands_for(self, where: str) -> None:
         """It has no module: a loaded artefact shows this tap, and others that were placed with it."""

@@ -47,7 +47,17 @@ class _Call:
 class _Place:
     """One tap under one root."""
 
-    __slots__ = ("_calls", "_slices", "gradient_origin", "gradient_rule_set", "origin", "root", "rule_set", "watch")
+    __slots__ = (
+        "_calls",
+        "_slices",
+        "gradient_origin",
+        "gradient_rule_set",
+        "graphless_slice",
+        "origin",
+        "root",
+        "rule_set",
+        "watch",
+    )
 
     def __init__(self, root: Root, watch: Watch | None, origin: Origin, rule_set: int, gradient_rule_set: int) -> None:
         self.root = root
@@ -56,6 +66,8 @@ class _Place:
         self.rule_set = rule_set
         self.gradient_origin = origin._replace(site=_GRADIENT[origin.site])
         self.gradient_rule_set = gradient_rule_set
+        self.graphless_slice: Slice | None = None
+        """The latest slice in which a forward ran without a graph, as a reentrant checkpoint does."""
         self._slices: dict[str, Slice | None] = {"forward": None, "recompute": None}
         self._calls = {"forward": -1, "recompute": -1}
 
@@ -89,13 +101,17 @@ class Tapped:
                 return  # the hook in front of the compiled module has seen it
             watch.tapped(slice_, is_output=place.origin.site == "output")
         call = place.enter(slice_, phase)
-        if slice_.moment.mode != "no_grad":
-            self._remember(key, place, slice_.moment, call, is_again=phase == "recompute")
+        if phase == "forward" and not with_grad:
+            place.graphless_slice = slice_
+        # Of what the forward saw with a graph, the gradient is that of the first time.
+        is_known = phase == "recompute" and (key in self._calls or place.graphless_slice is not slice_)
+        if slice_.moment.mode != "no_grad" and not is_known:
+            self._remember(key, place, slice_.moment, call)
         keep = capture.keep_of(place.rule_set, call)
         if keep:
             self._observe(place.origin, slice_.moment, phase, call, 0, keep, value, None)
 
-    def _remember(self, key: _Key, place: _Place, moment: Moment, call: int, *, is_again: bool) -> None:
+    def _remember(self, key: _Key, place: _Place, moment: Moment, call: int) -> None:
         if moment.step != self._step:
             self._step = moment.step
             kept = {old: [one for one in calls if one.moment.step >= moment.step] for old, calls in self._calls.items()}
@@ -105,8 +121,6 @@ class Tapped:
             if len(self._calls) >= _MAX_TAPS:
                 del self._calls[next(iter(self._calls))]
             calls = self._calls[key] = []
-        elif is_again:  # the gradient is that of the first time
-            return
         # The node whose forward runs is the last that this thread has numbered.
         calls.append(_Call(place, moment, call, torch._C._autograd._get_sequence_nr() - 1))
         del calls[:-_MAX_CALLS]

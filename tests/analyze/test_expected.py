@@ -375,6 +375,24 @@ class TestWhatNeverWas:
         assert found.silent == {"never_called": [("model", "a")]}
         assert what(only(found, "silent"))[:2] == (["output", "grad_output"], ["a"])
 
+    def test_a_module_without_parameters_that_is_never_called_is_a_note(self, run: Path) -> None:
+        record(run, training(3), roots=root([*MODULES, module("a.drop", params=())]))
+        found = found_in(run)
+        assert found.silent == {"without_parameters": [("model", "a.drop")]}
+        hole = only(found, "never_called")
+        assert what(hole)[:2] == (["output", "grad_output"], ["a.drop"])
+        assert not hole.reason.is_loss and not hole.reason.is_harmless, "a finding under --strict alone"
+
+    @pytest.mark.parametrize("sites", [("grad",), ("param", "grad", "optim")])
+    def test_a_tied_parameter_is_told_to_be_another_name(self, run: Path, sites: tuple[str, ...]) -> None:
+        rows = [row for row in training(3) if row["module_path"] != "b.c" or row["site"] in ("output", "grad_output")]
+        rows = [row for row in rows if row["site"] in ("output", "grad_output", *sites)]
+        tied = module("b.c", tied={"weight": "a.weight"})
+        rules = [f"site=output,grad_output,{','.join(sites)} keep=stats"]
+        record(run, renumbered(rows), rules=rules, roots=root([*MODULES[:3], tied]))
+        hole = only(found_in(run), "tied")
+        assert (hole.sites, hole.modules, hole.detail) == (list(sites), ["b.c"], "tied to 'a.weight'")
+
     def test_a_compiled_module(self, run: Path) -> None:
         modules = [module(""), module("a", compiled=True), module("b"), module("b.c")]
         forward = ("output", "grad_output")
@@ -639,7 +657,8 @@ class TestRecordedRuns:
         assert by_reason["no_tensor"] == {("output", "names")}
         assert {("input", "probe"), ("output", "probe")} <= by_reason["not_called"]
         assert ("grad_output", "probe") in by_reason["evaluation"]
-        assert by_reason["not_optimized"] >= {("param", "frozen"), ("param", "tied")}
+        assert ("param", "frozen") in by_reason["not_optimized"]
+        assert ("param", "tied") in by_reason["tied"]
         assert ("grad", "probe") in by_reason["no_param_gradient"]
         assert ("optim", "block") in by_reason["no_state"]
         assert totals(found)["buffer"] == (12, 12)

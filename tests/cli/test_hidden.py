@@ -317,7 +317,9 @@ def sites_of(found: Told) -> dict[str, tuple[int, int]]:
     }
 
 
-HANDED_ON = "no gradient came to it: not required, not used in the loss, or not tapped in a graph: "
+UNTAPPED = (
+    "not tapped there: recorder.instrument(model, select='site=input,output'); TorchScript has no taps on inputs: "
+)
 HANDS_ON = {"blocks.0.1", "blocks.1.1"}
 
 
@@ -327,27 +329,31 @@ LEAF_GRADIENTS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Ten
 
 @LEAF_GRADIENTS
 @pytest.mark.parametrize("how", ["model.compile()", "in a compiled function"])
-def test_a_tap_that_shows_nothing_and_sites_without_a_tap_are_no_finding(cli: Cli, tmp_path: Path, how: str) -> None:
+def test_sites_without_a_tap_are_told_and_no_finding_but_a_strict_one(cli: Cli, tmp_path: Path, how: str) -> None:
     found = recorded(cli, tmp_path, *made(how, recorder.instrument(Handing())))
-    assert f"{HANDED_ON}'blocks.0.1', 'blocks.1.1'" in found.out and found.exit_code == 0
-    assert sites_of(found) == {"output": (14, 14), "grad_output": (14, 10)}, "the root, two blocks, four modules"
+    assert f"input, grad_input: 28 values missing, rank 0, steps 0..1: {UNTAPPED}" in found.out
+    assert found.exit_code == 0 and cli("doctor", tmp_path, "--strict").exit_code == 1
+    shown = {"output": (14, 14), "grad_output": (14, 14)}
+    assert sites_of(found) == {"input": (14, 0), "grad_input": (14, 0), **shown}, "the root, two blocks, four modules"
     assert "called, with no tensor" not in found.out and "event " not in found.out
 
 
 @LEAF_GRADIENTS
 def test_of_a_compiled_wrapper_the_hooks_see_the_inputs_and_taps_the_outputs_inside(cli: Cli, tmp_path: Path) -> None:
     found = recorded(cli, tmp_path, *made("compile(model)", recorder.instrument(Handing())))
-    assert f"{HANDED_ON}'blocks.0.1', 'blocks.1.1'" in found.out and found.exit_code == 0
-    assert sites_of(found) == {"input": (2, 2), "output": (14, 14), "grad_input": (2, 0), "grad_output": (14, 10)}
+    assert f"input, grad_input: 24 values missing, rank 0, steps 0..1: {UNTAPPED}" in found.out and found.exit_code == 0
+    assert sites_of(found) == {"input": (14, 2), "output": (14, 14), "grad_input": (14, 0), "grad_output": (14, 14)}
 
 
 @LEAF_GRADIENTS
-def test_taps_on_inputs_too_do_not_make_a_handed_on_output_one_without_a_tensor(cli: Cli, tmp_path: Path) -> None:
+def test_taps_show_what_a_module_hands_on_as_it_is_with_its_gradient(cli: Cli, tmp_path: Path) -> None:
     model, _ = made("model.compile()", recorder.instrument(Handing(), select="site=input,output"))
     found = recorded(cli, tmp_path, model)
-    assert sites_of(found)["input"] == (14, 14) and sites_of(found)["output"] == (14, 14)
-    assert f"grad_output: 4 values missing, rank 0, steps 0..1: {HANDED_ON}'blocks.0.1', 'blocks.1.1'" in found.out
+    # The first three modules are given the batch, which needs no gradient.
+    shown = {"input": (14, 14), "output": (14, 14), "grad_input": (14, 8), "grad_output": (14, 14)}
+    assert sites_of(found) == shown
     assert "called, with no tensor" not in found.out and found.exit_code == 0
+    assert cli("doctor", tmp_path, "--strict").exit_code == 0
 
 
 def test_containers_in_torchscript_and_what_torch_puts_into_exported_programs_are_not_expected(
@@ -383,7 +389,8 @@ def test_an_artefact_without_its_model_is_expected_to_show_what_is_tapped(
             graph(*state, torch.ones(3, 4))
     found = told(cli, recording.folder)
     assert sites_of(found)["output"] == (14, 14), "at two steps the root, two blocks and four modules"
-    assert "input" not in sites_of(found) and "called, with no tensor" not in found.out
+    assert sites_of(found)["input"] == (14, 0) and UNTAPPED in found.out and found.exit_code == 0
+    assert "called, with no tensor" not in found.out
 
 
 def test_what_a_compiler_hides_is_explained_and_told_once(cli: Cli, tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ def test_each_rank_records_what_plain_hooks_see_uncompiled(case: tuple[str, Path
         saved = torch.load(folder / f"rank{rank}.pt")
         found = rows(run, rank)
         wanted = saved["values"]
+        if CASES[name].checkpointed and CASES[name].compiled == "outside":  # the compiler recomputes what it needs
+            wanted = {key: value for key, value in wanted.items() if (key[0], key[-1]) != ("input", "recompute")}
         assert not set(wanted) - set(found), f"lacks {sorted(set(wanted) - set(found), key=str)[:5]}"
         for key in set(found) - set(wanted):  # eagerly a recompute stops at the last value that the backward needs
             assert key[-1] == "recompute", key

@@ -231,6 +231,109 @@ def test_inputs_are_tapped_on_request(tmp_path: Path) -> None:
             assert (found == wanted).all()
 
 
+class Scaled(nn.Module):
+    """Arguments by name and in containers, one that is handed on, and one that is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = nn.Identity()
+        self.act = nn.ReLU(inplace=True)
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, *more: Any, scale: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.linear(self.act(self.same(x) * scale["of"])) + more[0]  # type: ignore[no-any-return]
+
+
+class Mixed(nn.Module):
+    """Tensors with several uses, so that the share of one module is not the whole gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 6)
+        self.blocks = nn.Sequential(Block(6), Block(6))
+        self.scaled = Scaled()
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks(self.embed(x))
+        x = x + self.scaled(x, x.sin(), scale={"of": x.cos()})
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+ALL_SITES = "site=input,output,grad_input,grad_output,param,grad keep=tensor"
+
+
+def all_values(folder: Path, model: nn.Module, wrap: Callable[[nn.Module], Any], **settings: Any) -> dict[Any, Any]:
+    """Every row of two steps by all that tells it apart, with its values."""
+    model_ = wrap(model)
+    with recorder.attach(model_, enabled=True, dir=str(folder), rules=ALL_SITES, **settings):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            train(model_, batch(seed=step))
+            optimizer.step()
+            optimizer.zero_grad()
+    run, place = recorder.open_run(folder), ("site", "name", "step", "call", "repeat", "mode", "phase")
+    frame = run.to_pandas()
+    found = {}
+    for row in frame[frame["site"] != "scalar"].to_dict("records"):
+        key = row["module_path"], *(row[name] for name in place)
+        assert key not in found, f"{key} is there twice"
+        question = dict(zip(place, key[1:], strict=True))
+        found[key] = run.array(str(row["module_path"]), rank=0, **question)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_a_compiled_model_has_the_rows_of_an_eager_one(backend: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Mixed()
+    wanted = all_values(tmp_path / "eager", copy.deepcopy(model), lambda model: model)
+    found = all_values(
+        tmp_path / "graph", model, lambda model: torch.compile(model, backend=backend, fullgraph=True), compiled="tap"
+    )
+    assert sorted(found) == sorted(wanted), f"lacks {set(wanted) - set(found)}, has {set(found) - set(wanted)}"
+    for key, value in wanted.items():
+        if backend == "inductor":
+            np.testing.assert_allclose(found[key], value, rtol=1e-4, atol=1e-6, err_msg=str(key))
+        else:
+            np.testing.assert_array_equal(found[key], value, err_msg=str(key))
+
+
+def test_an_exported_program_has_the_inputs_of_an_eager_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Mixed()
+    rules = "site=input,output,grad_input,grad_output keep=tensor"
+    eager = attached(model, tmp_path / "eager", lambda: train(model, batch()), rules)
+    recorder.instrument(model, select="site=input,output")
+    made = torch.export.export(model, (batch(),)).module()
+    graph = attached(made, tmp_path / "graph", lambda: train(made, batch()), rules)
+    place = ["module_path", "site", "name", "call"]
+    keys = [{tuple(row) for row in run.to_pandas()[place].to_numpy().tolist()} for run in (eager, graph)]
+    assert keys[0] == keys[1], keys[0] ^ keys[1]
+    for path, site, name, call in keys[0]:
+        one, other = (run.array(path, site=site, name=name, call=call, rank=0) for run in (eager, graph))
+        np.testing.assert_array_equal(one, other, err_msg=f"{path} {site} {name}")
+
+
+def test_a_tapped_argument_may_be_changed_in_place_by_its_module(tmp_path: Path) -> None:
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.Sequential(nn.ReLU(inplace=True))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * 2
+            self.act(x)
+            return x
+
+    model = recorder.instrument(Changes(), select="site=input")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    outputs: list[torch.Tensor] = []
+    run = attached(model, tmp_path, lambda: outputs.append(compiled(-batch())), "site=input keep=tensor")
+    assert torch.equal(outputs[0], torch.relu(-batch() * 2))
+    assert (run.array("act", site="input", name="input", rank=0) == -2 * batch().numpy()).all()
+
+
 def test_a_tap_by_hand_keeps_its_module_path_in_a_graph(tmp_path: Path) -> None:
     model = recorder.strip(make())
     compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -291,7 +394,7 @@ def test_stripping_gives_the_original_graphs_back() -> None:
     plain = make()
     exported = torch.export.export(plain, (x,))
     traced = torch.fx.symbolic_trace(plain)
-    model = recorder.instrument(make())
+    model = recorder.instrument(make(), select="site=input,output")
     program = torch.export.export(model, (x,))
     tapped = torch.fx.symbolic_trace(model)
     assert "recorder" in str(program.graph) and "recorder" in tapped.code
@@ -317,7 +420,13 @@ def test_a_copy_keeps_its_taps_under_the_same_paths(tmp_path: Path) -> None:
 
 
 def test_the_op_is_sound_for_every_transform_of_torch() -> None:
-    for op in (torch.ops.recorder.tap.default, torch.ops.recorder.tap_grad.default):
+    recorder_ops = torch.ops.recorder
+    for op in (
+        recorder_ops.tap.default,
+        recorder_ops.tap_grad.default,
+        recorder_ops.watch.default,
+        recorder_ops.watch_grad.default,
+    ):
         for x in (torch.randn(3, requires_grad=True), torch.randn(2, 3).t(), torch.ones(2, dtype=torch.bool)):
             torch.library.opcheck(op, (x, "name", "where"))
 

@@ -7,6 +7,7 @@ training compiled and recorded. ``tapped.py OUT NAME...`` runs the cases of thes
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import os
 import sys
@@ -25,7 +26,8 @@ import recorder
 from recorder import active as recording_side
 from tests.leaving import leave
 
-RULES = "site=output,grad_output,grad keep=tensor"
+RULES = "site=input,output,grad_input,grad_output,grad keep=tensor"
+SELECT = "site=input,output"
 WIDTH = 6
 STEPS = 2
 Key = tuple[str, str, str, int, int | None, int, int, str, str]
@@ -112,25 +114,34 @@ class Witness:
 
     def install(self) -> None:
         for module in self.paths:
+            module.register_forward_pre_hook(self._before)
             module.register_forward_hook(self._after)
 
+    def _before(self, module: nn.Module, args: Any) -> None:
+        names = list(inspect.signature(module.forward).parameters)
+        for name, value in zip(names, args, strict=False):
+            self._see(module, "input", name, value)
+
     def _after(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self._see(module, "output", "", output)
+
+    def _see(self, module: nn.Module, site: str, name: str, value: Tensor) -> None:
         is_again = torch._C._current_graph_task_id() != -1
         phase = "recompute" if is_again else "forward"
-        when = module, self.step, self.micro_step, self.mode, phase
+        when = module, site, self.step, self.micro_step, self.mode, phase
         call = self._calls[when] = self._calls.get(when, -1) + 1
         path, step, micro_step, mode = self.paths[module], self.step, self.micro_step, self.mode
-        self.values["output", path, "", step, micro_step, call, 0, mode, phase] = output.detach().clone()
-        if is_again or not output.requires_grad:
+        self.values[site, path, name, step, micro_step, call, 0, mode, phase] = value.detach().clone()
+        if is_again or not value.requires_grad or not torch.is_grad_enabled():
             return
 
         repeats = itertools.count()
 
         def arrived(gradient: Tensor) -> None:
-            key = "grad_output", path, "", step, micro_step, call, next(repeats), mode, "backward"
+            key = f"grad_{site}", path, name, step, micro_step, call, next(repeats), mode, "backward"
             self.values[key] = gradient.detach().clone()
 
-        output.register_hook(arrived)
+        value.register_hook(arrived)
 
     def before_update(self, net: nn.Module) -> None:
         for module, path in self.paths.items():
@@ -147,7 +158,7 @@ def wrap(net: Net, case: Case, *, with_compiler: bool) -> Any:
     tapped = case.tapped if with_compiler else ""
     compiled = case.compiled if with_compiler else ""
     if tapped == "before":
-        recorder.instrument(net)
+        recorder.instrument(net, select=SELECT)
     if compiled == "blocks":
         for block in net.blocks:
             block.compile(**options)
@@ -162,7 +173,7 @@ def wrap(net: Net, case: Case, *, with_compiler: bool) -> Any:
             fully_shard(block, mp_policy=policy)
         model = fully_shard(net, mp_policy=policy)
     if tapped == "after":
-        recorder.instrument(model)
+        recorder.instrument(model, select=SELECT)
     if compiled == "in place":
         model.compile(**options)
     return torch.compile(model, **options) if compiled == "outside" else model
