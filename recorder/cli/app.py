@@ -144,6 +144,10 @@ def show(
         typer.Option("--where", help="Draw which rank had which part of a module's values, and how that is known."),
     ] = False,
     layout: LayoutOption = None,
+    stage: Annotated[
+        int | None,
+        typer.Option(min=0, help="With --where: of a pipeline, this stage's, where several have such a module."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show one module over steps and ranks, or a summary of several.
@@ -168,8 +172,8 @@ def show(
         refuse("not with --where, which draws the pieces of all ranks", rank=rank, statistic=statistic)
         if module is None:
             raise LookupFailedError("--where: name the module whose values to draw; '' is the root")
-        raise typer.Exit(show_where(run, wanted, layouts=layout or [], as_json=as_json))
-    refuse("only with --where", layout=layout)
+        raise typer.Exit(show_where(run, wanted, layouts=layout or [], stage=stage, as_json=as_json))
+    refuse("only with --where", layout=layout, stage=stage)
     raise typer.Exit(command.show(run, wanted, last=last, statistic=statistic, as_json=as_json))
 
 

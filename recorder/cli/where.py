@@ -23,7 +23,7 @@ _OF_STAGES = ("root", "micro_step")
 """What the pieces of one value differ in where a pipeline's stages have them."""
 
 
-def show_where(run: Run, wanted: Selection, *, layouts: Sequence[str], as_json: bool) -> int:
+def show_where(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: int | None, as_json: bool) -> int:
     """Draw the values of one site at one step, by default outputs at the last; 1 if a piece is missing or does not fit.
 
     Of a value that there is several times in that step the first is drawn.
@@ -40,7 +40,7 @@ def show_where(run: Run, wanted: Selection, *, layouts: Sequence[str], as_json: 
     step = pc.max(table.column("step")).as_py()
     table = table.filter(pc.field("step") == step)
     found = [
-        run.layout(module_path, site, step, layouts=layouts, **question)
+        run.layout(module_path, site, step, layouts=layouts, stage=stage, **question)
         for question in _questions(table, has_slices=run.view().has_pipeline)
     ]
     if as_json:

@@ -5,7 +5,8 @@ Must never answer with one of several; it says what there is to choose from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from ..errors import LookupFailedError
 from ..patterns import hint
 from .light import NONE, PLACE_COLUMNS, Keys, LightRows, Positions, is_text
+from .stages import Stage, stages_of_rows
 from .writers import RecordedWriter
 
 QUALIFIERS = (
@@ -48,6 +50,7 @@ def find_tensor(
     *,
     counts: npt.NDArray[np.bool_] | None = None,
     has_slices: bool = False,
+    stages: Mapping[tuple[int, str], Stage] = MappingProxyType({}),
     needs_values: bool = True,
 ) -> Found:
     """The rows of the one tensor with a payload that the question means.
@@ -60,6 +63,7 @@ def find_tensor(
         counts: given where rows of several ranks are one tensor, whose payload may be missing on some: by position,
             whether a row counts for it.
         has_slices: a pipeline's micro-batches are one tensor, too, and its stages' roots one model.
+        stages: by writer and root, the stage of a pipeline that it ran; in a merged run the rows say it.
         needs_values: leave out rows without a payload.
 
     Raises:
@@ -76,6 +80,9 @@ def find_tensor(
     if not len(positions):
         _raise_unmet(rows, writers, of_module, given, what)
     what += "".join(f" {name}={value!r}" for name, value in given.items())
+    if (stage := question.get("stage")) is not None:
+        positions = _of_stage(rows, positions, stages, stage, what)
+        what += f" stage={stage!r}"
     if question.get("attempt") is None and counts is not None:
         positions = positions[counts[positions]]
         if not len(positions):
@@ -105,7 +112,13 @@ def find_tensor(
         for name, keys in single.items():  # rows without values, as of another rank, that differ in what was left open
             positions = positions[rows.keys(name, positions).codes == rows.keys(name, positions).code(_value(keys))]
         return Found(positions[rows.numbers("part")[positions] == 0], related, is_merged, what, is_slice)
-    return Found(_parts(rows, positions[has_payload], what), related, is_merged, what, is_slice)
+    chosen = positions[has_payload]
+    if is_merged and len(chosen) > 1 and not rows.numbers("part")[chosen].any():
+        rows.load(["note"])
+        numbers = stages_of_rows(rows, chosen, {})
+        if len(np.unique(numbers)) == len(chosen):
+            raise LookupFailedError(several_stages(what, numbers.tolist()))
+    return Found(_parts(rows, chosen, what), related, is_merged, what, is_slice)
 
 
 def _meant(rows: LightRows, positions: Positions, given: Mapping[str, Any]) -> Positions:
@@ -120,6 +133,26 @@ def _meant(rows: LightRows, positions: Positions, given: Mapping[str, Any]) -> P
         except (TypeError, ValueError):
             return positions[:0]
     return positions
+
+
+def _of_stage(
+    rows: LightRows, positions: Positions, stages: Mapping[tuple[int, str], Stage], stage: int, what: str
+) -> Positions:
+    """Those rows that are of a stage of a pipeline."""
+    if not stages:
+        rows.load(["note"])
+    numbers = stages_of_rows(rows, positions, stages)
+    if not (numbers == stage).any():
+        known = "|".join(str(number) for number in np.unique(numbers).tolist() if number != NONE)
+        hint = f"choose stage={known}" if known else "these rows are of no pipeline"
+        raise LookupFailedError(f"{what} has no row with stage={stage!r}; {hint}")
+    return positions[numbers == stage]
+
+
+def several_stages(what: str, numbers: Iterable[int]) -> str:
+    """Stages whose modules have the same path, as the stages' own roots do."""
+    choices = "|".join(map(str, sorted(numbers)))
+    return f"{what} is another tensor in each stage of the pipeline; choose stage={choices}"
 
 
 def _raise_unmet(

@@ -49,11 +49,13 @@ class MoreQualifiers(TypedDict, total=False):
     root: str | None
     scope: str | None
     attempt: int | None
+    stage: int | None
+    """Of a pipeline, which stage's, from 0: where modules of several stages have the same path, as their roots do."""
     partial: bool
     """With ``rank=None``: answer also where some ranks have no such row, with what there is."""
 
 
-_QUESTION_WORDS = frozenset((*QUALIFIERS, "partial"))
+_QUESTION_WORDS = frozenset((*QUALIFIERS, "stage", "partial"))
 
 
 class Run:
@@ -345,6 +347,7 @@ class Run:
             question,
             counts=view.counts(self._rows),
             has_slices=view.has_pipeline,
+            stages=view.stages,
             needs_values=False,
         )
         return explain(view, self._rows, found)
@@ -380,7 +383,10 @@ class Run:
         counts = None
         if is_global:
             counts = np.ones(self.num_rows, bool) if self.is_merged else self._view.counts(self._rows)
-        found = find_tensor(self._rows, self.writers, module_path, question, counts=counts, has_slices=has_slices)
+        stages = {} if self.is_merged or question.get("stage") is None else self._view.stages
+        found = find_tensor(
+            self._rows, self.writers, module_path, question, counts=counts, has_slices=has_slices, stages=stages
+        )
         if is_global and not found.is_merged:
             if counts is not None and not counts[found.positions].any():
                 again = "a later attempt recorded this step again; rank= gives what one rank had"

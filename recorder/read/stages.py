@@ -68,6 +68,20 @@ def whole_roots(stages: Mapping[tuple[int, str], Stage]) -> dict[str, str]:
     return {root: names.get(stage.num_stages, root) for (_, root), stage in stages.items()}
 
 
+def stages_of_rows(rows: LightRows, positions: Positions, stages: Mapping[tuple[int, str], Stage]) -> Ints:
+    """The stage of each of some rows, `NONE` where nothing says one; of a merged run their notes do."""
+    found: Ints = np.full(len(positions), NONE)
+    writers, roots = rows.writer_numbers(positions), rows.keys("root", positions)
+    for (writer, root), stage in stages.items():
+        found[(writers == writer) & (roots.codes == roots.code(root))] = stage.number
+    if not stages:
+        notes = rows.keys("note", positions)
+        told = [untrusted.members(text).get("stage") for text in notes.texts or ()]
+        sound = (stage if type(stage) is int and 0 <= stage < _MAX_STAGES else NONE for stage in told)
+        found = np.array([*sound, NONE])[notes.codes]
+    return found
+
+
 class Slices:
     """Of some rows, the stage of each and the micro-batch that it is of."""
 

@@ -31,11 +31,11 @@ from .facts import RunFacts
 from .groups import COLUMNS, Finding, Grouping, Value, listed, parse_overrides
 from .leaves import Leaves, Sample
 from .light import NONE, LightRows, Positions, text_keys
-from .lookup import Found
+from .lookup import Found, several_stages
 from .payload import Payloads, is_same
 from .rows import ShardRows
 from .sampling import choose_steps
-from .stages import whole_roots
+from .stages import Stage, whole_roots
 
 if TYPE_CHECKING:
     from .run import Run
@@ -78,6 +78,11 @@ class GlobalView:
     def has_pipeline(self) -> bool:
         """Whether the stages of a pipeline ran in it: then the micro-batches of a step are one batch."""
         return bool(self._facts.stages)
+
+    @property
+    def stages(self) -> Mapping[tuple[int, str], Stage]:
+        """By writer and root, which stage of a pipeline it ran."""
+        return self._facts.stages
 
     def part_of_batch(self, root: str, rank: int, attempt: int) -> tuple[int, int] | None:
         """Which part of the batch a rank works on, and of how many; None where that is not known."""
@@ -624,6 +629,9 @@ def value_of(view: GlobalView, light: LightRows, found: Found) -> Value:
     chosen = [value for value in values if wanted & set(value.positions)]
     if len(chosen) > 1:  # what stages hand on has the same name as the input and the output of the model
         chosen = [value for value in chosen if not value.is_between_stages]
+    numbers = [value.stage.number for value in chosen if value.stage is not None]
+    if len(chosen) > 1 and len(set(numbers)) == len(chosen):
+        raise LookupFailedError(several_stages(found.what, numbers))
     if len(chosen) != 1:
         raise LookupFailedError(f"{found.what}: {len(chosen)} values of the newest attempt are meant")
     return chosen[0]

@@ -103,6 +103,16 @@ def test_a_pipeline_without_a_stage_is_named(cli: Cli, tmp_path: Path, command: 
     assert "no rank left a record of stage 1 (from 0) of a pipeline of 2" in found.out + found.err
 
 
+def test_what_several_stages_have_under_one_path_is_drawn_by_stage(cli: Cli, tmp_path: Path) -> None:
+    rows = {r: [plain(1, WHOLE + r, module_path="", **PARAM)] for r in (0, 1)}
+    run = mesh_run(tmp_path / "run", rows, {r: {"pipeline": {"stage": r, "num_stages": 2}} for r in rows}).path
+    found = cli("show", run, "''", "--where", "--site", "param")
+    assert found.exit_code == 2 and "choose stage=0|1" in found.out + found.err
+    found = cli("show", run, "''", "--where", "--site", "param", "--stage", "1")
+    assert found.exit_code == 0 and "stage=1: [6, 8]" in found.out
+    assert cli("show", run, "''", "--stage", "1").exit_code == 2, "only with --where"
+
+
 def test_first_says_what_it_could_not_compare(cli: Cli, tmp_path: Path) -> None:
     out = cli("first", disagreeing(tmp_path / "run")).out
     assert "note: not compared: 'fc1' param weight: ranks disagree on the placements" in out

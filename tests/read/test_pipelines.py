@@ -269,3 +269,25 @@ def test_pipelines_that_are_none_are_taken_for_nothing(tmp_path: Path, pipeline:
     rows = {0: [root_input(0, values(2, 3)), plain(1, values(2, 2))]}
     run = mesh_run(tmp_path / "run", rows, {0: {"pipeline": pipeline}})
     assert run.array("layers.0", step=0).shape == (2, 2) and run.view().rows().findings == []
+
+
+def test_what_the_roots_of_stages_have_under_one_path_is_asked_for_by_stage(tmp_path: Path) -> None:
+    scales = [values(2), values(2)]
+    state = {**PARAM, "site": "buffer", "name": "scale", "scope": None, "module_path": ""}
+    rows = {r: [root_input(0, values(2, 3)), plain(1, scales[r], **state)] for r in (0, 1)}
+    folder = tmp_path / "run"
+    run = mesh_run(folder, rows, {r: stage(r) for r in (0, 1)})
+    question: dict[str, Any] = {"site": "buffer", "step": 0}
+    with pytest.raises(LookupFailedError, match=r"another tensor in each stage of the pipeline; choose stage=0\|1"):
+        run.array("", **question)
+    with pytest.raises(LookupFailedError, match=r"no row with stage=5; choose stage=0\|1"):
+        run.array("", stage=5, **question)
+    for number, scale in enumerate(scales):
+        assert same(run.array("", stage=number, **question), scale)
+        assert same(run[""].array(stage=number, rank=number, **question), scale)
+        assert "[2]" in str(run.layout("", stage=number, **question))
+    merge_run(run, tmp_path / "merged")
+    merged = open_run(tmp_path / "merged")
+    assert same(merged.array("", stage=1, **question), scales[1])
+    with pytest.raises(LookupFailedError, match=r"choose stage=0\|1"):
+        merged.array("", **question)
