@@ -146,7 +146,8 @@ def _of_stage(
         known = "|".join(str(number) for number in np.unique(numbers).tolist() if number != NONE)
         hint = f"choose stage={known}" if known else "these rows are of no pipeline"
         raise LookupFailedError(f"{what} has no row with stage={stage!r}; {hint}")
-    return positions[numbers == stage]
+    found: Positions = positions[numbers == stage]
+    return found
 
 
 def several_stages(what: str, numbers: Iterable[int]) -> str:
