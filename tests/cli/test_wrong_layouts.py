@@ -155,3 +155,20 @@ def test_an_override_that_no_value_fits_is_refused(cli: Cli, tmp_path: Path, com
     assert (found.exit_code, found.out, found.err.count("\n")) == (2, "", 1)
     assert "--layout 'fc3:param:weight=replicate': no value fits 'fc3:param:weight'" in found.err
     assert "'fc1:param:weight'" in found.err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", [command for command in OF_RUNS if command != "checkpoint"])  # of parameters alone
+def test_a_layout_that_changes_from_step_to_step_is_a_finding(cli: Cli, tmp_path: Path, command: str) -> None:
+    """A table that both ranks have alike, until at step 1 they do not."""
+    draw = np.random.default_rng(3).standard_normal
+    table = draw((5, 8)).astype(np.float32)
+    rows: dict[int, list[Any]] = {0: [], 1: []}
+    for step in range(2):
+        for rank, own in rows.items():
+            own.append(root_input(2 * step, draw((3, 4)).astype(np.float32), step=step))
+            own.append(plain(2 * step + 1, table + rank * step, module_path="fc1", step=step))
+    facts = {rank: {"data_parallel": {"kind": "ddp", "ranks": [0, 1]}} for rank in rows}
+    run = mesh_run(tmp_path / "run", rows, facts).path
+    found = cli(*[{"param": "output"}.get(word, word) for word in typed(OF_RUNS[command], run, tmp_path)])
+    assert found.exit_code == 1, found.out + found.err
+    assert "alike" in " ".join((found.out + found.err).split())

@@ -7,6 +7,8 @@
 Each case trains on several ranks with the recorder, and in one process with plain hooks and the whole batch.
 `expected` values were seen by the latter; each has to be in the global view, with equal bits (`equal`) or within the
 bound that rounding has there (`within`; derived in tests/roundtrip/reference.py). The exit code is 1 if any is not.
+In the ways `dead` and `nan` ranks have values alike that are of the batch, and every other step has statistics alone:
+there shape and statistics are compared.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .cases import Case, matrix
+from .cases import Case, blank, matrix
 from .compare import SITES, SiteResult, compare
 
 _FORMAT = "{:<16} {:>5} {:<10} {:<11} {:>8} {:>6} {:>6} {:>7} {:>5} {:>5} {:>10} {:>8}"
@@ -61,9 +63,10 @@ def main() -> int:
     parser.add_argument("--merge", action="store_true", help="read the run that `recorder merge` makes of it")
     parser.add_argument("--by-case", action="store_true", help="one line a case, not one a site")
     asked = parser.parse_args()
-    cases = [case for case in matrix() if all(word in str(case).split() or word == str(case) for word in asked.words)]
+    every_case = [*matrix(), *blank()]
+    cases = [case for case in every_case if all(word in str(case).split() or word == str(case) for word in asked.words)]
     if not cases:
-        print(f"no case has all of {', '.join(asked.words)}; cases are:", *matrix(), sep="\n  ", file=sys.stderr)
+        print(f"no case has all of {', '.join(asked.words)}; cases are:", *every_case, sep="\n  ", file=sys.stderr)
         return 2
     print(_FORMAT.format(*_HEAD), flush=True)
     every: list[SiteResult] = []

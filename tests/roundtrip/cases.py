@@ -37,7 +37,13 @@ WAYS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("--checkpoint",),
     "ragged": ("--ragged",),
     "square": ("--square",),
+    "dead": ("--dead",),
+    "nan": ("--nan-from=1",),
 }
+BLANK_WAYS = ("dead", "nan")
+"""In which values are equal on all ranks though they are of the batch: constants, a bias again and again, NaN."""
+SPARSE = "steps=::2 site=* keep=tensor,stats,fingerprint; site=* keep=stats"
+"""Rules that keep tensors at every other step, and statistics alone at the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +73,9 @@ class Case:
         options = ("--standalone", "--nproc-per-node", size)
         asked: list[str | Path] = [folder / "reference.pt", "--world-size", size, "--", *self.arguments]
         settings = {"PYTHONPATH": str(REPOSITORY)}
+        rules = SPARSE if self.way in BLANK_WAYS else jobs.EVERYTHING
         return Started(
-            job=jobs.torchrun(folder, SCRIPT, *self.arguments, options=options, **jobs.recording()),
+            job=jobs.torchrun(folder, SCRIPT, *self.arguments, options=options, **jobs.recording(rules)),
             reference=jobs.python(folder / "one", "-m", "tests.roundtrip.reference", *asked, **settings),
             case=self,
         )
@@ -82,8 +89,15 @@ def matrix() -> list[Case]:
         for world_size in (2, 4)
         for way in WAYS
         if way != "square"  # not to be told from shapes; a test of its own says what becomes of it
+        if way not in BLANK_WAYS
         if world_size == 4 or not layout.startswith("hsdp")
     ]
+
+
+def blank() -> list[Case]:
+    """Layouts in ways in which values say nothing of their layout, with tensors at some steps alone."""
+    layouts = [(layout, 2) for layout in ("ddp", "fsdp1", "fsdp2", "fsdp2 bf16")] + [("ddp", 4), ("hsdp", 4)]
+    return [Case(layout=layout, world_size=size, way=way) for layout, size in layouts for way in BLANK_WAYS]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,11 @@
-"""The comparison: each value that one process saw against the global tensor of a recorded run."""
+"""The comparison: what one process saw against the global tensors of a recorded run, or what is kept of these."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -45,12 +47,18 @@ def compare(proof: Proof, look_up: Callable[[Key], torch.Tensor] | None = None) 
         look_up: how to get a global tensor; by default `Proof.tensor`.
     """
     found = {site: SiteResult() for site in SITES}
+    measured = {}
     for row in proof.table:
         if row["rank"] is None and key_of(row) not in proof.values:
             found[str(row["site"])].extra.append(key_of(row))
+        if row["rank"] is None and row["encoding"] is None:
+            measured[key_of(row)] = row
     for key, value in proof.values.items():
         result = found[key[0]]
         result.expected += 1
+        if key in measured:
+            _judge_statistics(result, measured[key], value, proof.bounds[key])
+            continue
         try:
             recorded = look_up(key) if look_up is not None else proof.tensor(key)
         except RecorderError:
@@ -67,7 +75,7 @@ def _judge(result: SiteResult, key: Key, recorded: torch.Tensor, value: torch.Te
         result.wrong.append(f"{key}: {recorded.dtype} {list(recorded.shape)}, not {value.dtype} {list(value.shape)}")
         return
     magnitude = float(value.double().abs().nan_to_num(0).max()) if value.numel() else 0.0
-    if bound:
+    if bound and magnitude:
         result.loosest = max(result.loosest, bound / magnitude)
     if is_same(recorded, value):
         result.equal += 1
@@ -83,6 +91,27 @@ def _judge(result: SiteResult, key: Key, recorded: torch.Tensor, value: torch.Te
         return
     result.within += 1
     result.worst = max(result.worst, difference / bound)
+
+
+def _judge_statistics(result: SiteResult, row: dict[str, Any], value: torch.Tensor, bound: float) -> None:
+    """A row without values, by its shape and, but for sums over ranks, which have none, its statistics."""
+    wanted = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    found = {"dtype": row["dtype"], "shape": json.loads(row["shape"])}
+    if found == wanted and value.is_floating_point() and "no_statistics" not in (row["note"] or ""):
+        wide = value.double()
+        finite = wide[wide.isfinite()]
+        wanted |= {"nan_count": int(wide.isnan().sum()), "inf_count": int(wide.isinf().sum())}
+        found |= {name: row[name] for name in ("nan_count", "inf_count")}
+        for name in ("min", "max", "mean") if finite.numel() else ():
+            number = float(getattr(finite, name)())
+            is_near = row[name] is not None and abs(row[name] - number) <= bound + 1e-12 * float(finite.abs().max())
+            wanted[name], found[name] = number, number if is_near else row[name]
+    if found != wanted:
+        result.wrong.append(f"{key_of(row)}: {found}, not {wanted}")
+    elif bound:
+        result.within += 1
+    else:
+        result.equal += 1
 
 
 def is_same(one: torch.Tensor, two: torch.Tensor) -> bool:

@@ -208,6 +208,7 @@ class Reference:
         self._sizes = train.shares(world_size, options)
         torch.manual_seed(7)
         self._masters = Net()
+        train.deaden(self._masters, options)
         self._masters.running = FirstRank(self._sizes[0])
         if options.ragged:
             self._masters.energy = MeanOfShares(self._sizes, is_called_without_batch=options.layout != "ddp")
@@ -265,7 +266,7 @@ class Reference:
     def _losses(self, step: int, slice_: int, sizes: list[int]) -> list[Tensor]:
         """Each rank's loss, out of one forward of the whole batch."""
         batch, target = train.make_batch(step, slice_, sum(self._sizes))
-        output = self._forward(train.take(batch, 0, sum(sizes)))
+        output = self._forward(train.take(train.spoil(batch, step, self._options), 0, sum(sizes)))
         if self._rounding is not None:  # the loss is a sum too
             output = self._rounding.moved(output, sum(sizes) * train.LENGTH)
         losses, start = [], 0

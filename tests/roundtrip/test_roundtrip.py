@@ -20,7 +20,7 @@ from torch import Tensor
 from recorder.errors import LookupFailedError
 from recorder.read.view import GlobalRows
 
-from .cases import Case, Proof, matrix, tensor_of
+from .cases import Case, Proof, blank, matrix, tensor_of
 from .compare import SITES, SiteResult, compare, is_same, key_of
 from .conftest import Prove
 from .fingerprints import fingerprint
@@ -86,6 +86,21 @@ def test_nothing_is_missing_and_nothing_is_more(prove: Prove, case: Case) -> Non
 def test_every_value_is_equal_or_within_what_rounding_does(prove: Prove, case: Case) -> None:
     results = compared(prove(case))
     assert {site: result.wrong for site, result in results.items()} == {site: [] for site in SITES}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, id=str(c), marks=[] if str(c) in ("ddp x2 nan", "ddp x2 dead") else pytest.mark.slow)
+        for c in blank()
+    ],
+)
+def test_values_that_say_nothing_of_their_layout_have_that_of_the_other_steps(prove: Prove, case: Case) -> None:
+    """All NaN, or a bias again and again; steps with tensors, and steps with statistics alone."""
+    results = compared(prove(case))
+    for what in ("missing", "wrong", "extra"):
+        assert {site: getattr(result, what) for site, result in results.items()} == {site: [] for site in SITES}
+    assert any(row["encoding"] is None for row in prove(case).table)
 
 
 @every_case

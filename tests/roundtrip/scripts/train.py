@@ -146,6 +146,20 @@ def make_batch(
     return batch, torch.randn(num_samples, 1, generator=generator)
 
 
+def spoil(batch: dict[str, Tensor], step: int, options: argparse.Namespace) -> dict[str, Tensor]:
+    """The batch; of a case that is to break, with features that are no numbers from a step on."""
+    if options.nan_from is None or step < options.nan_from:
+        return batch
+    return {**batch, "features": torch.full_like(batch["features"], torch.nan)}
+
+
+def deaden(net: Net, options: argparse.Namespace) -> None:
+    """In a case that is to be dead, make the activations behind `up` zeros, so that `down` gives its bias alone."""
+    for block in net.blocks if options.dead else ():
+        assert isinstance(block, Block)
+        block.up.bias.data.fill_(-100)
+
+
 def constants() -> tuple[Tensor, dict[str, Tensor]]:
     """What has no batch dim: position numbers, the causal mask, and a 0-dim factor."""
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -248,6 +262,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing of the blocks")
     parser.add_argument("--ragged", action="store_true", help="unequal batches; the last rank lacks the last ones")
     parser.add_argument("--square", action="store_true", help="as many samples on a rank as positions in a sample")
+    parser.add_argument("--dead", action="store_true", help="activations that are zeros for all samples")
+    parser.add_argument("--nan-from", type=int, help="the step from which on the features are NaN")
     parser.add_argument("--mixed", action="store_true", help="FSDP2: compute in bfloat16")
     parser.add_argument("--columns", action="store_true", help="FSDP2: Shard(1) where it is even")
     parser.add_argument("--keep-unsharded", action="store_true", help="FSDP2: no reshard after forward")
@@ -263,6 +279,7 @@ def main() -> None:
     start, is_last_rank = stop - sizes[rank], rank == world_size - 1
     torch.manual_seed(7)
     net = Net()
+    deaden(net, options)
     model: Any = parallelize(net, options)
     optimizer = make_optimizer(model)
     index, fixed = constants()
@@ -275,7 +292,7 @@ def main() -> None:
                 break
             for slice_ in range(num_slices):
                 batch, target = make_batch(step, slice_, sum(sizes))
-                mine, target = take(batch, start, stop), target[start:stop]
+                mine, target = take(spoil(batch, step, options), start, stop), target[start:stop]
                 with accumulating(model, slice_ == num_slices - 1):
                     output = model(mine, index, **fixed)
                     loss = loss_of(output, mine["tokens"], target, with_energy=not options.ragged)
