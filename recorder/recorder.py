@@ -28,6 +28,7 @@ from . import config, native, summary, taps, voice
 from .capture import hooks, topology, tree
 from .capture.core import Capture
 from .capture.discovery import Discovery, has_compiled_anything
+from .capture.estimate import Estimate
 from .capture.events import Events, comes_from_signal_handler
 from .capture.optimizers import OptimizerWatch, find_live, last_step, wrap_closure
 from .capture.parallel import find_data_parallel, wrappers_around
@@ -76,6 +77,8 @@ class Recorder:
         self._optimizers: OptimizerWatch | None = None
         self._writer: Any = None
         self._description: Description | None = None
+        self._estimate: Estimate | None = None
+        """Of rank 0 alone."""
         self._termination: TerminationWatch | None = None
         self._is_closed = False
         self._last_words = threading.Lock()
@@ -212,6 +215,10 @@ class Recorder:
         self._description = Description(
             topology=here, loaded=self.loaded, process=own_process(), started_ns=time.time_ns(), by_flag=self.by_flag
         )
+        if here.rank == 0:
+            self._estimate = Estimate(
+                self.settings.rules, rank=0, world_size=here.world_size, max_bytes=self.settings.max_bytes
+            )
         capacity = self.settings.pool_bytes or default_capacity_bytes(here.local_world_size)
         writer = Writer(
             settings=_write_settings(self.settings),
@@ -295,6 +302,8 @@ class Recorder:
         """On the writer thread: a record has its statistics."""
         if self.capture is not None:
             self.capture.nonfinite.saw(staged, measured)
+        if self._estimate is not None:
+            self._estimate.saw(staged)
 
     def _poll(self) -> dict[str, Any] | None:
         """On the writer thread, several times a second: log what happened; the manifest, where it has changed."""
@@ -305,6 +314,8 @@ class Recorder:
             if capture is None or self._is_closed:
                 return None
             capture.nonfinite.look(self._how_to_learn_more())
+            if self._estimate is not None and (line := self._estimate.look(capture.clock.step)) is not None:
+                summary.say_lines(lambda: (line,), 0.0)
             roots = tuple((root, *(fact is None for fact in root.facts.values())) for root in capture.roots)
             key = (self.events.has_changed, capture.clock.source, roots)
             if key != self._manifest_key:

@@ -1,4 +1,4 @@
-"""The last words of a recording: two lines by rank 0, from what it knows itself, through `logging`.
+"""The last words of a recording: two lines by rank 0, from what it knows itself; and how they are said.
 
 No collective and no file of another rank. Nothing here may raise, or wait longer than it was given: standard error may
 be a pipe that nobody reads.
@@ -11,7 +11,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,13 +72,20 @@ class Summary:
 
 
 def say(summary: Summary, deadline_s: float, is_first: Callable[[], bool] = lambda: True) -> None:
-    """Say it, at level INFO.
+    """Say it as `say_lines` does."""
+    say_lines(lambda: summary.lines, deadline_s, is_first)
+
+
+def say_lines(
+    lines: Callable[[], Sequence[str]], deadline_s: float, is_first: Callable[[], bool] = lambda: True
+) -> None:
+    """Say something that is no warning, at level INFO.
 
     Where nobody configured logging it goes to standard error all the same; else the user's levels and handlers decide,
     but for those that write to standard output: what they would write goes to standard error.
 
     Args:
-        summary: what to say.
+        lines: what to say; asked once there is room for it.
         deadline_s: how long to wait for room.
         is_first: asked when nothing is left to wait for; False where somebody else has begun to say it.
     """
@@ -86,14 +93,14 @@ def say(summary: Summary, deadline_s: float, is_first: Callable[[], bool] = lamb
         is_configured = _is_configured()
         if (is_configured and not _logger.isEnabledFor(logging.INFO)) or not can_say(_logger, deadline_s):
             return
-        lines = summary.lines
+        said = lines()
         if not is_first():
             return
         if is_configured:
-            for line in lines:
+            for line in said:
                 log(_logger, logging.INFO, "recorder: %s", line)
         else:
-            sys.stderr.write("".join(f"recorder: {line}\n" for line in lines))
+            sys.stderr.write("".join(f"recorder: {line}\n" for line in said))
             sys.stderr.flush()
 
 

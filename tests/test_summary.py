@@ -56,7 +56,9 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         folder = tmp_path_factory.mktemp(name)
         (folder / "train.py").write_text(TRAIN.format(before=before, after=after))
         started[name] = jobs.python(folder, "train.py", **{**jobs.recording(), "RECORDER_RULES": "", **settings})
-    yield {name: jobs.succeeded(job).output for name, job in started.items()}
+    said = {name: jobs.succeeded(job).output.splitlines() for name, job in started.items()}
+    # On a busy machine three steps may take long enough for the estimate.
+    yield {name: "\n".join(one for one in lines if ": at these rules " not in one) for name, lines in said.items()}
     for job in started.values():
         job.kill()
 

@@ -122,8 +122,9 @@ class Left:
 
     @property
     def said(self) -> list[str]:
-        """What the recorder had to say, but for the summary at its end."""
+        """What the recorder had to say, but for the estimate at the start and the summary at the end."""
         lines = [line for line in self.output.splitlines() if line.startswith("recorder: ")]
+        lines = [line for line in lines if not line.startswith("recorder: at these rules ")]
         return [line for line in lines if not SUMMARY.match(line) and "next: recorder" not in line]
 
     @property
