@@ -96,7 +96,7 @@ class Model:
                 rows = view.rows(one, one + 1)
                 if self._mine(rows.table.filter(pc.field("encoding").is_valid())).num_rows:
                     return one, rows
-        which = f"step {step} of {self._run.path.name}" if step is not None else str(self._run.path.name)
+        which = f"step {step} of {self._run.name}" if step is not None else self._run.name
         there = f"steps with some are {_listed(steps)}"
         if not steps:
             rule = f"site={','.join(SITES[self.what])} keep=tensor steps=::100"
@@ -190,9 +190,9 @@ def _choose_root(run: Run, what: str, root: str | None) -> str:
     there = table.column("root").unique().to_pylist() or roots_of(run) or ["model"]
     if root is None and len(there) > 1:
         named = " or ".join(f"--root {one}" for one in there)
-        raise LookupFailedError(f"{run.path.name} has {len(there)} models, and a file holds one: {named}")
+        raise LookupFailedError(f"{run.name} has {len(there)} models, and a file holds one: {named}")
     if root is not None and root not in there:
-        raise LookupFailedError(f"{run.path.name} has no {_NOUNS[what]} of {root!r}; it has of {_listed(there)}")
+        raise LookupFailedError(f"{run.name} has no {_NOUNS[what]} of {root!r}; it has of {_listed(there)}")
     return there[0] if root is None else root
 
 

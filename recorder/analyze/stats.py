@@ -235,7 +235,7 @@ def _joined(pieces: Iterable[_Piece], selection: Selection) -> _Piece:
 
 
 def _named(run: Run) -> str:
-    return f"run {run.path.name}"
+    return f"run {run.name}"
 
 
 def as_long(table: Any) -> Any:

@@ -226,7 +226,7 @@ class Tensors:
     def explain_nothing(self) -> LookupFailedError:
         """The error for a selection that matches nothing."""
         names = ["module_path", "site", "name", "step", "rank"]
-        return self._selection.explain_nothing(self._run.table(names), f"run {self._run.path.name}")
+        return self._selection.explain_nothing(self._run.table(names), f"run {self._run.name}")
 
     def unreadable(self, rows: Iterable[tuple[int, int, int, str]]) -> dict[Place, str]:
         """Which rows have values that cannot be read, and why.

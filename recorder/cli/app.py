@@ -192,7 +192,7 @@ def first(path: RunPath = None, as_json: Json = False) -> None:
     raise typer.Exit(show_first(open_run(path), as_json=as_json))
 
 
-@app.command(epilog="Example: recorder stats recordings 'layers.*' --site grad --by step --global")
+@app.command(epilog="Example: recorder stats 'layers.*' --site grad --by module --sort -absmax --top 10")
 def stats(
     path: RunOrModule = None,
     module: ModulePatterns = None,
@@ -213,7 +213,16 @@ def stats(
     loss: LossOption = "mean",
     layout: LayoutOption = None,
     partial: PartialOption = False,
-    last: Annotated[int, typer.Option(min=0, help="Rows to show, counted from the end; 0: all.")] = 50,
+    sort: Annotated[
+        str | None,
+        typer.Option(metavar="COLUMN", help="Sort by a column: l2 or l2:asc, or -l2 or l2:desc, the largest first."),
+    ] = None,
+    top: Annotated[
+        int | None, typer.Option(min=0, help="Rows to show, counted from the start; 0: all. With --sort 50.")
+    ] = None,
+    last: Annotated[
+        int | None, typer.Option(min=0, help="Rows to show, counted from the end; 0: all. Without --sort 50.")
+    ] = None,
     scheduler: SchedulerOption = None,
     as_json: Json = False,
 ) -> None:
@@ -232,10 +241,13 @@ def stats(
     from .paths import run_and_module
     from .stats import show_stats
 
+    if top is not None:
+        refuse("not with --top, which counts from the start", last=last)
     run, module = run_and_module(path, module)
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
     options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [], partial=partial)
-    raise typer.Exit(show_stats(run, selection, options, by=by or [], last=last, scheduler=scheduler, as_json=as_json))
+    shown: dict[str, Any] = {"by": by or [], "sort": sort, "top": top, "last": last}
+    raise typer.Exit(show_stats(run, selection, options, **shown, scheduler=scheduler, as_json=as_json))
 
 
 @app.command(epilog="Example: recorder diff run-ddp run-fsdp --rtol 1e-4 --atol 1e-6")

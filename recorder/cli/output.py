@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 MAX_CELL = 200
 _MAX_DEPTH = 50
@@ -21,7 +23,12 @@ _DASH = "-"
 _COLORS = {"ok": "green", "note": "yellow", "missing": "bold red", "fault": "bold red"}
 _MIN_PROSE = 24
 _MIN_TEXT = 8
+_MAX_PIECE = 24
 """Characters that a column keeps when it is folded."""
+_PIECES = re.compile(r"[^\s./_,:=-]+[\s./_,:=-]*|[\s./_,:=-]+")
+"""Of a path or a name: where it may be folded."""
+_PIPE_LINES = 100
+_MAX_WIDTH = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +50,7 @@ class Column:
 
 @dataclass(slots=True)
 class Table:
-    """Rows of texts: fitted to the terminal, or as aligned plain text, complete, in a pipe."""
+    """Rows of texts: fitted to the terminal or to ``COLUMNS``, else as aligned plain text, complete, in a pipe."""
 
     columns: Sequence[Column]
     rows: list[list[str]]
@@ -53,12 +60,22 @@ class Table:
     def print(self) -> None:
         """Print to stdout."""
         shown = [[printable(cell) or _DASH for cell in row] for row in self.rows]
+        width = _pipe_width()
         if sys.stdout.isatty():
             from rich.console import Console
 
             console = Console(highlight=False, soft_wrap=False)
             for piece in self._fitted(shown, console.width):
                 console.print(piece)
+        elif width:
+            from rich.console import Console
+
+            console = Console(highlight=False, soft_wrap=False, width=width, height=_PIPE_LINES)
+            with console.capture() as captured:
+                for piece in self._fitted(shown, width):
+                    console.print(piece)
+            for line in captured.get().splitlines():
+                print(line.rstrip())
         else:
             self._print_plain(shown)
 
@@ -67,25 +84,25 @@ class Table:
         return self._fitted([[printable(cell) or _DASH for cell in row] for row in self.rows], width)
 
     def _fitted(self, rows: list[list[str]], width: int) -> list[Any]:
-        """With lines; else without; else without the columns that matter least, which are named."""
-        from rich.cells import cell_len
+        """With lines; else without; else folded, without the columns that matter least, which are named."""
         from rich.text import Text
 
-        natural = [max(map(cell_len, cells)) for cells in zip([c.title for c in self.columns], *rows, strict=True)]
         cells_of = list(zip(*rows, strict=True)) or [()] * len(self.columns)
         dull = [
             number
             for number, column in enumerate(self.columns)
             if cells_of[number] and column.dull is not None and set(cells_of[number]) == {column.dull}
         ]
-        kept = [number for number in range(len(self.columns)) if number not in dull]
-        words = [max((cell_len(word) for cell in cells for word in cell.split()), default=0) for cells in cells_of]
-        sizes = [(number, self.columns[number], natural[number], max(words[number], _MIN_PROSE)) for number in kept]
-        widths = _fit(sizes, width)
-        kept = [number for number in kept if number in widths]
+        measured = {
+            number: _Measured.of(column, cells_of[number])
+            for number, column in enumerate(self.columns)
+            if number not in dull
+        }
+        widths = _fit(measured, width)
+        kept = list(widths)
         titles = ((self.title, "bold"), (self.subtitle, ""))
         pieces: list[Any] = [Text(printable_line(title), style=style) for title, style in titles if title]
-        fits = sum(natural[number] for number in kept) + 3 * len(kept) - 1 <= width
+        fits = sum(measured[number].natural for number in kept) + 3 * len(kept) - 1 <= width
         has_lines = fits and len(kept) + len(dull) == len(self.columns)
         pieces.append(self._rich_table(rows, kept, widths, has_lines=has_lines))
         dropped = [column.title for number, column in enumerate(self.columns) if number not in (*kept, *dull)]
@@ -106,7 +123,7 @@ class Table:
             justify: Literal["left", "right"] = "right" if column.is_number else "left"
             table.add_column(Text(column.title), justify=justify, overflow="fold", width=widths[number])
         for row in rows:
-            table.add_row(*(Text(row[number]) for number in kept))
+            table.add_row(*(Text(_folded(row[number], self.columns[number], widths[number])) for number in kept))
         return table
 
     def _print_plain(self, rows: list[list[str]]) -> None:
@@ -123,24 +140,53 @@ class Table:
             print("  ".join(cells).rstrip())
 
 
-def _fit(columns: Sequence[tuple[int, Column, int, int]], width: int) -> dict[int, int]:
-    """Widths by column, for lines with gaps of two: prose is folded, then columns are dropped, then texts folded.
+class _Measured(NamedTuple):
+    """How wide a column may be, in characters."""
 
-    Args:
-        columns: number, column, its natural width, and the least to which prose is folded.
-        width: of the terminal.
+    column: Column
+    natural: int
+    of_words: int
+    """With its title folded between words."""
+    least: int
+    """With its cells folded, too, where they may be."""
+
+    @classmethod
+    def of(cls, column: Column, cells: Sequence[str]) -> _Measured:
+        from rich.cells import cell_len
+
+        def widest(texts: Iterable[str]) -> int:
+            return max(map(cell_len, texts), default=0)
+
+        whole = widest(cells)
+        of_words = max(widest(column.title.split()), whole)
+        least = of_words
+        if column.is_prose:
+            least = max(widest(word for cell in cells for word in cell.split()), _MIN_PROSE)
+        elif not column.is_number and not column.is_whole:
+            pieces = widest(piece.rstrip() for cell in cells for piece in _PIECES.findall(cell))
+            least = max(min(pieces, _MAX_PIECE), _MIN_TEXT, widest(column.title.split()))
+        return cls(column, max(cell_len(column.title), whole), of_words, min(least, of_words))
+
+
+def _fit(measured: dict[int, _Measured], width: int) -> dict[int, int]:
+    """Widths by column, for lines with gaps of two, which no word or number is broken by.
+
+    Titles are folded, then prose; then columns are left out that may be, then texts are folded; and where all of that
+    is not enough columns are left out from the right.
     """
-    kept = list(columns)
+    kept = dict(measured)
     while True:
-        widths = {number: natural for number, _, natural, _ in kept}
-        _narrow(widths, {number: least for number, column, _, least in kept if column.is_prose}, width)
-        droppable = [one for one in kept if one[1].drop]
+        widths = {number: one.natural for number, one in kept.items()}
+        _narrow(widths, {number: one.of_words for number, one in kept.items()}, width)
+        _narrow(widths, {number: one.least for number, one in kept.items() if one.column.is_prose}, width)
+        droppable = [number for number, one in kept.items() if one.column.drop]
         if _line_width(widths) <= width or not droppable:
             break
-        kept.remove(max(droppable, key=lambda one: one[1].drop))
-    texts = {number: _MIN_TEXT for number, column, *_ in kept if not column.is_number and not column.is_whole}
-    _narrow(widths, texts, width)
-    return widths
+        del kept[max(droppable, key=lambda number: kept[number].column.drop)]
+    _narrow(widths, {number: one.least for number, one in kept.items()}, width)
+    while _line_width(widths) > width and len(widths) > 1:
+        del widths[max(widths)]
+    return {number: min(found, width) for number, found in widths.items()}
 
 
 def _narrow(widths: dict[int, int], leasts: dict[int, int], width: int) -> None:
@@ -152,6 +198,26 @@ def _narrow(widths: dict[int, int], leasts: dict[int, int], width: int) -> None:
 
 def _line_width(widths: dict[int, int]) -> int:
     return sum(widths.values()) + 2 * (len(widths) - 1)
+
+
+def _folded(cell: str, column: Column, width: int) -> str:
+    """A text on several lines, each at most so wide, cut where a path or a name has its joints."""
+    from rich.cells import cell_len
+
+    if column.is_prose or cell_len(cell) <= width:
+        return cell
+    lines = [""]
+    for piece in _PIECES.findall(cell):
+        if lines[-1] and cell_len(lines[-1] + piece.rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _pipe_width() -> int | None:
+    """How wide somebody wants what goes into a pipe; None: as wide as it is."""
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and 0 < int(columns) < _MAX_WIDTH else None
 
 
 def printable(text: object) -> str:

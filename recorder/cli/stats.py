@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pyarrow.compute as pc
+
 from ..analyze.reasons import WHY
 from ..analyze.selection import GlobalOptions, Selection
 from ..analyze.stats import INNER, statistics
+from ..errors import LookupFailedError
 from ..format.schema import COUNTS, STATISTICS
+from ..patterns import hint
 from ..read.run import Run
 from .cluster import spread_by
 from .output import Column, Table, number, print_json, say
@@ -19,6 +23,7 @@ _KEYS = (
 )  # fmt: skip
 _ALWAYS = ("step", "rank", "module_path", "site", "name", "shape")
 _TITLES = {"module_path": "module", "rows_without": "without"}
+_SHOWN_ROWS = 50
 _SHOWN = ("mean", "std", "min", "max", "absmax", "l2")
 _TEXTS = ("root", "module_path", "site", "name", INNER, "mode", "phase", "scope", "dtype", "shape", WHY)
 _DROPS = ("shape", "numel", "min", "max", "rows", "name", "std", "zero_count", "l2", "inf_count", "nan_count", "mean")
@@ -31,24 +36,37 @@ def show_stats(
     options: GlobalOptions,
     *,
     by: Sequence[str],
-    last: int,
+    sort: str | None,
+    top: int | None,
+    last: int | None,
     scheduler: str | None = None,
     as_json: bool,
 ) -> int:
-    """Print statistics and return the exit code: 1 if something is missing, or contradicts itself."""
+    """Print statistics and return the exit code: 1 if something is missing, or contradicts itself.
+
+    Raises:
+        LookupFailedError: nothing is selected, or there is no column to sort by.
+    """
     with spread_by(scheduler, run) as spread:
         found = statistics(run, selection, options, by=by, spread=spread)
+    table, sorted_by = found.table, ""
+    if sort is not None:
+        sorted_by, direction = _order(table, sort)
+        table = table.take(pc.sort_indices(table, [(sorted_by, direction)]))  # what is null stands last
     if as_json:
+        table = table.slice(0, top or None)
         told = {"run": str(run.path), "problems": [*found.problems, *run.problems], "notes": found.notes}
-        print_json(told | {"rows": found.table.to_pylist()})
+        print_json(told | {"rows": table.to_pylist()})
         return int(bool(found.problems) or not found.is_whole)
-    table = found.table
     num_rows = table.num_rows
-    if last and num_rows > last:
-        table = table.slice(num_rows - last)
+    is_first = top is not None or (sort is not None and last is None)
+    shown = next((limit for limit in (top, last) if limit is not None), _SHOWN_ROWS)
+    if shown and num_rows > shown:
+        table = table.slice(0 if is_first else num_rows - shown, shown)
     what = "global tensors" if options.across_ranks else "each rank's own"
-    cut = f", the last {last} of {num_rows} rows (--last 0 shows all)" if table.num_rows < num_rows else ""
-    _print(table, title=f"{run.name}: statistics of {what}{cut}")
+    which, option = ("first", "--top") if is_first else ("last", "--last")
+    cut = f", the {which} {shown} of {num_rows} rows ({option} 0 shows all)" if table.num_rows < num_rows else ""
+    _print(table, sorted_by, title=f"{run.name}: statistics of {what}{cut}")
     for problem in found.problems:
         say(f"finding: {problem}")
     for note in found.notes:
@@ -56,10 +74,26 @@ def show_stats(
     return int(bool(found.problems) or not found.is_whole)
 
 
-def _print(table: Any, title: str) -> None:
+def _order(table: Any, sort: str) -> tuple[str, str]:
+    """The column that is meant and the direction, which Arrow calls so: ``-l2`` and ``l2:desc`` are descending."""
+    column, _, order = sort.removeprefix("-").partition(":")
+    column = next((name for name, title in _TITLES.items() if title == column), column)
+    column = f"{column}_count" if f"{column}_count" in COUNTS else column
+    if order not in ("", "asc", "desc") or (order and sort.startswith("-")):
+        raise LookupFailedError(f"--sort {sort}: expected COLUMN, COLUMN:asc, COLUMN:desc or -COLUMN")
+    if column not in table.column_names:
+        raise LookupFailedError(
+            f"--sort {sort}: there is no column {column!r}"
+            + hint(column, table.column_names, otherwise=f"; columns are {', '.join(table.column_names)}")
+        )
+    return column, "descending" if order == "desc" or sort.startswith("-") else "ascending"
+
+
+def _print(table: Any, sorted_by: str, title: str) -> None:
     keys = [name for name in _KEYS if name in table.column_names and _is_worth(table, name)]
     counts = [name for name in ("rows", "rows_without", "numel") if name in table.column_names]
-    shown = [*keys, *counts, *_SHOWN, *COUNTS, *([WHY] if has_why(table) else [])]
+    numbers = [*_SHOWN, *COUNTS, *([WHY] if has_why(table) else [])]
+    shown = list(dict.fromkeys([*keys, *([sorted_by] if sorted_by else []), *counts, *numbers]))
     rows = table.select(shown).to_pylist()
     columns = [
         Column(
@@ -67,7 +101,7 @@ def _print(table: Any, title: str) -> None:
             is_number=name not in _TEXTS,
             is_whole=name in ("site", "shape", "dtype"),
             is_prose=name == WHY,
-            drop=len(_DROPS) - _DROPS.index(name) if name in _DROPS else 0,
+            drop=len(_DROPS) - _DROPS.index(name) if name in _DROPS and name != sorted_by else 0,
             dull="0" if name in (*COUNTS, "rows_without") else None,
         )
         for name in shown

@@ -443,3 +443,54 @@ def test_names_of_strangers_are_harmless(cli: Cli, hostile: tuple[Path, Path], c
     assert is_harmless(found.out) and is_harmless(found.err) and found.out
     as_json = cli(word, *paths, *options, "--json")
     assert as_json.out.isascii() and is_harmless(as_json.out) and as_json.json
+
+
+def test_stats_are_sorted_by_any_column_and_cut_from_the_top(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run)
+    values = [[3.0], [-5.0, np.nan], [1.0, 0.0], [4.0]]
+    rows = [make_row(i, value, step=i, module_path=f"m{i}") for i, value in enumerate(values)]
+    rows[3] |= dict.fromkeys(("mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq"))
+    writer.add_shard([rows])
+    writer.finish()
+
+    def steps(*options: str) -> list[int]:
+        return [row["step"] for row in cli("stats", run, *options, "--json").json["rows"]]
+
+    assert steps("--sort", "absmax") == steps("--sort", "absmax:asc") == [2, 0, 1, 3], "what has none stands last"
+    assert steps("--sort", "-absmax") == steps("--sort", "absmax:desc") == steps("--sort=-absmax") == [1, 0, 2, 3]
+    assert steps("--sort", "-nan")[0] == 1 and steps("--sort", "zero_count:desc")[0] == 2
+    assert steps("--sort", "-module") == [3, 2, 1, 0]
+    assert steps("--sort", "-absmax", "--top", "2") == [1, 0] and steps("--top", "1") == [0]
+    assert steps("--by", "step", "--sort", "-l2", "--top", "1") == [1]
+
+    lines = cli("stats", run, "--sort", "-sum", "--top", "2").out.splitlines()
+    assert lines[0].endswith(", the first 2 of 4 rows (--top 0 shows all)") and "sum" in lines[1].split()
+    assert [line.split()[0] for line in lines[2:]] == ["0", "2"]
+    for typed, why in (
+        (["--sort", "l22"], "no column 'l22'; nearest is 'l2'"),
+        (["--sort", "l2:up"], "expected COLUMN, COLUMN:asc"),
+        (["--top", "1", "--last", "1"], "--last: not with --top"),
+    ):
+        found = cli("stats", run, *typed)
+        assert (found.exit_code, found.out) == (2, "") and why in found.err
+
+
+def test_show_draws_and_lists_the_statistic_that_is_asked_for(cli: Cli, recorded: Path) -> None:
+    rows = open_run(recorded).table(["module_path", "site", "step", "rank", "l2", "min"]).to_pylist()
+    last = [row for row in rows if (row["module_path"], row["site"], row["step"]) == ("layers.0", "output", 11)]
+    lines = cli("show", recorded, "layers.0", "--statistic", "l2", "--rank", "0").out.splitlines()
+    assert lines[1].startswith("course: l2 over steps") and "last l2" in " ".join(lines[2].split())
+    assert f"{last[0]['l2']:.4g}" in lines[3].split()
+    titles = lines[6].split()
+    assert "l2" in titles and "absmax" not in titles and lines[-1].split()[titles.index("l2")] == f"{last[0]['l2']:.4g}"
+    assert cli("show", recorded, "layers.0", "--rank", "0").out != "\n".join(lines) + "\n"
+    for statistic, most in (("l2", max), ("min", min)):
+        (found,) = cli("show", recorded, "layers.*", "--statistic", statistic, "--json").json["series"][:1]
+        assert found["rows"][0][statistic] is not None
+        modules = {
+            one["module"]: one for one in cli("show", recorded, "--statistic", statistic, "--json").json["modules"]
+        }
+        assert modules["layers.0"][f"last_{statistic}"] == most(row[statistic] for row in last)
+    wrong = cli("show", recorded, "--statistic", "l3")
+    assert wrong.exit_code == 2 and "choose of mean, std, " in wrong.err and "nearest" in wrong.err
