@@ -30,6 +30,7 @@ from .capture.core import Capture
 from .capture.discovery import Discovery, has_compiled_anything
 from .capture.estimate import Estimate
 from .capture.events import Events, comes_from_signal_handler
+from .capture.loss import LossWatch
 from .capture.optimizers import OptimizerWatch, find_live, last_step, wrap_closure
 from .capture.parallel import find_data_parallel, wrappers_around
 from .capture.pool import Pool, default_capacity_bytes
@@ -75,6 +76,7 @@ class Recorder:
         self._on_change = on_change
         self._lock = threading.RLock()
         self._optimizers: OptimizerWatch | None = None
+        self._loss: LossWatch | None = None
         self._writer: Any = None
         self._description: Description | None = None
         self._estimate: Estimate | None = None
@@ -232,6 +234,7 @@ class Recorder:
         self._writer = writer
         self.capture = Capture(settings=self.settings, rank=here.rank, pool=pool, channel=writer, events=self.events)
         self._optimizers = OptimizerWatch(self.capture, on_step=self._optimizer_stepped, on_new=self._optimizer_made)
+        self._loss = LossWatch(self.capture)
         live = self._live or find_live()
         self._live = []  # known from now on by weak references
         for optimizer in live:
@@ -273,6 +276,9 @@ class Recorder:
         if self._optimizers is not None:
             self._optimizers.close()
             self._optimizers = None
+        if self._loss is not None:
+            self._loss.close()
+            self._loss = None
         if self._termination is not None:
             self._termination.uninstall()
             self._termination = None
@@ -564,6 +570,8 @@ class Recorder:
         self._remove_early_hooks()
         if self._optimizers is not None:
             self._optimizers.close()
+        if self._loss is not None:
+            self._loss.close()
         if self.capture is None:
             if self._turned_down[0]:
                 self.events.add(

@@ -56,7 +56,7 @@ class Side(NamedTuple):
         rows = view.rows(first, last)
         table = renames.apply(rows.table).append_column("at", pa.array(np.arange(rows.table.num_rows)))
         table = table.append_column(PART, _parts_of_batch(view, rows.table))
-        return cls(rows, selection.narrow(table))
+        return cls(rows, selection.narrow(table.filter(pa.array(~_is_found(table)))))
 
     def payload_bytes(self, rows: Integers) -> int:
         """Of some rows of `table`, each once."""
@@ -290,6 +290,12 @@ def _same(left: Any, right: Any, name: str) -> Flags:
 def _is_after_tap(table: Any) -> Flags:
     """Rows with the gradient of the uses outside their module alone."""
     found = pc.fill_null(pc.match_substring(table.column("note"), '"grad":"after_tap"'), False)
+    return np.asarray(found.to_numpy(zero_copy_only=False))
+
+
+def _is_found(table: Any) -> Flags:
+    """Losses that the recorder found: one for each backward, of which runs that do the same may have others."""
+    found = pc.fill_null(pc.match_substring(table.column("note"), '"found":"backward"'), False)
     return np.asarray(found.to_numpy(zero_copy_only=False))
 
 

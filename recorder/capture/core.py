@@ -31,7 +31,7 @@ from .places import without_masked
 from .pool import Pool, PoolBlock
 from .root import Root
 from .segments import Piece
-from .select import Selection, scalar_keep
+from .select import NOTHING, Selection, scalar_keep
 from .tapped import Tapped
 from .values import DTYPES, UnsupportedKind, local_bytes, plain, requires_gradient
 
@@ -45,6 +45,10 @@ _WITH_GRADIENT = {"input": ("input", "grad_input"), "output": ("output", "grad_o
 _NO_HANDLE = "recorder"
 """The key of a hook that nobody removes: it goes with its graph. Handles have numbers."""
 _NEVER_TAPPED = (None, -1, False)
+LOSS = "loss"
+"""The scalar that is found where the program gives none of that name."""
+_MAX_LOSSES = 64
+"""Losses of one step that wait for its end."""
 
 
 class Channel(Protocol):
@@ -108,6 +112,9 @@ class Capture:
         self._leaf_hooks: deque[Any] = deque()
         self._taps: dict[tuple[str, str, str], tuple[Slice | None, int, bool]] = {}
         self._scalar_repeats: dict[str, int] = {}
+        self._losses: deque[tuple[int, int, torch.Tensor]] = deque()
+        """Found at this step: the step, what to keep, and the value; the program may yet give one of its own."""
+        self._is_loss_given = False
         self._errors: dict[tuple[str, str, str, str], int] = {}
         self.lost: Callable[[], object] = self._sequence.__next__
         """Number a value that is neither put nor dropped, as the ledger finds at the end. Needs no stack, no memory."""
@@ -126,6 +133,7 @@ class Capture:
     def step_changed(self) -> None:
         """The step has moved: work out what is kept, and drop what belonged to the old step."""
         self._settled_step, step = None, self.clock.step
+        self._record_losses(until=step)
         self.selection.at_step(step)
         # Not before the first step has told what runs, nor where only modules tell that the step has moved, nor once
         # anything was compiled: dynamo would make a graph for modules with hooks and one for those without.
@@ -147,6 +155,7 @@ class Capture:
 
     def fetch(self) -> None:
         """Bring what waits for the end of a step, whatever it costs."""
+        self._record_losses()
         self.neighbours.flush()
         for stager in list(self._stagers.values()):
             stager.fetch()
@@ -423,10 +432,49 @@ class Capture:
 
     def scalar(self, name: str, value: Any, root_name: str | None = None) -> None:
         """Record a number of this step: a float or a tensor of one element, which is not synced."""
-        rule_set = self._name_rule_set("scalar", name)
-        keep = scalar_keep(self.masks[rule_set])
-        if not keep or (self._errors and self._is_disarmed("scalar", name)):
+        if name == LOSS:
+            self._is_loss_given = True
+            self._losses.clear()
+        if keep := self._keep_of_scalar(name):
+            self._record_scalar(name, value, keep, self.clock.step, root_name)
+
+    def wants_scalar(self, name: str) -> bool:
+        """Whether a rule asks for a scalar on this rank, at some step."""
+        return self._name_rule_set("scalar", name) != NOTHING
+
+    def found_loss(self, value: torch.Tensor) -> None:
+        """A backward begins at a tensor of one element: the loss, unless the program gives one of its own."""
+        if self._is_loss_given or not (keep := self._keep_of_scalar(LOSS)):
             return
+        if value.is_cuda and torch.cuda.is_current_stream_capturing():  # what is launched joins the graph
+            return
+        try:
+            local, chunk = plain(value)
+        except UnsupportedKind:  # a stand-in, say, of which no value can be had
+            return
+        if chunk is not None and 'Partial"' in chunk.placements:
+            return
+        with torch.no_grad():
+            self._losses.append((self.clock.step, keep, local.detach().clone()))
+        if len(self._losses) > _MAX_LOSSES:
+            self._record_losses()
+
+    def _record_losses(self, until: int | None = None) -> None:
+        """Record the losses that were found, but not those of the step `until`."""
+        while self._losses and self._losses[0][0] != until:
+            step, keep, value = self._losses.popleft()
+            try:
+                self._record_scalar(LOSS, value, keep, step, note=_FOUND)
+            except Exception as error:
+                self.hook_failed("the loss", error)
+
+    def _keep_of_scalar(self, name: str) -> int:
+        keep = scalar_keep(self.masks[self._name_rule_set("scalar", name)])
+        return 0 if self._errors and self._is_disarmed("scalar", name) else keep
+
+    def _record_scalar(
+        self, name: str, value: Any, keep: int, step: int, root_name: str | None = None, note: str | None = None
+    ) -> None:
         if not isinstance(value, torch.Tensor):
             kind = torch.int64 if isinstance(value, int) and not isinstance(value, bool) else torch.float64
             value = torch.tensor(value, dtype=kind, device="cpu")
@@ -435,8 +483,8 @@ class Capture:
         repeat = self._scalar_repeats.get(name, 0)
         self._scalar_repeats[name] = repeat + 1
         root_name = root_name or (self.roots[0].name if self.roots else "")
-        moment = Moment(self.clock.step, None, "train")
-        self.observe(Origin(root_name, "", "scalar", name), moment, "forward", 0, repeat, keep, value)
+        origin, moment = Origin(root_name, "", "scalar", name), Moment(step, None, "train")
+        self.observe(origin, moment, "forward", 0, repeat, keep, value, note=note)
 
     def tap(self, name: str, tensor: torch.Tensor, module: nn.Module | None) -> None:
         """Record a tensor by name, and the gradient that arrives at it (the same row with phase ``backward``)."""
@@ -521,6 +569,7 @@ class Capture:
 
     def close(self) -> None:
         """Remove every hook; what was put on the channel stays there."""
+        self._record_losses()
         self.is_open = False
         self.neighbours.flush()
         for root in self.roots:
@@ -544,6 +593,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     )
 
 
+_FOUND = '{"found":"backward"}'
 _MASKED = '{"masked":true}'
 _NO_STATISTICS_OF_PARTIAL = '{"no_statistics":"Partial"}'
 _NO_ROOM = {

@@ -162,7 +162,7 @@ def test_two_optimizers_that_step_together_share_the_step(tmp_path: Path) -> Non
     assert list(recording.rows(site="output", module_path="").step) == [0, 1, 2]
     for path in ("first", "second"):
         assert list(recording.rows(site="grad", module_path=path, name="bias").step) == [0, 1, 2]
-    assert set(recording.rows(site="scalar").name) == {"lr.SGD.0", "lr.SGD_1.0"}
+    assert set(recording.rows(site="scalar").name) == {"loss", "lr.SGD.0", "lr.SGD_1.0"}
 
 
 def test_a_container_of_optimizers_counts_once(tmp_path: Path) -> None:

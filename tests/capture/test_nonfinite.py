@@ -123,7 +123,10 @@ def test_infinite_gradients_of_a_step_that_is_taken_are_one(said: Callable[..., 
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def train(model: nn.Module, step: int) -> None:
-        (model(torch.full((2, 4), 1e6)).sum() * 2.0**127).backward()
+        weight = model.weight
+        assert isinstance(weight, torch.Tensor)
+        root_of_zero = (weight - weight.detach()).sum().sqrt()
+        (root_of_zero + model(torch.ones(2, 4)).sum()).backward()
         optimizer.step()
 
     (text,) = said(model, train)

@@ -234,6 +234,29 @@ def test_a_root_says_which_stage_it_is(stages: dict[str, recorder.Run], case: st
 
 
 @pytest.mark.parametrize("case", PIPELINED)
+def test_the_loss_of_each_micro_batch_is_found_by_the_last_stage_alone(
+    stages: dict[str, recorder.Run], case: str
+) -> None:
+    frame = stages[case].to_pandas()
+    last = 0 if case.endswith("_v") else 1
+    found = frame[(frame["site"] == "scalar") & (frame["name"] == "loss")]
+    outputs = frame[(frame["site"] == "output") & (frame["mode"] == "train") & (frame["rank"] == last)]
+    assert set(found["rank"]) == {last}
+    num_losses = found.groupby("step").size().to_dict()
+    assert num_losses == outputs.groupby("step")["micro_step"].nunique().to_dict()
+
+
+@pytest.mark.parametrize("case", [*CASES])
+def test_the_loss_that_tensor_parallel_ranks_share_is_found_on_each_of_them(
+    finished: dict[str, Finished], runs: dict[str, recorder.Run], case: str
+) -> None:
+    frame = runs[case].to_pandas()
+    found = frame[(frame["site"] == "scalar") & (frame["name"] == "loss")]
+    assert found.groupby(["step", "rank"]).size().tolist() == [1] * 2 * len(runs[case].ranks)
+    assert found.groupby("step")["mean"].nunique().tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("case", PIPELINED)
 def test_stages_together_have_each_value_of_one_process_once(
     pipelined: Finished, stages: dict[str, recorder.Run], case: str
 ) -> None:

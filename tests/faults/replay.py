@@ -95,7 +95,9 @@ class Replay:
         for rank, net in enumerate(nets):
             net.running.copy_(running)  # DDP broadcasts the first rank's buffers before each forward
             torch.set_rng_state(self._random_states[rank])
-            net(batch(rank, step)).square().mean().backward()
+            loss = net(batch(rank, step)).square().mean()
+            self._see(rank, "scalar", "", "loss", loss)
+            loss.backward()
             self._random_states[rank] = torch.get_rng_state()
         for parameters in zip(*(net.parameters() for net in nets), strict=True):
             gradients = [p.grad for p in parameters if p.grad is not None]

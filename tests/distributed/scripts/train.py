@@ -405,8 +405,8 @@ def run(options: argparse.Namespace, collectives: Collectives, rank: int) -> Non
             losses.append(loss.detach().clone())
             if options.tap:
                 recorder.scalar("loss", loss)
-                if watch is not None:
-                    watch.scalar("loss", loss)
+            if watch is not None:
+                watch.scalar("loss", loss)  # which the recorder finds where it is not given
         if isinstance(model, FullyShardedDataParallel):
             model.clip_grad_norm_(1.0)
         else:

@@ -1,0 +1,125 @@
+"""Finds the loss: a tensor of one element whose backward is called. Recorded as the scalar ``loss``.
+
+The one place that every such call passes is the function with which `torch.autograd` starts its engine; no hook of
+torch tells what a backward begins from. It stands aside where dynamo compiles, where a graph is made, inside another
+backward, and for `torch.autograd.grad`, but for a pipeline's stages, whose backward that may be. Nothing here may read
+a value, hold a graph, or raise into training.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from ..graphs import in_functorch, is_traced
+from .core import LOSS, Capture
+from .parallel import loaded
+
+_NAME = "_engine_run_backward"
+_is_compiling = torch.compiler.is_compiling
+
+
+class LossWatch:
+    """Wrappers around the start of autograd's engine and `GradScaler.scale`, until `close`."""
+
+    def __init__(self, capture: Capture) -> None:
+        """Put them on, where a rule asks for the scalar."""
+        self._capture = capture
+        self._scaled: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
+        """What `GradScaler` made last, and of what, without its graph."""
+        self._wrapped: list[tuple[Any, str, Any, Any]] = []
+        """Where, under which name, what was there, and what is there now."""
+        if not capture.wants_scalar(LOSS):
+            return
+        if hasattr(torch.autograd, _NAME):
+            self._wrap(torch.autograd, _NAME, self._run)
+        sharded = loaded("torch.distributed.fsdp.sharded_grad_scaler", "ShardedGradScaler")
+        for kind in (GradScaler, sharded):
+            if kind is not None and "scale" in vars(kind):
+                self._wrap(kind, "scale", self._scale)
+
+    def _wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        plain = getattr(owner, name)
+        wrapper = functools.wraps(plain)(make(plain))
+        setattr(owner, name, wrapper)
+        self._wrapped.append((owner, name, plain, wrapper))
+
+    def _run(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        watch = self
+
+        def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if watch._capture.is_open:
+                look(outputs, accumulates=kwargs.get("accumulate_grad", False))
+            return plain(outputs, *args, **kwargs)
+
+        def look(outputs: Any, *, accumulates: bool) -> None:
+            try:
+                watch._begins(outputs, accumulates=accumulates)
+            except Exception as error:
+                watch._capture.hook_failed("the loss", error)
+
+        _leave_uncompiled(run, with_callees=False)
+        _leave_uncompiled(look, with_callees=True)
+        return run
+
+    def _scale(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        watch = self
+
+        def scale(scaler: Any, outputs: Any) -> Any:
+            result = plain(scaler, outputs)
+            if not _is_compiling() and watch._capture.is_open:
+                try:
+                    watch._note(result, outputs)
+                except Exception as error:
+                    watch._capture.hook_failed("the loss", error)
+            return result
+
+        return scale
+
+    def _note(self, scaled: Any, outputs: Any) -> None:
+        """The scaler has made something of a loss, or of several."""
+        if isinstance(outputs, torch.Tensor):
+            scaled, outputs = [scaled], [outputs]
+        if not isinstance(outputs, (list, tuple)):
+            return
+        pairs = [(one, of) for one, of in zip(scaled, outputs, strict=True) if _may_be_loss(of) and one is not of]
+        self._scaled = [(weakref.ref(one), of.detach()) for one, of in pairs]
+
+    def _begins(self, outputs: Iterable[Any], *, accumulates: bool) -> None:
+        """A backward, or a computation of gradients, begins at these tensors."""
+        capture = self._capture
+        if not accumulates and not capture.is_in_stage:
+            return
+        if torch._C._current_graph_task_id() != -1 or is_traced() or in_functorch():
+            return
+        for tensor in outputs:
+            if _may_be_loss(tensor):
+                before = (of for made, of in self._scaled if made() is tensor)
+                capture.found_loss(next(before, tensor))
+        self._scaled = []
+
+    def close(self) -> None:
+        """Take the wrappers off; a later wrapper around one of ours keeps working through it."""
+        for owner, name, plain, wrapper in self._wrapped:
+            if getattr(owner, name) is wrapper:
+                setattr(owner, name, plain)
+        self._wrapped.clear()
+        self._scaled = []
+
+
+def _leave_uncompiled(function: Any, *, with_callees: bool) -> None:
+    """Have dynamo run a function as it is, where a backward is called between two of its graphs."""
+    dynamo: Any = torch._C._dynamo.eval_frame
+    skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
+    strategy = dynamo._FrameExecStrategy(skip, skip if with_callees else default)
+    dynamo.set_code_exec_strategy(function.__code__, strategy)
+
+
+def _may_be_loss(value: Any) -> bool:
+    is_one = isinstance(value, torch.Tensor) and value.dim() <= 1 and value.numel() == 1
+    return is_one and value.is_floating_point()

@@ -1,0 +1,186 @@
+"""The loss that the recorder finds by itself: the tensor whose backward is called, as the scalar ``loss``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import recorder
+from recorder.analyze.diff import diff
+
+RULES = "site=scalar,output keep=stats"
+
+
+engine: Any = torch.autograd
+
+
+def losses(folder: Path) -> list[Any]:
+    """Step, number within the step and value of each."""
+    frame: Any = recorder.open_run(folder).to_pandas(
+        columns=["step", "repeat", "site", "name", "mean", "note", "micro_step"]
+    )
+    found = frame[(frame.site == "scalar") & (frame.name == "loss")]
+    return [(int(row.step), int(row.repeat), float(row.mean)) for row in found.itertuples()]
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def inputs(number: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+
+
+def train(model: nn.Module, after: Callable[[int, torch.Tensor], None] = lambda step, loss: None) -> list[float]:
+    """Three steps of two micro-batches each; their losses."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found = []
+    for step in range(3):
+        for part in range(2):
+            loss = model(inputs(2 * step + part)).square().mean()
+            loss.backward()
+            found.append(loss.item())
+            loss.detach().zero_()  # the program may reuse it
+        optimizer.step()
+        optimizer.zero_grad()
+        after(step, loss)
+    return found
+
+
+def test_each_backward_is_a_row_of_its_step_and_training_is_not_changed(tmp_path: Path, model: nn.Module) -> None:
+    wrapped = engine._engine_run_backward, torch.amp.GradScaler.scale
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    plain = train(model)
+    after = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    with recorder.attach(model, enabled=True, dir=str(tmp_path), rules=RULES):
+        assert wrapped != (engine._engine_run_backward, torch.amp.GradScaler.scale)
+        assert train(model) == plain
+    assert all(torch.equal(value, after[name]) for name, value in model.state_dict().items())
+    assert losses(tmp_path) == [(number // 2, number % 2, pytest.approx(loss)) for number, loss in enumerate(plain)]
+    assert wrapped == (engine._engine_run_backward, torch.amp.GradScaler.scale)
+    (array,) = {recorder.open_run(tmp_path).array("", site="scalar", name="loss", step=2, repeat=1).item()}
+    assert array == plain[5]
+
+
+def test_a_loss_that_the_program_gives_stands_alone(tmp_path: Path, model: nn.Module) -> None:
+    with recorder.attach(model, enabled=True, dir=str(tmp_path), rules=RULES):
+        train(model, lambda step, loss: recorder.scalar("loss", float(step)))
+    assert losses(tmp_path) == [(0, 0, 0.0), (1, 0, 1.0), (2, 0, 2.0)]
+
+
+def test_without_a_rule_for_it_nothing_is_wrapped(tmp_path: Path, model: nn.Module) -> None:
+    plain = engine._engine_run_backward
+    for rules in ("site=output keep=stats", "site=scalar name=lr* keep=stats", "site=scalar rank=1"):
+        with recorder.attach(model, enabled=True, dir=str(tmp_path / rules[:12]), rules=rules):
+            assert engine._engine_run_backward is plain
+
+
+def test_under_gradscaler_it_is_the_loss_before_it_was_scaled(tmp_path: Path, model: nn.Module) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    with recorder.attach(model, enabled=True, dir=str(tmp_path), rules=RULES):
+        for step in range(3):
+            loss = model(inputs(step)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            found.append((step, 0, pytest.approx(loss.item())))
+    assert losses(tmp_path) == found
+
+
+class Reentrant(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def test_a_backward_inside_a_backward_and_gradients_alone_are_no_losses(tmp_path: Path, model: nn.Module) -> None:
+    outer = Reentrant(model)
+    x = inputs(0).requires_grad_()
+    with recorder.attach(outer, enabled=True, dir=str(tmp_path), rules=RULES):
+        torch.autograd.grad(outer.inner(x).sum(), x)
+        outer(x).backward(torch.ones(3, 2))
+        loss = outer(x).square().sum()
+        loss.backward()
+    assert losses(tmp_path) == [(0, 0, pytest.approx(loss.item()))]
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[Any]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # torch's own, where a graph goes on after a backward
+def test_what_is_compiled_has_the_graphs_that_it_has_without(
+    tmp_path: Path, model: nn.Module, fresh_dynamo: Any
+) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = compiled(x).square().mean()
+        loss.backward()
+        torch.autograd.backward(compiled(x).mean())
+        found: torch.Tensor = loss.detach()
+        return found
+
+    counts = []
+    for folder in (None, tmp_path):
+        torch._dynamo.reset()
+        fresh_dynamo.clear()
+        compiled = torch.compile(model, backend="aot_eager")
+        whole = torch.compile(step, backend="aot_eager")
+        settings: dict[str, Any] = {"enabled": folder is not None, "dir": str(folder), "rules": "site=scalar"}
+        with recorder.attach(model, **settings):
+            found = [whole(inputs(number)).item() for number in range(3)]
+        counts.append({kind: dict(fresh_dynamo[kind]) for kind in ("stats", "graph_break", "recompile")})
+    assert [counts[0]["stats"].get("unique_graphs")] == [counts[1]["stats"].get("unique_graphs")]
+    assert sum(counts[0]["graph_break"].values()) == sum(counts[1]["graph_break"].values())
+    assert counts[0]["recompile"] == counts[1]["recompile"]
+    assert [value for _, _, value in losses(tmp_path)][::2] == [pytest.approx(value) for value in found]
+
+
+def test_an_error_of_ours_there_is_counted_and_does_not_reach_training(
+    tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> None:
+        raise RuntimeError("no loss today")
+
+    monkeypatch.setattr("recorder.capture.core.Capture.found_loss", fails)
+    with recorder.attach(model, enabled=True, dir=str(tmp_path), rules=RULES):
+        train(model)
+    run = recorder.open_run(tmp_path)
+    assert losses(tmp_path) == []
+    assert [writer.balance.dropped for writer in run.writers] == [{"hook_error": 6}]
+
+
+def test_a_run_with_losses_equals_one_from_before_there_were_any(
+    tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for name in ("with", "without"):
+        model.load_state_dict(state)
+        if name == "without":
+            monkeypatch.setattr("recorder.capture.core.Capture.found_loss", lambda *args: None)
+        with recorder.attach(model, enabled=True, dir=str(tmp_path / name), rules="site=* keep=tensor,stats"):
+            train(model)
+    runs = [recorder.open_run(tmp_path / name) for name in ("with", "without")]
+    assert runs[0].num_rows == runs[1].num_rows + 6
+    for a, b in (runs, reversed(runs)):
+        found = diff(a, b)
+        assert found.is_equal and not found.culprits
