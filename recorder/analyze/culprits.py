@@ -88,6 +88,9 @@ class _Step:
         wrong = [event for event in events if event.differs]
         self.differing = {_value(event) for event in wrong}
         self._wrong = {site: _Paths(e for e in wrong if e.site == site) for site in {event.site for event in wrong}}
+        self.has_params = any(event.site == "param" for event in events)
+        self.open_state = _Paths(e for e in events if e.is_open and e.site in ("param", "grad", "optim"))
+        """What parameters are, or are made from, where nobody knows whether it should be equal."""
         self.wrong_constants = _Paths(event for event in wrong if event.is_constant)
         """Buffers that no forward changes."""
         self.recomputed_from = min((e.order for e in wrong if e.phase == RECOMPUTE), default=math.inf)
@@ -218,6 +221,10 @@ def _forward(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> 
                 _inherits_forward(bad, bad_inputs, owner, begins.get((owner, event.call)), is_input=is_input)
                 or now.differs(("param",), owner, below=not is_input)
                 or (old is not None and old.differs(("buffer",), owner, below=not is_input))
+                or any(one is not None and one.open_state.has(owner, below=not is_input) for one in (old, now))
+                or (
+                    old is not None and not now.has_params and old.differs(("grad", "optim"), owner, below=not is_input)
+                )
                 or (is_first and now.wrong_constants.has(owner, below=not is_input))
             ):
                 yield Suspect(step, FORWARD, now.root, owner, event)

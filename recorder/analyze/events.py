@@ -55,11 +55,13 @@ class Event(NamedTuple):
     """Of a pipeline, in the second run where it is one."""
     is_handed_on: bool = False
     """What this stage is handed by another one, or hands on; of one micro-batch."""
+    is_open: bool = False
+    """It differs from what only some ranks, or each for itself, have: whether it is an error is not known."""
     is_constant: bool = False
     """A buffer that is the same at all these steps of the first run: no forward writes it."""
 
 
-def events(a: Any, b: Any, pairs: Alignment, differs: Flags) -> dict[int, list[Event]]:
+def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> dict[int, list[Event]]:
     """The events of each step of which both runs have rows.
 
     Args:
@@ -67,6 +69,7 @@ def events(a: Any, b: Any, pairs: Alignment, differs: Flags) -> dict[int, list[E
         b: of the other.
         pairs: which belong together.
         differs: of each pair.
+        is_open: of each pair that does not differ, whether nobody knows if it should be equal.
     """
     left, ranks_b = a.take(pa.array(pairs.a)), integers(b.column("rank").take(pa.array(pairs.b)))
     notes_b = b.column("note").take(pa.array(pairs.b)).to_pylist()
@@ -81,6 +84,7 @@ def events(a: Any, b: Any, pairs: Alignment, differs: Flags) -> dict[int, list[E
         rank = int(ranks_b[number]) if ranks_b[number] >= 0 else row["rank"]
         if differs[number]:
             event = event._replace(differs=True, ranks=() if rank is None else (rank,), pair=number)
+        event = event._replace(is_open=bool(is_open[number]))
         _join(found, row, event)
     for event, row in _alone(a, b, pairs):
         _join(found, row, event)

@@ -113,10 +113,11 @@ class Naming:
         of_step: dict[int, list[Event]] = {}
         if steps.has_alone or differs.any():
             a, b, pairs = compared()
-            differs &= ~_are_unlike(a, b, pairs, judged.kinds == "")
+            is_open = differs & _are_unlike(a, b, pairs, judged.kinds == "")
             wrong = differing_steps(a.table, b.table, pairs, differs)
             wanted, kept = of_steps(pairs, a.table, b.table, wrong)
-            of_step = events(a.table, b.table, wanted, differs[kept]) if wrong else {}
+            differs &= ~is_open
+            of_step = events(a.table, b.table, wanted, differs[kept], is_open[kept]) if wrong else {}
         for step in steps.paired:
             if step not in of_step:
                 self._search.equal_step(step, steps.roots)

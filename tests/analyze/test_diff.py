@@ -33,13 +33,14 @@ def row(seq: int, values: npt.NDArray[Any], **columns: Any) -> Row:
     return with_fingerprint(make_row(seq, values, **columns), values)
 
 
-def write(path: Path, *ranks: list[Row]) -> recorder.Run:
+def write(path: Path, *ranks: list[Row], **of_root: Any) -> recorder.Run:
     run = make_run(path, world_size=len(ranks))
     for rank, rows in enumerate(ranks):
         writer = HandmadeWriter(run, rank)
         writer.add_shard([rows])
         facts = {"kind": "ddp", "ranks": [*range(len(ranks))]} if len(ranks) > 1 else None
-        writer.finish(roots=[{"name": "model", "modules": [], "data_parallel": facts}], world_size=len(ranks))
+        root = {"name": "model", "modules": [], "data_parallel": facts} | of_root
+        writer.finish(roots=[root], world_size=len(ranks))
     return recorder.open_run(run)
 
 
@@ -532,6 +533,32 @@ def test_fingerprints_alone_say_nothing_beyond_noise(tmp_path: Path) -> None:
 
     found = diff(run("a", 1), run("b", 2), noise=[run("twin", 3)])
     assert [one.num_values for one in found.left_out] == [1] and found.verdict == "equal as far as compared"
+
+
+@pytest.mark.parametrize("has_start", [True, False])
+def test_no_module_is_named_for_a_parameter_that_may_be_each_rank_s_own(tmp_path: Path, has_start: bool) -> None:
+    """DDP was told to leave it alone: a skipped reduction where it began equal, and where that is known."""
+
+    def run(name: str, apart: float, **of_root: Any) -> recorder.Run:
+        ranks: list[list[Row]] = [[], []]
+        for rank, rows in enumerate(ranks):
+            for step in range(2):
+                of: dict[str, Any] = {"rank": rank, "module_path": "up", "step": step}
+                final = of | {"name": "weight", "phase": "optimizer", "micro_step": None}
+                x = np.full((2, 1), rank + 1.0 + step)
+                rows.append(row(len(rows), x, **of | {"module_path": ""}, site="input", name="x"))
+                weight = values_of(9, 0) + np.float32(apart * rank * step)
+                if has_start:
+                    rows.append(row(len(rows), weight, **final, site="param"))
+                rows.append(row(len(rows), weight[:2] + np.float32(rank), **of))
+                rows.append(
+                    row(len(rows), values_of(step, 7) + np.float32(apart * (1 - 2 * rank)), **final, site="grad")
+                )
+        return write(tmp_path / name, *ranks, **of_root)
+
+    broken = run("b", 0.5, unshared={"up.weight": "ignored"})
+    named = [(one.step, one.phase, one.module_path) for one in diff(run("a", 0), broken).culprits]
+    assert named == ([(0, "reduction", "up")] if has_start else [])
 
 
 def test_what_one_run_alone_recomputes_is_no_difference(tmp_path: Path) -> None:
