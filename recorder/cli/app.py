@@ -184,7 +184,7 @@ def first(path: RunPath = None, as_json: Json = False) -> None:
     Buffers that differ between ranks count where DDP was told not to broadcast them (broadcast_buffers=False) and they
     still differ at the end; else they are a note.
 
-    Exit code 1: there is one of these.
+    Exit code 1: there is one of these, or the run is damaged, so that there may be one.
     """
     from ..read.run import open_run
     from .first import show_first

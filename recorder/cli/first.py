@@ -25,16 +25,19 @@ _HEALED = "no finding: DDP has broadcast_buffers=False, but in their last record
 
 
 def show_first(run: Run, *, as_json: bool) -> int:
-    """Print what went wrong first and return the exit code: 1 if anything did."""
+    """Print what went wrong first and return the exit code: 1 if anything did, or damage hides whether it did."""
     found = first(run)
+    exit_code = int(found.is_found or bool(run.problems))
     if as_json:
-        print_json({"run": str(run.path), "found": found.is_found} | as_dict(found))
-        return int(found.is_found)
+        print_json({"run": str(run.path), "found": found.is_found, "problems": run.problems} | as_dict(found))
+        return exit_code
     _print_nonfinite(run, found)
     _print_replica(run, found)
     for note in found.notes:
         say(f"note: {note}")
-    return int(found.is_found)
+    if run.problems:
+        say("note: the run is damaged, and what cannot be read was not looked at")
+    return exit_code
 
 
 def as_dict(value: Any) -> Any:

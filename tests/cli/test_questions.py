@@ -371,6 +371,17 @@ def test_stats_and_export_of_a_shard_that_was_cut_say_so_once_and_exit_with_1(cl
     assert cli("export", run, "-o", out, "--global", "--partial").exit_code == 1
 
 
+def test_first_of_a_run_that_is_damaged_is_no_clean_bill(cli: Cli, tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [make_row(0, [1.0])], [make_row(0, [1.0], rank=1)])
+    assert cli("first", run).exit_code == 0
+    (shard,) = run.glob("rank=00001/*/tensors-*.arrow")
+    os.truncate(shard, shard.stat().st_size // 2)
+    done = cli("first", run)
+    assert done.exit_code == 1 and "note: the run is damaged, and what cannot be read was not looked at" in done.out
+    found = cli("first", run, "--json")
+    assert found.exit_code == 1 and len(found.json["problems"]) == 1
+
+
 def test_export_stays_out_of_the_run(cli: Cli, tmp_path: Path) -> None:
     run = write(tmp_path / "run", [make_row(0, [1.0])])
     inside = cli("export", run, "-o", run / "out.npz")
