@@ -210,7 +210,9 @@ class TestDoctor:
     def test_missing_ranks_and_a_killed_writer_are_named(self, cli: Cli, tmp_path: Path) -> None:
         run = make_run(tmp_path / "run", world_size=3)
         writer = HandmadeWriter(run, rank=1)
-        writer.add_shard([[make_row(0, [1.0], rank=1)]], is_sealed=False, tail=b"\xff" * 100)
+        writer.add_shard(
+            [[make_row(0, [1.0], rank=1)]], is_sealed=False, tail=b"\xff\xff\xff\xff\x00\x10\x00\x00".ljust(100, b"x")
+        )
         dead = subprocess.Popen([sys.executable, "-c", ""])
         dead.wait()
         writer.finish(state="recording", pid=dead.pid, host=os.uname().nodename)
