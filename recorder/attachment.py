@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,20 @@ class Attachment:
     def run_dir(self) -> Path | None:
         """The run directory; None until the writer has made it (or where it could not)."""
         return self._place()
+
+    def __repr__(self) -> str:
+        place = self.run_dir
+        return f"<Attachment: {self._state}{'' if place is None else f', {str(place)!r}'}>"
+
+    def _repr_html_(self) -> str:
+        place = self.run_dir
+        facts = {"attachment": self._state} | ({} if place is None else {"run": repr(str(place))})
+        rows = "".join(f"<tr><th>{key}</th><td>{html.escape(text)}</td></tr>" for key, text in facts.items())
+        return f"<table><tbody>{rows}</tbody></table>"
+
+    @property
+    def _state(self) -> str:
+        return "recording" if self.is_attached else "closed"
 
     def flush(self, deadline_s: float = 5.0) -> bool:
         """Wait until everything seen so far is on disk; False where that took longer than the deadline."""
@@ -49,3 +64,7 @@ class Inactive(Attachment):
 
     def __init__(self) -> None:
         super().__init__(detach=lambda: None, flush=lambda deadline_s: True, place=lambda: None)
+
+    @property
+    def _state(self) -> str:
+        return "not recording; enabled=True or RECORDER=1 turns it on"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import html
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -282,21 +283,39 @@ class Values(Mapping[Any, torch.Tensor]):
         return found.detach()
 
     def __repr__(self) -> str:
+        table = self._table()
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+        return "\n".join([self._summary, *lines, *self._notes()])
+
+    def _repr_html_(self) -> str:
+        head, *rows = self._table() or [()]
+        cells = [f"<tr>{''.join(f'<th>{title}</th>' for title in head)}</tr>"]
+        cells += [f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
+        lines = "<br>".join(map(html.escape, [self._summary, *self._notes()]))
+        return f"<p>{lines}</p><table><tbody>{''.join(cells if rows else [])}</tbody></table>"
+
+    @property
+    def _summary(self) -> str:
+        return f"{len(self)} values, {sum(map(_num_bytes, self._tensors.values())):,} bytes"
+
+    def _table(self) -> list[tuple[str, ...]]:
+        """The titles, and a row for each value, but for those in the middle of many."""
         keys = list(self._tensors)
-        num_bytes = sum(_num_bytes(tensor) for tensor in self._tensors.values())
         shown = keys if len(keys) <= _MAX_ROWS else keys[: _MAX_ROWS * 3 // 4] + keys[-_MAX_ROWS // 4 :]
         rows = [_row(key, self._tensors[key]) for key in shown]
         if len(keys) > len(shown):
             rows.insert(_MAX_ROWS * 3 // 4, (f"... {len(keys) - len(shown)} more", "", "", "", ""))
-        table = [("key", "dtype", "shape", "mean", "absmax"), *rows] if rows else []
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+        return [("key", "dtype", "shape", "mean", "absmax"), *rows] if rows else []
+
+    def _notes(self) -> list[str]:
+        lines: list[str] = []
         skipped = {key.short: why for key, why in self.skipped.items()}
         for title, notes in (("silent", self.silent), ("skipped", skipped)):
             lines += [f"{title} {_cut(path or 'the root')}: {why}" for path, why in list(notes.items())[:_MAX_NOTES]]
             if len(notes) > _MAX_NOTES:
                 lines.append(f"{title}: {len(notes) - _MAX_NOTES} more in values.{title}")
-        return "\n".join([f"{len(keys)} values, {num_bytes:,} bytes", *lines])
+        return lines
 
 
 class _NotKeptError(Exception):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import html
 import shlex
 import sys
 import threading
@@ -132,6 +133,14 @@ class Trace:
         )
         self.thread: int | None = None
         """The thread that entered; None before."""
+
+    def __repr__(self) -> str:
+        if self.thread is None:
+            return f"<Trace of {len(self._probes)} modules, not entered: with recorder.trace(model) as values>"
+        return f"<Trace: {len(self.values)} values>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>" if self.thread is None else self.values._repr_html_()
 
     def __enter__(self) -> Values:
         if self.thread is not None:

@@ -420,3 +420,20 @@ def test_readme_shows_what_its_example_prints(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == shown
+
+
+def test_a_notebook_shows_values_and_their_trace_and_escapes_names() -> None:
+    model = nn.Sequential()
+    model.add_module("<b>x</b>", nn.Linear(2, 2))
+    traced = recorder.trace(model)
+    assert repr(traced) == "<Trace of 2 modules, not entered: with recorder.trace(model) as values>"
+    assert "&lt;Trace" in traced._repr_html_()
+    with traced as values:
+        model(torch.ones(1, 2))
+    assert repr(traced) == "<Trace: 2 values>"
+    for shown in (values._repr_html_(), traced._repr_html_()):
+        assert "<th>absmax</th>" in shown and "&lt;b&gt;x&lt;/b&gt;" in shown and "<b>" not in shown
+        assert shown.count("<tr>") == 3 and "2 values, 16 bytes" in shown
+    with recorder.trace(model) as nothing:
+        pass
+    assert "silent" in nothing._repr_html_() and "<td>" not in nothing._repr_html_()

@@ -161,6 +161,20 @@ def test_attach_twice_records_once_and_close_and_attach_again_makes_another_writ
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_an_attachment_says_what_it_is_and_where_and_a_notebook_shows_it(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    off = recorder.attach(model)
+    assert repr(off) == "<Attachment: not recording; enabled=True or RECORDER=1 turns it on>"
+    folder = tmp_path / "<b>"
+    with recorder.attach(model, enabled=True, dir=str(folder), rules="site=output keep=stats") as attachment:
+        model(torch.ones(1, 2))
+        attachment.flush()
+        assert repr(attachment).startswith(f"<Attachment: recording, '{folder}/")
+        shown = attachment._repr_html_()
+        assert "recording" in shown and "&lt;b&gt;" in shown and "<b>" not in shown
+    assert "closed" in repr(attachment)
+
+
 def test_attach_with_other_settings_during_a_recording_is_refused(tmp_path: Path) -> None:
     with (
         recorder.attach(Tiny(), enabled=True, dir=tmp_path),

@@ -543,6 +543,21 @@ def test_inference_mode_autocast_and_a_scaler_are_recorded_in_a_graph(tmp_path: 
         assert (run.array(path, **key) == eager.array(path, **key)).all(), row
 
 
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_an_instrumented_process_that_only_infers_is_recorded_where_any_root_is_asked_for(
+    how: str, tmp_path: Path
+) -> None:
+    model, x = make(), batch()
+    wanted = {key: value for key, value in plain_hooks(model, lambda plain: plain(x)).items() if key[1] == "output"}
+    recorder.instrument(model)
+    called = torch.compile(model, backend="eager") if how == "compiled" else model
+    with flagged(tmp_path, "site=output keep=tensor", roots="any") as recording, torch.inference_mode():
+        for _ in range(2):
+            called(x)
+    for step in (0, 1):
+        assert_same(recorded(recording.run, step=step), wanted, exactly=True)
+
+
 def test_a_compiled_run_and_an_eager_one_lie_side_by_side_in_a_diff(tmp_path: Path) -> None:
     model, x = recorder.instrument(make()), batch()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
