@@ -42,8 +42,8 @@ def instrument(model: _M, *, select: object = "site=output", name: str | None = 
     In eager code a tap does nothing: the recorder's own hooks see the value. Where the model is compiled, exported,
     traced, scripted or differentiated by `torch.func`, the tap becomes an op of the graph, ``recorder::tap``, which
     records the value and its gradient and returns a copy. The model is changed in place; it stays a model that can be
-    pickled, copied and packaged, and what is made of it records wherever ``import recorder`` was done and a recording is
-    on: of a process without an optimizer, which only infers, that takes ``RECORDER_ROOTS=any`` or `attach`.
+    pickled, copied and packaged, and what is made of it records wherever ``import recorder`` was done and a recording
+    is on: of a process without an optimizer, which only infers, that takes ``RECORDER_ROOTS=any`` or `attach`.
 
     Args:
         model: a module, before its first compiled call.

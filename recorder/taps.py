@@ -219,10 +219,12 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name[:100]!r}: {error}") from None
     taken = f"Tuple[{', '.join(arguments)}]" if arguments else "Tuple[()]"
     # The docstring's place is taken by what it shows; the first branch alone is compiled by TorchScript.
+    scripted = "".join(f"        {line}\n" for line in _scripted("output", result, "''", where))
     source = (
         f"def {name}(self, input: {taken}, output: {result}) -> {result}:\n"
         f"    if torch.jit.is_scripting():\n"
-        f"        return {_scripted('output', result, '', where)}\n"
+        f"{scripted}"
+        f"        return output\n"
         f"    else:\n"
         f"        return tap_output(self, input, output, {where!r})\n"
     )
@@ -249,16 +251,39 @@ def _is_script_type(kind: object) -> bool:
     )
 
 
-def _scripted(value: str, kind: str, name: str, where: str) -> str:
-    """TorchScript that taps a value of a known type; what it cannot take apart passes."""
+def _scripted(value: str, kind: str, name: str, where: str) -> list[str]:
+    """Lines of TorchScript that tap what a variable of a known type holds.
+
+    Whatever a tap shows is put back where it was, the very tensor: TorchScript drops what nobody uses.
+
+    Args:
+        value: the variable.
+        kind: its type.
+        name: an expression for the name of the value in the output.
+        where: of the tap.
+    """
     if kind == "Tensor":
-        return f"torch.ops.recorder.see({value}, {name!r}, {where!r})"
+        return [f"{value} = torch.ops.recorder.see({value}, {name}, {where!r})"]
+    if "Tensor" not in kind or "[" not in kind:
+        return []
+
+    def below(key: str) -> str:
+        return key if name == "''" else f"{name} + '.' + {key}"
+
+    parts, inner = _members(kind), f"{value}_"
     if kind.startswith("Tuple["):
-        parts = _members(kind)
-        names = [f"{name}.{i}" if name else str(i) for i in range(len(parts))]
-        inner = (_scripted(f"{value}[{i}]", part, names[i], where) for i, part in enumerate(parts))
-        return f"({', '.join(inner)},)"
-    return value
+        lines = []
+        for i, part in enumerate(parts):
+            lines += [f"{inner}{i} = {value}[{i}]", *_scripted(f"{inner}{i}", part, below(f"'{i}'"), where)]
+        return [*lines, f"{value} = ({', '.join(f'{inner}{i}' for i in range(len(parts)))},)"]
+    if kind.startswith("Optional["):
+        lines = [f"{inner} = {value}", *_scripted(inner, parts[0], name, where), f"{value} = {inner}"]
+        return [f"if {value} is not None:", *(f"    {line}" for line in lines)]
+    key, keys = (
+        (f"{value}_i", f"range(len({value}))") if kind.startswith("List[") else (f"{value}_k", f"list({value}.keys())")
+    )
+    lines = [f"{inner} = {value}[{key}]", *_scripted(inner, parts[-1], below(f"str({key})"), where)]
+    return [f"for {key} in {keys}:", *(f"    {line}" for line in (*lines, f"{value}[{key}] = {inner}"))]
 
 
 def _members(kind: str) -> list[str]:

@@ -487,6 +487,65 @@ def test_nested_outputs_keep_their_kind(tmp_path: Path) -> None:
     assert names == {"a.0", "a.1.0"}
 
 
+class _Lists(nn.Module):
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x * 2, x * 3]
+
+
+class _Perhaps(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor | None:
+        return x * 2
+
+
+class _Both(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
+        return x * 2, {"k": [x * 3, x.sin()]}
+
+
+class _Dicts(nn.Module):
+    """Outputs of all the kinds that TorchScript writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.lists = _Lists()
+        self.perhaps = _Perhaps()
+        self.both = _Both()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.lists(self.linear(x))
+        perhaps = self.perhaps(found[0] + found[1])
+        assert perhaps is not None
+        one, more = self.both(perhaps)
+        return {"one": one, "sum": more["k"][0] + more["k"][1]}
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_script_shows_what_lies_in_dicts_lists_and_optionals(is_loaded: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = _Dicts()
+
+    def run(called: Any) -> Callable[[], None]:
+        def step() -> None:
+            found = called(batch())
+            (found["one"] + found["sum"]).square().sum().backward()
+
+        return step
+
+    eager = attached(model, tmp_path / "eager", run(model))
+    made: Any = torch.jit.script(recorder.instrument(copy.deepcopy(model)))
+    if is_loaded:
+        torch.jit.save(made, tmp_path / "made.pt")
+        made = torch.jit.load(tmp_path / "made.pt")
+    script = attached(made, tmp_path / "script", run(made))
+    place = ["module_path", "site", "name", "call"]
+    keys = [{tuple(row) for row in one.to_pandas()[place].to_numpy().tolist()} for one in (eager, script)]
+    assert keys[0] == keys[1] and ("both", "output", "1.k.0", 0) in keys[0], keys[0] ^ keys[1]
+    for path, site, name, call in keys[0]:
+        one, other = (run.array(path, site=site, name=name, call=call, rank=0) for run in (eager, script))
+        np.testing.assert_array_equal(one, other, err_msg=f"{path} {site} {name}")
+
+
 def test_vmap_and_gradients_of_functions_are_recorded_whole(tmp_path: Path) -> None:
     model = recorder.instrument(nn.Sequential(nn.Linear(4, 3), nn.Tanh()))
     x = batch(5)
