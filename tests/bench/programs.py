@@ -133,7 +133,7 @@ def measure(name: str, num_steps: int, folder: Path, **env: str) -> Measured:
         wall_s = time.monotonic() - began_s
         for path in Path(directory).rglob("_writer.json"):
             if dropped := json.loads(path.read_text())["ledger"]["dropped"]:
-                sys.exit(f"{name}: dropped {dropped}; drops do not count as speed")
+                sys.exit(f"{name}: dropped {dropped}; drops do not count as speed\n{ended.said}")
         num_bytes = sum(path.stat().st_size for path in Path(directory).rglob("*") if path.is_file())
     return Measured(ended.exit_cpu_s, wall_s, "".join(one["digest"] for one in ended.results), num_bytes)
 
