@@ -39,7 +39,8 @@ def codes(column: Any) -> Integers:
     """A column of texts or numbers as small numbers from 0, equal where the values are; null is a value."""
     if pa.types.is_floating(column.type):
         bits = column.cast(pa.float64()).fill_null(np.nan).to_numpy().view(np.int64)
-        return np.unique(bits, return_inverse=True)[1].reshape(-1) * 2 + column.is_null().to_numpy()
+        numbers = np.unique(bits, return_inverse=True)[1].reshape(-1) * 2
+        return np.asarray(numbers + column.is_null().to_numpy(), np.int64)
     if pa.types.is_integer(column.type):
         values = column.cast(pa.int64())
         if values.null_count:

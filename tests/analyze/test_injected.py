@@ -97,9 +97,9 @@ def test_a_twin_says_what_it_is_and_was_moved_by_a_last_place(folder: Path, caps
     assert set(moved) == {(step, "features") for step in range(4)}  # the words are whole numbers
     assert all(1 <= line["max_ulp"] <= 2 for line in moved.values())
     for path in (twin.path, twin.path.parent):
-        list_path(path, as_json=False)
+        list_path(str(path), as_json=False)
         assert "jitter" in capsys.readouterr().out
-    list_path(one.path, as_json=False)
+    list_path(str(one.path), as_json=False)
     assert "jitter" not in capsys.readouterr().out
 
 
