@@ -95,8 +95,8 @@ def _judge(result: SiteResult, key: Key, recorded: torch.Tensor, value: torch.Te
 
 def _judge_statistics(result: SiteResult, row: dict[str, Any], value: torch.Tensor, bound: float) -> None:
     """A row without values, by its shape and, but for sums over ranks, which have none, its statistics."""
-    wanted = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-    found = {"dtype": row["dtype"], "shape": json.loads(row["shape"])}
+    wanted: dict[str, Any] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    found: dict[str, Any] = {"dtype": row["dtype"], "shape": json.loads(row["shape"])}
     if found == wanted and value.is_floating_point() and "no_statistics" not in (row["note"] or ""):
         wide = value.double()
         finite = wide[wide.isfinite()]

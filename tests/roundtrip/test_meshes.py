@@ -10,7 +10,7 @@ import torch
 import recorder
 from tests.read.meshes import finger
 
-from .meshes import LAYOUTS, SITES, compare, train, with_layouts
+from .meshes import LAYOUTS, NAN, OF_NAN, SITES, compare, train, with_layouts
 
 QUICK = ("tp x ddp", "sp x fsdp1", "pp x tp")
 
@@ -34,6 +34,16 @@ def test_every_value_of_one_process_is_in_the_global_view(
         assert problems == [], layout
         assert sum(counts["grad_output"].values()) > 50
         assert _num_fingerprints(run) > 50 or run.is_merged
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=[] if n == 2 else pytest.mark.slow) for n in OF_NAN])
+def test_ranks_that_share_a_batch_have_the_same_layout_where_all_is_nan(tmp_path: Path, num_ranks: int) -> None:
+    layouts = tuple(NAN + layout for layout in (OF_NAN[num_ranks] if num_ranks != 2 else ("tp",)))
+    out = train(tmp_path, num_ranks, layouts)
+    values = torch.load(out / "nan.pt")
+    assert {step for *_, step in values} == {0, 1, 2}
+    for layout in layouts:
+        assert compare(recorder.open_run(out / layout), values, layout).problems == [], layout
 
 
 def _num_fingerprints(run: recorder.Run) -> int:

@@ -36,6 +36,9 @@ from tests.roundtrip.scripts import pipelines
 
 STEPS, BATCH = 2, 8
 RULES = "site=* keep=tensor,stats,fingerprint"
+NAN = "nan, "
+"""Before a layout: all parameters are NaN from step 1 on, of which statistics alone are kept; step 2 has tensors."""
+NAN_RULES = f"steps=::2 {RULES}; site=* keep=stats"
 CPU = torch.device("cpu")
 
 
@@ -145,9 +148,14 @@ def fit(
     slice_: int = 0,
     num_slices: int = 1,
     dim: int = 0,
+    is_nan: bool = False,
 ) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-    for step in range(STEPS):
+    for step in range(STEPS + is_nan):
+        # DDP takes those that tensor parallel has cut out of their modules.
+        for parameter in optimizer.param_groups[0]["params"] if is_nan and step == 1 else ():
+            with torch.no_grad():
+                parameter.mul_(torch.nan)
         tokens, targets = (tensor.chunk(num_slices, dim)[slice_] for tensor in batch(step))
         logits = model(tokens)
         with loss_parallel() if isinstance(logits, DTensor) else contextlib.nullcontext():
@@ -158,7 +166,7 @@ def fit(
         optimizer.zero_grad()
 
 
-def one_process() -> dict[Any, Tensor]:
+def one_process(*, is_nan: bool) -> dict[Any, Tensor]:
     """What plain hooks see, by site, path, name and step; optimizer state as the recorder names it."""
     optimizer_state: dict[Any, Tensor] = {}
 
@@ -173,10 +181,10 @@ def one_process() -> dict[Any, Tensor]:
                 for key, value in state.items():
                     optimizer_state["optim", path, f"{name}.{key}", step] = value.detach().clone()
 
-        fit(model, both)
+        fit(model, both, is_nan=is_nan)
         return []
 
-    parallel.fit = watched
+    parallel.fit, parallel.STEPS = watched, STEPS + is_nan
     return parallel.plain_values() | optimizer_state
 
 
@@ -188,11 +196,12 @@ def main() -> None:
         if layout.startswith("pp"):
             pipelines.train(layout, out / layout, batch, STEPS)
             continue
-        model, slice_, num_slices = parallelized(layout, parallel.make())
-        with recorder.attach(model, enabled=True, dir=out / layout, rules=RULES):
-            fit(model, slice_=slice_, num_slices=num_slices, dim=int(layout == "cp"))
-    if dist.get_rank() == 0:
-        torch.save(one_process(), out / "one.pt")
+        is_nan = layout.startswith(NAN)
+        model, slice_, num_slices = parallelized(layout.removeprefix(NAN), parallel.make())
+        with recorder.attach(model, enabled=True, dir=out / layout, rules=NAN_RULES if is_nan else RULES):
+            fit(model, slice_=slice_, num_slices=num_slices, dim=int(layout == "cp"), is_nan=is_nan)
+    for is_nan in sorted({layout.startswith(NAN) for layout in layouts}) if dist.get_rank() == 0 else ():
+        torch.save(one_process(is_nan=is_nan), out / ("nan.pt" if is_nan else "one.pt"))
     leave()
 
 
