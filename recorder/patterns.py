@@ -1,7 +1,7 @@
 """Owns how names are chosen, in rules and in commands alike: globs, regular expressions, exclusions, commas.
 
 Patterns are a tuple of texts. Each is a glob over the whole name, or ``re:`` and a regular expression over the whole
-name; a name that is written out means itself, whatever it means as a glob. A leading ``!`` excludes; where all patterns
+name; a name that is written out is matched, whatever it means as a glob. A leading ``!`` excludes; where all patterns
 exclude, everything else is chosen.
 """
 
@@ -63,14 +63,18 @@ def matches(patterns: tuple[str, ...], name: str) -> bool:
     return any(_matches_one(p, name) for p in wanted) and not any(_matches_one(p, name) for p in unwanted)
 
 
-def choose(text: str, names: Iterable[str]) -> list[str]:
-    """The names that patterns with commas between them choose.
+def choose(patterns: tuple[str, ...], names: Collection[str]) -> list[str]:
+    """Those of all names that are chosen. A pattern that is one of them means it alone: names may hold brackets."""
+    there, (wanted, unwanted) = set(names), sides(patterns)
 
-    Raises:
-        ValueError: a regular expression is none.
-    """
-    patterns = parse_patterns(text)
-    return [name for name in names if matches(patterns, name)]
+    def is_hit(pattern: str, name: str) -> bool:
+        return name == pattern if pattern in there else _matches_one(pattern, name)
+
+    return [
+        name
+        for name in names
+        if any(is_hit(one, name) for one in wanted) and not any(is_hit(one, name) for one in unwanted)
+    ]
 
 
 @lru_cache(maxsize=256)

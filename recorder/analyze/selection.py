@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from ..config import Schedule
 from ..errors import LookupFailedError
 from ..format.schema import SITES
-from ..patterns import ANY, hint, matches, parse_patterns
+from ..patterns import ANY, choose, hint, parse_patterns
 from ..read.overrides import check_overrides
 from ..read.run import Run
 
@@ -65,28 +65,27 @@ class Selection:
 
     def narrow(self, table: Any) -> Any:
         """The rows of a `pa.Table` that are asked for. Each distinct value is judged once."""
-        tests: list[tuple[str, Callable[[Any], bool]]] = []
+        tests: list[tuple[str, Callable[[list[Any]], list[Any]]]] = []
         if self.module is not None:
-            tests.append(("module_path", partial(matches, _patterns("module", self.module))))
+            tests.append(("module_path", self.modules))
         if self.site is not None:
-            tests.append(("site", self._sites.__contains__))
+            tests.append(("site", partial(_within, self._sites)))
         if self.name is not None:
-            tests.append(("name", partial(matches, _patterns("name", self.name))))
+            tests.append(("name", partial(choose, _patterns("name", self.name))))
         for column, value in (("step", self.step), ("rank", self.rank)):
             if value is not None:
-                tests.append((column, _schedule(column, value).__contains__))
-        for column, test in tests:
+                tests.append((column, partial(_within, _schedule(column, value))))
+        for column, chosen in tests:
             values = table.column(column)
             distinct = [value for value in values.unique().to_pylist() if value is not None]
-            kept = [value for value in distinct if test(value)]
+            kept = chosen(distinct)
             if len(kept) < len(distinct) or values.null_count:
                 table = table.filter(pc.is_in(values, pa.array(kept, values.type)))
         return table
 
     def modules(self, paths: Sequence[str]) -> list[str]:
         """Those of some module paths that are asked for."""
-        patterns = ANY if self.module is None else _patterns("module", self.module)
-        return [path for path in paths if matches(patterns, path)]
+        return choose(ANY if self.module is None else _patterns("module", self.module), paths)
 
     def explain_nothing(self, table: Any, what: str) -> LookupFailedError:
         """The error for a selection that left no row of `table`, which has the columns of `columns`."""
@@ -141,6 +140,10 @@ class GlobalOptions:
 
 RANKS_OWN = GlobalOptions()
 """Each rank's own rows."""
+
+
+def _within(wanted: Schedule | Sequence[str], values: list[Any]) -> list[Any]:
+    return [value for value in values if value in wanted]
 
 
 def _patterns(column: str, text: str) -> tuple[str, ...]:

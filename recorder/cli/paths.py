@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..analyze.selection import Selection
 from ..errors import LookupFailedError, NotARunError, RunError
-from ..patterns import choose, hint
+from ..patterns import hint
 from ..read.places import scheme_of
 from ..read.run import Run, open_run
 
@@ -26,7 +27,7 @@ def run_and_module(run: str | None, module: str | None) -> tuple[Run, str | None
             newest = open_run()
         except RunError:
             raise error from None
-        if choose(run, newest.known_paths):
+        if Selection(module=run).modules(list(newest.known_paths)):
             return newest, run
         near = hint(run, newest.known_paths)
         raise LookupFailedError(f"{error}; and {newest.name}, the newest, has no module {run!r}{near}") from None

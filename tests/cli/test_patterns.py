@@ -30,7 +30,7 @@ DIALECT = [
     ("''", [""]),
     ("", [""]),
     ("'',head", ["", "head"]),
-    ("odd[0]", ["odd[0]", "odd0"]),
+    ("odd[01]", ["odd0"]),
     ("*", PATHS),
 ]
 
@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("text", "expected"), DIALECT)
 def test_rules_their_judgement_and_the_reading_side_mean_the_same(run: Path, text: str, expected: list[str]) -> None:
-    assert choose(text, PATHS) == expected
+    assert choose(parse_patterns(text), PATHS) == expected
     (rule,) = parse_rules({"module": text})
     assert [path for path in PATHS if rule.matches_module(path, "Linear", True)] == expected
     judged = _matches(parse_patterns(text), PATHS)
@@ -101,3 +101,10 @@ def test_several_modules_are_a_summary_and_are_not_drawn(cli: Cli, run: Path) ->
 def test_a_pattern_that_is_no_expression_is_no_rule() -> None:
     with pytest.raises(LookupFailedError, match="not a regular expression"):
         Selection(name="re:[").check()
+
+
+def test_a_name_that_is_there_means_itself_whatever_it_means_as_a_glob(cli: Cli, run: Path) -> None:
+    assert cli("show", run, "odd[0]", "--json").json["module"] == "odd[0]"
+    assert [row["module_path"] for row in cli("stats", run, "odd[0]", "--json").json["rows"]] == ["odd[0]"]
+    (rule,) = parse_rules("module=odd[0]")
+    assert rule.matches_module("odd[0]", "Linear", True), "a rule does not know what there is, and takes both"
