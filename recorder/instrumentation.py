@@ -15,8 +15,9 @@ from . import graphs, taps
 from .capture import tree
 from .capture.select import Selection
 from .capture.tapped import is_compiled_already
-from .config import ANY, EVERY, SITES, Rule, parse_rules
+from .config import EVERY, SITES, Rule, parse_rules
 from .errors import TapError
+from .patterns import ANY
 
 _M = TypeVar("_M")
 _SITES = ("input", "output")
