@@ -189,8 +189,8 @@ class Slots:
         hidden[of_dtensors] = HIDDEN.index("dtensor") + 1
         if not self.modules:
             return Told(np.zeros(0, bool), hidden, np.zeros(0, np.int64), np.zeros(0, bool), {})
-        selected, disarmed, untapped = (of[self.module, self.site] for of in (selected, disarmed, untapped))
-        return Told(selected, hidden, disarmed, untapped, self._tied(modules))
+        of_slots = self.module, self.site
+        return Told(selected[of_slots], hidden, disarmed[of_slots], untapped[of_slots], self._tied(modules))
 
     def _tied(self, modules: list[dict[str, Any]]) -> dict[int, str]:
         found: dict[int, str] = {}
