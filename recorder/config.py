@@ -227,8 +227,8 @@ def _nearest(word: str, choices: Sequence[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-_SPARSER = "0:20,20:1000:10,1000::100"
-"""A step at which all modules are looked at takes a small program up to twice as long: a tenth of them is a tenth."""
+_SPARSER = "0:10,10:100:10,100::50"
+"""A step at which all modules are looked at takes a small program a third longer, and up to twice as long."""
 _SPARSE = "0,100,1000,10000,100000"
 DEFAULT_RULES = parse_rules(
     f"site=output,grad_output,tap steps={_SPARSER} keep=stats;"
