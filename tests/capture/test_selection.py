@@ -109,8 +109,8 @@ def test_under_the_flag_a_pattern_that_matches_no_module_of_the_only_model_stops
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Tiny()
-    monkeypatch.setattr(gc, "get_objects", lambda: [*model.modules(), *optimizers])  # no other test's
     optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
+    monkeypatch.setattr(gc, "get_objects", lambda: [*model.modules(), *optimizers])  # no other test's
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(SystemExit) as stopped, flagged(tmp_path, rules="module=frist rank=3; site=grad"):
         model(batch())
