@@ -113,8 +113,11 @@ class Capture:
         self._taps: dict[tuple[str, str, str], tuple[Slice | None, int, bool]] = {}
         self._scalar_repeats: dict[str, int] = {}
         self._losses: deque[tuple[int, int, torch.Tensor]] = deque()
-        """Found at this step: the step, what to keep, and the value; the program may yet give one of its own."""
+        """Found at the first step: the step, what to keep, and the value; the program may yet give one of its own."""
         self._is_loss_given = False
+        self._waits_for_loss = True
+        """Until a step is over in which a loss was found and the program gave none. From then on a loss is recorded as
+        it is found, so that a process that ends suddenly leaves the loss of its last step."""
         self._errors: dict[tuple[str, str, str, str], int] = {}
         self.lost: Callable[[], object] = self._sequence.__next__
         """Number a value that is neither put nor dropped, as the ledger finds at the end. Needs no stack, no memory."""
@@ -133,7 +136,9 @@ class Capture:
     def step_changed(self) -> None:
         """The step has moved: work out what is kept, and drop what belonged to the old step."""
         self._settled_step, step = None, self.clock.step
-        self._record_losses(until=step)
+        if self._losses and self._losses[0][0] != step:
+            self._waits_for_loss = False
+            self._record_losses(until=step)
         self.selection.at_step(step)
         # Not before the first step has told what runs, nor where only modules tell that the step has moved, nor once
         # anything was compiled: dynamo would make a graph for modules with hooks and one for those without.
@@ -456,7 +461,7 @@ class Capture:
             return
         with torch.no_grad():
             self._losses.append((self.clock.step, keep, local.detach().clone()))
-        if len(self._losses) > _MAX_LOSSES:
+        if not self._waits_for_loss or len(self._losses) > _MAX_LOSSES:
             self._record_losses()
 
     def _record_losses(self, until: int | None = None) -> None:

@@ -450,8 +450,9 @@ def repair(
     Exit code 1: something is lost for good, such as a write that was cut. 2: a file could not be repaired.
     """
     from ..read.run import open_run
-    from .repair import repair_typed
+    from .repair import check_place, repair_typed
 
+    check_place(path)
     raise typer.Exit(repair_typed(open_run(path), is_dry=dry_run, assume_dead=assume_dead, as_json=as_json))
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 from ..errors import LookupFailedError
+from ..read.places import scheme_of
 from ..read.run import Run
 from ..repair import Outcome, repair_run
 from ..units import size
@@ -20,16 +20,18 @@ _COLUMNS = (
 )
 
 
-def repair_typed(run: Run, *, is_dry: bool, assume_dead: bool, as_json: bool) -> int:
-    """Repair a run and return the exit code: 1 if something is lost for good, 2 if the disk refused.
+def check_place(path: str | None) -> None:
+    """Refuse a run that cannot be repaired where it is, before anything is asked of a store.
 
     Raises:
-        LookupFailedError: it is in a store.
+        LookupFailedError: the run is in a store.
     """
-    if not isinstance(run.path, Path):
-        raise LookupFailedError(
-            f"{run.path}: repair writes, and runs in a store are only read; repair a copy on a disk"
-        )
+    if path is not None and scheme_of(path) is not None:
+        raise LookupFailedError(f"{path}: repair writes, and runs in a store are only read; repair a copy on a disk")
+
+
+def repair_typed(run: Run, *, is_dry: bool, assume_dead: bool, as_json: bool) -> int:
+    """Repair a run and return the exit code: 1 if something is lost for good, 2 if the disk refused."""
     open_bytes = sum(shard.size_bytes for writer in run.writers for shard in writer.shards)
     with progress("repair", open_bytes) as report:
         outcomes = list(repair_run(run, is_dry=is_dry, assume_dead=assume_dead, report=report))
