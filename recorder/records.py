@@ -7,6 +7,7 @@ The types are named tuples: immutable like frozen dataclasses, and a third of th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -22,6 +23,9 @@ KEEP_FINGERPRINT = 4
 
 PART_BYTES = 32 << 20
 """A payload above this becomes several rows, so that memory stays bounded (bytes)."""
+
+LOSS_NAME = re.compile(r"(.*[./])?loss")
+"""The whole name of a scalar that is called a loss, such as ``train/loss``: no infinity in it is meant."""
 
 
 def kind_of(keep: int, site: str) -> str:

@@ -13,19 +13,20 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ..errors import RunError
+from ..records import LOSS_NAME
 from .keys import SERIES_KEY, codes, group, holds
 from .moments import count_nonfinite, integers
 from .timeline import Firsts, Place, Timeline
 
 _MAY_MASK = ("input", "output", "param", "buffer", "tap", "scalar")
-"""Sites at which a program may mean its infinities. A gradient or a state of the optimizer never does."""
+"""Sites at which a program may mean its infinities. A gradient, a state of the optimizer or a loss never does."""
 _HAVE_NO_INFINITY = ("bool", "int", "uint", "float4")
 _MAX_NOTED = 5
 _MAX_PROBLEMS = 3
 
 
 class Beside(NamedTuple):
-    """A parameter or an input of the same module that is not finite at the same step, too."""
+    """A parameter or an input of the same module, or a loss, that is not finite at the same step, too."""
 
     site: str
     name: str
@@ -51,7 +52,7 @@ class NonFinite(NamedTuple):
     is_skipped: bool
     """Whether GradScaler skipped the update of this step, as it does where gradients overflow."""
     beside: list[Beside]
-    """What else of the module holds NaN or infinities at this step on this rank."""
+    """What else of the module holds NaN or infinities at this step on this rank, and which losses do."""
 
 
 class NonFiniteSearch(NamedTuple):
@@ -131,7 +132,7 @@ class _Counts:
         self.inf[self.inf < 0] = 0
         if timeline.firsts is not None:
             self.nan[: timeline.num_firsts], self.inf[: timeline.num_firsts] = timeline.firsts[1:]
-        self._may_mask = holds(table.column("site"), _MAY_MASK.__contains__)
+        self._may_mask = holds(table.column("site"), _MAY_MASK.__contains__) & ~_is_loss(table)
         series = timeline.series
         self._same_shape = group([series.ids, codes(table.column("shape"))])
         self._begins = series.firsts[series.ids]
@@ -256,18 +257,24 @@ def _healthy(
 
 def _beside(timeline: Timeline, state: _Counts, row: int) -> Iterator[Beside]:
     """Each once, however often the step saw it."""
-    same = [timeline.codes[name] == timeline.codes[name][row] for name in ("step", "root", "module_path")]
-    rank = timeline.codes["rank"]
-    same.append((rank == rank[row]) | timeline.table.column("rank").is_null().to_numpy())
-    same.append(holds(timeline.table.column("site"), ("param", "input").__contains__))
-    same.append(np.arange(timeline.num_rows) != row)
-    rows = np.flatnonzero(np.all(same, axis=0))
+    step, root, module, rank = (timeline.codes[name] for name in ("step", "root", "module_path", "rank"))
+    here = (step == step[row]) & ((rank == rank[row]) | timeline.table.column("rank").is_null().to_numpy())
+    of_module = holds(timeline.table.column("site"), ("param", "input").__contains__)
+    of_module &= (root == root[row]) & (module == module[row])
+    losses = _is_loss(timeline.table)
+    rows = np.flatnonzero(here & (of_module | (losses & ~losses[row])) & (np.arange(timeline.num_rows) != row))
     state.complete(rows)
     bad = rows[(state.nan[rows] > 0) | (state.inf[rows] > 0)]
     bad = bad[~state.excused()[bad]]
     for first in bad[group([timeline.codes[name][bad] for name in ("site", "name")]).firsts].tolist():
         site, name = (timeline.table.column(column)[first].as_py() for column in ("site", "name"))
         yield Beside(site, name, int(state.nan[first]), int(state.inf[first]))
+
+
+def _is_loss(table: Any) -> npt.NDArray[np.bool_]:
+    """Which rows are a scalar that is called a loss."""
+    is_so_called = holds(table.column("name"), lambda name: LOSS_NAME.fullmatch(name) is not None)
+    return np.asarray(holds(table.column("site"), "scalar".__eq__) & is_so_called)
 
 
 def _is_skipped(timeline: Timeline, row: int) -> bool:

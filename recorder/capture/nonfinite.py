@@ -5,7 +5,7 @@ Looks at statistics that are there anyway, on the writer thread. Nothing here ma
 Said of are NaN in outputs, gradients, parameters, optimizer state and scalars, and infinities where no program means
 them: in gradients, and in a scalar that is called a loss. Inputs and buffers may hold masks, and an output may be one.
 Gradients of a step that `GradScaler` skips are how it finds its scale: so what is to be said of a gradient waits until
-the step is over.
+the step is over, and so does what comes after it in the step.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import re
 from collections import deque
 from typing import NamedTuple
 
 from .. import voice
-from ..records import Measured, Staged
+from ..records import LOSS_NAME, Measured, Staged
 from .clock import Clock
 
 _logger = logging.getLogger("recorder")
 _GRADIENTS = ("grad_output", "grad_input", "grad")
+_UPDATED = ("param", "optim")
 _SITES = ("output", "scalar", "param", "optim", *_GRADIENTS)
-_LOSS = re.compile(r"(.*[./])?loss")
 _SKIPPED = "skipped"
 _MAX_STEPS = 64
 """Steps that are remembered: of a finding the next one is waited for, and the writer may be behind by some."""
@@ -51,6 +50,10 @@ class FirstNonFinite:
         self._is_said = False
         self._waiting: Found | None = None
         """A gradient of a step that may yet be skipped."""
+        self._next: Found | None = None
+        """What came after that gradient in its step, and is no gradient: the first value, if the step is skipped."""
+        self._loss = ""
+        """The name of a loss of that step which came after the gradient and is not finite."""
         self._skipped: deque[int] = deque(maxlen=_MAX_STEPS)
         self._taken: deque[int] = deque(maxlen=_MAX_STEPS)
         """Steps that were not skipped, where that is known from rows alone."""
@@ -75,20 +78,27 @@ class FirstNonFinite:
         if not num_nan and not num_inf:
             return
         is_gradient = origin.site in _GRADIENTS
-        if not num_nan and not is_gradient and not (origin.site == "scalar" and _LOSS.fullmatch(origin.name)):
+        is_loss = origin.site == "scalar" and LOSS_NAME.fullmatch(origin.name) is not None
+        if not num_nan and not is_gradient and not is_loss:
             return
         found = Found(step, _where(staged), _counts(num_nan, num_inf, math.prod(staged.shape)))
-        if not is_gradient:
+        if self._waiting is None and not is_gradient:
             self.first = found
         elif self._waiting is None:
             self._waiting = found
+        elif not is_gradient:
+            self._next = self._next or found
+            self._loss = self._loss or (_where(staged) if is_loss else "")
+            if origin.site in _UPDATED:  # so the step was not skipped
+                self._taken.append(step)
 
     def _decide(self, waiting: Found) -> None:
         """The step of a gradient is over."""
-        self._waiting = None
-        is_taken = waiting.step in self._taken if self.is_told_by_rows else waiting.step not in self._skipped
-        if is_taken and self.first is None:
-            self.first = waiting
+        is_taken = waiting.step in self._taken or not (self.is_told_by_rows or waiting.step in self._skipped)
+        if is_taken and self._loss:
+            waiting = waiting._replace(what=f"{waiting.what}; {self._loss} of this step is not finite, either")
+        self.first = waiting if is_taken else self._next
+        self._waiting, self._next, self._loss = None, None, ""
 
     def look(self, command: str | None, *, is_last: bool = False) -> None:
         """Say what is to be said and can be now.

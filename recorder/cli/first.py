@@ -74,9 +74,10 @@ def _nonfinite_facts(bad: NonFinite) -> Iterator[tuple[str, str]]:
         "nothing" if before is None else f"{_value(before)}, step {before.step}{_when(before)}",
     )
     for one in bad.beside:
-        name = f"{one.site} {one.name}" if one.site == "input" and one.name else one.name or one.site
+        name = f"{one.site} {one.name}" if one.site in ("input", "scalar") and one.name else one.name or one.site
         counts = [f"{count} {what}" for count, what in ((one.nan_count, "NaN"), (one.inf_count, "infinite")) if count]
-        yield "beside it", f"its {name} holds {' and '.join(counts)} at step {bad.place.step}, too"
+        name = name if one.site == "scalar" else f"its {name}"
+        yield "beside it", f"{name} holds {' and '.join(counts)} at step {bad.place.step}, too"
     if bad.last_healthy is None:
         yield "last healthy itself", "never recorded so before"
     else:

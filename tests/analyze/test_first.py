@@ -526,6 +526,20 @@ def test_what_else_of_the_module_is_not_finite_is_told(tmp_path: Path, has_stati
     assert bad.beside == [("param", "weight", 1, 0)]
 
 
+def test_a_loss_that_is_not_finite_is_told_beside_and_is_no_mask(tmp_path: Path) -> None:
+    def scalar(seq: int, step: int, value: float, name: str = "train/loss") -> Row:
+        columns = {"site": "scalar", "name": name, "module_path": "", "phase": "forward"}
+        return make_row(seq, np.array(value, np.float32), step=step, **columns)
+
+    rows = [scalar(0, 0, math.inf, "best"), make_row(1, np.full(4, math.nan, np.float32), module_path="up", step=1)]
+    late = [scalar(2, 1, math.nan), scalar(3, 1, math.inf, "loss"), scalar(4, 1, math.inf, "best")]
+    bad = found(write(tmp_path / "late", rows + late)).nonfinite
+    assert bad is not None and (bad.place.module_path, bad.place.site) == ("up", "output")
+    assert bad.beside == [("scalar", "train/loss", 1, 0), ("scalar", "loss", 0, 1)]
+    bad = found(write(tmp_path / "early", [rows[0], scalar(1, 0, math.inf), scalar(2, 0, math.nan)])).nonfinite
+    assert bad is not None and (bad.place.name, bad.inf_count, bad.beside) == ("train/loss", 1, [])
+
+
 def test_a_run_that_lacks_ranks_says_why_nothing_was_compared(tmp_path: Path) -> None:
     run = write(tmp_path / "run", params(0, [1.0]), params(1, [2.0]))
     assert found(run).why_none_compared == ""

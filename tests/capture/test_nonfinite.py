@@ -144,6 +144,52 @@ def test_an_infinite_scalar_counts_where_it_is_called_a_loss(
     assert len(said(nn.Linear(4, 2), train)) == is_said
 
 
+def test_a_gradient_is_said_before_the_state_that_an_optimizer_made_of_it(said: Callable[..., list[str]]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def train(model: nn.Module, step: int) -> None:
+        optimizer.zero_grad()
+        out = model(torch.ones(2, 4))
+        root_of_zero = (out - out.detach()).sum().sqrt() if step == 1 else 0.0  # its gradient is infinite
+        (out.square().sum() + root_of_zero).backward()
+        optimizer.step()
+
+    (text,) = said(model, train)
+    assert "step 1, '1' grad_output (4 infinite of 4 elements)" in text
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_loss_that_is_not_finite_is_named(said: Callable[..., list[str]], step: int) -> None:
+    """The first step's is recorded at the end of the step, for the program may give one of its own until then."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def train(model: nn.Module, at: int) -> None:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().sum()
+        (loss * math.nan if at == step else loss).backward()
+        optimizer.step()
+
+    (text,) = said(model, train)
+    first = "step 1, scalar loss (1 NaN of 1 element)"
+    late = "step 0, '' grad_output (4 NaN of 4 elements; scalar loss of this step is not finite, either)"
+    assert (first if step else late) in text
+
+
+@pytest.mark.parametrize(("is_skipped", "where"), [(True, "scalar train/loss"), (False, "'up' grad")])
+def test_what_comes_after_a_gradient_is_the_first_where_its_step_is_skipped(is_skipped: bool, where: str) -> None:
+    watch = FirstNonFinite(rank=0, clock=Clock())
+    bad = Measured(mean=0.0, nan_count=1)
+    watch.saw(fake_staged(module_path="up", site="grad"), bad)
+    watch.saw(fake_staged(module_path="up", site="grad", name="bias"), bad)
+    watch.saw(fake_staged(site="scalar", name="train/loss"), bad)
+    if is_skipped:
+        watch.skipped(0)
+    watch.saw(fake_staged(module_path="down", step=1), bad)
+    assert watch.first is not None and (watch.first.step, watch.first.where) == (0, where)
+
+
 def test_of_a_step_that_is_decided_on_a_device_the_row_that_says_so_is_waited_for() -> None:
     clock = Clock()
     watch = FirstNonFinite(rank=0, clock=clock)
