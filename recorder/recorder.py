@@ -69,6 +69,8 @@ class Recorder:
         self.loaded = loaded
         self.settings = loaded.settings
         self.by_flag = by_flag
+        self._typed = ""
+        """What means the run in a command; empty while its name is not known."""
         self._dir = Path(loaded.settings.dir).absolute()  # the program may change its working directory later
         self.events = Events()
         self.capture: Capture | None = None
@@ -297,8 +299,19 @@ class Recorder:
                 f"the ranks could not agree on a run name, so this rank writes to {name!r}; start through torchrun or "
                 "initialise the process group before the first forward",
             )
-        manifest = self._description.run(name)
-        return RunPlace(run_dir=self._dir / name, run_manifest=manifest, rank=here.rank, attempt=here.attempt)
+        run_dir = self._dir / name
+        return RunPlace(
+            run_dir=run_dir,
+            run_manifest=self._description.run(name),
+            rank=here.rank,
+            attempt=here.attempt,
+            named=functools.partial(self._take_name, run_dir),
+        )
+
+    def _take_name(self, run_dir: Path, name: str) -> None:
+        """On the writer thread, which alone may ask the disk whether something else is called so."""
+        is_default = self.loaded.sources.get("dir", "default") == "default"
+        self._typed = summary.typed(run_dir, name, Path(self.settings.dir), is_default=is_default)
 
     def _manifest(self) -> dict[str, Any]:
         assert self.capture is not None and self._description is not None
@@ -604,7 +617,7 @@ class Recorder:
             return
         stats = self._writer.stats()
         found = summary.Summary(
-            run_dir=place,
+            run=self._typed or summary.quoted(place),
             world_size=about.topology.world_size,
             last_step=stats.last_written_step,
             ledger=ledger,
@@ -619,7 +632,7 @@ class Recorder:
 
     def _how_to_learn_more(self) -> str | None:
         place = self.place()
-        return None if place is None else f"recorder first {summary.quoted(place)}"
+        return None if place is None else f"recorder first {self._typed or summary.quoted(place)}"
 
     def _finish(self) -> None:
         """The process is about to go: end the recording, or wait for the end that is under way."""

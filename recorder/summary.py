@@ -26,7 +26,8 @@ _logger = logging.getLogger("recorder")
 class Summary:
     """What rank 0 knows at the end."""
 
-    run_dir: Path
+    run: str
+    """What means the run in a command, quoted for a shell."""
     world_size: int
     last_step: int | None
     """The last of which a row was written."""
@@ -52,7 +53,8 @@ class Summary:
         facts = []
         if self.nonfinite is not None:
             step, where, _ = self.nonfinite
-            facts.append(f"not finite since step {step}, {where}")
+            view = " (of rank 0; recorder first looks at all ranks)" if self.world_size > 1 else ""
+            facts.append(f"not finite since step {step}, {where}{view}")
         facts.append(f"dropped {', '.join(losses)}" if losses else "nothing dropped")
         if not ledger["observed"]:
             facts = ["no value was seen that the rules select" if self.is_asked_for else "no rule is for rank 0"]
@@ -64,10 +66,9 @@ class Summary:
             facts.append(f"{counted(suspect, 'row')} that the disk may have lost")
         is_odd = losses or suspect or not ledger["observed"]
         commands = ["first"] * (self.nonfinite is not None) + ["doctor"] * bool(is_odd and self.is_asked_for)
-        run = quoted(self.run_dir)
         return (
             f"{written}; {'; '.join(facts)}",
-            f"next: {'; '.join(f'recorder {command} {run}' for command in commands or ['show'])}",
+            f"next: {'; '.join(f'recorder {command} {self.run}' for command in commands or ['show'])}",
         )
 
 
@@ -113,6 +114,21 @@ def _is_configured() -> bool:
         or root.level != logging.WARNING
         or root.manager.disable >= logging.INFO
     )
+
+
+def typed(run_dir: Path, name: str, folder: Path, *, is_default: bool) -> str:
+    """What means a run in a command, typed where the program was started: its name, or its path where that is taken.
+
+    Args:
+        run_dir: where it is.
+        name: what it is called.
+        folder: the folder of runs, as the settings say it.
+        is_default: commands look into this folder by themselves.
+    """
+    others = [run_dir.parent / name] + [run_dir.parent.parent / name] * is_default
+    if any(path != run_dir and os.path.lexists(path) for path in others):
+        return quoted(run_dir)
+    return quoted(Path(name) if is_default else folder / name)
 
 
 def quoted(path: Path) -> str:

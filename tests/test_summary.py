@@ -6,6 +6,7 @@ import fcntl
 import io
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -67,8 +68,7 @@ def test_a_run_ends_with_two_lines_once_and_not_in_a_forked_child(outputs: dict[
     done, first, second = outputs["plain"].splitlines()
     assert done == "done"
     assert first.startswith("recorder: ") and " rows, " in first and first.endswith("up to step 2; nothing dropped")
-    run = second.removeprefix("recorder: next: recorder show ")
-    assert (Path(run) / "_run.json").is_file()
+    assert re.fullmatch(r"recorder: next: recorder show train-\d{8}-\d{6}", second)
 
 
 def test_it_says_the_last_step_that_has_rows(outputs: dict[str, str]) -> None:
@@ -142,7 +142,7 @@ def unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
 def of_a_run(tmp_path: Path, **changes: object) -> summary.Summary:
     ledger: dict[str, object] = {"observed": 12, "written": 10, "dropped": {}, "retired": {"rows": 0, "bytes": 0}}
     facts: dict[str, object] = {
-        "run_dir": tmp_path,
+        "run": summary.quoted(tmp_path),
         "world_size": 1,
         "last_step": 7,
         "nonfinite": None,
@@ -157,7 +157,8 @@ def of_a_run(tmp_path: Path, **changes: object) -> summary.Summary:
 
 def test_losses_and_waits_are_told_and_what_to_type_then(tmp_path: Path) -> None:
     first, second = of_a_run(
-        tmp_path / "a run",
+        tmp_path,
+        run=summary.quoted(tmp_path / "a run"),
         world_size=4,
         waited_s=3.25,
         longest_wait_s=1.0,
@@ -180,6 +181,30 @@ def test_what_is_not_finite_is_told_and_what_to_type_then(tmp_path: Path) -> Non
     assert second == f"next: recorder first {tmp_path}; recorder doctor {tmp_path}"
 
 
+def test_of_several_ranks_it_is_said_whose_view_it_is(tmp_path: Path) -> None:
+    first, _ = of_a_run(tmp_path, world_size=2, nonfinite=(5, "'0' grad weight", "1 NaN of 8 elements")).lines
+    assert "; not finite since step 5, '0' grad weight (of rank 0; recorder first looks at all ranks);" in first
+
+
+@pytest.mark.parametrize(
+    ("folder", "is_default", "taken", "typed"),
+    [
+        ("recordings", True, [], "big=1"),
+        ("recordings", True, ["big=1"], "RUN"),
+        ("recordings", True, ["recordings/big=1"], "RUN"),
+        ("other", False, ["big=1"], "other/big=1"),
+        ("other", False, ["other/big=1"], "RUN"),
+    ],
+)
+def test_the_run_is_called_by_its_name_where_nothing_else_is_called_so(
+    tmp_path: Path, folder: str, is_default: bool, taken: list[str], typed: str
+) -> None:
+    run = tmp_path / folder / "an-id"
+    for path in [run, *(tmp_path / name for name in taken)]:
+        path.mkdir(parents=True)
+    assert summary.typed(run, "big=1", Path(folder), is_default=is_default) == typed.replace("RUN", str(run))
+
+
 def test_a_recording_of_which_nothing_was_written_names_no_step(tmp_path: Path) -> None:
     first, _ = of_a_run(tmp_path, last_step=None, written_bytes=0, dropped={"disk_floor": 12}).lines
     assert first.endswith(" rows, 0 B; dropped 12 disk_floor")
@@ -190,7 +215,7 @@ def test_a_path_that_would_move_a_terminal_is_escaped_and_a_shell_still_finds_it
     folder = tmp_path / name
     folder.mkdir()
     (folder / "it").touch()
-    _, line = of_a_run(folder).lines
+    _, line = of_a_run(tmp_path, run=summary.quoted(folder)).lines
     assert line.isprintable()
     quoted = line.removeprefix("next: recorder show ")
     assert subprocess.run(["bash", "-c", f"ls {quoted}"], capture_output=True, text=True).stdout == "it\n"

@@ -2,8 +2,9 @@
 
 Looks at statistics that are there anyway, on the writer thread. Nothing here may touch a tensor or raise.
 
-Said of are NaN in outputs, gradients, parameters, optimizer state and scalars, and infinities where no program means
-them: in gradients, and in a scalar that is called a loss. Inputs and buffers may hold masks, and an output may be one.
+Said of are NaN in what a root is given, in outputs, gradients, parameters, optimizer state and scalars, and infinities
+where no program means them: in gradients, and in a scalar that is called a loss. Inputs and buffers may hold masks, and
+an output may be one. What modules inside a root are given came from an output, or from the program between two modules.
 Gradients of a step that `GradScaler` skips are how it finds its scale: so what is to be said of a gradient waits until
 the step is over, and so does what comes after it in the step.
 """
@@ -69,7 +70,8 @@ class FirstNonFinite:
         origin, step = staged.origin, staged.moment.step
         if self._waiting is not None and step > self._waiting.step:
             self._decide(self._waiting)
-        if self.first is not None or origin.site not in _SITES or staged.phase == "recompute":
+        is_told_of = origin.site in _SITES or (origin.site == "input" and not origin.module_path)
+        if self.first is not None or not is_told_of or staged.phase == "recompute":
             return
         if origin.site == "scalar" and origin.name == _SKIPPED:
             (self._skipped if measured.mean else self._taken).append(step)

@@ -16,13 +16,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..analyze.expected import Expectation, compare, source_accounts
-from ..analyze.holes import Hole
+from ..analyze.holes import REASONS, Hole
 from ..analyze.problems import layout_problems
 from ..config import FLAG, is_enabled, load_settings
 from ..errors import ConfigError
 from ..read.modules import listed_hooks
 from ..read.run import Run
 from ..read.unsealed import unsealed_note
+from ..read.which import typed_for
 from ..read.writers import Balance, load_balances
 from ..units import size
 from .module_names import grouped
@@ -39,6 +40,8 @@ _STEP_SOURCES = {
     "optimizer": "counted on from the number in the optimizer's state",
     "user": "those that the program gave",
 }
+_EXPLAINING = {reason.key: reason for reason in REASONS if not reason.is_loss}
+"""Kinds of events that say why values are not there, by the reason of their holes; others say that something failed."""
 _STATES = ("ok", "note", "missing")
 """What matters most stands last, next to the prompt."""
 
@@ -151,7 +154,7 @@ def _run(run: Run) -> Iterator[Check]:
     yield from _endings(run, found)
     if wrong is None:
         yield Check("ok", "not checked here: whether the ranks' pieces fit together, which is a long look at many rows")
-    command = shlex.join(["recorder", "verify", str(run.path)])
+    command = shlex.join(["recorder", "verify", typed_for(run.path, run.name)])
     yield Check("ok", f"not checked here: whether every byte is as it was written; that is: {command}")
 
 
@@ -331,7 +334,12 @@ def _events(run: Run) -> Iterator[Check]:
             ranks_of.setdefault(key, []).append("" if writer.rank is None else str(writer.rank))
     for (kind, message), ranks in ranks_of.items():
         listed = _listed(sorted(set(ranks) - {""}, key=int))
-        yield Check("missing", f"event {kind}{f' (rank {listed})' if listed else ''}: {message}")
+        text = f"event {kind}{f' (rank {listed})' if listed else ''}: {message}"
+        explains = _EXPLAINING.get(kind)
+        if explains is None:
+            yield Check("missing", text)
+        else:
+            yield Check("note", text, is_strict=not explains.is_harmless)
 
 
 def _accounts(run: Run) -> Iterator[Check]:

@@ -91,9 +91,11 @@ def _spread(found: First) -> str:
 
 def _print_replica(run: Run, found: First) -> None:
     differing = found.replica
-    if differing is None:
-        why = f": {found.why_none_compared}" if found.why_none_compared else ""
-        rest = f"{counted(found.num_compared, 'value')} compared" if found.num_compared else f"none compared{why}"
+    if differing is None and not found.num_compared:
+        why = found.why_none_compared or "there is no parameter, gradient or optimizer state to compare"
+        say(f"{run.name}: replicas: not compared, because {why}")
+    elif differing is None:
+        rest = f"{counted(found.num_compared, 'value')} compared"
         say(f"{run.name}: no parameter, gradient or optimizer state differs between its replicas ({rest})")
     else:
         title = f"first replica that differs: step {differing.place.step}, {_value(differing.place)}"

@@ -285,7 +285,8 @@ class LineHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
-        print(f"recorder: {record.levelname.lower()}: {printable_line(record.getMessage())}", file=sys.stderr)
+        text = printable_line(record.getMessage().removeprefix("recorder: "))  # which a program's own log shows
+        print(f"recorder: {record.levelname.lower()}: {text}", file=sys.stderr)
 
 
 def number(value: float | int | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
@@ -18,6 +19,7 @@ from ..format.schema import COUNTS, SITES, STATISTICS
 from ..patterns import hint
 from ..read.lookup import ended_before
 from ..read.run import Run
+from ..read.which import typed_for
 from .ls import jitter_note
 from .output import Column, Table, counted, number, print_json, say, span
 from .spark import NOT_FINITE, spark_line
@@ -72,7 +74,8 @@ def modules_meant(run: Run, wanted: Selection) -> list[str]:
     """
     found = wanted.modules(run.module_paths)
     if not found and wanted.module is not None:
-        near = hint(wanted.module, run.module_paths, otherwise=f"; recorder show {run.path} lists the modules")
+        command = shlex.join(["recorder", "show", typed_for(run.path, run.name)])
+        near = hint(wanted.module, run.module_paths, otherwise=f"; {command} lists the modules")
         raise LookupFailedError(f"no module {wanted.module!r} in this run{near}")
     return found
 

@@ -371,7 +371,7 @@ class Run:
         counts = {"unclosed writer": len(self.endings), "problem": len(self.problems)}
         rest = "".join(f", {counted(number, noun)}" for noun, number in counts.items() if number)
         ranks, rows = counted(len(self.ranks), "rank"), counted(self.num_rows, "row")
-        return f"<Run {self.run_id!r}: {ranks}, {steps}, {rows}{rest}>"
+        return f"<Run {self.name!r}: {ranks}, {steps}, {rows}{rest}>"
 
     def _tensor_bytes(
         self, module_path: str, question: dict[str, Any]

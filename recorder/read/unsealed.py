@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .run import Run
+from .which import typed_for
 
 
 class Unsealed(NamedTuple):
@@ -31,7 +32,7 @@ def unsealed_note(run: Run) -> str:
     rows = "1 row is" if num_rows == 1 else f"{num_rows} rows are"
     files = "1 open file" if num_files == 1 else f"{num_files} open files"
     them = "it" if num_rows == 1 else "them"
-    target = str(run.path) if isinstance(run.path, Path) else "COPY"
+    target = typed_for(run.path, run.name) if isinstance(run.path, Path) else "COPY"
     seals = f"`{shlex.join(['recorder', 'repair', target])}` seals {'it' if num_files == 1 else 'them'}"
     if target == "COPY":
         seals += " in a copy on a disk"

@@ -10,13 +10,13 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ..config import LATEST, load_settings
-from ..errors import LookupFailedError, NotARunError, RunError
+from ..errors import LookupFailedError, NotARunError, RecorderError, RunError
 from ..format.rundir import MERGE_MANIFEST, RUN_MANIFEST, check_version, run_name
 from ..units import counted, moment
 from . import untrusted
@@ -34,6 +34,7 @@ class ListedRun(NamedTuple):
     place: Place
     name: str
     run_id: str
+    """Empty in a merged run, whose id is that of the run which it was merged from."""
     created_ns: int
 
     @property
@@ -48,6 +49,20 @@ def find_run(path: str | os.PathLike[str] | Place | None = None) -> tuple[Place,
     manifest = store_of(found).read_json(found / RUN_MANIFEST)
     check_version(manifest, str(found / RUN_MANIFEST))
     return found, manifest
+
+
+def typed_for(place: Place, name: str) -> str:
+    """What means a run where a command is typed here, not quoted: its name, FOLDER/NAME, or else its path.
+
+    Args:
+        place: where it is.
+        name: what it is called.
+    """
+    for typed in (name, place.parent / name):
+        with suppress(RecorderError, OSError):
+            if _is_same(_meant(typed, warn=lambda *words: None), place):
+                return str(typed)
+    return str(place)
 
 
 def find_folder(path: str | None) -> Place | None:
@@ -87,12 +102,12 @@ def find_run_around(folder: Path) -> Path | None:
     return next((one for one in (real, *real.parents) if LOCAL.is_file(one / RUN_MANIFEST)), None)
 
 
-def _meant(typed: str | os.PathLike[str] | Place) -> Place:
+def _meant(typed: str | os.PathLike[str] | Place, warn: Callable[..., None] = _logger.warning) -> Place:
     place = place_of(typed)
     store = store_of(place)
     try:
         if store.is_directory(place):
-            return place if has_manifest(place) else _newest_in(place)
+            return place if has_manifest(place) else _newest_in(place, warn)
         if store.exists(place):
             raise NotARunError(f"{place}: not a directory")
         folders = [place.parent] if place.name and store.is_directory(place.parent) else []
@@ -103,10 +118,13 @@ def _meant(typed: str | os.PathLike[str] | Place) -> Place:
     if match := _LATEST.fullmatch(place.name):
         return _counted_back(place, folders[-1:], int(match[1] or 1))
     runs = [run for folder in folders for run in runs_in(folder)]
-    found = [run for run in runs if place.name in run.names]
+    found = [run for run in runs if place.name == run.place.name] or [run for run in runs if place.name in run.names]
     found = found or [run for run in runs if any(name.startswith(place.name) for name in run.names)]
-    if len(found) == 1:
-        return found[0].place
+    if found and all(run.name == found[0].name for run in found):  # their directories tell them apart, if anything
+        newest = max(found, key=lambda run: (run.created_ns, run.place.name))
+        if len(found) > 1:
+            warn("recorder: %s: took %s, the newest of %d runs called %s", place, newest.place, len(found), newest.name)
+        return newest.place
     if found:
         listed = "; ".join(_described(found))
         raise LookupFailedError(
@@ -116,12 +134,12 @@ def _meant(typed: str | os.PathLike[str] | Place) -> Place:
     raise NotARunError(f"{place}: no such directory{_nearest(place, runs, where)}")
 
 
-def _newest_in(folder: Place) -> Place:
+def _newest_in(folder: Place, warn: Callable[..., None]) -> Place:
     runs = runs_in(folder)
     if not runs:
         _raise_no_run(folder)
     if len(runs) > 1:
-        _logger.warning("%s: took %s, the newest of %d runs", folder, runs[-1].name, len(runs))
+        warn("recorder: %s: took %s, the newest of %d runs", folder, runs[-1].name, len(runs))
     return runs[-1].place
 
 
@@ -209,9 +227,10 @@ def _look_at(place: Place) -> ListedRun | None:
     with suppress(RunError):
         manifest = store_of(place).read_json(place / RUN_MANIFEST)
     created, run_id = manifest.get("created_ns"), manifest.get("run_id")
+    is_merged = isinstance(manifest.get("merged_from"), dict)
     return ListedRun(
         place=place,
         name=run_name(manifest) or place.name,
-        run_id=run_id if isinstance(run_id, str) else "",
+        run_id=run_id if isinstance(run_id, str) and not is_merged else "",
         created_ns=created if type(created) is int else 0,
     )

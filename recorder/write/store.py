@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import native
 from ..config import Schedule
-from ..errors import WriteError
+from ..errors import RunError, WriteError
 from ..format.codec import Encoder
 from ..format.rundir import (
     RUN_MANIFEST,
@@ -24,6 +24,8 @@ from ..format.rundir import (
     index_name,
     open_name,
     rank_dir,
+    read_json,
+    run_name,
 )
 from ..format.schema import FORMAT_NAME, FORMAT_VERSION, SCHEMA
 from .backoff import Backoff, drop_reason
@@ -61,6 +63,8 @@ class RunPlace:
     """The content of `_run.json`, for the first writer to come."""
     rank: int
     attempt: int
+    named: Callable[[str], None] = lambda name: None
+    """Told on the writer thread what the run is called, which is for the first writer to say."""
 
 
 class Store:
@@ -199,7 +203,12 @@ class Store:
         try:
             self._make_directories(place.run_dir)
             content = {**_FORMAT, **place.run_manifest}
-            create_manifest(self._disk, place.run_dir / RUN_MANIFEST, content, unsynced=self._say_unsynced)
+            manifest = place.run_dir / RUN_MANIFEST
+            if not create_manifest(self._disk, manifest, content, unsynced=self._say_unsynced):
+                with contextlib.suppress(RunError):  # one that cannot be read names nothing
+                    content = read_json(manifest)
+            if (name := run_name(content)) is not None:
+                place.named(name)
             parent = place.run_dir / rank_dir(place.rank)
             self._make_directories(parent)
             directory = self._make_own_directory(parent, place.attempt)

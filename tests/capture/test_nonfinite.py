@@ -53,10 +53,10 @@ def test_each_rank_says_its_first_once_and_rank_0_says_at_the_end_what_to_type(t
     assert len(said) == len(finished.lines("first value that is not finite")) == 2
     assert said[1][2] == "step 3, '0' output (2 NaN of 8 elements)"
     assert said[0][2] == "step 3, '1' grad weight (2 NaN of 8 elements)"  # what the reduction brought
-    assert said[0][3] == str(finished.run.path)
+    assert said[0][3] == said[1][3] == f"recordings/{finished.run.name}", "as the program named its folder"
     (written,) = finished.lines("rows of rank 0")
-    assert "not finite since step 3, '1' grad weight; nothing dropped" in written
-    assert finished.lines("recorder: next: ") == [f"recorder: next: recorder first {finished.run.path}"]
+    assert "not finite since step 3, '1' grad weight (of rank 0; recorder first looks at all ranks); nothing" in written
+    assert finished.lines("recorder: next: ") == [f"recorder: next: recorder first recordings/{finished.run.name}"]
 
 
 @pytest.fixture
@@ -131,6 +131,18 @@ def test_infinite_gradients_of_a_step_that_is_taken_are_one(said: Callable[..., 
 
     (text,) = said(model, train)
     assert "step 0, '' grad weight (8 infinite of 8 elements)" in text
+
+
+def test_nan_in_what_the_model_is_given_comes_before_what_it_makes_of_it(said: Callable[..., list[str]]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(model: nn.Module, step: int) -> None:
+        model(torch.tensor([[math.nan if step == 1 else 1.0, 1.0]])).sum().backward()
+        optimizer.step()
+
+    (text,) = said(model, train)
+    assert "step 1, '' input" in text and "(1 NaN of 2 elements)" in text
 
 
 @pytest.mark.parametrize(("name", "is_said"), [("loss", True), ("train/loss", True), ("loss_scale", False)])

@@ -139,7 +139,7 @@ def test_hooks_that_a_compiler_removed(cli: Cli, tmp_path: Path, in_place: bool)
     else:
         graph = compiled(model)
         found, hidden = recorded(cli, tmp_path, graph), INSIDE
-    assert_told(found, {"compiled": hidden}, COMPILED, "event compiled (rank 0): model: ", exit_code=1)
+    assert_told(found, {"compiled": hidden}, COMPILED, "event compiled (rank 0): model: ", exit_code=0)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # by dynamo
@@ -158,14 +158,14 @@ def test_hooks_that_a_compiler_removed_from_a_part_leave_the_rest_explained_by_i
         recorded(cli, tmp_path, model),
         OUTSIDE | {"compiled": hidden},
         "values inside compiled modules are not recorded ('blocks')",
-        exit_code=1,
+        exit_code=0,
     )
 
 
 def test_a_model_inside_a_compiled_function(cli: Cli, tmp_path: Path) -> None:
     model = Net()
     found = recorded(cli, tmp_path, model, compiled(lambda x: model(x)))
-    assert_told(found, {"compiled": INSIDE | {""}}, COMPILED, exit_code=1)
+    assert_told(found, {"compiled": INSIDE | {""}}, COMPILED, exit_code=0)
 
 
 @pytest.mark.parametrize("how", ["wrapper", "inner", "in place", "function"])
@@ -210,7 +210,7 @@ def test_a_part_that_torch_jit_made_takes_no_hooks(cli: Cli, tmp_path: Path, how
         OUTSIDE | {"scripted": {"blocks", "blocks.0", "blocks.1"}},
         "scripted or traced by torch.jit, which takes no hooks: instrument it before: ",
         "values inside scripted modules are not recorded ('blocks')",
-        exit_code=1,
+        exit_code=0,
     )
 
 
@@ -218,7 +218,7 @@ def test_a_scripted_model_has_parameters_and_gradients_of_every_step(cli: Cli, t
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
         model = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    assert_told(recorded(cli, tmp_path, model), {"scripted": {"", "0", "1"}}, exit_code=1)
+    assert_told(recorded(cli, tmp_path, model), {"scripted": {"", "0", "1"}}, exit_code=0)
 
 
 def test_containers_in_a_graph_of_fx_have_no_call(cli: Cli, tmp_path: Path) -> None:
@@ -395,7 +395,7 @@ def test_an_artefact_without_its_model_is_expected_to_show_what_is_tapped(
 
 def test_what_a_compiler_hides_is_explained_and_told_once(cli: Cli, tmp_path: Path) -> None:
     found = recorded(cli, tmp_path, compiled(Handing()))
-    assert found.exit_code == 1, "nobody asked for taps"
+    assert found.exit_code == 0, "the event explains, and nothing is lost"
     assert "left no rows" not in found.out
     assert found.out.count(COMPILED) == 1 and found.out.count("event compiled") == 1
     totals = {check["site"]: check for check in found.checks if "expected" in check}

@@ -92,11 +92,57 @@ def test_an_ambiguous_name_is_one_line_with_name_time_and_steps(cli: Cli, named:
     assert re.search(rf"demo-20260101-000000 {time}up to step 7\); demo-20260102-000000 {time}no steps\)", found.err)
 
 
-def test_runs_of_one_name_are_told_apart_by_their_directories(cli: Cli, named: Path) -> None:
-    make_run(named / "3a-id", name="big=1", created_ns=9)
-    found = cli("top", "big=1")
-    assert found.exit_code == 2 and "big=1 (2a-id, " in found.err and "big=1 (3a-id, " in found.err
-    assert headline(cli, "2a-id") == "big=1"
+@pytest.mark.parametrize("typed", ["big=1", "big"])
+def test_of_several_runs_of_one_name_the_newest_is_taken_and_said(cli: Cli, named: Path, typed: str) -> None:
+    older = make_run(named / "3a-id", name="big=1", created_ns=9)
+    found = cli("top", typed)
+    assert found.exit_code == 0
+    warning = f"{typed}: took recordings/2a-id, the newest of 2 runs called big=1"
+    assert found.err == f"recorder: warning: {warning}\n"
+    assert open_run(typed).path.name == "2a-id" and open_run("3a-id").path.resolve() == older
+    assert cli("top", "2a-id").err == "", "directories tell them apart"
+
+
+def test_a_merged_run_does_not_compete_by_the_id_of_its_source(cli: Cli, named: Path) -> None:
+    for number, place in enumerate([named / "mm60", named.parent / "mm80"]):
+        make_run(place, run_id="0a-id", created_ns=10**19 + number, merged_from={"run_id": "0a-id"})
+    for typed in ("0a-id", "0a"):
+        assert headline(cli, typed) == headline(cli, f"recordings/{typed}") == "demo-20260101-000000"
+    assert headline(cli, "mm60") == "mm60" and headline(cli, "mm8") == "mm80"
+
+
+def test_a_directory_goes_before_a_name_and_an_exact_one_before_beginnings(cli: Cli, named: Path) -> None:
+    make_run(named / "big=1", name="other", created_ns=1)
+    make_run(named / "0a-id-2", created_ns=2)
+    assert headline(cli, "big=1") == "other" and headline(cli, "0a-id") == "demo-20260101-000000"
+
+
+def test_a_run_is_named_in_what_to_type_next_if_its_name_means_it_from_here(
+    cli: Cli, named: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = make_run(named / "3a-id", name="big=1", created_ns=9)
+
+    def typed(run: Path) -> str:
+        (line,) = [line for line in cli("doctor", run).out.splitlines() if "recorder verify " in line]
+        word = line.rpartition("recorder verify ")[2]
+        assert open_run(word).path.resolve() == run
+        return word
+
+    assert typed(named / "0a-id") == "demo-20260101-000000"
+    assert typed(named / "2a-id") == "big=1"
+    assert typed(older) == str(older)
+    monkeypatch.chdir("/")
+    assert typed(named / "0a-id") == str(named / "demo-20260101-000000")
+    assert repr(open_run(named / "0a-id")).startswith("<Run 'demo-20260101-000000': ")
+
+
+def test_a_program_is_told_in_the_words_of_the_command_line_which_run_was_taken(
+    cli: Cli, named: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_run()
+    assert [record.getMessage() for record in caplog.records] == [
+        "recorder: recordings: took big=1, the newest of 3 runs"
+    ]
 
 
 @pytest.mark.parametrize(("typed", "why"), [("@-4", "holds 3 runs, the oldest is @-3"), ("bigg", "nearest is big=1")])

@@ -119,7 +119,7 @@ def test_first_tells_of_the_module_s_own_weight(cli: Cli, tmp_path: Path) -> Non
     found = cli("first", write(tmp_path / "run", rows))
     (line,) = [line for line in found.out.splitlines() if line.startswith("beside it")]
     assert line.endswith(" its weight holds 1 NaN and 1 infinite at step 3, too")
-    assert found.out.splitlines()[-1].endswith("(none compared: one rank has no replicas)")
+    assert found.out.splitlines()[-1] == "run: replicas: not compared, because one rank has no replicas"
 
 
 def test_stats_as_a_table(cli: Cli, tmp_path: Path) -> None:
