@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -50,6 +52,9 @@ _READER_GONE = 141
 """What a shell says of a program that wrote to a pipe that nobody reads any more."""
 _MISUSE = 2
 _INTERRUPTED = 130
+_COMPLETION = ("--install-completion", "--show-completion")
+_SHELL_IS_NAMED = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"
+"""With it typer's options for completion take the name of a shell; without it they take none, and would ignore one."""
 _UsageError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 """Of typer's own copy of click, or of click itself where typer has none."""
 
@@ -62,6 +67,8 @@ def run_command(arguments: list[str]) -> NoReturn:
     library.handlers = [LineHandler()]
     library.propagate = False
     stdout = sys.stdout
+    if any(option in _COMPLETION and not word.startswith("-") for option, word in pairwise(arguments)):
+        os.environ[_SHELL_IS_NAMED] = "1"
     try:
         sys.exit(app(arguments, prog_name="recorder", standalone_mode=False))
     except SystemExit:

@@ -53,6 +53,9 @@ def show_stats(
     if sort is not None:
         sorted_by, direction = _order(table, sort)
         table = table.take(pc.sort_indices(table, [(sorted_by, direction)]))  # what is null stands last
+    asked = {word.strip() for one in by for word in one.split(",")}
+    keys = [name for name in _KEYS if name in table.column_names]
+    keys = [name for name in keys if _TITLES.get(name, name) in asked or _is_worth(table, name)]  # before it is cut
     if as_json:
         table = table.slice(0, top or None)
         told = {"run": str(run.path), "problems": [*found.problems, *run.problems], "notes": found.notes}
@@ -66,7 +69,7 @@ def show_stats(
     what = "global tensors" if options.across_ranks else "each rank's own"
     which, option = ("first", "--top") if is_first else ("last", "--last")
     cut = f", the {which} {shown} of {num_rows} rows ({option} 0 shows all)" if table.num_rows < num_rows else ""
-    _print(table, sorted_by, title=f"{run.name}: statistics of {what}{cut}")
+    _print(table, keys, sorted_by, title=f"{run.name}: statistics of {what}{cut}")
     for problem in found.problems:
         say(f"finding: {problem}")
     for note in found.notes:
@@ -89,8 +92,7 @@ def _order(table: Any, sort: str) -> tuple[str, str]:
     return column, "descending" if order == "desc" or sort.startswith("-") else "ascending"
 
 
-def _print(table: Any, sorted_by: str, title: str) -> None:
-    keys = [name for name in _KEYS if name in table.column_names and _is_worth(table, name)]
+def _print(table: Any, keys: Sequence[str], sorted_by: str, title: str) -> None:
     counts = [name for name in ("rows", "rows_without", "numel") if name in table.column_names]
     numbers = [*_SHOWN, *COUNTS, *([WHY] if has_why(table) else [])]
     shown = list(dict.fromkeys([*keys, *([sorted_by] if sorted_by else []), *counts, *numbers]))

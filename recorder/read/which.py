@@ -131,6 +131,8 @@ def _meant(typed: str | os.PathLike[str] | Place, warn: Callable[..., None] = _l
             f"{place}: {len(found)} runs begin so: {listed}; type more of the name or the directory"
         )
     where = " or ".join(map(str, dict.fromkeys(folders)))
+    if re.fullmatch(r"@[+-]?\d*", place.name):
+        raise NotARunError(f"{place}: no such run; @-1 is the newest, @-2 the one before")
     raise NotARunError(f"{place}: no such directory{_nearest(place, runs, where)}")
 
 

@@ -116,11 +116,17 @@ def test_nothing_that_a_shell_would_obey_is_offered(folder: Path, monkeypatch: p
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_is_given_its_script(shell: str, tmp_path: Path) -> None:
-    told = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "HOME": str(tmp_path)}
+    told = {"HOME": str(tmp_path)}
     command = [sys.executable, "-m", "recorder", "--show-completion", shell]
     found = subprocess.run(command, env=os.environ | told, capture_output=True, text=True)
-    assert (found.returncode, found.stderr) == (0, "") and "_RECORDER_COMPLETE=complete_" in found.stdout
+    assert (found.returncode, found.stderr) == (0, "") and f"_RECORDER_COMPLETE=complete_{shell}" in found.stdout
     subprocess.run(
         [*command[:-2], "--install-completion", shell], env=os.environ | told, capture_output=True, check=True
     )
     assert any("RECORDER_COMPLETE" in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_a_shell_that_nobody_knows_is_misuse(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "")  # set by the command, and taken back here
+    found = cli("--show-completion", "foo")
+    assert (found.exit_code, found.out) == (2, "") and "'foo'" in found.err

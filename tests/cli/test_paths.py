@@ -145,7 +145,10 @@ def test_a_program_is_told_in_the_words_of_the_command_line_which_run_was_taken(
     ]
 
 
-@pytest.mark.parametrize(("typed", "why"), [("@-4", "holds 3 runs, the oldest is @-3"), ("bigg", "nearest is big=1")])
+@pytest.mark.parametrize(
+    ("typed", "why"),
+    [("@-4", "holds 3 runs, the oldest is @-3"), ("bigg", "nearest is big=1"), ("@0", "@-1 is the newest")],
+)
 def test_a_run_that_is_not_there_is_one_line(cli: Cli, named: Path, typed: str, why: str) -> None:
     found = cli("top", typed)
     assert (found.exit_code, found.out, found.err.count("\n")) == (2, "", 1)

@@ -456,6 +456,16 @@ def test_names_of_strangers_are_harmless(cli: Cli, hostile: tuple[Path, Path], c
     assert as_json.out.isascii() and is_harmless(as_json.out) and as_json.json
 
 
+def test_stats_keep_the_column_of_modules_where_only_the_root_is_left(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run)
+    writer.add_shard([[make_row(i, [float(i)], module_path=path) for i, path in enumerate(["m", "", ""])]])
+    writer.finish()
+    _, titles, *lines = cli("stats", run, "--sort", "-absmax", "--top", "2").out.splitlines()
+    assert "module" in titles.split() and all("''" in line.split() for line in lines)
+    assert "module" in cli("stats", run, "''", "--by", "module").out.splitlines()[1].split()
+
+
 def test_stats_are_sorted_by_any_column_and_cut_from_the_top(cli: Cli, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     writer = HandmadeWriter(run)
