@@ -44,6 +44,9 @@ class SiteTotal(NamedTuple):
     """Of those that are not there: the accounts say that they were dropped."""
     retired: int
     """And that retention removed them."""
+    perhaps_dropped: int
+    """Of those that are not there: they were dropped, or there was no such value. The accounts know of drops at these
+    steps, but not of so many."""
 
 
 class Uneven(NamedTuple):
@@ -158,7 +161,8 @@ def compare(run: Run) -> Expectation:
         wanted[slots.module[has_steps[view.code]]] = True
     known_lost = accounted(holes.lost, {one.rank: one.writers for one in ranks})
     none = np.zeros(len(SLOT_SITES), np.int64)
-    columns = (holes.expected, holes.found, holes.explained, *(known_lost.get(reason, none) for reason in ACCOUNTED))
+    by_account = (known_lost.get(reason, none) for reason in ACCOUNTED)
+    columns = (holes.expected, holes.found, holes.explained, *by_account, holes.perhaps_dropped)
     return Expectation(
         totals=[
             SiteTotal(site, *(int(column[number]) for column in columns))

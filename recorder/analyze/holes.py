@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from .accounts import ACCOUNTED, retention
 from .drops import take_room
-from .losses import CAUSES, CUT, DAMAGED, DROPPED, LIVE, RETIRED, UNACCOUNTED
+from .losses import CAUSES, CUT, DAMAGED, DROPPED, LIVE, RETIRED, TOTAL, UNACCOUNTED
 from .losses import FORWARD as IN_FORWARD
 from .rank_view import RankView
 from .slots import FORWARD, HIDDEN, SLOT_SITES, Flags, Slots, Told, distinct
@@ -41,6 +41,7 @@ REASONS = (
     Reason("corrupt", "in a damaged shard", True, False),
     Reason("retired", "removed by retention", False, False),
     Reason("dropped", "seen and dropped", True, False),
+    Reason("perhaps_dropped", "seen and dropped, or never there: more values lack than rows were dropped", True, False),
     Reason("died", "the process ended without closing", True, False),
     Reason("disarmed", "the recorder's hooks kept failing there, and were disarmed", True, False),
     Reason("live", "not recorded yet", False, False),
@@ -103,6 +104,11 @@ _UNCALLED = np.array([_CODE[key] for key in (
 )])  # fmt: skip
 """Reasons that are certain where nothing of the step's forward was dropped: a call would have left a row."""
 
+_NEVER_CALLED = np.array([_CODE[key] for key in ("never_called", "silent")])
+"""Reasons that nothing proves but that no row is there."""
+_GONE = np.array([_CODE[key] for key in ("perhaps_dropped", *_OF_CAUSE.values())])
+"""Reasons by which a row may have been there."""
+
 
 class Hole(NamedTuple):
     """Values that are not there for one reason."""
@@ -131,6 +137,8 @@ class Holes:
         self.found = np.zeros(len(SLOT_SITES), np.int64)
         self.explained = np.zeros(len(SLOT_SITES), np.int64)
         """Values that are not there, and need not be."""
+        self.perhaps_dropped = np.zeros(len(SLOT_SITES), np.int64)
+        """Values that were dropped, or were never there: the accounts know of drops, and not of so many."""
         self.lost: dict[int | None, dict[str, Integers]] = {}
         """By rank and reason, values by site that the accounts of the rank must know of."""
         self._sums: dict[tuple[int, str, int, int], _Sum] = {}
@@ -153,6 +161,8 @@ class Holes:
         known.total[0] += num_missing
         if REASONS[code - 1].is_harmless:
             self.explained[site] += num_missing
+        elif code == _CODE["perhaps_dropped"]:
+            self.perhaps_dropped[site] += num_missing
         elif REASONS[code - 1].key in ACCOUNTED:
             by_site = self.lost.setdefault(rank, {}).setdefault(
                 REASONS[code - 1].key, np.zeros(len(SLOT_SITES), np.int64)
@@ -168,11 +178,14 @@ class Holes:
         for one in told:
             hidden = np.maximum(hidden, one.hidden)
         below = _above(slots, called)
+        gone = np.any([one.modules for (code, *_), one in self._sums.items() if code in _GONE], axis=0)
         found: dict[str, list[tuple[str, str]]] = {}
         for number in np.flatnonzero(wanted & ~has_rows).tolist():
             module = slots.modules[number]
             key = HIDDEN[hidden[number] - 1] if hidden[number] else "children" if below[number] else "never_called"
-            if key == "never_called" and not module.params:
+            if key == "never_called" and gone.any() and gone[number]:
+                key = "gone"
+            elif key == "never_called" and not module.params:
                 key = "without_parameters"
             found.setdefault(key, []).append((module.root, module.path))
         return found
@@ -272,6 +285,8 @@ def _explain_block(
     may_drop = ~never[:, None] & ~is_certain
     dropped = lost == _CODE["dropped"]
     by_drop = take_room(view, columns, some & may_drop & dropped, site[rows], num_found)
+    is_unsure = some & may_drop & dropped & ~by_drop & np.isin(reason, _NEVER_CALLED)
+    reason[is_unsure] = _CODE["perhaps_dropped"]
     reason[by_drop] = _CODE["dropped"]
     lost_otherwise = ~free & ~dropped
     reason[:, lost_otherwise] = lost[lost_otherwise][None, :]
@@ -413,7 +428,20 @@ def _explain_empty_steps(
             codes[axis < view.first_step] = _CODE["later"]
     for cause in reversed(CAUSES):
         codes[view.bits & cause > 0] = _CODE[_OF_CAUSE[cause]]
+    usual[_perhaps_dropped(view, codes, usual)] = _CODE["perhaps_dropped"]
     _add_steps(holes, view, codes, ~view.alive, details, [view.rank], usual)
+
+
+def _perhaps_dropped(view: RankView, codes: npt.NDArray[np.uint8], usual: npt.NDArray[np.uint8]) -> Flags:
+    """Slots of which no step tells whether there is such a value, where the drops are too few for all that lack."""
+    is_empty = ~view.alive & (codes == _CODE["dropped"])
+    per_slot = np.where(usual == 0, view.when[:, is_empty].sum(axis=1)[view.code], 0)
+    was_seen = np.zeros(len(usual), bool)
+    was_seen[view.found // view.when.shape[1]] = True
+    rest = sum(writer.balance.num_dropped for writer in view.writers) - int(view.room_taken[TOTAL].sum())
+    rest -= int(per_slot[was_seen].sum())
+    is_too_little = 0 < rest < int(per_slot[~was_seen].sum())
+    return np.asarray(~was_seen & (usual == 0) & is_too_little)
 
 
 def absent(holes: Holes, view: RankView, ranks: Sequence[int]) -> None:
@@ -437,7 +465,8 @@ def _add_steps(
         rest, site = divmod(rest, len(SLOT_SITES))
         kind, root = divmod(rest, len(slots.roots))
         wanted = view.when[kind] & steps
-        of = np.where(view.bits > 0, never, codes) if never else codes
+        replaced = codes == _CODE["dropped"] if never == _CODE["perhaps_dropped"] else view.bits > 0
+        of = np.where(replaced, never, codes) if never else codes
         for code in np.unique(of[wanted]).tolist():
             hits = wanted & (of == code)
             count = int(hits.sum()) * len(members)
@@ -450,7 +479,7 @@ def _details(view: RankView) -> dict[int, str]:
     found: dict[int, str] = {}
     dropped = sorted({reason for writer in view.writers for reason in writer.balance.dropped})
     if dropped:
-        found[_CODE["dropped"]] = ", ".join(dropped)
+        found[_CODE["dropped"]] = found[_CODE["perhaps_dropped"]] = ", ".join(dropped)
     found[_CODE["retired"]] = retention(view.writers)
     if view.tied:
         firsts = sorted(set(view.tied.values()))

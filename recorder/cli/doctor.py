@@ -243,13 +243,18 @@ def _totals(found: Expectation) -> Iterator[Check]:
         missing = total.expected - total.found
         numbers = f"{total.expected:>{width},} expected  {total.found:>{width},} found  {missing:>{width},} missing"
         rest = missing - total.explained
-        if rest and rest == total.dropped + total.retired:
-            some = ((total.dropped, "dropped"), (total.retired, "retired"))
-            accounts = ", ".join(f"{number:,} {what}" for number, what in some if number)
+        known = (
+            (total.dropped, "dropped"),
+            (total.retired, "retired"),
+            (total.perhaps_dropped, "dropped or never there"),
+        )
+        accounts = ", ".join(f"{number:,} {what}" for number, what in known if number)
+        if accounts and rest == sum(number for number, _ in known):
             others = f"{total.explained:>{width},} of these explained, the others " if total.explained else "explained "
             numbers += f"  {others}by the accounts: {accounts}"
         elif missing:
             numbers += f"  {total.explained:>{width},} of these explained"
+            numbers += f", and by the accounts: {accounts}" if accounts else ""
         facts = {**total._asdict(), "missing": missing}
         yield Check("note" if rest else "ok", f"{total.site:12}{numbers}", facts=facts)
     for tail in found.tails:

@@ -217,6 +217,51 @@ class TestLosses:
         hole = only(found_in(run), "dropped")
         assert (what(hole)[2:], hole.detail) == (([1, 2], [0], 34), "write_error:EIO")
 
+    def test_where_drops_may_be_the_reason_nothing_is_said_to_be_never_called(self, run: Path) -> None:
+        """Of no step is a module's value left, and the drops are too few for all that the rules select."""
+        rows = renumbered(
+            row
+            for step in range(3)
+            for row in (
+                *(row for row in step_rows(step) if row["site"] != "optim"),
+                make_row(0, step=step, site="scalar", name="loss", module_path=""),
+            )
+        )
+        kept = [row for row in rows if row["site"] == "scalar"]
+        record(run, kept, rules=["site=* keep=stats"], ledger=dropped(kept, len(rows), disk_full=len(rows) - 3))
+        found = found_in(run)
+        hole = only(found, "perhaps_dropped")
+        assert (hole.num_missing, hole.steps, hole.detail, hole.reason.is_loss) == (51, [0, 1, 2], "disk_full", True)
+        assert [total.perhaps_dropped for total in found.totals] == [total.expected for total in found.totals]
+        assert (reasons(found), found.silent) == (
+            ["perhaps_dropped"],
+            {"gone": [("model", m) for m in ("a", "b", "b.c")]},
+        )
+
+    def test_of_a_module_that_is_missing_at_every_step_with_drops_it_is_said_that_they_may_be_why(
+        self, run: Path
+    ) -> None:
+        rows = renumbered(row for row in training(3) if row["site"] == "output")
+        kept = [row for row in rows if row["module_path"] not in ("a", "b")]
+        roots = root([*MODULES, module("d")])
+        accounts = dropped(kept, len(rows), pool_full=len(rows) - len(kept))
+        record(run, kept, rules=["site=output keep=stats"], ledger=accounts, roots=roots)
+        found = found_in(run)
+        assert (only(found, "dropped").num_missing, only(found, "perhaps_dropped").num_missing) == (6, 3)
+        assert (reasons(found).count("dropped"), len(found.holes)) == (1, 2)
+        assert found.silent == {"gone": [("model", "a"), ("model", "d")], "children": [("model", "b")]}
+
+    def test_modules_of_which_all_lay_in_a_damaged_shard_are_not_said_to_be_never_called(self, run: Path) -> None:
+        rows = training(4)
+        writer = HandmadeWriter(run)
+        shards = [
+            writer.add_shard([[row for row in rows if (row["module_path"] == "") == is_kept]], with_index=False)
+            for is_kept in (True, False)
+        ]
+        writer.finish(roots=root(), rules=[RULE])
+        flip(shards[1], 8 * shards[1].read_bytes().index(b"grad_output"))
+        assert found_in(run).silent == {"gone": [("model", m) for m in ("a", "b", "b.c")]}
+
     def test_drops_at_the_end_are_no_earlier_end(self, run: Path) -> None:
         record(run, training(5))
         rows = training(2, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,28 @@ def test_what_no_account_covers_is_not_explained_by_them(cli: Cli, run: Path) ->
     record(run, kept, ledger=ledger(len(kept), observed=len(kept) + 3, pool_full=3))
     (line,) = lines(cli("doctor", run), "note", "param ")
     assert line.endswith("0 of these explained")
+
+
+def test_what_was_dropped_or_never_there_is_explained_and_not_said_to_be_never_called(cli: Cli, run: Path) -> None:
+    rows = [make_row(7 * step, step=step, module_path="", site="scalar", name="loss") for step in range(5)]
+    record(run, rows, ledger=ledger(len(rows), observed=29, disk_full=24))
+    found = cli("doctor", run)
+    (line,) = lines(found, "note", "param ")
+    assert line.endswith("15 missing  explained by the accounts: 15 dropped or never there")
+    assert lines(found, "missing", "85 values", "seen and dropped, or never there", "(disk_full)")
+    assert "never called" not in found.out
+    told = [one for one in json.loads(cli("doctor", run, "--json").out) if one.get("site") == "param"]
+    assert (told[0]["missing"], told[0]["perhaps_dropped"], told[0]["dropped"]) == (15, 15, 0)
+
+
+def test_what_the_accounts_explain_is_told_beside_what_they_do_not(cli: Cli, run: Path) -> None:
+    rows = training(5)
+    kept = [row for row in rows if row["step"] not in (1, 2)]
+    for rank, number in ((0, 34), (1, 3)):
+        its = [row | {"rank": rank} for row in kept]
+        record(run, its, rank, ledger=ledger(len(its), observed=len(rows), pool_full=number))
+    (line,) = lines(cli("doctor", run), "note", "param ")
+    assert " ".join(line.split()[6:]) == "12 missing 0 of these explained, and by the accounts: 6 dropped"
 
 
 def test_steps_behind_the_last_recorded_one_are_said_to_be_in_no_table(cli: Cli, run: Path) -> None:
