@@ -446,7 +446,10 @@ def check_dir(loaded: Loaded) -> None:
     found: list[str] = []
     text = loaded.settings.dir
     thread = threading.Thread(target=lambda: found.extend(_problems_of(Path(text).absolute())), daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # no thread to be had: the writer, which needs one too, says so
+        return
     thread.join(_LONGEST_LOOK_S)
     if found:
         source = loaded.sources.get("dir", "default")

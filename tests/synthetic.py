@@ -260,6 +260,9 @@ def _array(values: Any, kind: Any, num_rows: int) -> Any:
 def _of_rank(template: dict[str, Any], rank: int, shape: Shape) -> Any:
     num_rows = len(template["seq"])
     columns = template | {"rank": pa.array(np.full(num_rows, rank, np.int32))}
+    # Each rank has a batch of its own, so its outputs are its own; parameters and gradients are replicas.
+    own = 1.0 + rank % _NUM_NUMBERS / 1024 * template["scope"].is_null().to_numpy(zero_copy_only=False)
+    columns |= {"l2": pa.array(template["l2"].to_numpy() * own)}
     for fault, site, module, changes in (
         (shape.nan, "output", shape.nan_module, {"nan_count": 1}),
         (shape.differs, "param", shape.differing_module, {"l2": 2100.0, "fingerprint": "00000000deadbeef"}),

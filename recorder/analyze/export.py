@@ -99,7 +99,7 @@ class Export:
             num_rows = self._write(path, force, lambda done: None)
         notes = self._partial.notes(is_taken=self._options.partial)
         problems = self._tensors.problems.texts() + self._left_out()
-        is_whole = not (self._partial or self._unreadable or self._run.problems)
+        is_whole = not (self._partial or self._unreadable or self._run.problems or self._tensors.is_damaged)
         return Exported(path, num_rows, path.stat().st_size, notes, problems, is_whole)
 
     def _write(self, path: Path, force: bool, report: Callable[[int], None]) -> int:

@@ -143,7 +143,7 @@ def statistics(
     if not found.num_rows:
         raise selection.explain_nothing(run.table(["module_path", "site", "name", "step", "rank"]), _named(run))
     notes, problems = found.partial.notes(is_taken=options.partial), found.problems.texts()
-    is_whole = not found.partial and not run.problems
+    is_whole = not (found.partial or found.is_damaged or run.problems)
     table = pa.concat_tables(found.tables)
     if not words:
         return Statistics(table, notes, problems, is_whole)
@@ -167,6 +167,8 @@ class _Piece(NamedTuple):
     num_rows: int
     partial: Partial
     problems: Problems
+    is_damaged: bool = False
+    """What was read of the run is damaged, as whoever works on a piece has found: a worker, perhaps."""
 
 
 class _OwnPieces:
@@ -192,7 +194,8 @@ class _OwnPieces:
         else:
             without = count_without(with_why(table))
             found = _combined(_with_inner(table), self._keys)
-        return _Piece([found], [], without, table.num_rows, partial, Problems(self._selection))
+        problems, is_damaged = Problems(self._selection), bool(self._run.problems)
+        return _Piece([found], [], without, table.num_rows, partial, problems, is_damaged)
 
 
 class _GlobalPieces:
@@ -201,7 +204,7 @@ class _GlobalPieces:
     def __init__(
         self, run: Run, selection: Selection, options: GlobalOptions, words: Sequence[str], keys: Sequence[str]
     ) -> None:
-        self._view = run.view(loss=options.loss, layouts=options.layouts)
+        self._run, self._view = run, run.view(loss=options.loss, layouts=options.layouts)
         self._selection, self._words, self._keys = selection, words, keys
         self._takes_partial = options.partial
 
@@ -214,11 +217,13 @@ class _GlobalPieces:
         partial.add(table)
         if partial and not self._takes_partial:
             table = without_numbers(table)
+        is_damaged = bool(self._run.problems)
         if not self._words:
-            return _Piece([_told(table)], [], Counter(), num_rows, partial, problems)
+            return _Piece([_told(table)], [], Counter(), num_rows, partial, problems, is_damaged)
         table, stays = _without_rank_rows(with_why(table))
         without = count_without(table)
-        return _Piece([_combined(_with_inner(table), self._keys)], [stays], without, num_rows, partial, problems)
+        combined = _combined(_with_inner(table), self._keys)
+        return _Piece([combined], [stays], without, num_rows, partial, problems, is_damaged)
 
 
 def _joined(pieces: Iterable[_Piece], selection: Selection) -> _Piece:
@@ -230,7 +235,8 @@ def _joined(pieces: Iterable[_Piece], selection: Selection) -> _Piece:
         total.without.update(piece.without)
         total.partial.join(piece.partial)
         total.problems.join(piece.problems)
-        total = total._replace(num_rows=total.num_rows + piece.num_rows)
+        is_damaged = total.is_damaged or piece.is_damaged
+        total = total._replace(num_rows=total.num_rows + piece.num_rows, is_damaged=is_damaged)
     return total
 
 

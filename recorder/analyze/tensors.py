@@ -102,6 +102,8 @@ class Chosen(NamedTuple):
     partial: Partial
     problems: Problems
     """What contradicts itself in the global view."""
+    is_damaged: bool
+    """What was read of the run is damaged, as whoever works on a piece has found: a worker, perhaps."""
 
 
 class Choosing:
@@ -119,6 +121,7 @@ class Choosing:
             columns: of the tables.
             with_values: leave out rows without, and those that lack ranks unless the options take them.
         """
+        self._run = run
         self._rows = Rows(run, selection, options)
         self._selection = selection
         self._is_global, self._takes_partial = options.across_ranks, options.partial
@@ -137,7 +140,8 @@ class Choosing:
             table = table.filter(pa.array(missing_ranks(table) == "")) if is_cut else table
         elif is_cut:
             table = without_numbers(table)
-        return Chosen(first, last, table.select(self._columns), num_rows, partial, problems)
+        table = table.select(self._columns)
+        return Chosen(first, last, table, num_rows, partial, problems, bool(self._run.problems))
 
 
 class Reading:
@@ -172,6 +176,8 @@ class Tensors:
         self._large = Rows(run, selection, options)
         self.problems = Problems(selection)
         """What contradicts itself in what was read of the global view."""
+        self.is_damaged = False
+        """Something of what was read is damaged, here or where a worker read it."""
 
     def chosen(self, columns: Sequence[str], partial: Partial, *, with_values: bool = False) -> Iterator[Chosen]:
         """What is selected, by ranges of steps in their order.
@@ -186,6 +192,7 @@ class Tensors:
         for one in self._spread(Choosing, arguments, pieces):
             partial.join(one.partial)
             self.problems.join(one.problems)
+            self.is_damaged |= one.is_damaged
             yield one
 
     def entries(self, partial: Partial) -> list[Entry]:

@@ -191,7 +191,7 @@ class Run:
                 hint = f"; did you mean {near[0]!r}?" if near else f"; columns are {', '.join(SCHEMA.names)}"
                 raise LookupFailedError(f"no column {name!r}{hint}")
         # Only columns whose name occurs in the filter are read; one addressed by its place needs them all.
-        text = "" if filter is None else str(filter)
+        text = "" if filter is None else _text_of(filter)
         filtered = [name for name in LIGHT_COLUMNS if name in text or "FieldPath" in text]
         light = [name for name in names if name != "data"]
         rows, payloads = self._rows, self._payloads
@@ -406,6 +406,17 @@ class Run:
                 f"{module_path!r}: only {data.nbytes} of the {whole_bytes} bytes of this tensor were recorded"
             )
         return data, dtype, sizes
+
+
+def _text_of(filter: Any) -> str:
+    """An expression as text; one that Arrow cannot show is as one that may name any column.
+
+    Arrow abbreviates long lists of values, and may cut one in the middle of a character.
+    """
+    try:
+        return str(filter)
+    except UnicodeDecodeError:
+        return "FieldPath"
 
 
 def _filter(rows: LightRows, positions: Positions, expression: Any, names: Sequence[str]) -> Positions:
