@@ -56,6 +56,8 @@ class Statistics(NamedTuple):
     """With `across_ranks`: what contradicts itself in the rows, or in the layouts that were given."""
     is_whole: bool = True
     """False where something of the run is damaged, or values lack ranks."""
+    damage: Sequence[str] = ()
+    """What is damaged on disk, and so missing."""
 
 
 def stats(
@@ -143,16 +145,17 @@ def statistics(
     if not found.num_rows:
         raise selection.explain_nothing(run.table(["module_path", "site", "name", "step", "rank"]), _named(run))
     notes, problems = found.partial.notes(is_taken=options.partial), found.problems.texts()
-    is_whole = not (found.partial or found.is_damaged or run.problems)
+    damage = sorted({*found.damage, *run.problems})
+    is_whole = not (found.partial or damage)
     table = pa.concat_tables(found.tables)
     if not words:
-        return Statistics(table, notes, problems, is_whole)
+        return Statistics(table, notes, problems, is_whole, damage)
     if len(found.tables) > 1:
         table = _combined(table, keys)
     notes += _say_without(table, found.without)
     if found.left_out:
         notes += _say_left_out(pa.concat_tables(found.left_out))
-    return Statistics(_without_empty_inner(table), notes, problems, is_whole)
+    return Statistics(_without_empty_inner(table), notes, problems, is_whole, damage)
 
 
 class _Piece(NamedTuple):
@@ -167,8 +170,8 @@ class _Piece(NamedTuple):
     num_rows: int
     partial: Partial
     problems: Problems
-    is_damaged: bool = False
-    """What was read of the run is damaged, as whoever works on a piece has found: a worker, perhaps."""
+    damage: tuple[str, ...] = ()
+    """What is damaged of what was read, as whoever works on a piece has found: a worker, perhaps."""
 
 
 class _OwnPieces:
@@ -194,8 +197,8 @@ class _OwnPieces:
         else:
             without = count_without(with_why(table))
             found = _combined(_with_inner(table), self._keys)
-        problems, is_damaged = Problems(self._selection), bool(self._run.problems)
-        return _Piece([found], [], without, table.num_rows, partial, problems, is_damaged)
+        problems, damage = Problems(self._selection), tuple(self._run.problems)
+        return _Piece([found], [], without, table.num_rows, partial, problems, damage)
 
 
 class _GlobalPieces:
@@ -217,13 +220,13 @@ class _GlobalPieces:
         partial.add(table)
         if partial and not self._takes_partial:
             table = without_numbers(table)
-        is_damaged = bool(self._run.problems)
+        damage = tuple(self._run.problems)
         if not self._words:
-            return _Piece([_told(table)], [], Counter(), num_rows, partial, problems, is_damaged)
+            return _Piece([_told(table)], [], Counter(), num_rows, partial, problems, damage)
         table, stays = _without_rank_rows(with_why(table))
         without = count_without(table)
         combined = _combined(_with_inner(table), self._keys)
-        return _Piece([combined], [stays], without, num_rows, partial, problems, is_damaged)
+        return _Piece([combined], [stays], without, num_rows, partial, problems, damage)
 
 
 def _joined(pieces: Iterable[_Piece], selection: Selection) -> _Piece:
@@ -235,8 +238,8 @@ def _joined(pieces: Iterable[_Piece], selection: Selection) -> _Piece:
         total.without.update(piece.without)
         total.partial.join(piece.partial)
         total.problems.join(piece.problems)
-        is_damaged = total.is_damaged or piece.is_damaged
-        total = total._replace(num_rows=total.num_rows + piece.num_rows, is_damaged=is_damaged)
+        damage = tuple(dict.fromkeys([*total.damage, *piece.damage]))
+        total = total._replace(num_rows=total.num_rows + piece.num_rows, damage=damage)
     return total
 
 

@@ -58,7 +58,7 @@ def show_stats(
     keys = [name for name in keys if _TITLES.get(name, name) in asked or _is_worth(table, name)]  # before it is cut
     if as_json:
         table = table.slice(0, top or None)
-        told = {"run": str(run.path), "problems": [*found.problems, *run.problems], "notes": found.notes}
+        told = {"run": str(run.path), "problems": [*found.problems, *found.damage], "notes": found.notes}
         print_json(told | {"rows": table.to_pylist()})
         return int(bool(found.problems) or not found.is_whole)
     num_rows = table.num_rows

@@ -78,4 +78,4 @@ def test_the_command_says_it(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert any(one.startswith(line) for one in said("stale")[:8])
     note = "note: 48 rows of B that one pipeline stage hands to another are not compared: A is not cut into stages so"
     lines = said("sound")
-    assert note in lines and lines[-1] == "equal"
+    assert note in lines and any(one.startswith("equal") for one in lines)
