@@ -16,6 +16,7 @@ from .events import Event
 FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START = (
     "forward", "recompute", "backward", "reduction", "update", "start"
 )  # fmt: skip
+_OF_A_GROUP = "the learning rate of one group alone"
 PHASES = (FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START)
 _ALIKE_SHARE = 0.9
 _MIN_ALIKE = 3
@@ -40,7 +41,7 @@ class Suspect(NamedTuple):
     event: Event
     """The first value that shows it."""
     num_params: int = 1
-    """Parameters that are touched, where `path` is None."""
+    """Parameters that are touched, where `path` is None; 0 where it is not known how many of them are."""
     stages: tuple[int, ...] = ()
     """Of a pipeline, whose parameters are touched alike, where those of other stages are not."""
     why: str = ""
@@ -160,6 +161,8 @@ class CulpritSearch:
 
     def __init__(self) -> None:
         self.found: list[Suspect] = []
+        self.groups: list[tuple[Suspect, Suspect]] = []
+        """Learning rates of one group alone: as they were found, and with the parameters that showed to be of it."""
         self._previous: dict[str, tuple[int, _Step | None]] = {}
         """By root: the last step, and its events where something differed."""
         self._num_steps = 0
@@ -183,12 +186,25 @@ class CulpritSearch:
             before = self._previous.get(root)
             of_root = [*_states(step, now, before), *_forward(step, now, before), *_recompute(step, now)]
             of_root += _backward(step, now)
-            found += _collapsed([*of_root, *_gradients(step, now)], now)
+            found += _collapsed([*self._without_groups(step, of_root), *_gradients(step, now)], now)
             self._previous[root] = step, now
         known = {(one.root, one.path, one.phase, one.event.alone) for one in self.found}
         fresh = [one for one in found if (one.root, one.path, one.phase, one.event.alone) not in known]
         self.found += fresh
         return fresh
+
+    def _without_groups(self, step: int, found: list[Suspect]) -> list[Suspect]:
+        """The same without updates that the learning rate of one group explains: what differs is what it holds."""
+        for rate in self.found:
+            if (rate.step, rate.why) != (step - 1, _OF_A_GROUP) or rate.root not in {one.root for one in found}:
+                continue
+            held = [one for one in found if (one.step, one.phase, one.event.site) == (rate.step, UPDATE, "param")]
+            paths = {one.path for one in held}
+            if held:
+                path = held[0].path if len(paths) == 1 else None
+                self.groups.append((rate, rate._replace(path=path, num_params=len(held))))
+                found = [one for one in found if one not in held]
+        return found
 
 
 def _forward(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> Iterator[Suspect]:
@@ -352,7 +368,9 @@ def _states(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> I
             continue
         if event.site == "scalar":
             if event.name.startswith("lr."):
-                yield Suspect(step, UPDATE, now.root, None, event, why="the learning rate")
+                is_of_all = {value for value in now.known if _is_rate(value)} <= now.differing
+                why, num_params = ("the learning rate", 1) if is_of_all else (_OF_A_GROUP, 0)
+                yield Suspect(step, UPDATE, now.root, None, event, num_params, why=why)
         elif event.site == "buffer":
             is_made = not is_next and not event.is_constant and now.differs(("output",), event.path, below=False)
             is_given = is_made or now.differs(("input", "param"), event.path)
@@ -432,6 +450,10 @@ def _time(one: Suspect) -> tuple[int, float]:
 
 def _value(event: Event) -> Value:
     return event.root, event.path, event.site, event.name
+
+
+def _is_rate(value: Value) -> bool:
+    return value[2] == "scalar" and value[3].startswith("lr.")
 
 
 def _at(path: str, owner: str) -> bool:

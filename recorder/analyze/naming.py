@@ -62,7 +62,7 @@ class Culprit(NamedTuple):
     alone_in: str | None
     """``a`` or ``b`` where that run alone has the value."""
     num_params: int
-    """Parameters that are touched, where all are alike."""
+    """Parameters that are touched, where all are alike; 0 where it is not known how many of them are."""
     stages: list[int]
     """Of a pipeline: where it is, or whose parameters are touched alike; empty where those of all stages are."""
     micro_batches: list[int]
@@ -125,6 +125,9 @@ class Naming:
                 for suspect in self._search.step(step, of_step[step]):
                     told = _told(suspect, a, b, wanted, kept, judged)
                     self.culprits.append(told._replace(hint=self._guess(told, suspect, a, b, judged)))
+        for rate, known in self._search.groups:
+            place = self._search.found.index(rate)
+            self.culprits[place] = self.culprits[place]._replace(module_path=known.path, num_params=known.num_params)
 
     def _guess(self, told: Culprit, suspect: Suspect, a: Side, b: Side, judged: Judged) -> str:
         """What is most likely wrong with a value, or with all gradients of a step."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from .align import Alignment, align
 from .compare import Tolerance
@@ -33,6 +34,9 @@ _MIN_ITEMS = 16
 """Of fewer elements any tensor may be nearly a multiple of any other, and what noise does to them is left to chance."""
 _ROUNDINGS = 8
 """Roundings of the largest magnitude that are never more than noise."""
+_ALIKE_SHARE = 0.5
+_MIN_ALIKE = 3
+"""Gradients that one factor must explain at once, and which share of all, to be a factor of their common norm."""
 
 
 class _Noise:
@@ -116,6 +120,8 @@ class BeyondNoise:
         """By root, of the last step: the share by which parameters had drifted, and how many times the noise the values
         of the forward were apart."""
         self._first_drift: int | None = None
+        self._off: dict[str, float] = {}
+        """By root: how far from 1 the factor of all gradients of a step was that rounding made, at most."""
         self._is_begun = False
         self.loud: LoudNoise | None = None
         """That the noise runs are none, most likely: what they hide is not only noise."""
@@ -169,6 +175,7 @@ class BeyondNoise:
         self, step: int, root: str, rows: Integers, pairs: Pairs, measured: Measured, places: Integers
     ) -> None:
         """Take out what of the rows of a step is noise: its parameters first, then what is made from them."""
+        self._unscale(step, root, rows, pairs, measured, places)
         left = rows[pairs.differs[places[rows]]]
         is_param = measured.sites[left] == "param"
         params = left[is_param & measured.is_finite[left] & np.isin(measured.kinds[left], ("values", "statistics"))]
@@ -191,6 +198,42 @@ class BeyondNoise:
         factors = np.where(measured.sites[rest] == "optim", self._factors[root], factor)
         pairs.differs[places[rest[measured.are_noise_farther(rest, factors)]]] = False
 
+    def _unscale(
+        self, step: int, root: str, rows: Integers, pairs: Pairs, measured: Measured, places: Integers
+    ) -> None:
+        """Take out gradients that differ by a factor of all alike which rounding makes, and state made from them.
+
+        Gradients are clipped by the norm of all: each layout adds up its squares in another order, which no twin shows.
+        """
+        gradients = rows[measured.are_final_gradients(rows)]
+        wrong = gradients[pairs.differs[places[gradients]]]
+        if len(wrong):
+            factor = measured.typical_factor(gradients)
+            is_scaled = measured.are_scaled(gradients, factor)
+            num_pairs, numel = _final_gradients(pairs, step, root)
+            is_common = is_scaled.sum() >= max(_MIN_ALIKE, _ALIKE_SHARE * num_pairs)
+            if is_common and abs(factor - 1) <= measured.rounding_of_sum(gradients, numel):
+                pairs.differs[places[gradients[is_scaled]]] = False
+                self._off[root] = max(abs(factor - 1), self._off.get(root, 0.0))
+        if off := self._off.get(root):
+            made = rows[pairs.differs[places[rows]]]
+            is_made = (measured.sites[made] == "optim") | (
+                (measured.sites[made] == "param") & (measured.kinds[made] == "statistics")  # else the drift tells more
+            )
+            made = made[is_made]
+            # Of squares the factor counts twice.
+            pairs.differs[places[made[measured.are_noise_farther(made, np.ones(len(made)), 2 * off)]]] = False
+
+
+def _final_gradients(pairs: Pairs, step: int, root: str) -> tuple[int, int]:
+    """How many pairs are of gradients that an update of a step used and that are not zero; elements of all of them."""
+    columns = ["root", "site", "phase", "l2", "numel"]
+    table = pairs.a.table.select(columns).take(pa.array(pairs.aligned.a[pairs.of_step(step)]))
+    wanted = pc.and_(pc.equal(table.column("site"), "grad"), pc.equal(table.column("phase"), "optimizer"))
+    table = table.filter(pc.and_(wanted, pc.equal(table.column("root"), root)))
+    is_any = pc.fill_null(pc.not_equal(table.column("l2"), 0.0), True)
+    return int(pc.sum(is_any).as_py() or 0), int(pc.sum(table.column("numel")).as_py() or 0)
+
 
 class Measured:
     """Pairs that differ exactly, row by row beside what noise does to them."""
@@ -204,6 +247,7 @@ class Measured:
         self._max_abs, self._l2_apart, self._statistic = (
             numbers(table.column(name)) for name in ("max_abs", "l2_apart", "statistic_rel")
         )
+        self._cosine, self._l2_a, self._l2_b = (numbers(table.column(name)) for name in ("cosine", "l2_a", "l2_b"))
         self._scales, self._eps = _scales(table), _roundings(table)
         self._norms = _norms(table, self._scales)
         self.is_finite = _counts(table, "nonfinite_a") == _counts(table, "nonfinite_b")
@@ -225,12 +269,13 @@ class Measured:
         found |= (self.kinds == "fingerprint") & self._has_other_print
         return np.asarray(found | (self.kinds == "dtype"))
 
-    def are_noise_farther(self, rows: Integers, factors: Floats) -> Flags:
+    def are_noise_farther(self, rows: Integers, factors: Floats, off: float = 0.0) -> Flags:
         """Whether rows differ by no more than the twin would if it began the step so many times farther apart.
 
-        By the norm, since what is far apart in one element at first is so in a few of all others.
+        By the norm, since what is far apart in one element at first is so in a few of all others. `off` is a share of
+        the norm by which they may differ besides.
         """
-        kinds, eps = self.kinds[rows], self._eps[rows]
+        kinds, eps = self.kinds[rows], self._eps[rows] + off
         with np.errstate(invalid="ignore"):
             limit = MARGIN * factors * self._noise_of_norms[rows] + eps * self._norms[rows]
             by_norm = (self._l2_apart[rows] <= limit) & (eps > 0)
@@ -240,10 +285,46 @@ class Measured:
 
     def are_multiples(self, rows: Integers) -> Flags:
         """Whether the one tensor is a multiple of the other, which rounding does not make of it."""
-        cosine, one, two, num = (
-            numbers(self._table.column(name))[rows] for name in ("cosine", "l2_a", "l2_b", "numel")
+        num = numbers(self._table.column("numel"))[rows]
+        return np.asarray(
+            (num >= _MIN_ITEMS) & ~np.isnan(multiples(self._cosine[rows], self._l2_a[rows], self._l2_b[rows]))
         )
-        return np.asarray((num >= _MIN_ITEMS) & ~np.isnan(multiples(cosine, one, two)))
+
+    def are_final_gradients(self, rows: Integers) -> Flags:
+        """Whether rows are gradients as an update uses them."""
+        return np.asarray((self.sites[rows] == "grad") & (self._phases[rows] == "optimizer"))
+
+    def typical_factor(self, rows: Integers) -> float:
+        """By what the second tensors are nearest to the first: the median; NaN where norms were not kept."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            factors = np.where(np.isnan(self._cosine[rows]), 1.0, self._cosine[rows]) * self._l2_b[rows]
+            factors /= self._l2_a[rows]
+        known = factors[np.isfinite(factors)]
+        return float(np.median(known)) if len(known) else np.nan
+
+    def are_scaled(self, rows: Integers, factor: float) -> Flags:
+        """Whether the second tensors are the first times a factor, but for what the twin shows: see `are_noise`."""
+        kinds, eps, off = self.kinds[rows], self._eps[rows], factor - 1
+        one, two, apart = self._l2_a[rows], self._l2_b[rows], self._l2_apart[rows]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            along = one * (self._cosine[rows] * two - one)  # the first tensor times the difference
+            rest = np.sqrt(np.maximum(0.0, apart**2 - 2 * off * along + (off * one) ** 2))
+            by_norm = rest <= MARGIN * self._noise_of_norms[rows] + eps * self._norms[rows]
+            noise = MARGIN * self._lifted_statistics[rows] + eps
+            by_statistics = (self._statistic[rows] <= abs(off) + noise) & (np.abs(two / one - factor) <= noise)
+        found = ((kinds == "values") & by_norm) | ((kinds == "statistics") & by_statistics)
+        return np.asarray(found & self.is_finite[rows] & (eps > 0))
+
+    def rounding_of_sum(self, rows: Integers, numel: int) -> float:
+        """How far from 1 rounding may take the ratio of two norms of as many elements, added up in other orders.
+
+        A sum of n numbers is off by lambda sqrt(n) times the unit roundoff, as a share (Higham and Mary 2019, "A New
+        Approach to Probabilistic Rounding Error Analysis"), its root by half of that, and two of them by twice a half.
+        Lambda is 2: torch's own norm of 10 million elements on one thread is off by 1.6. Sums of shorter types are kept
+        in float32. What counts as a multiple is never rounding.
+        """
+        unit = min(float(self._eps[rows].max()) / _ROUNDINGS, 2.0 ** _BITS["float32"]) / 2
+        return min(2 * float(np.sqrt(numel)) * unit, _MIN_FACTOR / 2)
 
     def typical_times(self, rows: Integers) -> float:
         """How many times as far apart as in the twin the values of a forward are: the median."""

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pyarrow.compute as pc
+
 from ..analyze.compare import Tolerance
 from ..analyze.diff import Diff, Difference, diff, payload_bytes
 from ..analyze.hints import RenameHint
@@ -83,11 +85,13 @@ def show_diff(
         return _exit_code(found)
     most = _FEW if limit is None else limit
     if not is_brief:
-        say(f"A: {a.path}")
-        say(f"B: {b.path}")
+        say(f"A: {_run(a)}")
+        say(f"B: {_run(b)}")
         for run in noise:
-            say(f"noise: {run.path}{f', jitter {run.jitter}' if run.jitter else ''}")
-    say(_verdict(found, tolerance, has_noise=bool(noise)))
+            say(f"noise: {_run(run)}{f', jitter {run.jitter}' if run.jitter else ''}")
+    say(_verdict(found, tolerance, common=common, has_noise=bool(noise)))
+    for line in _reasons(found, common=common):
+        say(line)
     for line in _faults(found, most):
         say(line)
     for line in _accusations(found.culprits, most):
@@ -185,7 +189,8 @@ def _accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
 
 def _accused(culprit: Culprit) -> str:
     if culprit.module_path is None:
-        touched = f"{culprit.num_params} parameters" if culprit.num_params > 1 else "all parameters"
+        few = "all parameters" if culprit.num_params else "some parameters"
+        touched = f"{culprit.num_params} parameters" if culprit.num_params > 1 else few
         if culprit.stages:
             touched += f" of stage{'s' * (len(culprit.stages) > 1)} {', '.join(map(str, culprit.stages))}"
         return f"{touched} alike" + (f" ({culprit.why})" if culprit.why else "")
@@ -284,22 +289,37 @@ def _print_only(run: str, only: Any, steps: list[int], limit: int) -> None:
         say(f"steps only in {run}: {span(steps)} (not compared; no difference by itself)")
 
 
-def _verdict(found: Diff, tolerance: Tolerance, *, has_noise: bool) -> str:
+def _run(run: Run) -> str:
+    """Its name and where it is; the path alone where that is the name."""
+    return str(run.path) if run.name == run.path.name else f"{run.name} ({run.path})"
+
+
+def _verdict(found: Diff, tolerance: Tolerance, *, common: bool, has_noise: bool) -> str:
     num_compared = found.num_compared - found.num_left_out
     num_equal = num_compared - found.table.num_rows
     within = "exactly" if tolerance.is_exact else f"within {_said(tolerance)}"
     if has_noise:
         within = "within the noise" + (f" or {_said(tolerance)}" if not tolerance.is_exact else "")
     of = "" if num_compared == found.num_compared else f"{num_compared} of "
+    lonely = (
+        (name, pc.sum(table.column("rows")).as_py()) for name, table in (("A", found.only_a), ("B", found.only_b))
+    )
+    alone = "".join(f", {num} in {name} alone" for name, num in lonely if num and not common)
+    num_shapes = sum(row["shape_a"] != row["shape_b"] for row in found.table.select(["shape_a", "shape_b"]).to_pylist())
+    ways = {
+        "fingerprint": num_compared - found.num_by_values - found.num_by_statistics - num_shapes,
+        "values": found.num_by_values,
+        "statistics": found.num_by_statistics,
+    } | ({"shape": num_shapes} if num_shapes else {})
     return (
         f"{found.verdict}: {of}{counted(found.num_compared, 'value')} compared: {num_equal} equal {within}, "
-        f"{found.table.num_rows} differ ({found.num_by_fingerprint} equal by fingerprint, {found.num_by_values} by "
-        f"values, {found.num_by_statistics} by statistics)"
+        f"{found.table.num_rows} differ{alone} "
+        f"(compared by: {', '.join(f'{way} {num}' for way, num in ways.items())})"
     )
 
 
-def _notes(found: Diff, *, common: bool, has_noise: bool) -> Iterator[str]:
-    num_only = sum(table.num_rows for table in (found.only_a, found.only_b))
+def _reasons(found: Diff, *, common: bool) -> Iterator[str]:
+    """Why the verdict is what it is, where no value differs."""
     if found.first is None and found.verdict == "different":
         yield "what could be compared is equal, but one run lacks values that the other has; --common ignores that"
     for left_out in found.left_out:
@@ -308,6 +328,10 @@ def _notes(found: Diff, *, common: bool, has_noise: bool) -> Iterator[str]:
         values = counted(found.num_incomparable, "value")
         way_out = "" if common else "; --common ignores that"
         yield f"not compared: {values}: one run has nothing of what the other kept of them{way_out}"
+
+
+def _notes(found: Diff, *, common: bool, has_noise: bool) -> Iterator[str]:
+    num_only = sum(table.num_rows for table in (found.only_a, found.only_b))
     if found.num_bare:
         yield f"note: of {counted(found.num_bare, 'value')} neither run kept anything that could be compared"
     for run, other, num in (("A", "B", found.num_handed_on_a), ("B", "A", found.num_handed_on_b)):

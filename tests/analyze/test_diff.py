@@ -485,6 +485,70 @@ def test_a_noise_run_of_which_only_inputs_and_numbers_differ_is_refused(tmp_path
         diff(run("a", 1), run("b", 1), noise=[run("twin", 2)])
 
 
+def scaled(path: Path, seed: int, factors: tuple[float, ...], *, has_values: bool) -> recorder.Run:
+    """Gradients of eight modules times a factor each, and what Adam keeps of their squares; roundings by the seed."""
+    rows: list[Row] = []
+    state: dict[str, Any] = {"phase": "optimizer", "micro_step": None, "encoding": "plain" if has_values else None}
+    for step in range(2):
+        for number, factor in enumerate(factors):
+            values = np.random.default_rng([step, number]).standard_normal(2048)
+            noise = np.random.default_rng([seed, step, number]).standard_normal(2048) * 3e-8
+            gradient = (values * (1 + noise) * factor).astype(np.float32)
+            for site, name, of in (("grad", "weight", gradient), ("optim", "weight.exp_avg_sq", gradient**2)):
+                columns = state | {"step": step, "site": site, "name": name, "module_path": f"layers.{number}"}
+                rows.append(row(len(rows), of, **columns))
+    return write(path, rows)
+
+
+@pytest.mark.parametrize("has_values", [True, False])
+def test_a_factor_of_all_gradients_that_rounding_makes_of_their_norm_is_noise(tmp_path: Path, has_values: bool) -> None:
+    def run(name: str, seed: int, factors: tuple[float, ...]) -> recorder.Run:
+        return scaled(tmp_path / name, seed, factors, has_values=has_values)
+
+    a, twin = run("a", 1, (1,) * 8), run("twin", 2, (1,) * 8)
+    rounded = diff(a, run("rounded", 3, (1 + 3.35e-6,) * 8), noise=[twin])
+    assert rounded.is_equal and rounded.culprits == []
+    for factor in (1.0001, 1.001, 0.5):  # rounding of 16384 elements comes to 1.5e-5
+        (culprit, *_) = diff(a, run(f"wrong{factor}", 3, (factor,) * 8), noise=[twin]).culprits
+        assert (culprit.module_path, culprit.step, culprit.num_params) == (None, 0, 8)
+    one = diff(a, run("one", 3, (1 + 1e-5, *(1,) * 7)), noise=[twin])  # no norm of all
+    assert {culprit.module_path for culprit in one.culprits} == {"layers.0"}
+    both = diff(a, run("both", 3, (1.01, *(1 + 3.35e-6,) * 7)), noise=[twin])
+    assert {culprit.module_path for culprit in both.culprits} == {"layers.0"}
+
+
+@pytest.mark.parametrize(
+    ("rates", "moved", "named"),
+    [
+        ((1.0, 2.0), ["head"], ("head", 1)),
+        ((1.0, 2.0), ["head", "norm"], (None, 2)),
+        ((1.0, 2.0), [], (None, 0)),
+        ((2.0, 2.0), ["head", "norm", "stem"], (None, 1)),
+    ],
+)
+def test_a_learning_rate_of_one_group_alone_is_an_update_of_what_that_group_holds(
+    tmp_path: Path, rates: tuple[float, float], moved: list[str], named: tuple[str | None, int]
+) -> None:
+    def run(name: str, rates: tuple[float, float], moved: list[str]) -> recorder.Run:
+        rows: list[Row] = []
+        state: dict[str, Any] = {"phase": "optimizer", "micro_step": None}
+        for step in range(3):
+            for module in ("stem", "norm", "head") if named[1] else ():
+                values = np.full(4, 1 + step * (2 if module in moved else 1), np.float32)
+                for site, of in (("param", values), ("grad", np.ones(4, np.float32))):
+                    columns = state | {"step": step, "site": site, "name": "weight", "module_path": module}
+                    rows.append(row(len(rows), of, **columns))
+            for group, rate in enumerate(rates):
+                columns = state | {"step": step, "site": "scalar", "name": f"lr.SGD.{group}", "module_path": ""}
+                rows.append(row(len(rows), np.array(rate), **columns))
+        return write(tmp_path / name, rows)
+
+    (culprit,) = diff(run("a", (1.0, 1.0), []), run("b", rates, moved)).culprits
+    assert (culprit.module_path, culprit.num_params) == named
+    assert (culprit.phase, culprit.step, culprit.factor) == ("update", 0, 2.0)
+    assert ("of one group alone" in culprit.why) is (rates[0] == 1.0)
+
+
 def test_a_root_that_no_noise_run_moves_is_said(tmp_path: Path) -> None:
     def two_roots(path: Path, first: float, second: float) -> recorder.Run:
         ones = np.ones(3, np.float32)

@@ -171,8 +171,9 @@ def test_two_runs_are_compared_by_their_age(cli: Cli, named: Path) -> None:
     for typed in ([], ["@-2"], ["@-2", "@-1"], ["demo-20260102", "big"]):
         found = cli("diff", *typed)
         assert found.exit_code == 1
-        assert found.out.splitlines()[:2] == ["A: recordings/1a-id", "B: recordings/2a-id"]
-    assert "noise: recordings/0a-id" in cli("diff", "--noise", "@-3").out
+        runs = ["A: demo-20260102-000000 (recordings/1a-id)", "B: big=1 (recordings/2a-id)"]
+        assert found.out.splitlines()[:2] == runs
+    assert "noise: demo-20260101-000000 (recordings/0a-id)" in cli("diff", "--noise", "@-3").out
 
 
 def test_a_name_that_a_stranger_wrote_is_none(cli: Cli, tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_diff_puts_the_first_module_on_top(cli: Cli, tmp_path: Path) -> None:
     apart = "by up to 0.5, 0.03226 of the largest magnitude"
     answer = [
         "different: 12 values compared: 8 equal exactly, 4 differ "
-        "(0 equal by fingerprint, 12 by values, 0 by statistics)",
+        "(compared by: fingerprint 0, values 12, statistics 0)",
         f"culprit: step 0, forward of 'down', ranks 0, 1: output differs {apart}",
         f"first difference: step 0, micro_step 0, 'down' output: values {apart}",
     ]
@@ -294,9 +294,27 @@ def test_diff_groups_what_one_side_lacks(cli: Cli, tmp_path: Path) -> None:
     assert "only in B, at steps that both have" in lines
     assert cells(lines[lines.index("only in B, at steps that both have") + 2]) == ["act", "output", "2", "0..1"]
     assert "steps only in B: 2 (not compared; no difference by itself)" in lines
-    assert lines[2].startswith("different: 2 values compared: 2 equal exactly, 0 differ")
+    assert lines[2].startswith("different: 2 values compared: 2 equal exactly, 0 differ, 2 in B alone (compared by: ")
     assert lines[3].startswith("what could be compared is equal, but one run lacks values")
+    assert cli("diff", b, c, "--brief").out.splitlines() == lines[2:4]
     assert cli("diff", b, c, "--common").exit_code == 0
+
+
+def test_diff_says_by_what_values_were_compared_and_the_numbers_add_up(cli: Cli, tmp_path: Path) -> None:
+    runs = []
+    for number in (1, 2):
+        values = np.full(3, float(number))
+        rows = [
+            make_row(0, np.ones(2), module_path="same") | {"fingerprint": "1" * 32},
+            make_row(1, values, module_path="values"),
+            make_row(2, values, module_path="statistics", encoding=None),
+            make_row(3, np.ones(number), module_path="shape"),
+            make_row(4, np.ones(2, np.int64), module_path="print", encoding=None) | {"fingerprint": f"{number}" * 32},
+        ]
+        runs.append(write(tmp_path / f"{number}", rows))
+    ways = "(compared by: fingerprint 2, values 1, statistics 1, shape 1)"
+    line = cli("diff", *runs, "--brief").out.splitlines()[0]
+    assert line == f"different: 5 values compared: 1 equal exactly, 4 differ {ways}"
 
 
 def test_diff_proposes_lines_for_modules_that_may_be_renamed(cli: Cli, tmp_path: Path) -> None:
