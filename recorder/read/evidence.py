@@ -34,6 +34,8 @@ class Described(NamedTuple):
     has_same_statistics: npt.NDArray[np.bool_]
     is_blank: npt.NDArray[np.bool_]
     """Whether all rows of a value are measured and hold one number each, or nothing finite: any layout has that."""
+    is_zero: npt.NDArray[np.bool_]
+    """Whether all rows of a value are measured and hold zeros alone, of either sign."""
     has_nan: npt.NDArray[np.bool_]
     """Whether some row of a value has a NaN, or is measured and has no finite number."""
     is_measured: npt.NDArray[np.bool_]

@@ -42,6 +42,8 @@ COLUMNS = (
 )  # fmt: skip
 """What must be loaded of the rows."""
 
+_MINUS_ZERO = np.iinfo(np.int64).min
+"""The bits of -0.0."""
 _MAX_LOOKED_UP = 100_000
 """Rows of which a look-up keeps the values for the next: those of the modules of a step, of some ranks."""
 _ADDED_UP = (
@@ -359,9 +361,11 @@ class Grouping:
         low, high, nans, infs = (
             bits[[*STATISTICS, *COUNTS].index(n)] for n in ("min", "max", "nan_count", "inf_count")
         )
+        low, high = (np.where(column == _MINUS_ZERO, 0, column) for column in (low, high))
         is_measured = bits[-1] != NULL
         has_nan = is_measured & ((nans > 0) | (low == NULL))
-        is_blank = has_nan | (is_measured & (low == high) & (infs == 0))
+        is_constant = is_measured & (low == high) & (infs == 0)
+        is_blank = has_nan | is_constant
         return Described(
             chosen=chosen,
             starts=starts,
@@ -371,6 +375,7 @@ class Grouping:
             equal=np.where(has_fingerprint, same_fingerprint, np.where(has_statistics & ~same_statistics, False, NONE)),
             has_same_statistics=has_statistics & same_statistics,
             is_blank=np.logical_and.reduceat(is_blank, starts),
+            is_zero=np.logical_and.reduceat(is_constant & ~has_nan & (low == 0), starts),
             has_nan=np.logical_or.reduceat(has_nan, starts),
             is_measured=has_statistics,
             fingerprints=fingerprints,

@@ -89,7 +89,7 @@ class Leaves:
     def __init__(self, sample: Callable[[], Sample | None]) -> None:
         """Made of a sample of the run, which is asked for once; None where there are no values."""
         self._make = sample
-        self._loaded: tuple[Sample | None, Flags] | None = None
+        self._loaded: tuple[Sample | None, Flags, Flags] | None = None
         self._known: dict[tuple[Leaf, Pieces | None], Kinship] = {}
         self._varying: dict[tuple[str, str, str], bool] = {}
         self._dims: dict[Leaf, int | None] = {}
@@ -114,7 +114,8 @@ class Leaves:
         """Along which dims the pieces of ranks that share a batch are cut, by the moments that tell."""
         key = leaf, pieces
         if key not in self._cuts:
-            sample, is_void, every = self._values_of(leaf)
+            sample, every = self._values_of(leaf)
+            _, is_void, _ = self._load()
             numbers = self._spread([number for number in every if not is_void[number]])
             found = [sample.cut(number, pieces) for number in numbers] if sample is not None else []
             self._cuts[key] = {dim for dim in found if isinstance(dim, int)}
@@ -124,7 +125,7 @@ class Leaves:
         """Whether ranks were ever given different values for an argument of a root."""
         key = root, mode, name
         if key not in self._varying:
-            sample, _ = self._load()
+            sample, _, _ = self._load()
             own = (
                 []
                 if sample is None
@@ -137,17 +138,17 @@ class Leaves:
             self._varying[key] = any(bool((sample.described.equal[some] == 0).any()) for some in own if sample)
         return self._varying[key]
 
-    def _load(self) -> tuple[Sample | None, Flags]:
-        """The sample, and which of its values are void."""
+    def _load(self) -> tuple[Sample | None, Flags, Flags]:
+        """The sample, which of its values are void, and which are in doubt."""
         if self._loaded is None:
-            sample = self._make()
-            self._loaded = sample, np.zeros(0, bool) if sample is None else _find_void(sample)
+            sample, nothing = self._make(), np.zeros(0, bool)
+            self._loaded = sample, *((nothing, nothing) if sample is None else _find_void(sample))
         return self._loaded
 
-    def _values_of(self, leaf: Leaf) -> tuple[Sample | None, Flags, list[int]]:
-        sample, is_void = self._load()
+    def _values_of(self, leaf: Leaf) -> tuple[Sample | None, list[int]]:
+        sample, _, _ = self._load()
         found = None if sample is None else sample.leaves.get(leaf)
-        return sample, is_void, [] if found is None else found.tolist()
+        return sample, [] if found is None else found.tolist()
 
     def _spread(self, numbers: Sequence[int]) -> list[int]:
         """A few of them, the first and the last among these."""
@@ -155,12 +156,13 @@ class Leaves:
         return [numbers[i] for i in dict.fromkeys(np.linspace(0, len(numbers) - 1, few).round().astype(int).tolist())]
 
     def _moments(self, leaf: Leaf) -> list[Moment]:
-        sample, _, numbers = self._values_of(leaf)
+        sample, numbers = self._values_of(leaf)
         found = [sample.moment(number) for number in self._spread(numbers)] if sample is not None else []
         return [one for one in found if one is not None]
 
     def _judge(self, leaf: Leaf, pieces: Pieces | None) -> Kinship:
-        sample, is_void, every = self._values_of(leaf)
+        sample, every = self._values_of(leaf)
+        _, is_void, is_doubtful = self._load()
         if sample is None:
             return Kinship.UNKNOWN
         described = sample.described
@@ -172,7 +174,10 @@ class Leaves:
                 found.add(Seen.UNEQUAL)
             numbers = [number for number in numbers if not is_unequal[number]]
         numbers = [number for number in numbers if not is_void[number]]
-        found |= {sample.look(number, pieces) for number in self._spread(numbers)}
+        sure = [number for number in numbers if not is_doubtful[number]]
+        found |= {sample.look(number, pieces) for number in self._spread(sure)}
+        in_doubt = [number for number in numbers if is_doubtful[number]]
+        found |= {sample.look(number, pieces) for number in self._spread(in_doubt)} - {Seen.PERHAPS}
         if Seen.EQUAL in found:
             return Kinship.COPIES
         if Seen.UNEQUAL in found:
@@ -188,35 +193,77 @@ class Leaves:
         return len(sizes) > 1 and bool(frozenset.intersection(*(one.dims for one in moments)))
 
 
-def _find_void(sample: Sample) -> Flags:
-    """Which values say nothing of their layout: constants, and what a module makes of nothing but such.
+class _Inputs:
+    """What is known of the inputs of one call of a module, as they come."""
 
-    A module whose input is constant has equal outputs on all ranks, whatever batch they are of: behind a dead ReLU the
-    output of a linear layer is its bias, again and again.
+    def __init__(self, num_void: int) -> None:
+        """Made of how many values were void or in doubt before the first of them."""
+        self.num_before = self.num_so_far = num_void
+        self.are_void = self.are_equal = True
+        self.has_void = False
+
+    def add(self, *, is_void: bool, is_doubtful: bool, is_equal: bool) -> None:
+        """One more."""
+        self.are_void &= is_void
+        self.are_equal &= is_equal or is_void
+        self.has_void |= is_void or is_doubtful
+
+
+def _find_void(sample: Sample) -> tuple[Flags, Flags]:
+    """Which values say nothing of their layout, and which others are in doubt: their equality may prove nothing.
+
+    Constants say nothing, nor does what a module makes of nothing but such: behind a dead ReLU the output of a linear
+    layer is its bias, again and again, on all ranks and whatever batch they are of. What a function between modules
+    makes has no recorded origin, so that it may be made of anything that was void before. Such a value is in doubt,
+    and so is what a module makes of it, or with functions of its own.
     """
     described = sample.described
-    void: Flags = described.is_blank & (described.equal != 0)
-    is_open = (described.equal != 0) & ~void & ~described.has_nan
-    if not is_open.any() or not void.any():
-        return void
-    sites = described.labels["site"]
-    is_input, is_output = (sites.codes == sites.code(site) for site in ("input", "output"))
+    is_void: Flags = described.is_blank & (described.equal != 0)
+    is_doubtful: Flags = np.zeros(len(is_void), bool)
+    is_seed = is_void | described.is_zero  # zeros of unlike signs are unequal, and what is made of them is equal
+    is_open = (described.equal != 0) & ~is_void & ~described.has_nan
+    if not is_open.any() or not is_seed.any():
+        return is_void, is_doubtful
+    sites, paths = described.labels["site"], described.labels["module_path"]
+    is_input, is_output, is_tap = (sites.codes == sites.code(site) for site in ("input", "output", "tap"))
+    is_of_root = paths.codes == paths.code("")
+    dtypes = [described.pieces[code].dtype for code in described.codes[described.starts].tolist()]
     fingerprints, statistics = described.fingerprints[described.starts], described.statistics[described.starts]
-    of_call: dict[int, bool] = {}
-    """Of each call, whether all its inputs are void."""
-    contents: set[tuple[int, bool, int]] = set()
-    """By moment, values of which it is known that they are void."""
+    of_call: dict[int, _Inputs] = {}
+    origins: dict[tuple[int, bool, int], tuple[bool, bool]] = {}
+    """By moment and content, of equal values: whether they are void, and whether they are in doubt."""
+    num_void: dict[int, int] = {}
+    """By moment, how many values of floats were void or in doubt so far; others are masks, not what a net makes."""
     for number in sample.order.tolist():
-        step, call = sample.calls[number].tolist()
+        moment, call = sample.calls[number].tolist()
         has_fingerprint = fingerprints[number] != NONE
-        content = step, bool(has_fingerprint), int((fingerprints if has_fingerprint else statistics)[number])
-        is_made_of_void = content in contents or (is_output[number] and of_call.get(call, False))
-        void[number] |= is_open[number] and content[2] != NONE and is_made_of_void
-        if void[number] and content[2] != NONE:
-            contents.add(content)
-        if is_input[number]:
-            of_call[call] = of_call.get(call, True) and bool(void[number] or described.has_nan[number])
-    return void
+        content = moment, bool(has_fingerprint), int((fingerprints if has_fingerprint else statistics)[number])
+        num_before = num_void.get(moment, 0)
+        inputs = of_call.setdefault(call, _Inputs(num_before)) if is_input[number] else of_call.get(call)
+        is_forward = bool(is_input[number] or is_output[number] or is_tap[number])
+        if is_open[number] and content[2] != NONE:
+            origin = origins.get(content)
+            if is_output[number] and inputs is not None:
+                is_void[number] = inputs.are_void
+                is_made_of_void = (inputs.are_equal and inputs.has_void) or num_before > inputs.num_so_far
+            else:  # what a root is given is not made in it
+                is_given = inputs is not None and is_input[number] and is_of_root[number]
+                is_made_of_void = num_before > (inputs.num_before if is_given and inputs is not None else 0)
+            is_void[number] |= origin is not None and origin[0]
+            is_doubtful[number] = not is_void[number] and (origin[1] if origin else is_forward and is_made_of_void)
+        is_nothing = bool(is_void[number] or is_seed[number])
+        if described.equal[number] != 0 and content[2] != NONE and (is_forward or is_nothing):
+            origins[content] = is_nothing, bool(is_doubtful[number])
+        if is_forward and dtypes[number].startswith(("float", "bfloat", "complex")):
+            num_void[moment] = num_before + bool(is_nothing or is_doubtful[number])
+        if is_input[number] and inputs is not None:
+            inputs.add(
+                is_void=is_nothing or bool(described.has_nan[number]),
+                is_doubtful=bool(is_doubtful[number]),
+                is_equal=bool(described.equal[number] != 0),
+            )
+            inputs.num_so_far = num_void.get(moment, 0)
+    return is_void, is_doubtful
 
 
 def leaf_of(described: Described, number: int, *, stage: int, call: int, num_dims: int) -> Leaf:

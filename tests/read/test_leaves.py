@@ -151,6 +151,88 @@ def test_what_modules_make_of_constants_is_evidence_of_nothing(tmp_path: Path, k
     assert layouts(run, "head", "grad_output") == [(step, None, (12, 4), "assumed") for step in range(3)]
 
 
+def chained(path: Path, chains: list[list[Row]], keep: str) -> Run:
+    """DDP on two ranks that have the same rows at each of three steps, but inputs of their own."""
+    rows: list[list[Row]] = [[], []]
+    for step in range(3):
+        for rank, chain in enumerate(chains):
+            for one in [root_input(0, values(6, 9)), *chain]:
+                rows[rank].append(kept(one, keep) | {"step": step, "seq": len(rows[rank])})
+    return run_of(path, rows)
+
+
+def given(path: str, array: Array, name: str = "input") -> Row:
+    return row(0, array, module_path=path, site="input", name=name)
+
+
+ROWS_ALONE = pytest.mark.parametrize("keep", ["statistics", "statistics and fingerprint"])
+
+
+@ROWS_ALONE
+def test_zeros_of_either_sign_are_evidence_of_nothing(tmp_path: Path, keep: str) -> None:
+    """A negative number by 0 is -0.0: fingerprints of zeros differ, and what is made of them does not."""
+    bias, chains = degenerate("bias", 6, 4), []
+    for _ in range(2):
+        zeros = values(6, 8) * np.float32(0)
+        chains.append([given("head", zeros), row(0, bias, module_path="head"), given("act", bias)])
+    run = chained(tmp_path / "run", chains, keep)
+    for path, site, width in (("head", "input", 8), ("head", "output", 4), ("act", "input", 4)):
+        assert layouts(run, path, site) == [(step, None, (12, width), "assumed") for step in range(3)]
+
+
+@ROWS_ALONE
+def test_what_functions_make_of_constants_is_evidence_of_nothing(tmp_path: Path, keep: str) -> None:
+    """No module made it, so that no input tells what it was made of."""
+    bias = degenerate("bias", 6, 4)
+    chain = [
+        row(0, degenerate("zero", 6, 4), module_path="relu"),
+        row(0, bias, module_path="silent"),
+        given("block", values(6, 4)),
+        given("block.head", degenerate("zero", 6, 4)),
+        row(0, bias * 3, module_path="block.head"),
+        row(0, np.tanh(bias), module_path="block"),
+        given("cross", np.exp(bias)),
+        given("cross", bias * 5, name="other"),
+        row(0, np.sin(bias), module_path="cross"),
+        row(0, np.cos(bias), module_path="cross", site="tap", name="tapped"),
+    ]
+    run = chained(tmp_path / "run", [chain, chain], keep)
+    for path, site in (("silent", "output"), ("block", "output"), ("cross", "output"), ("cross", "tap")):
+        assert layouts(run, path, site) == [(step, None, (12, 4), "assumed") for step in range(3)], path
+    found = layouts(run, "cross", "input")
+    assert sorted(found) == [(step, None, (12, 4), "assumed") for step in range(3) for _ in "ab"]
+
+
+@ROWS_ALONE
+def test_copies_whose_origin_is_recorded_are_copies_beside_constants(tmp_path: Path, keep: str) -> None:
+    """Of a table as long as the batch: made of what differs, or before anything constant was."""
+    sines, cosines, early = (values(6, 4) for _ in range(3))
+    chains = [
+        [
+            root_input(0, np.ones((6, 9), np.int64), name="mask"),
+            given("first", early),
+            row(0, degenerate("zero", 6, 4), module_path="relu"),
+            given("positions", values(6, 4)),
+            row(0, sines, module_path="positions", name="0"),
+            row(0, cosines, module_path="positions", name="1"),
+            given("attention", sines, name="sines"),
+            given("attention", early, name="early"),
+        ]
+        for _ in range(2)
+    ]
+    run = chained(tmp_path / "run", chains, keep)
+    for path, site in (("first", "input"), ("positions", "output"), ("attention", "input")):
+        assert {one[2:] for one in layouts(run, path, site)} == {((6, 4), "inferred")}, path
+
+
+@pytest.mark.parametrize("keep", ["tensor and all", "tensor alone"])
+def test_values_tell_copies_also_where_their_origin_is_not_recorded(tmp_path: Path, keep: str) -> None:
+    table = values(6, 4)
+    chain = [row(0, degenerate("zero", 6, 4), module_path="relu"), given("late", table)]
+    run = chained(tmp_path / "run", [chain, chain], keep)
+    assert layouts(run, "late", "input") == [(step, None, (6, 4), "inferred") for step in range(3)]
+
+
 class TestCopies:
     """Of a table of positions as long as the batch, which the sizes alone would make a batch."""
 
