@@ -126,6 +126,30 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return dtensor is not None and isinstance(tensor, dtensor)
 
 
+WRAPPED = "RegisterPostBackwardFunctionBackward"
+"""The node that FSDP2 puts behind each input of what it shards, before any hook of ours sees it."""
+
+
+def wrapped(tensor: torch.Tensor, node: Any) -> torch.Tensor | tuple[Any, int] | None:
+    """What FSDP2 has put its node on: only there all of the gradient arrives, also that of a residual around a block.
+
+    Args:
+        tensor: what came out of it.
+        node: its node, a `WRAPPED`.
+
+    Returns:
+        The tensor, where that is a leaf; else its node, and which output of the node it is; None where it is not known.
+    """
+    number = tensor.output_nr
+    while type(node).__name__ == WRAPPED:
+        if number >= len(node.next_functions):
+            return None
+        node, number = node.next_functions[number]
+    if type(node).__name__ == "AccumulateGrad":
+        return node.variable if type(node.variable) in PLAIN else None
+    return None if node is None else (node, number)
+
+
 def made_of(tensor: Any) -> tuple[Any, int, Chunk | None] | None:
     """Of a DTensor that was made for one module alone, the node of the tensor that it was made of.
 
