@@ -204,8 +204,8 @@ def test_missing_ranks_are_told(tmp_path: Path, by: tuple[str, ...]) -> None:
     ]
     run = write(tmp_path / "run", *ranks)
     note = "partial: 2 of 5 values lack rank 1, steps 2..3: they are "
-    assert statistics(run, Selection(step="0:2"), GLOBAL, by=by)[1:] == ([], [], True)
-    assert statistics(run, Selection(), by=by)[1:] == ([], [], True)
+    assert statistics(run, Selection(step="0:2"), GLOBAL, by=by)[1:] == ([], [], True, [])
+    assert statistics(run, Selection(), by=by)[1:] == ([], [], True, [])
     merge_run(run, tmp_path / "merged")
     merged = recorder.open_run(tmp_path / "merged")
     for source, options in ((run, GLOBAL), (merged, GLOBAL), (merged, GlobalOptions())):
