@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -58,10 +59,11 @@ def test_the_demo_trains_records_and_shows(tmp_path: Path) -> None:
     assert "absmax" in shown
     commands = [line.strip() for line in to_type.splitlines() if line.strip()]
     assert len(commands) == 3
+    name = json.loads((run / "_run.json").read_text())["name"]
     for command in commands[:2]:
         typed = subprocess.run(command, shell=True, cwd=DEMO.parents[1], capture_output=True, text=True, timeout=120)
         assert typed.returncode == 0, typed.stdout + typed.stderr
-        assert str(run) in command
+        assert str(tmp_path / name) in command
 
 
 def test_where_several_machines_cannot_be_made_the_reason_is_said(tmp_path: Path) -> None:

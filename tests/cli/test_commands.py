@@ -204,7 +204,7 @@ class TestDoctor:
         assert any(
             "missing, ranks 0..1, " in one and "compiled: " in one and one.endswith("'layers.2'") for one in checks
         )
-        assert "missing event compiled (rank 0, 1): values inside compiled modules are not recorded" in checks
+        assert "note    event compiled (rank 0, 1): values inside compiled modules are not recorded" in checks
         assert sum("3 of 51 rows dropped: pool_full 3" in check for check in checks) == 2
 
     def test_missing_ranks_and_a_killed_writer_are_named(self, cli: Cli, tmp_path: Path) -> None:
