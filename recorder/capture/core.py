@@ -468,7 +468,8 @@ class Capture:
         if chunk is not None and 'Partial"' in chunk.placements:
             return
         with torch.no_grad():
-            self._losses.append((self.clock.step, keep, local.detach().clone()))
+            held = local.detach().clone() if self._waits_for_loss else local.detach()
+        self._losses.append((self.clock.step, keep, held))
         if not self._waits_for_loss or len(self._losses) > _MAX_LOSSES:
             self._record_losses()
 
