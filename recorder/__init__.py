@@ -16,18 +16,18 @@ from .errors import RecorderError as RecorderError
 if TYPE_CHECKING:
     from torch import nn
 
-    from .analyze.diff import diff as diff
-    from .analyze.export import export as export
-    from .analyze.first import first as first
-    from .analyze.stats import stats as stats
-    from .attachment import Attachment
-    from .instrumentation import instrument as instrument
-    from .instrumentation import strip as strip
+    from .analyze.diff.diff import diff as diff
+    from .analyze.export.export import export as export
+    from .analyze.first.first import first as first
+    from .analyze.stats.stats import stats as stats
+    from .globalview.run import Run as Run
+    from .globalview.run import open_run as open_run
+    from .lifecycle.attachment import Attachment
     from .read.decode import decode as decode
-    from .read.run import Run as Run
-    from .read.run import open_run as open_run
-    from .taps import tap as tap
-    from .tracing import trace as trace
+    from .taps.instrument import instrument as instrument
+    from .taps.instrument import strip as strip
+    from .taps.module_taps import tap as tap
+    from .tracing.trace import trace as trace
 
 __version__ = "0.1.0"
 __all__ = [
@@ -50,20 +50,20 @@ __all__ = [
 ]
 
 _active: Any = None
-"""The recorder that is recording in this process, set by `recorder.active`; None: `tap` and the others do nothing."""
+"""The recorder that records in this process, set by `lifecycle.active`; while it is None, `tap` does nothing."""
 
 _LAZY = {
-    "open_run": "read.run",
-    "Run": "read.run",
+    "open_run": "globalview.run",
+    "Run": "globalview.run",
     "decode": "read.decode",
-    "diff": "analyze.diff",
-    "export": "analyze.export",
-    "first": "analyze.first",
-    "instrument": "instrumentation",
-    "stats": "analyze.stats",
-    "strip": "instrumentation",
-    "tap": "taps",
-    "trace": "tracing",
+    "diff": "analyze.diff.diff",
+    "export": "analyze.export.export",
+    "first": "analyze.first.first",
+    "instrument": "taps.instrument",
+    "stats": "analyze.stats.stats",
+    "strip": "taps.instrument",
+    "tap": "taps.module_taps",
+    "trace": "tracing.trace",
 }
 
 
@@ -94,15 +94,15 @@ def attach(model: nn.Module, *, enabled: bool | None = None, name: str | None = 
 
     Raises:
         ConfigError: a setting is wrong, or differs from those of a recording that is under way.
-        AttachError: the model is no module or has none, or a rule matches nothing in it.
+        AttachError: the model is no module, or a pipe whose stages are called one by one, or a rule matches nothing.
     """
     from .config import is_enabled
 
     if enabled is False or (enabled is None and not is_enabled()):
-        from .attachment import Inactive
+        from .lifecycle.attachment import Inactive
 
         return Inactive()
-    from .active import attach as attach_now
+    from .lifecycle.active import attach as attach_now
 
     return attach_now(model, name=name, settings=settings)
 
@@ -120,4 +120,4 @@ def step(number: int) -> None:
 
 
 if "torch" in sys.modules:  # artefacts that hold taps need the op; without torch there are none yet
-    from . import ops as _ops  # noqa: F401
+    from .taps import ops as _ops  # noqa: F401

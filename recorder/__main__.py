@@ -1,4 +1,4 @@
-"""Owns the entry of the command line: `recorder` and ``python -m recorder``.
+"""The entry of the command line: `recorder` and ``python -m recorder``.
 
 Must never import a UI package for ``recorder run``, which becomes the user's training process.
 """
@@ -13,7 +13,7 @@ def main() -> None:
     """Run one command; its exit code is 0 fine, 1 a finding, 2 misuse or unreadable input."""
     arguments = sys.argv[1:]
     if arguments[:1] == ["run"]:
-        from .launch import launch
+        from .lifecycle.launch import launch
 
         launch(arguments[1:])
     from .cli.app import run_command

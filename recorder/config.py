@@ -1,4 +1,4 @@
-"""Settings and selection rules: where each comes from, what is allowed, and what is in force.
+"""Settings: where each comes from, what is allowed, and what is in force.
 
 Precedence: default < file (``RECORDER_CONFIG``) < environment (``RECORDER_<NAME>``) < argument. The environment is read
 here and in `capture.topology`, nowhere else. Nothing here may import torch or pyarrow: a wrong setting stops a launch
@@ -7,20 +7,17 @@ before any of them is needed.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-import shlex
 import threading
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from .errors import ConfigError
-from .patterns import ANY, checked, matches, parse_patterns
-from .records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR
+from .rules import OFF, ON, Rule, Schedule, did_you_mean, parse_rules, read_boolean
 
 FLAG = "RECORDER"
 CONFIG_FILE = "RECORDER_CONFIG"
@@ -29,206 +26,20 @@ CHECKED_MARK = "_RECORDER_CHECKED"
 """Set by the first process that found the settings valid; under it a wrong setting is one line, not a stop."""
 
 PLACEHOLDER = "SET_ME"
-"""What the templates of `deploy/` hold where only their user knows the value."""
-
-SITES = ("input", "output", "grad_input", "grad_output", "param", "grad", "buffer", "optim", "tap", "scalar")
-KEEPS = {"tensor": KEEP_TENSOR, "stats": KEEP_STATS, "fingerprint": KEEP_FINGERPRINT}
+"""The text that the templates of `deploy/` hold where only their user knows the value."""
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,99}")
-"""What a run may be called."""
+"""The names that a run may have."""
 LATEST = "latest"
-"""What no run may be called: the command line means the newest by it."""
+"""The name that no run may have, because the command line calls the newest run so."""
 
-_OFF = ("", "0", "false", "no", "off")
-_ON = ("1", "true", "yes", "on")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """A set of whole numbers (steps or ranks): a union of slices, single numbers and powers of two.
-
-    It is a function of the number alone, so that all ranks agree without talking.
-    """
-
-    text: str
-    slices: tuple[tuple[int, int | None, int], ...]
-    powers_of_two: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> Schedule:
-        """Read ``0:1000:100``, ``::10``, ``5``, ``pow2`` or a comma list of them.
-
-        Raises:
-            ValueError: a piece is none of these.
-        """
-        slices: list[tuple[int, int | None, int]] = []
-        powers = False
-        for raw in text.split(","):
-            piece = raw.strip()
-            if piece == "pow2":
-                powers = True
-            elif re.fullmatch(r"\d+", piece):
-                slices.append((int(piece), int(piece) + 1, 1))
-            elif match := re.fullmatch(r"(\d*):(\d*)(?::(\d*))?", piece):
-                start, stop, stride = match.groups()
-                slices.append((int(start or 0), int(stop) if stop else None, int(stride or 1)))
-                if slices[-1][2] == 0:
-                    raise ValueError(f"{piece!r} has a stride of 0")
-            else:
-                raise ValueError(f"{piece!r} is no number, no start:stop:stride and not pow2")
-        return cls(text, tuple(slices), powers)
-
-    def __contains__(self, number: int) -> bool:
-        if self.powers_of_two and number >= 0 and number & (number - 1) == 0:
-            return True
-        for start, stop, stride in self.slices:
-            if number >= start and (stop is None or number < stop) and (number - start) % stride == 0:
-                return True
-        return False
-
-
-EVERY = Schedule.parse("::1")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """One selection: which values, at which steps, and what to keep; several that match keep all they ask for."""
-
-    module: tuple[str, ...] = ANY
-    """Patterns of module paths, see `patterns`; ``''`` is the root."""
-    cls: tuple[str, ...] = ANY
-    """Patterns of class names (key ``class``)."""
-    leaf: bool = False
-    """Only modules without children."""
-    site: tuple[str, ...] = SITES
-    name: tuple[str, ...] = ANY
-    """Patterns of leaf names: the argument, the path in a nested output, the parameter."""
-    rank: Schedule = EVERY
-    steps: Schedule = EVERY
-    call: Schedule = EVERY
-    """Which calls of a module within a micro-step; an evaluation loop is many calls of one step."""
-    keep: int = KEEP_STATS
-    written: str = field(default="", compare=False, repr=False)
-    """As somebody wrote it, for messages; nothing where it was no text."""
-
-    KEYS: ClassVar = ("module", "class", "leaf", "site", "name", "rank", "steps", "call", "keep")
-
-    def matches_module(self, module_path: str, class_name: str, is_leaf: bool) -> bool:
-        return (is_leaf or not self.leaf) and matches(self.module, module_path) and matches(self.cls, class_name)
-
-    def matches_name(self, name: str) -> bool:
-        return matches(self.name, name)
-
-    @property
-    def text(self) -> str:
-        """The rule in the form that `parse_rules` reads."""
-        parts: list[str] = []
-        for key, values in (("module", self.module), ("class", self.cls)):
-            if values != ANY:
-                parts.append(f"{key}={shlex.quote(','.join(values))}")
-        if self.leaf:
-            parts.append("leaf=yes")
-        if self.site != SITES:
-            parts.append("site=" + ",".join(self.site))
-        if self.name != ANY:
-            parts.append(f"name={shlex.quote(','.join(self.name))}")
-        for key, schedule in (("rank", self.rank), ("steps", self.steps), ("call", self.call)):
-            if schedule != EVERY:
-                parts.append(f"{key}={schedule.text}")
-        parts.append("keep=" + ",".join(word for word, bit in KEEPS.items() if self.keep & bit))
-        return " ".join(parts)
-
-
-def parse_rules(value: object, *, keys: Sequence[str] = Rule.KEYS, sites: Sequence[str] = SITES) -> tuple[Rule, ...]:
-    """Read rules from text (``site=output keep=tensor; site=grad``), a table, or a list of either.
-
-    Args:
-        value: the rules.
-        keys: those that a message about an unknown one offers.
-        sites: the same.
-
-    Raises:
-        ConfigError: a key, a site, a schedule or a pattern is wrong; the message says what is allowed.
-    """
-    if isinstance(value, str):
-        return tuple(_rule_from_text(text, keys, sites) for text in value.split(";") if text.strip())
-    if isinstance(value, Rule):
-        return (value,)
-    if isinstance(value, Mapping):
-        return (_rule_from_table(value, keys, sites),)
-    if isinstance(value, Sequence):
-        return tuple(rule for item in value for rule in parse_rules(item, keys=keys, sites=sites))
-    raise ConfigError(f"rules = {value!r}: expected text, a table or a list of them")
-
-
-def _rule_from_text(text: str, keys: Sequence[str], sites: Sequence[str]) -> Rule:
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"rules: {text.strip()!r} cannot be split into words: {error}") from None
-    table: dict[str, object] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise ConfigError(f"rules: {word!r} in {text.strip()!r} is no key=value; keys are {', '.join(keys)}")
-        if key in table:
-            raise ConfigError(f"rules: {key!r} stands twice in {text.strip()!r}; join the values with commas")
-        table[key] = value
-    return replace(_rule_from_table(table, keys, sites), written=text.strip())
-
-
-def _rule_from_table(table: Mapping[str, object], keys: Sequence[str], sites: Sequence[str]) -> Rule:
-    def problem(key: str, why: str) -> ConfigError:
-        return ConfigError(f"rules: {key} = {table[key]!r}: {why}")
-
-    chosen: dict[str, Any] = {}
-    for key, value in table.items():
-        if key not in Rule.KEYS:
-            raise ConfigError(f"rules: unknown key {key!r}{_nearest(key, keys)}; keys are {', '.join(keys)}")
-        if key in ("rank", "steps", "call"):
-            text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-            try:
-                chosen[key] = Schedule.parse(text)
-            except ValueError as error:
-                raise problem(key, f"{error}; examples: 0:1000:100  ::10  0,5,7  pow2") from None
-            continue
-        if key == "leaf":
-            chosen[key] = _boolean("rules: leaf", value)
-            continue
-        if key in ("module", "class", "name"):
-            try:
-                words = checked(map(str, value)) if isinstance(value, (list, tuple)) else parse_patterns(str(value))
-            except ValueError as error:
-                raise problem(key, str(error)) from None
-            chosen["cls" if key == "class" else key] = words
-            continue
-        words = _words(value)
-        allowed = SITES if key == "site" else tuple(KEEPS)
-        if key == "site" and words == ("*",):
-            words = SITES
-        for word in words:
-            if word not in allowed:
-                offered = sites if key == "site" else allowed
-                raise problem(key, f"unknown {key} {word!r}{_nearest(word, offered)}; allowed: {', '.join(offered)}")
-        chosen[key] = words if key == "site" else sum({KEEPS[word] for word in words})
-    return Rule(**chosen)
-
-
-def _words(value: object) -> tuple[str, ...]:
-    if isinstance(value, (list, tuple)):
-        return tuple(str(item) for item in value)
-    return tuple(word.strip() for word in str(value).split(","))
-
-
-def _nearest(word: str, choices: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, choices, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
-
-
 _SPARSER = "0:10,10:100:10,100::50"
-"""A step at which all modules are looked at takes a small program a third longer, and up to twice as long."""
+"""The steps of the default rules. A small program takes a third longer, or twice as long at worst, for a step at which
+all modules are looked at; hence so few."""
 _SPARSE = "0,100,1000,10000,100000"
 DEFAULT_RULES = parse_rules(
     f"site=output,grad_output,tap steps={_SPARSER} keep=stats;"
@@ -247,10 +58,10 @@ PRESETS = {
         "site=output,grad_output,param,grad,buffer,optim,tap keep=stats; module='' site=input keep=stats;"
         "site=scalar keep=stats"
     ),
-    "full": parse_rules("site=* keep=tensor,stats,fingerprint"),
+    "full": parse_rules("site=* keep=tensor,stats,fingerprint,histogram"),
     "twin": parse_rules("site=* steps=0:4 keep=tensor,stats,fingerprint; site=scalar keep=stats"),
 }
-"""Rules by name: the fewest, what finds the first NaN at its very step, everything, and what `diff` is surest with."""
+"""Rules by name: the fewest, those that find the first NaN at its step, all, and those that `diff` is surest with."""
 
 
 def _setting(default: object, doc: str, *choices: str) -> Any:
@@ -263,7 +74,7 @@ class Settings:
 
     dir: str = _setting("recordings", "where run directories go; a fast local disk is best")
     name: str = _setting("", "what the run is called in commands; empty: after the script and the time of its start")
-    rules: tuple[Rule, ...] = _setting(DEFAULT_RULES, "what is recorded; see the README's section on choosing")
+    rules: tuple[Rule, ...] = _setting(DEFAULT_RULES, "what is recorded; docs/choose.md explains rules")
     preset: str = _setting(
         NO_PRESET, "rules by name, in place of the default ones; rules that are set are added to them",
         NO_PRESET, *PRESETS,
@@ -345,7 +156,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 _LONGEST_LOOK_S = 2.0
 _SMALLEST_POOL_BYTES = 1 << 20
 _STORE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
-"""How a place in a store begins; pathlib makes one slash of two."""
+"""Matches the beginning of the URL of an object store; pathlib makes one slash of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,12 +171,13 @@ class Explained:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Settings in force with where each came from."""
+    """The settings in force, and where each came from."""
 
     settings: Settings
     sources: Mapping[str, str]
 
     def explain(self) -> list[Explained]:
+        """Return every setting with its value and its source."""
         rows = []
         for item in fields(Settings):
             value = getattr(self.settings, item.name)
@@ -381,16 +193,16 @@ def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
         ConfigError: the flag is neither on nor off.
     """
     value = (os.environ if environ is None else environ).get(FLAG, "").strip().lower()
-    if value in _OFF:
+    if value in OFF:
         return False
-    if value in _ON:
+    if value in ON:
         return True
     raise ConfigError(f"{FLAG} = {value!r} (environment): allowed is 1 to record, 0 or unset not to")
 
 
 def is_native_wanted() -> bool:
-    """What the environment says of the setting `native` to a program that only reads; what is no answer is a yes."""
-    return os.environ.get("RECORDER_NATIVE", "").strip().lower() not in _OFF[1:]
+    """Whether the environment lets a program that only reads use the compiled loops; anything but a no is a yes."""
+    return os.environ.get("RECORDER_NATIVE", "").strip().lower() not in OFF[1:]
 
 
 def load_settings(arguments: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None) -> Loaded:
@@ -413,7 +225,7 @@ def load_settings(arguments: Mapping[str, object] | None = None, environ: Mappin
         for key, raw in layer.items():
             if key not in known:
                 raise ConfigError(
-                    f"{key!r} ({source}) is no setting{_nearest(key, tuple(known))}; "
+                    f"{key!r} ({source}) is no setting{did_you_mean(key, tuple(known))}; "
                     "`recorder config --show` lists them all"
                 )
             try:
@@ -436,44 +248,45 @@ def load_settings(arguments: Mapping[str, object] | None = None, environ: Mappin
 
 
 def check_dir(loaded: Loaded) -> None:
-    """See that run directories can be made where `dir` says, as far as that can be known without making any.
+    """Check that run directories can be made where `dir` says, as far as that can be known without making any.
 
-    A file system that does not answer says nothing: it holds the program up for two seconds, and the writer meets it.
+    A file system that does not answer passes the check: it holds the program up for two seconds, and the writer finds
+    out.
 
     Raises:
-        ConfigError: they never can be.
+        ConfigError: no directory can ever be made there.
     """
-    found: list[str] = []
+    problems: list[str] = []
     text = loaded.settings.dir
-    thread = threading.Thread(target=lambda: found.extend(_problems_of(Path(text).absolute())), daemon=True)
+    thread = threading.Thread(target=lambda: problems.extend(_problems_of_dir(Path(text).absolute())), daemon=True)
     try:
         thread.start()
     except RuntimeError:  # no thread to be had: the writer, which needs one too, says so
         return
     thread.join(_LONGEST_LOOK_S)
-    if found:
+    if problems:
         source = loaded.sources.get("dir", "default")
         shown = f"{PREFIX}DIR" if source in ("environment", "default") else "dir"
-        raise ConfigError(f"{shown} ({source}): dir = {text!r}: {found[0]}; name a directory that can be written")
+        raise ConfigError(f"{shown} ({source}): dir = {text!r}: {problems[0]}; name a directory that can be written")
 
 
-def _problems_of(wanted: Path) -> Iterator[str]:
-    place = wanted
-    while (problem := _never_takes(place)) is None and not place.exists():
-        place = place.parent
+def _problems_of_dir(wanted: Path) -> Iterator[str]:
+    path = wanted
+    while (problem := _why_unusable(path)) is None and not path.exists():
+        path = path.parent
     if problem:
-        yield problem if place == wanted else f"{place} {problem}"
+        yield problem if path == wanted else f"{path} {problem}"
 
 
-def _never_takes(place: Path) -> str | None:
-    """Why no directory can be made in a place, which may be missing; None where it can, or a parent has to tell."""
+def _why_unusable(path: Path) -> str | None:
+    """Return why no directory can be made at a path, which may be missing; None where it can, or a parent decides."""
     try:
-        if not place.is_dir():
+        if not path.is_dir():
             # What a link leads to is not there, and a directory is never made through it.
-            return "is no directory" if os.path.lexists(place) else None
-        if os.access(place, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+            return "is no directory" if os.path.lexists(path) else None
+        if os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
             return None
-        return "is on a read-only file system" if os.statvfs(place).f_flag & os.ST_RDONLY else "cannot be written"
+        return "is on a read-only file system" if os.statvfs(path).f_flag & os.ST_RDONLY else "cannot be written"
     except OSError as error:
         return f"cannot be used ({error.strerror})"
 
@@ -489,29 +302,29 @@ def _read_file(path: Path) -> Mapping[str, object]:
 
 
 def _from_environment(environ: Mapping[str, str], known: Mapping[str, object]) -> Mapping[str, object]:
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     for variable in sorted(environ):
         if not variable.startswith(PREFIX) or variable == CONFIG_FILE:
             continue
         key = variable[len(PREFIX) :].lower()
         if key not in known or variable != variable.upper():
-            near = _nearest(variable, tuple(PREFIX + name.upper() for name in known))
+            near = did_you_mean(variable, tuple(PREFIX + name.upper() for name in known))
             raise ConfigError(
                 f"{variable} = {environ[variable]!r} (environment) is no setting{near}; "
                 "`recorder config --show` lists them all"
             )
         if environ[variable] != "":
-            found[key] = environ[variable]
-    return found
+            values[key] = environ[variable]
+    return values
 
 
 def _convert(item: Any, raw: object) -> object:
-    """The value of one setting from a TOML value, an environment text or an argument."""
+    """Return the value of one setting from a TOML value, an environment text or an argument."""
     name, default, choices = item.name, item.default, item.metadata["choices"]
     if name == "rules":
         return parse_rules(raw)
     if isinstance(default, bool):
-        return _boolean(name, raw)
+        return read_boolean(name, raw)
     if isinstance(default, int):
         return _bytes(name, raw) if name.endswith("_bytes") else _number(name, raw, int)
     if isinstance(default, float):
@@ -531,17 +344,8 @@ def _convert(item: Any, raw: object) -> object:
             f"and not {LATEST!r}"
         )
     if choices and text not in choices:
-        raise ConfigError(f"{name} = {text!r}: allowed is {' or '.join(choices)}{_nearest(text, choices)}")
+        raise ConfigError(f"{name} = {text!r}: allowed is {' or '.join(choices)}{did_you_mean(text, choices)}")
     return text
-
-
-def _boolean(name: str, raw: object) -> bool:
-    text = str(raw).strip().lower()
-    if text in _ON:
-        return True
-    if text in _OFF:
-        return False
-    raise ConfigError(f"{name} = {raw!r}: allowed is yes or no")
 
 
 def _number(name: str, raw: object, kind: type[int] | type[float]) -> int | float:

@@ -1,4 +1,4 @@
-"""What crosses from capture to the writer: `Staged`, a tensor already copied to host memory, with its key.
+"""The records that cross from capture to the writer: `Staged`, a tensor already copied to host memory, with its key.
 
 Left of it is torch, right of it none. Nothing here may hold a tensor, a module or anything of the autograd graph.
 The types are named tuples: immutable like frozen dataclasses, and a third of the cost to make on the training thread
@@ -20,21 +20,25 @@ KEEP_STATS = 2
 """The statistics columns are written."""
 KEEP_FINGERPRINT = 4
 """The fingerprint column is written."""
+KEEP_HISTOGRAM = 8
+"""The histogram column is written, and the statistics, which say how many values are zero or NaN."""
+KEEP_NUMBERS = KEEP_STATS | KEEP_HISTOGRAM
+"""What says something of the values, and so nothing of a sum of which a value is one summand."""
 
 PART_BYTES = 32 << 20
 """A payload above this becomes several rows, so that memory stays bounded (bytes)."""
 
 LOSS_NAME = re.compile(r"(.*[./])?loss")
-"""The whole name of a scalar that is called a loss, such as ``train/loss``: no infinity in it is meant."""
+"""Matches the whole name of a scalar that is a loss, such as ``train/loss``: no infinity in a loss is intended."""
 
 
 def kind_of(keep: int, site: str) -> str:
-    """The kind of shard that a record belongs to: a scalar's payload stays with statistics, which are kept longest."""
+    """Return the kind of shard that a record belongs to. A scalar's payload stays with statistics, kept longest."""
     return "tensors" if keep & KEEP_TENSOR and site != "scalar" else "stats"
 
 
 class Block(Protocol):
-    """A piece of the host pool that one record owns until it is released."""
+    """A part of the host pool that belongs to one record until it is released."""
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
@@ -42,36 +46,6 @@ class Block(Protocol):
 
     def release(self) -> None:
         """Give the bytes back to the pool. Called once, from any thread; `data` must not be touched afterwards."""
-
-
-class Segment(Protocol):
-    """Memory for payloads end to end, from a page on; whoever refers to it keeps it."""
-
-    data: npt.NDArray[np.uint8]
-    max_bytes: int
-    """With so much in it, it takes no more, and the batch that borrows it is written."""
-    is_closed: bool
-    """To be set by the writer once it has written what it had of it: what would follow had to be copied."""
-
-
-class Piece(Protocol):
-    """An encoded payload: the bytes from `start` to `stop` of a segment."""
-
-    start: int
-    stop: int
-    encoding: str
-    payload_bytes: int
-    """Before it was encoded."""
-    crc: int | None
-    """CRC32C of the encoded bytes, where it is known."""
-
-    @property
-    def segment(self) -> Segment | None:
-        """Where it lies; None once it is released."""
-
-    @property
-    def data(self) -> npt.NDArray[np.uint8]:
-        """The encoded bytes."""
 
 
 class LostError(Exception):
@@ -107,18 +81,18 @@ class Moment(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Which piece of a global tensor a rank holds; made once for a parameter. Texts are JSON, as in the row."""
+    """The part of a global tensor that a rank holds; made once for a parameter. Texts are JSON, as in the row."""
 
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...] | None
-    """Elements, one per dim; None where the piece is no box of the global tensor."""
+    """Elements, one per dim; None where the chunk is no box of the global tensor."""
     placements: str
     mesh: str
     layout_source: str
     flat_start: int | None = None
-    """Where the piece is a run of the flattened (C order) global tensor: its first element there."""
+    """The number of the first element of a chunk that is a run of the flattened (C order) global tensor."""
     flat_shape: tuple[int, ...] | None = None
-    """Where it is a run of the flattened box of this shape, at `offsets` of the global tensor, and not of all of it."""
+    """The shape of the box, at `offsets` of the global tensor, where the chunk is a run of the flattened box."""
 
 
 class Staged(NamedTuple):
@@ -127,7 +101,7 @@ class Staged(NamedTuple):
     seq: int
     """Number of its first row in this writer; rows of its further parts follow."""
     num_parts: int
-    """Rows that it becomes: 1, or the number of `PART_BYTES` pieces where the payload is kept."""
+    """The number of rows that it becomes: 1, or where the payload is kept the number of its parts of `PART_BYTES`."""
     origin: Origin
     moment: Moment
     phase: str
@@ -139,7 +113,7 @@ class Staged(NamedTuple):
     shape: tuple[int, ...]
     chunk: Chunk | None
     keep: int
-    """Bits of `KEEP_TENSOR`, `KEEP_STATS`, `KEEP_FINGERPRINT`."""
+    """Bits of KEEP_*."""
     block: Block
     ready: Ready | None
     """None where the copy is complete already."""
@@ -148,10 +122,8 @@ class Staged(NamedTuple):
     time_ns: int
     """Wall clock of the capture, nanoseconds since the epoch."""
     measured: Callable[[npt.NDArray[np.uint8], Chunk | None], Measured] | None = None
-    """Set where it was measured before: turns `block.data`, which need not hold the values then, and `chunk` into
-    statistics and fingerprint, once `ready` is over."""
-    piece: Piece | None = None
-    """Set where the payload is encoded already; then it is `block` itself."""
+    """Set where the tensor was measured before. It turns `block.data`, which need not hold the values then, and `chunk`
+    into statistics and fingerprint once `ready` is over."""
 
 
 class Measured(NamedTuple):
@@ -165,13 +137,17 @@ class Measured(NamedTuple):
     l2: float | None = None
     sum: float | None = None
     sum_sq: float | None = None
+    sum_abs: float | None = None
+    sum_fourth: float | None = None
     nan_count: int | None = None
     inf_count: int | None = None
     zero_count: int | None = None
     fingerprint: int | None = None
     """Unsigned 64-bit; of the local tensor moved to its place in the global one where offsets are known."""
     note: str | None = None
-    """Why statistics are missing, such as ``no_statistics:complex64``."""
+    """The reason why statistics are missing, such as ``no_statistics:complex64``."""
+    histogram: bytes | None = None
+    """As the column has it."""
 
 
 class Measure(Protocol):

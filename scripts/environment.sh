@@ -77,6 +77,21 @@ prepare_with() { # its name, an extra, what pip installs there first...
   prepare "$extra"
 }
 
+# The browser of tests/browser, where it can be installed: as root on Debian. Elsewhere these tests say what is missing.
+prepare_browser() {
+  local log install=(apt-get install -y --no-install-recommends chromium)
+  ! command -v chromium >/dev/null || return 0
+  [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null || return 0
+  say "Installing chromium"
+  log=$(mktemp)
+  export DEBIAN_FRONTEND=noninteractive
+  # The user of apt's sandbox cannot read the keys in some containers.
+  { apt-get update && "${install[@]}"; } >"$log" 2>&1 ||
+    { apt-get -o APT::Sandbox::User=root update && "${install[@]}" -o APT::Sandbox::User=root; } >"$log" 2>&1 ||
+    { tail -n 3 "$log" >&2; say "chromium could not be installed: the tests of tests/browser are skipped"; }
+  rm -f "$log"
+}
+
 prepare() { # "" | an extra of pyproject.toml
   local extra=$1 kind=own venv=$root/.venv stamp list holder holders
   if [ -n "${VENV:-}" ]; then

@@ -5,8 +5,10 @@ Hypothesis measures no time.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -35,6 +37,15 @@ def pytest_collection_finish() -> None:
 def _no_optimizer_of_another_module() -> None:
     """A recording goes on from the step of the optimizers that it finds; some lie in cycles, and live until this."""
     gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was() -> Iterator[None]:
+    """A command that a test runs here has the library's lines to itself, as in a process of its own."""
+    library = logging.getLogger("recorder")
+    handlers, propagate = library.handlers, library.propagate
+    yield
+    library.handlers, library.propagate = handlers, propagate
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch._dynamo  # noqa: F401  # by the first optimizer, and then before all forks
 from torch._C._distributed_c10d import TCPStore
 
-import recorder.recorder
+import recorder.lifecycle.recorder
 import recorder.write.writer  # noqa: F401  # the same
 
 from .forking import fork

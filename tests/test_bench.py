@@ -12,14 +12,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from recorder.config import Schedule
-from tests.bench import __main__ as dispatch
-from tests.bench import blocks, keep, records, table
-from tests.bench.curves import line_through
-from tests.bench.pairs import is_distinguishable, noise_of, spread
-from tests.bench.picture import draw
-from tests.bench.stopwatch import Stopwatch
-from tests.bench.ways import SETTINGS, WAYS, chosen
+from recorder.rules import Schedule
+from scripts.benchmarks import __main__ as dispatch
+from scripts.benchmarks import blocks, keep, records, table
+from scripts.benchmarks.curves import line_through
+from scripts.benchmarks.pairs import is_distinguishable, noise_of, spread
+from scripts.benchmarks.picture import draw
+from scripts.benchmarks.stopwatch import Stopwatch
+from scripts.benchmarks.ways import SETTINGS, WAYS, chosen
 
 
 def sample(step_s: float, *, digest: str = "a", **more: Any) -> dict[str, Any]:
@@ -186,16 +186,16 @@ def test_an_unknown_bench_and_one_that_is_not_there_are_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert dispatch.main(["curve"]) == 2
-    assert "no bench is called 'curve'; there are:" in capsys.readouterr().err
-    monkeypatch.setitem(dispatch.BENCHES, "absent", "nothing")
+    assert "no benchmark is called 'curve'; there are:" in capsys.readouterr().err
+    monkeypatch.setitem(dispatch.BENCHMARKS, "absent", "nothing")
     assert dispatch.main(["absent"]) == 2
-    assert "absent (nothing) is not in this copy: tests/bench/absent.py" in capsys.readouterr().err
+    assert "absent (nothing) is not in this copy: scripts/benchmarks/absent.py" in capsys.readouterr().err
 
 
 def test_the_bench_explains_itself_without_loading_torch() -> None:
     code = (
-        "import sys; from tests.bench.__main__ import main\n"
-        "try: main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+        "import sys; from scripts.benchmarks.__main__ import main\n"
+        "try: main(['overhead', '--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "no recording, again" in done.stdout

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recorder import config
-from recorder.config import DEFAULT_RULES, PRESETS, Loaded, Schedule, check_dir, is_enabled, load_settings, parse_rules
+from recorder.config import DEFAULT_RULES, PRESETS, Loaded, check_dir, is_enabled, is_native_wanted, load_settings
 from recorder.errors import ConfigError
+from recorder.rules import Schedule, parse_rules
 
 
 def explained(loaded: Loaded) -> dict[str, tuple[object, str]]:
@@ -169,7 +170,7 @@ def test_the_source_of_a_wrong_place_is_named(tmp_path: Path) -> None:
 def test_a_file_system_that_does_not_answer_refuses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on = threading.Event()
     monkeypatch.setattr(config, "_LONGEST_LOOK_S", 0.05)
-    monkeypatch.setattr(config, "_problems_of", lambda wanted: iter([f"never answers {goes_on.wait(60)}"]))
+    monkeypatch.setattr(config, "_problems_of_dir", lambda wanted: iter([f"never answers {goes_on.wait(60)}"]))
     check(tmp_path)
     goes_on.set()
 
@@ -208,3 +209,13 @@ def test_a_directory_that_this_user_may_not_write_is_refused(tmp_path: Path) -> 
     place.chmod(0o555)
     done = subprocess.run([sys.executable, "-c", _FORBIDDEN, str(place)], capture_output=True, text=True)
     assert "ConfigError" in done.stderr and "cannot be " in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(("value", "is_wanted"), [(None, True), ("", True), ("1", True), ("0", False), (" No ", False)])
+def test_readers_do_without_compiled_loops_where_the_environment_says_so(
+    value: str | None, is_wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RECORDER_NATIVE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("RECORDER_NATIVE", value)
+    assert is_native_wanted() is is_wanted

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import recorder
-from recorder.analyze.catalog import write_catalog
-from recorder.analyze.ranges import cut_rows
-from recorder.analyze.timeline import whole_rows
+from recorder.analyze.export.catalog import write_catalog
+from recorder.analyze.first.spool import cut_rows
+from recorder.analyze.first.timeline import whole_rows
+from scripts.benchmarks.synthetic import Shape, write_run
 from tests.cli.conftest import Cli, cli
-from tests.synthetic import Shape, write_run
 
 __all__ = ["cli"]
 SHAPE = Shape(ranks=6, steps=100, modules=3, batch_rows=36, shard_rows=50, nan=(40, 4), differs=(70, 1))
@@ -37,7 +37,7 @@ def test_it_is_sound_and_whole(run: Path, cli: Cli) -> None:
     assert (opened.num_rows, len(opened.ranks), opened.steps) == (6 * 10 * 9, 6, list(range(0, 100, 10)))
     assert all(len(writer.shards) == 2 for writer in opened.writers)
     assert (
-        len({id(writer.manifest["roots"]) for writer in opened.writers}) == 1
+        len({id(writer.manifest.members["roots"]) for writer in opened.writers}) == 1
     )  # in memory once, as each lists all ranks
 
 
@@ -57,7 +57,7 @@ def test_both_faults_are_found(run: Path) -> None:
 @pytest.mark.parametrize("rows", [1, 100, 200])
 def test_ranges_of_steps_find_the_same(run: Path, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = recorder.first(recorder.open_run(run))
-    monkeypatch.setattr("recorder.analyze.first._RANGE_ROWS", rows)
+    monkeypatch.setattr("recorder.analyze.first.first._RANGE_ROWS", rows)
     assert recorder.first(recorder.open_run(run)) == whole
 
 
@@ -66,10 +66,10 @@ def test_ranges_find_the_same_without_temporary_files(
     run: Path, is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = recorder.first(recorder.open_run(run))
-    monkeypatch.setattr("recorder.analyze.first._RANGE_ROWS", 100)
+    monkeypatch.setattr("recorder.analyze.first.first._RANGE_ROWS", 100)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path if is_full else tmp_path / "nowhere"))
     if is_full:
-        monkeypatch.setattr("recorder.analyze.ranges._BYTES_A_ROW", 1 << 60)
+        monkeypatch.setattr("recorder.analyze.first.spool._BYTES_A_ROW", 1 << 60)
     assert recorder.first(recorder.open_run(run)) == whole
     assert list(tmp_path.iterdir()) == []
 
@@ -92,14 +92,14 @@ def test_a_run_without_faults_has_none(tmp_path: Path) -> None:
 
 
 def test_the_command_makes_one(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "tests.synthetic", str(tmp_path / "run"), "--ranks", "2", "--steps", "30"]
-    words += ["--modules", "1", "--jobs", "1", "--nan-step", "20", "--nan-rank", "1"]
+    words = [sys.executable, "-m", "scripts.benchmarks", "synthetic", str(tmp_path / "run")]
+    words += ["--ranks", "2", "--steps", "30", "--modules", "1", "--jobs", "1", "--nan-step", "20", "--nan-rank", "1"]
     done = subprocess.run(words, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and ": 18 rows, " in done.stdout, done.stderr
     first = recorder.first(recorder.open_run(tmp_path / "run")).nonfinite
     assert first is not None and (first.place.step, first.place.rank) == (20, 1)
     refused = subprocess.run(
-        [*words[:3], str(tmp_path / "other"), "--ranks", "2", "--steps", "30", "--nan-step", "21", "--nan-rank", "1"],
+        [*words[:4], str(tmp_path / "other"), "--ranks", "2", "--steps", "30", "--nan-step", "21", "--nan-rank", "1"],
         cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert refused.returncode == 2 and "no row is recorded there" in refused.stderr
@@ -107,19 +107,8 @@ def test_the_command_makes_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_costs_of_a_small_one_are_measured(tmp_path: Path) -> None:
-    words = [
-        sys.executable,
-        "-m",
-        "tests.bench",
-        "scale",
-        "--sizes",
-        "4x100,8x100",
-        "--dir",
-        str(tmp_path),
-        "--jobs",
-        "1",
-    ]
-    words += ["--json", str(tmp_path / "f.json")]
+    words = [sys.executable, "-m", "scripts.benchmarks", "scale", "--sizes", "4x100,8x100"]
+    words += ["--dir", str(tmp_path), "--jobs", "1", "--json", str(tmp_path / "f.json")]
     done = subprocess.run(words, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads((tmp_path / "f.json").read_text())

@@ -34,8 +34,8 @@ def test_import_recorder_loads_no_third_party() -> None:
     ("module", "forbidden"),
     [
         ("recorder.config", {"pyarrow", "torch"}),
-        ("recorder.launch", {"pyarrow", "rich", "torch", "typer"}),
-        ("recorder.read.run", {"duckdb", "pandas", "polars", "rich", "torch", "typer"}),
+        ("recorder.lifecycle.launch", {"pyarrow", "rich", "torch", "typer"}),
+        ("recorder.globalview.run", {"duckdb", "obstore", "pandas", "polars", "rich", "torch", "typer"}),
         ("recorder.write.writer", {"pandas", "rich", "torch", "typer"}),
     ],
 )
@@ -59,3 +59,14 @@ def test_the_package_imports_itself_by_relative_names_only() -> None:
             if any(name.partition(".")[0] == "recorder" for name in names):
                 absolute.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     assert absolute == []
+
+
+BESIDE_THE_ROOMS = {"browser", "deploy", "distributed", "faults", "golden", "gpu", "models", "roundtrip"}
+"""What these directories test is in no one room."""
+
+
+def test_each_directory_of_tests_is_named_like_a_room_of_the_package() -> None:
+    tests = Path(__file__).parent
+    directories = {path.parent.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")} - {"."}
+    rooms = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py")} - {"."}
+    assert directories - rooms == BESIDE_THE_ROOMS

@@ -1,4 +1,4 @@
-"""Owns rows as numbers: which rows agree in some columns, and which rows of two tables belong together.
+"""Rows as numbers: which rows agree in some columns, and which rows of two tables belong together.
 
 Never loops over rows.
 """
@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ..format.schema import KEY
+from ..globalview.grouping.packing import mix
+
 Integers = npt.NDArray[np.int64]
 
-VALUE_KEY = (
-    "root", "module_path", "site", "name", "phase", "mode", "step", "micro_step", "call", "repeat",
-)  # fmt: skip
-"""What names a value in a run, its rank aside (FORMAT.md, section "Time")."""
-SERIES_KEY = ("root", "module_path", "site", "name", "phase", "mode", "micro_step", "call", "repeat")
+VALUE_KEY = KEY
+"""What names a value in a run, its rank aside."""
+SERIES_KEY = tuple(name for name in KEY if name != "step")
 """What names the same value over the steps."""
 
 
@@ -26,9 +27,9 @@ class Groups(NamedTuple):
     """Rows that agree, numbered in the order in which their first row stands."""
 
     ids: Integers
-    """Of each row, the number of its group."""
+    """For each row, the number of its group."""
     firsts: Integers
-    """Of each group, its first row."""
+    """For each group, its first row."""
 
     @property
     def num_groups(self) -> int:
@@ -67,19 +68,7 @@ def holds(column: Any, test: Callable[[str], bool]) -> npt.NDArray[np.bool_]:
 
 def group(columns: Sequence[Integers]) -> Groups:
     """Group rows by columns of codes, all of one length."""
-    ids = np.zeros(len(columns[0]), np.int64)
-    span = 1
-    for column in columns:
-        width = int(column.max(initial=0)) + 1
-        if span * width >= 1 << 62:  # keep the mixed number within 64 bits
-            distinct, ids = np.unique(ids, return_inverse=True)
-            span = len(distinct)
-        if span * width >= 1 << 62:
-            distinct, column = np.unique(column, return_inverse=True)
-            width = len(distinct)
-        ids = ids * width + column
-        span *= width
-    _, firsts, ids = np.unique(ids, return_index=True, return_inverse=True)
+    _, firsts, ids = np.unique(mix(columns), return_index=True, return_inverse=True)
     by_appearance = np.argsort(firsts)
     rank = np.empty(len(firsts), np.int64)
     rank[by_appearance] = np.arange(len(firsts))

@@ -1,8 +1,4 @@
-"""Owns the statistics of rows combined into those of groups of rows, and counts of arrays. Never reads a run.
-
-Means and spreads combine exactly to rounding, also where the spread is far below the mean: Chan, Golub, LeVeque,
-Updating formulae and a pairwise algorithm for computing sample variances, 1979.
-"""
+"""The statistics of rows combined into those of groups of rows, and counts of arrays. Never reads a run."""
 
 from __future__ import annotations
 
@@ -13,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ..format.schema import COUNTS, STATISTICS
+from ..format.moments import Floats, Integers, join, merge
+from ..format.schema import COUNTS, MEASURED, NONFINITE, STATISTICS, Combine
 
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
 _CHUNK_ITEMS = 1 << 16
 
 
@@ -41,57 +36,33 @@ def combine(table: Any, groups: Integers, num_groups: int) -> dict[str, Any]:
 
     Returns:
         Columns `rows`, `rows_without` (how many rows have no statistics and are not in them), `numel` (of those that
-        are), the statistics and the counts. Statistics of a group with no finite element are null.
+        are), the statistics and the counts. Statistics of a group with no finite element are null, and so is one
+        that some row of the group lacks, because its file is of an earlier version.
     """
     order = np.argsort(groups, kind="stable")
     starts = np.searchsorted(groups[order], np.arange(num_groups))
 
     def add(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return np.add.reduceat(values[order], starts) if num_groups else values[:0]
+        found: npt.NDArray[Any] = join(Combine.SUM, values[order], starts)
+        return found
 
-    is_known = table.column("nan_count").is_valid().to_numpy() & table.column("inf_count").is_valid().to_numpy()
-    nan, inf, zero = (np.where(is_known, integers(table.column(name), 0), 0) for name in COUNTS)
+    is_known = np.logical_and.reduce([table.column(name).is_valid().to_numpy() for name in (MEASURED, *NONFINITE)])
+    own_counts = {name: np.where(is_known, integers(table.column(name), 0), 0) for name in COUNTS}
     numel = np.where(is_known, integers(table.column("numel")), 0)
-    known = {name: numbers(table.column(name)) for name in STATISTICS}
+    known = {name: numbers(table.column(name))[order] for name in STATISTICS}
     # Complex rows have counts alone: they add to the counts, and nothing is known of their values.
-    has_values = is_known & ~np.isnan(known["mean"])
-    finite = np.where(has_values, numel - nan - inf, 0)
-    with np.errstate(all="ignore"):
-        total, squares = (add(np.where(has_values, known[name], 0.0)) for name in ("sum", "sum_sq"))
-        low = _extreme(np.minimum, np.where(has_values, known["min"], math.inf), order, starts)
-        high = _extreme(np.maximum, np.where(has_values, known["max"], -math.inf), order, starts)
-        count = add(finite)
-        is_constant = low == high
-        mean = np.where(is_constant, low, total / count)
-        away = np.where(has_values, known["mean"], 0.0) - mean[groups]
-        deviations = add(np.where(has_values, finite * (known["std"] ** 2 + away**2), 0.0))
-        std = np.where(is_constant, 0.0, np.sqrt(deviations / count))
-        values = {
-            "mean": mean,
-            "std": std,
-            "min": low,
-            "max": high,
-            "absmax": np.maximum(-low, high),
-            "l2": np.sqrt(squares),
-            "sum": total,
-            "sum_sq": squares,
-        }
-    is_empty = count == 0
-    # What overflowed is infinite, as in a row; infinities of both signs leave NaN.
-    columns: dict[str, Any] = {
-        name: pa.array(np.where(np.isnan(value), math.inf, value), pa.float64(), mask=is_empty)
-        for name, value in values.items()
-    }
+    finite = (numel - np.add.reduce([own_counts[name] for name in NONFINITE]))[order]
+    found = merge(known, finite, is_known[order] & ~np.isnan(known["mean"]) & (finite > 0), starts)
+    columns = {name: pa.array(found[name], pa.float64(), mask=np.isnan(found[name])) for name in STATISTICS}
     rows = integers(table.column("rows")) if "rows" in table.column_names else np.ones(len(groups), np.int64)
     without = integers(table.column("rows_without")) if "rows" in table.column_names else (~is_known).astype(np.int64)
     nothing = add(is_known.astype(np.int64)) == 0
-    counts = {name: pa.array(add(value), mask=nothing) for name, value in zip(COUNTS, (nan, inf, zero), strict=True)}
+    counts = {}
+    for name, value in own_counts.items():
+        is_lacking = add((is_known & table.column(name).is_null().to_numpy()).astype(np.int64)) > 0
+        counts[name] = pa.array(add(value), mask=nothing | is_lacking)
     head = {"rows": pa.array(add(rows)), "rows_without": pa.array(add(without)), "numel": pa.array(add(numel))}
     return head | columns | counts
-
-
-def _extreme(function: np.ufunc, values: Floats, order: Integers, starts: Integers) -> Floats:
-    return np.asarray(function.reduceat(values[order], starts) if len(starts) else values[:0])
 
 
 def count_nonfinite(array: npt.NDArray[Any]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Owns which values of all ranks lack some of them, and how that is said. Never loops over rows."""
+"""Which values of all ranks lack some of them, and how that is said. Never loops over rows."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..format.schema import COUNTS, STATISTICS
+from ..format.schema import OF_FIRST_PART
 from ..read import untrusted
+from ..system.text import named
 from .keys import encode
 from .moments import integers
 
-_MAX_NAMED = 8
-
 
 def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
-    """Of each row of all ranks those that are missing in it, as JSON; else an empty text."""
+    """For each row of all ranks those that are missing in it, as JSON; else an empty text."""
     ids, notes = encode(table.column("note"))
     found = np.array([*map(_missing, notes), ""], object)[ids]
     found[table.column("rank").is_valid().to_numpy()] = ""
@@ -29,7 +28,7 @@ def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
 def without_numbers(table: Any) -> Any:
     """Rows as they are, but those that lack ranks have no statistics: they would be of the other ranks alone."""
     is_whole = pa.array(missing_ranks(table) == "")
-    for name in {*STATISTICS, *COUNTS, "fingerprint"}.intersection(table.column_names):
+    for name in OF_FIRST_PART.intersection(table.column_names):
         column = table.column(name)
         kept = pc.if_else(is_whole, column, pa.scalar(None, column.type))
         table = table.set_column(table.schema.get_field_index(name), name, kept)
@@ -75,15 +74,10 @@ class Partial:
         """One for each set of ranks that is missing, and whether such values were taken as they are."""
         end = "they are of the other ranks alone" if is_taken else "they are left out; --partial takes what there is"
         return [
-            f"partial: {num_values} of {self._num_values} values lack rank{_named(json.loads(ranks))}, "
+            f"partial: {num_values} of {self._num_values} values lack {named('rank', json.loads(ranks))}, "
             f"step{_span(first, last)}: {end}"
             for ranks, (num_values, first, last) in self._found.items()
         ]
-
-
-def _named(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
-    return "s" * (len(ranks) > 1) + " " + ", ".join(map(str, ranks[:_MAX_NAMED])) + more
 
 
 def _span(first: int, last: int) -> str:

@@ -1,4 +1,4 @@
-"""Owns what contradicts itself in the ranks' rows, or in what was said of their layout: named, once each.
+"""What contradicts itself in the ranks' rows, or in what was said of their layout: named, once each.
 
 Missing ranks and replicas that differ are told elsewhere. Must never read payloads but the few by which a layout is
 known.
@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from ..read.facts import RunFacts
-from ..read.groups import Finding, Grouping
-from ..read.run import Run
+from ..globalview.grouping.findings import Finding
+from ..globalview.plan.values import GlobalValues
+from ..globalview.run import Run
+from ..globalview.topology.run_topology import Topology
 from .selection import Selection
 
 _CONTRADICTIONS = ("inconsistent", "layout_changes")
@@ -61,14 +62,14 @@ def layout_problems(run: Run) -> list[str] | None:
     light, positions = view.sampled()
     if light.num_rows > _MAX_LOADED_ROWS:
         return None
-    facts = RunFacts(run.writers, run.run_id, run.world_size)
-    grouping = Grouping(
+    facts = Topology(run.writers, run.run_id, run.world_size)
+    values = GlobalValues(
         light, facts, loss="mean", overrides=[], is_same=_unknown, items_of=_unknown, leaves=view.leaves
     )
-    for _ in grouping.values(positions):
+    for _ in values.values(positions):
         pass
     problems = Problems(Selection())
-    problems.add(grouping.findings)
+    problems.add(values.findings)
     return problems.texts()
 
 

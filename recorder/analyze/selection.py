@@ -1,4 +1,4 @@
-"""Owns what is asked for: which rows, by module, site, name, step and rank, and in which view.
+"""What is asked for: which rows, by module, site, name, step and rank, and in which view.
 
 Never loops over rows.
 """
@@ -6,7 +6,7 @@ Never loops over rows.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,14 +14,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..config import Schedule
 from ..errors import LookupFailedError
-from ..format.schema import SITES
-from ..patterns import ANY, choose, hint, parse_patterns
-from ..read.overrides import check_overrides
-from ..read.run import Run
+from ..format.schema import FORMAT_VERSION
+from ..globalview.plan.overrides import check_overrides
+from ..globalview.run import Run
+from ..rules import ANY, Schedule, choose, hint, parse_patterns
+from ..sites import SITES
+from ..system.text import listed
 
-_MAX_LISTED = 8
+PER_RANK = ("*=per_rank",)
+"""The layouts of a view in which every row is as its rank recorded it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +47,12 @@ class Selection:
         asked = {"module_path": self.module, "site": self.site, "name": self.name, "step": self.step, "rank": self.rank}
         return tuple(column for column, value in asked.items() if value is not None)
 
-    def check(self) -> None:
-        """Refuse what can match nothing in any run.
+    def check(self, *runs: Run) -> None:
+        """Refuse what can match nothing in these runs, before their rows are looked at.
 
         Raises:
-            LookupFailedError: a pattern or the schedule of steps or ranks cannot be read, or there is no such site.
+            LookupFailedError: a pattern or the schedule of steps or ranks cannot be read, or there is no such site in
+                the versions of the format that the runs are of, as far as they are known here.
         """
         for column, value in (("step", self.step), ("rank", self.rank)):
             if value is not None:
@@ -57,8 +60,9 @@ class Selection:
         for column, text in (("module", self.module), ("name", self.name)):
             if text is not None:
                 _patterns(column, text)
+        is_later = any(run.version > FORMAT_VERSION for run in runs)
         for site in self._sites:
-            if site not in SITES:
+            if site not in SITES and not is_later:
                 near = difflib.get_close_matches(site, SITES, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"sites are {', '.join(SITES)}"
                 raise LookupFailedError(f"no site {site!r}; {hint}")
@@ -95,7 +99,9 @@ class Selection:
                 continue
             there = sorted(value for value in table.column(column).unique().to_pylist() if value is not None)
             verb = "is" if len(there) == 1 else "are"
-            choices = hint(str(asked), [str(one) for one in there], otherwise=f"; there {verb} {_listed(there)}")
+            choices = hint(
+                str(asked), [str(one) for one in there], otherwise=f"; there {verb} {listed(map(repr, there))}"
+            )
             return LookupFailedError(f"{what} has no row with {column}={asked!r}{choices}")
         asked = ", ".join(f"{column}={getattr(self, 'module' if column == 'module_path' else column)!r}"
                           for column in self.columns)  # fmt: skip
@@ -158,10 +164,3 @@ def _schedule(column: str, value: int | str) -> Schedule:
         return Schedule.parse(str(value))
     except ValueError as error:
         raise LookupFailedError(f"--{column} {value}: {error}; examples: 7  0:100  ::10  0,5,7") from None
-
-
-def _listed(values: Iterable[Any]) -> str:
-    shown = [repr(value) for value in values]
-    return ", ".join(shown[:_MAX_LISTED]) + (
-        f" and {len(shown) - _MAX_LISTED} more" if len(shown) > _MAX_LISTED else ""
-    )

@@ -1,4 +1,4 @@
-"""Finds the loss: a tensor of one element whose backward is called. Recorded as the scalar ``loss``.
+"""Finds the loss: a tensor of one element whose backward is called. It is recorded as the scalar ``loss``.
 
 The one place that every such call passes is the function with which `torch.autograd` starts its engine; no hook of
 torch tells what a backward begins from. It stands aside where dynamo compiles, where a graph is made, inside another
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from ..graphs import in_functorch, is_traced
-from .core import LOSS, Capture
-from .parallel import loaded
+from ..system.imported import loaded
+from ..taps.graphs import in_functorch, is_traced
+from .core import Capture
+from .scalars import LOSS
 
 _NAME = "_engine_run_backward"
 _is_compiling = torch.compiler.is_compiling
@@ -28,13 +29,13 @@ class LossWatch:
     """Wrappers around the start of autograd's engine and `GradScaler.scale`, until `close`."""
 
     def __init__(self, capture: Capture) -> None:
-        """Put them on, where a rule asks for the scalar."""
+        """Put the wrappers on, where a rule asks for the scalar."""
         self._capture = capture
         self._scaled: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
-        """What `GradScaler` made last, and of what, without its graph."""
+        """The losses that `GradScaler` scaled last: the results, and the losses themselves without their graphs."""
         self._wrapped: list[tuple[Any, str, Any, Any]] = []
-        """Where, under which name, what was there, and what is there now."""
-        if not capture.wants_scalar(LOSS):
+        """The wrapped attributes: owner, name, the function that was there, and our wrapper."""
+        if not capture.scalars.wants(LOSS):
             return
         if hasattr(torch.autograd, _NAME):
             self._wrap(torch.autograd, _NAME, self._run)
@@ -82,16 +83,18 @@ class LossWatch:
         return scale
 
     def _note(self, scaled: Any, outputs: Any) -> None:
-        """The scaler has made something of a loss, or of several."""
+        """Note what the scaler has made of a loss, or of several."""
         if isinstance(outputs, torch.Tensor):
             scaled, outputs = [scaled], [outputs]
         if not isinstance(outputs, (list, tuple)):
             return
-        pairs = [(one, of) for one, of in zip(scaled, outputs, strict=True) if _may_be_loss(of) and one is not of]
-        self._scaled = [(weakref.ref(one), of.detach()) for one, of in pairs]
+        pairs = zip(scaled, outputs, strict=True)
+        self._scaled = [
+            (weakref.ref(result), loss.detach()) for result, loss in pairs if _may_be_loss(loss) and result is not loss
+        ]
 
     def _begins(self, outputs: Iterable[Any], *, accumulates: bool) -> None:
-        """A backward, or a computation of gradients, begins at these tensors."""
+        """Record the losses among the tensors at which a backward begins."""
         capture = self._capture
         if not accumulates and not capture.is_in_stage:
             return
@@ -99,12 +102,12 @@ class LossWatch:
             return
         for tensor in outputs:
             if _may_be_loss(tensor):
-                before = (of for made, of in self._scaled if made() is tensor)
-                capture.found_loss(next(before, tensor))
+                unscaled = (loss for result, loss in self._scaled if result() is tensor)
+                capture.scalars.add_loss(next(unscaled, tensor))
         self._scaled = []
 
     def close(self) -> None:
-        """Take the wrappers off; a later wrapper around one of ours keeps working through it."""
+        """Take the wrappers off; a wrapper that somebody put around one of ours keeps working through it."""
         for owner, name, plain, wrapper in self._wrapped:
             if getattr(owner, name) is wrapper:
                 setattr(owner, name, plain)
@@ -113,7 +116,7 @@ class LossWatch:
 
 
 def _leave_uncompiled(function: Any, *, with_callees: bool) -> None:
-    """Have dynamo run a function as it is, where a backward is called between two of its graphs."""
+    """Let dynamo run a function uncompiled, where a backward is called between two of its graphs."""
     dynamo: Any = torch._C._dynamo.eval_frame
     skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
     strategy = dynamo._FrameExecStrategy(skip, skip if with_callees else default)

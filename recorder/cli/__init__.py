@@ -1,1 +1,1 @@
-"""The command line: what is read, shown to people and programs. Only this room prints."""
+"""The command line, which shows people and programs what was read. Only this room prints."""

@@ -1,4 +1,4 @@
-"""Owns what the command line keeps from being imported. Must never be called in a process of somebody else's."""
+"""Keeps packages that the command line does not need from being imported. Must never be called in a user's process."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ class _Hidden:
 
 
 def hide_pandas() -> None:
-    """Keep pyarrow from importing pandas, to see whether it was given one of its types: 0.4 s of every command."""
+    """Keep pyarrow from importing pandas, whose types it looks for in its arguments: that costs each command 0.4 s."""
     if "pandas" not in sys.modules:
         sys.meta_path.insert(0, _Hidden)

@@ -1,4 +1,4 @@
-"""Owns module paths for people: many alike as one, such as 'blocks.{0..11}.mlp'. Never leaves a path out."""
+"""Shortens lists of module paths for people, as in 'blocks.{0..11}.mlp'. Never leaves a path out."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from .output import span
 
 
 def grouped(paths: Sequence[str]) -> list[str]:
-    """Quoted paths; those that differ in their numbers alone as one, where each combination of numbers is there."""
+    """Return quoted paths; those that differ in nothing but numbers are one, where every combination is there."""
     groups: dict[tuple[str, ...], dict[tuple[int, ...], str]] = {}
     for path in paths:
         parts = path.split(".")
         shape = tuple("#" if _is_number(part) else "=" + part for part in parts)
         groups.setdefault(shape, {})[tuple(int(part) for part in parts if _is_number(part))] = path
-    found = []
+    texts = []
     for shape, members in groups.items():
         values = [sorted(set(column)) for column in zip(*members, strict=True)]
         if len(members) < 3 or math.prod(map(len, values)) != len(members):
-            found += [repr(path) for path in members.values()]
+            texts += [repr(path) for path in members.values()]
             continue
         numbers = iter(values)
-        found.append(repr(".".join(_numbers(next(numbers)) if part == "#" else part[1:] for part in shape)))
-    return found
+        texts.append(repr(".".join(_numbers(next(numbers)) if part == "#" else part[1:] for part in shape)))
+    return texts
 
 
 def _is_number(part: str) -> bool:

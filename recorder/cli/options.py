@@ -1,4 +1,4 @@
-"""Owns the options that several commands share, and how those that would change nothing are refused."""
+"""The options that several commands share, and the refusal of options that would change nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import LookupFailedError
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """What the shell offers for a run; loaded then alone, as is what the others need."""
+    """Offer runs to the shell; like the other completions, it is imported only when the shell asks."""
     from .completing import complete_run
 
     return complete_run(incomplete)
@@ -29,8 +29,8 @@ def _complete_module(context: typer.Context, incomplete: str) -> list[str]:
 
 
 _RUNS = (
-    "A run's path or name, or how that begins; latest, @-2 (the last but one), FOLDER/@-1; also s3://... Of a folder, "
-    "and without RUN of RECORDER_DIR, the newest."
+    "A run's path or name, or its beginning; latest, @-2 (the last but one), FOLDER/@-1; also s3://... A folder stands "
+    "for its newest run, and without RUN it is RECORDER_DIR."
 )
 RunPath = Annotated[  # a text: pathlib would make s3:/bucket of s3://bucket
     str | None, typer.Argument(metavar="RUN", help=_RUNS, autocompletion=complete_run)
@@ -62,8 +62,8 @@ LayoutOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="PATTERN=LAYOUT",
-        help="How the ranks' values of some leaves lie, whatever was found: PATTERN is written like modules, and is "
-        "of module_path:site:name, LAYOUT is shard(DIM), replicate, partial(sum) or per_rank. Repeatable.",
+        help="How the ranks' values of some leaves lie, whatever was inferred: PATTERN is written like modules, and "
+        "matches module_path:site:name; LAYOUT is shard(DIM), replicate, partial(sum) or per_rank. Repeatable.",
     ),
 ]
 
@@ -78,10 +78,10 @@ SchedulerOption = Annotated[
 
 
 def refuse(why: str, **options: object) -> None:
-    """Options that would change nothing.
+    """Refuse options that would change nothing.
 
     Raises:
-        LookupFailedError: one of them was given.
+        LookupFailedError: one of the options was given; the message ends with `why`.
     """
     given = [f"--{name}" for name, value in options.items() if value is not None]
     if given:
@@ -89,5 +89,5 @@ def refuse(why: str, **options: object) -> None:
 
 
 PartialOption = Annotated[
-    bool, typer.Option("--partial", help="Take values of which ranks are missing as the other ranks have them.")
+    bool, typer.Option("--partial", help="Take values that lack ranks as the other ranks have them.")
 ]

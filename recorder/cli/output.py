@@ -1,6 +1,7 @@
-"""Owns what reaches a terminal or a pipe: tables, JSON, progress bars, one-line errors.
+"""Writes to a terminal or a pipe: tables, JSON, progress bars, one-line errors.
 
-Every text that comes from a file passes `printable`: it must never bring a control sequence, or markup, to a terminal.
+Every text from a file passes `printable`: untrusted input must never bring a control sequence or markup to a
+terminal.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from typing import Any, Literal, NamedTuple
 
 MAX_CELL = 200
 _MAX_DEPTH = 50
-"""Levels of a JSON document; what a stranger's manifest nests deeper is left out."""
+"""Levels of a JSON document; what untrusted input nests deeper is left out."""
 _DASH = "-"
 _COLORS = {"ok": "green", "note": "yellow", "missing": "bold red", "fault": "bold red"}
 _MIN_PROSE = 24
 _MIN_TEXT = 8
-_MAX_PIECE = 24
-"""Characters that a column keeps when it is folded."""
-_PIECES = re.compile(r"[^\s./_,:=-]+[\s./_,:=-]*|[\s./_,:=-]+")
-"""Of a path or a name: where it may be folded."""
+_MAX_JOINT_WIDTH = 24
+"""The most characters that a column must keep when it is folded."""
+_JOINTS = re.compile(r"[^\s./_,:=-]+[\s./_,:=-]*|[\s./_,:=-]+")
+"""Matches the parts of a path or a name, between which it may be folded."""
 _PIPE_LINES = 100
 _MAX_WIDTH = 10_000
 
@@ -37,20 +38,20 @@ class Column:
 
     title: str
     is_number: bool = False
-    """Numbers stand right, and are never folded."""
+    """Numbers are aligned on the right, and are never folded."""
     is_whole: bool = False
-    """For a text that says nothing in pieces: never folded."""
+    """True for texts that mean nothing when cut, which are never folded."""
     is_prose: bool = False
-    """Folded between words before any column is left out."""
+    """True for texts that are folded between words before any column is left out."""
     drop: int = 0
-    """On a terminal that is too narrow, columns go by this number, largest first; those with 0 stay."""
+    """A terminal that is too narrow leaves columns out by this number, the largest first; those with 0 stay."""
     dull: str | None = None
-    """On a terminal, a column that holds nothing but this is left out."""
+    """A terminal leaves a column out that holds nothing but this."""
 
 
 @dataclass(slots=True)
 class Table:
-    """Rows of texts: fitted to the terminal or to ``COLUMNS``, else as aligned plain text, complete, in a pipe."""
+    """Rows of texts. They are fitted to a terminal or to ``COLUMNS``; in a pipe they are complete, as aligned text."""
 
     columns: Sequence[Column]
     rows: list[list[str]]
@@ -65,26 +66,26 @@ class Table:
             from rich.console import Console
 
             console = Console(highlight=False, soft_wrap=False)
-            for piece in self._fitted(shown, console.width):
-                console.print(piece)
+            for renderable in self._fitted(shown, console.width):
+                console.print(renderable)
         elif width:
             from rich.console import Console
 
             console = Console(highlight=False, soft_wrap=False, width=width, height=_PIPE_LINES)
             with console.capture() as captured:
-                for piece in self._fitted(shown, width):
-                    console.print(piece)
+                for renderable in self._fitted(shown, width):
+                    console.print(renderable)
             for line in captured.get().splitlines():
                 print(line.rstrip())
         else:
             self._print_plain(shown)
 
     def fitted(self, width: int) -> list[Any]:
-        """What rich shows of it on a terminal of this width, piece by piece."""
+        """Return what rich prints, one after the other, on a terminal of this width."""
         return self._fitted([[printable(cell) or _DASH for cell in row] for row in self.rows], width)
 
     def _fitted(self, rows: list[list[str]], width: int) -> list[Any]:
-        """With lines; else without; else folded, without the columns that matter least, which are named."""
+        """Fit the table: with lines, else without, else folded and without the least important columns, then named."""
         from rich.text import Text
 
         cells_of = list(zip(*rows, strict=True)) or [()] * len(self.columns)
@@ -101,15 +102,15 @@ class Table:
         widths = _fit(measured, width)
         kept = list(widths)
         titles = ((self.title, "bold"), (self.subtitle, ""))
-        pieces: list[Any] = [Text(printable_line(title), style=style) for title, style in titles if title]
+        renderables: list[Any] = [Text(printable_line(title), style=style) for title, style in titles if title]
         fits = sum(measured[number].natural for number in kept) + 3 * len(kept) - 1 <= width
         has_lines = fits and len(kept) + len(dull) == len(self.columns)
-        pieces.append(self._rich_table(rows, kept, widths, has_lines=has_lines))
+        renderables.append(self._rich_table(rows, kept, widths, has_lines=has_lines))
         dropped = [column.title for number, column in enumerate(self.columns) if number not in (*kept, *dull)]
         left_out = [f"{self.columns[number].title} (all {self.columns[number].dull})" for number in dull] + dropped
         if left_out:
-            pieces.append(Text(f"left out: {', '.join(left_out)}; --json has all", style="dim"))
-        return pieces
+            renderables.append(Text(f"left out: {', '.join(left_out)}; --json has all", style="dim"))
+        return renderables
 
     def _rich_table(self, rows: list[list[str]], kept: list[int], widths: dict[int, int], *, has_lines: bool) -> Any:
         from rich import box
@@ -141,14 +142,14 @@ class Table:
 
 
 class _Measured(NamedTuple):
-    """How wide a column may be, in characters."""
+    """The widths that a column may have, in characters."""
 
     column: Column
     natural: int
     of_words: int
-    """With its title folded between words."""
+    """The width with the title folded between words."""
     least: int
-    """With its cells folded, too, where they may be."""
+    """The width with the cells folded, too, where they may be."""
 
     @classmethod
     def of(cls, column: Column, cells: Sequence[str]) -> _Measured:
@@ -163,34 +164,34 @@ class _Measured(NamedTuple):
         if column.is_prose:
             least = max(widest(word for cell in cells for word in cell.split()), _MIN_PROSE)
         elif not column.is_number and not column.is_whole:
-            pieces = widest(piece.rstrip() for cell in cells for piece in _PIECES.findall(cell))
-            least = max(min(pieces, _MAX_PIECE), _MIN_TEXT, widest(column.title.split()))
+            parts = widest(part.rstrip() for cell in cells for part in _JOINTS.findall(cell))
+            least = max(min(parts, _MAX_JOINT_WIDTH), _MIN_TEXT, widest(column.title.split()))
         return cls(column, max(cell_len(column.title), whole), of_words, min(least, of_words))
 
 
 def _fit(measured: dict[int, _Measured], width: int) -> dict[int, int]:
-    """Widths by column, for lines with gaps of two, which no word or number is broken by.
+    """Return widths by column, for lines with gaps of two, that break no word and no number.
 
-    Titles are folded, then prose; then columns are left out that may be, then texts are folded; and where all of that
-    is not enough columns are left out from the right.
+    First titles are folded, then prose; then columns with a `drop` are left out; then texts are folded. Where that is
+    not enough, columns are left out from the right.
     """
     kept = dict(measured)
     while True:
-        widths = {number: one.natural for number, one in kept.items()}
-        _narrow(widths, {number: one.of_words for number, one in kept.items()}, width)
-        _narrow(widths, {number: one.least for number, one in kept.items() if one.column.is_prose}, width)
-        droppable = [number for number, one in kept.items() if one.column.drop]
+        widths = {number: column.natural for number, column in kept.items()}
+        _narrow(widths, {number: column.of_words for number, column in kept.items()}, width)
+        _narrow(widths, {number: column.least for number, column in kept.items() if column.column.is_prose}, width)
+        droppable = [number for number, column in kept.items() if column.column.drop]
         if _line_width(widths) <= width or not droppable:
             break
         del kept[max(droppable, key=lambda number: kept[number].column.drop)]
-    _narrow(widths, {number: one.least for number, one in kept.items()}, width)
+    _narrow(widths, {number: column.least for number, column in kept.items()}, width)
     while _line_width(widths) > width and len(widths) > 1:
         del widths[max(widths)]
-    return {number: min(found, width) for number, found in widths.items()}
+    return {number: min(natural, width) for number, natural in widths.items()}
 
 
 def _narrow(widths: dict[int, int], leasts: dict[int, int], width: int) -> None:
-    """Take what a line is too long from the widest of some columns, each down to its least."""
+    """Narrow the widest columns, each down to its least, until the line fits."""
     for number in sorted(leasts, key=lambda number: -widths[number]):
         excess = max(_line_width(widths) - width, 0)
         widths[number] = max(widths[number] - excess, min(widths[number], leasts[number]))
@@ -201,38 +202,38 @@ def _line_width(widths: dict[int, int]) -> int:
 
 
 def _folded(cell: str, column: Column, width: int) -> str:
-    """A text on several lines, each at most so wide, cut where a path or a name has its joints."""
+    """Fold a text into lines of at most this width, cut between the parts of a path or a name."""
     from rich.cells import cell_len
 
     if column.is_prose or cell_len(cell) <= width:
         return cell
     lines = [""]
-    for piece in _PIECES.findall(cell):
-        if lines[-1] and cell_len(lines[-1] + piece.rstrip()) > width:
+    for part in _JOINTS.findall(cell):
+        if lines[-1] and cell_len(lines[-1] + part.rstrip()) > width:
             lines.append("")
-        lines[-1] += piece
+        lines[-1] += part
     return "\n".join(line.rstrip() for line in lines)
 
 
 def _pipe_width() -> int | None:
-    """How wide somebody wants what goes into a pipe; None: as wide as it is."""
+    """Return the width that ``COLUMNS`` asks for in a pipe; None for no limit."""
     columns = os.environ.get("COLUMNS", "")
     return int(columns) if columns.isdecimal() and 0 < int(columns) < _MAX_WIDTH else None
 
 
 def printable(text: object) -> str:
-    """A text of a stranger without anything that a terminal would obey, on one line, of bounded length."""
+    """Return untrusted input on one line, of bounded length, without anything that a terminal would obey."""
     shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text))
     return shown if len(shown) <= MAX_CELL else shown[: MAX_CELL - 3] + "..."
 
 
 def say(text: str) -> None:
-    """One line for people on stdout."""
+    """Print one line for people on stdout."""
     print(printable_line(text))
 
 
 def say_state(state: str, text: str) -> None:
-    """One line that begins with a state, in the state's colour on a terminal."""
+    """Print one line that begins with a state, in the state's colour on a terminal."""
     color = _COLORS.get(state)
     if color is None or not sys.stdout.isatty():
         say(f"{state:8}{text}")
@@ -244,12 +245,21 @@ def say_state(state: str, text: str) -> None:
 
 
 def printable_line(text: object) -> str:
-    """Like `printable`, of any length."""
+    """Return untrusted input on one line, as `printable` does, but of any length."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text))
 
 
+def plain(value: Any) -> Any:
+    """Return a value with its named tuples, also nested ones, as the dicts and lists that JSON has."""
+    if hasattr(value, "_asdict"):
+        return {name: plain(item) for name, item in value._asdict().items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
 def print_json(value: object) -> None:
-    """One JSON document on stdout; ASCII only, and without NaN, which JSON does not have."""
+    """Print one JSON document on stdout, in ASCII and without NaN, which JSON does not have."""
     print(json.dumps(_finite(value), indent=2, allow_nan=False))
 
 
@@ -266,31 +276,44 @@ def _finite(value: Any, depth: int = 0) -> Any:
 
 
 @contextmanager
-def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar over bytes on stderr, where that is a terminal; yields what to call with bytes done."""
+def progress(title: str, total: int, unit: str = "") -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on stderr, where that is a terminal; yield a function that takes bytes, or `unit`s, done."""
     if not sys.stderr.isatty():
         yield lambda num_bytes: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total_bytes)
+    done: tuple[ProgressColumn, ...] = DownloadColumn(), TransferSpeedColumn()
+    if unit:
+        done = MofNCompleteColumn(), TextColumn(unit)
+    with Progress(
+        TextColumn(title), BarColumn(), *done, TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as bar:
+        task = bar.add_task(title, total=total)
         yield lambda num_bytes: bar.advance(task, num_bytes)
 
 
 class LineHandler(logging.Handler):
-    """Shows what the library warns of: one line each on stderr."""
+    """Prints each warning of the library as one line on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
-        text = printable_line(record.getMessage().removeprefix("recorder: "))  # which a program's own log shows
+        text = printable_line(record.getMessage().removeprefix("recorder: "))  # the prefix is for a program's own log
         print(f"recorder: {record.levelname.lower()}: {text}", file=sys.stderr)
 
 
 def number(value: float | int | None) -> str:
-    """A statistic in few characters."""
+    """Return a statistic in few characters."""
     if value is None:
         return ""
     if isinstance(value, int):
@@ -298,13 +321,8 @@ def number(value: float | int | None) -> str:
     return f"{value + 0.0:.4g}"  # turns -0.0 into 0.0
 
 
-def counted(count: int, noun: str) -> str:
-    """A number of things: ``1 fault``, ``2 faults``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def span(numbers: Sequence[int]) -> str:
-    """Numbers as a range: ``0..100 (57)`` where some between are missing."""
+    """Return sorted numbers as a range: ``0..100 (57)`` where some between are missing."""
     if not numbers:
         return ""
     first, last = numbers[0], numbers[-1]

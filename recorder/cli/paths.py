@@ -1,4 +1,4 @@
-"""Owns what a word of the command line means where it may be one of several things: a run, a module, a file."""
+"""Decides what a word of the command line means: a run, a module or a file."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 
 from ..analyze.selection import Selection
 from ..errors import LookupFailedError, NotARunError, RunError
-from ..patterns import hint
-from ..read.places import scheme_of
-from ..read.run import Run, open_run
+from ..globalview.run import Run, open_run
+from ..rules import hint
+from ..storage.locations import scheme_of
 
 
 def run_and_module(run: str | None, module: str | None) -> tuple[Run, str | None]:
-    """What RUN and MODULE mean. One word alone is a run, or where there is none of that name a module of the newest.
+    """Return the run and module that are meant. A single word is a run, or else a module of the newest run.
 
     Raises:
         RunError: as `open_run`.
-        LookupFailedError: one word alone is neither.
+        LookupFailedError: a single word is neither.
     """
     if run is None or module is not None:
         return open_run(run), module
@@ -34,10 +34,10 @@ def run_and_module(run: str | None, module: str | None) -> tuple[Run, str | None
 
 
 def local_path(text: str) -> Path:
-    """Where something is written, or a file of the user's is.
+    """Return the path of a file or directory on a disk.
 
     Raises:
-        LookupFailedError: that is in a store.
+        LookupFailedError: the path is in an object store.
     """
     if (scheme := scheme_of(text)) is not None:
         raise LookupFailedError(

@@ -1,4 +1,4 @@
-"""Owns the spark line: a series in one line of block characters."""
+"""The spark line: a series in one line of block characters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = "!"
-"""Stands where a tensor held a NaN or an infinity."""
+"""The mark where a tensor held a NaN or an infinity."""
 _LOG_RATIO = 1000.0
 
 
@@ -16,7 +16,7 @@ def spark_line(values: Sequence[float | None], bad: Sequence[bool], width: int =
 
     Args:
         values: the series; None and non-finite values leave a gap.
-        bad: where to put a mark instead, as long as `values`.
+        bad: True where a mark stands instead; as long as `values`.
         width: characters at most.
     """
     known = [value for value in values if value is not None and math.isfinite(value)]
@@ -39,7 +39,7 @@ def spark_line(values: Sequence[float | None], bad: Sequence[bool], width: int =
 
 
 def _scale(value: float | None, largest: float, is_log: bool) -> float | None:
-    """Between -1 and 1, so that no difference overflows; or its logarithm."""
+    """Scale a value to -1 to 1, so that no difference overflows; or return its logarithm."""
     if value is None or not math.isfinite(value):
         return None
     return math.log(value) if is_log else value / largest

@@ -1,4 +1,4 @@
-"""Owns ``recorder show --where``: where the ranks' pieces of a module's values lie, drawn, or as JSON."""
+"""``recorder show --where``: draws where the ranks' chunks of a module's values lie, or prints it as JSON."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ import pyarrow.compute as pc
 
 from ..analyze.selection import Selection
 from ..errors import LookupFailedError
+from ..globalview.explain import TensorLayout
+from ..globalview.run import Run
 from ..merge.findings import is_problem
-from ..read.picture import Layout
-from ..read.run import Run
 from .module_names import grouped
 from .output import print_json, say
-from .show import explain_nothing, modules_meant, rows_of, site_order
+from .selected import explain_nothing, modules_meant, rows_of, site_order
 
 _VALUE = ("root", "name", "scope", "phase", "mode")
 _MOMENT = ("micro_step", "call", "repeat")
 _OF_STAGES = ("root", "micro_step")
-"""What the pieces of one value differ in where a pipeline's stages have them."""
+"""Columns in which the chunks of one value differ where several pipeline stages have them."""
 
 
 def show_where(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: int | None, as_json: bool) -> int:
-    """Draw the values of one site at one step, by default outputs at the last; 1 if a piece is missing or does not fit.
+    """Draw the values of one site at one step, by default outputs at the last; return the exit code.
 
-    Of a value that there is several times in that step the first is drawn.
+    The code is 1 where a chunk is missing or does not fit. A value that the step has several times is drawn once, as it
+    was first seen.
     """
     module_path, *others = modules_meant(run, wanted)
     if others:
@@ -39,21 +40,21 @@ def show_where(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: in
     table = table.filter(pc.field("site") == site)
     step = pc.max(table.column("step")).as_py()
     table = table.filter(pc.field("step") == step)
-    found = [
+    drawn = [
         run.layout(module_path, site, step, layouts=layouts, stage=stage, **question)
         for question in _questions(table, has_slices=run.view().has_pipeline)
     ]
     if as_json:
-        print_json({"run": str(run.path), "module": module_path, "layouts": [asdict(layout) for layout in found]})
+        print_json({"run": str(run.path), "module": module_path, "layouts": [asdict(layout) for layout in drawn]})
     else:
-        for number, layout in enumerate(found):
+        for number, layout in enumerate(drawn):
             for line in [""] * (number > 0) + str(layout).splitlines():
                 say(line)
-    return int(bool(run.problems) or any(map(_is_wrong, found)))
+    return int(bool(run.problems) or any(map(_is_wrong, drawn)))
 
 
 def _questions(table: Any, *, has_slices: bool) -> list[dict[str, Any]]:
-    """What tells the values of a table apart, for each of them, at its first moment."""
+    """Return, for each value of a table at its first moment, the columns that tell it from the others."""
     of_value = [name for name in _VALUE if not (has_slices and name in _OF_STAGES)]
     of_moment = [name for name in _MOMENT if not (has_slices and name in _OF_STAGES)]
     rows = table.group_by([*of_value, *of_moment], use_threads=False).aggregate([]).to_pylist()
@@ -64,5 +65,5 @@ def _questions(table: Any, *, has_slices: bool) -> list[dict[str, Any]]:
     return [{name: row[name] for name in differing} for row in firsts.values()]
 
 
-def _is_wrong(layout: Layout) -> bool:
+def _is_wrong(layout: TensorLayout) -> bool:
     return bool(layout.missing) or (layout.kind != "" and is_problem(layout.kind))

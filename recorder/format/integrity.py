@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 from crc32c import crc32c
 
-from ..config import is_native_wanted
 from ..errors import CorruptError
-from ..native import Kernels, load
+from .members import parse_object
 
 METADATA_KEY = b"recorder_batch"
 METADATA_CRC_KEY = b"recorder_batch_crc32c"
@@ -27,12 +25,6 @@ NO_DIGITS = b"00000000"
 """For these the digits of the file's checksum count in the file's checksum."""
 
 Crcs = dict[str, list[int | None]]
-_LARGE_BYTES = 1 << 16
-"""From here on the compiled loops' checksum is worth its call."""
-JOINED_BYTES = 1 << 20
-"""From here on `joined_checksum` is faster than a second look at the bytes."""
-_POLYNOMIAL = 0x82F63B78
-"""Castagnoli's, reflected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,55 +43,6 @@ class BatchHeader:
     """On the seal: batches of the shard, the seal included."""
     has_file_crc: bool
     """On the seal: the footer holds the checksum of the whole file."""
-
-
-@lru_cache(maxsize=1)
-def loops_of_readers() -> Kernels | None:
-    """The compiled loops for who only reads, and so has no settings."""
-    return load(is_native_wanted())
-
-
-def checksum(data: memoryview, kernels: Kernels | None, before: int = 0) -> int:
-    """CRC32C of bytes, by the compiled loops if given and worth it, continued from that of the bytes before them."""
-    if kernels is not None and len(data) >= _LARGE_BYTES:
-        crc = kernels.crc32c(np.frombuffer(data, np.uint8))
-        if crc is not None:
-            return kernels.join_crc32c(before, crc, len(data))
-    return crc32c(data, before)
-
-
-def joined_checksum(before: int, crc: int, num_bytes: int) -> int:
-    """CRC32C of some bytes and of `num_bytes` behind them whose own CRC32C is `crc`, without a look at either.
-
-    It takes 0.1 ms, as long as the checksum of a megabyte. The algorithm is that of zlib's `crc32_combine`.
-    """
-    power, number, factor = 0, num_bytes, 1 << 31
-    while number:
-        if number & 1:
-            factor = _product(_power_of_x(power + 3), factor)
-        number >>= 1
-        power += 1
-    return _product(factor, before) ^ crc
-
-
-@lru_cache(maxsize=64)
-def _power_of_x(exponent: int) -> int:
-    """The power of x by 2 to the `exponent`, modulo the polynomial."""
-    if not exponent:
-        return 1 << 30
-    root = _power_of_x(exponent - 1)
-    return _product(root, root)
-
-
-def _product(one: int, other: int) -> int:
-    """The product of two polynomials modulo that of CRC32C, all of them reflected."""
-    product, bit = 0, 1 << 31
-    while bit:
-        if one & bit:
-            product ^= other
-        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
-        bit >>= 1
-    return product
 
 
 def batch_metadata(
@@ -163,7 +106,7 @@ def check_batch(
         if name not in header.crcs:
             raise CorruptError(f"{where}: column {name!r} has no checksum")
         try:
-            found = column_crcs(batch.column(name), loops_of_readers()) if crcs_of is None else crcs_of(name)
+            found = column_crcs(batch.column(name)) if crcs_of is None else crcs_of(name)
         except (ValueError, IndexError) as error:
             raise CorruptError(f"{where}: column {name!r}: {error}") from error
         if found != header.crcs[name]:
@@ -192,13 +135,7 @@ def _parse(metadata: Mapping[Any, Any] | None, where: str) -> dict[str, Any]:
         raise CorruptError(f"{where}: carries no {METADATA_KEY.decode()} metadata")
     if crc != b"%08x" % crc32c(text):
         raise CorruptError(f"{where}: metadata differs from that written (CRC32C)")
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{where}: metadata is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise CorruptError(f"{where}: metadata is no JSON object")
-    return fields
+    return parse_object(text, f"{where}: metadata")
 
 
 def _header(fields: dict[str, Any], where: str) -> BatchHeader:
@@ -222,7 +159,7 @@ def _header(fields: dict[str, Any], where: str) -> BatchHeader:
     )
 
 
-def column_crcs(column: Any, kernels: Kernels | None = None) -> list[int | None]:
+def column_crcs(column: Any) -> list[int | None]:
     """CRC32C of each buffer of a column, as `buffer_crcs`.
 
     Raises:
@@ -231,7 +168,7 @@ def column_crcs(column: Any, kernels: Kernels | None = None) -> list[int | None]
     if column.offset:
         raise ValueError("a slice of an array")
     buffers = [None if buffer is None else memoryview(buffer) for buffer in column.buffers()]
-    return buffer_crcs(column_kind(column.type), len(column), column.null_count, buffers, kernels)
+    return buffer_crcs(column_kind(column.type), len(column), column.null_count, buffers)
 
 
 class ColumnKind(NamedTuple):
@@ -258,7 +195,6 @@ def buffer_crcs(
     num_rows: int,
     num_nulls: int,
     buffers: Sequence[memoryview | None],
-    kernels: Kernels | None = None,
 ) -> list[int | None]:
     """CRC32C of the validity bitmap (None where nothing is null), then of each further buffer, as long as used.
 
@@ -267,19 +203,19 @@ def buffer_crcs(
     """
     if num_rows == 0:
         return []
-    crcs = [_crc(buffers[0], (num_rows + 7) // 8, None) if num_nulls else None]
+    crcs = [_crc(buffers[0], (num_rows + 7) // 8) if num_nulls else None]
     if not kind.offset_bytes:
-        return [*crcs, _crc(buffers[1], (num_rows * kind.bit_width + 7) // 8, kernels)]
+        return [*crcs, _crc(buffers[1], (num_rows * kind.bit_width + 7) // 8)]
     offsets, start = buffers[1], num_rows * kind.offset_bytes
     if offsets is None or len(offsets) < start + kind.offset_bytes:
         raise ValueError("offsets are cut short")
     used_bytes = int.from_bytes(offsets[start : start + kind.offset_bytes], "little", signed=True)
-    return [*crcs, _crc(offsets, start + kind.offset_bytes, kernels), _crc(buffers[2], used_bytes, kernels)]
+    return [*crcs, _crc(offsets, start + kind.offset_bytes), _crc(buffers[2], used_bytes)]
 
 
-def _crc(buffer: memoryview | None, num_bytes: int, kernels: Kernels | None) -> int:
+def _crc(buffer: memoryview | None, num_bytes: int) -> int:
     if num_bytes == 0:
         return 0
     if buffer is None or not 0 <= num_bytes <= len(buffer):
         raise ValueError("a buffer is cut short")
-    return checksum(buffer[:num_bytes], kernels)
+    return crc32c(buffer[:num_bytes])

@@ -1,4 +1,4 @@
-"""Names and manifests of a run directory; never opens a shard, and never takes a name found on disk for a path."""
+"""Names of a run directory, and the text of its manifests; never takes a name found on disk for a path."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from crc32c import crc32c
 
-from ..config import RUN_NAME
-from ..errors import CorruptError, NotARunError, UnsupportedError
-from .schema import FORMAT_NAME, FORMAT_VERSION
+from ..errors import CorruptError, NotARunError
+from .members import parse_object
+from .schema import FORMAT_NAME
 
 RUN_MANIFEST = "_run.json"
 WRITER_MANIFEST = "_writer.json"
@@ -119,40 +119,10 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
     head = _CHECKSUM.match(text)
     if head is not None and b"%08x" % crc32c(text[head.end() :]) != head[1]:
         raise CorruptError(f"{where}: its bytes are not those that were written; the checksum differs")
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{where}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CorruptError(f"{where}: expected a JSON object, found {type(value).__name__}")
+    value = parse_object(text, where)
     if head is None and value.get("format") == FORMAT_NAME:
         match value.get("version"):
             case [1, int(minor)] if minor > 0:
                 raise CorruptError(f"{where}: has no checksum, as every version since 1.1 has")
     value.pop(CHECKSUM, None)
     return value
-
-
-def run_name(manifest: Mapping[str, Any]) -> str | None:
-    """What `_run.json` calls the run; None where it has no name, or what is none."""
-    found = manifest.get("name")
-    return found if isinstance(found, str) and RUN_NAME.fullmatch(found) else None
-
-
-def check_version(manifest: dict[str, Any], where: str) -> None:
-    """See that a manifest is ours and of a major version that this package reads.
-
-    Raises:
-        NotARunError: the manifest is of another format.
-        UnsupportedError: it is of another major version.
-    """
-    if manifest.get("format") != FORMAT_NAME:
-        raise NotARunError(f"{where}: its format is {manifest.get('format')!r}, expected {FORMAT_NAME!r}")
-    match manifest.get("version"):
-        case [int(major), int(minor)]:
-            if major != FORMAT_VERSION[0]:
-                raise UnsupportedError(
-                    f"{where}: format version {major}.{minor}, but this reader knows {FORMAT_VERSION[0]}.x; upgrade it"
-                )
-        case version:
-            raise CorruptError(f"{where}: version is {version!r}, expected [major, minor]")

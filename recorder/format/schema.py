@@ -1,63 +1,193 @@
-"""The row of format version 1: column names, Arrow types, and the words that columns may hold."""
+"""The registry of columns: of each its type, its version, its role, and how a group of rows makes one value of it.
+
+Whoever reads, merges, groups or shows rows asks here. A column that a minor version adds is one entry of `COLUMNS` and
+one line of FORMAT.md: readers give nulls where a file is older, and pass over a column that they do not know.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from enum import Enum
+from typing import Any
+
 import pyarrow as pa
 
-FORMAT_NAME = "recorder"
-FORMAT_VERSION = (1, 1)
-"""Major, minor. Readers refuse another major and accept any minor."""
+from ..records import PART_BYTES
 
-SITES = ("input", "output", "grad_input", "grad_output", "param", "grad", "buffer", "optim", "tap", "scalar")
+FORMAT_NAME = "recorder"
+FORMAT_VERSION = (1, 2)
+"""Major, minor. Readers refuse another major and accept any minor."""
+VERSION_KEY = b"recorder_format"
+"""Key of the schema's metadata; its value is the version of the file, such as ``1.2``."""
+
 MODES = ("train", "eval", "no_grad")
 PHASES = ("forward", "recompute", "backward", "optimizer")
 SCOPES = ("local", "reduced", "unsharded", "final")
-STATISTICS = ("mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq")
-COUNTS = ("nan_count", "inf_count", "zero_count")
 
-_REQUIRED = {"nullable": False}
+MAX_COUNT = 1 << 53
+"""Bound on every whole number of a row: float64 holds them exactly, and sums and products with a width fit int64."""
 
-SCHEMA = pa.schema(
-    [
-        pa.field("seq", pa.int64(), **_REQUIRED),
-        pa.field("attempt", pa.int32(), **_REQUIRED),
-        pa.field("step", pa.int64(), **_REQUIRED),
-        pa.field("micro_step", pa.int32()),
-        pa.field("call", pa.int32(), **_REQUIRED),
-        pa.field("repeat", pa.int32(), **_REQUIRED),
-        pa.field("mode", pa.string(), **_REQUIRED),
-        pa.field("phase", pa.string(), **_REQUIRED),
-        pa.field("rank", pa.int32()),
-        pa.field("root", pa.string(), **_REQUIRED),
-        pa.field("module_path", pa.string(), **_REQUIRED),
-        pa.field("site", pa.string(), **_REQUIRED),
-        pa.field("name", pa.string(), **_REQUIRED),
-        pa.field("scope", pa.string()),
-        pa.field("dtype", pa.string(), **_REQUIRED),
-        pa.field("shape", pa.string(), **_REQUIRED),
-        pa.field("numel", pa.int64(), **_REQUIRED),
-        pa.field("global_shape", pa.string()),
-        pa.field("offsets", pa.string()),
-        pa.field("placements", pa.string()),
-        pa.field("mesh", pa.string()),
-        pa.field("part", pa.int32(), **_REQUIRED),
-        pa.field("flat_offset", pa.int64(), **_REQUIRED),
-        pa.field("layout_source", pa.string()),
-        pa.field("scale", pa.string()),
-        pa.field("ranks_present", pa.string()),
-        pa.field("ranks_expected", pa.string()),
-        pa.field("note", pa.string()),
-        *[pa.field(name, pa.float64()) for name in STATISTICS],
-        *[pa.field(name, pa.int64()) for name in COUNTS],
-        pa.field("fingerprint", pa.string()),
-        pa.field("encoding", pa.string()),
-        pa.field("payload_bytes", pa.int64()),
-        pa.field("data", pa.large_binary()),
-        pa.field("time_ns", pa.int64(), **_REQUIRED),
-    ],
-    metadata={b"recorder_format": b"%d.%d" % FORMAT_VERSION},
+
+class Role(Enum):
+    """What a column is for."""
+
+    KEY = "key"
+    """Tells one value of a rank from all others in an attempt."""
+    LAYOUT = "layout"
+    """Which piece of a global tensor the row holds, or of a large tensor of its rank."""
+    STATISTIC = "statistic"
+    """A number of type float64 that is computed from the elements."""
+    COUNT = "count"
+    """How many elements have a property."""
+    DETAIL = "detail"
+    """Bytes that say more of the elements than single numbers do."""
+    PAYLOAD = "payload"
+    """The elements, and how they are encoded."""
+    ABOUT = "about"
+    """What else is known of the value or of the row."""
+
+
+class Combine(Enum):
+    """How rows of several pieces, ranks or steps make one value of a column."""
+
+    FIRST = "first"
+    """As in the first of them."""
+    NOTHING = "nothing"
+    """Null, or 0 in a column without nulls: it means nothing of the whole."""
+    ANEW = "anew"
+    """Worked out of more than this column, where global rows are made (`globalview.view`)."""
+    SUM = "sum"
+    """They add. What is a list in each row adds place by place."""
+    MIN = "min"
+    MAX = "max"
+    MOMENTS = "moments"
+    """By a formula over several statistics, in `format.moments`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a shard."""
+
+    name: str
+    type: Any
+    """A flat Arrow type."""
+    role: Role
+    combine: Combine
+    _: KW_ONLY
+    since: int = 0
+    """The minor version that added it: a file of an earlier one lacks it, and readers give nulls."""
+    is_required: bool = False
+    """Never null. A column that a minor version adds cannot be."""
+    lowest: int | None = 0
+    """The least that a whole number may be; None where it is no count."""
+    highest: int = MAX_COUNT - 1
+    degree: int = 1
+    """Of a statistic: where all elements are multiplied with a factor, it grows with this power of the factor."""
+    has_sign: bool = True
+    """Of a statistic: whether a negative factor changes its sign."""
+    is_nonfinite: bool = False
+    """Of a count: the statistics are over the other elements."""
+
+    @property
+    def bounds(self) -> tuple[int, int] | None:
+        """The least and the greatest value of a column of whole numbers that counts; None for others."""
+        if self.lowest is None or not pa.types.is_integer(self.type):
+            return None
+        return self.lowest, min(self.highest, (1 << self.type.bit_width - 1) - 1)
+
+
+_INT32, _INT64, _FLOAT64, _TEXT = pa.int32(), pa.int64(), pa.float64(), pa.string()
+_KEY, _LAYOUT, _STATISTIC, _COUNT = Role.KEY, Role.LAYOUT, Role.STATISTIC, Role.COUNT
+_DETAIL, _PAYLOAD, _ABOUT = Role.DETAIL, Role.PAYLOAD, Role.ABOUT
+
+COLUMNS = (
+    Column("seq", _INT64, _ABOUT, Combine.FIRST, is_required=True),
+    Column("attempt", _INT32, _ABOUT, Combine.FIRST, is_required=True),
+    Column("step", _INT64, _KEY, Combine.FIRST, is_required=True, lowest=-MAX_COUNT),  # a user may name a step -1
+    Column("micro_step", _INT32, _KEY, Combine.FIRST),
+    Column("call", _INT32, _KEY, Combine.FIRST, is_required=True),
+    Column("repeat", _INT32, _KEY, Combine.FIRST, is_required=True),
+    Column("mode", _TEXT, _KEY, Combine.FIRST, is_required=True),
+    Column("phase", _TEXT, _KEY, Combine.FIRST, is_required=True),
+    Column("rank", _INT32, _ABOUT, Combine.NOTHING),
+    Column("root", _TEXT, _KEY, Combine.FIRST, is_required=True),
+    Column("module_path", _TEXT, _KEY, Combine.FIRST, is_required=True),
+    Column("site", _TEXT, _KEY, Combine.FIRST, is_required=True),
+    Column("name", _TEXT, _KEY, Combine.FIRST, is_required=True),
+    Column("scope", _TEXT, _ABOUT, Combine.FIRST),
+    Column("dtype", _TEXT, _ABOUT, Combine.ANEW, is_required=True),
+    Column("shape", _TEXT, _ABOUT, Combine.ANEW, is_required=True),
+    Column("numel", _INT64, _ABOUT, Combine.ANEW, is_required=True),
+    Column("global_shape", _TEXT, _LAYOUT, Combine.NOTHING),
+    Column("offsets", _TEXT, _LAYOUT, Combine.NOTHING),
+    Column("placements", _TEXT, _LAYOUT, Combine.NOTHING),
+    Column("mesh", _TEXT, _LAYOUT, Combine.NOTHING),
+    Column("part", _INT32, _LAYOUT, Combine.NOTHING, is_required=True),
+    Column("flat_offset", _INT64, _LAYOUT, Combine.NOTHING, is_required=True),
+    Column("layout_source", _TEXT, _ABOUT, Combine.ANEW),
+    Column("scale", _TEXT, _ABOUT, Combine.ANEW),
+    Column("ranks_present", _TEXT, _ABOUT, Combine.ANEW),
+    Column("ranks_expected", _TEXT, _ABOUT, Combine.ANEW),
+    Column("note", _TEXT, _ABOUT, Combine.ANEW),
+    Column("mean", _FLOAT64, _STATISTIC, Combine.MOMENTS),
+    Column("std", _FLOAT64, _STATISTIC, Combine.MOMENTS, has_sign=False),
+    Column("min", _FLOAT64, _STATISTIC, Combine.MIN),
+    Column("max", _FLOAT64, _STATISTIC, Combine.MAX),
+    Column("absmax", _FLOAT64, _STATISTIC, Combine.MAX, has_sign=False),
+    Column("l2", _FLOAT64, _STATISTIC, Combine.MOMENTS, has_sign=False),
+    Column("sum", _FLOAT64, _STATISTIC, Combine.SUM),
+    Column("sum_sq", _FLOAT64, _STATISTIC, Combine.SUM, degree=2),
+    Column("sum_abs", _FLOAT64, _STATISTIC, Combine.SUM, since=2, has_sign=False),
+    Column("sum_fourth", _FLOAT64, _STATISTIC, Combine.SUM, since=2, degree=4),
+    Column("nan_count", _INT64, _COUNT, Combine.SUM, is_nonfinite=True),
+    Column("inf_count", _INT64, _COUNT, Combine.SUM, is_nonfinite=True),
+    Column("zero_count", _INT64, _COUNT, Combine.SUM),
+    Column("histogram", pa.binary(), _DETAIL, Combine.ANEW, since=2),
+    Column("fingerprint", _TEXT, _ABOUT, Combine.ANEW),
+    Column("encoding", _TEXT, _PAYLOAD, Combine.ANEW),
+    Column("payload_bytes", _INT64, _PAYLOAD, Combine.ANEW, highest=PART_BYTES),
+    Column("data", pa.large_binary(), _PAYLOAD, Combine.ANEW),
+    Column("time_ns", _INT64, _ABOUT, Combine.FIRST, is_required=True, lowest=None),
 )
-"""One row per observed tensor (or per part of a large one). FORMAT.md says what each column means."""
+"""In the order in which files have them. FORMAT.md says what each means."""
 
-LIGHT_COLUMNS = tuple(name for name in SCHEMA.names if name != "data")
+COLUMN_OF: Mapping[str, Column] = {column.name: column for column in COLUMNS}
+STATISTIC_COLUMNS = tuple(column for column in COLUMNS if column.role is Role.STATISTIC)
+STATISTICS = tuple(column.name for column in STATISTIC_COLUMNS)
+COUNTS = tuple(column.name for column in COLUMNS if column.role is Role.COUNT)
+DETAILS = tuple(column.name for column in COLUMNS if column.role is Role.DETAIL)
+NONFINITE = tuple(column.name for column in COLUMNS if column.is_nonfinite)
+PAYLOAD = tuple(column.name for column in COLUMNS if column.role is Role.PAYLOAD)
+KEY = ("root", "module_path", "site", "name", "phase", "mode", "step", "micro_step", "call", "repeat")
+"""The columns of `Role.KEY`: what names a value of one rank in one attempt (FORMAT.md, section "Time")."""
+MEASURED = "nan_count"
+"""The column that is null wherever no element was looked at; a row may lack others for reasons of their own."""
+OF_FIRST_PART = frozenset((*STATISTICS, *COUNTS, *DETAILS, "fingerprint"))
+"""Columns of the whole local tensor, which stand in part 0 alone."""
+
+
+def schema_of(minor: int) -> pa.Schema:
+    """The columns of a minor version of the format, as a file of it has them."""
+    fields = [pa.field(one.name, one.type, nullable=not one.is_required) for one in COLUMNS if one.since <= minor]
+    return pa.schema(fields, metadata={VERSION_KEY: b"%d.%d" % (FORMAT_VERSION[0], minor)})
+
+
+SCHEMA = schema_of(FORMAT_VERSION[1])
+"""One row per observed tensor (or per part of a large one)."""
+SCHEMAS = tuple(
+    schema_of(minor)
+    for minor in range(FORMAT_VERSION[1], -1, -1)
+    if minor == FORMAT_VERSION[1] or any(column.since == minor + 1 for column in COLUMNS)
+)
+"""Those of all versions that differ in their columns, newest first."""
+
+METADATA_COLUMNS = tuple(name for name in SCHEMA.names if name != "data")
 """Everything but the payload: what an index holds."""
+
+
+def lacks_rightly(schema: pa.Schema, column: Column) -> bool:
+    """Whether a file of this schema is of a version that did not have the column yet."""
+    version: bytes = (schema.metadata or {}).get(VERSION_KEY, b"")
+    minor = version.partition(b".")[2]
+    return column.since > (int(minor) if minor.isdigit() else 0)

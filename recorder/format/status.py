@@ -1,4 +1,4 @@
-"""Owns the form of `_status.json`: what a writer shows of itself while it runs. No row may depend on it."""
+"""The form of `_status.json`: what a writer shows of itself while it runs. No row may depend on it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Pure assembly: pieces of a tensor, wherever they lie in it, to the tensor. Knows of no files and no rows."""
+"""Pure geometry: makes one tensor of its chunks, wherever they lie in it. Knows of no files and no rows."""

@@ -1,4 +1,4 @@
-"""Owns the copying: elements of local tensors into a stretch of the flattened global tensor.
+"""Copies elements of local tensors into a stretch of the flattened global tensor.
 
 Must never hold more than the stretch and what the caller's `Fetch` returns.
 """
@@ -16,7 +16,7 @@ from .regions import Ints, Region, flat_boxes, flat_index, intersection
 
 Items = npt.NDArray[Any]
 Fetch = Callable[[int, int], Items]
-"""Elements of a local tensor, flattened: from the first to the second number. Called for ascending stretches."""
+"""Returns the elements of a flattened local tensor from one number up to another; called for ascending stretches."""
 
 
 class Source(NamedTuple):
@@ -31,9 +31,9 @@ def assemble(out: Items, start: int, global_shape: Ints, sources: Sequence[Sourc
 
     Args:
         out: 1-D and contiguous; elements of no source stay as they are.
-        start: number of its first element in the flattened tensor.
-        global_shape: of the global tensor.
-        sources: their regions must not overlap.
+        start: number of the first element of `out` in the flattened tensor.
+        global_shape: shape of the global tensor.
+        sources: local tensors whose regions do not overlap.
     """
     stop = start + len(out)
     boxed = []
@@ -67,7 +67,7 @@ def _copy_boxes(target: Items, target_start: Ints, source: Source) -> None:
 
 
 def _local_view(source: Source, low: Ints, sizes: Ints) -> Items:
-    """A box of a local tensor; fetched is the stretch from its first to its last element."""
+    """Return a box of a local tensor, after fetching the stretch from its first to its last element."""
     shape = source.region.local_shape
     first = flat_index(low, shape)
     last = flat_index(tuple(i + n - 1 for i, n in zip(low, sizes, strict=True)), shape)

@@ -1,4 +1,4 @@
-"""Owns the words of assembly: pieces, and the plan that makes one tensor of them, or why there is none."""
+"""The types of assembly: chunks, and the plan that makes one tensor of them, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from typing import Any, NamedTuple
 
 from .regions import Ints, Region
 
+UNPLACED = {
+    "no_layout": "it is a chunk of a tensor in which its place is not known",
+    "inner_of": "it is a part of a composite tensor, which means nothing without the rank's other parts",
+}
+"""Members of a row's note that keep its chunk with its rank, and why."""
 MAX_NAMED = 8
 """Ranks that a message names."""
 
 
-class Piece(NamedTuple):
+class RankChunk(NamedTuple):
     """One rank's local tensor, as its row describes it. Texts are the row's JSON."""
 
     rank: int
@@ -21,27 +26,26 @@ class Piece(NamedTuple):
     offsets: Ints | None = None
     placements: str | None = None
     mesh: str | None = None
-    alone: str | None = None
-    """Why its row says that it has no place beside other ranks' pieces, or that it was inside of another tensor:
-    ``no_layout``, ``inner_of``."""
+    unplaced: str | None = None
+    """The member of `UNPLACED` that its row has."""
     micro_step: int = 0
-    """Which slice of the batch, where a pipeline ran it slice by slice."""
+    """The number of the micro-batch, where a pipeline ran the batch in several."""
 
 
 class Term(NamedTuple):
-    """A summand: the number of a piece, and what its values are multiplied with."""
+    """A summand: the number of a chunk, and the factor of its values."""
 
-    piece: int
+    chunk: int
     factor: float = 1.0
 
 
-class Part(NamedTuple):
-    """A region of the global tensor and the pieces that make it; one with factor 1 is copied."""
+class Fill(NamedTuple):
+    """A region of the global tensor and the chunks that make it; a single chunk with factor 1 is copied."""
 
     region: Region
     terms: tuple[Term, ...]
     moved: Ints | None = None
-    """Where the region begins, from where its piece's fingerprint has it begin; None where that is the same."""
+    """The distance of the region's start from where its chunk's fingerprint has it; None where both are the same."""
 
     @property
     def is_copy(self) -> bool:
@@ -49,54 +53,54 @@ class Part(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How pieces make one tensor."""
+    """The way in which chunks make one tensor."""
 
     global_shape: Ints
-    parts: tuple[Part, ...]
+    fills: tuple[Fill, ...]
     source: str
     """The row's `layout_source`."""
     op: str = "sum"
     copies: tuple[Ints, ...] = ()
-    """Numbers of pieces that must hold the same values; the first of each stands in a part."""
+    """Groups of chunks that must hold the same values, by number; the first of a group stands in a fill."""
     scale: str | None = None
     """The row's `scale`."""
     dtype: str | None = None
-    """Of the result, where it is not that of the pieces."""
+    """The dtype of the result, where it is not that of the chunks."""
     is_complete: bool = True
-    """False where pieces are missing that would have covered the rest."""
+    """False where chunks are missing that would have covered the rest."""
     dim: int | None = None
-    """Along which batches were laid end to end."""
+    """The dim along which batches were laid end to end."""
     note: tuple[tuple[str, Any], ...] = ()
     """More members for the row's `note`."""
 
     across: Plan | None = None
-    """Where ranks share a batch: how their tensors are one, as if each were a single rank's."""
+    """Where ranks share a batch: the plan that joins the groups' tensors, as if each were a single rank's."""
     needs_all: bool = False
-    """Ranks that are missing might have changed it, although one rank's tensor has all its elements."""
+    """True where a missing rank might have changed the tensor, although one rank's tensor has all its elements."""
 
     @property
     def is_replica(self) -> bool:
-        """Whether those that are there are all of it, and more would be copies."""
+        """Whether the chunks that are there make the whole tensor, so that any others are copies."""
         is_whole = self.is_complete and self.dim is None and not self.needs_all
-        return is_whole and all(part.is_copy for part in self.parts)
+        return is_whole and all(fill.is_copy for fill in self.fills)
 
 
-class Apart(NamedTuple):
-    """The pieces make no single tensor, and stay with their ranks."""
+class NoPlan(NamedTuple):
+    """The chunks make no single tensor, and stay with their ranks."""
 
     kind: str
     """``per_rank``: no rule fits. ``inconsistent``: they contradict each other."""
     why: str
 
 
-def named(pieces: Sequence[Piece], field: str) -> str:
-    """What each rank says of something, for messages."""
-    return told(pieces, lambda piece: list(v) if isinstance(v := getattr(piece, field), tuple) else v)
+def named(chunks: Sequence[RankChunk], field: str) -> str:
+    """Return the value of a field on each rank, for messages."""
+    return values_of_ranks(chunks, lambda chunk: list(v) if isinstance(v := getattr(chunk, field), tuple) else v)
 
 
-def told(pieces: Sequence[Piece], say: Callable[[Piece], object]) -> str:
-    """The same of what is said of a piece; of many ranks a few, among them one of each word."""
-    words = [str(say(piece)) for piece in pieces]
-    firsts = set({word: i for i, word in reversed([*enumerate(words)])}.values())
-    few = sorted([*sorted(firsts), *(i for i in range(len(pieces)) if i not in firsts)][:MAX_NAMED])
-    return ", ".join(f"rank {pieces[i].rank} {words[i]}" for i in few)
+def values_of_ranks(chunks: Sequence[RankChunk], value_of: Callable[[RankChunk], object]) -> str:
+    """Return a value of each rank's chunk, for messages. Of many ranks some are shown, one for each value."""
+    values = [str(value_of(chunk)) for chunk in chunks]
+    firsts = set({value: i for i, value in reversed([*enumerate(values)])}.values())
+    shown = sorted([*sorted(firsts), *(i for i in range(len(chunks)) if i not in firsts)][:MAX_NAMED])
+    return ", ".join(f"rank {chunks[i].rank} {values[i]}" for i in shown)

@@ -1,7 +1,8 @@
-"""Owns the geometry: which elements of a global tensor a rank's local tensor holds, and how they get there.
+"""Geometry of regions: which elements of a global tensor a rank's local tensor holds, and where.
 
-A region is what one local tensor covers: a run of the flattened tensor (FSDP1), or boxes (DTensor shards; several where
-a shard is strided). Must never look at values, and never trust a region before `check_cover` has seen it.
+A region is the part of the global tensor that one local tensor holds: a run of the flattened tensor (FSDP1), or boxes
+(DTensor shards; several where a shard is strided). Must never look at values, and never trust regions before `overlap`
+has compared them.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ class Box(NamedTuple):
 
 
 class Region(NamedTuple):
-    """What one local tensor holds: either `run` or `boxes`."""
+    """The elements of the global tensor that one local tensor holds: either `run` or `boxes`."""
 
     run: Range | None
-    """Elements of the flattened global tensor, of a local tensor with a single dim."""
+    """A range of the flattened global tensor; the local tensor has a single dim."""
     boxes: tuple[Box, ...]
     local_shape: Ints
     skipped: int = 0
-    """Elements of a flattened tensor of `local_shape` before the first that the local tensor, a run of it, has."""
+    """The elements of a flattened box of `local_shape` before the run of it that the local tensor has."""
 
     @property
     def numel(self) -> int:
@@ -48,11 +49,11 @@ class Region(NamedTuple):
 
     @property
     def start(self) -> Ints | None:
-        """Where a single box begins; None for any other region."""
+        """Return where a single box begins; None for any other region."""
         return self.boxes[0].start if len(self.boxes) == 1 else None
 
     def as_run(self, global_shape: Ints) -> Range | None:
-        """The run of the flattened tensor that this is, or None where it is none."""
+        """Return the region as a run of the flattened tensor, or None where it is none."""
         if self.run is not None:
             return self.run
         if len(self.boxes) != 1:
@@ -68,23 +69,23 @@ class Region(NamedTuple):
 
 
 def whole(shape: Ints) -> Region:
-    """The region of a tensor that is nowhere cut."""
+    """Return the region of a tensor that is nowhere cut."""
     return box_region((0,) * len(shape), shape)
 
 
 def box_region(start: Ints, shape: Ints) -> Region:
-    """The region of a local tensor that is one box."""
+    """Return the region of a local tensor that is one box."""
     empty = math.prod(shape) == 0
     return Region(None, () if empty else (Box(start, shape, (0,) * len(shape)),), shape)
 
 
 def flat_region(start: int, numel: int) -> Region:
-    """The region of a slice of the flattened tensor."""
+    """Return the region of a slice of the flattened tensor."""
     return Region((start, start + numel), (), (numel,))
 
 
 def run_in_box(box: Region, start: int, numel: int) -> Region:
-    """The region of a slice of a flattened box."""
+    """Return the region of a slice of a flattened box."""
     offset = box.start or (0,) * len(box.local_shape)
     boxes = (
         Box(tuple(i + first for i, first in zip(inner, offset, strict=True)), shape, inner)
@@ -94,7 +95,7 @@ def run_in_box(box: Region, start: int, numel: int) -> Region:
 
 
 def ranges_region(ranges: Sequence[Sequence[Range]]) -> Region:
-    """The region of a local tensor that holds, along each dim, some ranges laid end to end."""
+    """Return the region of a local tensor that holds, along each dim, some ranges laid end to end."""
     ranges = [_joined(dim) for dim in ranges]
     local_starts = [list(itertools.accumulate((stop - start for start, stop in dim), initial=0)) for dim in ranges]
     boxes = []
@@ -108,39 +109,39 @@ def ranges_region(ranges: Sequence[Sequence[Range]]) -> Region:
 
 
 def _joined(ranges: Sequence[Range]) -> list[Range]:
-    """Ranges, of which those that touch are one."""
-    found: list[Range] = []
+    """Return ranges after joining those that touch."""
+    joined: list[Range] = []
     for start, stop in ranges:
-        if found and found[-1][1] == start:
-            found[-1] = found[-1][0], stop
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
         else:
-            found.append((start, stop))
-    return found
+            joined.append((start, stop))
+    return joined
 
 
-def shard(ranges: Sequence[Range], num_pieces: int, index: int) -> list[Range]:
-    """The piece `index` of some ranges cut as `torch.chunk` cuts: equal sizes, the last ones shorter or empty."""
+def shard(ranges: Sequence[Range], num_chunks: int, index: int) -> list[Range]:
+    """Return chunk `index` of ranges cut as `torch.chunk` cuts: equal sizes, the last ones shorter or empty."""
     total = sum(stop - start for start, stop in ranges)
-    size = -(-total // num_pieces)
+    size = -(-total // num_chunks)
     begin, end = min(index * size, total), min((index + 1) * size, total)
-    found, position = [], 0
+    kept, position = [], 0
     for start, stop in ranges:
         length = stop - start
         low, high = max(begin - position, 0), min(end - position, length)
         if low < high:
-            found.append((start + low, start + high))
+            kept.append((start + low, start + high))
         position += length
-    return found
+    return kept
 
 
-def strided_shard(ranges: Sequence[Range], num_pieces: int, index: int, split_factor: int) -> list[Range]:
-    """DTensor's ``_StridedShard``: cut into `split_factor` parts first, and take piece `index` of each."""
+def strided_shard(ranges: Sequence[Range], num_chunks: int, index: int, split_factor: int) -> list[Range]:
+    """Cut ranges as DTensor's ``_StridedShard``: into `split_factor` parts first, then keep chunk `index` of each."""
     parts = [shard(ranges, split_factor, i) for i in range(split_factor)]
-    return [piece for part in parts for piece in shard(part, num_pieces, index)]
+    return [chunk for part in parts for chunk in shard(part, num_chunks, index)]
 
 
 def flat_index(index: Ints, shape: Ints) -> int:
-    """Where an element lies in the flattened (C order) tensor."""
+    """Return the number of an element in the flattened (C order) tensor."""
     flat = 0
     for i, size in zip(index, shape, strict=True):
         flat = flat * size + i
@@ -148,7 +149,7 @@ def flat_index(index: Ints, shape: Ints) -> int:
 
 
 def flat_boxes(shape: Ints, start: int, stop: int) -> Iterator[tuple[Ints, Ints]]:
-    """Boxes (start, shape) that are, in order, the elements from `start` to `stop` of the flattened tensor."""
+    """Yield boxes (start, shape) that are, in order, the elements from `start` to `stop` of the flattened tensor."""
     if start >= stop:
         return
     if not shape:
@@ -173,10 +174,10 @@ def flat_boxes(shape: Ints, start: int, stop: int) -> Iterator[tuple[Ints, Ints]
 
 
 def overlap(regions: Sequence[Region], global_shape: Ints) -> tuple[int, int] | None:
-    """Two regions that share an element, by their numbers; None where no two do.
+    """Return the numbers of two regions that share an element; None where no two do.
 
     Raises:
-        OverflowError: they have so many boxes that nobody waits for the answer.
+        OverflowError: the regions have so many boxes that comparing them would take minutes.
     """
     runs = [region.as_run(global_shape) for region in regions]
     known = sorted((run[0], run[1], i) for i, run in enumerate(runs) if run is not None and run[0] < run[1])
@@ -190,15 +191,15 @@ def overlap(regions: Sequence[Region], global_shape: Ints) -> tuple[int, int] | 
     dim = max(range(len(global_shape)), key=lambda d: len({box.start[d] for _, box in boxes}), default=0)
     boxes.sort(key=lambda pair: pair[1].start[dim])
     num_compared = 0
-    for at, (i, one) in enumerate(boxes):
-        end = one.start[dim] + one.shape[dim]
+    for at, (i, box) in enumerate(boxes):
+        end = box.start[dim] + box.shape[dim]
         for j, other in itertools.islice(boxes, at + 1, None):
             if other.start[dim] >= end:
                 break
             num_compared += 1
             if num_compared > _MAX_COMPARED:
                 raise OverflowError(f"its {len(boxes)} boxes are too many to be compared with each other")
-            if i != j and intersection(one.start, one.shape, other.start, other.shape) is not None:
+            if i != j and intersection(box.start, box.shape, other.start, other.shape) is not None:
                 return i, j
     return None
 
@@ -210,7 +211,7 @@ def _boxes(region: Region, global_shape: Ints) -> list[Box]:
 
 
 def intersection(start: Ints, shape: Ints, other_start: Ints, other_shape: Ints) -> tuple[Ints, Ints] | None:
-    """The box (start, shape) that two boxes share; None where they share nothing."""
+    """Return the box (start, shape) that two boxes share; None where they share nothing."""
     low = tuple(map(max, start, other_start))
     high = tuple(
         min(a + n, b + m) for a, n, b, m in zip(start, shape, other_start, other_shape, strict=True)

@@ -1,24 +1,28 @@
-"""Owns what a merge has to say about its rows: counted by kind, the first few of each in full, as plain JSON values.
+"""The findings of a merge about its rows: counts by kind, with the first few of each in full, as plain JSON values.
 
 Must never grow with the number of rows: a broken run may have a finding for every one of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..read.groups import Finding
+from ..globalview.grouping.findings import Finding
 
 CORRUPT = "corrupt"
-"""Bytes of the source are not those that were written, or are gone."""
+"""The kind of finding where bytes of the source are not those that were written, or are gone."""
+UNKNOWN_ENCODING = "unknown_encoding"
+"""The kind where a later version encoded the payload, or named the element type, so that it cannot be read here."""
+UNKNOWN_COLUMN = "unknown_column"
+"""The kind where a later version has a column, which merged rows do without."""
 MAX_EXAMPLES = 5
-_HARMLESS = ("per_rank", "inferred", "superseded", "buffers_differ", "between_stages")
+_HARMLESS = ("per_rank", "inferred", "superseded", "buffers_differ", "between_stages", UNKNOWN_COLUMN)
 _FIELDS = ("step", "module_path", "site", "name", "text")
 
 Entry = dict[str, Any]
 Summary = dict[str, Entry]
-"""By kind: `count`, `num_problems` (those that make the exit code 1) and `first`, some examples."""
+"""The summary of each kind: `count`, `num_problems` (findings that make the exit code 1) and `first`, some examples."""
 
 
 def is_problem(kind: str) -> bool:
@@ -30,7 +34,7 @@ def is_problem(kind: str) -> bool:
 
 
 def summarize(findings: Iterable[Finding]) -> Summary:
-    """Findings by kind."""
+    """Count findings by kind."""
     summary: Summary = {}
     for finding in findings:
         entry = summary.setdefault(finding.kind, {"count": 0, "num_problems": 0, "first": []})
@@ -43,22 +47,31 @@ def summarize(findings: Iterable[Finding]) -> Summary:
 
 
 def of_damage(texts: Iterable[str]) -> Summary:
-    """What is damaged in the source, each text once, as corrupt."""
+    """Summarize texts about damage in the source, each once, under the kind `CORRUPT`."""
     texts = list(dict.fromkeys(texts))
     first = [dict.fromkeys(_FIELDS) | {"ranks": [], "text": text} for text in texts[:MAX_EXAMPLES]]
     return {CORRUPT: {"count": len(texts), "num_problems": len(texts), "first": first}} if texts else {}
 
 
+def of_unknown_columns(rows_of: Mapping[str, int]) -> Summary:
+    """Summarize the columns that merged rows do without, from the number of rows that have each."""
+    if not rows_of:
+        return {}
+    texts = [f"column {name!r}: this version of recorder does not know it" for name in rows_of]
+    first = [dict.fromkeys(_FIELDS) | {"ranks": [], "text": text} for text in texts[:MAX_EXAMPLES]]
+    return {UNKNOWN_COLUMN: {"count": max(rows_of.values()), "num_problems": 0, "first": first}}
+
+
 def combine(summaries: Iterable[Summary]) -> Summary:
-    """Several summaries, in their order, as one; examples that differ by their step alone once."""
+    """Add up summaries; of examples that differ in nothing but their step, the first is kept."""
     total: Summary = {}
     for summary in summaries:
         for kind, entry in summary.items():
             into = total.setdefault(kind, {"count": 0, "num_problems": 0, "first": []})
             into["count"] += entry["count"]
             into["num_problems"] += entry["num_problems"]
-            known = [_content(one) for one in into["first"]]
-            into["first"] += [one for one in entry["first"] if _content(one) not in known]
+            known = [_content(example) for example in into["first"]]
+            into["first"] += [example for example in entry["first"] if _content(example) not in known]
             del into["first"][MAX_EXAMPLES:]
     return total
 
@@ -68,5 +81,5 @@ def _content(example: Entry) -> Entry:
 
 
 def num_problems(summary: Summary) -> int:
-    """Findings that make the exit code 1."""
+    """Return the number of findings that make the exit code 1."""
     return sum(int(entry["num_problems"]) for entry in summary.values())

@@ -1,6 +1,6 @@
-"""Owns what the manifests of a merged run say: of the run, of its units, and of the source's writers.
+"""Makes the manifests of a merged run: of the run, of its units, and of the source's writers.
 
-Must never raise over what a stranger's manifest holds.
+Must never raise over what a manifest of the source holds, which is untrusted input.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ..format.manifest import COUNTED
 from ..format.schema import FORMAT_NAME, FORMAT_VERSION
-from ..read import untrusted
-from ..read.run import Run
+from ..globalview.run import Run
 from ..read.writers import load_balances
 
 _INFORMATIVE = ("versions", "settings", "rules", "optimizers", "autoload")
@@ -22,32 +22,32 @@ _FORMAT = {"format": FORMAT_NAME, "version": list(FORMAT_VERSION)}
 
 
 def of_run(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
-    """`_run.json`.
+    """Return `_run.json`.
 
     Args:
         run: the source.
-        options: where it lies, and how it was merged.
+        options: the path of the source, and the options of the merge.
     """
-    merged_from = {"run_id": run.run_id, "created_ns": _sound(run.manifest.get("created_ns")), **options}
+    merged_from = {"run_id": run.run_id, "created_ns": run.manifest.created_ns, **options}
     return {
         **_FORMAT,
         "run_id": run.run_id,
-        "world_size": run.manifest.get("world_size"),
+        "world_size": run.world_size,
         "created_ns": time.time_ns(),
-        "asked": _sound(run.manifest.get("asked", {})),
+        "asked": _rewritable(run.manifest.members.get("asked", {})),
         "merged_from": merged_from,
     }
 
 
 def of_units(run: Run) -> dict[str, Any]:
-    """What the manifests of all units share."""
-    return {"run_id": run.run_id, "world_size": run.manifest.get("world_size"), "step_source": _step_source(run)}
+    """Return the members that the manifests of all units share."""
+    return {"run_id": run.run_id, "world_size": run.world_size, "step_source": _step_source(run)}
 
 
 def of_source(run: Run) -> dict[str, Any]:
-    """`_writer.json` of a writer without rows that speaks for all of the source's: modules, rules, events, accounts."""
+    """Return `_writer.json` of a writer without rows, with the modules, rules, events and accounts of the source."""
     informative = {
-        name: next((writer.manifest[name] for writer in run.writers if name in writer.manifest), None)
+        name: next((members[name] for writer in run.writers if name in (members := writer.manifest.members)), None)
         for name in _INFORMATIVE
     }
     load_balances(run.writers)
@@ -64,56 +64,55 @@ def of_source(run: Run) -> dict[str, Any]:
         "closed_ns": time.time_ns(),
         "state": "closed",
         "ledger": ledger,
-        **{name: _sound(value) for name, value in informative.items() if value is not None},
-        "roots": _sound(_roots(run)),
-        "events": _sound(_events(run)),
+        **{name: _rewritable(value) for name, value in informative.items() if value is not None},
+        "roots": _rewritable(_roots(run)),
+        "events": _rewritable(_events(run)),
         "merged_writers": [_account(writer) for writer in run.writers],
     }
 
 
-def _sound(value: Any, depth: int = 0) -> Any:
-    """A stranger's JSON as it may be written again: without NaN, and no deeper than anybody writes."""
+def _rewritable(value: Any, depth: int = 0) -> Any:
+    """Return untrusted JSON as it may be written again: without NaN, and with a bounded depth."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict | list) and depth > _MAX_DEPTH:
         return None
     if isinstance(value, dict):
-        return {key: _sound(item, depth + 1) for key, item in value.items()}
-    return [_sound(item, depth + 1) for item in value] if isinstance(value, list) else value
+        return {key: _rewritable(item, depth + 1) for key, item in value.items()}
+    return [_rewritable(item, depth + 1) for item in value] if isinstance(value, list) else value
 
 
 def _step_source(run: Run) -> str | None:
-    """How steps were counted; ``counted`` if any writer says so, because then no attempts can be joined."""
-    found = [source for writer in run.writers if isinstance(source := writer.manifest.get("step_source"), str)]
-    return "counted" if "counted" in found else next(iter(found), None)
+    """Return how steps were counted; ``counted`` if any writer says so, because then no attempts can be joined."""
+    sources = [source for writer in run.writers if (source := writer.manifest.step_source) is not None]
+    return COUNTED if COUNTED in sources else next(iter(sources), None)
 
 
 def _roots(run: Run) -> list[dict[str, Any]]:
-    """Roots by name, each with the modules of all writers: a pipeline's stages are one root in several processes."""
+    """Return the roots, each with the modules of all writers: a pipeline's stages are one root in several processes."""
     roots: dict[str, dict[str, Any]] = {}
     modules: dict[str, dict[str, Any]] = {}
+    unshared_of: dict[str, dict[str, str]] = {}
     for writer in run.writers:
-        for root in untrusted.objects(writer.manifest.get("roots")):
-            name = str(root.get("name"))
-            known = roots.get(name, {})
-            unshared = [one["unshared"] for one in (known, root) if isinstance(one.get("unshared"), dict)]
-            roots[name] = (
-                known | root | ({"unshared": {k: v for one in unshared for k, v in one.items()}} if unshared else {})
-            )
-            of_root = modules.setdefault(name, {})
-            of_root |= {str(module.get("path")): module for module in untrusted.objects(root.get("modules"))}
+        for root in writer.manifest.roots:
+            known = roots.setdefault(root.name, {})
+            unshared = unshared_of.setdefault(root.name, {})
+            unshared |= root.unshared
+            known |= {**root.members, "name": root.name, **({"unshared": unshared} if unshared else {})}
+            of_root = modules.setdefault(root.name, {})
+            of_root |= {module.path: dict(module.members) for module in root.modules}
     return [root | {"modules": list(modules[name].values())} for name, root in roots.items()]
 
 
 def _events(run: Run) -> list[dict[str, Any]]:
-    """What the recorder had to say, the same on several ranks once."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    """Return the events of all writers; an event of several ranks stands once, with its ranks."""
+    events: dict[tuple[str, str], dict[str, Any]] = {}
     for writer in run.writers:
-        for event in untrusted.objects(writer.manifest.get("events")):
-            known = found.setdefault((str(event.get("kind")), str(event.get("message"))), event | {"ranks": []})
+        for event in writer.manifest.events:
+            known = events.setdefault((event.kind, event.message), {**event.members, "ranks": []})
             if writer.rank is not None and writer.rank not in known["ranks"]:
                 known["ranks"].append(writer.rank)
-    return list(found.values())
+    return list(events.values())
 
 
 def _account(writer: Any) -> dict[str, Any]:

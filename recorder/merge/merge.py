@@ -1,4 +1,4 @@
-"""Owns a merge from beginning to end: plan, workers, resumption, publication, and what it has to report.
+"""Runs a merge from beginning to end: plan, workers, resumption, publication, and its report.
 
 Must never change the source, and never hand a run to a worker: each opens its own.
 """
@@ -18,40 +18,44 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ClusterError, NotARunError, WriteError
-from ..read.overrides import check_overrides
-from ..read.places import Place
-from ..read.run import Run, open_run
-from .findings import Summary, combine, num_problems, of_damage
+from ..globalview.plan.overrides import check_overrides
+from ..globalview.reopening import SEES_AS_HERE, RunAsOpened
+from ..globalview.run import Run
+from ..system.executors import worker_name
+from .findings import Summary, combine, num_problems, of_damage, of_unknown_columns
 from .manifests import of_run, of_source, of_units
 from .output import Output, open_output
 from .plan import Inputs, Unit
 from .unit import UNKNOWN, UnitBuilder, UnitReport, read_report
 
 Report = Callable[[int], None]
-"""Told how many bytes were merged since the last call."""
+"""Takes the number of bytes that were merged since the last call."""
 Progress = Callable[[str, int], AbstractContextManager[Report]]
 """Makes a report from a title and the number of bytes to come."""
 
 _SHARDS_PER_UNIT = 200
 """A worker of a cluster opens the run once for a task: 0.3 ms a shard, so tasks grow with the run."""
+_SEES_TRIES = 5
+_SEES_PAUSE_S = 0.5
+"""A network file system may show a new folder a few seconds late."""
 _TASKS_PER_WORKER = 2
-"""One that it does, and one that waits while this thread is busy."""
+"""A worker runs one task, while another waits for it as long as this thread is busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeReport:
-    """How a merge went. Sizes are in bytes."""
+    """The result of a merge. Sizes are in bytes."""
 
     path: Path
     num_units: int
     num_kept_units: int
-    """Finished by an earlier call, from the same rows."""
+    """Units that an earlier call had finished from the same rows."""
     num_tensors: int
     num_rows: int
     source_bytes: int
     """Payload of the source, decoded."""
     merged_bytes: int
-    """The part of it that this call merged."""
+    """The part of that payload that this call merged."""
     written_bytes: int
     """Size of the merged shards, those kept included."""
     elapsed_s: float
@@ -59,15 +63,15 @@ class MergeReport:
 
     @property
     def num_problems(self) -> int:
-        """Findings that mean that something is wrong or missing."""
+        """Return the number of findings which mean that something is wrong or missing."""
         return num_problems(self.findings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What a worker needs to know beside its units."""
+    """Everything that a worker needs beside its units."""
 
-    run: Place
+    run: RunAsOpened
     out: Path
     loss: str
     layouts: tuple[str, ...]
@@ -75,9 +79,9 @@ class _Job:
     num_shards: int
     num_workers: int
     call: str
-    """Of the output; see `Output.call`."""
+    """The call of the output; see `Output.call`."""
     is_alone: bool
-    """The worker is a process that does one task after the other: it keeps the run open between them."""
+    """True where a worker is a process that does one task after the other, and keeps the run open between them."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -86,7 +90,7 @@ class _Job:
 
 @contextmanager
 def silent(title: str, total_bytes: int) -> Iterator[Report]:
-    """No progress bar."""
+    """Report progress to nobody."""
     yield lambda num_bytes: None
 
 
@@ -97,7 +101,6 @@ def merge_run(
     executor: Executor | None = None,
     num_workers: int = 1,
     helps: bool = True,
-    check_folder: Callable[[Path], None] = lambda folder: None,
     loss: str = "mean",
     layouts: Sequence[str] = (),
     progress: Progress = silent,
@@ -105,13 +108,11 @@ def merge_run(
     """Write the global view of a run as a run of its own, or bring such a run up to date.
 
     Args:
-        run: what to merge; it is not changed, and may still be recorded.
+        run: the source; it is not changed, and may still be recorded.
         out: a directory that does not exist yet, is empty, or is a merge of this run with these options.
-        executor: shares the work with this thread, where there is more than a unit of it. It is not shut down.
-        num_workers: tasks that the executor does at once.
-        helps: this thread builds units, too; else it only hands them out.
-        check_folder: called before the first unit with the folder in which they are built; what it raises ends the
-            merge. For executors of other machines, which may not see it.
+        executor: shares the work with this thread, where there is more than one unit. It is not shut down.
+        num_workers: the tasks that the executor runs at once.
+        helps: True where this thread builds units, too; else it only hands them out.
         loss: as in `Run.view`.
         layouts: as in `Run.view`.
         progress: makes the progress bar.
@@ -120,16 +121,16 @@ def merge_run(
         WriteError: `out` is something else, or cannot be written. What is finished is kept for the next call.
         RunError: the run cannot be read at all, or an option makes no sense.
     """
-    if run.is_merged:
-        source = run.manifest["merged_from"].get("run_id")
-        raise NotARunError(f"{run.path}: is the merge of run {source} already; every command reads it as it is")
+    if (source := run.manifest.merged_from) is not None:
+        raise NotARunError(f"{run.path}: is the merge of run {source.run_id} already; every command reads it as it is")
     started_s = time.monotonic()
     check_overrides(layouts, run)
     view = run.view(loss=loss, layouts=layouts)
+    unknown = run.unknown_columns()
     out, options = Path(os.path.abspath(out)), {"loss": loss, "layouts": list(layouts)}
     with open_output(out, run, options) as output:
         job = _Job(
-            run=run.path.absolute(),
+            run=RunAsOpened.of(run),
             out=out,
             loss=loss,
             layouts=tuple(layouts),
@@ -140,15 +141,13 @@ def merge_run(
             is_alone=isinstance(executor, ProcessPoolExecutor),
         )
         inputs = Inputs(run, job.options)
-        found = {name for name in output.units() if not _report_of(output, name).is_damaged}
-        units = [unit for window in inputs.windows(inputs.kept_windows(found)) for unit in inputs.units(window)]
-        missing = [unit for unit in units if unit.name not in found]
+        finished = {name for name in output.units() if not _report_of(output, name).is_damaged}
+        units = [unit for window in inputs.windows(inputs.kept_windows(finished)) for unit in inputs.units(window)]
+        missing = [unit for unit in units if unit.name not in finished]
         merged_bytes = sum(unit.payload_bytes for unit in missing)
         try:
-            output.clear({unit.name for unit in units if unit.name in found})
-            with output.building() as folder, progress("merge", merged_bytes) as report:
-                if executor is not None:
-                    check_folder(folder)
+            output.clear({unit.name for unit in units if unit.name in finished})
+            with output.building(), progress("merge", merged_bytes) as report:
                 builder = UnitBuilder(run, view, inputs, job.manifest)
 
                 def build(units: Sequence[Unit]) -> None:
@@ -168,18 +167,18 @@ def merge_run(
                 f"{job.out}: the merge stopped ({error or type(error).__name__}); "
                 "what is finished is kept: run the same command again once the cause is gone"
             ) from error
-    damage = [*run.problems, *(text for one in reports for text in one.damage)]
+    damage = [*run.problems, *(text for part in reports for text in part.damage)]
     return MergeReport(
         path=job.out,
         num_units=len(units),
         num_kept_units=len(units) - len(missing),
-        num_tensors=sum(one.num_tensors for one in reports),
-        num_rows=sum(one.num_rows for one in reports),
-        source_bytes=sum(one.source_bytes for one in reports),
+        num_tensors=sum(part.num_tensors for part in reports),
+        num_rows=sum(part.num_rows for part in reports),
+        source_bytes=sum(part.source_bytes for part in reports),
         merged_bytes=merged_bytes,
-        written_bytes=sum(one.written_bytes for one in reports),
+        written_bytes=sum(part.written_bytes for part in reports),
         elapsed_s=time.monotonic() - started_s,
-        findings=combine([of_damage(damage), *(one.findings for one in reports)]),
+        findings=combine([of_damage(damage), of_unknown_columns(unknown), *(part.findings for part in reports)]),
     )
 
 
@@ -191,12 +190,12 @@ def _hand_out(
     report: Report,
     stop: Callable[[], None],
 ) -> list[Unit]:
-    """Have units built elsewhere, and from the end of the list here with `build`, until all are taken.
+    """Have the executor build units, and build from the end of the list with `build`, until all are taken.
 
-    Where that fails, `stop` is called: those at work then fail, too, instead of going on.
+    Where that fails, `stop` is called, which makes the workers fail, too, instead of going on.
 
     Returns:
-        Units that were not built: the run has changed since it was opened here.
+        The units that were not built, because the run has changed since it was opened here.
     """
     size = 1 if job.is_alone else 1 + job.num_shards // _SHARDS_PER_UNIT
     waiting = deque(units[start : start + size] for start in range(0, len(units), size))
@@ -204,8 +203,8 @@ def _hand_out(
     left: list[Unit] = []
     try:
         while waiting or running:
-            # A few at a time: a pool of 3.11 whose worker dies hangs over tasks that were cancelled. The last one is
-            # this thread's: else it would wait at the end for whoever had two to do.
+            # A few at a time: Python 3.11's pool hangs over cancelled tasks when a worker dies. This thread takes the
+            # last task: else it would wait at the end for a worker that has two.
             while len(waiting) > (build is not None) and len(running) < _TASKS_PER_WORKER * job.num_workers:
                 task = waiting.popleft()
                 running[executor.submit(_work, job, task)] = task
@@ -217,21 +216,21 @@ def _hand_out(
                 left += _take(future, running.pop(future), report)
     except BaseException:
         stop()
-        wait(running)  # those at work still write there
+        wait(running)  # workers still write there
         raise
     return sorted(left, key=units.index)
 
 
 def _take(future: Future[list[Unit]], task: Sequence[Unit], report: Report) -> list[Unit]:
-    """What a worker has left of a task."""
+    """Return the units that a worker has left of a task, after reporting the others."""
     undone = future.result()
     report(sum(unit.payload_bytes for unit in task) - sum(unit.payload_bytes for unit in undone))
     return undone
 
 
 def _work(job: _Job, units: Sequence[Unit]) -> list[Unit]:
-    """Build units with a run of our own; any process or thread. Returns those that this run does not hold so."""
-    builder, output = (_kept_open if job.is_alone else _open)(job)
+    """Build units with a run of this worker's own, in any process or thread; return those that differ in that run."""
+    builder, output = (_open_once if job.is_alone else _open)(job)
     left = []
     for unit in units:
         if builder.is_as_planned(unit):
@@ -242,12 +241,35 @@ def _work(job: _Job, units: Sequence[Unit]) -> list[Unit]:
 
 
 def _open(job: _Job) -> tuple[UnitBuilder, Output]:
-    run = open_run(job.run)
+    run = job.run.open()
     builder = UnitBuilder(run, run.view(loss=job.loss, layouts=job.layouts), Inputs(run, job.options), job.manifest)
-    return builder, Output(job.out, job.call)
+    output = Output(job.out, job.call)
+    _check_reachable(output)
+    return builder, output
 
 
-_kept_open = lru_cache(maxsize=1)(_open)
+def _check_reachable(output: Output) -> None:
+    """Check that this process can write where the merge is put together.
+
+    Raises:
+        ClusterError: it does not see the output, or cannot write it.
+    """
+    for num_tries_left in reversed(range(_SEES_TRIES)):
+        try:
+            output.begin().rmdir()
+        except FileNotFoundError:
+            if not num_tries_left:
+                raise ClusterError(f"{worker_name()}: does not see the output {output.path}; {SEES_AS_HERE}") from None
+            time.sleep(_SEES_PAUSE_S)
+        except OSError as error:
+            raise ClusterError(
+                f"{worker_name()}: cannot write the output {output.path} ({error.strerror}); {SEES_AS_HERE}"
+            ) from error
+        else:
+            return
+
+
+_open_once = lru_cache(maxsize=1)(_open)
 
 
 def _build(builder: UnitBuilder, output: Output, unit: Unit) -> None:
@@ -261,7 +283,7 @@ def _build(builder: UnitBuilder, output: Output, unit: Unit) -> None:
 
 
 def _report_of(output: Output, name: str) -> UnitReport:
-    """What became of a finished unit; one whose manifest says nothing of it counts as damaged."""
+    """Return the report of a finished unit; a unit whose manifest has none counts as damaged."""
     try:
         return read_report(output.manifest_of(name))
     except (KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Owns the output directory: whose it is, which units it has, and the moment at which readers see them.
+"""The output directory: the merge that it belongs to, its units, and the moment at which readers see them.
 
 While `_run.json` stands, what is published is one whole merge. It goes first and comes back last whenever units are
 published or removed, so no reader sees a part. Finished units wait in `_merging`. Must never touch a directory that is
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -26,9 +25,11 @@ from ..format.rundir import (
     read_json,
 )
 from ..format.schema import FORMAT_NAME
-from ..read.run import Run
-from ..read.which import find_run_around
+from ..globalview.run import Run
+from ..read.finding import find_run_around
 from ..read.writers import GLOBAL_DIR
+from ..system.folder_lock import locked_folder
+from ..system.text import listed
 from ..write.file import Disk
 from ..write.manifest import create_manifest, replace_manifest
 from .plan import is_unit_name
@@ -38,22 +39,22 @@ _PRIVATE = 0o700
 """Directories are for the owner alone, as those of a recording are."""
 _DISK = Disk()
 _SOURCE = "source"
-"""The writer without rows that says what the source's writers said."""
+"""The writer without rows, whose manifest stands for those of the source's writers."""
 
 
 class Output:
     """The directory of a merged run."""
 
     def __init__(self, path: Path, call: str | None = None) -> None:
-        """Nothing happens yet.
+        """Touch nothing yet.
 
         Args:
-            path: where.
-            call: what `call` was in the process that has the lock; without, this is that process.
+            path: the directory.
+            call: `call` of the process that has the lock; None in that process itself.
         """
         self.path = path
         self.call = call or f"_{os.getpid()}-{os.urandom(6).hex()}"
-        """Name of the folder in which this call's units are built: who comes after it was removed builds nothing."""
+        """The folder in which this call's units are built; a worker that comes after its removal builds nothing."""
         self._merging = path / _MERGING
 
     @property
@@ -62,11 +63,11 @@ class Output:
         return (self.path / RUN_MANIFEST).is_file()
 
     def units(self) -> set[str]:
-        """Names of the units that are finished, published or not."""
+        """Return the names of the units that are finished, published or not."""
         return self._published() | {name for name in _names(self._merging) if self._is_waiting(name)}
 
     def manifest_of(self, unit: str) -> dict[str, Any]:
-        """The manifest of the global rows of a finished unit; empty where it cannot be read."""
+        """Return the manifest of the global rows of a finished unit; empty where it cannot be read."""
         for folder in (self._merging / unit / GLOBAL_DIR, self.path / GLOBAL_DIR / unit):
             with contextlib.suppress(RunError):
                 return read_json(folder / WRITER_MANIFEST)
@@ -83,27 +84,29 @@ class Output:
             self.stop_building()
 
     def stop_building(self) -> None:
-        """End it: who is at work on a unit fails."""
+        """End the building: a worker that is at work on a unit fails."""
         gone = self._merging / f"_gone-{os.urandom(6).hex()}"
         with contextlib.suppress(OSError):
-            os.rename(self._merging / self.call, gone)  # at one blow: somebody might make new files while these go
+            os.rename(
+                self._merging / self.call, gone
+            )  # at once: a worker might make new files while others are removed
         shutil.rmtree(gone, ignore_errors=True)
 
     def begin(self) -> Path:
-        """A new folder to build a unit in; any process, while the merge is `building`."""
+        """Make a new folder to build a unit in; any process may, while the merge is `building`."""
         folder = self._merging / self.call / f"{os.uname().nodename}-{os.getpid()}-{os.urandom(6).hex()}"
         folder.mkdir(mode=_PRIVATE)
         return folder
 
     def finish(self, folder: Path, unit: str) -> None:
-        """The unit in `folder` is whole and on the disk: from now on it need not be made again."""
+        """Take over the unit in `folder`, which is whole and on the disk: it need not be made again."""
         _DISK.sync_directory(folder)
         try:
             os.rename(folder, self._merging / unit)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not self._is_waiting(unit):
                 raise
-            # A worker that was given up has made it after all; what either made is the same.
+            # A worker that was given up has made the unit after all; both made the same bytes.
             shutil.rmtree(folder, ignore_errors=True)
         _DISK.sync_directory(self._merging)
 
@@ -111,20 +114,22 @@ class Output:
         """Remove what a killed merge has left half done, and finished units that are not `wanted` and not published."""
         for name in _names(self._merging):
             if not self._is_waiting(name) or (wanted is not None and name not in wanted):
-                shutil.rmtree(self._merging / name, ignore_errors=True)  # a worker of a killed merge may be at it yet
+                shutil.rmtree(
+                    self._merging / name, ignore_errors=True
+                )  # a worker of a killed merge may still write there
 
     def publish(self, wanted: Collection[str], source: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         """Show readers the finished units `wanted`, and nothing else.
 
         Args:
             wanted: names of units, all of them finished.
-            source: manifest of the writer that speaks for the source's.
+            source: the manifest that stands for those of the source's writers.
             run: the manifest of the run.
         """
         published = self._published()
         waiting = [name for name in wanted if name not in published or self._is_waiting(name)]
         stale = [published - set(wanted), self._debris(wanted)]
-        if self.is_whole and not waiting and not any(stale) and self._says(source, run):
+        if self.is_whole and not waiting and not any(stale) and self._has_manifests(source, run):
             shutil.rmtree(self._merging, ignore_errors=True)
             return
         with contextlib.suppress(FileNotFoundError):
@@ -135,7 +140,7 @@ class Output:
         for folder in self._debris(wanted):
             self._remove(folder)
         for name in waiting:
-            if name in published:  # made again; its global part goes last, so that a kill leaves it to be removed
+            if name in published:  # made again; the global part goes last, so that after a kill it can be removed
                 for folder in (*self._of_ranks(name), self.path / GLOBAL_DIR / name):
                     self._remove(folder)
             self._publish(name)
@@ -153,24 +158,24 @@ class Output:
         return {name for name in _names(self.path / GLOBAL_DIR) if is_unit_name(name)}
 
     def _is_waiting(self, name: str) -> bool:
-        """Whether a name in `_merging` is a finished unit; one whose publication was cut still has its global part."""
+        """Whether a name in `_merging` is a finished unit; a half-published unit still has its global part."""
         return is_unit_name(name) and (self._merging / name / GLOBAL_DIR).is_dir()
 
     def _debris(self, wanted: Collection[str]) -> list[Path]:
-        """Per-rank parts of units that are not wanted."""
+        """Return the per-rank parts of units that are not wanted."""
         return [
             self.path / name / unit for name in self._ranks() for unit in _names(self.path / name) if unit not in wanted
         ]
 
     def _of_ranks(self, unit: str) -> list[Path]:
-        """Per-rank parts of a unit that are published."""
+        """Return the published per-rank parts of a unit."""
         return [self.path / name / unit for name in self._ranks() if (self.path / name / unit).is_dir()]
 
     def _ranks(self) -> list[str]:
         return [name for name in _names(self.path) if parse_rank_dir(name) is not None]
 
     def _publish(self, unit: str) -> None:
-        """Move the directories of a unit to their places, the global one last: then nothing of it is missing."""
+        """Move the directories of a unit to their final paths, the global one last: once it is there, all are."""
         folder = self._merging / unit
         for name in sorted(_names(folder), key=lambda name: (name == GLOBAL_DIR, name)):
             (self.path / name).mkdir(mode=_PRIVATE, exist_ok=True)
@@ -184,15 +189,17 @@ class Output:
         os.rename(folder, gone)
         shutil.rmtree(gone, ignore_errors=True)
 
-    def _says(self, source: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
-        """Whether the manifests say this already, whenever they were written."""
+    def _has_manifests(self, source: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
+        """Whether the manifests on disk hold this already, apart from the times."""
         try:
-            found = read_json(self.path / GLOBAL_DIR / _SOURCE / WRITER_MANIFEST), read_json(self.path / RUN_MANIFEST)
+            paths = self.path / GLOBAL_DIR / _SOURCE / WRITER_MANIFEST, self.path / RUN_MANIFEST
+            on_disk = [read_json(path) for path in paths]
         except RunError:
             return False
         times = ("created_ns", "closed_ns")
         old, new = (
-            [{k: v for k, v in one.items() if k not in times} for one in pair] for pair in (found, (source, run))
+            [{k: v for k, v in manifest.items() if k not in times} for manifest in manifests]
+            for manifests in (on_disk, (source, run))
         )
         return bool(old == json.loads(json.dumps(new)))
 
@@ -202,39 +209,37 @@ def open_output(path: Path, run: Run, options: Mapping[str, Any]) -> Iterator[Ou
     """Create or take up the directory of a merge, and lock it while it is worked on.
 
     Args:
-        path: where; it may be new, empty, or a merge of this very run with these options, finished or not.
-        run: what is merged.
-        options: what else decides how.
+        path: a directory that is new, empty, or a merge of this very run with these options, finished or not.
+        run: the source.
+        options: the options of the merge.
 
     Raises:
-        WriteError: it is something else, cannot be written, or another merge is at work there. Nothing was touched.
+        WriteError: the directory holds something else, cannot be written, or another merge is at work there. Nothing
+            was touched.
     """
     path = Path(os.path.abspath(path))
-    _check_place(path, run)
+    _check_path(path, run)
     identity = {
         "format": "recorder merge",
         "version": [1, 0],
         "run_id": run.run_id,
-        "run_created_ns": created if type(created := run.manifest.get("created_ns")) is int else None,
+        "run_created_ns": run.manifest.created_ns,
         "options": dict(options),
     }
-    found = _find_manifest(path, run)
-    if found is not None:
-        _check_same(path, found, identity)
+    manifest = _find_manifest(path, run)
+    if manifest is not None:
+        _check_same(path, manifest, identity)
     path.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
-    descriptor = _lock(path)
-    try:
-        if found is None and not create_manifest(
+    with locked_folder(path, "merge"):
+        if manifest is None and not create_manifest(
             _DISK, path / MERGE_MANIFEST, identity | {"path": str(run.path.absolute())}
         ):
             _check_same(path, read_json(path / MERGE_MANIFEST), identity)  # another merge came first
         _check_links(path)
         yield Output(path)
-    finally:
-        os.close(descriptor)
 
 
-def _check_place(path: Path, run: Run) -> None:
+def _check_path(path: Path, run: Run) -> None:
     target = Path(os.path.realpath(path))
     if isinstance(run.path, Path):
         source = Path(os.path.realpath(run.path))
@@ -249,37 +254,36 @@ def _check_place(path: Path, run: Run) -> None:
 
 
 def _find_manifest(path: Path, run: Run) -> dict[str, Any] | None:
-    """What a directory says of the merge in it; None where there is nothing yet.
+    """Return the manifest of the merge in a directory; None where there is nothing yet.
 
     Raises:
-        WriteError: there is something that is no merge.
+        WriteError: the directory holds something that is no merge.
     """
-    wanted = "name a directory that does not exist yet"
+    advice = "name a directory that does not exist yet"
     if not os.path.lexists(path):
         return None
     if not path.is_dir():
         kind = "a file" if path.is_file() else "a link that leads nowhere" if path.is_symlink() else "no directory"
-        raise WriteError(f"{path}: is {kind}; {wanted}")
+        raise WriteError(f"{path}: is {kind}; {advice}")
     names = os.listdir(path)
     if MERGE_MANIFEST in names:
         try:
             return read_json(path / MERGE_MANIFEST)
         except (NotARunError, RunError) as error:
-            raise WriteError(f"{error}; {wanted}") from error
+            raise WriteError(f"{error}; {advice}") from error
     rest = [name for name in names if not (name.startswith(f"{MERGE_MANIFEST}.") and name.endswith(".tmp"))]
     if not rest:
         return None  # empty, or a merge was killed in its first instant
     if RUN_MANIFEST in names:
         with contextlib.suppress(RunError):
-            found = read_json(path / RUN_MANIFEST)
-            if found.get("format") == FORMAT_NAME:
-                raise WriteError(f"{path}: is a recorded run ({found.get('run_id')!r}), no merge; {wanted}")
-    some = ", ".join(sorted(rest)[:3]) + (", ..." if len(rest) > 3 else "")
-    raise WriteError(f"{path}: exists, holds {some} and is no merge of {run.run_id!r}; {wanted}")
+            manifest = read_json(path / RUN_MANIFEST)
+            if manifest.get("format") == FORMAT_NAME:
+                raise WriteError(f"{path}: is a recorded run ({manifest.get('run_id')!r}), no merge; {advice}")
+    raise WriteError(f"{path}: exists, holds {listed(sorted(rest), 3)} and is no merge of {run.run_id!r}; {advice}")
 
 
 def _check_links(path: Path) -> None:
-    """Refuse a directory with a symbolic link in it: what is published or removed there might lie elsewhere."""
+    """Raise where a directory has a symbolic link in it, through which files elsewhere might be changed or removed."""
     for folder, folders, files in os.walk(path):
         for name in (*folders, *files):
             if os.path.islink(os.path.join(folder, name)):
@@ -287,31 +291,21 @@ def _check_links(path: Path) -> None:
                 raise WriteError(f"{where}: is a symbolic link, and a merge has none; name another directory")
 
 
-def _check_same(path: Path, found: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    wanted = "name another directory, or remove this one"
-    if found.get("format") != identity["format"] or found.get("version") != identity["version"]:
-        raise WriteError(f"{path}: its {MERGE_MANIFEST} is of another program or version; {wanted}")
-    if any(found.get(name) != identity[name] for name in ("run_id", "run_created_ns")):
-        raise WriteError(f"{path}: is a merge of another run, {found.get('run_id')!r} ({found.get('path')}); {wanted}")
-    if found.get("options") != json.loads(json.dumps(identity["options"])):
-        text = json.dumps(found.get("options"), sort_keys=True)
-        raise WriteError(f"{path}: is a merge of this run with other options ({text}); {wanted}")
-
-
-def _lock(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            os.close(descriptor)
-            raise WriteError(f"{path}: another merge is at work there; wait for it") from error
-        # A file system without locks: whoever starts two merges at once there is on their own.
-    return descriptor
+def _check_same(path: Path, manifest: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    advice = "name another directory, or remove this one"
+    if manifest.get("format") != identity["format"] or manifest.get("version") != identity["version"]:
+        raise WriteError(f"{path}: its {MERGE_MANIFEST} is of another program or version; {advice}")
+    if any(manifest.get(name) != identity[name] for name in ("run_id", "run_created_ns")):
+        raise WriteError(
+            f"{path}: is a merge of another run, {manifest.get('run_id')!r} ({manifest.get('path')}); {advice}"
+        )
+    if manifest.get("options") != json.loads(json.dumps(identity["options"])):
+        text = json.dumps(manifest.get("options"), sort_keys=True)
+        raise WriteError(f"{path}: is a merge of this run with other options ({text}); {advice}")
 
 
 def _names(folder: Path) -> list[str]:
-    """What is in a directory; nothing where there is none."""
+    """Return the names in a directory; none where there is no directory."""
     try:
         return sorted(os.listdir(folder))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Owns the cut of a run into units of work, found from the indexes alone, and how a unit is known again later.
+"""Cuts a run into units of work by its indexes alone, and recognizes a unit later.
 
 Must never open a payload, and never hold more of a run than one small record a shard and step.
 """
@@ -18,47 +18,50 @@ import numpy as np
 import numpy.typing as npt
 
 from ..format.rundir import rank_dir
-from ..read.facts import PARALLEL
-from ..read.run import Run
+from ..globalview.run import Run
+from ..globalview.windows import step_sizes
 from ..read.writers import GLOBAL_DIR, RecordedWriter
 
+_PARALLEL = ("data_parallel", "model_parallel", "pipeline", "unshared")
+"""Members of a root that say how its ranks stand to each other."""
 UNIT_BYTES = 256 << 20
-"""Payload of a unit, decoded and of all ranks: a second of work, and what a kill costs at most."""
+"""Decoded payload of a unit, of all ranks: a second of work, and the most that a kill costs."""
 UNIT_ROWS = 100_000
-"""Rows of a unit, of all ranks: what bounds the memory for their columns."""
+"""Rows of a unit, of all ranks, which bound the memory for their columns."""
 ROWS_PER_WRITER = 4096
-"""Where there are many writers, a unit has at least so many rows of each: shards are read batch by batch."""
-UNIT_FORMAT = 2
-"""Changes when the same inputs would be merged into something else; units of another number are made again."""
+"""With many writers, a unit has at least so many rows of each, because shards are read batch by batch."""
+UNIT_FORMAT = 3
+"""Raised when the same inputs would be merged into something else; units of an older number are made again."""
 _NAME = re.compile(r"steps(-?[0-9]+)to(-?[0-9]+)-([0-9]+)of([0-9]+)-([0-9a-f]{16})")
 
 Counts = npt.NDArray[np.int64]
 
 
 class Window(NamedTuple):
-    """Steps that are merged together: `first <= step < last`, in so many pieces of about equal payload."""
+    """Steps that are merged together, `first <= step < last`, cut into units of about equal payload."""
 
     first: int
     last: int
-    num_pieces: int
+    num_units: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A piece of a window: what one writer directory of the merged run holds."""
+    """A share of a window: the rows that one writer directory of the merged run holds."""
 
     window: Window
-    piece: int
+    share: int
+    """The number of this unit among the `num_units` of its window."""
     digest: str
-    """Of everything that decides what comes out: the shards of these steps, their writers, the options."""
+    """A hash of everything that decides the result: the shards of these steps, their writers, the options."""
     payload_bytes: int
-    """Decoded, of all ranks; for the progress bar."""
+    """Decoded bytes of all ranks, for the progress bar."""
 
     @property
     def name(self) -> str:
-        """The name of its directories, which says all of it: one that exists is this very unit."""
-        first, last, num_pieces = self.window
-        return f"steps{first:09d}to{last:09d}-{self.piece + 1:02d}of{num_pieces:02d}-{self.digest}"
+        """The name of the unit's directories, which says all of it: a directory of this name holds this very unit."""
+        first, last, num_units = self.window
+        return f"steps{first:09d}to{last:09d}-{self.share + 1:02d}of{num_units:02d}-{self.digest}"
 
 
 def is_unit_name(name: str) -> bool:
@@ -67,17 +70,17 @@ def is_unit_name(name: str) -> bool:
 
 
 class Inputs:
-    """What each shard of a run holds of each step, and what else the global view depends on."""
+    """The rows and bytes of each step in each shard of a run, and what else the global view depends on."""
 
     def __init__(self, run: Run, options: dict[str, Any]) -> None:
         self._constant = [UNIT_FORMAT, options]
-        self._facts: list[Any] = []
+        self._writers: list[Any] = []
         self._shards: list[tuple[int, str, int | None]] = []
         steps, shards, rows, nbytes = ([np.zeros(0, np.int64)] for _ in range(4))
         for number, writer in enumerate(run.writers):
-            self._facts.append(_facts(writer))
+            self._writers.append(_inputs_of(writer))
             for shard in writer.shards:
-                of_steps = _count_steps(shard)
+                of_steps = step_sizes(shard, has_bytes=True)
                 steps.append(of_steps[0])
                 shards.append(np.full(len(of_steps[0]), len(self._shards), np.int64))
                 rows.append(of_steps[1])
@@ -91,15 +94,15 @@ class Inputs:
         self._rows, self._bytes = np.concatenate(rows)[order], np.concatenate(nbytes)[order]
         # Where steps are merely counted, a later life of a rank replaces the earlier ones as a whole.
         is_counted = any(writer.is_counted for writer in run.writers)
-        self._constant.append(self._facts if is_counted else None)
+        self._constant.append(self._writers if is_counted else None)
 
     def windows(self, kept: Sequence[Window] = ()) -> Iterator[Window]:
-        """Windows that cover every step: those `kept`, and between them as few as the bounds allow."""
+        """Yield windows that cover every step: those `kept`, and between them as few as the bounds allow."""
         kept = sorted(kept)
         steps, starts = np.unique(self._step, return_index=True)
         rows = np.add.reduceat(self._rows, starts) if len(steps) else self._rows
         nbytes = np.add.reduceat(self._bytes, starts) if len(steps) else self._bytes
-        max_rows = max(UNIT_ROWS, ROWS_PER_WRITER * len(self._facts))
+        max_rows = max(UNIT_ROWS, ROWS_PER_WRITER * len(self._writers))
         edges = [0, *np.searchsorted(steps, [edge for window in kept for edge in window[:2]]).tolist(), len(steps)]
         for number, (begin, end) in enumerate(pairwise(edges)):
             if number % 2:
@@ -108,55 +111,55 @@ class Inputs:
                 yield from _cut(steps[begin:end], rows[begin:end], nbytes[begin:end], max_rows)
 
     def units(self, window: Window) -> list[Unit]:
-        """The pieces of a window as this run fills it."""
+        """Return the units of a window as this run fills it."""
         begin, end = np.searchsorted(self._step, window[:2])
         digest = self._digest(begin, end)
         payload_bytes = int(self._bytes[begin:end].sum())
         return [
-            Unit(window=window, piece=piece, digest=digest, payload_bytes=payload_bytes // window.num_pieces)
-            for piece in range(window.num_pieces)
+            Unit(window=window, share=share, digest=digest, payload_bytes=payload_bytes // window.num_units)
+            for share in range(window.num_units)
         ]
 
     def shards_of(self, window: Window) -> list[Any]:
-        """The shards with rows of these steps."""
+        """Return the shards with rows of a window's steps."""
         begin, end = np.searchsorted(self._step, window[:2])
         return [self.shards[number] for number in np.unique(self._shard[begin:end]).tolist()]
 
     def kept_windows(self, names: Collection[str]) -> list[Window]:
-        """Windows of which all pieces are among `names`, merged from just what this run holds."""
-        found: set[Window] = set()
+        """Return the windows all of whose units are among `names`, merged from just what this run holds."""
+        candidates: set[Window] = set()
         for name in names:
             match = _NAME.fullmatch(name)
             if match is not None:
-                found.add(Window(int(match[1]), int(match[2]), int(match[4])))
+                candidates.add(Window(int(match[1]), int(match[2]), int(match[4])))
         kept: list[Window] = []
-        for window in sorted(found):
+        for window in sorted(candidates):
             is_apart = not kept or kept[-1].last <= window.first
             if is_apart and window.first < window.last and all(unit.name in names for unit in self.units(window)):
                 kept.append(window)
         return kept
 
     def _digest(self, begin: int, end: int) -> str:
-        shards, places = np.unique(self._shard[begin:end], return_inverse=True)
+        shards, index = np.unique(self._shard[begin:end], return_inverse=True)
         rows = np.zeros(len(shards), np.int64)
-        np.add.at(rows, places.reshape(-1), self._rows[begin:end])
+        np.add.at(rows, index.reshape(-1), self._rows[begin:end])
         listed = [(*self._shards[shard], count) for shard, count in zip(shards.tolist(), rows.tolist(), strict=True)]
-        # A writer by its name, not its number: numbers move when an earlier rank starts to write.
-        named = sorted([*self._facts[number][:2], *rest] for number, *rest in listed)
-        facts = [self._facts[number] for number in sorted({number for number, *_ in listed})]
-        text = json.dumps([self._constant, facts, named], separators=(",", ":"), sort_keys=True)
+        # Writers stand by name, not by number: numbers move when an earlier rank starts to write.
+        named = sorted([*self._writers[number][:2], *rest] for number, *rest in listed)
+        writers = [self._writers[number] for number in sorted({number for number, *_ in listed})]
+        text = json.dumps([self._constant, writers, named], separators=(",", ":"), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _cut(steps: Counts, rows: Counts, nbytes: Counts, max_rows: int) -> Iterator[Window]:
-    """Consecutive steps in windows within the bounds; a step that exceeds them alone is cut into pieces."""
+    """Yield windows of consecutive steps within the bounds; a step that exceeds them alone becomes several units."""
     begin = 0
     total_rows = total_bytes = 0
-    for place in range(len(steps)):
-        step_rows, step_bytes = int(rows[place]), int(nbytes[place])
-        if place > begin and (total_rows + step_rows > max_rows or total_bytes + step_bytes > UNIT_BYTES):
-            yield _window(steps[begin], steps[place - 1], total_rows / max_rows, total_bytes)
-            begin, total_rows, total_bytes = place, 0, 0
+    for i in range(len(steps)):
+        step_rows, step_bytes = int(rows[i]), int(nbytes[i])
+        if i > begin and (total_rows + step_rows > max_rows or total_bytes + step_bytes > UNIT_BYTES):
+            yield _window(steps[begin], steps[i - 1], total_rows / max_rows, total_bytes)
+            begin, total_rows, total_bytes = i, 0, 0
         total_rows += step_rows
         total_bytes += step_bytes
     if begin < len(steps):
@@ -167,32 +170,12 @@ def _window(first: np.int64, last: np.int64, share_of_rows: float, num_bytes: in
     return Window(int(first), int(last) + 1, max(1, math.ceil(share_of_rows), -(-num_bytes // UNIT_BYTES)))
 
 
-def _count_steps(shard: Any) -> tuple[Counts, Counts, Counts]:
-    """The steps of a shard, with rows and decoded bytes of each."""
-    batches = shard.columns(["step", "payload_bytes"])
-    if not batches:
-        return (np.zeros(0, np.int64),) * 3
-    step = np.concatenate([batch.column("step").to_numpy() for batch in batches])
-    nbytes = np.concatenate([batch.column("payload_bytes").fill_null(0).to_numpy() for batch in batches])
-    steps, places, rows = np.unique(step, return_inverse=True, return_counts=True)
-    total = np.zeros(len(steps), np.int64)
-    np.add.at(total, places.reshape(-1), nbytes)
-    return steps, rows, total
-
-
-def _facts(writer: RecordedWriter) -> list[Any]:
-    """What the global view takes from a writer beside its rows."""
-    roots = writer.manifest.get("roots")
+def _inputs_of(writer: RecordedWriter) -> list[Any]:
+    """Return what the global view takes from a writer beside its rows."""
     groups = [
-        [
-            root.get("name"),
-            *(root.get(name) for name in PARALLEL),
-            len(found) if isinstance(found := root.get("modules"), list) else 0,
-        ]
-        for root in (roots if isinstance(roots, list) else ())
-        if isinstance(root, dict)
+        [root.name, *(root.members.get(name) for name in _PARALLEL), len(root.modules)]
+        for root in writer.manifest.roots
     ]
-    where = GLOBAL_DIR if writer.rank is None else rank_dir(writer.rank)
-    manifest = writer.manifest
-    run = [manifest.get("run_id"), manifest.get("world_size"), manifest.get("step_source")]
-    return [where, writer.name, writer.attempt, *run, groups]
+    folder = GLOBAL_DIR if writer.rank is None else rank_dir(writer.rank)
+    run = [writer.manifest.run_id, writer.manifest.world_size, writer.manifest.step_source]
+    return [folder, writer.name, writer.attempt, *run, groups]

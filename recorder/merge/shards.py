@@ -1,4 +1,4 @@
-"""Owns how rows of the global view become checked shards: batches of some MiB, sealed files, one writer directory.
+"""Writes rows of the global view as checked shards: batches of some MiB, sealed files, one writer directory.
 
 Must never hold more payload than one batch, and never write outside the directory that it was given.
 """
@@ -15,13 +15,14 @@ import numpy as np
 import pyarrow as pa
 from crc32c import crc32c
 
-from ..format.integrity import batch_crcs, checksum, loops_of_readers
+from ..format.integrity import batch_crcs
 from ..format.rundir import WRITER_MANIFEST, open_name, shard_name
-from ..format.schema import COUNTS, FORMAT_NAME, FORMAT_VERSION, SCHEMA, STATISTICS
-from ..read.assembler import Part
-from ..read.view import NO_VALUES, with_member
+from ..format.schema import FORMAT_NAME, FORMAT_VERSION, OF_FIRST_PART, SCHEMA
+from ..globalview.assemble.assembler import PayloadPart
+from ..globalview.assemble.columns import NO_VALUES, with_member
+from ..sites import NUMBERS
 from ..write.file import Disk, PageMemory
-from ..write.ipc import Layout, Payload
+from ..write.ipc import IpcFormat, Payload
 from ..write.manifest import replace_manifest
 from ..write.shard import BatchFile, Index
 
@@ -30,16 +31,15 @@ BATCH_BYTES = 8 << 20
 _BATCH_ROWS = 4096
 _SHARD_BYTES = 256 << 20
 _SHARD_ROWS = 65536
-_LAYOUTS = {"tensors": Layout(SCHEMA), "stats": Layout(SCHEMA, "zstd")}
+_LAYOUTS = {"tensors": IpcFormat(SCHEMA), "stats": IpcFormat(SCHEMA, "zstd")}
 _LIGHT_BYTES = 256 << 10
-"""The same for scalars, which stand with the statistics."""
+"""Payload of scalars, which stand with the statistics, at which a batch is written."""
 _SMALL_BYTES = 1024
 """A scalar's payload of up to so many bytes stands with the statistics."""
-_OF_FIRST_PART = frozenset((*STATISTICS, *COUNTS, "fingerprint"))
 
 
 class Memory:
-    """What a process writes from: used by one directory after the other."""
+    """The memory that a process writes from; one directory after the other uses it."""
 
     def __init__(self) -> None:
         self.payloads = {"tensors": PageMemory(BATCH_BYTES), "stats": PageMemory(_LIGHT_BYTES)}
@@ -53,9 +53,9 @@ class Directory:
         """Create the directory.
 
         Args:
-            path: must not exist.
+            path: the directory, which must not exist.
             rows: the view's rows as one record batch.
-            memory: nothing else may use it before `finish`.
+            memory: memory that nothing else may use before `finish`.
         """
         self.path = path
         self.num_rows = 0
@@ -72,16 +72,16 @@ class Directory:
         self.disk.make_directory(path)
         self._lanes = {kind: _Lane(self, kind) for kind in _LAYOUTS}
 
-    def add(self, row: int, part: Part | None, number: int = 0, why: str | None = None) -> None:
+    def add(self, row: int, part: PayloadPart | None, number: int = 0, why: str | None = None) -> None:
         """Take one part of a row, or the row without a payload; the payload is copied.
 
         Args:
-            row: number of the row in the view's.
-            part: its payload, or a piece of it.
-            number: which piece.
-            why: why a row that should have a payload has none.
+            row: the number of the row in the view.
+            part: the payload of the row, or a part of it.
+            number: the number of the part.
+            why: the reason why a row that should have a payload has none.
         """
-        is_light = part is None or (part.payload_bytes <= _SMALL_BYTES and self._sites[row].as_py() == "scalar")
+        is_light = part is None or (part.payload_bytes <= _SMALL_BYTES and self._sites[row].as_py() in NUMBERS)
         self._max_attempt = max(self._max_attempt, int(self._attempts[row]))
         if self.num_rows == 0:
             self._first_ns = int(self._times_ns[row])
@@ -94,14 +94,14 @@ class Directory:
             lane.close()
 
     def describe(self, manifest: Mapping[str, Any]) -> None:
-        """Write the manifest: what is given, and the accounts. The names in the directory are durable afterwards."""
+        """Write the manifest with the accounts; afterwards the names in the directory are durable."""
         own = {
             "format": FORMAT_NAME,
             "version": list(FORMAT_VERSION),
             "host": os.uname().nodename,
             "pid": os.getpid(),
             "attempt": self._max_attempt,
-            # Of the first row: readers order a step's pieces by it, whenever each was merged.
+            # The time of the first row: readers order the units of a step by it, whenever each was merged.
             "started_ns": self._first_ns,
             "closed_ns": time.time_ns(),
             "state": "closed",
@@ -110,12 +110,12 @@ class Directory:
         replace_manifest(self.disk, self.path / WRITER_MANIFEST, {**manifest, **own})
 
     def abandon(self) -> None:
-        """Let go of the open files; what is left of them is for whoever removes the directory."""
+        """Close the open files; the caller removes the directory with what is left of them."""
         for lane in self._lanes.values():
             lane.abandon()
 
     def ledger(self, about_to_write: int = 0) -> dict[str, Any]:
-        """The accounts, with rows that are written if the ledger itself is."""
+        """Return the accounts, with the rows of the batch that the ledger itself will stand in."""
         written = self.num_written_rows + about_to_write
         retired = {"rows": 0, "bytes": 0}
         return {"observed": self.num_rows, "written": written, "dropped": {}, "retired": retired}
@@ -136,14 +136,14 @@ class _Lane:
         self._index = Index()
         self._clear()
 
-    def add(self, seq: int, row: int, part: Part | None, number: int, why: str | None) -> None:
-        """Take one row of the shard."""
+    def add(self, seq: int, row: int, part: PayloadPart | None, number: int, why: str | None) -> None:
+        """Take one row for the shard."""
         if why is not None:
             self._whys[len(self._rows)] = why
         if part is None:
             self._note(seq, row, number, 0, None, 0, self._ends[-1])
         else:
-            buffers = [np.frombuffer(piece, np.uint8) for piece in part.data]
+            buffers = [np.frombuffer(data, np.uint8) for data in part.data]
             num_bytes = sum(map(len, buffers))
             if self._ends[-1] and self._ends[-1] + num_bytes > self._batch_bytes:
                 self._flush()
@@ -188,7 +188,7 @@ class _Lane:
         self._encodings: list[str | None] = []
         self._payload_bytes: list[int] = []
         self._whys: dict[int, str] = {}
-        """By the number of the waiting row why it has no values."""
+        """The reason why a waiting row has no values, by the number of the row."""
         self._ends = [0]
 
     def _flush(self) -> None:
@@ -197,7 +197,7 @@ class _Lane:
         directory = self._directory
         if self._file is None:
             path = directory.path / open_name(shard_name(self._kind, self._next_number))
-            # Through the page cache: whoever merges reads the result next, and the kernel writes behind our back.
+            # Through the page cache: the user reads the result next, and the kernel writes it back in the background.
             self._file = BatchFile(directory.disk, path, self._layout, directory.memory.message, is_direct=False)
         payload = None
         if self._kind == "tensors":
@@ -205,7 +205,7 @@ class _Lane:
         batch = self._batch(payload)
         crcs = batch_crcs(batch)
         if payload is not None:
-            crcs["data"][1:] = [crc32c(payload.ends.data), checksum(payload.values.data, loops_of_readers())]
+            crcs["data"][1:] = [crc32c(payload.ends.data), crc32c(payload.values.data)]
         self._file.append(batch, directory.ledger(about_to_write=batch.num_rows), crcs=crcs, payload=payload)
         directory.num_written_rows += batch.num_rows
         if self._has_index:
@@ -229,7 +229,7 @@ class _Lane:
         self._next_number += 1
 
     def _batch(self, payload: Payload | None) -> pa.RecordBatch:
-        """The waiting rows, `data` empty where the payload is written by itself: before anything is added."""
+        """Return the waiting rows; `data` is empty where the payload is written separately."""
         taken = self._directory.rows.take(_array(pa.int64(), self._rows))
         is_later = np.array(self._numbers) > 0
         own = {
@@ -237,7 +237,9 @@ class _Lane:
             "part": _array(pa.int32(), self._numbers),
             "flat_offset": _array(pa.int64(), self._flat_offsets),
             "encoding": _texts(self._encodings),
-            "payload_bytes": _array(pa.int64(), self._payload_bytes, [one is not None for one in self._encodings]),
+            "payload_bytes": _array(
+                pa.int64(), self._payload_bytes, [encoding is not None for encoding in self._encodings]
+            ),
             "data": self._data(payload),
         }
         columns = []
@@ -246,22 +248,22 @@ class _Lane:
             if column is None:
                 column = taken.column(field.name)
                 if field.name == "note" and self._whys:
-                    column = self._told(column)
-                if field.name in _OF_FIRST_PART and is_later.any():
+                    column = self._with_reasons(column)
+                if field.name in OF_FIRST_PART and is_later.any():
                     column = pa.compute.if_else(_mask(~is_later), column, pa.scalar(None, field.type))
                 column = _clean(column)
             columns.append(column)
         return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
-    def _told(self, notes: Any) -> Any:
-        """The notes, with why a row has no values."""
+    def _with_reasons(self, notes: Any) -> Any:
+        """Return the notes, to which the reasons why rows have no values are added."""
         texts = notes.to_pylist()
-        for place, why in self._whys.items():
-            texts[place] = with_member(texts[place], NO_VALUES, why)
+        for i, why in self._whys.items():
+            texts[i] = with_member(texts[i], NO_VALUES, why)
         return _texts(texts)
 
     def _data(self, payload: Payload | None) -> pa.Array:
-        is_there = [one is not None for one in self._encodings]
+        is_there = [encoding is not None for encoding in self._encodings]
         if not any(is_there):
             return pa.nulls(len(is_there), pa.large_binary())
         ends = np.array(self._ends, np.int64) if payload is None else np.zeros_like(payload.ends)
@@ -270,13 +272,13 @@ class _Lane:
 
 
 def as_batch(table: Any) -> pa.RecordBatch:
-    """A table as one record batch."""
+    """Return a table as one record batch."""
     batches = table.combine_chunks().to_batches()
     return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
 
 
 def _bits(is_there: Any) -> pa.Buffer | None:
-    """A validity bitmap whose unused bits are zero; None where all are there."""
+    """Return a validity bitmap whose unused bits are zero; None where all values are there."""
     return None if all(is_there) else pa.py_buffer(np.packbits(is_there, bitorder="little"))
 
 
@@ -294,7 +296,7 @@ def _mask(values: Any) -> pa.Array:
 
 
 def _clean(column: pa.Array) -> pa.Array:
-    """The same values, from the first bit of the first byte on, and with zeros in the unused bits of the validity."""
+    """Return a column with its validity rewritten: it begins at a byte, and its unused bits are zero."""
     if column.null_count == 0:
         return column
     validity, *rest = column.buffers()

@@ -1,6 +1,7 @@
-"""Owns the merging of one unit: from the view's rows to closed writer directories in a folder of its own.
+"""Merges one unit: turns rows of the view into closed writer directories in a folder of the unit's own.
 
-Must never write outside that folder, and never hold a unit's payload. What the source cannot give is a finding.
+Must never write outside that folder, and never hold a unit's payload. A row that the source cannot give becomes a
+finding.
 """
 
 from __future__ import annotations
@@ -14,43 +15,46 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import RunError
+from ..errors import RunError, UnsupportedError
 from ..format.rundir import rank_dir
-from ..read.groups import Finding
-from ..read.run import Run
-from ..read.view import GlobalRows, GlobalView
+from ..globalview.assemble.rows import GlobalRows
+from ..globalview.grouping.findings import Finding
+from ..globalview.run import Run
+from ..globalview.view import GlobalView
 from ..read.writers import GLOBAL_DIR
-from .findings import CORRUPT, Summary, summarize
+from .findings import CORRUPT, UNKNOWN_ENCODING, Summary, summarize
 from .plan import Inputs, Unit, Window
 from .shards import Directory, Memory, as_batch
 
 _ROW_WEIGHT = 1024
-"""What a row without a payload counts when a window is cut, in bytes."""
+"""The weight of a row without a payload when a window is cut, in bytes."""
 _MAX_DAMAGE = 20
+_DAMAGED = "they are damaged, or cannot be read"
+_NOT_UNDERSTOOD = "a later version wrote them in a way that the merging one does not know"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitReport:
-    """What became of a unit; stands in its manifest, too. Sizes are in bytes."""
+    """The result of a unit, which also stands in its manifest. Sizes are in bytes."""
 
     num_tensors: int
     num_rows: int
     source_bytes: int
-    """Payload of all ranks, decoded."""
+    """Decoded payload of all ranks."""
     written_bytes: int
     """Shards and indexes, without the manifests."""
     findings: Summary
     damage: list[str]
-    """What the source's shards of these steps have lost."""
+    """Texts about the damage in the source's shards of these steps."""
 
     @property
     def is_damaged(self) -> bool:
-        """Whether another try may give more, once the source is mended."""
+        """Whether another merge may give more, once the source is repaired."""
         return bool(self.damage) or CORRUPT in self.findings
 
 
 UNKNOWN = UnitReport(num_tensors=0, num_rows=0, source_bytes=0, written_bytes=0, findings={}, damage=["no manifest"])
-"""Stands for the report of a unit that has none."""
+"""The report of a unit whose manifest has none."""
 
 
 class _Loaded(NamedTuple):
@@ -63,13 +67,13 @@ class UnitBuilder:
     """Merges units of one run, one after the other. Not thread-safe."""
 
     def __init__(self, run: Run, view: GlobalView, inputs: Inputs, manifest: Mapping[str, Any]) -> None:
-        """Nothing happens before `build`.
+        """Read nothing before `build`.
 
         Args:
-            run: as it was when it was opened.
-            view: of that run.
-            inputs: of that run.
-            manifest: what the manifests of all units say.
+            run: the source, as it was when it was opened.
+            view: the global view of that run.
+            inputs: the inputs of that run.
+            manifest: the members that the manifests of all units share.
         """
         self._run = run
         self._view = view
@@ -79,8 +83,8 @@ class UnitBuilder:
         self._loaded: _Loaded | None = None
 
     def is_as_planned(self, unit: Unit) -> bool:
-        """Whether this opening of the run holds just what the unit was planned from; one being recorded may not."""
-        return self._inputs.units(unit.window)[unit.piece].digest == unit.digest
+        """Whether the run, as opened here, holds just what the unit was planned from; a growing run may hold more."""
+        return self._inputs.units(unit.window)[unit.share].digest == unit.digest
 
     def build(self, unit: Unit, folder: Path) -> UnitReport:
         """Fill `folder`, which exists and is empty, with the writer directories of a unit.
@@ -89,17 +93,18 @@ class UnitBuilder:
             OSError: the disk refused. The folder is for the caller to remove.
         """
         rows, batch = self._load(unit.window)
-        piece = _pieces(rows.payload_bytes, unit.window.num_pieces) == unit.piece
+        is_own = _share_of_rows(rows.payload_bytes, unit.window.num_units) == unit.share
         ranks = batch.column("rank").fill_null(-1).to_numpy()
-        findings = list(rows.findings) if unit.piece == 0 else []
+        findings = list(rows.findings) if unit.share == 0 else []
         num_rows = written_bytes = 0
         done: list[tuple[int | None, Directory]] = []
-        # Rank by rank: a directory needs the memory of a batch, and there may be hundreds. Global rows always have one.
-        for rank in [-1, *(rank for rank in np.unique(ranks[piece]).tolist() if rank >= 0)]:
+        # Rank by rank: a directory needs the memory of a batch, and there may be hundreds. The global directory is made
+        # even for a unit without global rows.
+        for rank in [-1, *(rank for rank in np.unique(ranks[is_own]).tolist() if rank >= 0)]:
             name = GLOBAL_DIR if rank < 0 else rank_dir(rank)
             directory = Directory(folder / name, batch, self._memory)
             try:
-                for row in np.flatnonzero(piece & (ranks == rank)).tolist():
+                for row in np.flatnonzero(is_own & (ranks == rank)).tolist():
                     self._add(directory, rows, row, findings)
                 directory.finish()
             except BaseException:
@@ -110,7 +115,7 @@ class UnitBuilder:
             written_bytes += directory.written_bytes
         damage = [text for shard in self._inputs.shards_of(unit.window) for text in shard.damage]
         report = UnitReport(
-            num_tensors=int(np.count_nonzero(piece)),
+            num_tensors=int(np.count_nonzero(is_own)),
             num_rows=num_rows,
             source_bytes=unit.payload_bytes,
             written_bytes=written_bytes,
@@ -118,15 +123,15 @@ class UnitBuilder:
             damage=damage[:_MAX_DAMAGE],
         )
         for rank, directory in done:
-            merge: dict[str, Any] = {"first": unit.window.first, "last": unit.window.last, "piece": unit.piece}
+            merge: dict[str, Any] = {"first": unit.window.first, "last": unit.window.last, "piece": unit.share}
             if rank is None:
                 merge |= report_fields(report)
             directory.describe({**self._manifest, "writer": unit.name, "rank": rank, "merge": merge})
-        self._let_go(unit)
+        self._unmap_shards(unit)
         return report
 
     def _load(self, window: Window) -> tuple[GlobalRows, Any]:
-        """The rows of a window; several units may be pieces of it."""
+        """Return the rows of a window, which the units of that window share."""
         if self._loaded is None or self._loaded.window != window:
             self._loaded = None
             gc.collect()  # rows hold each other, and the mapped shards, in circles
@@ -135,7 +140,7 @@ class UnitBuilder:
         return self._loaded.rows, self._loaded.batch
 
     def _add(self, directory: Directory, rows: GlobalRows, row: int, findings: list[Finding]) -> None:
-        """One row with its payload; without it, or without the rest of it, where it cannot be read."""
+        """Write one row with as much of its payload as can be read."""
         if directory.rows.column("encoding")[row].as_py() is None:
             directory.add(row, None)
             return
@@ -145,51 +150,52 @@ class UnitBuilder:
                 directory.add(row, part, num_parts)
                 num_parts += 1
         except RunError as error:
-            findings.append(_unreadable(directory.rows, row, str(error)))
+            findings.append(_unreadable(directory.rows, row, error))
             if num_parts == 0:
-                directory.add(row, None, why="they are damaged, or cannot be read")
+                is_unknown = isinstance(error, UnsupportedError)
+                directory.add(row, None, why=_NOT_UNDERSTOOD if is_unknown else _DAMAGED)
                 return
         if num_parts == 0:
             directory.add(row, None)
 
-    def _let_go(self, unit: Unit) -> None:
-        """Unmap the shards: as long as they are mapped, their pages count as this process's memory."""
+    def _unmap_shards(self, unit: Unit) -> None:
+        """Unmap the shards of a unit, whose pages count as this process's memory as long as they are mapped."""
         for shard in self._inputs.shards_of(unit.window):
             shard.let_go()
 
 
 def report_fields(report: UnitReport) -> dict[str, Any]:
-    """A report as JSON, for the manifest."""
+    """Return a report as JSON, for the manifest."""
     return {name: getattr(report, name) for name in UnitReport.__dataclass_fields__}
 
 
 def read_report(manifest: Mapping[str, Any]) -> UnitReport:
-    """A report from the manifest of a unit.
+    """Return the report in the manifest of a unit.
 
     Raises:
-        KeyError: it is none of ours.
+        KeyError: the manifest has no report, or another version's.
     """
     return UnitReport(**{name: manifest["merge"][name] for name in UnitReport.__dataclass_fields__})
 
 
-def _pieces(payload_bytes: Any, num_pieces: int) -> Any:
-    """The piece to which each row belongs: consecutive rows, of about equal payload."""
+def _share_of_rows(payload_bytes: Any, num_units: int) -> Any:
+    """Return the share to which each row belongs; a share has consecutive rows, of about equal payload."""
     weights = np.asarray(payload_bytes, np.int64) + _ROW_WEIGHT
     begins = np.cumsum(weights) - weights
     total = int(weights.sum()) or 1
-    return np.minimum(begins * num_pieces // total, num_pieces - 1)
+    return np.minimum(begins * num_units // total, num_units - 1)
 
 
-def _unreadable(rows: Any, row: int, text: str) -> Finding:
+def _unreadable(rows: Any, row: int, error: RunError) -> Finding:
     values = {name: rows.column(name)[row].as_py() for name in ("step", "module_path", "site", "name", "rank")}
     present = rows.column("ranks_present")[row].as_py()
     ranks = [values["rank"]] if values["rank"] is not None else json.loads(present or "[]")
     return Finding(
-        kind=CORRUPT,
+        kind=UNKNOWN_ENCODING if isinstance(error, UnsupportedError) else CORRUPT,
         step=values["step"],
         module_path=values["module_path"],
         site=values["site"],
         name=values["name"],
         ranks=tuple(ranks),
-        text=text,
+        text=str(error),
     )

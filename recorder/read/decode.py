@@ -1,4 +1,4 @@
-"""Owns the way from a row to an array: of any reader, with nothing of a run at hand.
+"""The way from a row to an array: of any reader, with nothing of a run at hand.
 
 Must never allocate by a number that the row merely claims, and never import torch or pandas.
 """
@@ -6,6 +6,7 @@ Must never allocate by a number that the row merely claims, and never import tor
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from ..errors import CorruptError, LookupFailedError, UnsupportedError
 from ..format import codec
 from ..format.dtypes import item_bytes, numpy_dtype
+from ..format.encodings import target_of
 from ..records import PART_BYTES
 
 _MAX_SHAPE_TEXT = 4096
@@ -44,7 +46,7 @@ def decode(row: Any) -> npt.NDArray[Any]:
         raise LookupFailedError("the row carries no payload: its rule keeps statistics or fingerprint only")
     dtype, shape = str(fields["dtype"]), parse_shape(fields["shape"])
     try:
-        payload_bytes, whole_bytes = int(fields["payload_bytes"]), count(shape) * item_bytes(dtype)
+        payload_bytes, whole_bytes = int(fields["payload_bytes"]), math.prod(shape) * item_bytes(dtype)
     except (TypeError, ValueError, OverflowError):  # null, which pandas makes a NaN
         raise CorruptError(f"payload_bytes is {fields['payload_bytes']!r}, beside encoding {encoding!r}") from None
     if fields.get("part") or payload_bytes < whole_bytes:
@@ -52,8 +54,8 @@ def decode(row: Any) -> npt.NDArray[Any]:
             f"the row holds {payload_bytes} of the tensor's {whole_bytes} bytes; "
             "open_run(...).array(...) joins the parts"
         )
-    if encoding == codec.REF:
-        target = codec.ref_target(fields["data"])
+    target = target_of(encoding, fields["data"])
+    if target is not None:
         raise LookupFailedError(
             f"the row refers to row seq={target} of its shard; decode that one, or use open_run(...).array(...)"
         )
@@ -95,7 +97,7 @@ def check_bytes(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -
     Raises:
         CorruptError: they are too few or too many.
     """
-    if data.nbytes != count(shape) * item_bytes(dtype):
+    if data.nbytes != math.prod(shape) * item_bytes(dtype):
         raise CorruptError(f"{data.nbytes} bytes are not a {dtype} tensor of shape {list(shape)}")
 
 
@@ -115,17 +117,9 @@ def parse_shape(text: Any) -> tuple[int, ...]:
         raise CorruptError(f"shape {text[:80]!r} is no JSON list of sizes")
     if len(sizes) > 64:
         raise UnsupportedError(f"a shape of {len(sizes)} dims; numpy has at most 64")
-    if count([size for size in sizes if size]) > _MAX_NUMEL:
+    if math.prod([size for size in sizes if size]) > _MAX_NUMEL:
         raise CorruptError(f"shape {text[:80]} is of more elements than any memory holds")
     return tuple(sizes)
-
-
-def count(shape: Sequence[int]) -> int:
-    """Elements of a tensor of this shape (exact, unlike numpy's product)."""
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _fields(row: Any) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Owns finding the one tensor that a question means: newest attempt first, and never a guess between several.
+"""Finding the one tensor that a question means: newest attempt first, and never a guess between several.
 
 Must never answer with one of several; it says what there is to choose from.
 """
@@ -13,9 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import LookupFailedError
-from ..patterns import hint
-from .light import NONE, PLACE_COLUMNS, Keys, LightRows, Positions, is_text
-from .stages import Stage, stages_of_rows
+from ..format.roots import Stage
+from ..rules import hint
+from ..system.text import listed
+from .metadata import NONE, PLACE_COLUMNS, Keys, MetadataRows, Positions, is_text
+from .stages import stages_of_rows
 from .writers import RecordedWriter
 
 QUALIFIERS = (
@@ -27,7 +29,7 @@ _OF_RANKS = ("rank", "attempt")
 _MAX_CHOICES = 8
 
 
-class Found(NamedTuple):
+class TensorRows(NamedTuple):
     """The rows of the one tensor that a question means."""
 
     positions: Positions
@@ -38,21 +40,21 @@ class Found(NamedTuple):
     """The row is a global one already."""
     what: str
     """The question, for messages."""
-    is_slice: bool = False
+    is_micro_batch: bool = False
     """Of a pipeline, one micro-batch is asked for; `related` is of that one too."""
 
 
 def find_tensor(
-    rows: LightRows,
+    rows: MetadataRows,
     writers: Sequence[RecordedWriter],
     module_path: str,
     question: Mapping[str, Any],
     *,
     counts: npt.NDArray[np.bool_] | None = None,
-    has_slices: bool = False,
+    has_micro_batches: bool = False,
     stages: Mapping[tuple[int, str], Stage] = MappingProxyType({}),
     needs_values: bool = True,
-) -> Found:
+) -> TensorRows:
     """The rows of the one tensor with a payload that the question means.
 
     Args:
@@ -62,7 +64,7 @@ def find_tensor(
         question: value by qualifier; None where it is left open.
         counts: given where rows of several ranks are one tensor, whose payload may be missing on some: by position,
             whether a row counts for it.
-        has_slices: a pipeline's micro-batches are one tensor, too, and its stages' roots one model.
+        has_micro_batches: a pipeline's micro-batches are one tensor, too, and its stages' roots one model.
         stages: by writer and root, the stage of a pipeline that it ran; in a merged run the rows say it.
         needs_values: leave out rows without a payload.
 
@@ -70,58 +72,84 @@ def find_tensor(
         LookupFailedError: no tensor, or more than one; the message lists the choices.
     """
     rows.load([*QUALIFIERS, "module_path", "encoding", "part", *PLACE_COLUMNS])
-    what = f"{module_path!r}"
-    any_rank = counts is not None
-    merged_names = (*_OF_RANKS, "micro_step", "root") if has_slices else _OF_RANKS
-    positions = np.flatnonzero(rows.module_paths().codes == module_code(rows, module_path))
-    of_module = positions
+    of_module = np.flatnonzero(rows.module_paths().codes == module_code(rows, module_path))
+    positions, what = _answering(rows, writers, of_module, question, f"{module_path!r}", stages)
+    if counts is None:  # also of one attempt: a job that is launched again begins with attempt 0 again
+        positions = _of_newest_attempt(rows, writers, positions)
+    elif question.get("attempt") is None:
+        positions = positions[counts[positions]]
+        if not len(positions):
+            raise LookupFailedError(
+                f"{what}: a later attempt recorded these steps again; rank= gives what one rank had"
+            )
+    if question.get("rank") is None and (rows.numbers("rank")[positions] == NONE).any():
+        positions = positions[rows.numbers("rank")[positions] == NONE]  # merged: the ranks' own rows stand beside it
+    with_values = positions
+    if needs_values:
+        with_values = positions[rows.keys("encoding", positions).codes != NONE]
+        if not len(with_values):
+            steps = _choices("step", rows.keys("step", positions))
+            raise LookupFailedError(
+                f"{what} was recorded without values at {steps}; a rule with keep=tensor keeps them"
+            )
+    of_several_ranks: tuple[str, ...] = _OF_RANKS if counts is not None else ()
+    if counts is not None and has_micro_batches:
+        of_several_ranks = (*_OF_RANKS, "micro_step", "root")
+    single = {name: rows.keys(name, with_values) for name in QUALIFIERS if name not in of_several_ranks}
+    choices = [_choices(name, keys) for name, keys in single.items() if len(np.unique(keys.codes)) > 1]
+    if choices:
+        raise LookupFailedError(f"{what} means several tensors; choose {', '.join(choices)}")
+    is_merged = bool((rows.numbers("rank")[with_values] == NONE).any())
+    related = of_module[np.isin(rows.numbers("step")[of_module], np.unique(rows.numbers("step")[with_values]))]
+    is_micro_batch = has_micro_batches and question.get("micro_step") is not None
+    if is_micro_batch:
+        related = related[rows.numbers("micro_step")[related] == question["micro_step"]]
+    if counts is None or is_merged:
+        return TensorRows(_single(rows, with_values, is_merged, what), related, is_merged, what, is_micro_batch)
+    for name, keys in single.items():  # rows without values, as of another rank, that differ in what was left open
+        positions = positions[rows.keys(name, positions).codes == rows.keys(name, positions).code(_value(keys))]
+    return TensorRows(positions[rows.numbers("part")[positions] == 0], related, is_merged, what, is_micro_batch)
+
+
+def _answering(
+    rows: MetadataRows,
+    writers: Sequence[RecordedWriter],
+    of_module: Positions,
+    question: Mapping[str, Any],
+    what: str,
+    stages: Mapping[tuple[int, str], Stage],
+) -> tuple[Positions, str]:
+    """The rows of a module that a question means, and the question in words.
+
+    Raises:
+        LookupFailedError: there is none; the message says which part of the question no row meets.
+    """
     given = {name: value for name in QUALIFIERS if (value := question.get(name)) is not None}
-    positions = _meant(rows, positions, given)
+    positions = _meant(rows, of_module, given)
     if not len(positions):
         _raise_unmet(rows, writers, of_module, given, what)
     what += "".join(f" {name}={value!r}" for name, value in given.items())
     if (stage := question.get("stage")) is not None:
         positions = _of_stage(rows, positions, stages, stage, what)
         what += f" stage={stage!r}"
-    if question.get("attempt") is None and counts is not None:
-        positions = positions[counts[positions]]
-        if not len(positions):
-            raise LookupFailedError(
-                f"{what}: a later attempt recorded these steps again; rank= gives what one rank had"
-            )
-    elif counts is None:  # also of one attempt: a job that is launched again begins with attempt 0 again
-        positions = _of_newest_attempt(rows, writers, positions)
-    if question.get("rank") is None and (rows.numbers("rank")[positions] == NONE).any():
-        positions = positions[rows.numbers("rank")[positions] == NONE]  # merged: the ranks' own rows stand beside it
-    has_payload = (rows.keys("encoding", positions).codes != NONE) | (not needs_values)
-    if not has_payload.any():
-        steps = _choices("step", rows.keys("step", positions))
-        raise LookupFailedError(f"{what} was recorded without values at {steps}; a rule with keep=tensor keeps them")
-    found = {name: rows.keys(name, positions[has_payload]) for name in QUALIFIERS}
-    single = {name: keys for name, keys in found.items() if not (any_rank and name in merged_names)}
-    choices = [_choices(name, keys) for name, keys in single.items() if len(np.unique(keys.codes)) > 1]
-    if choices:
-        raise LookupFailedError(f"{what} means several tensors; choose {', '.join(choices)}")
-    is_merged = bool((found["rank"].codes == NONE).any())
-    steps_meant = np.unique(rows.numbers("step")[positions[has_payload]])
-    related = of_module[np.isin(rows.numbers("step")[of_module], steps_meant)]
-    is_slice = has_slices and question.get("micro_step") is not None
-    if is_slice:
-        related = related[rows.numbers("micro_step")[related] == question["micro_step"]]
-    if any_rank and not is_merged:
-        for name, keys in single.items():  # rows without values, as of another rank, that differ in what was left open
-            positions = positions[rows.keys(name, positions).codes == rows.keys(name, positions).code(_value(keys))]
-        return Found(positions[rows.numbers("part")[positions] == 0], related, is_merged, what, is_slice)
-    chosen = positions[has_payload]
-    if is_merged and len(chosen) > 1 and not rows.numbers("part")[chosen].any():
+    return positions, what
+
+
+def _single(rows: MetadataRows, positions: Positions, is_merged: bool, what: str) -> Positions:
+    """The rows of one tensor in the order of its parts.
+
+    Raises:
+        LookupFailedError: a part is missing, or they are of several stages of a pipeline.
+    """
+    if is_merged and len(positions) > 1 and not rows.numbers("part")[positions].any():
         rows.load(["note"])
-        numbers = stages_of_rows(rows, chosen, {})
-        if len(np.unique(numbers)) == len(chosen):
+        numbers = stages_of_rows(rows, positions, {})
+        if len(np.unique(numbers)) == len(positions):
             raise LookupFailedError(several_stages(what, numbers.tolist()))
-    return Found(_parts(rows, chosen, what), related, is_merged, what, is_slice)
+    return _parts(rows, positions, what)
 
 
-def _meant(rows: LightRows, positions: Positions, given: Mapping[str, Any]) -> Positions:
+def _meant(rows: MetadataRows, positions: Positions, given: Mapping[str, Any]) -> Positions:
     """The rows with these values; none where a value is of the wrong kind.
 
     Numbers first: a module has rows of thousands of steps, and texts cost the most.
@@ -136,7 +164,7 @@ def _meant(rows: LightRows, positions: Positions, given: Mapping[str, Any]) -> P
 
 
 def _of_stage(
-    rows: LightRows, positions: Positions, stages: Mapping[tuple[int, str], Stage], stage: int, what: str
+    rows: MetadataRows, positions: Positions, stages: Mapping[tuple[int, str], Stage], stage: int, what: str
 ) -> Positions:
     """Those rows that are of a stage of a pipeline."""
     if not stages:
@@ -157,7 +185,7 @@ def several_stages(what: str, numbers: Iterable[int]) -> str:
 
 
 def _raise_unmet(
-    rows: LightRows, writers: Sequence[RecordedWriter], positions: Positions, given: Mapping[str, Any], what: str
+    rows: MetadataRows, writers: Sequence[RecordedWriter], positions: Positions, given: Mapping[str, Any], what: str
 ) -> NoReturn:
     """Say which of the values, in the order of `QUALIFIERS`, is the first that no row has beside those before it."""
     for name, value in given.items():
@@ -186,7 +214,7 @@ def _value(keys: Keys) -> Any:
     return None if code == NONE else keys.texts[code]
 
 
-def module_code(rows: LightRows, module_path: str) -> int:
+def module_code(rows: MetadataRows, module_path: str) -> int:
     """The number of a module path in `rows.module_paths`.
 
     Raises:
@@ -216,11 +244,10 @@ def ended_before(writers: Sequence[RecordedWriter], step: int, rank: int | None 
         last_step = max((life.last_step for life in lives if life.last_step is not None), default=None)
         if lives[-1].state == "unclosed" and last_step is not None and step > last_step:
             ends.append(f"rank {number}'s record ends in step {last_step}")
-    more = f" and {len(ends) - _MAX_CHOICES} more" if len(ends) > _MAX_CHOICES else ""
-    return ", ".join(ends[:_MAX_CHOICES]) + more
+    return listed(ends, _MAX_CHOICES)
 
 
-def _of_newest_attempt(rows: LightRows, writers: Sequence[RecordedWriter], positions: Positions) -> Positions:
+def _of_newest_attempt(rows: MetadataRows, writers: Sequence[RecordedWriter], positions: Positions) -> Positions:
     """Drop what a later writer of the same rank recorded again.
 
     Where steps were merely counted, equal steps of two attempts are not the same step: then only the newest counts.
@@ -242,7 +269,7 @@ def _of_newest_attempt(rows: LightRows, writers: Sequence[RecordedWriter], posit
     return kept
 
 
-def _parts(rows: LightRows, positions: Positions, what: str) -> Positions:
+def _parts(rows: MetadataRows, positions: Positions, what: str) -> Positions:
     """The rows in the order of their parts, none missing and none twice."""
     parts = rows.numbers("part")[positions]
     order = np.argsort(parts)

@@ -1,4 +1,4 @@
-"""Owns the framing of Arrow IPC: where each message lies and what sizes it declares, looked at before Arrow allocates.
+"""The framing of Arrow IPC: where each message lies and what sizes it declares, looked at before Arrow allocates.
 
 pyarrow shows neither the place of a batch in a file, nor its declared sizes, nor its metadata without decoding it.
 The tables are flatbuffers, laid out by Arrow's Message.fbs and File.fbs (format version 5). Must never trust an offset.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from ..errors import CorruptError
-from .files import ByteSource
+from ..storage.untrusted_files import ByteSource
 
 MAGIC = b"ARROW1"
 TAIL_BYTES = 4 + len(MAGIC)
@@ -26,7 +26,7 @@ CONTINUATION = 0xFFFFFFFF
 MAX_METADATA_BYTES = 1 << 20
 """Bound on what stands before the body of one message; ours take less than 20 KiB."""
 MAX_BATCH_BYTES = 1 << 30
-"""Bound on one batch in memory. Ours hold at most 40 MiB of payload, and their light columns."""
+"""Bound on one batch in memory. Ours hold at most 40 MiB of payload, and their metadata columns."""
 
 _MAX_RATIO = 128
 """Bytes of a compressed batch for each on disk: columns that are all constants come to 13. A bomb has thousands."""

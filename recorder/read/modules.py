@@ -1,65 +1,40 @@
-"""Owns what manifests say about modules: class, source line, selected sites. Never raises over a stranger's JSON."""
+"""What manifests say about modules: class, source line, selected sites. Never looks at rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
 
-from . import untrusted
+from ..format.roots import Module
+from ..system.text import listed
 from .writers import RecordedWriter
 
 _MAX_LISTED = 5
+_MAX_DEPTH = 200
+"""Levels of a module tree; what is above a deeper path is not listed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleInfo:
-    """A module as one root saw it."""
-
-    root: str
-    path: str
-    class_name: str
-    source: str
-    """File and line of its class, or empty."""
-    sites: tuple[str, ...]
-    """Selected by a rule, recorded or not."""
-    has_values: bool
-    """Whether what is selected can exist: a module without parameters has no gradients of them to record."""
-    foreign_hooks: tuple[str, ...]
-    """Hooks of the program on it, which run after its values were recorded: when, name, file and line."""
-    is_compiled: bool
-    """Its hooks step aside, so it leaves no rows."""
-
-
-def read_modules(writers: Iterable[RecordedWriter]) -> dict[tuple[str, str], ModuleInfo]:
+def read_modules(writers: Iterable[RecordedWriter]) -> dict[tuple[str, str], Module]:
     """Modules by root and path, in the order of `named_modules()`; the newest writer that knows one describes it."""
-    found: dict[tuple[str, str], ModuleInfo] = {}
-    for writer in writers:
-        for root in untrusted.objects(writer.manifest.get("roots")):
-            for module in untrusted.objects(root.get("modules")):
-                sites = tuple(site for site in untrusted.items(module.get("sites")) if isinstance(site, str))
-                info = ModuleInfo(
-                    root=untrusted.text(root.get("name")),
-                    path=untrusted.text(module.get("path")),
-                    class_name=untrusted.text(module.get("class")),
-                    source=untrusted.text(module.get("source")),
-                    sites=sites,
-                    has_values=any(_has_values(site, module) for site in sites),
-                    foreign_hooks=tuple(untrusted.texts(module.get("foreign_hooks"))),
-                    is_compiled=module.get("compiled") is True,
-                )
-                found[info.root, info.path] = info
-    return found
+    return {
+        (root.name, module.path): module
+        for writer in writers
+        for root in writer.manifest.roots
+        for module in root.modules
+    }
 
 
-def _has_values(site: str, module: dict[str, Any]) -> bool:
-    if site in ("param", "grad", "optim"):
-        return bool(untrusted.items(module.get("params")))
-    return bool(untrusted.items(module.get("buffers"))) if site == "buffer" else site not in ("tap", "scalar")
-
-
-def listed_hooks(modules: Iterable[ModuleInfo]) -> str:
+def listed_hooks(modules: Iterable[Module]) -> str:
     """Modules that carry hooks of the program, and which; empty where none does."""
-    found = [f"{info.path!r} ({', '.join(info.foreign_hooks)})" for info in modules if info.foreign_hooks]
-    more = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
-    return ", ".join(found[:_MAX_LISTED]) + more
+    found = (f"{module.path!r} ({', '.join(module.foreign_hooks)})" for module in modules if module.foreign_hooks)
+    return listed(found, _MAX_LISTED)
+
+
+def list_paths(known: Iterable[str], recorded: Iterable[str]) -> dict[str, None]:
+    """Paths of modules and of what contains them, in the order of the tree."""
+    paths: dict[str, None] = {"": None}
+    for path in (*known, *recorded):
+        if path not in paths:
+            parts = path.split(".")
+            ends = range(1 if len(parts) <= _MAX_DEPTH else len(parts), len(parts) + 1)
+            paths |= dict.fromkeys(".".join(parts[:end]) for end in ends)
+    return paths

@@ -1,4 +1,4 @@
-"""Owns the way from a row to its payload: the batch that holds it, checked, and the row that a ``ref`` means."""
+"""The way from a row to its payload: the batch that holds it, checked, and the row that a ``ref`` means."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ..errors import CorruptError, RunError
-from ..format.codec import REF, Payload, ref_target
+from ..format.codec import Payload
+from ..format.encodings import encoding_of, target_of
+from ..storage.locations import LOCAL, store_of
 from .decode import check_payload, decode_payload
-from .light import LightRows
-from .places import LOCAL, store_of
+from .metadata import MetadataRows
 from .rows import ShardRows
 
 _COLUMNS = ("seq", "dtype", "shape", "encoding", "payload_bytes", "data")
@@ -24,15 +25,15 @@ _MAX_REMOTE_BYTES = 1 << 30
 _AT_ONCE = 16
 """Batches that are asked for before a look at how large they were."""
 _BATCH_BYTES = 8 << 20
-"""What most batches hold, unless a row of them is larger; where hooks encode, up to five times as much."""
+"""What most batches hold, unless a row of them is larger."""
 _Key = tuple[int, int]
 """Number of a shard among the loaded ones, and of a batch in it."""
 
 
 class Payloads:
-    """Payloads by position in `LightRows`, whose `PLACE_COLUMNS` must be loaded."""
+    """Payloads by position in `MetadataRows`, whose `PLACE_COLUMNS` must be loaded."""
 
-    def __init__(self, rows: LightRows, num_writers: int = 1) -> None:
+    def __init__(self, rows: MetadataRows, num_writers: int = 1) -> None:
         self._rows = rows
         self._max_batches = 2 * num_writers + _SPARE_BATCHES
         self._batches: OrderedDict[_Key, Any] = OrderedDict()
@@ -73,9 +74,11 @@ class Payloads:
 
         Raises:
             CorruptError: the bytes are not those that were written.
+            UnsupportedError: the encoding is unknown, so nobody can say whether the bytes mean anything elsewhere.
         """
         source = self._source(position)
         try:
+            encoding_of(source["encoding"])
             check_payload(source["encoding"], source["data"], source["payload_bytes"])
         except RunError as error:
             raise self._named(error, position, source) from error
@@ -126,9 +129,9 @@ class Payloads:
     def _source(self, position: int) -> dict[str, Any]:
         shard, start = self._rows.shard_of(position)
         fields = self._fields(shard, position)
-        if fields["encoding"] != REF:
+        target = target_of(fields["encoding"], fields["data"])
+        if target is None:
             return fields
-        target = ref_target(fields["data"])
         found = np.flatnonzero(self._rows.numbers("seq")[start:position] == target)
         if len(found) == 1:
             source = self._fields(shard, start + int(found[0]))

@@ -1,4 +1,4 @@
-"""Owns the light rows of one shard (everything but payloads) and the way from a row to its batch.
+"""The metadata rows of one shard (everything but payloads) and the way from a row to its batch.
 
 They come from the index where it fits the shard, else from the shard itself. Must never answer a column unchecked.
 """
@@ -18,9 +18,10 @@ import pyarrow.compute as pc
 from ..errors import CorruptError, NotARunError, RunError, UnsupportedError
 from ..format.integrity import BatchHeader
 from ..format.rundir import index_name, open_name
-from ..format.schema import LIGHT_COLUMNS, SCHEMA
-from .files import ByteSource
-from .places import Found, OpenPlace, Place, store_of
+from ..format.schema import COLUMN_OF, SCHEMA
+from ..storage.locations import OpenPlace, Place, store_of
+from ..storage.protocol import Found
+from ..storage.untrusted_files import ByteSource
 from .salvage import salvage
 from .shard import Layout, Shard, open_sealed
 
@@ -29,7 +30,6 @@ logger = logging.getLogger(__name__)
 PLACE_FIELDS = (pa.field("batch", pa.int32(), nullable=False), pa.field("row", pa.int32(), nullable=False))
 """Columns of an index behind the light ones: number of the batch in the shard, and of the row in the batch."""
 _PLACE_NAMES = tuple(field.name for field in PLACE_FIELDS)
-INDEX_COLUMNS = (*LIGHT_COLUMNS, *_PLACE_NAMES)
 SHARD_BYTES_KEY = b"recorder_shard_bytes"
 Steps = tuple[int, int]
 """From the first up to, but not including, the last."""
@@ -40,7 +40,7 @@ _MAX_CHUNKS = 32
 
 
 class ShardRows:
-    """The light rows of one shard, in file order. Read column by column; `num_rows` shrinks where damage is found."""
+    """The metadata rows of one shard, in file order, read by column. `num_rows` shrinks where damage is found."""
 
     def __init__(self, path: Place, *, is_sealed: bool, size_bytes: int) -> None:
         self.path: OpenPlace = path
@@ -92,7 +92,7 @@ class ShardRows:
         return None
 
     def columns(self, names: Sequence[str], steps: Steps | Ranges | None = None) -> list[Any]:
-        """Light columns (or `batch` or `row`) as checked Arrow batches. Batches that are damaged in one of them go.
+        """Metadata columns (or `batch` or `row`) as checked Arrow batches. Batches that are damaged in one of them go.
 
         Args:
             names: the columns.
@@ -111,13 +111,23 @@ class ShardRows:
             found = []
             for number in self._batches_of(steps):
                 try:
-                    found.append(self._light_batch(number, names))
+                    found.append(self._metadata_batch(number, names))
                 except CorruptError as error:
                     self._rows_of.pop(number)
                     self._note(str(error))
         if len(found) <= _MAX_CHUNKS:
             return found
         return pa.Table.from_batches(found).combine_chunks().to_batches()  # type: ignore[no-any-return]
+
+    def unknown_columns(self) -> list[str]:
+        """Columns that this version does not know, and passes over.
+
+        Raises:
+            NotARunError: the shard went, by its writer's retention, after the run was opened.
+        """
+        with self._said_if_gone():
+            names = (self._index or self._itself()).schema.names
+        return [name for name in names if name not in COLUMN_OF and name not in _PLACE_NAMES]
 
     def let_go(self) -> None:
         """Unmap a sealed shard until it is read again: mapped pages that were read count as memory of the process."""
@@ -194,7 +204,7 @@ class ShardRows:
                 self._spans[number] = None
         return self._spans[number]
 
-    def _light_batch(self, number: int, names: Sequence[str]) -> Any:
+    def _metadata_batch(self, number: int, names: Sequence[str]) -> Any:
         """Columns out of the shard itself, and the place of its rows."""
         found = self._itself().read(number, [name for name in names if name not in _PLACE_NAMES]).batch
         places = {"batch": np.full(found.num_rows, number, np.int32), "row": np.arange(found.num_rows, dtype=np.int32)}

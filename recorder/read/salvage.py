@@ -1,4 +1,4 @@
-"""Owns the reading of shards without a footer: those that are being written, were left by a kill, or are damaged.
+"""The reading of shards without a footer: those that are being written, were left by a kill, or are damaged.
 
 Their bytes after the first 8 are an IPC stream. Must never write: repairing is another tool's job.
 """
@@ -14,8 +14,8 @@ import numpy as np
 
 from ..errors import CorruptError, RunError
 from ..format.integrity import BatchHeader, read_header
-from ..format.schema import LIGHT_COLUMNS, SCHEMA
-from .files import ByteSource
+from ..format.schema import METADATA_COLUMNS, SCHEMA, SCHEMAS
+from ..storage.untrusted_files import ByteSource
 from .messages import (
     BATCH_MESSAGE,
     CONTINUATION,
@@ -46,7 +46,7 @@ class Salvaged:
 
     layout: Layout
     blocks: dict[int, Block]
-    """Every batch whose light columns passed all checks, by number and in file order."""
+    """Every batch whose metadata columns passed all checks, by number and in file order."""
     rows_of: dict[int, int]
     """Rows of each of them."""
     last_header: BatchHeader | None
@@ -60,7 +60,7 @@ class Salvaged:
 
 
 def salvage(open_source: Callable[[], ByteSource]) -> Salvaged:
-    """Read to the last whole batch whose light columns are as written, stepping over damage where a batch follows it.
+    """Read up to the last whole batch whose metadata columns are as written, past damage that a batch follows.
 
     Raises:
         FileNotFoundError: it is gone.
@@ -102,7 +102,11 @@ class _Walk:
             self.layout, block = read_layout(self.source)
             offset = block.end
         except RunError as error:
-            following = self._next_batch(offset)  # the schema of this version may still fit: checksums will tell
+            following = None
+            for schema in SCHEMAS:  # that of this or an earlier version may still fit: checksums will tell
+                self.layout = Layout(schema)
+                if (following := self._next_batch(offset)) is not None:
+                    break
             if following is None:
                 if not self._is_zero_from(offset):
                     self._end_at(offset, error)
@@ -150,7 +154,7 @@ class _Walk:
         found = block_at(self.source, offset)
         if found is None or found[1].kind != BATCH_MESSAGE:
             raise CorruptError(f"{self.source.where}: no batch begins at byte {offset}")
-        checked = read_batch(self.source, found[0], self.layout, LIGHT_COLUMNS)
+        checked = read_batch(self.source, found[0], self.layout, METADATA_COLUMNS)
         if self.last_header is not None and checked.header.number <= self.last_header.number:
             raise CorruptError(f"{self.source.where}: batch {checked.header.number} follows {self.last_header.number}")
         return found[0], checked

@@ -1,4 +1,4 @@
-"""Owns the reading of one shard's batches: decoded by Arrow, then checked, and only then shown to anybody.
+"""The reading of one shard's batches: decoded by Arrow, then checked, and only then shown to anybody.
 
 Must never return a column whose bytes were not compared with their checksum.
 """
@@ -14,23 +14,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from crc32c import crc32c
 
 from ..errors import CorruptError, RunError, UnsupportedError
 from ..format.integrity import (
-    JOINED_BYTES,
     BatchHeader,
     ColumnKind,
     buffer_crcs,
     check_batch,
-    checksum,
     column_kind,
-    joined_checksum,
-    loops_of_readers,
 )
-from ..format.schema import SCHEMA
-from ..native import Kernels
-from ..records import PART_BYTES
-from .files import ByteSource
+from ..format.schema import COLUMN_OF, COLUMNS, SCHEMA, lacks_rightly
+from ..storage.locations import Place, store_of
+from ..storage.untrusted_files import ByteSource
 from .messages import (
     CONTINUATION,
     FIRST_MESSAGE,
@@ -44,22 +40,12 @@ from .messages import (
     footer_blocks,
     parse_message,
 )
-from .places import Place, store_of
 
-_NEVER_NULL = frozenset(field.name for field in SCHEMA if not field.nullable) | {"batch", "row"}
-MAX_COUNT = 1 << 53
-"""Bound on every whole number of a row: float64 holds them exactly, and sums and products with a width fit int64."""
-_COUNTS = [
-    field
-    for field in (*SCHEMA, pa.field("batch", pa.int32()), pa.field("row", pa.int32()))
-    if pa.types.is_integer(field.type) and field.name != "time_ns"
-]
-_LOWEST = {field.name: -MAX_COUNT if field.name == "step" else 0 for field in _COUNTS}
-"""Smallest value of the columns that count; a user may name a step -1."""
-_HIGHEST = {
-    field.name: PART_BYTES if field.name == "payload_bytes" else min(MAX_COUNT, 1 << field.type.bit_width - 1) - 1
-    for field in _COUNTS
-}
+_NEVER_NULL = frozenset(column.name for column in COLUMNS if column.is_required) | {"batch", "row"}
+_BOUNDS = {column.name: column.bounds for column in COLUMNS if column.bounds} | dict.fromkeys(
+    ("batch", "row"), (0, (1 << 31) - 1)
+)
+"""Least and greatest value of the columns that count."""
 _SIGNED = {bits: np.dtype(f"i{bits // 8}") for bits in (32, 64)}
 _UNSIGNED = {num_bytes: np.dtype(f"u{num_bytes}") for num_bytes in (4, 8)}
 _MAX_BATCHES = 1 << 31
@@ -91,10 +77,14 @@ class Layout:
         self._starts = list(accumulate((_num_buffers(field.type) for field in schema), initial=0))
         self._kinds = [column_kind(field.type) for field in schema]
         self._place_of = {name: place for place, name in enumerate(self.names)}
-        ours = {field.name for field in (*SCHEMA, *extra)}  # a foreign column may be called like one of an index
-        self.counts = ours & _LOWEST.keys()
+        ours = {*COLUMN_OF, *(field.name for field in extra)}  # a foreign column may be called like one of an index
+        self.counts = ours & _BOUNDS.keys()
         """Columns of whole numbers that have bounds."""
         self._never_null = ours & _NEVER_NULL
+
+    def has(self, column: str) -> bool:
+        """Whether the file has a column; where it is of an earlier version than the column, it has none."""
+        return column in self._place_of
 
     def places(self, columns: Sequence[str]) -> list[int]:
         """Where columns stand in the schema, ascending."""
@@ -124,37 +114,19 @@ class Layout:
 
         Arrow's own way to the same bytes takes five times as long for a column of a few rows.
         """
-        starts, kernels = self._starts, loops_of_readers()
+        starts = self._starts
         kinds, place_of, nodes, buffers = self._kinds, self._place_of, message.nodes, message.buffers
 
         def crcs(name: str) -> list[int | None]:
             place = place_of[name]
             (num_rows, num_nulls), kind, first, stop = nodes[place], kinds[place], starts[place], starts[place + 1]
-            found = None if num_nulls else _crcs_without_nulls(kind, num_rows, buffers[first + 1 : stop], body, kernels)
+            found = None if num_nulls else _crcs_without_nulls(kind, num_rows, buffers[first + 1 : stop], body)
             if found is not None:
                 return found
             parts = [body[start : start + size] for start, size in buffers[first:stop]]
-            return buffer_crcs(kind, num_rows, num_nulls, parts, kernels)
+            return buffer_crcs(kind, num_rows, num_nulls, parts)
 
         return crcs
-
-    def file_crc(self, before: int, checked: CheckedBatch) -> int:
-        """CRC32C of the bytes before a batch and those of its message, all columns of which were read and checked.
-
-        A large payload whose checksum has just been found right is not looked at again.
-        """
-        whole = memoryview(checked.whole)
-        known = checked.header.crcs.get("data", [None])[-1] if "data" in self._place_of else None
-        if known is not None and len(whole) >= JOINED_BYTES:
-            (metadata_bytes,) = struct.unpack_from("<I", whole, 4)
-            message = parse_message(checked.whole.slice(PREFIX_BYTES, metadata_bytes), "a batch that was read")
-            offset, num_bytes = message.buffers[self._starts[self._place_of["data"]] + 2]
-            (used_bytes,) = struct.unpack_from("<q", checked.batch.column("data").buffers()[1], 8 * len(checked.batch))
-            if not message.is_compressed and num_bytes == used_bytes >= JOINED_BYTES:
-                start = PREFIX_BYTES + metadata_bytes + offset
-                before = joined_checksum(checksum(whole[:start], None, before), known, num_bytes)
-                whole = whole[start + num_bytes :]
-        return checksum(whole, loops_of_readers(), before)
 
     def values_of(self, name: str, message: Message, body: memoryview) -> npt.NDArray[Any] | None:
         """The whole numbers of a column off an uncompressed message, faster than by Arrow; None if some are null."""
@@ -179,7 +151,7 @@ class Shard:
         return self._layout.schema
 
     def read(self, number: int, columns: Sequence[str]) -> CheckedBatch:
-        """Some columns of one batch, checked.
+        """Some columns of one batch, checked; of nulls where the file is of a version that did not have them.
 
         Raises:
             CorruptError: the bytes are not those that were written, or there is no such batch.
@@ -215,7 +187,9 @@ def open_sealed(path: Place, extra: tuple[Any, ...] = (), without: tuple[str, ..
 
 
 def read_layout(source: ByteSource, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()) -> tuple[Layout, Block]:
-    """The schema in the first message, compared with FORMAT.md's, and where that message lies.
+    """The schema in the first message, compared with the registry of columns, and where that message lies.
+
+    Columns of a later version than the file's may be missing, and there may be some that the registry does not know.
 
     Args:
         source: the file.
@@ -246,6 +220,8 @@ def _parse_layout(message: bytes, extra: tuple[Any, ...], without: tuple[str, ..
         raise CorruptError(f"the schema is damaged ({error})") from error
     for field in [*(field for field in SCHEMA if field.name not in without), *extra]:
         places = schema.get_all_field_indices(field.name)
+        if not places and field.name in COLUMN_OF and lacks_rightly(schema, COLUMN_OF[field.name]):
+            continue
         if len(places) != 1 or schema.field(places[0]).type != field.type:
             raise CorruptError(f"the schema has no single column {field.name!r} of type {field.type}")
     if len(set(schema.names)) != len(schema.names):
@@ -257,7 +233,10 @@ def _parse_layout(message: bytes, extra: tuple[Any, ...], without: tuple[str, ..
 
 
 def read_batch(source: ByteSource, block: Block, layout: Layout, columns: Sequence[str]) -> CheckedBatch:
-    """Read, decode and check some columns of one batch; the bytes of the others are not touched."""
+    """Read, decode and check some columns of one batch; the bytes of the others are not touched.
+
+    Columns that the file is too old to have are nulls.
+    """
     check_block(block, source)
     where = f"{source.where}, batch at byte {block.offset}"
     prefixed = source.read(block.offset, block.metadata_bytes)
@@ -266,7 +245,8 @@ def read_batch(source: ByteSource, block: Block, layout: Layout, columns: Sequen
     message = parse_message(prefixed.slice(PREFIX_BYTES), where)
     if message.body_bytes != block.body_bytes:
         raise CorruptError(f"{where}: has {message.body_bytes} bytes, the footer says {block.body_bytes}")
-    read = list(columns) or ["attempt"]  # whose length says how many rows there really are; it is compressed the most
+    # The length of `attempt` says how many rows there really are; it is compressed the most.
+    read = [name for name in columns if layout.has(name) or name not in COLUMN_OF] or ["attempt"]
     is_all = read == layout.names
     places = layout.places(read)
     buffers = layout.buffers_of(places, message, where)
@@ -290,11 +270,24 @@ def read_batch(source: ByteSource, block: Block, layout: Layout, columns: Sequen
         if name in layout.counts:
             counts = None if body is None else layout.values_of(name, message, body)
             _check_counts(_values(batch.column(place)) if counts is None else counts, name, where)
-    return CheckedBatch(batch if columns else batch.select([]), header, whole)
+    if len(read) != len(columns) or not layout.has(columns[0]):
+        batch = _with_nulls(batch, columns)
+    return CheckedBatch(batch, header, whole)
+
+
+def _with_nulls(batch: Any, columns: Sequence[str]) -> Any:
+    """The batch with exactly these columns, those that it lacks as nulls."""
+    if not columns:
+        return batch.select([])
+    have = set(batch.schema.names)
+    arrays = [
+        batch.column(name) if name in have else pa.nulls(batch.num_rows, COLUMN_OF[name].type) for name in columns
+    ]
+    return pa.RecordBatch.from_arrays(arrays, list(columns))
 
 
 def _crcs_without_nulls(
-    kind: ColumnKind, num_rows: int, buffers: Sequence[tuple[int, int]], body: memoryview, kernels: Kernels | None
+    kind: ColumnKind, num_rows: int, buffers: Sequence[tuple[int, int]], body: memoryview
 ) -> list[int | None] | None:
     """What `buffer_crcs` says of most columns, in half the time; None where it says something else, or raises.
 
@@ -303,20 +296,19 @@ def _crcs_without_nulls(
         num_rows: of it.
         buffers: offset in the body and length of each but the validity bitmap.
         body: of the message.
-        kernels: for the checksums.
     """
     start, size = buffers[0]
     if not kind.offset_bytes:
         num_bytes = (num_rows * kind.bit_width + 7) // 8
-        return [None, checksum(body[start : start + num_bytes], kernels)] if 0 < num_bytes <= size else None
+        return [None, crc32c(body[start : start + num_bytes])] if 0 < num_bytes <= size else None
     num_bytes = (num_rows + 1) * kind.offset_bytes
     last = body[start + num_bytes - kind.offset_bytes : start + num_bytes]
     used_bytes = int.from_bytes(last, "little", signed=True)
     content, room = buffers[1]
     if not num_rows or num_bytes > size or not 0 <= used_bytes <= room:
         return None
-    offsets = checksum(body[start : start + num_bytes], kernels)
-    return [None, offsets, checksum(body[content : content + used_bytes], kernels)]
+    offsets = crc32c(body[start : start + num_bytes])
+    return [None, offsets, crc32c(body[content : content + used_bytes])]
 
 
 def _behind(start: int, buffers: Sequence[tuple[int, int]]) -> list[range]:
@@ -334,14 +326,15 @@ def _check_counts(values: npt.NDArray[Any], name: str, where: str) -> None:
     """Refuse numbers that no recorder can have counted, before anything is computed with them."""
     if not len(values):
         return
-    if _LOWEST[name] == 0:  # as unsigned, a number below zero is one above any count: a single look at the values
-        is_possible = np.maximum.reduce(values.view(_UNSIGNED[values.itemsize])) <= _HIGHEST[name]
+    lowest, highest = _BOUNDS[name]
+    if lowest == 0:  # as unsigned, a number below zero is one above any count: a single look at the values
+        is_possible = np.maximum.reduce(values.view(_UNSIGNED[values.itemsize])) <= highest
     else:
-        is_possible = _LOWEST[name] <= values.min() <= values.max() <= _HIGHEST[name]
+        is_possible = lowest <= values.min() <= values.max() <= highest
     if not is_possible:
         raise CorruptError(
             f"{where}: column {name!r} holds {values.min()} to {values.max()}; "
-            f"expected numbers from {_LOWEST[name]} to {_HIGHEST[name]}"
+            f"expected numbers from {lowest} to {highest}"
         )
 
 

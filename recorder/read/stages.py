@@ -1,4 +1,4 @@
-"""Owns what manifests say of pipelines: which stage of a root a writer ran, and which stages nobody recorded.
+"""What manifests say of pipelines: which stage of a root a writer ran, and which stages nobody recorded.
 
 The stages of a root are one model, and the slices of a step (its micro-batches) one batch.
 """
@@ -7,48 +7,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ..format.roots import MAX_STAGES, Stage
+from ..sites import NUMBERS
+from ..system.text import listed
 from . import untrusted
-from .light import NONE, LightRows, Positions
+from .metadata import NONE, MetadataRows, Positions
 
-_MAX_STAGES = 1 << 14
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 HANDED_ON = "between_stages"
 """Member of a note: the stage whose input or output it is, and of how many, of a value that goes between stages."""
 
 
-class Stage(NamedTuple):
-    """A part of a model that runs one after the others."""
-
-    number: int
-    num_stages: int
-
-    def is_between(self, module_path: str, site: str) -> bool:
-        """Whether a value comes from another stage or goes to one, and is no input or output of the model."""
-        if module_path:
-            return False
-        is_first, is_last = self.number == 0, self.number == self.num_stages - 1
-        return not is_first if site in ("input", "grad_input") else not is_last and site in ("output", "grad_output")
-
-    def mark(self, note: str | None) -> str:
-        """A row's note, with what says that the row is of a value between stages."""
-        return json.dumps({**untrusted.members(note), HANDED_ON: list(self)}, separators=(",", ":"))
-
-
-def read_stage(root: Mapping[str, Any]) -> Stage | None:
-    """Of a root in a manifest; None where it says nothing, or what cannot be."""
-    found = root.get("pipeline")
-    if not isinstance(found, dict):
-        return None
-    number, num_stages = found.get("stage"), found.get("num_stages")
-    if type(number) is not int or type(num_stages) is not int or not 0 <= number < num_stages <= _MAX_STAGES:
-        return None
-    return Stage(number, num_stages)
+def mark_stage(stage: Stage, note: str | None) -> str:
+    """A row's note, with what says that the row is of a value between stages."""
+    return json.dumps({**untrusted.members(note), HANDED_ON: list(stage)}, separators=(",", ":"))
 
 
 def missing_stages(stages: Mapping[tuple[int, str], Stage]) -> Iterator[str]:
@@ -58,8 +36,7 @@ def missing_stages(stages: Mapping[tuple[int, str], Stage]) -> Iterator[str]:
         found.setdefault(stage.num_stages, set()).add(stage.number)
     for num_stages, some in found.items():
         if gone := sorted(set(range(num_stages)) - some):
-            shown = ", ".join(map(str, gone[:8])) + (", ..." if len(gone) > 8 else "")
-            yield f"no rank left a record of stage {shown} (from 0) of a pipeline of {num_stages}"
+            yield f"no rank left a record of stage {listed(gone)} (from 0) of a pipeline of {num_stages}"
 
 
 def whole_roots(stages: Mapping[tuple[int, str], Stage]) -> dict[str, str]:
@@ -68,7 +45,7 @@ def whole_roots(stages: Mapping[tuple[int, str], Stage]) -> dict[str, str]:
     return {root: names.get(stage.num_stages, root) for (_, root), stage in stages.items()}
 
 
-def stages_of_rows(rows: LightRows, positions: Positions, stages: Mapping[tuple[int, str], Stage]) -> Ints:
+def stages_of_rows(rows: MetadataRows, positions: Positions, stages: Mapping[tuple[int, str], Stage]) -> Ints:
     """The stage of each of some rows, `NONE` where nothing says one; of a merged run their notes do."""
     found: Ints = np.full(len(positions), NONE)
     writers, roots = rows.writer_numbers(positions), rows.keys("root", positions)
@@ -77,15 +54,15 @@ def stages_of_rows(rows: LightRows, positions: Positions, stages: Mapping[tuple[
     if not stages:
         notes = rows.keys("note", positions)
         told = [untrusted.members(text).get("stage") for text in notes.texts or ()]
-        sound = (stage if type(stage) is int and 0 <= stage < _MAX_STAGES else NONE for stage in told)
+        sound = (stage if type(stage) is int and 0 <= stage < MAX_STAGES else NONE for stage in told)
         found = np.array([*sound, NONE])[notes.codes]
     return found
 
 
-class Slices:
+class MicroBatches:
     """Of some rows, the stage of each and the micro-batch that it is of."""
 
-    def __init__(self, rows: LightRows, chosen: Positions, stages: Mapping[tuple[int, str], Stage]) -> None:
+    def __init__(self, rows: MetadataRows, chosen: Positions, stages: Mapping[tuple[int, str], Stage]) -> None:
         self.stage: Ints = np.full(len(chosen), NONE)
         """`NONE` for a row of no pipeline, and for the numbers of a step, which are of the whole program."""
         self.micro_step: Ints = np.zeros(len(chosen), np.int64)
@@ -95,9 +72,9 @@ class Slices:
         if stages:
             self._fill(rows, chosen, stages)
 
-    def _fill(self, rows: LightRows, chosen: Positions, stages: Mapping[tuple[int, str], Stage]) -> None:
+    def _fill(self, rows: MetadataRows, chosen: Positions, stages: Mapping[tuple[int, str], Stage]) -> None:
         writers, roots, sites = rows.writer_numbers(chosen), rows.keys("root", chosen), rows.keys("site", chosen)
-        is_value = sites.codes != sites.code("scalar")
+        is_value = ~np.isin(sites.codes, [sites.code(site) for site in NUMBERS])
         for (writer, root), stage in stages.items():
             self.stage[(writers == writer) & (roots.codes == roots.code(root)) & is_value] = stage.number
         at = (self.stage != NONE) & (self.key != NONE)
@@ -143,7 +120,7 @@ class Times(NamedTuple):
         return np.lexsort([self.rank, self.seq, place, micro_step, kind, self.mode, begins, self.step])
 
 
-def in_order(rows: LightRows, at: Positions, stage: Ints) -> Ints:
+def in_order(rows: MetadataRows, at: Positions, stage: Ints) -> Ints:
     """The order of execution of some values.
 
     Args:

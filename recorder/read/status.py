@@ -1,23 +1,23 @@
-"""Owns what a run shows of itself while it is under way: the newest `_status.json` of each rank.
+"""What a run shows of itself while it is under way: the newest `_status.json` of each rank.
 
 Opens no shard. What a status says comes from a stranger: what is no number in range is 0, what is no text is empty.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import RunError
+from ..format.manifest import Balance, Lifetime
+from ..format.members import Members
 from ..format.rundir import WRITER_MANIFEST, parse_shard_name
 from ..format.status import STATUS, STATUS_BYTES
-from ..processes import runs
-from .places import Place, store_of
-from .writers import count, list_writers, writer_folders
+from ..storage.locations import Place, store_of
+from .writers import list_writers, writer_folders
 
 _MAX_REASONS = 64
 _MAX_TEXT = 300
@@ -33,18 +33,9 @@ ENDED = ("closed", "killed", "failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+class Status(Lifetime):
     """One writer as it described itself last."""
 
-    writer: str
-    attempt: int = 0
-    state: str = ""
-    """``recording``, ``closed``, or ``failed`` where its thread has given up."""
-    host: str = ""
-    pid: int = 0
-    process: str | None = None
-    """Which process of that number."""
-    started_ns: int = 0
     interval_s: float = 0.0
     """How often it meant to describe itself."""
     step: int = 0
@@ -202,65 +193,58 @@ class RunWatch:
             return status.state
         if not seen.changed_ns:
             return "starting" if self._silent_s(seen) < _BEGIN_S else "silent"
-        if runs({"host": status.host, "pid": status.pid, "process": status.process}) is False:
+        if status.is_running is False:
             return "killed"
         if seen.is_shown and self._silent_s(seen) > 2 * status.interval_s + _GRACE_S:
             return "silent"
         return "recording"
 
 
-def _parse(writer: str, members: Mapping[str, Any]) -> Status:
-    recent = members.get("recent")
-    recent = recent if isinstance(recent, dict) else {}
-    free_bytes = members.get("free_bytes")
+def _parse(writer: str, raw: dict[str, Any]) -> Status:
+    found = Members(raw)
+    recent, balance = found.inner("recent") or Members({}), Balance.read(found)
     return Status(
-        **_identity(writer, members),
-        interval_s=_seconds(members.get("interval_s")),
-        step=count(members.get("step")),
-        observed=count(members.get("observed")),
-        written=count(members.get("written")),
-        dropped=_drops(members.get("dropped")),
-        written_bytes=count(members.get("written_bytes")),
-        used_bytes=count(members.get("used_bytes")),
-        max_bytes=count(members.get("max_bytes")),
-        free_bytes=None if free_bytes is None else count(free_bytes),
-        pool_bytes=count(members.get("pool_bytes")),
-        pool_used_bytes=count(members.get("pool_used_bytes")),
-        pool_peak_bytes=count(members.get("pool_peak_bytes")),
-        waited_s=_seconds(members.get("waited_s")),
-        longest_wait_s=_seconds(members.get("longest_wait_s")),
-        queue_length=count(members.get("queue_length")),
-        recent_s=_seconds(recent.get("seconds")),
-        recent_steps=count(recent.get("steps")),
-        recent_bytes=count(recent.get("bytes")),
+        **_identity(writer, raw),
+        interval_s=found.number("interval_s"),
+        step=found.count("step"),
+        observed=balance.observed,
+        written=balance.written,
+        dropped=_drops(balance),
+        written_bytes=found.count("written_bytes"),
+        used_bytes=found.count("used_bytes"),
+        max_bytes=found.count("max_bytes"),
+        free_bytes=found.optional_count("free_bytes"),
+        pool_bytes=found.count("pool_bytes"),
+        pool_used_bytes=found.count("pool_used_bytes"),
+        pool_peak_bytes=found.count("pool_peak_bytes"),
+        waited_s=found.number("waited_s"),
+        longest_wait_s=found.number("longest_wait_s"),
+        queue_length=found.count("queue_length"),
+        recent_s=recent.number("seconds"),
+        recent_steps=recent.count("steps"),
+        recent_bytes=recent.count("bytes"),
     )
 
 
-def _parse_manifest(directory: Place, members: Mapping[str, Any]) -> Status:
+def _parse_manifest(directory: Place, raw: dict[str, Any]) -> Status:
     """What is known of a writer that shows no status (the setting, or an older version)."""
-    ledger = members.get("ledger")
-    ledger = ledger if isinstance(ledger, dict) else {}
+    balance = Balance.read(Members(raw).inner("ledger"))
     return Status(
-        **_identity(directory.name, members),
+        **_identity(directory.name, raw),
         has_step=False,
-        observed=count(ledger.get("observed")),
-        written=count(ledger.get("written")),
-        dropped=_drops(ledger.get("dropped")),
+        observed=balance.observed,
+        written=balance.written,
+        dropped=_drops(balance),
         used_bytes=_shard_bytes(directory),
     )
 
 
-def _identity(writer: str, members: Mapping[str, Any]) -> dict[str, Any]:
-    state = members.get("state")
-    return {
-        "writer": writer,
-        "attempt": count(members.get("attempt")),
-        "state": state if state in ("recording", *ENDED) else "recording",
-        "host": _text(members.get("host")),
-        "pid": count(members.get("pid")),
-        "process": None if members.get("process") is None else _text(members.get("process")),
-        "started_ns": count(members.get("started_ns")),
-    }
+def _identity(writer: str, raw: dict[str, Any]) -> dict[str, Any]:
+    found = asdict(Lifetime.read(raw))
+    for name in ("host", "process"):
+        found[name] = found[name] and found[name][:_MAX_TEXT]
+    state = found["state"] if found["state"] in ENDED else "recording"
+    return found | {"writer": writer, "state": state}
 
 
 def _shard_bytes(directory: Place) -> int:
@@ -274,18 +258,5 @@ def _shard_bytes(directory: Place) -> int:
     return total
 
 
-def _drops(value: Any) -> dict[str, int]:
-    if not isinstance(value, dict):
-        return {}
-    counts = {_text(reason): count(number) for reason, number in list(value.items())[:_MAX_REASONS]}
-    return {reason: count for reason, count in counts.items() if count}
-
-
-def _seconds(value: Any) -> float:
-    """A duration that can be shown and calculated with; 0 for anything else."""
-    is_number = type(value) in (int, float) and math.isfinite(value)
-    return float(value) if is_number and 0 <= value < 1e12 else 0.0
-
-
-def _text(value: Any) -> str:
-    return value[:_MAX_TEXT] if isinstance(value, str) else ""
+def _drops(balance: Balance) -> dict[str, int]:
+    return {reason[:_MAX_TEXT]: count for reason, count in list(balance.dropped.items())[:_MAX_REASONS]}

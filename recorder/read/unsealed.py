@@ -1,4 +1,4 @@
-"""Owns what is said of rows that writers which are over have left in open shards. Never says how they end."""
+"""What is said of rows that writers which are over have left in open shards. Never says how they end."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from .run import Run
-from .which import typed_for
+from .finding import typed_for
+from .run import RecordedRun
 
 
 class Unsealed(NamedTuple):
@@ -17,14 +17,14 @@ class Unsealed(NamedTuple):
     num_files: int
 
 
-def unsealed(run: Run) -> Unsealed:
+def unsealed(run: RecordedRun) -> Unsealed:
     """Count them; a merged run has none, and no writer that could be repaired."""
     over = [] if run.is_merged else [writer for writer in run.writers if writer.state != "recording"]
     rows = [shard.num_rows for writer in over for shard in writer.shards if not shard.is_sealed]
     return Unsealed(sum(rows), sum(number > 0 for number in rows))
 
 
-def unsealed_note(run: Run) -> str:
+def unsealed_note(run: RecordedRun) -> str:
     """What they mean and what to do, as a sentence; empty where there are none."""
     num_rows, num_files = unsealed(run)
     if not num_rows:

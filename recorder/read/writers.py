@@ -1,4 +1,4 @@
-"""Owns what stands in one writer's directory: its manifest and its shards, as they were found.
+"""What stands in one writer's directory: its manifest and its shards, as they were found.
 
 Must never follow a symbolic link, and never take a name for more than what `format.rundir` says that it is.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -17,11 +18,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import NotARunError, RunError
-from ..format.rundir import WRITER_MANIFEST, check_version, parse_rank_dir, parse_shard_name, shard_name
+from ..format.manifest import COUNTED, Balance, Lifetime, RetiredEarlier, WriterManifest, check_version
+from ..format.members import Members, Shared
+from ..format.rundir import WRITER_MANIFEST, parse_rank_dir, parse_shard_name, shard_name
 from ..format.schema import SCHEMA
 from ..format.status import STATUS, STATUS_BYTES
-from ..processes import runs
-from .places import OpenPlace, Place, store_of
+from ..storage.locations import OpenPlace, Place, store_of
 from .rows import ShardRows, each_of, load_open, load_sealed
 
 logger = logging.getLogger(__name__)
@@ -30,67 +32,32 @@ GLOBAL_DIR = "global"
 _NUM_TRIES = 10
 """A shard may be sealed or retired between listing and opening; the next listing knows its new name. A writer with
 small shards on a fast disk may do so several times in a row."""
-_MAX_SHARED = 8
-"""Different values of a member that are compared with each further one."""
 _QUIET_S = 60.0
 """A writer on another host that has shown nothing new for so long is taken for dead."""
-
-
-@dataclass(slots=True)
-class Balance:
-    """The accounts of one writer: `observed = written + sum of dropped`, and what retention removed of the written."""
-
-    observed: int = 0
-    written: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    retired_rows: int = 0
-    retired_bytes: int = 0
-    suspect: int = 0
-    """Written rows of which nobody knows whether the medium has them: a sync of their file has failed."""
-
-    @classmethod
-    def read(cls, ledger: Any) -> Balance:
-        """From JSON of a stranger: what is no count is none."""
-        ledger = ledger if isinstance(ledger, dict) else {}
-        dropped, retired = ledger.get("dropped"), ledger.get("retired")
-        dropped = dropped if isinstance(dropped, dict) else {}
-        retired = retired if isinstance(retired, dict) else {}
-        return cls(
-            observed=count(ledger.get("observed")),
-            written=count(ledger.get("written")),
-            dropped={reason: count(number) for reason, number in dropped.items() if count(number)},
-            retired_rows=count(retired.get("rows")),
-            retired_bytes=count(retired.get("bytes")),
-            suspect=count(ledger.get("suspect")),
-        )
-
-    @property
-    def num_dropped(self) -> int:
-        return sum(self.dropped.values())
-
-    @property
-    def num_missing(self) -> int:
-        """Rows that were numbered and are neither written nor counted as dropped."""
-        return self.observed - self.written - self.num_dropped
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether no more was removed than was ever written."""
-        return self.retired_rows <= self.written
 
 
 class RecordedWriter:
     """One process lifetime: what it says of itself and what it left."""
 
-    def __init__(self, directory: Place, rank: int | None, shards: list[ShardRows]) -> None:
+    def __init__(
+        self, directory: Place, rank: int | None, shards: list[ShardRows], shared: Shared | None = None
+    ) -> None:
+        """Read the manifest.
+
+        Args:
+            directory: where it is.
+            rank: None in a merged run.
+            shards: its shards.
+            shared: holds what manifests of one run say alike.
+        """
         self.directory: OpenPlace = directory
         self.name = directory.name
         self.rank = rank
         """None in a merged run."""
         self.shards = shards
-        self.manifest: dict[str, Any] = {}
+        self.manifest = WriterManifest()
         self.manifest_problem: str | None = None
-        self.retired_later: list[dict[str, Any]] = []
+        self.retired_later: list[RetiredEarlier] = []
         """What later writers of the rank say that they have deleted of it."""
         path, store = directory / WRITER_MANIFEST, store_of(directory)
         try:
@@ -98,33 +65,43 @@ class RecordedWriter:
         except OSError:
             return  # it has only just begun, or was killed before it could say more
         try:
-            self.manifest = store.read_json(path)
-            check_version(self.manifest, str(path))
+            self.manifest = WriterManifest.read(store.read_json(path), shared)
+            check_version(self.manifest.members, str(path))
         except RunError as error:
             self.manifest_problem = str(error)
-            logger.warning("%s", error)
+        else:
+            self.manifest_problem = as_problem(path, self.manifest.problems)
+        if self.manifest_problem:
+            logger.warning("%s", self.manifest_problem)
 
     @property
     def attempt(self) -> int:
-        return count(self.manifest.get("attempt"))
+        return self.manifest.attempt
 
     @property
     def started_ns(self) -> int:
-        return count(self.manifest.get("started_ns"))
+        return self.manifest.started_ns
 
     @property
     def is_counted(self) -> bool:
         """Whether its steps were merely counted from 0, and so cannot be joined with those of another attempt."""
-        return self.manifest.get("step_source") == "counted"
+        return self.manifest.step_source == COUNTED
 
     @property
     def num_rows(self) -> int:
         return sum(shard.num_rows for shard in self.shards)
 
     def column(self, name: str) -> Any:
-        """A light column of all its rows, as `pa.ChunkedArray`."""
+        """A metadata column of all its rows, as `pa.ChunkedArray`."""
         batches = [batch for shard in self.shards for batch in shard.columns([name])]
         return pa.chunked_array([batch.column(name) for batch in batches], SCHEMA.field(name).type)
+
+    def unknown_columns(self) -> Counter[str]:
+        """Columns that this version does not know and passes over, and how many rows have them."""
+        found = Counter[str]()
+        for shard in self.shards:
+            found += Counter(dict.fromkeys(shard.unknown_columns(), shard.num_rows))
+        return found
 
     @property
     def shard_bytes(self) -> int:
@@ -140,51 +117,55 @@ class RecordedWriter:
     @cached_property
     def balance(self) -> Balance:
         """The newest accounts there are: in the manifest, the last batch of a shard, or the last status."""
-        ledgers = [self.manifest.get("ledger"), *(shard.last_ledger() for shard in self.newest_shards())]
-        ledgers += [note.get("ledger") for note in self.retired_later]  # it may have gone with its shard
-        balance = max(map(Balance.read, ledgers), key=lambda balance: (balance.observed, balance.written))
-        if self._last_words:
+        found = [self.manifest.balance]
+        found += [Balance.read(Members(shard.last_ledger())) for shard in self.newest_shards()]
+        found += [note.balance for note in self.retired_later]  # it may have gone with its shard
+        balance = max(found, key=lambda balance: (balance.observed, balance.written))
+        if self._last_words is not None:
             retired = {"rows": balance.retired_rows, "bytes": balance.retired_bytes}
-            balance = Balance.read({"retired": retired, **self._last_words})
-        for size in self.retired_shards.values():
-            balance.retired_rows += count(size.get("rows"))
-            balance.retired_bytes += count(size.get("bytes"))
-        return balance
+            balance = Balance.read(Members({"retired": retired, **self._last_words}))
+        gone = self.retired_shards.values()
+        return replace(
+            balance,
+            retired_rows=balance.retired_rows + sum(one.retired_rows for one in gone),
+            retired_bytes=balance.retired_bytes + sum(one.retired_bytes for one in gone),
+        )
 
     @cached_property
-    def retired_shards(self) -> dict[tuple[str, int], dict[str, Any]]:
-        """Shards of it that a later writer has deleted, by kind and number, with how many rows they had."""
+    def retired_shards(self) -> dict[tuple[str, int], Balance]:
+        """Shards of it that a later writer has deleted, by kind and number, with how much they held."""
         found = {}
         present = {name[:2] for shard in self.shards if (name := parse_shard_name(shard.path.name))}
         for note in self.retired_later:
-            for text, size in _object(note.get("shards")).items():
+            for text, size in note.shards.items():
                 name = parse_shard_name(text)
                 if name is not None and name[:2] not in present:
-                    found[name[:2]] = _object(size)
+                    found[name[:2]] = size
         return found
 
     @cached_property
     def state(self) -> str:
         """``closed``, ``recording``, or ``unclosed``: it was killed, or its host cannot be asked and it is quiet."""
-        if self.manifest.get("state") == "closed" or self._last_words:
+        if self.manifest.state == "closed" or self._last_words is not None:
             return "closed"
         return "recording" if self._is_alive() else "unclosed"
 
     @cached_property
-    def _last_words(self) -> dict[str, Any]:
-        """The status of a writer that has closed on a disk which did not take its manifest any more; else nothing.
+    def _last_words(self) -> dict[str, Any] | None:
+        """The status of a writer that has closed on a disk which did not take its manifest any more; else None.
 
         It is rewritten in place, which asks a disk for less than a new file.
         """
-        if self.manifest.get("state") == "closed":
-            return {}
+        if self.manifest.state == "closed":
+            return None
         try:
-            status = store_of(self.directory).read_json(self.directory / STATUS, STATUS_BYTES)
+            raw = store_of(self.directory).read_json(self.directory / STATUS, STATUS_BYTES)
         except RunError:
-            return {}
-        its_own = {"writer": self.name, **{name: self.manifest.get(name) for name in ("pid", "started_ns")}}
-        is_its_own = all(status.get(name) == value for name, value in its_own.items() if value is not None)
-        return status if is_its_own and status.get("state") == "closed" else {}
+            return None
+        status, manifest = Lifetime.read(raw), self.manifest
+        is_its_own = status.writer == self.name and manifest.pid in (0, status.pid)
+        is_its_own = is_its_own and manifest.started_ns in (0, status.started_ns)
+        return raw if is_its_own and status.state == "closed" else None
 
     @cached_property
     def last_step(self) -> int | None:
@@ -198,7 +179,7 @@ class RecordedWriter:
         if self.state != "unclosed":
             return ""
         who = "global" if self.rank is None else f"rank {self.rank}"
-        is_gone = runs(self.manifest) is False
+        is_gone = self.manifest.is_running is False
         how = "its process ended without closing" if is_gone else "not closed, out of sight from here and quiet"
         end = "there are no rows of it" if self.last_step is None else f"the record ends in step {self.last_step}"
         num_lost = self.balance.num_missing
@@ -225,7 +206,7 @@ class RecordedWriter:
                 yield shard
 
     def _is_alive(self) -> bool:
-        is_running = runs(self.manifest)
+        is_running = self.manifest.is_running
         if is_running is not None:
             return is_running
         signs = (self.directory, self.directory / STATUS, *(shard.path for shard in self.shards))
@@ -243,11 +224,8 @@ def find_writers(run: Place) -> list[RecordedWriter]:
     found = []
     for name, rank in writer_folders(run):
         found += [(run / name / writer, rank) for writer in list_writers(run / name)]
-    writers: list[RecordedWriter] = []
-    shared: dict[str, list[Any]] = {}
-    for writer in store.each(lambda one: _load_writer(*one), found):
-        _share_members(writer.manifest, shared)
-        writers.append(writer)
+    shared = Shared()
+    writers = list(store.each(lambda one: _load_writer(*one, shared), found))
     _find_copies(writers)
     _share_notes(writers)
     return sorted(writers, key=lambda w: (-1 if w.rank is None else w.rank, w.attempt, w.started_ns, w.name))
@@ -272,29 +250,18 @@ def list_writers(folder: Place) -> list[str]:
     return store_of(folder).list_directory(folder, directories=True, is_part=lambda name: True)
 
 
-def _share_members(manifest: dict[str, Any], shared: dict[str, list[Any]]) -> None:
-    """Have what manifests say alike be in memory once: of 4,096 ranks each lists all ranks, and all modules."""
-    for name, value in manifest.items():
-        if isinstance(value, dict | list):
-            known = shared.setdefault(name, [])
-            same = next((one for one in known if one == value), value)
-            manifest[name] = same
-            if same is value:
-                known[:] = [value, *known[: _MAX_SHARED - 1]]
-
-
 def _find_copies(writers: list[RecordedWriter]) -> None:
     """Call a writer's directory that was copied under another name what it is: its rows are there twice."""
     lifetimes: dict[tuple[Any, ...], list[RecordedWriter]] = {}
     for writer in writers:
-        its = [writer.manifest.get(name) for name in ("writer", "run_id", "pid", "started_ns")]
-        if isinstance(its[0], str):
-            key = (writer.rank, *(value if isinstance(value, (int, str)) else None for value in its))
+        its = writer.manifest
+        if its.writer:
+            key = (writer.rank, its.writer, its.run_id, its.pid, its.started_ns)
             lifetimes.setdefault(key, []).append(writer)
     for same in lifetimes.values():
-        original = next((writer for writer in same if writer.name == writer.manifest["writer"]), same[0])
+        original = next((writer for writer in same if writer.name == writer.manifest.writer), same[0])
         for writer in same:
-            if writer is not original and writer.name != writer.manifest["writer"] and not writer.manifest_problem:
+            if writer is not original and writer.name != writer.manifest.writer and not writer.manifest_problem:
                 what = f"is a copy of {original.name} beside it, so its rows are there twice"
                 writer.manifest_problem = f"{writer.directory}: {what}; remove the copy"
                 logger.warning("%s", writer.manifest_problem)
@@ -310,10 +277,11 @@ def _share_notes(writers: list[RecordedWriter]) -> None:
             manifest = later.manifest
             if later.state == "recording":  # it may have deleted something since; a deletion is noted before
                 with contextlib.suppress(RunError):
-                    manifest = store_of(later.directory).read_json(later.directory / WRITER_MANIFEST)
-            for name, note in _object(manifest.get("retired_earlier")).items():
+                    raw = store_of(later.directory).read_json(later.directory / WRITER_MANIFEST)
+                    manifest = WriterManifest.read(raw)
+            for name, note in manifest.retired_earlier.items():
                 if name in members and name != later.name:
-                    members[name].retired_later.append(_object(note))
+                    members[name].retired_later.append(note)
 
 
 def load_balances(writers: Iterable[RecordedWriter]) -> None:
@@ -323,7 +291,7 @@ def load_balances(writers: Iterable[RecordedWriter]) -> None:
         pass  # kept by the shard
 
 
-def _load_writer(directory: Place, rank: int | None) -> RecordedWriter:
+def _load_writer(directory: Place, rank: int | None, shared: Shared) -> RecordedWriter:
     store = store_of(directory)
     for is_last_try in [False] * (_NUM_TRIES - 1) + [True]:
         try:
@@ -334,7 +302,7 @@ def _load_writer(directory: Place, rank: int | None) -> RecordedWriter:
             store.refresh()
             continue
         break
-    writer = RecordedWriter(directory, rank, shards)
+    writer = RecordedWriter(directory, rank, shards, shared)
     for shard in shards:
         if shard.tail_damage:
             shard.note_tail(writer.state == "recording")
@@ -370,11 +338,9 @@ def _size_bytes(path: Place) -> int:
         return 0
 
 
-def _object(value: Any) -> dict[str, Any]:
-    """An object out of JSON; an empty one for anything else."""
-    return value if isinstance(value, dict) else {}
-
-
-def count(value: Any) -> int:
-    """A count out of JSON; 0 for anything else."""
-    return value if type(value) is int and 0 <= value < 1 << 63 else 0
+def as_problem(path: Place, problems: Sequence[str]) -> str | None:
+    """What is wrong with the members of a manifest, as one sentence; None where nothing is."""
+    if not problems:
+        return None
+    more = f"; and {len(problems) - 1} more of its members are of a wrong kind" if len(problems) > 1 else ""
+    return f"{path}: {problems[0]}, so it counts as missing{more}"

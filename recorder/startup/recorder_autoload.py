@@ -23,20 +23,20 @@ def start() -> None:
         import importlib
 
         if is_off:
-            importlib.import_module(f"{_package()}.ops")
+            importlib.import_module(f"{_package()}.taps.ops")
             return
-        importlib.import_module(f"{_package()}.active").start_from_environment()
+        importlib.import_module(f"{_package()}.lifecycle.active").start_from_environment()
     except Exception as error:
         print(f"recorder: not recording: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _package() -> str:
-    """The name under which our package can be imported here."""
+    """Return the name under which our package can be imported here, after importing it under another one if needed."""
     import importlib.util
 
-    here = os.path.dirname(os.path.abspath(__file__))
-    beside, above = os.path.join(here, "recorder"), os.path.dirname(here)
-    folder = beside if os.path.isfile(os.path.join(beside, "recorder.py")) else above
+    own_folder = os.path.dirname(os.path.abspath(__file__))
+    beside, above = os.path.join(own_folder, "recorder"), os.path.dirname(own_folder)
+    folder = beside if os.path.isfile(os.path.join(beside, "records.py")) else above
     ours = os.path.join(folder, "__init__.py")
     try:
         spec = importlib.util.find_spec("recorder")

@@ -1,4 +1,4 @@
-"""Owns what follows an error of the disk: the word for the ledger, and for how long the disk is left alone."""
+"""The response to an error of the disk: the reason for the ledger, and a pause before the next attempt."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class Backoff:
-    """Why rows are dropped unseen for now, and until when; each failure in a row doubles the pause."""
+    """The reason why rows are dropped for now, and the end of the pause, which each failure in a row doubles."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.reason: str | None = None
-        """Why the last attempt failed; None where it succeeded."""
+        """The reason why the last attempt failed; None where it succeeded."""
         self._clock = clock
         self._pause_s = _FIRST_PAUSE_S
         self._until_s = float("-inf")
 
     @property
     def is_over(self) -> bool:
-        """Whether it is worth to try (again)."""
+        """Whether the pause is over, so that another attempt is worth it."""
         return self._clock() >= self._until_s
 
     def failed(self, reason: str) -> None:
@@ -36,7 +36,7 @@ class Backoff:
 
 
 def drop_reason(error: OSError) -> str:
-    """The word in the ledger for rows that an error of the disk has cost."""
+    """Return the reason in the ledger for rows that were lost to an error of the disk."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DISK_FULL
     if error.errno == errno.ENOMEM:

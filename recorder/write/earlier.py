@@ -1,6 +1,6 @@
-"""Owns what earlier processes of the same rank left on the disk: how much it is, and which of their shards may go.
+"""Finds the shards that earlier processes of the same rank have left on the disk, with their sizes.
 
-It must never count or touch what a process that may still be alive has written, and it deletes nothing itself.
+Nothing here counts or touches what a process that may still be alive has written, and nothing is deleted here.
 """
 
 from __future__ import annotations
@@ -13,32 +13,31 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from ..config import Schedule
 from ..errors import RunError
 from ..format.integrity import BatchHeader, check_batch
+from ..format.manifest import Lifetime, check_version
 from ..format.rundir import (
     WRITER_MANIFEST,
-    check_version,
     index_name,
     open_name,
     parse_shard_name,
     read_json,
     shard_name,
 )
-from ..processes import runs
+from ..rules import Schedule
 
 _MAGIC_BYTES = 8
 _BROKEN = (pa.ArrowException, OSError, ValueError, RunError, MemoryError)
 
 
 class EarlierShard(NamedTuple):
-    """A shard of a process that is over. It may lie there sealed, open, or under both names."""
+    """A shard of a process that has ended. It may be sealed, open, or have both names."""
 
     directory: Path
     kind: str
     number: int
     num_bytes: int
-    """With its index."""
+    """The bytes of the shard and of its index."""
 
     @property
     def name(self) -> str:
@@ -46,7 +45,7 @@ class EarlierShard(NamedTuple):
 
     @property
     def paths(self) -> list[Path]:
-        """All that goes with it."""
+        """Every file that is deleted with the shard."""
         name = self.name
         return [self.directory / each for each in (open_name(name), name, index_name(name))]
 
@@ -64,21 +63,21 @@ class EarlierShard(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a shard of an earlier process holds."""
+    """The content of an earlier process's shard."""
 
     num_rows: int
     is_kept: bool
-    """Whether a step in it is one that retention never deletes."""
+    """Whether the shard has a step that retention never deletes."""
     ledger: Mapping[str, Any]
     """The accounts of its writer when its last batch was written."""
 
 
 def find_earlier(directory: Path, attempt: int) -> list[EarlierShard]:
-    """The shards of all processes of this rank that are over, oldest first.
+    """Return the shards of all processes of this rank that have ended, oldest first.
 
     Args:
-        directory: of the writer that asks; the others lie beside it.
-        attempt: of the writer that asks.
+        directory: the directory of the calling writer; the others lie beside it.
+        attempt: the attempt of the calling writer.
 
     Raises:
         OSError: the directories cannot be listed.
@@ -88,35 +87,35 @@ def find_earlier(directory: Path, attempt: int) -> list[EarlierShard]:
         shards = _shards(path) if path.name != directory.name else []
         if shards:  # a manifest may be large, and after many restarts most have nothing left
             with contextlib.suppress(RunError):
-                manifest = read_json(path / WRITER_MANIFEST)
-                check_version(manifest, str(path))
-                if _is_over(manifest, attempt):
-                    age = tuple(_number(manifest.get(key)) for key in ("attempt", "started_ns"))
-                    writers.append((age, path.name, shards))
+                raw = read_json(path / WRITER_MANIFEST)
+                check_version(raw, str(path))
+                lifetime = Lifetime.read(raw)
+                if _is_over(lifetime, attempt):
+                    writers.append(((lifetime.attempt, lifetime.started_ns), path.name, shards))
     return [shard for _, _, shards in sorted(writers) for shard in shards]
 
 
 def _shards(directory: Path) -> list[EarlierShard]:
     sizes = {path.name: path.stat(follow_symlinks=False).st_size for path in _listed(directory, directories=False)}
     names = {(name.number, name.kind) for each in sizes if (name := parse_shard_name(each))}
-    found = []
+    shards = []
     for number, kind in sorted(names):
         sealed = shard_name(kind, number)
         num_bytes = sizes.get(sealed) or sizes.get(open_name(sealed), 0)
-        found.append(EarlierShard(directory, kind, number, num_bytes + sizes.get(index_name(sealed), 0)))
-    return found
+        shards.append(EarlierShard(directory, kind, number, num_bytes + sizes.get(index_name(sealed), 0)))
+    return shards
 
 
-def _is_over(manifest: Mapping[str, Any], attempt: int) -> bool:
-    """Whether the process cannot write any more; one on another host may, as long as it says nothing else."""
-    if manifest.get("state") == "closed":
+def _is_over(lifetime: Lifetime, attempt: int) -> bool:
+    """Whether a process cannot write any more; on another host, one of an older attempt cannot."""
+    if lifetime.state == "closed":
         return True
-    is_running = runs(manifest)
-    return _number(manifest.get("attempt")) < attempt if is_running is None else not is_running
+    is_running = lifetime.is_running
+    return lifetime.attempt < attempt if is_running is None else not is_running
 
 
 def _batches(sealed: Path, unsealed: Path) -> Iterator[tuple[Any, BatchHeader]]:
-    """Each batch with rows, only its steps, checked; of an open shard up to the last whole one."""
+    """Yield each batch with rows, checked, with its column `step` only; of an open shard up to the last whole one."""
     try:
         source = pa.OSFile(str(sealed))
     except FileNotFoundError:
@@ -136,9 +135,11 @@ def _batches(sealed: Path, unsealed: Path) -> Iterator[tuple[Any, BatchHeader]]:
 def _open_batches(source: Any) -> Iterator[tuple[Any, BatchHeader]]:
     with contextlib.suppress(*_BROKEN, StopIteration):
         source.seek(_MAGIC_BYTES)
-        place = pa.ipc.open_stream(source).schema.get_field_index("step")
+        step_field = pa.ipc.open_stream(source).schema.get_field_index("step")
         source.seek(_MAGIC_BYTES)
-        stream = pa.ipc.open_stream(source, options=pa.ipc.IpcReadOptions(included_fields=[place], use_threads=False))
+        stream = pa.ipc.open_stream(
+            source, options=pa.ipc.IpcReadOptions(included_fields=[step_field], use_threads=False)
+        )
         while True:
             batch, metadata = stream.read_next_batch_with_custom_metadata()
             yield _checked(batch, metadata, Path("open shard"))
@@ -150,14 +151,10 @@ def _checked(batch: Any, metadata: Any, where: Path) -> tuple[Any, BatchHeader]:
 
 
 def _listed(path: Path, *, directories: bool) -> list[Path]:
-    """The real directories, or the regular files, in a directory; links are neither."""
+    """Return the real directories, or the regular files, in a directory; links are neither."""
     with os.scandir(path) as entries:
         return [
             Path(entry.path)
             for entry in entries
             if (entry.is_dir(follow_symlinks=False) if directories else entry.is_file(follow_symlinks=False))
         ]
-
-
-def _number(value: Any) -> int:
-    return value if type(value) is int else 0

@@ -1,7 +1,7 @@
-"""Owns the system calls on files being written, and the memory that they write from.
+"""Makes the system calls on files that are being written, and holds the memory that they write from.
 
 Nothing above this module opens, writes, syncs or renames a shard: tests replace `Disk` to make a disk slow, full or
-sick. Nothing here may copy a payload, but for less than a block of it, or write into the memory where it lies.
+sick. Nothing here may copy more than a part of a block of a payload, or write into the memory where a payload lies.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ..descriptors import Descriptor, require_ours
-from ..memory import private_memory
 from ..native import address
+from ..system.descriptors import Descriptor, require_ours
+from ..system.memory import private_memory
 from .syncing import StuckError, SyncThread
 
 GRAIN_BYTES = 4096
 """Addresses, lengths and offsets of direct writes are multiples of this; no common disk asks for more."""
 HEAD_BYTES = 2 * GRAIN_BYTES
-"""Room in front of what is appended: the schema that Arrow puts before each message lands there, then the tail."""
+"""Room in front of an appended part: the schema that Arrow writes before each message lands there, then the tail."""
 FILE_MODES = {"owner": 0o600, "group": 0o640, "all": 0o644}
-"""By the setting `permissions`."""
+"""The mode of a new file by the setting `permissions`."""
 _NO_PROGRESS_LIMIT = 3
 _AT_CWD, _NO_REPLACE = -100, 1
 
 
 class Disk:
-    """The disk as the writer sees it. Every method may raise OSError, and any of them may block.
+    """The disk as the writer sees it. Every method may raise OSError, and may block.
 
-    A descriptor that somebody else has closed is EBADF for all of them, whatever its number means by now.
+    A descriptor that somebody else has closed raises EBADF, whatever its number means by now.
     """
 
     file_mode = 0o600
-    """Who may read what is created; a directory may be entered by the same."""
+    """The mode of new files; whoever may read them may also enter new directories."""
     keeps_reserve = False
-    """Whether to lay a descriptor by for the day when the process has no other; see `release_reserve`."""
+    """Whether to hold a descriptor in reserve, for when the process has no other left; see `release_reserve`."""
     syncs: SyncThread | None = None
-    """Where `persist` waits a bounded time; None where it waits for as long as it takes."""
+    """The thread on which `persist` syncs, so that it waits a bounded time; None to wait as long as a sync takes."""
     _reserve: Descriptor | None = None
 
     def make_directory(self, path: Path) -> None:
-        """Create a directory; FileExistsError where it exists."""
+        """Create a directory; raises FileExistsError where it exists."""
         mode = self.file_mode | (self.file_mode & 0o444) >> 2
         os.mkdir(path, mode)
         if self.file_mode != Disk.file_mode:
-            with contextlib.suppress(OSError):  # whoever asks for readers means it, whatever the umask says
+            with contextlib.suppress(OSError):  # the setting `permissions` overrules the umask
                 os.chmod(path, mode)
 
     def remove_directory(self, path: Path) -> None:
@@ -61,7 +61,7 @@ class Disk:
         os.rmdir(path)
 
     def create(self, path: Path) -> int:
-        """A new file, never through a link; FileExistsError where it exists."""
+        """Create a file, never through a link; raises FileExistsError where it exists."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = self._open(path, flags)
         if self.file_mode != Disk.file_mode:
@@ -70,7 +70,7 @@ class Disk:
         return descriptor
 
     def set_direct(self, descriptor: int, wanted: bool) -> bool:
-        """Switch writes past the page cache on or off. False where the file system cannot."""
+        """Switch writes past the page cache on or off; return False where the file system cannot."""
         try:
             require_ours(descriptor)
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
@@ -80,7 +80,7 @@ class Disk:
         return True
 
     def write(self, descriptor: int, data: memoryview, offset: int, *behind: memoryview) -> int:
-        """Write from the front of `data` and what goes `behind` it, perhaps less than all; returns how many bytes."""
+        """Write `data` and the buffers `behind` it, perhaps less than all; return the number of bytes written."""
         require_ours(descriptor)
         return os.pwritev(descriptor, [data, *behind], offset)
 
@@ -93,14 +93,14 @@ class Disk:
         os.fsync(descriptor)
 
     def persist(self, descriptor: int) -> None:
-        """`sync`, waited for as long as `syncs` says."""
+        """Sync a file, and wait for as long as `syncs` allows."""
         if self.syncs is None:
             self.sync(descriptor)
         else:
             self.syncs.do(partial(self.sync, descriptor))
 
     def persist_directory(self, path: Path) -> None:
-        """`sync_directory`, waited for as long as `syncs` says."""
+        """Sync a directory, and wait for as long as `syncs` allows."""
         if self.syncs is None:
             self.sync_directory(path)
         else:
@@ -110,11 +110,11 @@ class Disk:
         require_ours(descriptor)
         os.close(descriptor)
         if self.keeps_reserve and self._reserve is None:
-            with contextlib.suppress(OSError):  # a file that nobody else can have open, unlike /dev/null
+            with contextlib.suppress(OSError):  # unlike /dev/null, nobody else can have it open
                 self._reserve = Descriptor.of(os.memfd_create("recorder-reserve", os.MFD_CLOEXEC))
 
     def release_reserve(self) -> None:
-        """Close the descriptor that was laid by."""
+        """Close the descriptor that is held in reserve."""
         reserve, self._reserve = self._reserve, None
         if reserve is not None and reserve.is_ours:
             with contextlib.suppress(OSError):
@@ -130,16 +130,16 @@ class Disk:
         return Descriptor.of(os.open(path, flags, self.file_mode))
 
     def is_linked(self, descriptor: int) -> bool:
-        """False where the file has no name any more: a removed directory goes on taking writes without an error."""
+        """Whether the file still has a name: a file in a removed directory takes writes without an error."""
         require_ours(descriptor)
         return os.fstat(descriptor).st_nlink > 0
 
     def link(self, path: Path, final: Path) -> None:
-        """Give a file another name; FileExistsError rather than overwriting."""
+        """Give a file a second name; raises FileExistsError where the name is taken."""
         os.link(path, final, follow_symlinks=False)
 
     def rename(self, path: Path, final: Path) -> None:
-        """Give a file another name instead of its own; FileExistsError rather than overwriting."""
+        """Rename a file; raises FileExistsError where the name is taken."""
         libc = ctypes.CDLL(None, use_errno=True)
         if not hasattr(libc, "renameat2"):
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path), None, str(final))
@@ -148,15 +148,15 @@ class Disk:
             raise OSError(code, os.strerror(code), str(path), None, str(final))
 
     def replace(self, path: Path, final: Path) -> None:
-        """Give a file its final name, whatever had it before; a crash leaves the one or the other."""
+        """Give a file its final name, even if another file has it; a crash leaves one of the two."""
         os.replace(path, final)
 
     def is_same(self, path: Path, final: Path) -> bool:
-        """Whether two names are of one file."""
+        """Whether two names belong to one file."""
         return os.path.samestat(os.lstat(path), os.lstat(final))
 
     def sync_directory(self, path: Path) -> None:
-        """Make the names in a directory durable, where the file system knows how."""
+        """Make the names in a directory durable, where the file system can."""
         descriptor = self._open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -164,16 +164,16 @@ class Disk:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
         finally:
-            with contextlib.suppress(OSError):  # what a directory's descriptor says when it is closed means nothing
+            with contextlib.suppress(OSError):  # an error on closing a directory means nothing
                 Disk.close(self, descriptor)
 
     def unlink(self, path: Path) -> None:
         os.unlink(path)
 
     def free_bytes(self, path: Path) -> int:
-        """What an unprivileged user may still write to the file system of `path`."""
-        found = os.statvfs(path)
-        return found.f_bavail * found.f_frsize
+        """Return the bytes that an unprivileged user may still write to the file system of `path`."""
+        status = os.statvfs(path)
+        return status.f_bavail * status.f_frsize
 
 
 class PageMemory:
@@ -194,20 +194,20 @@ class PageMemory:
 
 
 class AppendFile:
-    """A file that grows by whole pieces, directly to the disk where it can, each laid out in shared memory first.
+    """A file that grows part by part, past the page cache where it can; each part is laid out in shared memory first.
 
-    A direct write covers whole blocks: the last one is filled up with zeros, and written again with what follows it.
-    Values alone are written from where they lie, and that memory is never written to.
+    A direct write covers whole blocks: the last block is filled up with zeros, and written again with the next part.
+    Only values are written from where they lie, and that memory is never written to.
     """
 
     def __init__(self, disk: Disk, path: Path, memory: PageMemory, *, is_direct: bool) -> None:
         self.path = path
         self.end = 0
-        """Bytes that were appended and written; the file may have zeros after them."""
+        """The number of bytes that were appended and written; zeros may follow them."""
         self.synced_end = 0
-        """Bytes that the disk has said to hold for good."""
+        """The number of bytes that a successful sync has covered."""
         self.is_sick = False
-        """A sync has failed: it must not be tried again, the kernel may have dropped pages and say yes."""
+        """True after a failed sync, which must not be repeated: the kernel may have dropped pages, and say yes."""
         self._disk = disk
         self._memory = memory
         self._descriptor = disk.create(path)
@@ -220,13 +220,13 @@ class AppendFile:
         """Whether writes go past the page cache."""
         return self._grain > 1
 
-    def place(self, nbytes: int) -> int:
-        """Where in the memory to lay out the next piece, of at most `nbytes`. What lies before may be overwritten."""
+    def next_start(self, nbytes: int) -> int:
+        """Return where to lay out the next part, of at most `nbytes`; `append` overwrites bytes before it."""
         self._memory.reserve(HEAD_BYTES + nbytes + 2 * GRAIN_BYTES)
         return HEAD_BYTES + len(self._tail)
 
     def append(self, nbytes: int) -> None:
-        """Write the `nbytes` that lie at `place`. After an OSError the piece counts as never appended."""
+        """Write the `nbytes` that lie at `next_start`. After an OSError the part counts as never appended."""
         self._require_linked()
         data, tail_bytes = self._memory.data, len(self._tail)
         start = HEAD_BYTES + tail_bytes
@@ -238,22 +238,22 @@ class AppendFile:
         self.end += nbytes
 
     def gap(self, lead_bytes: int) -> int:
-        """Bytes to put behind `lead_bytes` of the next piece, to come to a multiple of `GRAIN_BYTES` of the file."""
+        """Return the bytes to put behind `lead_bytes` of the next part, to reach a multiple of `GRAIN_BYTES`."""
         return -(self.end + lead_bytes) % GRAIN_BYTES
 
-    def append_bytes(self, piece: bytes) -> None:
-        """`append` for a small piece that exists already."""
-        start = self.place(len(piece))
-        self._memory.data[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
-        self.append(len(piece))
+    def append_bytes(self, data: bytes) -> None:
+        """Append a few bytes that exist already."""
+        start = self.next_start(len(data))
+        self._memory.data[start : start + len(data)] = np.frombuffer(data, np.uint8)
+        self.append(len(data))
 
     def append_around(self, lead: bytes, values: npt.NDArray[np.uint8], trail: bytes) -> None:
-        """`append` for a piece with values in its middle, which are written from where they lie.
+        """Append a part with values in its middle, which are written from where they lie.
 
         Args:
-            lead: what comes before the values, with the `gap`: they begin at a multiple of `GRAIN_BYTES` of the file.
-            values: begin at one in memory, too.
-            trail: what comes behind them.
+            lead: the bytes before the values, with the `gap`: values begin at a multiple of `GRAIN_BYTES` of the file.
+            values: the values, which also begin at a multiple of it in memory.
+            trail: the bytes behind the values.
         """
         assert address(values) % GRAIN_BYTES == 0, "direct writes refuse such values"
         self._require_linked()
@@ -271,7 +271,7 @@ class AppendFile:
         self.end += len(lead) + len(values) + len(trail)
 
     def sync(self) -> None:
-        """Make what was appended survive a loss of power, the first time with the name of the file."""
+        """Make the appended bytes survive a loss of power; the first call also makes the name of the file durable."""
         self._sync_content()
         if not self._is_name_durable:
             self._disk.persist_directory(self.path.parent)
@@ -279,7 +279,7 @@ class AppendFile:
         self.synced_end = self.end
 
     def publish(self, final: Path) -> None:
-        """Cut off the zeros, sync, close, and give the file its final name; FileExistsError where that is taken."""
+        """Cut off the zeros, sync, close, and give the file its final name; raises FileExistsError if that is taken."""
         self._disk.truncate(self._descriptor, self.end)
         self._sync_content()
         self.synced_end = self.end
@@ -287,7 +287,7 @@ class AppendFile:
         publish(self._disk, self.path, final)
 
     def cut_back(self) -> None:
-        """Remove what a failed append may have left."""
+        """Remove bytes that a failed append may have left."""
         self._disk.truncate(self._descriptor, self.end)
 
     def close(self) -> None:
@@ -309,25 +309,25 @@ class AppendFile:
             raise
         self.is_sick = False
 
-    def _write(self, offset: int, *pieces: memoryview) -> None:
+    def _write(self, offset: int, *buffers: memoryview) -> None:
         while True:
             try:
-                return write_all(self._disk, self._descriptor, pieces, offset, self.path)
+                return write_all(self._disk, self._descriptor, buffers, offset, self.path)
             except OSError as error:
                 if error.errno != errno.EINVAL or self._grain == 1:
                     raise
-                # Larger blocks than ours, or a write that was cut short within one: again through the page cache.
+                # The disk has larger blocks, or a write was cut short within a block: try again through the page cache.
                 self._disk.set_direct(self._descriptor, False)
                 self._grain = 1
 
 
-def write_all(disk: Disk, descriptor: int, pieces: Iterable[memoryview], offset: int, path: Path) -> None:
-    """Write all pieces one behind the other, in as many writes as the disk takes them.
+def write_all(disk: Disk, descriptor: int, buffers: Iterable[memoryview], offset: int, path: Path) -> None:
+    """Write all buffers one behind the other, in as many writes as the disk needs.
 
     Raises:
-        OSError: the disk refused, perhaps after some of it.
+        OSError: the disk refused, perhaps after it took some bytes.
     """
-    left = [piece for piece in pieces if piece]
+    left = [buffer for buffer in buffers if buffer]
     num_stalls = 0
     while left:
         num_written = disk.write(descriptor, left[0], offset, *left[1:])
@@ -355,24 +355,24 @@ def publish(disk: Disk, path: Path, final: Path) -> None:
     except OSError:
         if os.path.lexists(final):
             raise
-        disk.replace(path, final)  # the directory is ours alone, so nobody races
+        disk.replace(path, final)  # nobody else writes in this directory
         return
     if has_both_names:
-        # Under both it is readable, and readers prefer the final one: the old one goes only once the new is durable.
+        # With both names it is readable, and readers prefer the final one: the old name goes once the new is durable.
         with contextlib.suppress(OSError):
             disk.persist_directory(path.parent)
             disk.unlink(path)
 
 
 def name_newly(disk: Disk, path: Path, final: Path) -> bool:
-    """Give a file a name that no other has, by a link or, where the file system makes none, by a rename.
+    """Give a file a name that no other has, by a link or, where the file system has none, by a rename.
 
     Returns:
-        Whether it has its old name, too.
+        Whether the file still has its old name, too.
 
     Raises:
         FileExistsError: the name is taken.
-        OSError: the disk does neither.
+        OSError: the disk can do neither.
     """
     try:
         disk.link(path, final)

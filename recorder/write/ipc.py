@@ -1,8 +1,8 @@
-"""Owns how a batch becomes the bytes of an Arrow IPC file; never touches files.
+"""Turns batches into the bytes of an Arrow IPC file. Touches no file.
 
 Arrow's own file writer would call back into Python for every buffer, 100 times a batch: 5 times the CPU, and as many
-hand-overs of the GIL. So each batch is written as a stream into memory in one call, and the footer, which is all that
-a file has beyond a stream, gets its list of batches here.
+hand-overs of the GIL. So each batch is written as a stream into memory in one call. A file differs from a stream only
+by its footer, which gets its list of batches here.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ..format.integrity import FILE_CRC_KEY, NO_DIGITS
 
 _MAGIC = b"ARROW1"
 _PREFIX_BYTES = 8
-"""Continuation mark and length, before a message's metadata."""
+"""The continuation mark and the length before a message's metadata."""
 _END_OF_STREAM = struct.pack("<II", 0xFFFFFFFF, 0)
 _FOOTER_BATCHES = 3
-"""Position of `recordBatches` in the table Footer of Arrow's File.fbs."""
+"""The position of `recordBatches` in the table Footer of Arrow's File.fbs."""
 _HEADER, _BODY_LENGTH, _BUFFERS = 2, 3, 2
-"""Positions of `header` and `bodyLength` in the table Message of Arrow's Message.fbs, of `buffers` in RecordBatch."""
+"""The positions of `header` and `bodyLength` in Arrow's table Message, and of `buffers` in RecordBatch."""
 _BUFFER = struct.Struct("<qq")
-"""Offset in the body, and length."""
+"""The layout of a buffer: its offset in the body, and its length."""
 _SLACK_BYTES = 64 << 10
-"""More than what a message may hold beside the batch: the custom metadata, and zstd's frames around 100 buffers."""
+"""More bytes than a message has beside the batch: custom metadata, and zstd's frames around 100 buffers."""
 
 
-class Block(NamedTuple):
-    """Where a batch lies in its file: an entry of the footer."""
+class FooterBlock(NamedTuple):
+    """An entry of the footer, which says where a batch lies in its file."""
 
     offset: int
     metadata_bytes: int
@@ -44,17 +44,17 @@ class Payload(NamedTuple):
     """The values of the column `data` of a batch, to be written from where they lie."""
 
     values: npt.NDArray[np.uint8]
-    """As long as the last of `ends`; they begin at a multiple of `file.GRAIN_BYTES` in memory, and so in the file."""
+    """The bytes, as many as the last of `ends`; they begin at a multiple of `file.GRAIN_BYTES` in memory and file."""
     ends: npt.NDArray[np.int64]
-    """Where the rows' values end, after a 0: the column's offsets."""
+    """The column's offsets: a 0, then where each row's value ends."""
 
     @property
     def nbytes(self) -> int:
         return int(self.ends[-1])
 
 
-class Layout:
-    """The fixed parts of files of one schema, and the way from a batch to its message."""
+class IpcFormat:
+    """The fixed parts of files of one schema; it makes messages of batches."""
 
     def __init__(self, schema: pa.Schema, compression: str | None = None) -> None:
         self.schema = schema
@@ -70,12 +70,12 @@ class Layout:
         self._payload_buffer = sum(num_buffers[: schema.get_field_index("data") + 1]) - 1
 
     def max_message_bytes(self, batch: pa.RecordBatch) -> int:
-        """Bytes that `write` may need for `batch`."""
+        """Return the most bytes that `write` may need for `batch`."""
         return int(1.01 * pa.ipc.get_record_batch_size(batch)) + _SLACK_BYTES
 
     def write(
         self, batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], memory: npt.NDArray[np.uint8], start: int
-    ) -> Block:
+    ) -> FooterBlock:
         """Lay the message of a batch out at `start`. The schema is written before it: those bytes are overwritten.
 
         Returns:
@@ -86,7 +86,7 @@ class Layout:
         pa.ipc.new_stream(sink, self.schema, options=self._options).write_batch(batch, custom_metadata=metadata)
         message_bytes = sink.tell() - self._schema_bytes
         metadata_bytes = _PREFIX_BYTES + int.from_bytes(memory[start + 4 : start + 8].tobytes(), "little")
-        return Block(0, metadata_bytes, message_bytes - metadata_bytes)
+        return FooterBlock(0, metadata_bytes, message_bytes - metadata_bytes)
 
     def write_around(
         self,
@@ -94,17 +94,17 @@ class Layout:
         metadata: Mapping[bytes, bytes],
         payload: Payload,
         gap_behind: Callable[[int], int],
-    ) -> tuple[bytes, bytes, Block]:
-        """The message of a batch around its payload, to be appended without a copy of that.
+    ) -> tuple[bytes, bytes, FooterBlock]:
+        """Make the message of a batch around its payload, which is appended without a copy.
 
         Args:
-            batch: its `data` is empty in all rows.
-            metadata: its `custom_metadata`.
+            batch: a batch whose column `data` is empty in all rows.
+            metadata: the `custom_metadata` of the batch.
             payload: the values of `data`.
             gap_behind: `AppendFile.gap` of the file.
 
         Returns:
-            What comes before the values, what comes behind them, and the block, with its offset counted from the first.
+            The bytes before the values, the bytes behind them, and the block, with its offset counted from the former.
         """
         sink = pa.BufferOutputStream()
         pa.ipc.new_stream(sink, self.schema, options=self._options).write_batch(batch, custom_metadata=metadata)
@@ -126,14 +126,14 @@ class Layout:
         later[::2] += more
         struct.pack_into("<q", message, body_length, body_bytes + more)
         lead, trail = content[:lead_bytes].tobytes() + bytes(gap), bytes(padding) + content[lead_bytes:].tobytes()
-        return lead, trail, Block(0, metadata_bytes, body_bytes + more)
+        return lead, trail, FooterBlock(0, metadata_bytes, body_bytes + more)
 
-    def ending(self, blocks: Sequence[Block], crc: int) -> bytes:
-        """Everything after the last batch, with the checksum of the whole file.
+    def ending(self, blocks: Sequence[FooterBlock], crc: int) -> bytes:
+        """Return everything after the last batch, with the checksum of the whole file.
 
         Args:
-            blocks: of all batches.
-            crc: CRC32C of all bytes before.
+            blocks: the blocks of all batches.
+            crc: the CRC32C of all bytes before.
         """
         footer = bytearray(self._footer)
         field = _footer_batches_field(footer)
@@ -147,7 +147,7 @@ class Layout:
 
 
 def _batch_fields(message: bytearray) -> tuple[int, int]:
-    """Where a batch's message holds the first of its `buffers`, and its `bodyLength` (flatbuffers)."""
+    """Return where a batch's message (flatbuffers) has the first of its `buffers`, and its `bodyLength`."""
     (root,) = struct.unpack_from("<I", message, _PREFIX_BYTES)
     root += _PREFIX_BYTES
     header = _field(message, root, _HEADER)
@@ -158,7 +158,7 @@ def _batch_fields(message: bytearray) -> tuple[int, int]:
 
 
 def _field(message: bytearray, table: int, number: int) -> int:
-    """Where a table holds a field that it has."""
+    """Return where a table has a field."""
     (vtable_distance,) = struct.unpack_from("<i", message, table)
     (field,) = struct.unpack_from("<H", message, table - vtable_distance + 4 + 2 * number)
     assert field, "Arrow writes each field of a batch that has rows"
@@ -174,9 +174,9 @@ def _empty_footer(schema: pa.Schema) -> bytes:
 
 
 def _with_checksum(footer: bytes) -> bytes:
-    """A footer of Arrow behind a new root table (flatbuffers) that also has `custom_metadata`: the file's checksum.
+    """Put a new root table (flatbuffers) before a footer of Arrow, with the file's checksum as `custom_metadata`.
 
-    pyarrow writes such metadata since version 21; ours must also be written by version 20. The old root stays, unused.
+    pyarrow writes such metadata since version 21, and version 20 is supported, too. The old root stays, unused.
     """
     (old,) = struct.unpack_from("<I", footer, 0)
     strings = b"".join(
@@ -187,9 +187,9 @@ def _with_checksum(footer: bytes) -> bytes:
     head_bytes += -head_bytes % 8  # what the old footer aligns to 8 bytes stays aligned
     version = struct.unpack_from("<h", footer, _field(bytearray(footer), old, 0))[0]
     vectors = []
-    for number, place in enumerate((24, 28, 32), start=1):  # schema, dictionaries, batches
+    for number, slot in enumerate((24, 28, 32), start=1):  # schema, dictionaries, batches
         at = _field(bytearray(footer), old, number)
-        vectors.append(head_bytes + at + struct.unpack_from("<I", footer, at)[0] - place)
+        vectors.append(head_bytes + at + struct.unpack_from("<I", footer, at)[0] - slot)
     value = 72 + 4 + -(-(len(FILE_CRC_KEY) + 1) // 4) * 4
     head = struct.pack("<I7H2x", 20, 14, 24, 20, 4, 8, 12, 16)  # where the root is, and its vtable at 4
     head += struct.pack("<i4Ih2x", 16, *vectors, 44 - 36, version)  # the root, at 20
@@ -200,6 +200,6 @@ def _with_checksum(footer: bytes) -> bytes:
 
 
 def _footer_batches_field(footer: bytearray) -> int:
-    """Where a footer holds the offset of its list of batches (flatbuffers: root, its vtable, the field's slot)."""
+    """Return where a footer (flatbuffers) has the offset of its list of batches."""
     (table,) = struct.unpack_from("<I", footer, 0)
     return _field(footer, int(table), _FOOTER_BATCHES)

@@ -1,4 +1,4 @@
-"""Owns the accounts of one writer: observed = written + dropped, by reason; and what retention removed.
+"""The ledger of one writer: observed = written + dropped, by reason; it also counts what retention removed.
 
 `drop` is called from hooks, signal handlers and finalizers: it takes no lock and never waits.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 INTERRUPTED = "interrupted"
-"""Numbered, but neither put nor dropped: the capture was cut off in between."""
+"""The reason of rows that were numbered, but neither put nor dropped, because the capture was cut off."""
 ABANDONED = "abandoned_at_close"
 CLOSED = "closed"
 WRITER_DEAD = "writer_dead"
@@ -21,11 +21,11 @@ DISK_FLOOR = "disk_floor"
 DISK_FULL = "disk_full"
 NO_MEMORY = "no_memory"
 WRITE_ERROR = "write_error"
-"""Followed by a colon and the name of the errno."""
+"""A reason that a colon and the name of the errno follow."""
 
 
 class _Tally:
-    """A count that any thread may raise at any instant: advancing an iterator of C is one step under the GIL."""
+    """A count that any thread may raise at any instant: to advance an iterator of C is one step under the GIL."""
 
     __slots__ = ("_ticks",)
 
@@ -37,15 +37,15 @@ class _Tally:
             next(self._ticks)
 
     def value(self) -> int:
-        """The count so far, by the iterator's repr: the one way to look without advancing it."""
+        """Return the count so far; only the iterator's repr shows it without advancing it."""
         return int(repr(self._ticks).removeprefix("count(").removesuffix(")"))
 
 
 class Ledger:
-    """Counts rows until it is closed; from then on it says the same for ever, and it balances."""
+    """Counts rows until it is closed; from then on its numbers never change, and they balance."""
 
     def __init__(self, observed: Callable[[], int]) -> None:
-        """`observed` says how many rows were numbered so far; any thread."""
+        """Begin at zero. `observed` returns how many rows were numbered so far; any thread may call it."""
         self._observed = observed
         self._dropped: dict[str, _Tally] = {}
         self._written = 0
@@ -53,7 +53,7 @@ class Ledger:
         self._retired_bytes = 0
         self._suspect = 0
         self._lock = threading.RLock()
-        """Between the writer thread and those who look, perhaps from a signal handler; `drop` never takes it."""
+        """Guards the counts between the writer thread and readers, perhaps a signal handler; `drop` never takes it."""
         self._final: dict[str, Any] | None = None
 
     def drop(self, reason: str, num_rows: int = 1) -> None:
@@ -73,19 +73,19 @@ class Ledger:
             self._retired_bytes += num_bytes
 
     def add_suspect(self, num_rows: int) -> None:
-        """Count written rows of which nobody knows whether the medium has them; the last syncs follow the end."""
+        """Count written rows that the medium may not have. This may follow `close`, since the last syncs do."""
         with self._lock:
             self._suspect += num_rows
             if self._final is not None and self._suspect:
                 self._final = {**self._final, "suspect": self._suspect}
 
     def snapshot(self, *, about_to_write: int = 0) -> dict[str, Any]:
-        """The accounts as JSON-ready data, with rows that are written if the snapshot itself is."""
+        """Return the accounts as JSON-ready data, with the rows of the batch that the snapshot will stand in."""
         with self._lock:
             return self._final or self._accounts(about_to_write)
 
     def close(self, leftover_reason: str) -> dict[str, Any]:
-        """Drop what is unaccounted for, and keep these accounts; the first call decides."""
+        """Count unaccounted rows as dropped, and freeze the accounts; only the first call does."""
         with self._lock:
             if self._final is None:
                 final = self._accounts(0)

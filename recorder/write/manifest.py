@@ -1,4 +1,4 @@
-"""Owns how a manifest reaches the disk: whole or not at all, durable, its checksum in front. Must never read one."""
+"""Writes manifests: whole or not at all, durable, with the checksum in front. Reads none."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from ..format.rundir import encode_manifest
 from .file import Disk, name_newly, write_all
 
 Unsynced = Callable[[OSError], None]
-"""Told that a manifest is there although the disk would not sync it: a loss of power may take it."""
+"""Takes the error of a failed sync: the manifest is there, but a loss of power may take it."""
 
 
 def replace_manifest(disk: Disk, path: Path, obj: Mapping[str, object], *, unsynced: Unsynced | None = None) -> None:
     """Replace `path` by a manifest of `obj` such that a reader sees the old file or the new one, also after a crash.
 
     Args:
-        disk: where.
-        path: the manifest.
+        disk: the disk.
+        path: the path of the manifest.
         obj: its content.
-        unsynced: what to do about a sync that fails; None to leave the old file and raise.
+        unsynced: takes the error of a failed sync; None to leave the old file and raise.
 
     Raises:
         OSError: the disk refused; the old file is untouched, or the new one is there and may not be durable.
     """
     with _written_beside(disk, path, obj, unsynced) as temporary:
         disk.replace(temporary, path)
-        with _told(unsynced):
+        with _report_unsynced(unsynced):
             disk.persist_directory(path.parent)
 
 
 def create_manifest(disk: Disk, path: Path, obj: Mapping[str, object], *, unsynced: Unsynced | None = None) -> bool:
-    """Like `replace_manifest`, but the first to come wins: False where `path` existed already.
+    """Write a manifest of `obj` unless `path` exists, so that the first process wins; return False where it existed.
 
     Raises:
         OSError: the disk refused.
@@ -46,13 +46,13 @@ def create_manifest(disk: Disk, path: Path, obj: Mapping[str, object], *, unsync
         except OSError:
             if not _create_in_place(disk, path, obj, unsynced):
                 return False
-        with _told(unsynced):
+        with _report_unsynced(unsynced):
             disk.persist_directory(path.parent)
         return True
 
 
 def _create_in_place(disk: Disk, path: Path, obj: Mapping[str, object], unsynced: Unsynced | None) -> bool:
-    """Where a file system neither links nor renames without overwriting: for an instant the file is not whole."""
+    """Write a manifest in place, where a file system has no links and no such renames: it is briefly not whole."""
     try:
         _write(disk, path, obj, unsynced)
     except FileExistsError:
@@ -62,7 +62,7 @@ def _create_in_place(disk: Disk, path: Path, obj: Mapping[str, object], unsynced
 
 @contextlib.contextmanager
 def _written_beside(disk: Disk, path: Path, obj: Mapping[str, object], unsynced: Unsynced | None) -> Iterator[Path]:
-    """Yield a temporary file next to `path`; whatever is left of it afterwards goes."""
+    """Yield a temporary file next to `path`, and remove whatever is left of it afterwards."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     _write(disk, temporary, obj, unsynced)
     try:
@@ -73,15 +73,15 @@ def _written_beside(disk: Disk, path: Path, obj: Mapping[str, object], unsynced:
 
 
 def _write(disk: Disk, path: Path, obj: Mapping[str, object], unsynced: Unsynced | None) -> None:
-    """Make the file `path`, whole and synced, or leave none."""
+    """Create the file `path`, whole and synced, or leave no file."""
     descriptor = disk.create(path)
     try:
         try:
             write_all(disk, descriptor, [memoryview(encode_manifest(obj))], 0, path)
-            with _told(unsynced):
+            with _report_unsynced(unsynced):
                 disk.persist(descriptor)
         finally:
-            with _told(unsynced):
+            with _report_unsynced(unsynced):
                 disk.close(descriptor)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -90,8 +90,8 @@ def _write(disk: Disk, path: Path, obj: Mapping[str, object], unsynced: Unsynced
 
 
 @contextlib.contextmanager
-def _told(unsynced: Unsynced | None) -> Iterator[None]:
-    """Have a sync that fails told, where somebody listens."""
+def _report_unsynced(unsynced: Unsynced | None) -> Iterator[None]:
+    """Pass an error of a sync to `unsynced`; raise it where there is none."""
     try:
         yield
     except OSError as error:

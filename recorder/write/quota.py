@@ -1,4 +1,4 @@
-"""Owns how many bytes may be taken of the disk, and which shard goes when they are used up; deletes nothing itself."""
+"""Counts the bytes that a rank takes of the disk, and chooses the shards to delete. Deletes none itself."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .notices import Notices
 from .shard import StoredShard
 
 _SHARDS_PER_QUOTA = 8
-"""A kind is cut into at least this many shards, so that there is something to retire."""
+"""The least number of shards of a kind within its quota, so that there is something to retire."""
 _SHARDS_PER_WINDOW = 8
-"""The same for the steps of `keep_newest`."""
+"""The least number of shards that the steps of `keep_newest` span, so that few old steps stay with newer ones."""
 
 
-class Held(NamedTuple):
-    """A shard on the books, which is not written any more."""
+class HeldShard(NamedTuple):
+    """A shard that counts in the quota, and is not written any more."""
 
     shard: StoredShard
     last_step: int
-    """The largest step of its rows; of an earlier writer's shard nobody has looked, and it is 0."""
+    """The largest step of its rows; 0 for an earlier writer's shard, whose rows were not read."""
     is_kept: bool
-    """Whether its steps are among those that retention never deletes."""
+    """True where retention must never delete the shard."""
     earlier: EarlierShard | None = None
-    """Where another process has written it, before."""
+    """Set where an earlier process has written the shard."""
 
 
 class Quota:
@@ -37,17 +37,17 @@ class Quota:
         stats_bytes = max_bytes // 4
         self._limits = {"tensors": max_bytes - stats_bytes, "stats": stats_bytes}
         self._used = dict.fromkeys(SHARD_KINDS, 0)
-        self._held: dict[str, list[Held]] = {kind: [] for kind in SHARD_KINDS}
+        self._held: dict[str, list[HeldShard]] = {kind: [] for kind in SHARD_KINDS}
         self._keep_newest = keep_newest
         self._newest_step = 0
 
     def max_shard_bytes(self, kind: str) -> int:
-        """The size at which a shard of this kind should end."""
+        """Return the size at which a shard of this kind should end."""
         return self._limits[kind] // _SHARDS_PER_QUOTA
 
     @property
     def max_shard_steps(self) -> int | None:
-        """How many steps a shard should span at most; None for any number."""
+        """Return the most steps that a shard should span; None for any number."""
         return max(1, self._keep_newest // _SHARDS_PER_WINDOW) if self._keep_newest else None
 
     def used_bytes(self, kind: str) -> int:
@@ -62,49 +62,49 @@ class Quota:
         return self._used[kind] - removable + num_bytes <= self._limits[kind]
 
     def add(self, kind: str, num_bytes: int) -> None:
-        """Bytes were written."""
+        """Count bytes that were written."""
         self._used[kind] += num_bytes
 
-    def keep(self, kind: str, held: Held) -> None:
-        """A shard is not written any more. Its bytes were added already."""
+    def keep(self, kind: str, held: HeldShard) -> None:
+        """Register a shard that is not written any more; its bytes were counted by `add` already."""
         self._held[kind].append(held)
 
     def saw(self, step: int) -> None:
-        """Training is at this step."""
+        """Note the step that training has reached."""
         self._newest_step = step
 
-    def oldest(self, kind: str) -> Held | None:
-        """The shard that should go first; None where none may."""
+    def oldest(self, kind: str) -> HeldShard | None:
+        """Return the shard to delete first; None where none may be deleted."""
         return next(iter(self._removable(kind)), None)
 
-    def outdated(self, kind: str) -> list[Held]:
-        """The shards of this writer whose steps all lie before the newest, but never its newest shard."""
+    def outdated(self, kind: str) -> list[HeldShard]:
+        """Return this writer's shards whose steps all lie before the newest, but never its newest shard."""
         first_step = self._newest_step - self._keep_newest + 1
         if not self._keep_newest or first_step <= 0:
             return []
         own = [held for held in self._held[kind] if held.earlier is None]
         return [held for held in own[:-1] if held.last_step < first_step and not held.is_kept]
 
-    def take_off(self, kind: str, held: Held) -> None:
-        """A shard is about to be deleted."""
+    def remove(self, kind: str, held: HeldShard) -> None:
+        """Take a shard that is about to be deleted out of the accounts."""
         self._held[kind].remove(held)
         self._used[kind] -= held.shard.num_bytes
 
-    def hold_on(self, kind: str, held: Held) -> None:
-        """A shard that should have gone cannot: it is not asked for again."""
+    def keep_for_good(self, kind: str, held: HeldShard) -> None:
+        """Keep a shard that could not be deleted, and never offer it for deletion again."""
         held_of_kind = self._held[kind]
         held_of_kind[held_of_kind.index(held)] = held._replace(is_kept=True)
 
-    def _removable(self, kind: str) -> list[Held]:
-        """The shards that may go: not the first (a window of steps has none), and never this writer's newest."""
+    def _removable(self, kind: str) -> list[HeldShard]:
+        """Return shards that may be deleted: not the first (unless `keep_newest` is set) nor this writer's newest."""
         held = self._held[kind]
-        num_own = sum(one.earlier is None for one in held)
+        num_own = sum(shard.earlier is None for shard in held)
         stop = len(held) - 1 if num_own else len(held)
-        return [one for one in held[0 if self._keep_newest else 1 : stop] if not one.is_kept]
+        return [shard for shard in held[0 if self._keep_newest else 1 : stop] if not shard.is_kept]
 
 
-class Floor:
-    """The bytes of a file system that are left free, for others."""
+class DiskFloor:
+    """The free bytes of a file system that are left for others."""
 
     def __init__(self, min_free_bytes: int, disk: Disk, notices: Notices) -> None:
         self._min_free_bytes = min_free_bytes
@@ -112,7 +112,7 @@ class Floor:
         self._notices = notices
 
     def refusal(self, directory: Path, num_bytes: int) -> str | None:
-        """Why `num_bytes` must not be written there; None where they may.
+        """Return why `num_bytes` must not be written there; None where they may.
 
         Raises:
             OSError: the file system cannot be asked.

@@ -1,4 +1,4 @@
-"""Owns the rows on their way into one RecordBatch, and the contiguous buffer of their payloads.
+"""Collects the rows of one RecordBatch, and the contiguous buffer of their payloads.
 
 The columns are built a column at a time when the batch is complete: no Python statement runs per row and column.
 """
@@ -17,24 +17,24 @@ import pyarrow as pa
 from crc32c import crc32c
 
 from ..format.codec import Encoder, max_encoded_bytes
-from ..format.integrity import Crcs, checksum, column_crcs
+from ..format.integrity import Crcs, column_crcs
 from ..format.schema import SCHEMA
-from ..records import PART_BYTES, Chunk, Measured, Moment, Origin, Piece, Segment, Staged
+from ..records import PART_BYTES, Chunk, Measured, Moment, Origin, Staged
 from .file import PageMemory
 from .ipc import Payload
 
 NOT_MEASURED = Measured()
 _LAYOUT_COLUMNS = ("global_shape", "offsets", "placements", "mesh", "layout_source")
-_TEXT = "string"
+_TEXT, _BYTES = "string", "binary"
 _TYPES = {str(field.type): field.type for field in SCHEMA}
-"""By their names: Arrow makes a type's name anew whenever the type is a key, or compared."""
+"""Types by name, because Arrow makes a type's name anew whenever the type is hashed or compared."""
 _FIELDS = [(field.name, str(field.type)) for field in SCHEMA]
 _NUMPY_NAMES = {"int32": "i4", "int64": "i8", "double": "f8"}
 _VARIED = {field.name for field in SCHEMA if field.type == pa.float64()} | {"fingerprint"}
-"""Columns that are not looked through for one and the same value; zeros of both signs are equal, and not the same."""
+"""Columns that are never written as one repeated value: 0.0 and -0.0 are equal, but have different bits."""
 _CACHED_TEXTS = 4096
 _CACHED_COLUMNS, _CACHED_ROWS = 1024, 256
-"""Columns of one value that are kept: how many of them, and of how many rows at most; 2 MiB in all."""
+"""The most cached columns of one repeated value, and their most rows: 2 MiB in all."""
 _ROW = (
     "seq",
     "origin",
@@ -54,26 +54,25 @@ _ROW = (
     "encoding",
     "payload_bytes",
 )
-"""What a row is while it waits for its batch, in order; columns by their names. A plain tuple is made in a fifth of the
-time that one with names takes."""
+"""The fields of a row that waits for its batch. A plain tuple is made in a fifth of the time of a named one."""
 MAX_ROWS = 4096
-"""Rows of one batch at most."""
+"""The most rows of a batch."""
 
 
 def max_payload_bytes(batch_bytes: int) -> int:
-    """Payload that a batch copies at most: it is written once it has `batch_bytes`, and an empty one takes any part."""
+    """Return the most bytes that a batch copies: it is written at `batch_bytes`, but an empty one takes any part."""
     return max(batch_bytes, max_encoded_bytes(PART_BYTES))
 
 
-class Built(NamedTuple):
+class BuiltBatch(NamedTuple):
     """A batch that is ready to be written."""
 
     batch: pa.RecordBatch
     crcs: Crcs
     payload: Payload | None
-    """The values of `data` where the batch has none itself; borrowed: write it before `clear`."""
+    """The values of `data`, where the batch itself has none. They are borrowed, and must be written before `clear`."""
     steps: Sequence[int]
-    """Of its rows."""
+    """The step of each row."""
 
 
 class RowBatch:
@@ -89,15 +88,15 @@ class RowBatch:
         max_rows: int = MAX_ROWS,
         is_payload_apart: bool = True,
     ) -> None:
-        """Start empty.
+        """Begin empty.
 
         Args:
-            attempt: the column's value.
-            rank: the column's value.
-            encoder: for the payloads.
-            batch_bytes: payload at which the batch is full, unless that lies in a segment, which says so itself.
-            max_rows: rows at which it is, too.
-            is_payload_apart: whether what is built leaves the payload where it is.
+            attempt: the value of the column `attempt`.
+            rank: the value of the column `rank`.
+            encoder: encodes the payloads.
+            batch_bytes: bytes of payload at which the batch is full.
+            max_rows: rows at which the batch is full.
+            is_payload_apart: True where a built batch leaves the payload where it lies.
         """
         self._constants = {"attempt": attempt, "rank": rank}
         self._encoder = encoder
@@ -109,64 +108,25 @@ class RowBatch:
         max_bytes = max_payload_bytes(batch_bytes)
         self._payload = PageMemory(max_bytes).data[:max_bytes]
         self._is_payload_apart = is_payload_apart
-        self._segment: Segment | None = None
-        """Where the payloads lie, from its beginning on, instead of in the memory."""
-        self._has_parts = False
-        """Whether payloads are among them that never were in a segment."""
 
     @property
     def num_rows(self) -> int:
         return len(self._rows)
 
     @property
-    def is_borrowing(self) -> bool:
-        """Whether its payloads lie in memory that others wait for."""
-        return self._segment is not None
-
-    @property
     def is_full(self) -> bool:
-        max_bytes = self._batch_bytes if self._segment is None else self._segment.max_bytes
-        return self._ends[-1] >= max_bytes or len(self._rows) >= self._max_rows
-
-    def _continues(self, piece: Piece) -> bool:
-        return self._segment is not None and piece.segment is self._segment and piece.start == self._ends[-1]
+        return self._ends[-1] >= self._batch_bytes or len(self._rows) >= self._max_rows
 
     def add(self, staged: Staged, measured: Measured) -> None:
         """Add a row without a payload."""
         self._add(staged, measured, 0, 0, None, None)
         self._ends.append(self._ends[-1])
 
-    def add_piece(self, staged: Staged, measured: Measured, piece: Piece) -> bool:
-        """Add a row with a payload that is encoded already: it stays where it is, if the batch's payloads lie there.
-
-        Returns:
-            Whether the batch takes it; an empty one does.
-        """
-        is_first = self._is_payload_apart and not piece.start  # of its segment, which a batch can borrow
-        is_borrowed = self._continues(piece) or (is_first and not self._ends[-1] and self._segment is None)
-        num_bytes = piece.stop - piece.start
-        if not is_borrowed:
-            # A batch of pieces that came too late to be borrowed ends for a segment, or none would ever borrow again.
-            if (is_first and num_bytes and not self._has_parts) or not self._has_room(num_bytes):
-                return False
-            self._payload[self._ends[-1] : self._ends[-1] + num_bytes] = piece.data
-        kernels = self._encoder.kernels
-        if piece.crc is None or kernels is None:
-            crc = checksum(piece.data.data, kernels, self._payload_crc)
-        else:
-            crc = kernels.join_crc32c(self._payload_crc, piece.crc, num_bytes)
-        self._add(staged, measured, 0, 0, piece.encoding, piece.payload_bytes)
-        # Nothing fails from here on: a record that does leaves the batch as it was.
-        self._segment = piece.segment if is_borrowed else None
-        self._payload_crc = crc
-        self._ends.append(self._ends[-1] + num_bytes)
-        return True
-
     def add_part(self, staged: Staged, measured: Measured, part: int) -> bool:
         """Encode one part of the payload, and add its row; statistics go with part 0.
 
         Returns:
-            Whether there was room; there is in an empty batch.
+            Whether there was room; an empty batch has room for any part.
         """
         data = staged.block.data
         numel = _shape_columns(staged.shape)[1]
@@ -174,20 +134,16 @@ class RowBatch:
         start = part * PART_BYTES
         if staged.num_parts > 1:
             data = data[start : start + PART_BYTES]
-        if not self._has_room(max_encoded_bytes(len(data))):
+        if self._ends[-1] + max_encoded_bytes(len(data)) > len(self._payload):
             return False
         begin = self._ends[-1]
         encoding, nbytes = self._encoder.encode(data, item_bytes, self._payload[begin:], staged.origin)
         end = begin + nbytes
-        crc = checksum(self._payload[begin:end].data, self._encoder.kernels, self._payload_crc)  # while it is in cache
+        crc = crc32c(self._payload[begin:end].data, self._payload_crc)  # while it is in cache
         self._add(staged, NOT_MEASURED if part else measured, part, start // item_bytes, encoding, len(data))
-        self._has_parts = True
         self._payload_crc = crc
         self._ends.append(end)
         return True
-
-    def _has_room(self, num_bytes: int) -> bool:
-        return self._segment is None and self._ends[-1] + num_bytes <= len(self._payload)
 
     def _add(
         self,
@@ -221,22 +177,22 @@ class RowBatch:
             )
         )
 
-    def build(self) -> Built:
-        """The rows as a batch. It borrows the payload buffer: write it before `clear`."""
-        rows = _spread(_ROW, self._rows)
+    def build(self) -> BuiltBatch:
+        """Build the batch. The batch borrows the payload buffer: write it before `clear`."""
+        rows = _columns_of_rows(_ROW, self._rows)
         measured = rows["measured"]
         is_bare = measured[0] is NOT_MEASURED and measured.count(NOT_MEASURED) == len(measured)
         columns = (
-            (_spread_alike if is_bare else _spread)(Measured._fields, measured)
+            (_columns_of_repeated if is_bare else _columns_of_rows)(Measured._fields, measured)
             | rows
-            | _spread(Origin._fields, rows["origin"])
-            | _spread_alike(Moment._fields, rows["moment"])
-            | _spread_alike(("shape", "numel"), rows["shape"], _shape_columns)
-            | _spread_alike(_LAYOUT_COLUMNS, rows["chunk"], _layout_columns)
+            | _columns_of_rows(Origin._fields, rows["origin"])
+            | _columns_of_repeated(Moment._fields, rows["moment"])
+            | _columns_of_repeated(("shape", "numel"), rows["shape"], _shape_columns)
+            | _columns_of_repeated(_LAYOUT_COLUMNS, rows["chunk"], _layout_columns)
         )
         ends = np.array(self._ends, np.int64)
         made = [self._column(name, type_name, columns, ends) for name, type_name in _FIELDS]
-        return Built(
+        return BuiltBatch(
             pa.RecordBatch.from_arrays([column.array for column in made], schema=SCHEMA),
             {name: column.crcs for (name, _), column in zip(_FIELDS, made, strict=True)},
             Payload(self._values, ends) if self._is_payload_apart else None,
@@ -245,18 +201,13 @@ class RowBatch:
 
     @property
     def _values(self) -> npt.NDArray[np.uint8]:
-        memory = self._payload if self._segment is None else self._segment.data
-        return memory[: self._ends[-1]]
+        return self._payload[: self._ends[-1]]
 
     def clear(self) -> None:
-        """Forget the rows; the payload buffer is used again, and a segment let go."""
+        """Forget the rows; the payload buffer is used again."""
         self._rows.clear()
-        if self._segment is not None:
-            self._segment.is_closed = True
-            self._segment = None
         self._ends = [0]
         self._payload_crc = 0
-        self._has_parts = False
 
     def _column(
         self, name: str, type_name: str, columns: Mapping[str, Sequence[Any]], ends: npt.NDArray[np.int64]
@@ -273,6 +224,8 @@ class RowBatch:
             return _constant(type_name, first, len(values))
         if name == "fingerprint":
             array = _hex_array(values)
+        elif type_name == _BYTES:
+            array = _texts(b"".join(filter(None, values)), (len(value or b"") for value in values), values, _BYTES)
         else:
             array = _text_array(values) if type_name == _TEXT else _number_array(values, type_name)
         return _Column(array, column_crcs(array))
@@ -294,7 +247,7 @@ class _Column(NamedTuple):
 
 
 def _constant(type_name: str, value: Any, num_rows: int) -> _Column:
-    """A column of one value; most are, and they cost more than what they say."""
+    """Return a column of one repeated value, as most columns are; a look-up is faster than making it anew."""
     make = _make_constant if num_rows <= _CACHED_ROWS else _make_constant.__wrapped__
     return make(type_name, value, num_rows)
 
@@ -304,8 +257,8 @@ def _make_constant(type_name: str, value: Any, num_rows: int) -> _Column:
     if value is None:
         array = pa.nulls(num_rows, _TYPES[type_name])
         return _Column(array, column_crcs(array))
-    if type_name == _TEXT:
-        text = _utf8(value)
+    if type_name in (_TEXT, _BYTES):
+        text = _utf8(value) if isinstance(value, str) else value
         content = [np.arange(num_rows + 1, dtype=np.int32) * np.int32(len(text)), text * num_rows]
     else:
         content = [np.full(num_rows, value, _NUMPY_NAMES[type_name])]
@@ -313,20 +266,20 @@ def _make_constant(type_name: str, value: Any, num_rows: int) -> _Column:
     return _Column(array, column_crcs(array))
 
 
-def _spread(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """Columns by name from rows; no rows at all is the caller's mistake."""
+def _columns_of_rows(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """Turn rows into columns by name. There must be at least one row."""
     return dict(zip(names, zip(*rows, strict=True), strict=True))
 
 
-def _spread_alike(
-    names: Sequence[str], things: Sequence[Any], columns_of: Callable[[Any], Sequence[Any]] = tuple
+def _columns_of_repeated(
+    names: Sequence[str], values: Sequence[Any], columns_of: Callable[[Any], Sequence[Any]] = tuple
 ) -> dict[str, Sequence[Any]]:
-    """The same from things of which most are equal, and equal ones are the same."""
-    first = things[0]
-    if things.count(first) == len(things):
-        return {name: (value,) * len(things) for name, value in zip(names, columns_of(first), strict=True)}
-    made = {thing: columns_of(thing) for thing in set(things)}
-    return _spread(names, map(made.__getitem__, things))
+    """Turn values, most of which are equal, into columns by name; `columns_of` runs once per distinct value."""
+    first = values[0]
+    if values.count(first) == len(values):
+        return {name: (cell,) * len(values) for name, cell in zip(names, columns_of(first), strict=True)}
+    made = {value: columns_of(value) for value in set(values)}
+    return _columns_of_rows(names, map(made.__getitem__, values))
 
 
 # `pa.array` and `pa.scalar` import pandas to see whether they were given one of its types: a second of the training
@@ -345,21 +298,21 @@ def _text_array(values: Sequence[str | None]) -> pa.Array:
     whole = "".join(texts)
     if whole.isascii():
         return _texts(whole.encode(), map(len, texts), values)
-    pieces = list(map(_utf8, texts))
-    return _texts(b"".join(pieces), map(len, pieces), values)
+    encoded = list(map(_utf8, texts))
+    return _texts(b"".join(encoded), map(len, encoded), values)
 
 
 def _hex_array(values: Sequence[int | None]) -> pa.Array:
-    """Fingerprints, as `fingerprint.to_text` spells each."""
+    """Return a column of fingerprints, each as `fingerprint.to_text` writes it."""
     numbers = np.array([value for value in values if value is not None], ">u8")
     return _texts(numbers.tobytes().hex().encode(), (0 if value is None else 16 for value in values), values)
 
 
-def _texts(data: bytes, lengths: Iterable[int], values: Sequence[Any]) -> pa.Array:
+def _texts(data: bytes, lengths: Iterable[int], values: Sequence[Any], type_name: str = _TEXT) -> pa.Array:
     offsets = np.zeros(len(values) + 1, np.int32)
     np.cumsum(np.fromiter(lengths, np.int32, len(values)), out=offsets[1:])
     buffers = [_validity(values), pa.py_buffer(offsets), pa.py_buffer(data)]
-    return pa.Array.from_buffers(_TYPES[_TEXT], len(values), buffers)
+    return pa.Array.from_buffers(_TYPES[type_name], len(values), buffers)
 
 
 def _utf8(text: str) -> bytes:
@@ -387,7 +340,7 @@ def _layout_columns(chunk: Chunk | None) -> tuple[str | None, ...]:
 
 
 def _merge_notes(staged: str | None, measured: str) -> str:
-    """The row's note: what capture says, and why statistics are missing (``word:detail``) as one more key."""
+    """Return the row's note: capture's, with the reason for missing statistics (``word:detail``) as one more key."""
     key, _, detail = measured.partition(":")
     return _json({**(json.loads(staged) if staged else {}), key: detail or True})
 

@@ -1,6 +1,6 @@
-"""Owns one IPC file with checked batches, from creation to seal: a shard, or the index of one.
+"""One IPC file with checked batches, from creation to seal: a shard, or the index of one.
 
-It never decides what to do about an error: whoever called knows whether to begin another file.
+It never decides what to do about an error: the caller knows whether to begin another file.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow as pa
 from crc32c import crc32c
 
-from ..format.integrity import JOINED_BYTES, Crcs, batch_crcs, batch_metadata, joined_checksum, seal_metadata
+from ..format.integrity import Crcs, batch_crcs, batch_metadata, seal_metadata
 from ..format.rundir import index_name, open_name
-from ..format.schema import LIGHT_COLUMNS, SCHEMA
+from ..format.schema import SCHEMA
 from .file import AppendFile, Disk, PageMemory
-from .ipc import Block, Layout, Payload
+from .ipc import FooterBlock, IpcFormat, Payload
 
 _INDEX_BATCH_ROWS = 8192
 _COMPRESS_ALONE = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
@@ -36,7 +36,7 @@ class StoredShard(NamedTuple):
 class BatchFile:
     """An IPC file whose batches carry number, ledger and checksums, and which ends with a seal."""
 
-    def __init__(self, disk: Disk, path: Path, layout: Layout, memory: PageMemory, *, is_direct: bool) -> None:
+    def __init__(self, disk: Disk, path: Path, layout: IpcFormat, memory: PageMemory, *, is_direct: bool) -> None:
         """Create the file under `path`, with its schema in it.
 
         Raises:
@@ -46,10 +46,10 @@ class BatchFile:
         self._disk = disk
         self._layout = layout
         self._memory = memory
-        self._blocks: list[Block] = []
+        self._blocks: list[FooterBlock] = []
         self._file = AppendFile(disk, path, memory, is_direct=is_direct)
         self._crc = crc32c(layout.preamble)
-        """Of all that was appended."""
+        """The CRC32C of all bytes that were appended."""
         try:
             self._file.append_bytes(layout.preamble)
         except BaseException:
@@ -67,7 +67,7 @@ class BatchFile:
 
     @property
     def is_synced(self) -> bool:
-        """Whether the disk has said to hold all of it for good."""
+        """Whether every byte that was appended has been synced."""
         return self._file.synced_end == self._file.end
 
     @property
@@ -92,23 +92,23 @@ class BatchFile:
         Args:
             batch: the rows.
             ledger: the accounts, this batch included.
-            crcs: its checksums, where they are known already.
-            payload: the values of `data`, where the batch has none itself.
+            crcs: the checksums of the batch, where they are known already.
+            payload: the values of `data`, where the batch itself has none.
         """
         metadata = batch_metadata(batch, number=self.num_batches, ledger=ledger, crcs=crcs)
-        self._append(batch, metadata, payload, crcs)
+        self._append(batch, metadata, payload)
         self.num_rows += batch.num_rows
 
     def append_around(self, batch: pa.RecordBatch, ledger: Mapping[str, object], memory: PageMemory) -> None:
-        """`append` of a batch that has its payload in it, laid out as writers lay theirs out.
+        """Append a batch that has its payload in it, in the layout of a writer's batches.
 
         Args:
             batch: the rows.
             ledger: the accounts, this batch included.
-            memory: the payload is copied to its front; not the memory of the file.
+            memory: memory to copy the payload to; not that of the file.
         """
-        place = batch.schema.get_field_index("data")
-        validity, offsets, values = batch.column(place).buffers()
+        data_field = batch.schema.get_field_index("data")
+        validity, offsets, values = batch.column(data_field).buffers()
         ends = np.frombuffer(offsets, np.int64)[: batch.num_rows + 1] if offsets is not None else np.zeros(1, np.int64)
         if not ends[-1] or ends[0]:
             self.append(batch, ledger)
@@ -118,8 +118,8 @@ class BatchFile:
         payload = Payload(memory.data[: ends[-1]], ends)
         payload.values[:] = np.frombuffer(values, np.uint8)[: ends[-1]]
         buffers = [validity, pa.py_buffer(np.zeros_like(ends)), pa.py_buffer(b"")]
-        empty = pa.Array.from_buffers(batch.schema[place].type, batch.num_rows, buffers)
-        bare = batch.set_column(place, batch.schema[place], empty)
+        empty = pa.Array.from_buffers(batch.schema[data_field].type, batch.num_rows, buffers)
+        bare = batch.set_column(data_field, batch.schema[data_field], empty)
         self.append(bare, ledger, crcs=crcs, payload=payload)
 
     def sync(self) -> None:
@@ -135,7 +135,7 @@ class BatchFile:
         self._file.publish(final)
 
     def abandon(self) -> StoredShard | None:
-        """Stop writing and leave what was appended where readers can salvage it; None where there was nothing."""
+        """Stop writing, and leave the appended batches for readers to salvage; return None where there are none."""
         if not self.num_rows:
             self.discard()
             return None
@@ -158,49 +158,49 @@ class BatchFile:
         batch: pa.RecordBatch,
         metadata: Mapping[bytes, bytes],
         payload: Payload | None = None,
-        crcs: Crcs | None = None,
     ) -> None:
         offset = self._file.end
         if payload is None:
-            start = self._file.place(self._layout.max_message_bytes(batch))
+            start = self._file.next_start(self._layout.max_message_bytes(batch))
             block = self._layout.write(batch, metadata, self._memory.data, start)
             crc = crc32c(self._memory.data[start : start + block.metadata_bytes + block.body_bytes].data, self._crc)
             self._file.append(block.metadata_bytes + block.body_bytes)
         else:
             lead, trail, block = self._layout.write_around(batch, metadata, payload, self._file.gap)
-            known = crcs["data"][-1] if crcs is not None and payload.nbytes >= JOINED_BYTES else None
-            crc = crc32c(lead, self._crc)
-            joined = joined_checksum(crc, known, payload.nbytes) if known is not None else None
-            crc = crc32c(trail, crc32c(payload.values.data, crc) if joined is None else joined)
+            crc = crc32c(trail, crc32c(payload.values.data, crc32c(lead, self._crc)))
             self._file.append_around(lead, payload.values, trail)
         self._crc = crc
         self._blocks.append(block._replace(offset=offset))
 
 
 class Index:
-    """The light columns of a shard in the making, with the place of each row; lives in memory until the seal.
+    """The metadata columns of a growing shard, with batch and row number of each row, in memory until the seal.
 
-    A row takes 350 bytes and a shard may have 65,536: they wait compressed, at about a twentieth of that.
+    A row takes 350 bytes, and a shard may have 65,536 rows: they wait compressed, at about a twentieth of that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, schema: pa.Schema = SCHEMA) -> None:
+        """Begin the index of a shard with this schema, which may be of any version."""
+        place_fields = [pa.field(name, pa.int32(), nullable=False) for name in ("batch", "row")]
+        self._light = [name for name in schema.names if name != "data"]
+        self._schema = pa.schema([*map(schema.field, self._light), *place_fields], metadata=schema.metadata)
         self._waiting: list[pa.Buffer] = []
         self._pending: list[pa.RecordBatch] = []
         self._num_pending_rows = 0
         self._num_batches = 0
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Remember the next batch of the shard by all but its payload."""
-        self._pending.append(batch.select(list(LIGHT_COLUMNS)))
+        """Keep all columns of the next batch but its payload."""
+        self._pending.append(batch.select(self._light))
         self._num_pending_rows += batch.num_rows
         if self._num_pending_rows >= _INDEX_BATCH_ROWS:
             self._compress_pending()
 
     def write(self, disk: Disk, shard: Path, shard_bytes: int, memory: PageMemory) -> int:
-        """Write the index of the sealed `shard` beside it; returns its size in bytes."""
+        """Write the index beside the sealed `shard`; return its size in bytes."""
         final = shard.with_name(index_name(shard.name))
-        metadata = {**_INDEX_SCHEMA.metadata, b"recorder_shard_bytes": b"%d" % shard_bytes}
-        layout = Layout(_INDEX_SCHEMA.with_metadata(metadata))
+        metadata = {**(self._schema.metadata or {}), b"recorder_shard_bytes": b"%d" % shard_bytes}
+        layout = IpcFormat(self._schema.with_metadata(metadata))
         file = BatchFile(disk, final.with_name(open_name(final.name)), layout, memory, is_direct=False)
         try:
             for waiting in self._waiting:
@@ -215,27 +215,17 @@ class Index:
 
     def _compress_pending(self) -> None:
         sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, _INDEX_SCHEMA, options=_COMPRESS_ALONE) as stream:
+        with pa.ipc.new_stream(sink, self._schema, options=_COMPRESS_ALONE) as stream:
             stream.write_batch(self._take_pending())
         self._waiting.append(sink.getvalue())
 
     def _take_pending(self) -> pa.RecordBatch:
-        """The pending batches, of which there is one at least, as one, with the place of each row."""
+        """Join the pending batches, at least one, and add the batch and row number of each row."""
         (light,) = pa.Table.from_batches(self._pending).combine_chunks().to_batches()
         sizes = [batch.num_rows for batch in self._pending]
         numbers = np.repeat(np.arange(self._num_batches, self._num_batches + len(sizes), dtype=np.int32), sizes)
         rows = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
-        places = [pa.Array.from_buffers(pa.int32(), len(rows), [None, pa.py_buffer(n)]) for n in (numbers, rows)]
+        place_columns = [pa.Array.from_buffers(pa.int32(), len(rows), [None, pa.py_buffer(n)]) for n in (numbers, rows)]
         self._num_batches += len(sizes)
         self._pending, self._num_pending_rows = [], 0
-        return pa.RecordBatch.from_arrays([*light.columns, *places], schema=_INDEX_SCHEMA)
-
-
-_INDEX_SCHEMA = pa.schema(
-    [
-        *[SCHEMA.field(name) for name in LIGHT_COLUMNS],
-        pa.field("batch", pa.int32(), nullable=False),
-        pa.field("row", pa.int32(), nullable=False),
-    ],
-    metadata=SCHEMA.metadata,
-)
+        return pa.RecordBatch.from_arrays([*light.columns, *place_columns], schema=self._schema)

@@ -1,6 +1,6 @@
-"""Owns `_status.json` of one writer directory: what the writer is doing, for people who watch. Writer thread only.
+"""`_status.json` of one writer directory, for people who watch the writer. Writer thread only.
 
-An error of the disk costs nothing here but a stale status: it is neither said nor counted, and nothing waits for it.
+An error of the disk leaves a stale status and nothing else: it is neither logged nor counted, and nothing waits.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from ..format.status import STATUS, encode_status
 from .file import Disk
 
 _RECENT_S = 10.0
-"""Rates are over about this long: a step may take seconds."""
+"""Rates are taken over about this time: a step may take seconds."""
 
 
 class StatusFile:
-    """The file, rewritten in place by one write: no sync, no rename, no room taken of the disk but one block."""
+    """The status file, which one write replaces in place, without sync or rename; it takes one block of the disk."""
 
     def __init__(self, disk: Disk, clock: Callable[[], float]) -> None:
         self._disk = disk
         self._clock = clock
         self._descriptor: int | None = None
         self._samples: deque[tuple[float, int, int]] = deque()
-        """When, the step then, and the bytes written until then; the first is at least `_RECENT_S` old, if any is."""
+        """Samples of time, step and bytes written; the first is at least `_RECENT_S` old, if any is."""
 
-    def write(self, directory: Path, facts: Mapping[str, Any], *, written_bytes: int) -> None:
-        """Show `facts` (with ``step``), and how fast step and bytes grow."""
-        facts = {
-            **facts,
+    def write(self, directory: Path, status: Mapping[str, Any], *, written_bytes: int) -> None:
+        """Write the members of `status` (with ``step``), and how fast step and bytes grow."""
+        status = {
+            **status,
             "time_ns": time.time_ns(),
             "written_bytes": written_bytes,
-            "recent": self._recent(facts["step"], written_bytes),
+            "recent": self._recent(status["step"], written_bytes),
         }
         try:
             if self._descriptor is None:
                 self._descriptor = self._disk.create(directory / STATUS)
-            self._disk.write(self._descriptor, memoryview(encode_status(facts)), 0)
+            self._disk.write(self._descriptor, memoryview(encode_status(status)), 0)
         except OSError as error:
             if error.errno == errno.EBADF:  # somebody closed it: the next write makes another
                 self._descriptor = None
@@ -49,7 +49,7 @@ class StatusFile:
                     self._disk.unlink(directory / STATUS)
 
     def close(self) -> None:
-        """Let go of the file; a later `write` finds it taken and does nothing."""
+        """Close the file; a later `write` finds its name taken, and does nothing."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             with contextlib.suppress(OSError):

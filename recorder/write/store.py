@@ -1,6 +1,6 @@
-"""Owns one writer directory: its claim, its manifest, its two lanes and the deletion of old shards. Writer thread only.
+"""One writer directory: its claim, its manifest, its two kinds of shard and the deletion of shards. Writer thread only.
 
-Errors of the disk never leave it: they end in the ledger and the log. What it raises is a bug of ours.
+Errors of the disk never leave it: they end in the ledger and the log. An exception that it raises is a bug of ours.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import native
-from ..config import Schedule
 from ..errors import RunError, WriteError
 from ..format.codec import Encoder
+from ..format.manifest import RunManifest
 from ..format.rundir import (
     RUN_MANIFEST,
     WRITER_MANIFEST,
@@ -25,18 +25,18 @@ from ..format.rundir import (
     open_name,
     rank_dir,
     read_json,
-    run_name,
 )
 from ..format.schema import FORMAT_NAME, FORMAT_VERSION, SCHEMA
+from ..rules import Schedule
 from .backoff import Backoff, drop_reason
 from .earlier import EarlierShard, find_earlier
 from .file import Disk, PageMemory
-from .ipc import Layout
-from .lane import Lane
+from .ipc import IpcFormat
 from .ledger import Ledger
 from .manifest import create_manifest, replace_manifest
 from .notices import Notices
-from .quota import Floor, Held, Quota
+from .quota import DiskFloor, HeldShard, Quota
+from .rotation import RotatingShards
 from .rows import MAX_ROWS, RowBatch
 from .settings import WriteSettings
 from .shard import StoredShard
@@ -44,46 +44,46 @@ from .status import StatusFile
 
 _FORMAT = {"format": FORMAT_NAME, "version": list(FORMAT_VERSION)}
 _BATCHES_PER_SHARD = 4
-"""Where the quota is small batches are, too: the last of a shard lies beyond the size at which shards end."""
+"""The least number of batches of a shard. A small quota has small batches, as a shard's last one exceeds its size."""
 _ROW_BYTES = 512
-"""About what a row takes without its payload."""
+"""The bytes that a row takes without its payload, roughly."""
 _MAX_NAMES = 20
-"""Names of a directory that were found taken, before that counts as trouble."""
+"""The most taken names of a directory before that is an error."""
 _NO_STEPS = Schedule("", ())
 _LIGHT_BYTES = 4 << 20
-"""Room for a batch without payloads; more is found where it is needed."""
+"""Memory for a batch without payloads; it grows where a batch needs more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlace:
-    """Where a writer belongs; made by `resolve_dir` once the ranks have agreed on the run."""
+class RunTarget:
+    """The run, rank and attempt of a writer; made by `resolve_dir` once the ranks have agreed on the run."""
 
     run_dir: Path
     run_manifest: dict[str, Any]
-    """The content of `_run.json`, for the first writer to come."""
+    """The content of `_run.json`, which the first writer of the run writes."""
     rank: int
     attempt: int
     named: Callable[[str], None] = lambda name: None
-    """Told on the writer thread what the run is called, which is for the first writer to say."""
+    """Called on the writer thread with the name of the run, which the first writer of the run decides."""
 
 
 class Store:
-    """Leaves rows in shards, or drops them with a reason."""
+    """One writer directory and the two kinds of shard in it: each row is written, or dropped with a reason."""
 
     def __init__(
         self, settings: WriteSettings, ledger: Ledger, disk: Disk, notices: Notices, clock: Callable[[], float]
     ) -> None:
         self.directory: Path | None = None
         """The writer's own directory, once it is claimed."""
-        self.lanes: dict[str, Lane] = {}
-        """By kind of shard, once the directory is claimed."""
+        self.shards_by_kind: dict[str, RotatingShards] = {}
+        """The shards by their kind, once the directory is claimed."""
         self._settings = settings
         self._ledger = ledger
         self._disk = disk
         self._notices = notices
         self._clock = clock
-        self._floor = Floor(settings.min_free_bytes, disk, notices)
-        self._place: RunPlace | None = None
+        self._floor = DiskFloor(settings.min_free_bytes, disk, notices)
+        self._target: RunTarget | None = None
         self._claiming = Backoff(clock)
         self._manifest: Mapping[str, Any] = {}
         self._is_manifest_stale = True
@@ -91,7 +91,7 @@ class Store:
         self._quota: Quota | None = None
         self._keep_steps = Schedule.parse(settings.keep_steps) if settings.keep_steps else _NO_STEPS
         self._retired_earlier: dict[str, dict[str, Any]] = {}
-        """What was deleted of earlier writers, by their names, as the manifest says it."""
+        """The manifest's entries of shards of earlier writers that were deleted, by the writers' names."""
         self._restarted: str | None = None
         self._io: str | None = None
         self._num_names_left = _MAX_NAMES
@@ -99,52 +99,52 @@ class Store:
 
     @property
     def written_bytes(self) -> int:
-        return sum(lane.written_bytes for lane in self.lanes.values())
+        return sum(shards.written_bytes for shards in self.shards_by_kind.values())
 
     @property
     def last_written_step(self) -> int | None:
         """The highest step of a row that was written."""
-        steps = [lane.last_written_step for lane in self.lanes.values()]
+        steps = [shards.last_written_step for shards in self.shards_by_kind.values()]
         return max((step for step in steps if step is not None), default=None)
 
     @property
     def num_pending_rows(self) -> int:
-        """Rows taken but not written."""
-        return sum(lane.num_pending_rows for lane in self.lanes.values())
+        """Return the number of rows that were taken and are not written yet."""
+        return sum(shards.num_pending_rows for shards in self.shards_by_kind.values())
 
-    def settle(self, place: RunPlace) -> None:
-        """Claim a directory in `place`, now or, where the disk refuses, again before later rows."""
-        self._place = place
+    def claim(self, target: RunTarget) -> None:
+        """Claim a directory for `target` now; where the disk refuses, the claim is tried again before later rows."""
+        self._target = target
         self._claim()
         if self.directory is not None:
             with self._notices.on_error(f"{self.directory} cannot be used"):
                 self._floor.refusal(self.directory, 0)
 
     def refusal(self, kind: str) -> str | None:
-        """Why rows of this kind are dropped unseen for now; None where `lanes[kind]` takes them."""
+        """Return why rows of this kind are dropped for now; None where `shards_by_kind[kind]` takes them."""
         if self.directory is None and self._claiming.is_over:
             self._claim()
         if self.directory is None:
             return self._claiming.reason
-        return self.lanes[kind].refusal
+        return self.shards_by_kind[kind].refusal
 
     def set_manifest(self, manifest: Mapping[str, Any]) -> None:
-        """What `_writer.json` says beside what is known here."""
+        """Set the members of `_writer.json` that the store does not know itself."""
         self._manifest = manifest
         self._is_manifest_stale = True
 
-    def keep_up(self) -> None:
+    def flush_due(self) -> None:
         """Flush, sync and describe what is due."""
-        for lane in self.lanes.values():
-            lane.keep_up()
+        for shards in self.shards_by_kind.values():
+            shards.flush_due()
         self._retire_outdated()
         self._look_at_io()
         if self._is_manifest_stale and self.directory is not None and self._describing.is_over:
             self._is_manifest_stale = False
             self._describe()
 
-    def show(self, facts: Mapping[str, Any], *, state: str = "recording") -> None:
-        """Bring `_status.json` up to date, without a word where the disk refuses."""
+    def show(self, status: Mapping[str, Any], *, state: str = "recording") -> None:
+        """Bring `_status.json` up to date; an error of the disk is ignored."""
         if self.directory is None or self._quota is None:
             return
         ledger = self._ledger.snapshot()
@@ -152,70 +152,65 @@ class Store:
             "writer": self.directory.name,
             "state": state,
             **ledger,
-            "used_bytes": sum(map(self._quota.used_bytes, self.lanes)),
+            "used_bytes": sum(map(self._quota.used_bytes, self.shards_by_kind)),
             "max_bytes": self._settings.max_bytes,
         }
         with contextlib.suppress(OSError):
             own["free_bytes"] = self._disk.free_bytes(self.directory)
-        self._status.write(self.directory, {**facts, **own}, written_bytes=self.written_bytes)
+        self._status.write(self.directory, {**status, **own}, written_bytes=self.written_bytes)
         if state != "recording":
             self._status.close()
 
-    def give_back(self) -> None:
-        """Write what is pending and holds memory that training waits for."""
-        for lane in self.lanes.values():
-            lane.give_back()
-
     def flush(self) -> bool:
-        """Write all pending rows. True where none was dropped."""
-        flushed = [lane.flush() for lane in self.lanes.values()]
+        """Write all pending rows; return whether none was dropped."""
+        flushed = [shards.flush() for shards in self.shards_by_kind.values()]
         self._retire_outdated()
         return all(flushed)
 
     def sync(self) -> bool:
-        """Make all that was written durable. True where it is."""
-        synced = [lane.sync() for lane in self.lanes.values()]
+        """Make all written rows durable; return whether they are."""
+        synced = [shards.sync() for shards in self.shards_by_kind.values()]
         return all(synced)
 
     def close(self, ledger: Mapping[str, object]) -> bool:
-        """Seal what is open and say so in the manifest. True where all went well."""
-        sealed = [lane.seal(ledger) for lane in self.lanes.values()]
+        """Seal the open shards and close the manifest; return whether all went well."""
+        sealed = [shards.seal(ledger) for shards in self.shards_by_kind.values()]
         self._look_at_io()
         return self._describe(state="closed", closed_ns=time.time_ns()) and all(sealed)
 
-    def begin_anew(self, problem: str) -> None:
-        """After an error of ours: leave the open shards as they are, and the rows that wait for good."""
+    def restart(self, problem: str) -> None:
+        """Begin again after an error of the recorder: open shards stay readable, pending rows are dropped."""
         self._restarted = problem
         self._is_manifest_stale = True
-        for lane in self.lanes.values():
-            lane.begin_anew()
+        for shards in self.shards_by_kind.values():
+            shards.restart()
 
-    def let_go(self) -> None:
-        """Close what is open, where no orderly end has: the process may live on."""
-        for lane in self.lanes.values():
-            lane.let_go()
+    def abandon_open(self) -> None:
+        """Close the files that no orderly end has closed, since the process may live on."""
+        for shards in self.shards_by_kind.values():
+            shards.abandon_open()
         self._status.close()
 
     def _claim(self) -> None:
         """Make a directory that no other process can have."""
-        place = self._place
-        assert place is not None, "settle comes first"
+        target = self._target
+        assert target is not None, "claim comes first"
         try:
-            self._make_directories(place.run_dir)
-            content = {**_FORMAT, **place.run_manifest}
-            manifest = place.run_dir / RUN_MANIFEST
+            self._make_directories(target.run_dir)
+            content = {**_FORMAT, **target.run_manifest}
+            manifest = target.run_dir / RUN_MANIFEST
             if not create_manifest(self._disk, manifest, content, unsynced=self._say_unsynced):
-                with contextlib.suppress(RunError):  # one that cannot be read names nothing
+                with contextlib.suppress(RunError):  # an unreadable manifest names no run
                     content = read_json(manifest)
-            if (name := run_name(content)) is not None:
-                place.named(name)
-            parent = place.run_dir / rank_dir(place.rank)
+            if (name := RunManifest.read(content).name) is not None:
+                target.named(name)
+            parent = target.run_dir / rank_dir(target.rank)
             self._make_directories(parent)
-            directory = self._make_own_directory(parent, place.attempt)
+            directory = self._make_own_directory(parent, target.attempt)
             try:
-                for made in (parent, place.run_dir, place.run_dir.parent):  # another rank may have made it just now
+                for made in (parent, target.run_dir, target.run_dir.parent):  # another rank may have made it just now
                     self._sync_directory(made)
-                self.lanes = self._open_lanes(directory, place)
+                self.shards_by_kind = self._open_shards(directory, target)
             except OSError:
                 with contextlib.suppress(OSError):  # the next attempt makes another
                     self._disk.remove_directory(directory)
@@ -223,17 +218,17 @@ class Store:
         except OSError as error:
             self._claiming.failed(drop_reason(error))
             problem = WriteError(
-                f"{place.run_dir} cannot be written: {error}; training goes on and nothing is recorded"
+                f"{target.run_dir} cannot be written: {error}; training goes on and nothing is recorded"
             )
             self._notices.say("claim", str(problem), level=logging.ERROR)
             return
         self._claiming.succeeded()
         self._look_for_others(directory)
         self.directory = directory
-        self.keep_up()
+        self.flush_due()
 
     def _look_for_others(self, directory: Path) -> None:
-        """Say so where another process has recorded this rank of this very attempt: two jobs, or one launched twice."""
+        """Log that another process has recorded this rank of this attempt: two jobs, or one job launched twice."""
         mark = f"{directory.name.partition('-')[0]}-"
         with contextlib.suppress(OSError):
             others = [name for name in os.listdir(directory.parent) if name.startswith(mark) and name != directory.name]
@@ -245,13 +240,13 @@ class Store:
                 )
 
     def _make_own_directory(self, parent: Path, attempt: int) -> Path:
-        """A directory that this writer has made."""
+        """Make a directory that no other writer has made."""
         while True:
             directory = parent / f"{attempt:06d}-{os.urandom(6).hex()}"
             try:
                 self._disk.make_directory(directory)
             except FileExistsError:
-                # NFS says so, too, when it repeats a request that has succeeded; another name costs nothing.
+                # NFS raises this too, when it repeats a request that has succeeded; another name costs nothing.
                 if self._num_names_left == 0:
                     raise
                 self._num_names_left -= 1
@@ -268,44 +263,44 @@ class Store:
             self._sync_directory(path.parent)
 
     def _sync_directory(self, path: Path) -> None:
-        """Make the names in a directory durable, or say that they are not: what they name is usable all the same."""
+        """Make the names in a directory durable, or log that they are not: the files are usable all the same."""
         try:
             self._disk.persist_directory(path)
         except OSError as error:
             self._say_unsynced(error)
 
     def _say_unsynced(self, error: OSError) -> None:
-        assert self._place is not None, "settle comes first"
+        assert self._target is not None, "claim comes first"
         self._notices.failed(
-            f"{self._place.run_dir}: a manifest or a directory cannot be synced; recording goes on, and a loss of "
+            f"{self._target.run_dir}: a manifest or a directory cannot be synced; recording goes on, and a loss of "
             "power may take it",
             error,
             is_aside=True,
         )
 
-    def _open_lanes(self, directory: Path, place: RunPlace) -> dict[str, Lane]:
+    def _open_shards(self, directory: Path, target: RunTarget) -> dict[str, RotatingShards]:
         settings = self._settings
         quota = self._quota = Quota(settings.max_bytes, settings.keep_newest)
         with self._notices.on_error(f"what earlier processes left beside {directory} cannot be counted"):
-            self._count_earlier(quota, find_earlier(directory, place.attempt))
+            self._count_earlier(quota, find_earlier(directory, target.attempt))
         memory = PageMemory(_LIGHT_BYTES)
 
         encoder = Encoder(settings.codec, settings.codec_level, native.load(settings.native))
 
-        def lane(kind: str, compression: str | None, *, has_index: bool) -> Lane:
+        def open_shards(kind: str, compression: str | None, *, has_index: bool) -> RotatingShards:
             max_batch_bytes = quota.max_shard_bytes(kind) // _BATCHES_PER_SHARD
-            return Lane(
+            return RotatingShards(
                 kind,
                 directory=directory,
                 batch=RowBatch(
-                    attempt=place.attempt,
-                    rank=place.rank,
+                    attempt=target.attempt,
+                    rank=target.rank,
                     encoder=encoder,
                     batch_bytes=min(settings.batch_bytes, max_batch_bytes),
                     max_rows=min(MAX_ROWS, max(1, max_batch_bytes // _ROW_BYTES)),
                     is_payload_apart=compression is None,  # else Arrow compresses it, into a copy
                 ),
-                layout=Layout(SCHEMA, compression),
+                layout=IpcFormat(SCHEMA, compression),
                 has_index=has_index,
                 settings=settings,
                 disk=self._disk,
@@ -319,13 +314,13 @@ class Store:
                 clock=self._clock,
             )
 
-        # Large payloads are compressed before, or not worth it.
-        tensors = lane("tensors", None, has_index=True)
-        return {"tensors": tensors, "stats": lane("stats", "zstd", has_index=False)}
+        # Large payloads are compressed already, or do not compress.
+        tensors = open_shards("tensors", None, has_index=True)
+        return {"tensors": tensors, "stats": open_shards("stats", "zstd", has_index=False)}
 
     def _look_at_io(self) -> None:
-        """What became of `direct_io`, once a file system has had its say."""
-        seen = {lane.is_direct for lane in self.lanes.values()} - {None}
+        """Note in the manifest whether writes go past the page cache, once the file system has shown it."""
+        seen = {shards.is_direct for shards in self.shards_by_kind.values()} - {None}
         if not seen:
             return
         if self._settings.direct_io == "off":
@@ -336,7 +331,7 @@ class Store:
             self._io, self._is_manifest_stale = io, True
 
     def _describe(self, *, state: str = "recording", **more: object) -> bool:
-        """Write the manifest. True where it is on the disk."""
+        """Write the manifest; return whether it is on the disk."""
         if self.directory is None:
             return False
         own = {
@@ -361,7 +356,7 @@ class Store:
         return True
 
     def _count_earlier(self, quota: Quota, shards: Sequence[EarlierShard]) -> None:
-        """Put the shards of processes that are over on the books; the bound is one of the rank."""
+        """Count the shards of processes that have ended, because the quota is the rank's."""
         for shard in shards:
             is_kept = False
             if self._settings.keep_steps:
@@ -369,31 +364,31 @@ class Store:
                 is_kept = content is None or content.is_kept
             quota.add(shard.kind, shard.num_bytes)
             stored = StoredShard(shard.directory / shard.name, 0, shard.num_bytes)
-            quota.keep(shard.kind, Held(stored, 0, is_kept, shard))
+            quota.keep(shard.kind, HeldShard(stored, 0, is_kept, shard))
 
     def _retire_outdated(self) -> None:
-        """Delete what lies before the newest steps, once its loss is on the disk."""
+        """Delete the shards that lie before the newest steps, once the manifest on the disk says so."""
         if self._quota is None or not self._describing.is_over:
             return
-        for kind in self.lanes:
+        for kind in self.shards_by_kind:
             if outdated := self._quota.outdated(kind):
                 self._retire(kind, outdated, is_urgent=False)
 
-    def _retire_for_room(self, kind: str, held: Held) -> None:
-        """Delete the shard that is in the way; an earlier writer's only where its loss could be noted."""
+    def _retire_for_room(self, kind: str, held: HeldShard) -> None:
+        """Delete a shard to make room; an earlier writer's shard only where its loss could be noted."""
         if held.earlier is None:
             self._retire(kind, [held], is_urgent=True)
         elif self._note_earlier(held.earlier):
             self._delete(kind, held, held.earlier.paths)
         else:
-            assert self._quota is not None, "lanes have a quota"
-            self._quota.hold_on(kind, held)
+            assert self._quota is not None, "a claimed directory has a quota"
+            self._quota.keep_for_good(kind, held)
 
-    def _retire(self, kind: str, shards: Sequence[Held], *, is_urgent: bool) -> None:
-        """Delete shards of this writer, after their loss is on the disk.
+    def _retire(self, kind: str, shards: Sequence[HeldShard], *, is_urgent: bool) -> None:
+        """Delete shards of this writer, once the manifest on the disk counts them as retired.
 
-        Where the disk refuses the manifest, those in the way go all the same (it may be full, and the next batch says
-        so); those that are merely old wait.
+        Where the disk refuses the manifest, urgent deletions go on, because the disk may be full, and the next batch
+        carries the count. Shards that are merely old wait.
         """
         num_rows = sum(held.shard.num_rows for held in shards)
         num_bytes = sum(held.shard.num_bytes for held in shards)
@@ -407,7 +402,7 @@ class Store:
             self._delete(kind, held, [path.with_name(name) for name in names])
 
     def _note_earlier(self, shard: EarlierShard) -> bool:
-        """Say in the manifest that a shard of an earlier writer goes. False where nobody could know."""
+        """Note in the manifest that a shard of an earlier writer is deleted; return whether the note was written."""
         content = shard.look(self._keep_steps)
         if content is None:
             return False
@@ -417,12 +412,12 @@ class Store:
             noted["rows"] += content.num_rows
             noted["bytes"] += shard.num_bytes
             if content.ledger.get("observed", -1) > noted.get("ledger", {}).get("observed", -1):
-                noted["ledger"] = content.ledger  # the newest accounts of a killed writer may go with its shard
+                noted["ledger"] = content.ledger  # a killed writer's newest ledger may stand in this shard alone
         return self._describe()
 
-    def _delete(self, kind: str, held: Held, paths: Sequence[Path]) -> None:
-        assert self._quota is not None, "lanes have a quota"
-        self._quota.take_off(kind, held)
+    def _delete(self, kind: str, held: HeldShard, paths: Sequence[Path]) -> None:
+        assert self._quota is not None, "a claimed directory has a quota"
+        self._quota.remove(kind, held)
         for path in paths:
             with (
                 self._notices.on_error(f"{path} cannot be deleted", is_aside=True),

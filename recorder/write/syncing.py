@@ -1,6 +1,6 @@
-"""Owns the thread on which the writer's syncs run, so that one that never comes back holds up nothing but itself.
+"""The thread on which the writer's syncs run, so that a sync that hangs holds up nothing else.
 
-It must never sync a file again whose sync has failed or was given up: the caller knows which these are.
+A file whose sync has failed or was given up must never be synced again: the caller knows which files these are.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import time
 from collections.abc import Callable
 
 _LONGEST_S = 10.0
-"""How long a sync is waited for. The pool takes what training makes meanwhile; a machine may be that busy."""
+"""How long the writer waits for a sync, while the pool takes the new records."""
 _SHORTEST_S = 0.05
 _END_S = 0.2
 
 
 class StuckError(TimeoutError):
-    """Nothing was synced, because an earlier sync has not come back: this one may be tried again."""
+    """An earlier sync has not come back, so that nothing was synced; the call may be repeated."""
 
 
 class SyncThread:
-    """Runs one sync at a time. All methods but `hurry` are the writer thread's."""
+    """Runs one sync at a time. Only the writer thread calls methods other than `hurry`."""
 
     def __init__(self) -> None:
         self._until_s = float("inf")
@@ -39,8 +39,8 @@ class SyncThread:
         """Sync, and wait for it a bounded time.
 
         Raises:
-            StuckError: it was not tried.
-            OSError: it failed, or (`ETIMEDOUT`) nobody knows yet.
+            StuckError: the sync was not tried.
+            OSError: the sync failed, or (`ETIMEDOUT`) its result is not known yet.
         """
         if self._given_up is not None and not self._given_up.is_done.is_set():
             raise StuckError(errno.ETIMEDOUT, "an earlier sync has not come back")
@@ -48,18 +48,18 @@ class SyncThread:
         if not self._runs():
             sync()
             return
-        one = _Sync(sync)
-        self._work.put(one)
+        request = _Sync(sync)
+        self._work.put(request)
         left_s = self._until_s - time.monotonic()
         longest_s = min(_LONGEST_S, max(left_s, _SHORTEST_S)) if left_s > 0 else _LONGEST_S  # then nobody waits
-        if not one.is_done.wait(longest_s):
-            self._given_up = one
+        if not request.is_done.wait(longest_s):
+            self._given_up = request
             raise TimeoutError(errno.ETIMEDOUT, f"a sync has not come back within {longest_s:.1f} s")
-        if one.error is not None:
-            raise one.error
+        if request.error is not None:
+            raise request.error
 
     def stop(self) -> None:
-        """End the thread; one that hangs is left behind."""
+        """End the thread; a thread that hangs in a sync is left behind."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._work.put(None)
@@ -68,18 +68,18 @@ class SyncThread:
     def _runs(self) -> bool:
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="recorder-sync", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no thread to be had: the writer waits itself
+            with contextlib.suppress(RuntimeError):  # no thread is left: the writer syncs itself
                 thread.start()
                 self._thread = thread
         return self._thread is not None
 
     def _run(self) -> None:
-        while (one := self._work.get()) is not None:
+        while (request := self._work.get()) is not None:
             try:
-                one.sync()
+                request.sync()
             except BaseException as error:
-                one.error = error
-            one.is_done.set()
+                request.error = error
+            request.is_done.set()
 
 
 class _Sync:

@@ -1,4 +1,4 @@
-"""Owns the writer thread: what it does next, when it gives up, and how it ends.
+"""The writer thread: the order of its work, the errors at which it gives up, and its end.
 
 Nothing that training calls here waits, locks or touches a file, but for `drain` and `close`, which have deadlines.
 """
@@ -17,16 +17,16 @@ from typing import Any
 
 from ..errors import WriteError
 from ..records import KEEP_FINGERPRINT, KEEP_STATS, LostError, Measure, Measured, Ready, Staged, kind_of
-from ..voice import can_say, log
+from ..system.log import can_say, say
 from .file import FILE_MODES, Disk
 from .ledger import ABANDONED, CLOSED, INTERRUPTED, WRITER_DEAD, WRITER_ERROR, Ledger
 from .notices import Notices
 from .rows import NOT_MEASURED
 from .settings import WriteSettings
-from .store import RunPlace, Store
+from .store import RunTarget, Store
 from .syncing import SyncThread
 
-__all__ = ["CloseReport", "RunPlace", "WriteSettings", "Writer", "WriterStats"]
+__all__ = ["CloseReport", "RunTarget", "WriteSettings", "Writer", "WriterStats"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,29 +35,29 @@ _SHORT_NAP_S, _LONG_NAP_S = 0.002, 0.02
 """An idle writer looks for work this often. A thread that blocks on the queue costs each `put` 8 us, not 0.1."""
 _MAX_FAILURES = 3
 _SEAL_SHARE = 0.25
-"""Of the deadline of `close`, kept for the last batch and the seals."""
+"""The share of `close`'s deadline that is kept for the last batch and the seals."""
 _LAST_SHARE = 0.125
-"""And for the last accounts, once syncs that do not come back are given up."""
+"""The share that is kept for the last ledger, once syncs that hang are given up."""
 _UNMEASURABLE = Measured(note="no_statistics:error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseReport:
-    """How the writer ended."""
+    """The end of the writer: what it wrote, and why it stopped."""
 
     is_complete: bool
-    """Whether everything that was put is in sealed shards or was dropped before, with a reason."""
+    """Whether every record that was put is in a sealed shard, or was dropped before with a reason."""
     directory: Path | None
     """The writer's directory; None where it never had one."""
     ledger: Mapping[str, Any]
     """The final accounts: ``observed``, ``written``, ``dropped`` by reason, ``retired``."""
     error: WriteError | None
-    """Why the writer gave up before, with the cause chained."""
+    """The error at which the writer gave up before, with the cause chained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterStats:
-    """What the writer is doing, for a live display."""
+    """A snapshot of the writer, for a live display."""
 
     is_alive: bool
     written_bytes: int
@@ -69,7 +69,7 @@ class WriterStats:
 
 
 class _Drain:
-    """A mark in the queue: what was put before it shall be durable."""
+    """A mark in the queue, at which all records that were put before are made durable."""
 
     def __init__(self) -> None:
         self.is_durable = False
@@ -79,7 +79,7 @@ class _Drain:
 class Writer:
     """Owns the writer thread, the files of one writer directory and the ledger.
 
-    A forked child may drop it: nothing here runs, locks or flushes when it is collected.
+    A forked child may drop the writer: nothing runs, locks or flushes when it is collected.
     """
 
     def __init__(
@@ -88,30 +88,29 @@ class Writer:
         settings: WriteSettings,
         measure: Measure,
         observed: Callable[[], int],
-        resolve_dir: Callable[[], RunPlace],
+        resolve_dir: Callable[[], RunTarget],
         poll: Callable[[], Mapping[str, Any] | None],
         saw: Callable[[Staged, Measured], None] = lambda staged, measured: None,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing happens before `start`.
+        """Prepare the writer; nothing runs before `start`.
 
         Args:
             settings: how and how much to write.
-            measure: computes statistics and fingerprints; writer thread.
-            observed: rows numbered so far; any thread.
-            resolve_dir: says where to write; first thing on the writer thread, and may take its time.
-            poll: called on the writer thread every 0.2 s, between two records; it may call `close` or `drain`, and
-                whatever it returns, made after that, is the manifest from then on, unless `set_manifest` said another
-                meanwhile.
-            saw: told on the writer thread of each record once it is measured; it must not raise.
-            disk: the seam for tests.
-            clock: monotonic seconds.
+            measure: computes statistics and fingerprints, on the writer thread.
+            observed: returns the number of rows so far, on any thread.
+            resolve_dir: returns where to write; called first on the writer thread, and may take its time.
+            poll: called on the writer thread every 0.2 s, between two records. It may call `close` or `drain`. A
+                manifest that it returns is in force from then on, unless `set_manifest` has set another meanwhile.
+            saw: called on the writer thread with each record once it is measured; it must not raise.
+            disk: another disk, for tests.
+            clock: a monotonic clock in seconds.
         """
         self.last_progress_s = clock()
-        """When the writer last was between two records, on `clock`; it stands still while the disk does."""
+        """When the writer was last between two records, on `clock`; it stands still while the disk hangs."""
         self.refused: Mapping[str, str] = {}
-        """By kind (`records.kind_of`) why records would be dropped unseen for now, as on a full disk; read anywhere."""
+        """The reasons, by `records.kind_of`, why records are dropped for now, as on a full disk; read anywhere."""
         self._measure = measure
         self._resolve_dir = resolve_dir
         self._poll = poll
@@ -130,7 +129,6 @@ class Writer:
         self._shown: Mapping[str, Any] | None = None
         self._refusal: str | None = None
         self._abandon_after_s = float("inf")
-        self._is_room_wanted = False
         self._is_stopped = False
         self._is_complete = False
         self._failure: BaseException | None = None
@@ -165,20 +163,16 @@ class Writer:
         """Count rows that were numbered but will not be put. Any thread, re-entrant; never waits."""
         self._ledger.drop(reason, num_rows)
 
-    def ask_for_room(self) -> None:
-        """Training waits for memory, which batches may hold: write them once all else is taken in. Any thread."""
-        self._is_room_wanted = True
-
     def set_manifest(self, manifest: Mapping[str, Any]) -> None:
-        """What `_writer.json` shall say, beside the writer's own keys. Any thread; it must not change later."""
+        """Set the members of `_writer.json` beside the writer's own. Any thread; the mapping must not change later."""
         self._manifest = manifest
 
     def set_status(self, status: Mapping[str, Any]) -> None:
-        """What `_status.json` shall show next, beside the writer's own numbers; it has ``step``. Any thread."""
+        """Set the members of `_status.json` beside the writer's own, ``step`` among them. Any thread."""
         self._status = status
 
     def stats(self) -> WriterStats:
-        """A look from any thread."""
+        """Take a snapshot. Any thread."""
         return WriterStats(
             is_alive=self._thread.is_alive(),
             written_bytes=self._store.written_bytes,
@@ -189,25 +183,25 @@ class Writer:
         )
 
     def drain(self, deadline_s: float) -> bool:
-        """Wait until everything put before is on the disk and synced.
+        """Wait until every record that was put before is on the disk and synced.
 
         Returns:
-            False where the deadline passed first, or the disk refused the last of it.
+            False where the deadline passed first, or the disk refused the last records.
         """
         mark = _Drain()
         self._queue.put(mark)
         if self._is_on_writer_thread():
             while not mark.is_done and not self._is_stopped:
-                self._turn()
+                self._run_once()
         elif self._is_stopped:
             self._discard_queue()
         self._wait(lambda: mark.is_done, deadline_s)
         return mark.is_durable or (self._is_stopped and self._is_complete)
 
     def close(self, deadline_s: float) -> CloseReport:
-        """Write what was put, seal, and stop the thread; a second call says the same again.
+        """Write the queued records, seal, and stop the thread; a second call returns the first report.
 
-        What cannot be written before the deadline is counted, and said in the log. Also from the writer thread, in
+        Rows that cannot be written before the deadline are counted and logged. The writer thread may call it, too, in
         `poll`.
         """
         if self._report is not None:
@@ -217,7 +211,7 @@ class Writer:
         self.hurry(deadline_s)
         if self._is_on_writer_thread():
             while not self._is_stopped:
-                self._turn()
+                self._run_once()
         else:
             self._wait(lambda: not self._thread.is_alive() or self._clock() > self._close_until_s, deadline_s)
         leftover_reason = INTERRUPTED
@@ -232,29 +226,28 @@ class Writer:
             error=self._error(),
         )
         if not report.is_complete and can_say(_log):
-            with contextlib.suppress(Exception):
-                accounts = report.ledger
-                lost = ", ".join(f"{count} {reason}" for reason, count in accounts["dropped"].items())
-                log(
-                    _log,
-                    logging.WARNING,
-                    "recorder: the recording is incomplete: %s of %s rows were written (%s)",
-                    accounts["written"],
-                    accounts["observed"],
-                    lost or "what could not be sealed is readable as it is",
-                )
+            accounts = report.ledger
+            lost = ", ".join(f"{count} {reason}" for reason, count in accounts["dropped"].items())
+            say(
+                _log,
+                logging.WARNING,
+                "recorder: the recording is incomplete: %s of %s rows were written (%s)",
+                accounts["written"],
+                accounts["observed"],
+                lost or "what could not be sealed is readable as it is",
+            )
         self._report = report
         return report
 
     def hurry(self, deadline_s: float) -> None:
-        """Have `close` be over by then, and count what cannot be written. Re-entrant, as a signal handler is."""
+        """Shorten the deadline of `close`; rows that miss it are counted. Re-entrant: signal handlers call it."""
         now = self._clock()
         self._close_until_s = min(self._close_until_s, now + deadline_s)
         self._abandon_after_s = min(self._abandon_after_s, now + (1 - _SEAL_SHARE) * deadline_s)
         self._syncs.hurry(time.monotonic() + (1 - _LAST_SHARE) * (self._close_until_s - now))
 
     def _wait(self, is_over: Callable[[], bool], deadline_s: float) -> None:
-        """Wait by looking: a lock could be held already by the code that a signal handler has interrupted."""
+        """Wait by polling, because code that a signal handler has interrupted may hold any lock."""
         until_s = self._clock() + deadline_s
         while not is_over() and self._clock() < until_s:
             time.sleep(_SHORT_NAP_S)
@@ -272,16 +265,16 @@ class Writer:
         try:
             # At the priority of training: a writer at nice 10 starves where all cores train, until the pool is full
             # and training waits for it (a step 1.53 times as long, against 1.40, and 1 GiB of memory against 0.1).
-            place = self._resolve_dir()
+            target = self._resolve_dir()
             self._take_manifest()
-            self._store.settle(place)
+            self._store.claim(target)
             while not self._is_stopped:
                 try:
-                    self._turn()
+                    self._run_once()
                 except Exception as error:
                     if self._has_restarted:
                         raise
-                    self._begin_anew(error)
+                    self._restart(error)
         except BaseException as error:
             self._failure = error
             self._refusal = WRITER_DEAD
@@ -294,21 +287,21 @@ class Writer:
             self._is_stopped = True
             self._discard_queue()
             with contextlib.suppress(Exception):
-                self._store.let_go()
+                self._store.abandon_open()
             self._syncs.stop()
             self._disk.keeps_reserve = False
             self._disk.release_reserve()
 
-    def _begin_anew(self, error: Exception) -> None:
-        """The one restart: nothing of what was half done is trusted any more."""
+    def _restart(self, error: Exception) -> None:
+        """Restart once, with new shards, because half-done work cannot be trusted any more."""
         self._has_restarted = True
         self._num_failures = 0
         problem = f"{type(error).__name__}: {error}"
         self._notices.say("restart", f"the writer failed and begins anew, with new shards ({problem})")
-        self._store.begin_anew(problem)
+        self._store.restart(problem)
 
-    def _turn(self) -> None:
-        """Do the next thing, whatever it is."""
+    def _run_once(self) -> None:
+        """Take one item from the queue, after doing what is due by the clock."""
         try:
             self._tick()
             if not self._is_stopped:
@@ -329,9 +322,6 @@ class Writer:
         if item is None:
             if self._refusal is not None:
                 self._finish()
-            elif self._is_room_wanted:
-                self._is_room_wanted = False
-                self._store.give_back()
             else:
                 time.sleep(self._nap_s)
                 self._nap_s = min(2 * self._nap_s, _LONG_NAP_S)
@@ -351,7 +341,7 @@ class Writer:
             self._num_failures = 0
 
     def _record(self, staged: Staged) -> None:
-        """Take one record into its lane's batch, and write the batch where it is full."""
+        """Take one record into the batch of its kind of shard, and write the batch where it is full."""
         kind = kind_of(staged.keep, staged.origin.site)
         num_left = staged.num_parts
         drop_reason = WRITER_ERROR
@@ -364,29 +354,29 @@ class Writer:
                 self.refused = {**self.refused, kind: refusal}
                 drop_reason = refusal
                 return
-            lane = self._store.lanes[kind]
+            shards = self._store.shards_by_kind[kind]
             measured = self._measured(staged)
             self._saw(staged, measured)
             for part in range(staged.num_parts):
                 if part:
-                    lane.flush_if_full()
+                    shards.flush_if_full()
                     self._tick()
                     if self._is_stopped:
                         return
                 try:
-                    lane.add(staged, measured, part)
+                    shards.add(staged, measured, part)
                 except MemoryError as error:
-                    drop_reason = lane.ran_out_of_memory(error)
+                    drop_reason = shards.ran_out_of_memory(error)
                     return
                 num_left -= 1
         finally:
             staged.block.release()
             if num_left:
                 self._ledger.drop(drop_reason, num_left)
-        lane.flush_if_full()
+        shards.flush_if_full()
 
     def _wait_for(self, ready: Ready) -> str | None:
-        """Wait for the bytes of a record, and keep up with the rest meanwhile. Returns why they will not come."""
+        """Wait for the bytes of a record, doing what is due meanwhile; return the reason where they are lost."""
         try:
             while not ready.wait(_SHORT_NAP_S):
                 self._tick()
@@ -411,16 +401,16 @@ class Writer:
             return _UNMEASURABLE
 
     def _tick(self) -> None:
-        """Show that the thread lives, and look around; only where no record is half done."""
+        """Note that the thread is alive, and do what is due by the clock. Never called while a record is half done."""
         self.last_progress_s = now = self._clock()
         if now < self._next_look_s:
             return
         self._next_look_s = now + _LONG_NAP_S
         self._take_manifest()
-        self._store.keep_up()
+        self._store.flush_due()
         if self.refused:
-            found = ((kind, self._store.refusal(kind)) for kind in self.refused)
-            self.refused = {kind: reason for kind, reason in found if reason is not None}
+            refusals = ((kind, self._store.refusal(kind)) for kind in self.refused)
+            self.refused = {kind: reason for kind, reason in refusals if reason is not None}
         if now >= self._next_poll_s and self._refusal is None:
             self._next_poll_s = now + _POLL_S
             if (manifest := self._poll()) is not None:
@@ -433,7 +423,7 @@ class Writer:
             self._store.set_manifest(manifest)
 
     def _show(self, state: str = "recording") -> None:
-        """Bring the status up to date where there is anything new to show."""
+        """Write the status, where there is a new one."""
         status, self._status = self._status, None
         if status is None and state == "recording":
             return
@@ -442,7 +432,7 @@ class Writer:
             self._store.show({**self._shown, "queue_length": self._queue.qsize()}, state=state)
 
     def _finish(self) -> None:
-        """Everything is taken: write the rest, balance the ledger, seal."""
+        """Write the pending rows, balance the ledger and seal the shards."""
         self._take_manifest()
         is_flushed = self._store.flush()
         ledger = self._ledger.close(INTERRUPTED)

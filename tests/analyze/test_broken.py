@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import recorder
-from recorder.analyze.diff import diff
-from recorder.analyze.first import first
+from recorder.analyze.diff.diff import diff
+from recorder.analyze.first.first import first
 from tests.distributed import jobs
 
 BROKEN = Path(__file__).parent / "scripts" / "broken.py"

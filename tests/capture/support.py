@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import recorder
-from recorder import active as recording_side
+from recorder.lifecycle import active as recording_side
 
 EVERYTHING = "site=* keep=tensor,stats,fingerprint"
 
@@ -30,7 +30,7 @@ class Recording:
         return recorder.open_run(self.folder)
 
     def rows(self, **equal: Any) -> pd.DataFrame:
-        """Light columns of all rows that match, in the order they were observed."""
+        """Metadata columns of all rows that match, in the order they were observed."""
         frame = self.run.to_pandas()
         for column, value in equal.items():
             frame = frame[frame[column].isna() if value is None else frame[column] == value]
@@ -42,7 +42,7 @@ class Recording:
     @property
     def manifest(self) -> dict[str, Any]:
         (writer,) = self.run.writers
-        return dict(writer.manifest)
+        return dict(writer.manifest.members)
 
     def events(self, kind: str) -> list[str]:
         return [event["message"] for event in self.manifest["events"] if event["kind"] == kind]

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import recorder
-from recorder.capture.clock import Clock
 from recorder.capture.nonfinite import FirstNonFinite
+from recorder.observe.clock import Clock
 from recorder.records import Measured
 from tests.distributed import jobs
 from tests.fakes import fake_staged

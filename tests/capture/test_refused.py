@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from recorder import active
-from recorder.capture.pool import Pool
-from recorder.write.quota import Floor
+from recorder.capture.staging.pool import Pool
+from recorder.lifecycle import active
+from recorder.write.quota import DiskFloor
 
 from .support import Tiny, batch, flagged
 
@@ -76,7 +76,7 @@ def test_large_tensors_count_for_as_many_rows_as_they_would_have_made(tmp_path: 
 
 
 def test_it_goes_on_once_there_is_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Floor, "refusal", lambda self, directory, num_bytes: "disk_floor")
+    monkeypatch.setattr(DiskFloor, "refusal", lambda self, directory, num_bytes: "disk_floor")
     model = Tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with flagged(tmp_path, "site=output keep=stats", flush_interval_s=0.1) as recording:

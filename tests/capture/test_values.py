@@ -116,7 +116,7 @@ def test_every_site_equals_plain_hooks(tmp_path: Path) -> None:
 
 
 def test_a_slow_writer_changes_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recorder.capture import measure
+    from recorder.capture.staging import measure
 
     plain_measure = measure.measure
     calls: list[int] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import logging
 import os
 import pty
 import re
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,10 +40,8 @@ Cli = Callable[..., Result]
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     """Run a command as from a shell, into a pipe."""
-    library = logging.getLogger("recorder")
-    before = (library.handlers, library.propagate)
 
     def run(*arguments: object) -> Result:
         capsys.readouterr()
@@ -54,8 +51,7 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
         code = exit_info.value.code
         return Result(code if isinstance(code, int) else 0, captured.out, captured.err)
 
-    yield run
-    library.handlers, library.propagate = before
+    return run
 
 
 def module(path: str, class_name: str, **more: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from recorder.cli.module_names import grouped
-from tests.analyze.test_expected import RULE, record, renumbered, root, step_rows, training
+from tests.analyze.doctor.test_expected import RULE, record, renumbered, root, step_rows, training
 from tests.cli.conftest import Cli, Result, on_a_terminal
 from tests.distributed import jobs
 from tests.read.handmade import HandmadeWriter, ledger, make_row, make_run
@@ -206,14 +206,14 @@ def test_a_rule_for_one_rank_is_told_as_a_filter(cli: Cli, run: Path) -> None:
     assert lines(cli("doctor", run), "ok", "filtered by rank=: recorded on ranks 0, not on 1: ", "rank=0")
 
 
-def test_many_holes_do_not_fill_the_screen(cli: Cli, run: Path) -> None:
+def test_many_gaps_do_not_fill_the_screen(cli: Cli, run: Path) -> None:
     modules = [{"path": "a", "sites": ["output"], "params": [], "buffers": []}]
     roots = [{"name": f"model_{i}", "modules": modules} for i in range(100)]
     rows = [make_row(0, root="model_0", module_path="a"), make_row(1, root="model_0", module_path="a", step=1)]
     rows += [make_row(1 + i, root=f"model_{i}", module_path="a", step=i % 2) for i in range(1, 100)]
     record(run, renumbered(sorted(rows, key=lambda row: int(row["step"]))), roots=roots, rules=["site=output"])
     found = cli("doctor", run)
-    assert lines(found, "note", "59 holes smaller than the following; --json has all")
+    assert lines(found, "note", "59 gaps smaller than the following; --json has all")
     assert len(lines(found, "values missing")) + len(lines(found, "1 value missing")) == 40
     assert len([check for check in cli("doctor", run, "--json").json if "reason" in check]) == 99
 

@@ -9,18 +9,52 @@ from pathlib import Path
 
 import pytest
 
-from recorder.cli.app import command_names
+import recorder.cli.commands
+from recorder.cli.commands import COMMANDS
 from recorder.cli.completing import complete_run
 from tests.cli.conftest import Cli, module
 from tests.read.handmade import HandmadeWriter, make_row, make_run
 
 
-@pytest.mark.parametrize("command", [name for name in command_names() if name != "run"])
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "run"])
 def test_help_of_a_command_is_its_own_help(cli: Cli, command: str) -> None:
     found = cli("help", command)
     assert (found.exit_code, found.err) == (0, "")
     assert found.out.startswith(f"Usage: recorder {command} ") and "[[" not in found.out
     assert found.out == cli(command, "--help").out == cli(command, "-h").out
+    assert found.out.splitlines()[2].strip() == COMMANDS[command]
+
+
+def test_every_file_of_a_command_is_known_and_the_help_of_all_loads_none() -> None:
+    folder = Path(recorder.cli.commands.__file__).parent
+    assert {path.stem for path in folder.glob("*.py")} - {"__init__"} == COMMANDS.keys()
+    code = "import sys\nfrom recorder.cli.app import run_command\ntry: run_command(['--help'])\nfinally: "
+    code += "assert not {'pyarrow', 'numpy', 'rich'} & set(sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (0, "") and "..." not in found.stdout.partition("Commands:")[2]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("merge RUN --to dcp -o OUT", "checkpoint RUN --to dcp -o OUT"),
+        ("merge RUN --to=safetensors -o OUT --what grad", "checkpoint RUN --to=safetensors -o OUT --what grad"),
+        ("merge RUN --catalog OUT", "catalog RUN --out OUT"),
+        ("merge --catalog=OUT RUN --json", "catalog --out=OUT RUN --json"),
+    ],
+)
+def test_an_old_spelling_works_and_says_the_new_in_one_line(
+    cli: Cli, recorded: Path, tmp_path: Path, old: str, new: str
+) -> None:
+    out = tmp_path / "out"
+    old, new = (text.replace("RUN", str(recorded)).replace("OUT", str(out)) for text in (old, new))
+    with_old = cli(*old.split())
+    out.unlink(missing_ok=True)
+    with_new = cli(*new.split())
+    option = "--catalog" if "--catalog" in old else "--to"
+    line, _, rest = with_old.err.partition("\n")
+    assert line == f"recorder: merge {option} is now: recorder {new}"
+    assert (with_old.exit_code, with_old.out, rest) == (with_new.exit_code, with_new.out, with_new.err)
 
 
 def test_help_alone_lists_the_commands_and_help_of_none_is_misuse(cli: Cli) -> None:

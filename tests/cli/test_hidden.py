@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import recorder
-from recorder import taps
+from recorder.taps import module_taps
 from tests.capture.support import flagged
 from tests.cli.conftest import Cli
 
@@ -365,7 +365,7 @@ def test_containers_in_torchscript_and_what_torch_puts_into_exported_programs_ar
         assert reasons.pop("tapped", HANDS_ON) == HANDS_ON, "where a trace leaves out what does nothing"
         assert reasons == ({"inlined": {"blocks"}} if how == "export" else {}), found.out
         assert found.exit_code == 0 and "_guards_fn" not in found.out
-    assert "_guards_fn" in [module["path"] for module in found.run.writers[0].manifest["roots"][0]["modules"]]
+    assert "_guards_fn" in [module["path"] for module in found.run.writers[0].manifest.members["roots"][0]["modules"]]
 
 
 @LEAF_GRADIENTS
@@ -382,7 +382,7 @@ def test_an_artefact_without_its_model_is_expected_to_show_what_is_tapped(
 ) -> None:
     program = torch.export.export(recorder.instrument(Handing(), name="shipped"), (torch.ones(3, 4),))
     graph, state = program.graph_module, list(program.state_dict.values())
-    monkeypatch.setattr(taps, "model_of", lambda where: None)  # as where its model was another process's
+    monkeypatch.setattr(module_taps, "model_of", lambda where: None)  # as where its model was another process's
     with flagged(tmp_path, EVERYTHING) as recording:
         for step in range(2):
             recorder.step(step)

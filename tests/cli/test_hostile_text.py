@@ -1,4 +1,4 @@
-"""Names of strangers: nothing in them reaches a terminal as a command, or rich as markup."""
+"""Names of foreign_writers: nothing in them reaches a terminal as a command, or rich as markup."""
 
 from __future__ import annotations
 

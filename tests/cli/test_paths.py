@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recorder.read.run import open_run
+from recorder.globalview.run import open_run
 from tests.cli.conftest import Cli
 from tests.read.handmade import HandmadeWriter, make_row, make_run
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from recorder.analyze.doctor.slots import Slots, match_rule
 from recorder.analyze.selection import Selection
-from recorder.analyze.slots import _matches
-from recorder.config import parse_rules
 from recorder.errors import LookupFailedError
-from recorder.patterns import choose, nearest, parse_patterns
-from recorder.read.groups import parse_overrides
-from recorder.read.run import open_run
-from tests.cli.conftest import Cli
+from recorder.format.manifest import WriterManifest
+from recorder.globalview.plan.overrides import parse_overrides
+from recorder.globalview.run import open_run
+from recorder.rules import choose, nearest, parse_patterns, parse_rules
+from tests.cli.conftest import Cli, module
 from tests.read.handmade import HandmadeWriter, make_row, make_run
 
 PATHS = ["", "layers.0", "layers.0.mlp", "layers.1", "layers.1.mlp", "head", "odd[0]", "odd0"]
@@ -49,8 +49,10 @@ def test_rules_their_judgement_and_the_reading_side_mean_the_same(run: Path, tex
     assert choose(parse_patterns(text), PATHS) == expected
     (rule,) = parse_rules({"module": text})
     assert [path for path in PATHS if rule.matches_module(path, "Linear", True)] == expected
-    judged = _matches(parse_patterns(text), PATHS)
-    assert judged is not None and [PATHS[i] for i in np.flatnonzero(judged)] == expected
+    roots = [{"name": "model", "modules": [module(path, "Linear") for path in PATHS]}]
+    slots = Slots([WriterManifest.read({"roots": roots})])
+    judged = match_rule(slots, rule)
+    assert judged is not None and [PATHS[i] for i in np.unique(slots.module[judged.slots])] == expected
     assert Selection(module=text).modules(PATHS) == expected
     rows = Selection(module=text).narrow(open_run(run).table(["module_path"])).column("module_path").to_pylist()
     assert rows == expected

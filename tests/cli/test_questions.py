@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from recorder import open_run
-from recorder.analyze.diff import diff
-from recorder.cli.diff import _accusations
-from tests.analyze import test_drift as drift
+from recorder.analyze.diff.diff import diff
+from recorder.cli.commands.diff import _accusations
+from recorder.format.schema import STATISTICS
+from tests.analyze.diff import test_drift as drift
 from tests.cli.conftest import Cli, module, on_a_terminal
 from tests.cli.test_hostile_text import NAMES, is_harmless
 from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
@@ -432,7 +433,9 @@ def test_help_has_an_example(cli: Cli, command: str) -> None:
 
 def test_help_says_what_columns_and_tolerances_mean(cli: Cli) -> None:
     text = " ".join(cli("diff", "--help").out.split())
-    assert "relative to the larger of |a| and |b|" in text and "of max the same, relative to the largest" in text
+    assert (
+        "relative to the larger of |a| and |b|" in text and "of max is that difference relative to the largest" in text
+    )
     assert "--rtol 1e-4 --atol 1e-6" in text
     assert "without is how many of these have no statistics" in " ".join(cli("stats", "--help").out.split())
 
@@ -489,7 +492,7 @@ def test_stats_are_sorted_by_any_column_and_cut_from_the_top(cli: Cli, tmp_path:
     writer = HandmadeWriter(run)
     values = [[3.0], [-5.0, np.nan], [1.0, 0.0], [4.0]]
     rows = [make_row(i, value, step=i, module_path=f"m{i}") for i, value in enumerate(values)]
-    rows[3] |= dict.fromkeys(("mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq"))
+    rows[3] |= dict.fromkeys(STATISTICS)
     writer.add_shard([rows])
     writer.finish()
 

@@ -11,7 +11,7 @@ import pytest
 
 from recorder.cli.output import number
 from recorder.cli.spark import spark_line
-from recorder.read.run import open_run
+from recorder.globalview.run import open_run
 from tests.cli.conftest import Cli, module, on_a_terminal
 from tests.read.handmade import HandmadeWriter, make_row, make_run
 

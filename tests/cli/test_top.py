@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from recorder.cli import top
+from recorder.cli.commands import top
 from recorder.read.status import RunWatch
 from tests.cli.conftest import Cli, on_a_terminal
 from tests.read.handmade import make_run

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from recorder.cli.output import Column, Table
+from recorder.format.schema import STATISTICS
 from tests.cli.conftest import Cli, module, on_a_terminal
 from tests.read.handmade import HandmadeWriter, make_row, make_run
 
@@ -36,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 more |= {"scope": "local"} if index % 4 == 0 else {}
                 if index % 6 == 5:
                     more |= {"placements": '["partial(sum)"]', "mesh": '{"shape":[2],"ranks":[0,1],"dim_names":null}'}
-                    more |= dict.fromkeys(("mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq"))
+                    more |= dict.fromkeys(STATISTICS)
                 rows.append(make_row(index, values, **more))
             writer = HandmadeWriter(run, rank)
             writer.add_shard([rows])

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recorder.read.run import open_run
+from recorder.globalview.run import open_run
 from tests.cli.conftest import Cli
-from tests.read.meshes import PARAM, Mesh, grid_facts, mesh_run, plain, root_input, shard
+from tests.globalview.meshes import PARAM, Mesh, grid_facts, mesh_run, plain, root_input, shard
 
 WHOLE = np.arange(48, dtype=np.float32).reshape(6, 8)
 TP = Mesh([0, 1])
 RUN, OUT = "RUN", "OUT"
 COMMANDS = {
     "merge": ["merge", RUN, "-o", OUT],
-    "checkpoint": ["merge", RUN, "--to", "safetensors", "-o", OUT],
+    "checkpoint": ["checkpoint", RUN, "--to", "safetensors", "-o", OUT],
     "where": ["show", RUN, "fc1", "--where", "--site", "param"],
     "stats": ["stats", RUN, "--global"],
     "grouped": ["stats", RUN, "--global", "--by", "site"],

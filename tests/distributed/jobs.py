@@ -21,6 +21,8 @@ import recorder
 
 SCRIPTS = Path(__file__).parent / "scripts"
 EVERYTHING = "site=* keep=tensor,stats,fingerprint"
+PATIENT = {"RECORDER_CLOSE_DEADLINE_S": "60"}
+"""A disk that others keep busy may take longer than the seconds that a program waits at its end."""
 DEADLINE_S = 90.0
 _OURS = ("RECORDER", "_RECORDER", "TORCH", "SLURM", "OMPI", "PMI", "MASTER_", "PYTHON", "COV")
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
@@ -34,7 +36,7 @@ def environment(settings: Mapping[str, str]) -> dict[str, str]:
 
 def recording(rules: str = EVERYTHING, **more: str) -> dict[str, str]:
     """The environment that records, into ``recordings`` where the process runs."""
-    return {"RECORDER": "1", "RECORDER_RULES": rules, **{f"RECORDER_{k.upper()}": v for k, v in more.items()}}
+    return {"RECORDER": "1", "RECORDER_RULES": rules, **PATIENT, **{f"RECORDER_{k.upper()}": v for k, v in more.items()}}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`recorder merge --to`: what torch loads is what training had, bit for bit, whatever the layout."""
+"""`recorder checkpoint`: what torch loads is what training had, bit for bit, whatever the layout."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
-from recorder.analyze.model import Model
-from recorder.analyze.model_files import write_model
+from recorder.analyze.export.model import Model
+from recorder.analyze.export.model_files import write_model
+from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
-from recorder.read.run import open_run
 
 from . import jobs
 from .conftest import Train

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import recorder
-from recorder.analyze.diff import diff
+from recorder.analyze.diff.diff import diff
 
 from . import jobs
 from .jobs import SCRIPTS, Finished

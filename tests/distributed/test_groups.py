@@ -34,7 +34,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 def facts(finished: Finished, name: str) -> list[Any]:
-    roots = [{root["name"]: root for root in writer.manifest["roots"]} for writer in finished.run.writers]
+    roots = [{root["name"]: root for root in writer.manifest.members["roots"]} for writer in finished.run.writers]
     return [by_name[name].get("data_parallel") for by_name in roots]
 
 
@@ -53,11 +53,11 @@ def test_a_model_without_a_wrapper_says_nothing(finished: Finished) -> None:
 def test_training_under_the_flag_says_it_too(train: Train, layout: str, kind: str) -> None:
     """Rank 0 of the ddp job also evaluates the inner model by itself."""
     for writer in train(layout, "everything", "--watch").run.writers:
-        (root,) = writer.manifest["roots"]
+        (root,) = writer.manifest.members["roots"]
         more = {"broadcast_buffers": True} if kind == "ddp" else {}
         assert root["data_parallel"] == {"kind": kind, "ranks": [0, 1]} | more
 
 
 def test_a_single_process_says_nothing(train: Train) -> None:
-    ((root,),) = [writer.manifest["roots"] for writer in train("plain", "everything", "--watch").run.writers]
+    ((root,),) = [writer.manifest.members["roots"] for writer in train("plain", "everything", "--watch").run.writers]
     assert "data_parallel" not in root

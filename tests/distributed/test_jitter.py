@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import recorder
-from recorder.analyze.first import first
-from recorder.cli.ls import list_path
+from recorder.analyze.first.first import first
+from recorder.cli.commands.ls import list_path
 
 from . import jobs
 from .jobs import SCRIPTS

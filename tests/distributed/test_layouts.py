@@ -230,4 +230,4 @@ def test_gradients_that_were_never_reduced_are_whole_and_local(pieces: Any, case
 def test_nothing_was_lost_and_nothing_went_wrong(pieces: Any, case: str) -> None:
     for writer in pieces(case).run.writers:
         assert writer.balance.dropped == {}
-        assert {event["kind"] for event in writer.manifest["events"]} <= {"step_never_advanced"}
+        assert {event["kind"] for event in writer.manifest.members["events"]} <= {"step_never_advanced"}

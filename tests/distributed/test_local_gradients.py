@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import recorder
-from recorder.analyze.first import first
+from recorder.analyze.first.first import first
 
 from . import jobs
 

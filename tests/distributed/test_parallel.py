@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import recorder
-from tests.roundtrip import meshes
+from scripts.campaigns.roundtrip import meshes
 
 from . import jobs
 from .jobs import SCRIPTS, Finished
@@ -71,7 +71,7 @@ def test_experts_on_ranks_of_their_own_are_recorded_rank_by_rank(runs: dict[str,
 
 
 def facts(run: recorder.Run) -> list[tuple[Any, Any]]:
-    roots = [writer.manifest["roots"] for writer in run.writers]
+    roots = [writer.manifest.members["roots"] for writer in run.writers]
     return [(root.get("data_parallel"), root.get("model_parallel")) for (root,) in roots]
 
 
@@ -199,7 +199,7 @@ def test_gradients_of_sequence_parallel_norms_are_summands_still(wholes: dict[st
 def test_nothing_was_lost_and_nothing_went_wrong(runs: dict[str, recorder.Run], case: str) -> None:
     for writer in runs[case].writers:
         assert writer.balance.dropped == {}
-        assert writer.manifest["events"] == []
+        assert writer.manifest.members["events"] == []
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +226,7 @@ def test_a_pipeline_is_not_changed(pipelined: Finished, case: str) -> None:
 
 @pytest.mark.parametrize("case", PIPELINED)
 def test_a_root_says_which_stage_it_is(stages: dict[str, recorder.Run], case: str) -> None:
-    roots = [writer.manifest["roots"] for writer in stages[case].writers]
+    roots = [writer.manifest.members["roots"] for writer in stages[case].writers]
     found = [sorted((root["pipeline"] for root in mine), key=lambda facts: facts["stage"]) for mine in roots]
     num_stages = 4 if case in OF_FOUR_STAGES else 2
     expected = [(0, 3), (1, 2)] if case.endswith("_v") else [range(rank, num_stages, 2) for rank in range(2)]
@@ -301,7 +301,7 @@ def test_a_recomputed_block_is_of_the_micro_batch_that_goes_back(stages: dict[st
 def test_nothing_of_a_pipeline_was_lost(stages: dict[str, recorder.Run], case: str) -> None:
     for writer in stages[case].writers:
         assert writer.balance.dropped == {}
-        assert writer.manifest["events"] == []
+        assert writer.manifest.members["events"] == []
 
 
 @pytest.mark.slow

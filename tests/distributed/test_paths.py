@@ -26,7 +26,7 @@ def recorded(train: Train, layout: str) -> Finished:
 @pytest.mark.parametrize("layout", HOOKED)
 def test_modules_are_named_as_in_the_bare_model(train: Train, layout: str) -> None:
     for writer in recorded(train, layout).run.writers:
-        (root,) = writer.manifest["roots"]
+        (root,) = writer.manifest.members["roots"]
         assert [module["path"] for module in root["modules"]] == PATHS
         assert root["class"] == "Net"
         assert {module["class"] for module in root["modules"] if module["path"] in ("blocks.0", "blocks.1")} == {
@@ -57,7 +57,7 @@ def test_activations_lie_under_the_same_paths_as_in_a_plain_run(train: Train, la
 @pytest.mark.parametrize("layout", ["fsdp1", "fsdp1 orig"])
 def test_parameters_of_modules_are_listed_as_in_the_bare_model(train: Train, layout: str) -> None:
     def listed(finished: Finished) -> list[tuple[str, list[str], list[str]]]:
-        (root,) = finished.run.writers[0].manifest["roots"]
+        (root,) = finished.run.writers[0].manifest.members["roots"]
         return [(module["path"], module["params"], module["buffers"]) for module in root["modules"]]
 
     assert listed(recorded(train, layout)) == listed(recorded(train, "plain"))

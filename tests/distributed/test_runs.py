@@ -31,8 +31,8 @@ def test_the_ranks_of_one_torchrun_make_one_run(train: Train, layout: str) -> No
     assert run.ranks == [0, 1]
     assert run.world_size == 2
     assert [writer.rank for writer in run.writers] == [0, 1]
-    assert {writer.manifest["world_size"] for writer in run.writers} == {2}
-    assert {writer.manifest["step_source"] for writer in run.writers} == {"optimizer"}
+    assert {writer.manifest.members["world_size"] for writer in run.writers} == {2}
+    assert {writer.manifest.members["step_source"] for writer in run.writers} == {"optimizer"}
 
 
 def test_spawned_ranks_agree_on_one_run_through_the_store(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_agents_of_a_static_rendezvous_make_one_run_and_touch_no_other(tmp_path:
         jobs.succeeded(agent)
     (second,) = [run for run in runs_in(tmp_path) if run.path != first.path]
     assert second.ranks == [0, 1]
-    assert [writer.manifest["node_rank"] for writer in second.writers] == [0, 1]
+    assert [writer.manifest.members["node_rank"] for writer in second.writers] == [0, 1]
     assert second.run_id != "none"
     assert digests(first.path) == before
 

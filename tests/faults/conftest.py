@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from recorder import active
-from recorder.capture.optimizers import find_live
+from recorder.capture.optimizer.hooks import find_live
+from recorder.lifecycle import active
 
 from .ends import Trainer
 

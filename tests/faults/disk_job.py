@@ -131,7 +131,7 @@ def free_memory(folder: Path) -> None:
 
 def fail(**calls: int) -> Callable[[Path], None]:
     def begin(folder: Path) -> None:
-        from . import seccomp
+        from scripts.campaigns.faults import seccomp
 
         seccomp.fail(calls)
 
@@ -143,8 +143,7 @@ def fail_on_writer_thread(**calls: int) -> Callable[[Path], None]:
 
     def begin(folder: Path) -> None:
         from recorder.write.writer import Writer
-
-        from . import seccomp
+        from scripts.campaigns.faults import seccomp
 
         plain = Writer._record
         is_done: list[bool] = []
@@ -165,7 +164,7 @@ _stalls: list[Any] = []
 
 def prepare_stall(*calls: str) -> Callable[[Path], None]:
     def prepare(folder: Path) -> None:
-        from . import seccomp
+        from scripts.campaigns.faults import seccomp
 
         _stalls.append(seccomp.Stall(calls))
 
@@ -243,7 +242,7 @@ def train(rank: int, world_size: int, case: Case, folder: Path) -> dict[str, Any
     import torch
     import torch.distributed as dist
 
-    from .training import batch, make
+    from scripts.campaigns.faults.training import batch, make
 
     if world_size > 1:
         dist.init_process_group("gloo", os.environ.get("STORE"), timedelta(seconds=60), world_size, rank)
@@ -280,7 +279,7 @@ def train(rank: int, world_size: int, case: Case, folder: Path) -> dict[str, Any
 def flush() -> None:
     """So that what was recorded is on the disk, or was refused there, however busy the machine."""
     if "RECORDER" in os.environ:
-        from recorder import active as training_side
+        from recorder.lifecycle import active as training_side
 
         if training_side._current is not None:  # it may not have had the memory to begin
             training_side._current.flush(30)
@@ -317,7 +316,7 @@ def run(name: str, out: Path, *, is_recorded: bool) -> None:
     import torch
 
     if is_recorded:
-        from recorder import active as training_side
+        from recorder.lifecycle import active as training_side
         from recorder.write import backoff
 
         backoff._LONGEST_PAUSE_S = backoff._FIRST_PAUSE_S  # nobody waits here for half a minute
@@ -364,7 +363,7 @@ def main() -> int:
     import pyarrow  # noqa: F401  # loaded once, for all children
     import torch._dynamo  # noqa: F401  # by the first optimizer
 
-    import recorder.active
+    import recorder.lifecycle.active
     import recorder.write.writer  # noqa: F401
 
     pids: list[tuple[str, int]] = []

@@ -17,9 +17,9 @@ import torch
 import zstandard
 
 from recorder.records import PART_BYTES
-from tests.faults import fuzz_base, fuzz_battery
-from tests.faults.fuzz_child import contain, reaching
-from tests.faults.fuzz_recipe import write_manifest
+from scripts.campaigns.fuzz import bases, battery
+from scripts.campaigns.fuzz.child import contain, reaching
+from scripts.campaigns.fuzz.recipe import write_manifest
 from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
 
 _MIB = 1 << 20
@@ -44,7 +44,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     torch.set_num_threads(1)
     pa.set_cpu_count(1)
     path = tmp_path_factory.mktemp("other") / "run"
-    fuzz_base.make_handmade(path)
+    bases.make_handmade(path)
     yield path
 
 
@@ -250,9 +250,9 @@ def _some(run: Path, other: Path, out: Path, bomb: Bomb) -> list[str]:
     ]
     words += [["merge", at, "-o", str(out / "merged"), "--jobs", "1"]]
     with reaching(out) as broken:
-        findings = [text for one in words for text in fuzz_battery.run_words(one, is_terminal=False)]
+        findings = [text for one in words for text in battery.run_words(one, is_terminal=False)]
         if bomb.has_arrays:
-            findings += fuzz_battery.use_api(run, chooser)
-            findings += fuzz_battery.run_words(["diff", at, str(other)], is_terminal=False)
-            findings += fuzz_battery.run_words(["export", at, "-o", str(out / "a.npz"), "--global"], is_terminal=False)
+            findings += battery.use_api(run, chooser)
+            findings += battery.run_words(["diff", at, str(other)], is_terminal=False)
+            findings += battery.run_words(["export", at, "-o", str(out / "a.npz"), "--global"], is_terminal=False)
     return findings + broken

@@ -19,10 +19,10 @@ import pytest
 import torch
 
 import recorder
-from recorder.read.verify import verify
+from recorder.upkeep.verify import verify
+from scripts.campaigns.faults import seccomp
 from tests.distributed import jobs
 
-from . import seccomp
 from .disk_job import CASES, NUM_STEPS
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from recorder.analyze.expected import compare
-from recorder.capture.host import HostStager
+from recorder.analyze.doctor.expected import compare
+from recorder.capture.staging.copies import HostStager
 from tests.capture.support import Tiny, batch, flagged
 
 NUM_STEPS = 30
@@ -38,8 +38,7 @@ def break_copies(monkeypatch: pytest.MonkeyPatch, error: BaseException, shape: t
 
         return fail
 
-    for name in ("copy", "encode"):
-        monkeypatch.setattr(HostStager, name, failing(getattr(HostStager, name)))
+    monkeypatch.setattr(HostStager, "copy", failing(HostStager.copy))
 
 
 def test_a_site_whose_copies_keep_failing_is_disarmed_and_the_hole_is_explained(
@@ -54,7 +53,7 @@ def test_a_site_whose_copies_keep_failing_is_disarmed_and_the_hole_is_explained(
     assert ledger["dropped"] == {"hook_error": 20}
     assert ledger["written"] == NUM_STEPS == ledger["observed"] - 20
     assert len([r for r in caplog.records if "is not recorded any more" in r.getMessage()]) == 1
-    holes = [hole for hole in compare(recording.run).holes if not hole.reason.is_harmless]
+    holes = [hole for hole in compare(recording.run).gaps if not hole.reason.is_harmless]
     assert [(hole.reason.key, hole.modules, hole.steps) for hole in holes] == [
         ("disarmed", ["first"], list(range(NUM_STEPS)))
     ]
@@ -109,7 +108,7 @@ def test_after_an_interrupt_of_the_start_the_next_call_starts_again(
     with flagged(tmp_path, "site=output keep=tensor") as recording:
         model = Tiny()
         with monkeypatch.context() as patch:
-            patch.setattr(f"recorder.recorder.{where}", interrupt)
+            patch.setattr(f"recorder.lifecycle.recorder.{where}", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 train(1, model)
         train(2, model)
@@ -119,7 +118,7 @@ def test_after_an_interrupt_of_the_start_the_next_call_starts_again(
 
 
 def test_a_root_that_keeps_failing_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recorder.capture.root import Root
+    from recorder.capture.hooks.root import Root
 
     expected = train()
     calls = []

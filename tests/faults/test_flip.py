@@ -1,4 +1,4 @@
-"""A sample of the campaign of flips; `python -m tests.faults flip` does 20,000, `--every` a bit of each byte."""
+"""A sample of the campaign of flips; `python -m scripts.campaigns flip` does 20,000, `--every` a bit of each byte."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from recorder.format import integrity
 from recorder.read import shard
-from tests.faults.flip import Flips, flip
+from scripts.campaigns.fuzz.flip import Flips, flip
 
 NUM_FLIPS = 150
 NUM_BYTES = 200

@@ -1,4 +1,4 @@
-"""A sample of the campaign `python -m tests.faults kill`."""
+"""A sample of the campaign `python -m scripts.campaigns kill`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from scripts.campaigns.faults import support
 from tests.distributed.jobs import environment
-
-from . import support
 
 
 def test_what_a_killed_training_had_committed_is_readable_and_equal_to_a_replay(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.faults", "kill", "--count=8", "--launched=0", f"--dir={tmp_path}"]
+    command = [sys.executable, "-m", "scripts.campaigns", "kill", "--count=8", "--launched=0", f"--dir={tmp_path}"]
     done = subprocess.run(
         command,
         cwd=Path(__file__).parents[2],
@@ -36,8 +35,8 @@ def test_what_a_killed_training_had_committed_is_readable_and_equal_to_a_replay(
 
 FAILING = """
 import os, time
-from tests.faults import kill
-from tests.faults.__main__ import main
+from scripts.campaigns.faults import kill
+from scripts.campaigns.__main__ import main
 
 def missing(command, **how):
     raise FileNotFoundError(f"no such launcher: {command[:3]}")

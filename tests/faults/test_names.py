@@ -1,4 +1,4 @@
-"""Names, links and places of strangers, in every command: nothing is followed, written elsewhere or obeyed."""
+"""Names, links and places of foreign_writers, in every command: nothing is followed, written elsewhere or obeyed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import torch
 
 import recorder
 from recorder.errors import NotARunError, WriteError
+from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
-from recorder.read.run import open_run
+from scripts.campaigns.fuzz import bases, battery
+from scripts.campaigns.fuzz.child import contain
+from scripts.campaigns.fuzz.recipe import write_manifest
 from tests.capture.support import Tiny, batch
-from tests.faults import fuzz_base, fuzz_battery
-from tests.faults.fuzz_child import contain
-from tests.faults.fuzz_recipe import write_manifest
 from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
 
 NAMES = (
@@ -37,7 +37,7 @@ NAMES = (
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("sound") / "run"
-    fuzz_base.make_handmade(path)
+    bases.make_handmade(path)
     yield path
 
 
@@ -84,7 +84,7 @@ def test_hostile_names_reach_no_output_as_they_are(tmp_path: Path, sound: Path) 
     _hostile(run)
 
     def check(case: int) -> str:
-        return "\n".join(fuzz_battery.examine(run, sound, out, random.Random(case), 0.5))
+        return "\n".join(battery.examine(run, sound, out, random.Random(case), 0.5))
 
     for verdict in contain(check, [0, 1], limit_s=120):
         assert not verdict.finding, verdict.finding
@@ -192,7 +192,7 @@ def test_reading_never_unpickles_connects_or_starts_anything(tmp_path: Path, sou
     (tmp_path / "out").mkdir()
 
     def check(case: int) -> str:
-        return "\n".join(fuzz_battery.examine(sound, sound, tmp_path / "out", random.Random(1), 0.4))
+        return "\n".join(battery.examine(sound, sound, tmp_path / "out", random.Random(1), 0.4))
 
     (verdict,) = contain(check, [0], limit_s=60)  # `fuzz_child` listens to Python's audit events
     assert not verdict.finding, verdict.finding

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import recorder
-from recorder.cli import doctor
-from recorder.read.verify import verify
+from recorder.cli.commands import doctor
+from recorder.upkeep.verify import verify
 from recorder.write import backoff
 from recorder.write.file import Disk
 from tests.fakes import FaultyDisk

@@ -1,4 +1,4 @@
-"""A sample of the campaign `python -m tests.faults power`, and that it would notice a writer with another order."""
+"""A sample of the campaign `power`, and that it would notice a writer with another order."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from . import power
-from .power import Op, Scenario
+from scripts.campaigns.faults import power
+from scripts.campaigns.faults.power import Op, Scenario
 
 NAMES = ("record", "record, retire", "second rank", "repair")
 NUM_PREFIXES, NUM_STATES = 6, 2

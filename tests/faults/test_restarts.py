@@ -10,15 +10,14 @@ import pytest
 
 import recorder
 from recorder.merge.merge import merge_run
+from scripts.campaigns.faults.replay import Replay
+from scripts.campaigns.faults.support import batches_of
 from tests.distributed import jobs
 from tests.distributed.jobs import Finished
 
-from .replay import Replay
-from .support import batches_of
-
 RUN_ID = "5a1d9c1e-2f04-4e7b-9d0c-8f6f5e0a7b31"
 SAVE_AT, FAIL_AT, STEPS = 4, 7, 9
-MODULE = ["-m", "tests.faults.training"]
+MODULE = ["-m", "scripts.campaigns.faults.training"]
 UP = "blocks.0.up"
 
 
@@ -86,7 +85,7 @@ class TestARestart:
         self, restarted: Finished, replays: dict[int, Replay]
     ) -> None:
         writers = recorder.open_run(restarted.folder / "recordings" / RUN_ID).writers
-        of_two = [writer for writer in writers if writer.manifest["world_size"] == 2]
+        of_two = [writer for writer in writers if writer.manifest.members["world_size"] == 2]
         assert [(writer.rank, writer.attempt) for writer in of_two] == [(0, 0), (0, 1), (1, 0), (1, 1)]
         assert {writer.state for writer in of_two} == {"closed"}
         assert [problem for writer in of_two for problem in wrong_rows(writer, replays[2])] == []
@@ -118,7 +117,7 @@ class TestSeveralJobsInOneRun:
         self, restarted: Finished, shared: object, replays: dict[int, Replay]
     ) -> None:
         run = recorder.open_run(restarted.folder / "recordings" / RUN_ID)
-        own = [writer for writer in run.writers if writer.manifest["world_size"] == 1]
+        own = [writer for writer in run.writers if writer.manifest.members["world_size"] == 1]
         assert sorted(writer.last_step or 0 for writer in own) == [1, 2]
         assert [problem for writer in own for problem in wrong_rows(writer, replays[1])] == []
         assert run.problems == []

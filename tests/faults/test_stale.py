@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recorder.errors import RunError
-from recorder.read.run import open_run
+from recorder.globalview.run import open_run
 from tests.read.handmade import HandmadeWriter, make_row, make_run
 
 

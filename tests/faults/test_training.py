@@ -16,11 +16,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import recorder
-from recorder.capture import hooks
-from recorder.capture.clock import Clock, RootClock
-from recorder.capture.optimizers import OptimizerWatch
-from recorder.capture.root import Root
-from recorder.capture.watch import Watch
+from recorder.capture.hooks import callbacks
+from recorder.capture.hooks.module import Watch
+from recorder.capture.hooks.root import Root
+from recorder.capture.optimizer.hooks import OptimizerWatch
+from recorder.observe.clock import Clock, RootClock
 from tests.capture.support import Recording, Tiny, batch, flagged
 from tests.cli.conftest import Cli, cli
 from tests.distributed import jobs
@@ -384,7 +384,7 @@ def test_a_model_that_is_gone_is_not_kept_by_what_was_hooked(tmp_path: Path) -> 
         del model
         assert gone() is None
         train(tiny(), 1)
-    assert not hooks.WATCHES
+    assert not callbacks.WATCHES
 
 
 EXOTIC = (

@@ -81,8 +81,8 @@ def checksums(column: Any) -> list[int | None]:
     """The list that the header must hold for a column of at least one row."""
     validity, *buffers = column.buffers()
     num_rows = len(column)
-    if str(column.type) in ("string", "large_binary"):
-        width = 4 if str(column.type) == "string" else 8
+    if str(column.type) in ("string", "binary", "large_binary"):
+        width = 8 if str(column.type) == "large_binary" else 4
         offsets = buffers[0].to_pybytes()[: (num_rows + 1) * width]
         num_bytes = int.from_bytes(offsets[-width:], "little")
         used = [offsets, buffers[1].to_pybytes()[:num_bytes] if num_bytes else b""]

@@ -19,13 +19,13 @@ from recorder.format.codec import (
     CODECS,
     Encoder,
     Payload,
+    check_size,
     concatenate,
     decode,
-    encode_ref,
     max_encoded_bytes,
-    ref_target,
 )
 from recorder.format.dtypes import ITEM_BYTES
+from recorder.format.encodings import ALL_ENCODINGS, target_of
 
 Bytes = npt.NDArray[np.uint8]
 _MIB = 1 << 20
@@ -125,7 +125,7 @@ def _each_encoding() -> list[tuple[str, bytes, Bytes, int]]:
         data = _kind(kind, 1 << 14)
         encoding, payload = _encode(data, item_bytes, codec)
         made.append((encoding, payload, data, item_bytes))
-    assert [case[0] for case in made] == ["planes_plain", "planes", "plain", "raw"]
+    assert {case[0] for case in made} == {one.name for one in ALL_ENCODINGS if one.write is not None}
     return made
 
 
@@ -183,7 +183,11 @@ def test_another_declared_size_is_corrupt(encoding: str, payload: bytes, data: B
             decode(encoding, payload, len(data) - 1, item_bytes)
 
 
-@given(st.sampled_from(["raw", "planes", "plain", "planes_plain"]), st.binary(max_size=200), st.integers(0, 1 << 50))
+@given(
+    st.sampled_from([one.name for one in ALL_ENCODINGS if one.read is not None]),
+    st.binary(max_size=200),
+    st.integers(0, 1 << 50),
+)
 def test_arbitrary_bytes_are_data_or_corrupt(encoding: str, payload: bytes, num_bytes: int) -> None:
     try:
         decoded = decode(encoding, payload, num_bytes, 1)
@@ -249,13 +253,31 @@ def test_an_unknown_encoding_is_unsupported_and_a_ref_must_be_resolved_first() -
     for encoding in ("delta", "", "ref"):
         with pytest.raises(UnsupportedError, match="encoding"):
             decode(encoding, b"12345678", 8, 1)
+    with pytest.raises(
+        UnsupportedError, match="'delta' is unknown to this version of recorder, which reads plain, raw"
+    ):
+        check_size("delta", b"12345678", 8, 1)
+    assert concatenate([Payload("delta", b"12345678", 8)], 1) is None
+
+
+@_BY_ENCODING
+def test_the_headers_of_a_payload_say_whether_it_may_be_as_long_as_its_row_says(
+    encoding: str, payload: bytes, data: Bytes, item_bytes: int
+) -> None:
+    check_size(encoding, payload, len(data), item_bytes)
+    for damaged, num_bytes in ((payload, len(data) - item_bytes), (payload[:-1], len(data))):
+        with pytest.raises(CorruptError):
+            check_size(encoding, damaged, num_bytes, item_bytes)
 
 
 @given(st.integers(0, (1 << 63) - 1))
 def test_a_ref_names_a_row(seq: int) -> None:
-    assert ref_target(encode_ref(seq)) == seq
-    with pytest.raises(CorruptError):
-        ref_target(encode_ref(seq) + b"\0")
+    payload = seq.to_bytes(8, "little")
+    assert target_of("ref", payload) == seq
+    assert target_of("plain", payload) is None
+    for damaged in (payload + b"\0", payload[:-1], None):
+        with pytest.raises(CorruptError):
+            target_of("ref", damaged)
 
 
 @pytest.mark.parametrize("kind", ["normal", "normal_bfloat16", "random", "zeros", "token_ids"])

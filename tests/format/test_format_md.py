@@ -13,10 +13,12 @@ import pyarrow as pa
 import pytest
 
 from recorder.format import dtypes, schema
-from recorder.format.codec import Encoder, encode_ref, max_encoded_bytes
+from recorder.format.codec import Encoder, max_encoded_bytes
+from recorder.format.encodings import ALL_ENCODINGS, ENCODINGS
 from recorder.format.fingerprint import fingerprint, to_text
 from recorder.format.integrity import batch_metadata, seal_metadata
 from recorder.format.schema import SCHEMA
+from recorder.sites import ALL_SITES, SITES
 
 from . import independent
 
@@ -53,7 +55,7 @@ def _shard(compression: str | None = None) -> bytes:
         found, num_bytes = Encoder(codec).encode(np.frombuffer(values.tobytes(), np.uint8), values.itemsize, out)
         assert found == encoding
         rows.append(_row(seq, values, encoding, out[:num_bytes].tobytes()))
-    rows.append(_row(len(rows), _NORMAL, "ref", encode_ref(2)))
+    rows.append(_row(len(rows), _NORMAL, "ref", (2).to_bytes(8, "little")))
     sink = io.BytesIO()
     with pa.ipc.new_file(sink, SCHEMA, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
         for number, part in enumerate((rows[:3], rows[3:])):
@@ -129,10 +131,21 @@ def test_the_words_of_the_page_are_those_of_the_code() -> None:
     assert tuple(rows["mode"]) == schema.MODES
     assert tuple(rows["phase"]) == schema.PHASES
     assert tuple(rows["scope"]) == schema.SCOPES
-    assert tuple(row[0].strip("`") for row in independent.table(independent.section("Sites"))) == schema.SITES
+    assert tuple(row[0].strip("`") for row in independent.table(independent.section("Sites"))) == SITES
+    assert tuple(row[0].strip("`") for row in independent.table(independent.section("Payloads"))) == ENCODINGS
     types = independent.section("Element types").split(". ")[0].split("Bytes per")[0]
     assert set(independent.words(types)) == set(dtypes.ITEM_BYTES)
     assert SCHEMA.metadata == {b"recorder_format": b"%d.%d" % schema.FORMAT_VERSION}
+
+
+def test_what_a_minor_version_added_says_so_on_the_page() -> None:
+    rows = [row for name in ("Rows", "Sites", "Payloads") for row in independent.table(independent.section(name))]
+    entries: list[Any] = [*schema.COLUMNS, *ALL_SITES, *ALL_ENCODINGS]
+    for entry in entries:
+        if entry.since:
+            texts = [" ".join(rest) for first, *rest in rows if entry.name in independent.words(first)]
+            assert any(f"since version 1.{entry.since}" in text for text in texts), entry.name
+        assert entry.since <= schema.FORMAT_VERSION[1], f"{entry.name} is of a later version than FORMAT_VERSION"
 
 
 def test_the_constants_and_examples_of_the_page_are_right() -> None:

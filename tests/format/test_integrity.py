@@ -15,16 +15,12 @@ from crc32c import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recorder import native
 from recorder.errors import CorruptError
 from recorder.format.integrity import (
     METADATA_CRC_KEY,
     METADATA_KEY,
     batch_metadata,
     check_batch,
-    checksum,
-    joined_checksum,
-    loops_of_readers,
     seal_metadata,
 )
 from recorder.read.messages import parse_message
@@ -197,35 +193,3 @@ def test_checksums_off_an_uncompressed_message_are_those_of_its_columns() -> Non
     written = json.loads(batch_metadata(batch, number=0, ledger={})[METADATA_KEY])["crc32c"]
     assert {name: crcs_of(name) for name in columns} == written
     assert written["numbers"][0] is not None and written["fixed"][0] is None
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1, 65_535, 65_536, 300_001])
-def test_a_checksum_goes_on_from_the_bytes_before_with_and_without_compiled_loops(num_bytes: int) -> None:
-    content = np.random.default_rng(0).integers(0, 256, 100 + num_bytes, np.uint8)
-    before = crc32c(content[:100].data)
-    for kernels in {None, native.load()}:
-        assert checksum(content[100:].data, kernels, before) == crc32c(content.data)
-
-
-@pytest.mark.parametrize(("value", "is_wanted"), [(None, True), ("", True), ("1", True), ("0", False), (" No ", False)])
-def test_readers_do_without_compiled_loops_where_the_environment_says_so(
-    value: str | None, is_wanted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RECORDER_NATIVE", raising=False)
-    if value is not None:
-        monkeypatch.setenv("RECORDER_NATIVE", value)
-    loops_of_readers.cache_clear()
-    assert loops_of_readers() is (native.load() if is_wanted else None)
-    loops_of_readers.cache_clear()
-
-
-@given(st.binary(max_size=300), st.binary(max_size=300))
-def test_the_checksum_of_two_pieces_is_known_from_those_of_each(one: bytes, other: bytes) -> None:
-    assert joined_checksum(crc32c(one), crc32c(other), len(other)) == crc32c(one + other)
-
-
-def test_checksums_of_long_pieces_are_joined() -> None:
-    data = np.random.default_rng(0).integers(0, 256, 5_000_003, np.uint8)
-    assert joined_checksum(crc32c(b"before"), crc32c(data.tobytes()), len(data)) == crc32c(
-        data.tobytes(), crc32c(b"before")
-    )

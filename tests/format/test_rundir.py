@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from recorder.errors import CorruptError, NotARunError, UnsupportedError
 from recorder.format import rundir
+from recorder.format.manifest import check_version
 
 
 @given(st.integers(0, 10**8))
@@ -131,5 +132,5 @@ def test_links_pipes_directories_and_nothing_are_no_manifests(tmp_path: Path) ->
 )
 def test_only_this_major_version_is_read(manifest: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match="here"):
-        rundir.check_version(manifest, "here")
-    rundir.check_version({"format": "recorder", "version": [1, 7]}, "here")
+        check_version(manifest, "here")
+    check_version({"format": "recorder", "version": [1, 7]}, "here")

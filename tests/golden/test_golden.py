@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 import recorder
-from recorder.read.view import GlobalRows
+from recorder.errors import LookupFailedError
+from recorder.format.schema import COLUMN_OF, FORMAT_VERSION, STATISTICS
+from recorder.globalview.assemble.rows import GlobalRows
 from tests.distributed import jobs
 from tests.roundtrip.fingerprints import fingerprint
 
@@ -50,26 +52,30 @@ def statistics(array: Array) -> dict[str, Any]:
     """As FORMAT.md, section 5, defines them."""
     wide = array.astype(np.float64).reshape(-1)
     finite = wide[np.isfinite(wide)]
-    found: dict[str, Any] = dict.fromkeys(("mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq"))
+    found: dict[str, Any] = dict.fromkeys(STATISTICS)
     found |= {"nan_count": int(np.isnan(wide).sum()), "inf_count": int(np.isinf(wide).sum())}
     found |= {"zero_count": int((wide == 0).sum())}
     if finite.size:
         found |= {"mean": finite.mean(), "std": finite.std(), "min": finite.min(), "max": finite.max()}
         found |= {"absmax": abs(finite).max(), "sum": finite.sum(), "sum_sq": (finite**2).sum()}
         found |= {"l2": np.sqrt(found["sum_sq"])}
+        found |= {"sum_abs": abs(finite).sum(), "sum_fourth": (finite**4).sum()}
     return found
 
 
-def assert_statistics(row: dict[str, Any], array: Array) -> None:
+def assert_statistics(row: dict[str, Any], array: Array, minor: int = FORMAT_VERSION[1]) -> None:
     for name, value in statistics(array).items():
-        if value is None or name in COUNTED:
+        if COLUMN_OF[name].since > minor:
+            # A number that was added up over ranks is known itself, and with it all its statistics.
+            assert row[name] is None or (not array.ndim and row["rank"] is None), (key_of(row), name)
+        elif value is None or name in COUNTED:
             assert row[name] == value, (key_of(row), name)
         else:  # these numbers are exact but for the roots and divisions: one rounding each, of at most 12 numbers
             assert row[name] == pytest.approx(value, rel=12 * 2.0**-53, abs=12 * 2.0**-53), (key_of(row), name)
 
 
 def test_there_is_a_run_of_every_version_that_was_released() -> None:
-    assert [path.name for path in RUNS] == ["v1.0", "v1.1"]
+    assert [path.name for path in RUNS] == ["v1.0", "v1.1", "v1.2"]
 
 
 @every_run
@@ -131,7 +137,7 @@ def test_every_row_has_the_statistics_of_its_tensor(path: Path) -> None:
     for rank in range(WORLD_SIZE):
         rows = rows_by_key(run, rank)
         for value in VALUES:
-            assert_statistics(rows[value[:5]], value.locals[rank])
+            assert_statistics(rows[value[:5]], value.locals[rank], run.version[1])
 
 
 @every_run
@@ -166,7 +172,7 @@ def test_the_global_view_has_their_statistics(path: Path) -> None:
     table = rows.table.to_pylist()
     for value in VALUES:
         row = table[at[value[:5]]]
-        assert_statistics(row, value.array)
+        assert_statistics(row, value.array, recorder.open_run(path).version[1])
         assert row["ranks_present"] == row["ranks_expected"] == "[0,1]"
         assert row["layout_source"] == expected_source(value)
         assert row["scale"] == expected_scale(value)
@@ -192,3 +198,30 @@ def test_a_look_up_gives_the_tensors_of_the_whole_model(path: Path) -> None:
     for value in VALUES:
         site, module_path, name, step, phase = value[:5]
         assert same_bits(run.array(module_path, site, step, name, phase=phase), value.array), value[:5]
+
+
+@every_run
+def test_the_histogram_of_the_whole_tensor_is_the_sum_of_those_of_its_pieces(path: Path) -> None:
+    """Scalars have none: a rule chooses whether they are kept, not how."""
+    run = recorder.open_run(path)
+    for value in (value for value in VALUES if value.site != "scalar"):
+        site, module_path, name, step, phase = value[:5]
+        for rank, array in ((None, value.array), *enumerate(value.locals)):
+            asked: dict[str, Any] = {"site": site, "step": step, "name": name, "rank": rank, "phase": phase}
+            if run.version[1] < COLUMN_OF["histogram"].since:
+                with pytest.raises(LookupFailedError, match="keep=histogram"):
+                    run.histogram(module_path, **asked)
+                continue
+            found, wide = run.histogram(module_path, **asked), array.astype(np.float64)
+            _, exponents = np.frexp(wide[np.isfinite(wide) & (wide != 0)])
+            assert dict(zip(*np.unique(exponents - 1, return_counts=True), strict=True)) == {
+                exponent: count
+                for exponent, count in zip(found.exponents.tolist(), found.counts.sum(axis=0).tolist(), strict=True)
+                if count
+            }, (value[:5], rank)
+            assert found.counts.sum(axis=1).tolist() == [
+                int((np.isfinite(wide) & (wide < 0)).sum()),
+                int((np.isfinite(wide) & (wide > 0)).sum()),
+            ]
+            assert found.infinite.tolist() == [int((wide == -np.inf).sum()), int((wide == np.inf).sum())]
+            assert (found.zero_count, found.nan_count) == (int((wide == 0).sum()), int(np.isnan(wide).sum()))

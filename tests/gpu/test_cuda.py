@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import recorder
-from recorder.capture.devices import CudaDevice
-from recorder.capture.measure import measure
+from recorder.capture.staging.devices import CudaDevice
+from recorder.capture.staging.measure import measure
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS
 
 from ..capture.support import EVERYTHING, Recording, flagged
@@ -261,7 +261,7 @@ def test_what_the_device_measures_is_what_the_host_would(tmp_path: Path, dtype: 
     assert row["fingerprint"] == f"{wanted.fingerprint:016x}"
     for name in ("min", "max", "absmax", "nan_count", "inf_count", "zero_count"):
         assert row[name] == getattr(wanted, name), name
-    for name in ("mean", "std", "l2", "sum", "sum_sq"):
+    for name in ("mean", "std", "l2", "sum", "sum_sq", "sum_abs", "sum_fourth"):
         np.testing.assert_allclose(row[name], getattr(wanted, name), rtol=1e-9)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recorder.format.schema import LIGHT_COLUMNS
-from recorder.read.run import Run, open_run
-from recorder.read.verify import verify
+from recorder.format.schema import METADATA_COLUMNS
+from recorder.globalview.run import Run, open_run
+from recorder.upkeep.verify import verify
 from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
 
 MODULE = {"class": "Linear", "source": "train.py:7", "aliases": [], "params": ["weight"], "buffers": ["mean"]}
@@ -94,7 +94,7 @@ def grow(path: Path, steps: Sequence[int], ranks: Sequence[int] = (0, 1), name: 
 def content(run: Run) -> list[Any]:
     """Every row of the global view with its values, in order."""
     rows = run.view().rows()
-    names = [name for name in LIGHT_COLUMNS if name not in _OF_STORAGE]
+    names = [name for name in METADATA_COLUMNS if name not in _OF_STORAGE]
     found = rows.table.select(names).to_pylist()
     payloads = rows.table.column("encoding").is_valid().to_pylist()
     values = [rows.array(i).tobytes() if payloads[i] else None for i in range(len(rows))]

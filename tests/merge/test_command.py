@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recorder.read.run import open_run
+from recorder.globalview.run import open_run
 from tests.cli.conftest import Cli, cli, on_a_terminal
 from tests.merge.support import add_steps, assert_is_merge, grow, make_small_run, roots, weight
 from tests.read.handmade import HandmadeWriter, make_row, make_run
@@ -58,7 +58,7 @@ def test_what_is_no_finding_is_a_note(cli: Cli, tmp_path: Path) -> None:
         add_steps(writer, [2], is_sealed=False)
         writer.finish(state="recording", roots=roots(), host="another")
     result = cli("merge", run, "-o", out, "--jobs", 1)
-    assert "note: 2 writers of it at work; merge again for what comes" in result.out
+    assert "note: 2 writers of it at work; merge again for its later rows" in result.out
     assert result.exit_code == 0
 
 

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from recorder.cluster import open_cluster
 from recorder.errors import WriteError
+from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
-from recorder.read.run import open_run
+from recorder.system.executors import open_dask
 from tests.cli.conftest import Cli, cli
 from tests.merge.clusters import PATIENCE_S, Workers, started_cluster, wait_for
 from tests.merge.support import assert_is_merge, batch, make_small_run, units
@@ -42,8 +42,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work is cut by the process that hands it out: units of a step, pieces of one or two."""
     monkeypatch.setattr("recorder.merge.plan.UNIT_BYTES", UNIT_BYTES)
-    monkeypatch.setattr("recorder.analyze.pieces.MAX_ROWS", 20)
-    monkeypatch.setattr("recorder.analyze.tensors.BATCH_BYTES", 200)
+    monkeypatch.setattr("recorder.analyze.step_ranges.MAX_ROWS", 20)
+    monkeypatch.setattr("recorder.analyze.export.tensors.BATCH_BYTES", 200)
 
 
 @pytest.fixture
@@ -142,23 +142,23 @@ def test_warnings_of_workers_reach_who_asked(cli: Cli, cluster: Workers, run: Pa
 def test_what_is_still_recorded_is_looked_at_here(cli: Cli, cluster: Workers, run: Path, monkeypatch: Any) -> None:
     """A worker finds another run than this process had opened."""
     here = cli("stats", run, "--json")
-    monkeypatch.setattr("recorder.read.again.digest", lambda run: "other")
+    monkeypatch.setattr("recorder.globalview.reopening.digest", lambda run: "other")
     assert cli("stats", run, "--json", "--scheduler", cluster.address) == here
 
 
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        ({"pyarrow": "1.0"}, ", and here is 1.0; install the same there"),
-        ({"python": "3.99"}, "has python 3.11, and here is 3.99; install the same there"),
-        ({"unknown-package": "2"}, "has no unknown-package; install there what is here, unknown-package 2"),
+        ({"pyarrow": "1.0"}, ", but this machine has 1.0; install the same version"),
+        ({"python": "3.99"}, "has python 3.11, but this machine has 3.99; install the same version"),
+        ({"unknown-package": "2"}, "has no unknown-package; install unknown-package 2 there, as on this machine"),
     ],
 )
 def test_workers_of_other_versions_are_refused(
     cli: Cli, cluster: Workers, run: Path, monkeypatch: pytest.MonkeyPatch, found: dict[str, str], said: str
 ) -> None:
-    monkeypatch.setattr("recorder.cluster._versions", lambda: found)
-    monkeypatch.setattr("recorder.cluster._PACKAGES", ("pyarrow", "unknown-package"))
+    monkeypatch.setattr("recorder.system.executors.versions", lambda: found)
+    monkeypatch.setattr("recorder.system.executors._PACKAGES", ("pyarrow", "unknown-package"))
     result = cli("stats", run, "--scheduler", cluster.address)
     assert (result.exit_code, result.out) == (2, "")
     assert said in result.err and result.err.count("\n") == 1
@@ -174,11 +174,12 @@ def test_a_worker_that_sees_other_files_is_named(
     paths = {"run": run, "out": tmp_path / "out"} | {which: mine / which}
     result = cli("merge", paths["run"], "-o", paths["out"], "--scheduler", cluster.address)
     assert (result.exit_code, result.out) == (2, "")
-    assert "worker tcp://127.0.0.1:" in result.err and said in result.err and result.err.count("\n") == 1
+    assert f"(worker {socket.gethostname()} (process " in result.err
+    assert said in result.err and result.err.count("\n") == 1
 
 
 def test_no_scheduler_is_said(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recorder.cluster._CONNECT_S", 1.0)
+    monkeypatch.setattr("recorder.system.executors._CONNECT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     result = cli("stats", run, "--scheduler", f"tcp://127.0.0.1:{port}")
@@ -195,7 +196,7 @@ def test_what_is_no_address_is_said(cli: Cli, run: Path) -> None:
 
 
 def test_without_dask_it_is_said_how_to_get_it(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recorder.cluster.find_spec", lambda name: None)
+    monkeypatch.setattr("recorder.system.executors.find_spec", lambda name: None)
     result = cli("stats", run, "--scheduler", "tcp://127.0.0.1:1")
     assert result.exit_code == 2
     assert "pip install '.[dask]'" in result.err
@@ -205,14 +206,14 @@ def test_without_dask_it_is_said_how_to_get_it(cli: Cli, run: Path, monkeypatch:
 def test_options_that_would_change_nothing_are_refused(cli: Cli, run: Path, tmp_path: Path, options: list[Any]) -> None:
     result = cli("merge", run, "-o", tmp_path / "out", "--scheduler", "tcp://127.0.0.1:1", *options)
     assert result.exit_code == 2
-    assert f"{'--jobs' if '--jobs' in options else '--scheduler'}: not " in result.err
+    assert ("--jobs: not " if "--jobs" in options else "No such option: --scheduler") in result.err
     assert not (tmp_path / "out").exists()
 
 
 def test_a_scheduler_without_workers_is_said(
     cli: Cli, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recorder.cluster._WORKERS_S", 1.0)
+    monkeypatch.setattr("recorder.system.executors._WORKERS_S", 1.0)
     with started_cluster(tmp_path / "cluster", 0) as cluster:
         result = cli("stats", run, "--scheduler", cluster.address)
     assert result.exit_code == 2
@@ -222,7 +223,7 @@ def test_a_scheduler_without_workers_is_said(
 
 def test_units_of_a_killed_worker_are_made_by_another(run: Path, tmp_path: Path) -> None:
     merge_run(open_run(run), tmp_path / "here")
-    with started_cluster(tmp_path / "cluster", is_slow=True) as cluster, open_cluster(cluster.address) as opened:
+    with started_cluster(tmp_path / "cluster", is_slow=True) as cluster, open_dask(cluster.address) as (executor, _):
         first = cluster.workers[0]
 
         def kill() -> None:
@@ -232,8 +233,8 @@ def test_units_of_a_killed_worker_are_made_by_another(run: Path, tmp_path: Path)
         killer = threading.Thread(target=kill)
         killer.start()
         try:
-            options: dict[str, Any] = {"num_workers": 2, "helps": False, "check_folder": opened.check_folder}
-            merge_run(open_run(run), tmp_path / "there", executor=opened.executor, **options)
+            options: dict[str, Any] = {"num_workers": 2, "helps": False}
+            merge_run(open_run(run), tmp_path / "there", executor=executor, **options)
         finally:
             killer.join(PATIENCE_S)
         assert first.wait(PATIENCE_S) == -signal.SIGKILL
@@ -243,7 +244,7 @@ def test_units_of_a_killed_worker_are_made_by_another(run: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_lost_scheduler_ends_a_merge_that_can_go_on_later(run: Path, tmp_path: Path) -> None:
-    with started_cluster(tmp_path / "cluster", 1, is_slow=True) as cluster, open_cluster(cluster.address) as opened:
+    with started_cluster(tmp_path / "cluster", 1, is_slow=True) as cluster, open_dask(cluster.address) as (executor, _):
 
         def kill() -> None:
             wait_for(lambda: len(list(cluster.marks.iterdir())) > 2, "a unit of the first worker")
@@ -253,7 +254,7 @@ def test_a_lost_scheduler_ends_a_merge_that_can_go_on_later(run: Path, tmp_path:
         killer.start()
         try:
             with pytest.raises(WriteError, match=r"scheduler of the Dask cluster is gone.*what is finished is kept"):
-                merge_run(open_run(run), tmp_path / "out", executor=opened.executor, helps=False)
+                merge_run(open_run(run), tmp_path / "out", executor=executor, helps=False)
         finally:
             killer.join(PATIENCE_S)
     assert not (tmp_path / "out" / "_run.json").exists()

@@ -11,9 +11,9 @@ import pytest
 
 from recorder.errors import CorruptError
 from recorder.format.codec import Encoder, Payload, concatenate, decode, max_encoded_bytes
+from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
 from recorder.merge.plan import Inputs
-from recorder.read.run import open_run
 from recorder.read.shard import CheckedBatch, Shard
 from tests.merge.support import (
     add_steps,
@@ -73,15 +73,15 @@ def test_the_manifests_say_what_was_merged_and_how(tmp_path: Path) -> None:
     merged = open_run(out)
     assert merged.run_id == "run"
     assert merged.world_size == 2
-    said = merged.manifest["merged_from"]
+    said = merged.manifest.members["merged_from"]
     assert (said["run_id"], said["path"], said["loss"]) == ("run", str(run), "sum")
     assert said["layouts"] == ["layers.0:output:=per_rank"]
     assert ("model", "layers.0") in merged.modules
-    first = merged.writers[0].manifest
+    first = merged.writers[0].manifest.members
     assert first["rules"] == ["site=output keep=tensor"]
     assert first["roots"][0]["data_parallel"]["ranks"] == [0, 1]
     assert [one["rank"] for one in first["merged_writers"]] == [0, 1]
-    assert {writer.manifest["step_source"] for writer in merged.writers} == {"optimizer"}
+    assert {writer.manifest.members["step_source"] for writer in merged.writers} == {"optimizer"}
 
 
 def test_options_reach_the_view(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from recorder.errors import NotARunError, WriteError
+from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
 from recorder.merge.output import open_output
-from recorder.read.run import open_run
 from tests.merge.support import add_steps, assert_is_merge, batch, content, grow, make_small_run, units
 from tests.read.handmade import HandmadeWriter
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def kill_and_resume(folder: Path, scenario: str, start: int, stride: int) -> int:
-    command = [sys.executable, "-m", "tests.merge.killing", str(folder), scenario, str(start), str(stride)]
+    command = [sys.executable, "-m", "scripts.campaigns", "merge", str(folder), scenario, str(start), str(stride)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
@@ -178,7 +178,10 @@ def test_what_a_live_writer_adds_is_merged_by_the_next_call(tmp_path: Path) -> N
             path.unlink()
         writer = HandmadeWriter.__new__(HandmadeWriter)
         writer.__dict__ = {"rank": rank, "directory": run / f"rank={rank:05d}" / "live", "num_rows": 0}
-        writer._num_shards, writer.manifest = {"tensors": 0, "stats": 0}, open_run(run).writers[-1].manifest
+        writer._num_shards, writer.manifest = (
+            {"tensors": 0, "stats": 0},
+            dict(open_run(run).writers[-1].manifest.members),
+        )
         add_steps(writer, [2, 3], is_sealed=False)
     report = merge_run(open_run(run), out)
     assert (report.num_kept_units, report.num_units) == (1, 2)

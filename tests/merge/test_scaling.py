@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from recorder.read.run import open_run
+from recorder.globalview.run import open_run
 from tests.merge.support import roots
 from tests.read.handmade import HandmadeWriter, make_row, make_run
 

@@ -12,9 +12,9 @@ import pytest
 
 from recorder.errors import LookupFailedError, NotARunError, UnsupportedError
 from recorder.format.rundir import encode_manifest
+from recorder.globalview.run import open_run
 from recorder.merge.merge import MergeReport, merge_run
-from recorder.read.run import open_run
-from recorder.read.verify import verify
+from recorder.upkeep.verify import verify
 from tests.merge.support import (
     MODULES,
     add_steps,

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import recorder
-from recorder.analyze.expected import Expectation, compare
-from recorder.capture import tree
+from recorder.analyze.doctor.expected import Expectation, compare
+from recorder.observe import tree
 from tests.capture.support import Recording, flagged
 from tests.cli.conftest import Cli, cli
 from tests.models.zoo import CASES, NUM_STEPS, SEED, Trained, train
@@ -67,15 +67,15 @@ def test_every_module_has_rows_or_a_named_reason(twins: Twins, cli: Cli) -> None
         silent = callable_paths - set(rows.module_path)
         reasons = {
             path: hole.reason.key
-            for hole in twins.found.holes
+            for hole in twins.found.gaps
             if step in hole.steps and "output" in hole.sites
             for path in hole.modules
         }
         assert {path: reasons.get(path) for path in silent} == SILENT.get(twins.name, {})
-    assert [hole for hole in twins.found.holes if not hole.reason.is_harmless] == []
+    assert [hole for hole in twins.found.gaps if not hole.reason.is_harmless] == []
     result = cli("doctor", "--strict", twins.recording.run.path)
     assert result.exit_code == 0, result.out
-    for hole in twins.found.holes:
+    for hole in twins.found.gaps:
         assert hole.reason.text in result.out
 
 
@@ -169,4 +169,4 @@ def test_tensors_that_hang_on_an_object_are_recorded_and_what_is_no_data_is_left
     assert torch.equal(
         recording.run.tensor("", site="input", name="batch.inner.inner.parts.1.deep"), torch.full((3, 4), 3.0)
     )
-    assert recorder.open_run(recording.folder).writers[0].manifest["ledger"]["dropped"] == {}
+    assert recorder.open_run(recording.folder).writers[0].manifest.members["ledger"]["dropped"] == {}

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from recorder import native
-from recorder.capture.measure import measure
+from recorder.capture.staging.measure import measure
 from recorder.format import fingerprint as fingerprints
 from recorder.format.codec import Encoder, decode, max_encoded_bytes
 from recorder.format.dtypes import ITEM_BYTES, item_bytes
 from recorder.format.fingerprint import flat_fingerprint
-from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, Chunk, Measured
+from recorder.records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, Chunk, Measured
 
 ROOT = Path(__file__).parents[2]
 _HAS_COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
@@ -103,8 +103,10 @@ def test_statistics_have_the_bits_of_python(kernels: native.Kernels, dtype: str)
         for kind in ("values", "bits", "zeros", "special"):
             data = _content(dtype, size, kind, number)
             for by in (0, 1, item_bytes(dtype)):
-                found = measure(_misaligned(data, by), dtype, (size,), None, KEEP_STATS, kernels=kernels)
-                assert _bits(found) == _bits(measure(data, dtype, (size,), None, KEEP_STATS)), (size, kind, by)
+                keep = KEEP_STATS | KEEP_HISTOGRAM
+                found = measure(_misaligned(data, by), dtype, (size,), None, keep, kernels=kernels)
+                assert found.histogram is not None
+                assert _bits(found) == _bits(measure(data, dtype, (size,), None, keep)), (size, kind, by)
 
 
 @needs_library
@@ -114,8 +116,9 @@ def test_a_single_special_value_is_seen_wherever_it_is(kernels: native.Kernels, 
         for value in values:
             data = np.random.default_rng(place).normal(0, 1, 33400).astype(dtype)
             data[place] = value
-            found = measure(data.view(np.uint8), dtype, (33400,), None, KEEP_STATS, kernels=kernels)
-            assert _bits(found) == _bits(measure(data.view(np.uint8), dtype, (33400,), None, KEEP_STATS))
+            keep = KEEP_STATS | KEEP_HISTOGRAM
+            found = measure(data.view(np.uint8), dtype, (33400,), None, keep, kernels=kernels)
+            assert _bits(found) == _bits(measure(data.view(np.uint8), dtype, (33400,), None, keep))
 
 
 @needs_library
@@ -123,7 +126,7 @@ def test_a_single_special_value_is_seen_wherever_it_is(kernels: native.Kernels, 
     dtype=st.sampled_from(sorted(ITEM_BYTES)),
     shape=hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=9),
     factor=st.sampled_from([1, 1, 1, 700, 4099]),
-    keep=st.sampled_from([KEEP_STATS, KEEP_FINGERPRINT, KEEP_STATS | KEEP_FINGERPRINT]),
+    keep=st.sampled_from([KEEP_STATS, KEEP_FINGERPRINT, *(KEEP_STATS | more for more in (4, 8, 12))]),
     by=st.integers(0, 9),
     seed=st.integers(0, 1 << 30),
 )
@@ -250,7 +253,7 @@ def test_without_a_compiler_the_wheel_is_pure_and_works(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)
     code = (
-        "import numpy as np, recorder.native as n; from recorder.capture.measure import measure; "
+        "import numpy as np, recorder.native as n; from recorder.capture.staging.measure import measure; "
         "print(n.in_force(), measure(np.ones(4, 'f4').view('u1'), 'float32', (4,), None, 2, kernels=n.load()).sum)"
     )
     done = _python(code, tmp_path, PYTHONPATH=str(target))

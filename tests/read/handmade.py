@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from recorder.format.codec import Encoder, encode_ref, max_encoded_bytes
+from recorder.format.codec import Encoder, max_encoded_bytes
 from recorder.format.dtypes import item_bytes
 from recorder.format.integrity import batch_metadata, seal_metadata
 from recorder.format.rundir import index_name, open_name, rank_dir, shard_name
-from recorder.format.schema import LIGHT_COLUMNS, SCHEMA
+from recorder.format.schema import METADATA_COLUMNS, SCHEMA
 
 Row = dict[str, Any]
 PLACE_FIELDS = [pa.field("batch", pa.int32(), nullable=False), pa.field("row", pa.int32(), nullable=False)]
@@ -57,6 +57,7 @@ def make_row(seq: int, values: npt.ArrayLike | None = None, **columns: Any) -> R
             row |= {"mean": finite.mean(), "std": finite.std(), "min": finite.min(), "max": finite.max()}
             row |= {"absmax": abs(finite).max(), "l2": float(np.sqrt((finite**2).sum()))}
             row |= {"sum": finite.sum(), "sum_sq": (finite**2).sum()}
+            row |= {"sum_abs": abs(finite).sum(), "sum_fourth": (finite**4).sum()}
     if encoding is not None:
         data = np.ascontiguousarray(array).view(np.uint8).reshape(-1) if array.size else np.zeros(0, np.uint8)
         row |= {"encoding": encoding, "payload_bytes": data.size, "data": data.tobytes()}
@@ -69,7 +70,7 @@ def make_row(seq: int, values: npt.ArrayLike | None = None, **columns: Any) -> R
 
 def make_ref(seq: int, target: Row, **columns: Any) -> Row:
     """A row with the same content as `target`, an earlier row of the same shard."""
-    return target | {"seq": seq, "encoding": "ref", "data": encode_ref(target["seq"])} | columns
+    return target | {"seq": seq, "encoding": "ref", "data": target["seq"].to_bytes(8, "little")} | columns
 
 
 def make_parts(seq: int, values: npt.NDArray[Any], num_parts: int, **columns: Any) -> list[Row]:
@@ -118,8 +119,8 @@ def shard_bytes(
 
 def index_bytes(batches: Sequence[Sequence[Row]], num_shard_bytes: int) -> bytes:
     """The bytes of the index of a sealed shard."""
-    fields = [SCHEMA.field(name) for name in LIGHT_COLUMNS] + PLACE_FIELDS
-    metadata = {b"recorder_format": b"1.0", b"recorder_shard_bytes": str(num_shard_bytes).encode()}
+    fields = [SCHEMA.field(name) for name in METADATA_COLUMNS] + PLACE_FIELDS
+    metadata = {**(SCHEMA.metadata or {}), b"recorder_shard_bytes": str(num_shard_bytes).encode()}
     rows = [
         {name: value for name, value in row.items() if name != "data"} | {"batch": number, "row": place}
         for number, batch in enumerate(batches)

@@ -12,8 +12,8 @@ import pytest
 
 from recorder.errors import CorruptError, RunError
 from recorder.format.rundir import index_name
-from recorder.read.run import Run, open_run
-from recorder.read.verify import verify
+from recorder.globalview.run import Run, open_run
+from recorder.upkeep.verify import verify
 from tests.read.conftest import payload_rows
 from tests.read.handmade import HandmadeWriter, flip, make_row, make_run
 

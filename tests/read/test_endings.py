@@ -13,8 +13,8 @@ import pytest
 
 from recorder.errors import LookupFailedError
 from recorder.format.status import encode_status
-from recorder.read.run import open_run
-from recorder.read.verify import verify
+from recorder.globalview.run import open_run
+from recorder.upkeep.verify import verify
 from tests.cli.conftest import Cli, cli
 from tests.read.handmade import HandmadeWriter, ledger, make_row, make_run
 

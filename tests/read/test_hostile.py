@@ -1,4 +1,4 @@
-"""Files from strangers: refused by name, and nothing allocated, followed or executed on their word."""
+"""Files from foreign_writers: refused by name, and nothing allocated, followed or executed on their word."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import zstandard
 
 from recorder.errors import CorruptError, NotARunError, RunError
 from recorder.format.schema import SCHEMA
-from recorder.read.files import MappedFile
+from recorder.globalview.run import open_run
 from recorder.read.messages import MAX_BATCH_BYTES, block_at, footer_blocks, footer_bytes
-from recorder.read.run import open_run
 from recorder.read.shard import open_sealed
-from recorder.read.verify import verify
+from recorder.storage.untrusted_files import MappedFile
+from recorder.upkeep.verify import verify
 from tests.read.conftest import payload_rows
 from tests.read.handmade import HandmadeWriter, make_row, make_run, shard_bytes
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recorder.read.run import Run, open_run
-from recorder.read.verify import verify
+from recorder.globalview.run import Run, open_run
+from recorder.upkeep.verify import verify
 from tests.read.conftest import payload_rows
 from tests.read.handmade import HandmadeWriter, make_row, make_run, shard_bytes
 

@@ -10,9 +10,9 @@ import pyarrow.compute as pc
 import pytest
 
 from recorder.errors import NotARunError
-from recorder.read.run import open_run
-from recorder.read.verify import verify
+from recorder.globalview.run import open_run
 from recorder.records import KEEP_STATS, KEEP_TENSOR, PART_BYTES
+from recorder.upkeep.verify import verify
 from tests.write.rig import Rig
 
 RNG = np.random.default_rng(0)

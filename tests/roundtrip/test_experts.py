@@ -10,8 +10,7 @@ import torch
 import recorder
 from recorder.errors import LookupFailedError
 from recorder.merge.merge import merge_run
-
-from .meshes import EXPERTS, EXPERTS_SCRIPT, STATE, compare, of_experts, train
+from scripts.campaigns.roundtrip.meshes import EXPERTS, EXPERTS_SCRIPT, STATE, compare, of_experts, train
 
 LAYOUTS = EXPERTS[2]
 

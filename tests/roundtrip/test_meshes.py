@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import recorder
-from tests.read.meshes import finger
-
-from .meshes import LAYOUTS, NAN, OF_NAN, SITES, compare, train, with_layouts
+from scripts.campaigns.roundtrip.meshes import LAYOUTS, NAN, OF_NAN, SITES, compare, train, with_layouts
+from tests.globalview.meshes import finger
 
 QUICK = ("tp x ddp", "sp x fsdp1", "pp x tp")
 

@@ -1,7 +1,7 @@
 """The global view of several ranks is what one process with the whole batch sees: every site, every step.
 
 The bounds, and where the bits must be equal, are derived in `reference`. A few cases run by default, all with -m slow;
-``python -m tests.roundtrip`` prints them as a table.
+``python -m scripts.campaigns roundtrip`` prints them as a table.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from recorder.errors import LookupFailedError
-from recorder.read.view import GlobalRows
+from recorder.globalview.assemble.rows import GlobalRows
+from scripts.campaigns.roundtrip.cases import Case, Proof, blank, matrix, tensor_of
+from scripts.campaigns.roundtrip.compare import SITES, SiteResult, compare, is_same, key_of
+from scripts.campaigns.roundtrip.programs import train
+from scripts.campaigns.roundtrip.reference import Key
 
-from .cases import Case, Proof, blank, matrix, tensor_of
-from .compare import SITES, SiteResult, compare, is_same, key_of
 from .conftest import Prove
 from .fingerprints import fingerprint
-from .reference import Key
-from .scripts import train
 
 RAGGED = Case(layout="ddp", world_size=2, way="ragged", steps=2)
 SQUARE = Case(layout="ddp", world_size=2, way="square", steps=1)
@@ -282,6 +282,9 @@ def test_statistics_are_those_of_the_whole_tensor(prove: Prove, case: Case) -> N
         assert abs(row["mean"] - exact / n) <= 2 * relative * magnitudes / n
         assert abs(row["sum_sq"] - squares) <= relative * squares
         assert abs(row["l2"] - math.sqrt(squares)) <= relative * math.sqrt(squares)
+        assert abs(row["sum_abs"] - magnitudes) <= relative * magnitudes
+        fourths = math.fsum(values**4)
+        assert abs(row["sum_fourth"] - fourths) <= 4 * relative * fourths
         variance = math.fsum((values - exact / n) ** 2) / n
         assert abs(row["std"] ** 2 - variance) <= 4 * relative * squares / n
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 from recorder.format.integrity import BatchHeader, check_batch
 from recorder.records import Measured, Staged
 from recorder.write.file import Disk
-from recorder.write.writer import CloseReport, RunPlace, Writer, WriteSettings
+from recorder.write.writer import CloseReport, RunTarget, Writer, WriteSettings
 from tests.fakes import FakeBlock, fake_measure, fake_staged
 
 PATIENCE_S = 20.0
@@ -31,12 +31,12 @@ class Rig:
         poll: Callable[[], dict[str, Any] | None] = lambda: None,
         rank: int = 0,
         attempt: int = 0,
-        resolve_dir: Callable[[], RunPlace] | None = None,
+        resolve_dir: Callable[[], RunTarget] | None = None,
         **settings: Any,
     ) -> None:
         self.num_observed = 0
         self.staged: list[Staged] = []
-        place = RunPlace(run_dir=run_dir, run_manifest={"run_id": run_dir.name}, rank=rank, attempt=attempt)
+        place = RunTarget(run_dir=run_dir, run_manifest={"run_id": run_dir.name}, rank=rank, attempt=attempt)
         self.writer = Writer(
             settings=WriteSettings(**{"min_free_bytes": 0, **settings}),
             measure=measure,

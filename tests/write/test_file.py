@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from recorder.write.file import GRAIN_BYTES, AppendFile, Disk, PageMemory
-from recorder.write.ipc import Layout
+from recorder.write.ipc import IpcFormat
 from recorder.write.shard import BatchFile
 from tests.fakes import FaultyDisk
 from tests.write.rig import read_open, read_sealed
@@ -147,7 +147,7 @@ def test_a_piece_that_fails_half_way_counts_as_never_appended(
 def test_an_error_or_a_kill_within_a_batch_leaves_those_before_it(tmp_path: Path, number: int) -> None:
     disk = RefusingDisk()
     path = tmp_path / "open"
-    file = BatchFile(disk, path, Layout(ROWS), PageMemory(1), is_direct=True)
+    file = BatchFile(disk, path, IpcFormat(ROWS), PageMemory(1), is_direct=True)
     memory, batches = PageMemory(1), [rows(3, 5000), rows(5, 100)]
     for batch in batches:
         file.append_around(batch, {}, memory)
@@ -165,7 +165,7 @@ def test_an_error_or_a_kill_within_a_batch_leaves_those_before_it(tmp_path: Path
 
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_arrow_maps_each_payload_at_the_beginning_of_a_block(tmp_path: Path, is_direct: bool) -> None:
-    file = BatchFile(Disk(), tmp_path / "open", Layout(ROWS), PageMemory(1), is_direct=is_direct)
+    file = BatchFile(Disk(), tmp_path / "open", IpcFormat(ROWS), PageMemory(1), is_direct=is_direct)
     memory = PageMemory(1)
     batches = [rows(count, nbytes) for count, nbytes in ((1, 1), (3, 4096), (100, 333), (2, 100_001), (7, 8))]
     for batch in batches:
@@ -181,7 +181,7 @@ def test_arrow_maps_each_payload_at_the_beginning_of_a_block(tmp_path: Path, is_
 
 def test_a_payload_that_is_written_directly_and_one_that_is_not_make_the_same_file(tmp_path: Path) -> None:
     for name, is_direct in (("direct", True), ("buffered", False)):
-        file = BatchFile(Disk(), tmp_path / f"{name}.open", Layout(ROWS), PageMemory(1), is_direct=is_direct)
+        file = BatchFile(Disk(), tmp_path / f"{name}.open", IpcFormat(ROWS), PageMemory(1), is_direct=is_direct)
         memory = PageMemory(1)
         for number in range(50):
             file.append_around(rows(number % 9 + 1, number * 131), {}, memory)

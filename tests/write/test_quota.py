@@ -10,7 +10,7 @@ import pytest
 
 from recorder.records import KEEP_STATS
 from recorder.write import backoff
-from recorder.write.quota import Held, Quota
+from recorder.write.quota import HeldShard, Quota
 from recorder.write.shard import StoredShard
 from tests.fakes import FaultyDisk
 from tests.write.rig import Rig
@@ -169,8 +169,8 @@ def test_the_quota_knows_what_is_on_the_disk_whatever_has_failed(
     assert rig.close().ledger["retired"]["rows"] == 0
     assert rig.files("_*.open")
     assert len(rig.files("*.arrow")) > 2
-    lane = rig.writer._store.lanes["tensors"]
-    assert lane._quota.used_bytes("tensors") == used_bytes(rig, "tensors")
+    shards = rig.writer._store.shards_by_kind["tensors"]
+    assert shards._quota.used_bytes("tensors") == used_bytes(rig, "tensors")
 
 
 def test_a_shard_that_cannot_be_deleted_does_not_stop_the_writer(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_only_what_lies_between_the_first_and_the_newest_can_go(num_shards: int)
     quota = Quota(1000)
     for number in range(num_shards):
         quota.add("tensors", 100)
-        quota.keep("tensors", Held(StoredShard(Path(str(number)), 1, 100), number, False))
+        quota.keep("tensors", HeldShard(StoredShard(Path(str(number)), 1, 100), number, False))
     removable = max(0, num_shards - 2)
     room = 750 - 100 * num_shards
     assert quota.fits("tensors", room)
@@ -201,6 +201,6 @@ def test_only_what_lies_between_the_first_and_the_newest_can_go(num_shards: int)
     for number in range(1, 1 + removable):
         oldest = quota.oldest("tensors")
         assert oldest is not None and oldest.last_step == number
-        quota.take_off("tensors", oldest)
+        quota.remove("tensors", oldest)
     assert quota.oldest("tensors") is None
     assert quota.used_bytes("tensors") == 100 * (num_shards - removable)

@@ -13,9 +13,9 @@ import pytest
 from crc32c import crc32c
 
 from recorder.format.schema import SCHEMA
-from recorder.read.verify import _SealedFile
+from recorder.upkeep.verify import _SealedFile
 from recorder.write.file import Disk, PageMemory
-from recorder.write.ipc import Block, Layout
+from recorder.write.ipc import FooterBlock, IpcFormat
 from recorder.write.shard import BatchFile
 from tests.read.handmade import make_row
 from tests.write.rig import read_open, read_sealed
@@ -29,7 +29,7 @@ def numbers(count: int, start: int = 0) -> Any:
 
 
 def open_file(path: Path, *, is_direct: bool = True, compression: str | None = None) -> BatchFile:
-    return BatchFile(Disk(), path, Layout(NUMBERS, compression), PageMemory(1 << 16), is_direct=is_direct)
+    return BatchFile(Disk(), path, IpcFormat(NUMBERS, compression), PageMemory(1 << 16), is_direct=is_direct)
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
@@ -57,7 +57,7 @@ def test_a_sealed_file_is_what_arrow_itself_would_read(
 
 def test_a_footer_of_the_rows_schema_lists_each_batch_where_arrow_would_have(tmp_path: Path) -> None:
     batch = pa.RecordBatch.from_pylist([], schema=SCHEMA)
-    file = BatchFile(Disk(), tmp_path / "open", Layout(SCHEMA), PageMemory(1 << 20), is_direct=True)
+    file = BatchFile(Disk(), tmp_path / "open", IpcFormat(SCHEMA), PageMemory(1 << 20), is_direct=True)
     file.seal(tmp_path / "ours.arrow", {})
     with pa.OSFile(str(tmp_path / "ours.arrow")) as source:
         metadata = pa.ipc.open_file(source).get_batch_with_custom_metadata(0).custom_metadata
@@ -90,13 +90,13 @@ def test_after_the_last_batch_an_open_file_holds_nothing_but_zeros(tmp_path: Pat
 
 def test_the_blocks_of_a_footer_are_aligned_whatever_comes_before(tmp_path: Path) -> None:
     for num_letters in range(0, 64, 4):
-        layout = Layout(NUMBERS.with_metadata({b"a": b"x" * num_letters}))
-        blocks = [Block(8 * number, 64, 128) for number in range(3)]
+        layout = IpcFormat(NUMBERS.with_metadata({b"a": b"x" * num_letters}))
+        blocks = [FooterBlock(8 * number, 64, 128) for number in range(3)]
         ending = layout.ending(blocks, 0)
         footer_bytes = int.from_bytes(ending[-10:-6], "little")
         footer = ending[-10 - footer_bytes : -10]
         assert (footer_bytes - 24 * len(blocks)) % 8 == 0
-        assert [Block(*fields) for fields in struct.iter_unpack("<qi4xq", footer[-24 * len(blocks) :])] == blocks
+        assert [FooterBlock(*fields) for fields in struct.iter_unpack("<qi4xq", footer[-24 * len(blocks) :])] == blocks
 
 
 def test_an_open_file_reads_as_a_stream_wherever_it_is_cut(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_batch_above_the_memory_finds_room(tmp_path: Path) -> None:
 def test_any_number_of_rows_may_stand_around_a_payload(tmp_path: Path, is_direct: bool) -> None:
     """Whoever wrote an open shard may have put more rows into a batch than ours have, with longer names."""
     schema = pa.schema([("text", pa.string()), ("data", pa.large_binary()), ("number", pa.int64())])
-    file = BatchFile(Disk(), tmp_path / "open", Layout(schema), PageMemory(1 << 16), is_direct=is_direct)
+    file = BatchFile(Disk(), tmp_path / "open", IpcFormat(schema), PageMemory(1 << 16), is_direct=is_direct)
     memory, batches = PageMemory(1 << 10), []
     for num_rows in (3, 20_000, 1, 9_000):
         data = [bytes([number % 251]) * (number % 7) for number in range(num_rows)]
@@ -172,7 +172,7 @@ def test_the_footer_has_the_checksum_of_the_whole_file_whoever_looks(tmp_path: P
     """By FORMAT.md alone: the digits count as zeros."""
     data = np.random.default_rng(0).bytes(num_bytes)
     batch = pa.RecordBatch.from_pylist([make_row(0) | {"encoding": "plain", "data": data}], schema=SCHEMA)
-    file = BatchFile(Disk(), tmp_path / "open", Layout(SCHEMA), PageMemory(1 << 20), is_direct=False)
+    file = BatchFile(Disk(), tmp_path / "open", IpcFormat(SCHEMA), PageMemory(1 << 20), is_direct=False)
     file.append_around(batch, {}, PageMemory(1 << 20))
     file.append(batch, {})
     file.seal(tmp_path / "tensors-000000.arrow", {})

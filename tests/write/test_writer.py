@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from recorder.format.codec import decode
 from recorder.format.dtypes import item_bytes
 from recorder.format.rundir import index_name
-from recorder.format.schema import LIGHT_COLUMNS, SCHEMA
+from recorder.format.schema import FORMAT_VERSION, METADATA_COLUMNS, SCHEMA
 from recorder.records import (
     KEEP_FINGERPRINT,
     KEEP_STATS,
@@ -34,7 +34,7 @@ from recorder.records import (
 )
 from recorder.write import shard as shard_module
 from recorder.write.file import PageMemory
-from recorder.write.writer import RunPlace
+from recorder.write.writer import RunTarget
 from tests.fakes import FaultyDisk, fake_staged
 from tests.write.rig import PATIENCE_S, Rig, read_open, read_sealed, wait_until
 
@@ -203,9 +203,9 @@ def test_shards_end_at_their_size_and_an_index_fits_each(
         with pa.OSFile(str(index)) as source:
             schema = pa.ipc.open_file(source).schema
         assert schema.metadata[b"recorder_shard_bytes"] == b"%d" % shard.stat().st_size
-        assert schema.names == [*LIGHT_COLUMNS, "batch", "row"]
+        assert schema.names == [*METADATA_COLUMNS, "batch", "row"]
         found = pa.Table.from_batches([batch for batch, _ in read_sealed(index)])
-        assert found.select(LIGHT_COLUMNS).equals(pa.Table.from_batches(batches).select(LIGHT_COLUMNS))
+        assert found.select(METADATA_COLUMNS).equals(pa.Table.from_batches(batches).select(METADATA_COLUMNS))
         places = [(number, row) for number, batch in enumerate(batches) for row in range(batch.num_rows)]
         assert list(zip(*found.select(["batch", "row"]).to_pydict().values(), strict=True)) == places
 
@@ -490,7 +490,7 @@ def test_the_manifest_holds_what_the_owner_says_and_what_the_writer_knows(rig: R
     assert manifest["ledger"]["written"] == 1
     assert manifest["closed_ns"] > 0
     assert manifest["writer"] == rig.directory.name
-    assert (manifest["format"], manifest["version"]) == ("recorder", [1, 1])
+    assert (manifest["format"], manifest["version"]) == ("recorder", list(FORMAT_VERSION))
 
 
 def test_a_writer_without_records_leaves_a_closed_manifest_and_no_shard(rig: Rig) -> None:
@@ -705,7 +705,7 @@ def test_a_record_survives_its_failing_statistics(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_resolved_is_said_and_everything_is_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def resolve_dir() -> RunPlace:
+    def resolve_dir() -> RunTarget:
         raise TimeoutError("no answer from the store")
 
     rig = Rig(tmp_path, resolve_dir=resolve_dir).start()

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 import recorder
-from recorder.analyze.model import Model
-from recorder.analyze.model_files import write_model
+from recorder.analyze.export.model import Model
+from recorder.analyze.export.model_files import write_model
 from tests.leaving import leave
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def num_alive() -> int:
 
 
 def main() -> None:
-    from recorder.capture import measure
+    from recorder.capture.staging import measure
 
     gate, real = threading.Event(), measure.measure
 

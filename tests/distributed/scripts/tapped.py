@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import recorder
-from recorder import active as recording_side
+from recorder.lifecycle import active as recording_side
 from tests.leaving import leave
 
 RULES = "site=input,output,grad_input,grad_output,grad keep=tensor"

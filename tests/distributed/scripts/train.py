@@ -332,7 +332,7 @@ def arguments() -> argparse.Namespace:
 
 
 def stall_writer() -> threading.Event:
-    from recorder.capture import measure
+    from recorder.capture.staging import measure
 
     gate, real = threading.Event(), measure.measure
 

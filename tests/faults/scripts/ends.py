@@ -31,8 +31,8 @@ from torch import nn
 from torch.utils import data as torch_data
 
 import recorder
-import recorder.active
-import recorder.capture.measure
+import recorder.capture.staging.measure
+import recorder.lifecycle.active
 import recorder.write.writer
 from recorder.write.file import Disk
 

@@ -1,0 +1,160 @@
+"""The rows of a run as rules take them: range by range of steps, as columns of numbers. Never reads a payload.
+
+Rows of recomputed forwards are left out, because they are values that are there already, and so are rows of steps that
+a restart did again. No Python loop runs over rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ...checks.rows import About, Catalog, ModuleFacts, Rows, SeriesKey
+from ...format.schema import COUNTS, SCHEMA, STATISTICS
+from ...globalview.run import Run
+from ...globalview.topology.run_topology import Topology
+from ...globalview.view import GlobalView
+from ...read.writers import RecordedWriter
+from ..first.spool import cut_rows
+from ..first.timeline import Attempts
+from ..keys import encode, group
+from ..moments import integers, numbers
+
+RANGE_ROWS = 1_000_000
+"""Rows of a range of steps, of all ranks, which are in memory together; a single step may have more."""
+_RECOMPUTED = "recompute"
+_KEY = ("root", "module_path", "site", "name", "mode", "phase", "scope")
+_TEXTS = (*_KEY, "dtype", "shape")
+_NUMBERS = ("numel", *STATISTICS, *COUNTS)
+_ORDER = ("step", "rank", "attempt", "seq")
+
+Steps = tuple[int, int]
+Integers = npt.NDArray[np.int64]
+
+
+class RunRows:
+    """The rows of a run for rules, with the catalog of what they are."""
+
+    def __init__(self, run: Run, columns: Sequence[str] = ()) -> None:
+        """Nothing is read yet.
+
+        Args:
+            run: whose rows.
+            columns: what rules read beside the statistics; those that no version of the format has are left out.
+        """
+        self._run = run
+        self._numbers = tuple(dict.fromkeys([*_NUMBERS, *(name for name in columns if _is_number(name))]))
+        self._schema = pa.schema(
+            [
+                *(SCHEMA.field(name) for name in (*_ORDER, *self._numbers)),
+                *(pa.field(name, pa.dictionary(pa.int32(), pa.string())) for name in _TEXTS),
+            ]
+        )
+        self.catalog = Catalog({key: ModuleFacts(info.class_name, info.sites) for key, info in run.modules.items()})
+        self.num_rows = 0
+        """Rows that were given so far."""
+        self.num_superseded = 0
+        """Rows of steps that a restart did again."""
+        self._view = run.view()
+        self._topology = Topology(run.writers, run.run_id, run.world_size)
+        self._places = _places(self._view, self._topology, run)
+
+    def __iter__(self) -> Iterator[Rows]:
+        """Rows of the next steps, by step, rank and `seq`."""
+        attempts = Attempts(self._run, self._topology)
+        ranges = self._view.windows(RANGE_ROWS)
+        with cut_rows(self._run, ranges, self._tables) as tables_of:
+            for steps in ranges:
+                table = pa.concat_tables([self._schema.empty_table(), *tables_of(steps)])
+                table = table.unify_dictionaries().combine_chunks()
+                counts = attempts.counting(table)
+                if not counts.all():
+                    self.num_superseded += int((~counts).sum())
+                    table = table.filter(pa.array(counts))
+                self.num_rows += table.num_rows
+                if table.num_rows:
+                    yield self._as_rows(table)
+
+    def _tables(self, writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
+        wanted = (*_ORDER, *self._numbers, *_TEXTS)
+        for writer in writers:
+            for shard in writer.shards:
+                for batch in shard.columns((*wanted, "part"), steps):
+                    at, part = (batch.column(name).to_numpy() for name in ("step", "part"))
+                    is_wanted = (at >= steps[0]) & (at < steps[1]) & (part == 0)
+                    table = pa.Table.from_batches([batch])
+                    if not is_wanted.all():
+                        table = table.filter(pa.array(is_wanted))
+                    if _RECOMPUTED in batch.column("phase").unique().to_pylist():
+                        table = table.filter(pc.not_equal(table.column("phase"), _RECOMPUTED))
+                    columns = [
+                        table.column(name).dictionary_encode() if name in _TEXTS else table.column(name)
+                        for name in wanted
+                    ]
+                    yield pa.Table.from_arrays(columns, schema=self._schema)
+
+    def _as_rows(self, table: Any) -> Rows:
+        steps, ranks, seqs = (integers(table.column(name)) for name in ("step", "rank", "seq"))
+        series, parts, peers = self._described(table, ranks)
+        order = np.lexsort((seqs, ranks, steps))
+        lanes = self.catalog.lanes(series[order], ranks[order], parts[order], peers[order])
+        columns = {name: numbers(table.column(name))[order] for name in self._numbers}
+        return Rows(self.catalog, steps[order], lanes, columns)
+
+    def _described(self, table: Any, ranks: Integers) -> tuple[Integers, Integers, Integers]:
+        """Of each row the number of its series, the part of the batch of its rank, and its piece of the model."""
+        coded = {name: encode(table.column(name)) for name in _KEY}
+        groups = group([ids + 1 for ids, _ in coded.values()])
+        first = table.select(["dtype", "shape"]).take(pa.array(groups.firsts))
+        texts = [
+            [found[number] if number >= 0 else "" for number in ids[groups.firsts].tolist()]
+            for ids, found in coded.values()
+        ]
+        series_of = [
+            self.catalog.number(SeriesKey(*key), About(dtype, _shape(shape)))
+            for *key, dtype, shape in zip(*texts, *(column.to_pylist() for column in first.columns), strict=True)
+        ]
+        roots, names = coded["root"]
+        places = group([roots + 1, ranks + 1])
+        found = [
+            self._places.get((names[int(roots[row])] if roots[row] >= 0 else "", int(ranks[row])), (int(ranks[row]), 0))
+            for row in places.firsts.tolist()
+        ]
+        part_and_peer = np.array(found, np.int64).reshape(-1, 2)[places.ids]
+        return np.array(series_of, np.int64)[groups.ids], part_and_peer[:, 0], part_and_peer[:, 1]
+
+
+def _is_number(name: str) -> bool:
+    return name in SCHEMA.names and (
+        pa.types.is_integer(SCHEMA.field(name).type) or pa.types.is_floating(SCHEMA.field(name).type)
+    )
+
+
+def _shape(text: str | None) -> tuple[int, ...]:
+    """A shape as a stranger's row has it; of one that is none, no dims."""
+    with suppress(ValueError, TypeError, RecursionError):
+        found = json.loads(text or "")
+        if isinstance(found, list) and all(type(size) is int for size in found):
+            return tuple(found)
+    return ()
+
+
+def _places(view: GlobalView, topology: Topology, run: Run) -> dict[tuple[str, int], tuple[int, int]]:
+    """By root and rank, which part of the batch the rank works on, and which piece of the model it holds."""
+    found: dict[tuple[str, int], tuple[int, int]] = {}
+    for number, writer in enumerate(run.writers):
+        for root in writer.manifest.roots:
+            if writer.rank is None or (root.name, writer.rank) in found:
+                continue
+            part = view.part_of_batch(root.name, writer.rank, writer.attempt)
+            models = topology.group(root.name, "", number).model_groups
+            peer = next((ranks.index(writer.rank) for ranks in models if writer.rank in ranks), 0)
+            found[root.name, writer.rank] = (writer.rank if part is None else part[0]), peer
+    return found

@@ -1,0 +1,344 @@
+"""Where two runs differ: value by value, whatever their layouts, in bounded memory. Never prints.
+
+Equal fingerprints spare the payloads; statistics are asked only where there is no payload.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ...errors import LookupFailedError
+from ...globalview.run import Run
+from ...system.text import listed
+from ..problems import Problems
+from ..selection import GlobalOptions, Selection
+from ..step_ranges import MAX_ROWS, Mapper, global_step_ranges, map_serially
+from .compare import Tolerance
+from .culprits import CulpritFinder
+from .noise import BeyondNoise
+from .pairs import PairedSteps
+from .rename_hints import RenameHint, UnpairedModules, rename_hints
+from .renames import NO_RENAMES, Renames
+from .result import Diff, LeftOut, Partial, by_module, first_difference, join_ranges
+from .step_range import PayloadReport, RangeComparer, RangeResult, Seen
+
+_COUNTED = (
+    "num_pairs", "by_fingerprint", "by_values", "by_statistics", "by_nothing", "bare", "summands", "by_print_alone",
+)  # fmt: skip
+_SUMMANDS = "the values are sums over ranks, whose values were not kept, and which have no statistics of their own"
+_PRINTS = "the values have fingerprints alone, which noise changes: statistics or tensors would tell"
+_ON_OTHER_PARTS = "the values are of single ranks, which worked on other parts of the batch"
+_MAX_LISTED = 6
+
+
+def diff(
+    a: Run,
+    b: Run,
+    module: str | None = None,
+    *,
+    site: str | None = None,
+    name: str | None = None,
+    step: int | str | None = None,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    ulp: int = 0,
+    noise: Sequence[Run] = (),
+    renames: Renames = NO_RENAMES,
+    common: bool = False,
+    loss: str = "mean",
+    layouts: Sequence[str] = (),
+    report: Callable[[int], None] = lambda num_bytes: None,
+    mapper: Mapper = map_serially,
+) -> Diff:
+    """Compare two runs value by value: the global tensors, whatever the layouts.
+
+    Values are paired by root, step, module path, site, name, micro-step, call, repeat, mode and phase. Elements are
+    equal if their values are (a NaN equals a NaN), or within any of the tolerances; types are compared in the wider.
+
+    Args:
+        a: from `open_run`; its order of execution counts.
+        b: from `open_run`.
+        module: a module's path, or a glob over paths.
+        site: one site, or several with commas.
+        name: a name at the site, or a glob.
+        step: a step, or several as in rules: ``"0:100"``, ``"::10"``.
+        rtol: difference allowed, relative to the larger magnitude, as in `math.isclose`.
+        atol: absolute difference allowed.
+        ulp: representable numbers allowed between two floats of one type.
+        noise: runs that differ from `a` by noise alone: repeats of it, or twins with the setting `jitter`. A difference
+            counts only where it is more than `drift.MARGIN` times what they show at that tensor and step; of updates
+            that rounding left open, and of what they do, see `drift`.
+        renames: what the modules of `b` are called in `a`, whose names all answers use; from `read_renames`.
+        common: what only one of them has, or has values or statistics of, does not count.
+        loss: how activation gradients of the ranks are scaled, in both runs; see `Run.view`.
+        layouts: how the ranks' values of some leaves lie, in both runs; see `Run.view`.
+        report: called with payload bytes done.
+        mapper: answers range by range of steps, in this process or in others.
+
+    Raises:
+        LookupFailedError: nothing is selected, or the runs have no value in common; the message says why. Or a loss,
+            a layout or a tolerance is none, a rename fits no module, or a noise run is of another model or does not
+            differ from the first run.
+    """
+    return compare_runs(
+        a,
+        b,
+        Selection(module=module, site=site, name=name, step=step),
+        Tolerance(rtol, atol, ulp),
+        GlobalOptions(across_ranks=True, loss=loss, layouts=layouts),
+        noise=noise,
+        renames=renames,
+        common=common,
+        report=report,
+        mapper=mapper,
+    )
+
+
+def compare_runs(
+    a: Run,
+    b: Run,
+    selection: Selection,
+    tolerance: Tolerance,
+    options: GlobalOptions,
+    *,
+    noise: Sequence[Run] = (),
+    renames: Renames = NO_RENAMES,
+    common: bool = False,
+    report: Callable[[int], None] = lambda num_bytes: None,
+    mapper: Mapper = map_serially,
+) -> Diff:
+    """Compare two runs as `diff` does, whose arguments are grouped here as commands have them.
+
+    Raises:
+        LookupFailedError: as `diff`.
+    """
+    selection.check(a, b)
+    options.check(a, b)
+    names = {path: renames.old(path) for path in _module_paths(b)}
+    renames.check_used(names)
+    unpaired = _unpaired_modules(_module_paths(a), names)
+    _check_twins(a, b, noise)
+    views = [run.view(loss=options.loss, layouts=options.layouts) for run in (a, b, *noise)]
+    # What noise does to a small tensor is looked up over the steps of a range: these stay as long as they can be.
+    windows = [view.windows(MAX_ROWS) if noise else global_step_ranges(view) for view in views]
+    own_names = unpaired[0].own_names, unpaired[1].own_names
+    arguments = ((a, b, *noise), selection, tolerance, renames, own_names, options, PayloadReport(report))
+    comparison = _Comparison(RangeComparer(*arguments), report, unpaired, selection)
+    for compared in mapper(RangeComparer, arguments, _ranges(*windows)):
+        comparison.add(compared)
+        del compared  # with its rows, before the next ones are read
+    hints = rename_hints(*unpaired, renames, names)
+    comparison.refuse_nothing(a, b, selection, hints)
+    comparison.refuse_still(a, noise)
+    damage = [text for run in (a, b, *noise) for text in _damage(run)]
+    total = comparison.result(common=common, damage=damage)._replace(hints=hints)
+    if hints:  # most likely they are there, under other names
+        unpaired_names = {name for one in unpaired for name in one.own_names}
+        culprits = [one for one in total.culprits if one.alone_in is None or one.seen_at not in unpaired_names]
+        total = total._replace(culprits=culprits)
+    if not renames:
+        return total
+    return total._replace(unpaired_a=[*unpaired[0].own_names], unpaired_b=[*unpaired[1].own_names.values()])
+
+
+def payload_bytes(run: Run) -> int:
+    """How many bytes all payloads of a run come to: what `report` is called with in sum, for each of the two."""
+    column = run.table(["payload_bytes"]).column("payload_bytes")
+    return int(pc.sum(column).as_py() or 0)
+
+
+def _check_twins(a: Run, b: Run, noise: Sequence[Run]) -> None:
+    """Refuse a noise run of another model, and the run that is to be judged.
+
+    Raises:
+        LookupFailedError: one of them has not the modules of the first run, or is one of the two.
+    """
+    for run in noise:
+        if run.path.resolve() in (a.path.resolve(), b.path.resolve()):
+            raise LookupFailedError(f"{run.path}: is one of the two runs that are compared; noise is a third one")
+        lost = [path for path in a.module_paths if path not in set(run.module_paths)]
+        if lost:
+            what = f"a twin has the modules of {a.path}, with the same rules"
+            raise LookupFailedError(f"{run.path}: {what}; it lacks {listed(map(repr, lost))}")
+
+
+def _damage(run: Run) -> list[str]:
+    """What of its rows cannot be read."""
+    return [text for writer in run.writers for shard in writer.shards for text in shard.damage]
+
+
+def _module_paths(run: Run) -> list[str]:
+    """Modules with rows, shard by shard: the names of all rows at once would take more memory than the comparison."""
+    found: dict[str, None] = {}
+    for writer in run.writers:
+        for shard in writer.shards:
+            for batch in shard.columns(["module_path"]):
+                found |= dict.fromkeys(batch.column("module_path").unique().to_pylist())
+    return list(found)
+
+
+def _unpaired_modules(paths: Sequence[str], names: Mapping[str, str]) -> tuple[UnpairedModules, UnpairedModules]:
+    """The modules of each run that the other has not; `names` are those of the second, by its own."""
+    there, theirs = set(paths), set(names.values())
+    alone_a = {path: path for path in paths if path not in theirs}
+    return UnpairedModules(alone_a), UnpairedModules({name: own for own, name in names.items() if name not in there})
+
+
+def _ranges(*windows: list[tuple[int, int]]) -> Iterator[tuple[int | None, int | None]]:
+    """Ranges of steps that cover both runs, none larger than a window of either."""
+    starts = sorted({first for some in windows for first, _ in some})
+    bounds = [None, *starts[1:], None]
+    yield from pairwise(bounds)
+
+
+class _Comparison:
+    """What is found, range by range of steps in their order."""
+
+    def __init__(
+        self,
+        comparer: RangeComparer,
+        report: Callable[[int], None],
+        unpaired: tuple[UnpairedModules, UnpairedModules],
+        selection: Selection,
+    ) -> None:
+        self._comparer = comparer
+        self._report = report
+        self._unpaired_modules = unpaired
+        self._problems = (Problems(selection), Problems(selection))
+        self._differing: list[Any] = []
+        self._compared: list[Any] = []
+        self._only: tuple[list[Any], list[Any]] = ([], [])
+        self._seen = (Seen(), Seen())
+        self._counts = np.zeros(len(_COUNTED), np.int64)
+        self._partial: Counter[tuple[str, str]] = Counter()
+        self._naming = CulpritFinder(comparer.rows)
+        self._handed_on, self._recomputed = np.zeros(2, np.int64), np.zeros(2, np.int64)
+        self._beyond_noise = BeyondNoise(comparer.jitter_eps)
+        self._moved: list[set[str]] = []
+        self._unread: Counter[str] = Counter()
+        self._num_apart = 0
+
+    def add(self, result: RangeResult) -> None:
+        """The next range. Of rows that were read elsewhere those are read again that a culprit, or a drift, is in."""
+        if result.rows is None:
+            self._report(result.num_bytes)
+        for side in (0, 1):
+            self._problems[side].join(result.problems[side])
+            self._seen[side].join(result.seen[side])
+            self._unpaired_modules[side].join(result.unpaired[side])
+            self._only[side].append(result.only[side])
+        self._handed_on += result.handed_on
+        self._recomputed += result.recomputed
+        self._num_apart += result.num_on_other_parts
+        if result.judged is None or result.steps is None:
+            return
+
+        @cache
+        def rows() -> PairedSteps:
+            return self._comparer.rows(result.first, result.last) if result.rows is None else result.rows
+
+        self._moved = [
+            one | two for one, two in zip(self._moved or [set[str]() for _ in result.moved], result.moved, strict=True)
+        ]
+        found = self._beyond_noise.of(result.judged, result.measured, rows)
+        self._naming.add(result.steps, found, rows)
+        self._differing.append(found.differing)
+        self._counts += np.array([getattr(found, name) for name in _COUNTED])
+        self._partial += found.partial
+        self._unread += found.unread
+        self._compared.append(result.compared)
+
+    def refuse_nothing(self, a: Run, b: Run, selection: Selection, hints: Sequence[RenameHint]) -> None:
+        """Say why there is nothing to compare, if there is not.
+
+        Raises:
+            LookupFailedError: nothing is selected, or the runs have nothing in common.
+        """
+        if self._compared:
+            return
+        for run, seen in zip((a, b), self._seen, strict=True):
+            if not seen.num_rows:
+                raise LookupFailedError(f"{run.path}: has no rows, so there is nothing to compare")
+            if not seen.num_selected:
+                raise selection.explain_nothing(seen.table(), f"{run.path}")
+        lines = ", ".join(hint.line for hint in hints[:_MAX_LISTED])
+        renamed = f"; if modules were renamed, --rename takes a file, such as of these lines: {lines}" if hints else ""
+        raise LookupFailedError(f"{a.path} and {b.path} have no value in common: {self._reason(selection)}{renamed}")
+
+    def refuse_still(self, a: Run, noise: Sequence[Run]) -> None:
+        """Refuse a noise run that has no noise: it would make an error of every rounding.
+
+        Raises:
+            LookupFailedError: one is equal to the first run.
+        """
+        for run, roots in zip(noise, self._moved, strict=True):
+            if not roots:
+                jitter = " although it was recorded with RECORDER_JITTER" if run.jitter else ""
+                raise LookupFailedError(
+                    f"{run.path}: the --noise twin moved nothing{jitter}: all its values are equal to those of "
+                    f"{a.path}; record it with RECORDER_JITTER=1 on inputs that are floating or go through an "
+                    "embedding, or leave --noise out"
+                )
+
+    def _reason(self, selection: Selection) -> str:
+        for column, what in (("step", "steps"), ("root", "roots"), ("module_path", "modules"), ("site", "sites")):
+            one, two = (seen.known(column, selection) for seen in self._seen)
+            if not set(one) & set(two):
+                return f"{what} are {listed(map(repr, one))} in the one, {listed(map(repr, two))} in the other"
+        if self._num_apart:
+            return f"of what both have, {_ON_OTHER_PARTS}"
+        return "no step has the same module, site, name, phase and mode in both"
+
+    def result(self, *, common: bool, damage: list[str]) -> Diff:
+        """All of it, once every range is in."""
+        table = pa.concat_tables(self._differing)
+        steps = [seen.steps for seen in self._seen]
+        only = [join_ranges(found) for found in self._only]
+        lacks = sum(found.num_rows for found in only)
+        counts = dict(zip(_COUNTED, map(int, self._counts), strict=True))
+        why = {_SUMMANDS: counts["summands"], _PRINTS: counts["by_print_alone"], _ON_OTHER_PARTS: self._num_apart}
+        by_nothing, still = counts["by_nothing"], set(table.column("root").to_pylist()).difference(*self._moved)
+        left_out = [LeftOut(num, text) for text, num in why.items() if num]
+        differs = bool(table.num_rows or (lacks and not common))
+        is_open = bool(self._unread or damage or (by_nothing and not common))
+        so_far = "equal as far as compared" if is_open or left_out else "equal"
+        return Diff(
+            is_equal=not differs and not is_open,
+            verdict="different" if differs else so_far,
+            first=first_difference(table),
+            culprits=self._naming.culprits,
+            table=table,
+            modules=by_module(table, pa.concat_tables(self._compared)),
+            only_a=only[0],
+            only_b=only[1],
+            num_compared=counts["num_pairs"] + self._num_apart,
+            num_by_fingerprint=counts["by_fingerprint"],
+            num_by_values=counts["by_values"],
+            num_by_statistics=counts["by_statistics"],
+            num_incomparable=by_nothing,
+            num_bare=counts["bare"] - counts["summands"],
+            left_out=left_out,
+            unread=dict(self._unread),
+            damage=damage,
+            partial=[Partial(run, json.loads(ranks), num) for (run, ranks), num in sorted(self._partial.items())],
+            steps_only_a=sorted(steps[0] - steps[1]),
+            steps_only_b=sorted(steps[1] - steps[0]),
+            problems_a=self._problems[0].texts(),
+            problems_b=self._problems[1].texts(),
+            num_handed_on_a=int(self._handed_on[0]),
+            num_handed_on_b=int(self._handed_on[1]),
+            num_recomputed_a=int(self._recomputed[0]),
+            num_recomputed_b=int(self._recomputed[1]),
+            drifted=self._beyond_noise.drifted,
+            loud_noise=self._beyond_noise.loud,
+            still_roots=sorted(still) if self._moved else (),
+        )

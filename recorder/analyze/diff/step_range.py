@@ -1,0 +1,187 @@
+"""One range of steps of two runs, compared: the unit of work that a mapper hands to this process or to another.
+
+What comes of a range can be pickled; the rows stay in the process that read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ...globalview.run import Run
+from ..keys import VALUE_KEY, group_rows
+from ..problems import Problems
+from ..selection import GlobalOptions, Selection
+from .align import align
+from .boundaries import comparable, without_recomputed
+from .compare import Tolerance
+from .culprits import RangeSteps
+from .noise import Measured, measure
+from .pairs import PairedSteps, Side, Verdicts, judge, moved_roots
+from .rename_hints import UnpairedModules
+from .renames import Renames
+from .result import MODULE, VALUE, by_value
+
+
+class Seen:
+    """What one run has."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self.num_selected = 0
+        self.steps: set[int] = set()
+        """Of what is selected."""
+        self._values: dict[str, dict[Any, None]] = {name: {} for name in ("step", *VALUE)}
+
+    def add(self, side: Side) -> None:
+        self.num_rows += side.rows.table.num_rows
+        self.num_selected += side.table.num_rows
+        self.steps.update(side.table.column("step").unique().to_pylist())
+        for name, known in self._values.items():
+            known.update(dict.fromkeys(side.rows.table.column(name).unique().to_pylist()))
+
+    def join(self, other: Seen) -> None:
+        self.num_rows += other.num_rows
+        self.num_selected += other.num_selected
+        self.steps |= other.steps
+        for name, known in self._values.items():
+            known.update(other._values[name])
+
+    def table(self) -> Any:
+        """Its distinct values, each column by itself: the rows mean nothing."""
+        length = max(map(len, self._values.values()))
+        return pa.table({name: [*known, *[None] * (length - len(known))] for name, known in self._values.items()})
+
+    def known(self, column: str, selection: Selection) -> list[Any]:
+        """The values of a column that are selected."""
+        table = pa.table({column: list(self._values[column])})
+        narrowed = selection.narrow(table) if column in selection.columns else table
+        return sorted(narrowed.column(column).to_pylist())
+
+
+class PayloadReport:
+    """Tells of bytes done, and counts them; in another process it only counts."""
+
+    def __init__(self, report: Callable[[int], None] = lambda num_bytes: None) -> None:
+        self._report = report
+        self.num_bytes = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PayloadReport, ()
+
+    def __call__(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._report(num_bytes)
+
+
+@dataclass
+class RangeResult:
+    """What came of a range of steps: from `first` up to, but not including, `last`; None where nothing bounds it."""
+
+    first: int | None
+    last: int | None
+    num_bytes: int
+    problems: tuple[Problems, Problems]
+    handed_on: tuple[int, int]
+    recomputed: tuple[int, int]
+    seen: tuple[Seen, Seen]
+    unpaired: tuple[UnpairedModules, UnpairedModules]
+    only: tuple[Any, Any]
+    steps: RangeSteps | None
+    """With the next three: where there are pairs."""
+    judged: Verdicts | None
+    measured: Measured | None
+    moved: list[set[str]]
+    """For each noise run, the roots in which it differs from the first run."""
+    compared: Any
+    """How many pairs of each module there are."""
+    num_on_other_parts: int
+    """Values of single ranks that both runs have and that are of other parts of the batch."""
+    rows: PairedSteps | None
+    """Where they were read in this process."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"rows": None}
+
+
+class RangeComparer:
+    """Compares ranges of steps."""
+
+    def __init__(
+        self,
+        runs: tuple[Run, ...],
+        selection: Selection,
+        tolerance: Tolerance,
+        renames: Renames,
+        own_names: tuple[Mapping[str, str], Mapping[str, str]],
+        options: GlobalOptions,
+        report: PayloadReport,
+    ) -> None:
+        self._views = [run.view(loss=options.loss, layouts=options.layouts) for run in runs]
+        self.jitter_eps = max((run.jitter_eps for run in runs[2:]), default=0.0)
+        """By which share the inputs of the noise runs were moved."""
+        self._selection = selection
+        self._tolerance = tolerance
+        self._renames = renames
+        self._own_names = own_names
+        self._report = report
+
+    def rows(self, first: int | None, last: int | None) -> PairedSteps:
+        """What is compared of a range of steps."""
+        return self._read(first, last)[0]
+
+    def __call__(self, first: int | None, last: int | None) -> RangeResult:
+        before = self._report.num_bytes
+        compared, handed_on, recomputed = self._read(first, last)
+        a, b, pairs = compared
+        problems = Problems(self._selection), Problems(self._selection)
+        seen, only = (Seen(), Seen()), []
+        unpaired = UnpairedModules(self._own_names[0]), UnpairedModules(self._own_names[1])
+        steps = pc.unique(a.table.column("step")), pc.unique(b.table.column("step"))
+        for number, (side, others, places) in enumerate(
+            zip((a, b), reversed(steps), (pairs.only_a, pairs.only_b), strict=True)
+        ):
+            problems[number].add(side.rows.findings)
+            seen[number].add(side)
+            unpaired[number].add(side.table)
+            alone = side.table.take(pa.array(places))
+            only.append(by_value(alone.filter(pc.is_in(alone.column("step"), others))))
+            self._report(side.payload_bytes(places))
+        judged = measured = counts = known = None
+        moved: list[set[str]] = []
+        if len(pairs.a):
+            judged = judge(a, b, pairs, self._tolerance, self._report)
+            noise = [Side.read(view, self._selection, first, last) for view in self._views[2:]]
+            measured = measure(judged, compared, noise)
+            moved = [moved_roots(a, side) for side in noise]
+            counts = a.table.select(MODULE).take(pa.array(pairs.a)).group_by(MODULE).aggregate([([], "count_all")])
+            known = RangeSteps.of(compared)
+        return RangeResult(
+            first=first,
+            last=last,
+            num_bytes=self._report.num_bytes - before,
+            problems=problems,
+            handed_on=handed_on,
+            recomputed=recomputed,
+            seen=seen,
+            unpaired=unpaired,
+            only=(only[0], only[1]),
+            steps=known,
+            judged=judged,
+            measured=measured,
+            moved=moved,
+            num_on_other_parts=group_rows(a.table.take(pa.array(pairs.on_other_parts)), VALUE_KEY).num_groups,
+            compared=counts,
+            rows=compared,
+        )
+
+    def _read(self, first: int | None, last: int | None) -> tuple[PairedSteps, tuple[int, int], tuple[int, int]]:
+        a = Side.read(self._views[0], self._selection, first, last)
+        b = Side.read(self._views[1], self._selection, first, last, self._renames)
+        a, b, handed_on = comparable(a, b)
+        a, b, recomputed = without_recomputed(a, b)
+        return PairedSteps(a, b, align(a.table, b.table)), handed_on, recomputed

@@ -1,0 +1,185 @@
+"""The rows of one writer as numbers: the slot of each, and what it says of calls and updates. Reads no payload."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ...format.dtypes import item_bytes
+from ...format.encodings import ENCODING_OF
+from ...read.writers import RecordedWriter
+from ...sites import OF_CALLS, SITE_OF
+from .sequence_gaps import ANYTIME, WHEN_OF_SITES, NumberedRows
+from .slots import SLOT_SITES, Flags, Slots
+
+Integers = npt.NDArray[np.int64]
+
+_COLUMNS = ("seq", "step", "micro_step", "mode", "phase", "root", "module_path", "site", "name", "part", "numel",
+            "dtype", "encoding", "payload_bytes", "ranks_present", "ranks_expected")  # fmt: skip
+
+
+class SlotRows(NamedTuple):
+    """The rows of one writer as numbers, in few bytes: those of all ranks are in memory together."""
+
+    numbered: NumberedRows
+    slot: npt.NDArray[np.int32]
+    """-1 for what is in no tree, for taps and scalars."""
+    step: Integers
+    root: npt.NDArray[np.int32]
+    module: npt.NDArray[np.int32]
+    site: npt.NDArray[Any]
+    with_grad: Flags
+    is_update: Flags
+    mode: npt.NDArray[Any]
+    is_forward: Flags
+    num_incomplete: int
+    unknown: Counter[tuple[str, str]]
+    """Kind (``site``, ``encoding``, ``column``) and word of what this version does not know, and how many rows."""
+    partial: list[tuple[str, str, str, Integers]]
+    """Ranks present, ranks expected, mode, and the steps of such rows."""
+
+
+def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
+    """All rows of a writer, in file order."""
+    batches, shards = [], []
+    for number, shard in enumerate(writer.shards):
+        for batch in shard.columns(_COLUMNS):
+            batches.append(batch)
+            shards.append(np.full(batch.num_rows, number, np.int64))
+    columns = {
+        name: pa.chunked_array([batch.column(name) for batch in batches], _TYPES.get(name, pa.string()))
+        for name in _COLUMNS
+    }
+    numbers = {name: columns[name].fill_null(0).to_numpy().astype(np.int64, copy=False) for name in _TYPES}
+    shard_of = np.concatenate([*shards, np.zeros(0, np.int64)])
+    is_in_order = bool((np.diff(numbers["seq"]) >= 0).all())
+    order = slice(None) if is_in_order else np.argsort(numbers["seq"], kind="stable")
+    codes = {
+        name: _codes(columns[name])
+        for name in ("root", "module_path", "site", "name", "mode", "phase", "dtype", "encoding")
+    }
+    module = _modules(slots, codes["root"], codes["module_path"])
+    site_code = _translate(codes["site"], {site: number for number, site in enumerate(SLOT_SITES)})
+    name_codes, names = codes["name"]
+    name = np.array([*(slots.name_code(text) for text in names), -1], np.int64)[name_codes]
+    is_scalar = _is(codes["site"], "scalar")
+    rate = np.array([*(text.startswith("lr.") for text in names), False], bool)[name_codes]
+    is_state = site_code >= len(OF_CALLS)
+    when = _WHEN[site_code]
+    micro_step = numbers["micro_step"].astype(np.int32)
+    with_grad = ~_is(codes["mode"], "no_grad")
+    phase = codes["phase"]
+    return SlotRows(
+        numbered=NumberedRows(
+            seq=numbers["seq"][order],
+            step=numbers["step"][order],
+            shard=shard_of.astype(np.int32)[order],
+            micro_step=micro_step[order],
+            when=when.astype(np.int8)[order],
+        ),
+        slot=slots.of_rows(module, site_code, name).astype(np.int32),
+        step=numbers["step"],
+        root=_translate(codes["root"], {root: number for number, root in enumerate(slots.roots)}).astype(np.int32),
+        module=module.astype(np.int32),
+        site=site_code.astype(np.int8),
+        with_grad=with_grad,
+        is_update=is_state | _is(phase, "optimizer") | (is_scalar & rate),
+        mode=_translate(codes["mode"], MODES).astype(np.int8),
+        is_forward=_is(phase, "forward") & (numbers["part"] == 0) & (site_code >= 0) & ~is_state,
+        unknown=_unknown(writer, codes),
+        num_incomplete=_incomplete(numbers, codes["dtype"], columns["payload_bytes"]),
+        partial=_lacking(columns, numbers["step"]),
+    )
+
+
+_TYPES = {"seq": pa.int64(), "step": pa.int64(), "micro_step": pa.int32(), "part": pa.int32(), "numel": pa.int64(),
+          "payload_bytes": pa.int64()}  # fmt: skip
+_WHEN = np.array([*WHEN_OF_SITES, ANYTIME])
+"""For each of `SLOT_SITES`, and of other sites, when in a step its rows come."""
+MODES = {"train": 0, "eval": 1, "no_grad": 2}
+_Codes = tuple[Integers, list[str]]
+
+
+def _codes(column: Any) -> _Codes:
+    """A text column as numbers, -1 for null, and the texts."""
+    encoded = column.combine_chunks().dictionary_encode() if column.num_chunks else None
+    if encoded is None:
+        return np.zeros(0, np.int64), []
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.unify_dictionaries().combine_chunks()
+    found = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
+    return found, encoded.dictionary.to_pylist()
+
+
+def _translate(codes: _Codes, meaning: dict[str, int]) -> Integers:
+    """What each text means, -1 for one that means nothing."""
+    return np.array([*(meaning.get(text, -1) for text in codes[1]), -1], np.int64)[codes[0]]
+
+
+def _is(codes: _Codes, text: str) -> Flags:
+    found: Flags = _translate(codes, {text: 1}) == 1
+    return found
+
+
+def _modules(slots: Slots, roots: _Codes, paths: _Codes) -> Integers:
+    if not len(roots[0]):
+        return np.zeros(0, np.int64)
+    pairs = roots[0] * (len(paths[1]) + 1) + paths[0]
+    present, inverse = np.unique(pairs, return_inverse=True)
+    places = []
+    for pair in present.tolist():
+        root, path = divmod(pair, len(paths[1]) + 1)
+        places.append(slots.place.get((roots[1][root], paths[1][path]), -1))
+    found: Integers = np.array(places, np.int64)[inverse.reshape(-1)]
+    return found
+
+
+def _unknown(writer: RecordedWriter, codes: Mapping[str, _Codes]) -> Counter[tuple[str, str]]:
+    """What of a writer's rows is unknown to this version, by kind and word."""
+    found = Counter({("column", name): count for name, count in writer.unknown_columns().items()})
+    for kind, known in (("site", SITE_OF), ("encoding", ENCODING_OF)):
+        numbers, texts = codes[kind]
+        counts = np.bincount(numbers[numbers >= 0], minlength=len(texts)).tolist()
+        found += Counter({(kind, text): count for text, count in zip(texts, counts, strict=True) if text not in known})
+    return found
+
+
+def _incomplete(numbers: dict[str, Integers], dtypes: _Codes, payload: Any) -> int:
+    """Tensors in several parts of which not all are there."""
+    if not numbers["part"].any():
+        return 0
+    sizes = []
+    for text in dtypes[1]:
+        try:
+            sizes.append(item_bytes(text))
+        except Exception:  # an element type of a later version
+            sizes.append(-1)
+    item = np.array([*sizes, -1], np.int64)[dtypes[0]]
+    with_payload = payload.is_valid().to_numpy() & (item > 0)
+    first = numbers["seq"] - numbers["part"]
+    tensors, place = np.unique(first[with_payload], return_inverse=True)
+    there = np.zeros(len(tensors), np.int64)
+    np.add.at(there, place, numbers["payload_bytes"][with_payload])
+    whole = np.zeros(len(tensors), np.int64)
+    np.maximum.at(whole, place, (numbers["numel"] * item)[with_payload])
+    return int((there < whole).sum())
+
+
+def _lacking(columns: dict[str, Any], step: Integers) -> list[tuple[str, str, str, Integers]]:
+    """Steps of the rows of a merged run that lack ranks, by the texts of those present and expected, and by mode."""
+    present, expected = columns["ranks_present"], columns["ranks_expected"]
+    if present.null_count == len(present):
+        return []
+    lacks = pc.fill_null(pc.not_equal(present, expected), False).to_numpy()
+    if not lacks.any():
+        return []
+    named = {"present": present, "expected": expected, "mode": columns["mode"], "step": step}
+    some = pa.table(named).filter(pa.array(lacks))
+    found = some.group_by(["present", "expected", "mode"]).aggregate([("step", "list")]).to_pylist()
+    return [(row["present"], row["expected"], row["mode"], np.array(row["step_list"], np.int64)) for row in found]

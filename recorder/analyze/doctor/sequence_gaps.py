@@ -1,0 +1,186 @@
+"""At which steps a writer's rows are incomplete, and why: gaps in the numbers that every row was given.
+
+A value is numbered before anything can be dropped, so where no number is missing nothing is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...format.rundir import parse_shard_name
+from ...read.writers import RecordedWriter
+from ...sites import SITE_OF
+from .slots import SLOT_SITES
+
+Integers = npt.NDArray[np.int64]
+
+DAMAGED, RETIRED, DROPPED, CUT, LIVE, UNACCOUNTED = (1 << bit for bit in range(6))
+CAUSES = (DAMAGED, RETIRED, DROPPED, CUT, LIVE, UNACCOUNTED)
+"""Why numbers are missing; the first that holds for a gap is its cause."""
+_END = np.iinfo(np.int64).max
+FORWARD, BACKWARD, UPDATE, ANYTIME = range(4)
+"""When in a step a row was numbered; a tap or a scalar may be at any time."""
+_WHEN_OF_PHASE = {"forward": FORWARD, "backward": BACKWARD, "optimizer": UPDATE}
+WHEN_OF_SITES = np.array([_WHEN_OF_PHASE[SITE_OF[site].phase] for site in SLOT_SITES])
+"""For each of `SLOT_SITES`, when in a step its rows come."""
+TOTAL = 3
+"""Index of all three together in `LostRows.room`."""
+_MANY = 1 << 40
+"""More numbers than this are never missing at once, whatever a stranger's file says."""
+
+
+class NumberedRows(NamedTuple):
+    """The rows of one writer in the order of their numbers."""
+
+    seq: Integers
+    step: Integers
+    shard: npt.NDArray[np.int32]
+    """Which of the writer's shards a row is in."""
+    micro_step: npt.NDArray[np.int32]
+    when: npt.NDArray[np.int8]
+    """`FORWARD`, `BACKWARD`, `UPDATE` or `ANYTIME`."""
+
+
+class LostRows(NamedTuple):
+    """What is missing of one rank, step by step."""
+
+    bits: npt.NDArray[np.uint8]
+    """The causes."""
+    room: Integers
+    """How many rows can have been dropped at most: in the forward, in the backward, around the update, and in all."""
+
+
+class _Gaps(NamedTuple):
+    """Runs of missing numbers with one cause."""
+
+    cause: int
+    first: Integers
+    """Steps of the rows around each."""
+    last: Integers
+    size: Integers
+    """How many numbers."""
+    earliest: Integers
+    """When in its step."""
+    latest: Integers
+
+    @classmethod
+    def anytime(cls, cause: int, first: Integers, last: Integers, size: int) -> _Gaps:
+        return cls(cause, first, last, np.array([size]), np.array([FORWARD]), np.array([UPDATE]))
+
+
+def lost_steps(writers: Sequence[RecordedWriter], rows: Sequence[NumberedRows], steps: Integers) -> LostRows:
+    """For each step the causes, as bits, for which rows of one rank are missing there, and how many were dropped.
+
+    Args:
+        writers: of the rank, in the order of their start.
+        rows: of each writer.
+        steps: the steps that are asked about, in order.
+    """
+    changes = {cause: np.zeros(len(steps) + 1, np.int64) for cause in CAUSES}
+    rooms = np.zeros((TOTAL + 1, len(steps) + 1), np.int64)
+    begins = [int(one.step[0]) if len(one.step) else None for one in rows]
+    for number, (writer, one) in enumerate(zip(writers, rows, strict=True)):
+        following = next((begin for begin in begins[number + 1 :] if begin is not None), None)
+        for gaps in _gaps_of(writer, one, following):
+            begin = np.searchsorted(steps, np.minimum(gaps.first, gaps.last), "left")
+            end = np.searchsorted(steps, np.maximum(gaps.first, gaps.last), "right")
+            np.add.at(changes[gaps.cause], begin, 1)
+            np.add.at(changes[gaps.cause], end, -1)
+            for when in range(TOTAL + 1) if gaps.cause == DROPPED else ():
+                size = np.where((when == TOTAL) | (gaps.earliest <= when) & (when <= gaps.latest), gaps.size, 0)
+                np.add.at(rooms[when], begin, np.minimum(size, _MANY))
+                np.add.at(rooms[when], end, -np.minimum(size, _MANY))
+    found = np.zeros(len(steps), np.uint8)
+    for cause, change in changes.items():
+        found[np.cumsum(change[:-1]) > 0] |= cause
+    return LostRows(found, np.cumsum(rooms, axis=1)[:, :-1])
+
+
+def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) -> list[_Gaps]:
+    """Runs of missing numbers."""
+    state, balance = writer.state, writer.balance
+    is_open = {"recording": LIVE, "unclosed": CUT}.get(state)
+    if balance.num_dropped:
+        usual = DROPPED
+    else:
+        usual = UNACCOUNTED if is_open is None else is_open
+    everything = np.zeros(1, np.int64), np.full(1, _END)
+    found: list[_Gaps] = []
+    spans = _removed(writer, rows)
+    if not len(rows.seq):
+        cause = min((span[2] for span in spans), default=usual)
+        gaps = _Gaps.anytime(cause, *everything, balance.observed)
+        return [gaps] if is_open is not None or balance.observed or cause == DAMAGED else []
+    places = np.flatnonzero(np.diff(rows.seq) > 1)
+    before, after = rows.seq[places], rows.seq[places + 1]
+    first, last = rows.step[places], rows.step[places + 1]
+    if rows.seq[0] > 0:
+        before, after = np.insert(before, 0, -1), np.insert(after, 0, rows.seq[0])
+        first, last = np.insert(first, 0, rows.step[0]), np.insert(last, 0, rows.step[0])
+    earliest, latest = _when(rows, places)
+    causes = np.full(len(before), usual, np.int64)
+    for cause in (RETIRED, DAMAGED):
+        for low, high, kind in spans:
+            if kind == cause:
+                causes[(after > low + 1) & (before < high - 1)] = cause
+    for cause in CAUSES:
+        of = causes == cause
+        if of.any():
+            found.append(_Gaps(cause, first[of], last[of], (after - before - 1)[of], earliest[of], latest[of]))
+    rest = balance.observed - int(rows.seq[-1]) - 1
+    end = np.array([_END if following is None else following - 1])
+    tail = np.array([rows.step[-1]])
+    at_end = min((kind for _, high, kind in spans if high == _END), default=None)
+    if at_end is not None and rest > 0:
+        found.append(_Gaps.anytime(at_end, tail, np.maximum(tail, end), rest))
+    elif is_open is not None:
+        found.append(_Gaps.anytime(is_open, tail, np.maximum(tail, end), rest))
+    elif rest > 0:
+        found.append(_Gaps.anytime(usual, tail, np.maximum(tail, end), rest))
+    return found
+
+
+def _when(rows: NumberedRows, places: Integers) -> tuple[Integers, Integers]:
+    """When in a step the numbers after each of these rows were given, at the earliest and at the latest."""
+    before, after = rows.when[places], rows.when[places + 1]
+    is_slice = (rows.micro_step[places] == rows.micro_step[places + 1]) | (after == UPDATE)
+    is_known = (rows.step[places] == rows.step[places + 1]) & is_slice & (before <= after) & (after < ANYTIME)
+    earliest, latest = np.where(is_known, before, FORWARD), np.where(is_known, after, UPDATE)
+    if rows.seq[0] > 0:
+        earliest, latest = np.insert(earliest, 0, FORWARD), np.insert(latest, 0, UPDATE)
+    return earliest, latest
+
+
+def _removed(writer: RecordedWriter, rows: NumberedRows) -> list[tuple[int, int, int]]:
+    """Numbers (exclusive on both sides) between which shards are damaged or were removed by retention."""
+    found = []
+    limits = _limits(rows, len(writer.shards))
+    for kind in ("tensors", "stats"):
+        shards = []
+        for place, shard in enumerate(writer.shards):
+            name = parse_shard_name(shard.path.name)
+            if name is not None and name.kind == kind:
+                shards.append((name.number, *limits[place], bool(shard.damage)))
+        number, high = -1, -1
+        for position, (following, first, last, is_damaged) in enumerate(shards):
+            rest = [low for _, low, _, _ in shards[position + 1 :] if low >= 0]
+            if following > number + 1 and writer.balance.retired_rows:
+                found.append((high, first if first >= 0 else min(rest, default=_END), RETIRED))
+            if is_damaged:
+                found.append((high, min(rest, default=_END), DAMAGED))
+            number, high = following, max(high, last)
+        if any(retired == kind and gone > number for retired, gone in writer.retired_shards):
+            found.append((high, _END, RETIRED))
+    return found
+
+
+def _limits(rows: NumberedRows, num_shards: int) -> list[tuple[int, int]]:
+    """Smallest and largest number in each shard; -1 where it has no rows."""
+    low, high = np.full(num_shards, _END), np.full(num_shards, -1, np.int64)
+    np.minimum.at(low, rows.shard, rows.seq)
+    np.maximum.at(high, rows.shard, rows.seq)
+    return [(int(a) if b >= 0 else -1, int(b)) for a, b in zip(low, high, strict=True)]

@@ -1,0 +1,315 @@
+"""What manifests promise: a slot for each module's value at a site, and the rules that select it.
+
+Never looks at rows, and never raises over a stranger's JSON or rules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ...errors import ConfigError
+from ...format.manifest import WriterManifest
+from ...format.roots import Module as Described
+from ...format.roots import Root
+from ...rules import ANY, Rule, parse_rules
+from ...sites import GRADIENT_OF, OF_BUFFERS, OF_CALLS, OF_PARAMETERS, SITE_OF
+
+Flags = npt.NDArray[np.bool_]
+Integers = npt.NDArray[np.int64]
+
+SLOT_SITES = (*OF_CALLS, *OF_PARAMETERS, *OF_BUFFERS)
+"""Sites at which a module tree says what should exist; what is tapped, and scalars, are up to the program."""
+_OF_OPTIMIZERS = [number for number, site in enumerate(SLOT_SITES) if SITE_OF[site].is_of_optimizer]
+"""What has names of the optimizer's, behind that of the parameter."""
+NEVER = 1 << 62
+"""A step after all others."""
+_MAX_DEPTH = 200
+"""Levels of a module tree; a path of more is nobody's, and looking for what is above it would take for ever."""
+HIDDEN = ("fused", "inlined", "tapped", "dtensor", "scripted", "compiled", "late")
+"""Why hooks see no call of a module, as its manifest says; keys of `gaps.REASONS`. The last three hold below it."""
+_HOLDS_BELOW = HIDDEN.index("scripted") + 1
+_MAX_RULES = 1000
+"""Of one writer. Each is judged for every module and step, whoever wrote them."""
+
+
+class Module(NamedTuple):
+    """A module of one root, as all writers together describe it."""
+
+    root: str
+    path: str
+    class_name: str
+    params: list[str]
+    buffers: list[str]
+    aliases: list[str]
+
+
+class WriterSlots(NamedTuple):
+    """What one writer's manifest says of the slots."""
+
+    selected: Flags
+    """For each slot: a rule selects its site, on the writer's rank."""
+    hidden: Integers
+    """For each module, why hooks see no call of it: 0, or 1 + the place in `HIDDEN`."""
+    disarmed: Integers
+    """For each slot, the step from which on its hooks were disarmed, as they kept failing; `NEVER` elsewhere."""
+    untapped: Flags
+    """For each slot: graphs alone show its module, and at other sites than this."""
+    tied: dict[int, str]
+    """Of slots of a parameter that has another name, under which it is recorded, that name."""
+
+
+class Slots:
+    """Every value that could exist once a step: modules in the order of the tree, and the slots of each together."""
+
+    def __init__(self, manifests: Iterable[WriterManifest]) -> None:
+        trees: list[tuple[Root, ...]] = []
+        numbers = []
+        for manifest in manifests:
+            tree = manifest.roots
+            number = next((n for n, known in enumerate(trees) if known == tree), len(trees))
+            if number == len(trees):
+                trees.append(tree)
+            numbers.append(number)
+        described = [[(root, module) for root in tree for module in root.modules] for tree in trees]
+        self.modules = _join(described)
+        self.place = {(module.root, module.path): number for number, module in enumerate(self.modules)}
+        """Number of a module by root and path."""
+        self.roots = list(dict.fromkeys(module.root for module in self.modules))
+        root_number = {root: number for number, root in enumerate(self.roots)}
+        self.root_of = np.array([root_number[module.root] for module in self.modules], np.int64)
+        self.parent_of = self._parents()
+        """For each module the one above it, -1 for a root."""
+        self._lay_out()
+        writer_slots = [self._writer_slots(modules) for modules in described]
+        self.writer_slots = [writer_slots[number] for number in numbers]
+        """For each manifest, as they were given."""
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.module)
+
+    def _parents(self) -> Integers:
+        found = np.full(len(self.modules), -1, np.int64)
+        for number, module in enumerate(self.modules):
+            path = module.path
+            while path and path.count(".") < _MAX_DEPTH:
+                path = path.rpartition(".")[0]
+                if (above := self.place.get((module.root, path))) is not None:
+                    found[number] = above
+                    break
+        return found
+
+    def _lay_out(self) -> None:
+        names: dict[str, int] = {"": 0}
+        module: list[int] = []
+        site: list[int] = []
+        name: list[int] = []
+        first: list[int] = []
+        for number, one in enumerate(self.modules):
+            first.append(len(module))
+            kinds = [(SLOT_SITES.index(kind), 0) for kind in OF_CALLS]
+            for param in one.params:
+                code = names.setdefault(param, len(names))
+                kinds += [(SLOT_SITES.index(kind), code) for kind in OF_PARAMETERS]
+            for buffer in one.buffers:
+                code = names.setdefault(buffer, len(names))
+                kinds += [(SLOT_SITES.index(kind), code) for kind in OF_BUFFERS]
+            module += [number] * len(kinds)
+            site += [kind for kind, _ in kinds]
+            name += [code for _, code in kinds]
+        self.module = np.array(module, np.int64)
+        """For each slot, its module."""
+        self.site = np.array(site, np.int64)
+        """For each slot, its site in `SLOT_SITES`."""
+        self.name = np.array(name, np.int64)
+        self.names = list(names)
+        self.first = np.array([*first, len(module)], np.int64)
+        """For each module its first slot, and the end."""
+        self._name_codes = names
+        self._named = np.flatnonzero(self.site >= len(OF_CALLS))
+        keys = self._key(self.module[self._named], self.site[self._named], self.name[self._named])
+        order = np.argsort(keys)
+        self._named, self._named_keys = self._named[order], keys[order]
+
+    def _key(self, module: Integers, site: Integers, name: Integers) -> Integers:
+        return (module * len(SLOT_SITES) + site) * len(self.names) + name
+
+    def of_rows(self, module: Integers, site: Integers, name: Integers) -> Integers:
+        """The slot of each row, -1 for none.
+
+        Args:
+            module: its number, -1 where it is in no tree.
+            site: its place in `SLOT_SITES`, -1 for another.
+            name: of a parameter or buffer by `name_code`, -1 for one that no module has.
+        """
+        found = np.full(len(module), -1, np.int64)
+        known = (module >= 0) & (site >= 0)
+        forward = known & (site < len(OF_CALLS))
+        found[forward] = self.first[module[forward]] + site[forward]
+        named = np.flatnonzero(known & (site >= len(OF_CALLS)) & (name >= 0))
+        if len(named) and len(self._named):
+            keys = self._key(module[named], site[named], name[named])
+            at = np.minimum(np.searchsorted(self._named_keys, keys), len(self._named) - 1)
+            found[named] = np.where(self._named_keys[at] == keys, self._named[at], -1)
+        return found
+
+    def name_code(self, name: str) -> int:
+        """The number of a parameter's or buffer's name; of optimizer state (``weight.exp_avg``) the parameter's."""
+        code = self._name_codes.get(name)
+        return self._name_codes.get(name.partition(".")[0], -1) if code is None else code
+
+    def _writer_slots(self, modules: Sequence[tuple[Root, Described]]) -> WriterSlots:
+        selected = np.zeros((len(self.modules), len(SLOT_SITES)), bool)
+        hidden = np.zeros(len(self.modules), np.int64)
+        untapped = np.zeros((len(self.modules), len(SLOT_SITES)), bool)
+        tapped: list[int] = []
+        of_dtensors: list[int] = []
+        disarmed = np.full((len(self.modules), len(SLOT_SITES)), NEVER, np.int64)
+        for root, module in modules:
+            number = self.place[root.name, module.path]
+            for site, step in module.disarmed.items():
+                if site in SLOT_SITES:
+                    disarmed[number, SLOT_SITES.index(site)] = step
+            selected[number] = [site in module.sites for site in SLOT_SITES]
+            hidden[number] = _hidden(module)
+            if module.tapped:
+                shown = {*module.tapped, *(GRADIENT_OF[site] for site in module.tapped if site in GRADIENT_OF)}
+                untapped[number] = [site in OF_CALLS and site not in shown for site in SLOT_SITES]
+                is_of_dtensors = module.has_dtensors and root.model_parallel is not None
+                (of_dtensors if is_of_dtensors else tapped).append(number)
+        above = np.maximum(self.parent_of, 0)
+        while len(inside := np.flatnonzero((self.parent_of >= 0) & _is_taken(hidden, hidden[above]))):
+            hidden[inside] = hidden[above[inside]]  # a graph holds all that its module calls
+        hidden[tapped] = HIDDEN.index("tapped") + 1
+        hidden[of_dtensors] = HIDDEN.index("dtensor") + 1
+        if not self.modules:
+            return WriterSlots(np.zeros(0, bool), hidden, np.zeros(0, np.int64), np.zeros(0, bool), {})
+        of_slots = self.module, self.site
+        return WriterSlots(selected[of_slots], hidden, disarmed[of_slots], untapped[of_slots], self._tied(modules))
+
+    def _tied(self, modules: Sequence[tuple[Root, Described]]) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for root, module in modules:
+            number = self.place[root.name, module.path]
+            for name, first in module.tied.items():
+                of_module = range(self.first[number], self.first[number + 1])
+                code, states = self._name_codes.get(name), range(len(OF_CALLS), len(OF_CALLS) + len(OF_PARAMETERS))
+                found |= {slot: first for slot in of_module if self.name[slot] == code and self.site[slot] in states}
+        return found
+
+
+def _is_taken(own: Integers, above: Integers) -> Flags:
+    """Whether what hides the module above hides this one too."""
+    taken: Flags = (above >= _HOLDS_BELOW) & (own < above)
+    return taken
+
+
+def _hidden(module: Described) -> int:
+    if module.hidden in HIDDEN:
+        return HIDDEN.index(module.hidden) + 1
+    return HIDDEN.index("compiled") + 1 if module.is_compiled else 0
+
+
+def _join(described: Sequence[Sequence[tuple[Root, Described]]]) -> list[Module]:
+    found: dict[tuple[str, str], Module] = {}
+    for root, one in (pair for modules in described for pair in modules):
+        lists = [list(dict.fromkeys(names)) for names in (one.params, one.buffers, one.aliases)]
+        known = found.setdefault((root.name, one.path), Module(root.name, one.path, one.class_name, *lists))
+        for kept, more in zip((known.params, known.buffers, known.aliases), lists, strict=True):
+            kept += [name for name in more if name not in kept]
+    return list(found.values())
+
+
+class RuleMatch(NamedTuple):
+    """One rule, and the slots that it can select on any rank."""
+
+    rule: Rule
+    slots: Flags
+    is_limited: Flags
+    """Slots of which the rule wants only some names or calls: whether there are such, rows alone can tell."""
+
+
+def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
+    """The rules of a manifest, and what is wrong with those that cannot be read."""
+    rules: list[Rule] = []
+    problems: list[str] = []
+    texts = manifest.rules
+    if len(texts) > _MAX_RULES:
+        problems.append(f"there are {len(texts)} rules; those behind the first {_MAX_RULES} are not judged")
+    for text in texts[:_MAX_RULES]:
+        try:
+            found = parse_rules(text, takes_unknown_sites=True)
+        except (ConfigError, RecursionError) as error:
+            problems.append(f"rule {text!r} cannot be read, so nothing is expected by it: {error}")
+            continue
+        rules += found
+        if unknown := [site for rule in found for site in rule.site if site not in SITE_OF]:
+            sites = ", ".join(map(repr, unknown))
+            problems.append(f"rule {text!r} names sites that are unknown to this version, and not judged: {sites}")
+    return rules, problems
+
+
+def match_rule(slots: Slots, rule: Rule) -> RuleMatch | None:
+    """The slots of one rule; None where it has a regular expression that cannot be judged in bounded time."""
+    expressions = _BoundedExpressions([text for m in slots.modules for text in (m.path, m.class_name)] + slots.names)
+    is_leaf = _leaves(slots) if rule.leaf else np.ones(len(slots.modules), bool)
+    try:
+        modules = np.array(
+            [
+                rule.matches_module(module.path, module.class_name, bool(leaf), expressions)
+                for module, leaf in zip(slots.modules, is_leaf, strict=True)
+            ],
+            bool,
+        )
+        by_name = np.array([rule.matches_name(name, expressions) for name in slots.names], bool)
+    except (pa.ArrowInvalid, re.error):
+        return None
+    sites = np.array([site in rule.site for site in SLOT_SITES])
+    own_name = (slots.site >= len(OF_CALLS)) & ~np.isin(slots.site, _OF_OPTIMIZERS)
+    chosen = modules[slots.module] & sites[slots.site] & (by_name[slots.name] | ~own_name)
+    limited = np.full(slots.num_slots, 0 not in rule.call) | (rule.name != ANY) & ~own_name
+    return RuleMatch(rule, chosen, chosen & limited)
+
+
+def _leaves(slots: Slots) -> Flags:
+    """Which modules have no children, under any of their paths."""
+    is_leaf = np.ones(len(slots.modules), bool)
+    is_leaf[slots.parent_of[slots.parent_of >= 0]] = False
+    for module in slots.modules:
+        for alias in module.aliases:
+            above = slots.place.get((module.root, alias.rpartition(".")[0]))
+            if above is not None and alias:
+                is_leaf[above] = False
+    return is_leaf
+
+
+class _BoundedExpressions:
+    """Matches untrusted regular expressions with known texts, by RE2, whose time is linear in the text."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = list(dict.fromkeys(texts))
+        self._matching: dict[str, set[str]] = {}
+
+    def __call__(self, expression: str, text: str) -> bool:
+        """Whether the expression matches the whole of one of the texts.
+
+        Raises:
+            pa.ArrowInvalid: RE2 does not have what the expression asks for, such as a backward reference.
+        """
+        if expression not in self._matching:
+            matching = pc.match_substring_regex(pa.array(self._texts, pa.string()), pattern=f"^(?:{expression})$")
+            self._matching[expression] = set(pa.array(self._texts, pa.string()).filter(matching).to_pylist())
+        return text in self._matching[expression]
+
+
+def distinct(numbers: Integers) -> Integers:
+    """Sorted, each once. By sorting: numpy's own looks integers up in a hash table, at a fifth of the speed."""
+    found = np.sort(numbers)
+    return found[np.insert(np.diff(found) > 0, 0, True)] if len(found) else found

@@ -1,0 +1,1 @@
+"""Runs in other formats: Parquet, npz, safetensors, checkpoints of torch."""

@@ -1,0 +1,130 @@
+"""The format of `torch.distributed.checkpoint`: a folder with the tensors in chunks, and a pickle that lists them.
+
+The one module on the reading side that imports torch, so import it only when such a folder is asked for: that pickle is
+made of torch's own classes, and each chunk is what `torch.save` writes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ...errors import UnsupportedError
+from ...format.dtypes import item_bytes
+from .tensorfiles import HasPieces
+from .tensors import Entry, Piece
+
+CHUNK_BYTES = 16 << 20
+"""At most so much of a tensor in one chunk, of which a rank that loads reads what it needs."""
+_DATA = "__0_0.distcp"
+_METADATA = ".metadata"
+_VERSION = "1.0.0"
+"""Of the format; readers of versions that do not know the member ignore it."""
+
+
+def write_checkpoint(folder: Path, tensors: HasPieces, entries: Sequence[Entry], report: Callable[[int], None]) -> None:
+    """Write tensors into an empty folder, the file that makes it a checkpoint last.
+
+    Raises:
+        UnsupportedError: this torch lacks an element type.
+    """
+    dtypes = {entry.name: _torch_dtype(entry) for entry in entries}
+    found: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    with (folder / _DATA).open("xb") as file:
+        for entry in entries:
+            chunks = list(boxes(entry.shape, CHUNK_BYTES // item_bytes(entry.dtype)))
+            sizes = [math.prod(sizes) * item_bytes(entry.dtype) for _, sizes in chunks]
+            data = regrouped(tensors.pieces(entry), sizes)
+            for number, ((offsets, shape), values) in enumerate(zip(chunks, data, strict=True)):
+                tensor = _as_tensor(values, dtypes[entry.name], shape)
+                places[MetadataIndex(entry.name, offsets, number)] = _save(file, tensor)
+                report(values.nbytes)
+            found[entry.name] = TensorStorageMetadata(
+                TensorProperties(dtype=dtypes[entry.name]),
+                torch.Size(entry.shape),
+                [ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)) for offsets, shape in chunks],
+            )
+        _sync(file)
+    metadata = Metadata(found, {name: (name,) for name in found}, places, StorageMeta())
+    metadata.version = _VERSION
+    with (folder / _METADATA).open("xb") as file:
+        pickle.dump(metadata, file)
+        _sync(file)
+
+
+def boxes(shape: tuple[int, ...], max_numel: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of boxes that follow one another in a tensor's memory, each of at most so many elements."""
+    dim, inner = 0 if 0 in shape else len(shape), 1
+    while dim and inner * shape[dim - 1] <= max_numel:
+        dim, inner = dim - 1, inner * shape[dim - 1]
+    if dim == 0:
+        yield (0,) * len(shape), shape
+        return
+    rest, step = len(shape) - dim, max_numel // inner
+    for outer in np.ndindex(shape[: dim - 1]):
+        for start in range(0, shape[dim - 1], step):
+            size = min(step, shape[dim - 1] - start)
+            yield (*outer, start, *(0,) * rest), (*(1,) * (dim - 1), size, *shape[dim:])
+
+
+def regrouped(pieces: Iterable[Piece], sizes: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
+    """The bytes of some pieces, end to end, in arrays of these sizes; each is good until the next one comes.
+
+    All lie in the same memory, for what `torch.save` was given may live until a garbage collection (torch 2.9).
+    """
+    source = iter(pieces)
+    piece, used = np.empty(0, np.uint8), 0
+    buffer = np.empty(max(sizes, default=0), np.uint8)
+    for size in sizes:
+        out, done = buffer[:size], 0
+        while done < size:
+            if used == len(piece):
+                piece, used = next(source).data, 0
+            num = min(size - done, len(piece) - used)
+            out[done : done + num] = piece[used : used + num]
+            done, used = done + num, used + num
+        yield out
+    for _ in source:  # to its end, where it says so if there were too many
+        pass
+
+
+def _as_tensor(data: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if data.size == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(data).view(dtype).reshape(shape)
+
+
+def _torch_dtype(entry: Entry) -> torch.dtype:
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedError(f"{entry.name}: this torch has no dtype {entry.dtype!r}; --to safetensors needs none")
+    return dtype
+
+
+def _save(file: BinaryIO, tensor: torch.Tensor) -> _StorageInfo:
+    begin = file.tell()
+    torch.save(tensor, file)
+    return _StorageInfo(_DATA, begin, file.tell() - begin)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,228 @@
+"""A model's tensors at one step of a run: under which names, what keeps some of them out, and their bytes.
+
+Must never give a tensor of which a piece is missing, or whose replicas differ, and never hold more than one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ...errors import LookupFailedError
+from ...format.dtypes import item_bytes
+from ...globalview.assemble.rows import GlobalRows
+from ...globalview.plan.overrides import check_overrides
+from ...globalview.run import Run
+from ...read import untrusted
+from ...read.decode import parse_shape
+from ...sites import GRADIENT_OF, HELD_BY_MODULES
+from ...system.text import counted, listed
+from .state_dict import StateDict, full_name, roots_of, stages_of, state_dict_of
+from .tensors import Entry, Piece, row_pieces, whole
+
+SITES = {"param": HELD_BY_MODULES, "grad": (GRADIENT_OF["param"],)}
+"""By what is asked for, the sites that make it up; the first one decides which steps there are."""
+_NOUNS = {"param": "parameter", "grad": "gradient"}
+_COLUMNS = ("site", "module_path", "name", "rank", "repeat", "scope", "dtype", "shape", "encoding", "note",
+            "ranks_present", "ranks_expected")  # fmt: skip
+_NO_ROW = "no row of it at this step: no rule keeps it, it was dropped, or no optimizer holds it"
+
+
+class Refused(NamedTuple):
+    """A tensor of the model that cannot be given."""
+
+    name: str
+    why: str
+
+
+class Model:
+    """The parameters and buffers, or the gradients, of one model at one step, in the global view."""
+
+    def __init__(
+        self, run: Run, what: str, *, root: str | None = None, step: int | None = None, layouts: Sequence[str] = ()
+    ) -> None:
+        """Find what there is; no tensor is read.
+
+        Args:
+            run: recorded or merged.
+            what: ``param`` or ``grad``.
+            root: which model, where the run has several.
+            step: which step; by default the last one with such tensors.
+            layouts: how the ranks' values of some leaves lie; see `Run.view`.
+
+        Raises:
+            LookupFailedError: there is no such model, or step, or nothing of it was recorded with its values.
+        """
+        if what not in SITES:
+            raise LookupFailedError(f"{what!r}: choose of {', '.join(SITES)}")
+        check_overrides(layouts, run)
+        self.what = what
+        self.root = _choose_root(run, what, root)
+        self._run, self._layouts = run, layouts
+        self._steps = self._find_steps()
+        self.step, self._rows = self._find_rows(step)
+        self.entries: list[Entry] = []
+        """Those that can be given, in the order of the state dict."""
+        self.refused: list[Refused] = []
+        """Those that cannot, though the model has them."""
+        self.notes: list[str] = []
+        self._judge()
+        self.total_bytes = sum(entry.payload_bytes for entry in self.entries)
+
+    def pieces(self, entry: Entry) -> Iterator[Piece]:
+        """The bytes of one tensor, at most 32 MiB at once.
+
+        Raises:
+            CorruptError: the bytes are not those that were written.
+        """
+        return whole(entry, row_pieces(self._rows, entry.row, entry.dtype))
+
+    def _find_rows(self, step: int | None) -> tuple[int, GlobalRows]:
+        """The rows of the step that is asked for, or of the last one that has what is asked for."""
+        view = self._run.view(layouts=self._layouts)
+        steps = self._steps
+        for one in [step] if step is not None else reversed(steps):
+            if one in steps:
+                rows = view.rows(one, one + 1)
+                if self._mine(rows.table.filter(pc.field("encoding").is_valid())).num_rows:
+                    return one, rows
+        which = f"step {step} of {self._run.name}" if step is not None else self._run.name
+        there = f"steps with some are {listed(steps)}"
+        if not steps:
+            rule = f"site={','.join(SITES[self.what])} keep=tensor steps=::100"
+            there = f"without a rule that says so they are not kept: record with RECORDER_RULES='{rule}'"
+        raise LookupFailedError(f"{which} has no {_NOUNS[self.what]} of {self.root!r} with its values; {there}")
+
+    @property
+    def step_before(self) -> int | None:
+        """The last earlier step at which something was recorded with its values."""
+        return max((step for step in self._steps if step < self.step), default=None)
+
+    def _find_steps(self) -> list[int]:
+        """Steps at which some rank recorded what is asked for, with its values."""
+        is_asked = (pc.field("site") == SITES[self.what][0]) & (pc.field("root") == self.root)
+        table = self._run.table(["step"], is_asked & pc.field("encoding").is_valid())
+        found: list[int] = sorted(table.column("step").unique().to_pylist())
+        return found
+
+    def _mine(self, table: Any) -> Any:
+        return table.filter((pc.field("root") == self.root) & pc.field("site").isin(SITES[self.what]))
+
+    def _judge(self) -> None:
+        """Sort the tensors of the model into those that can be given and those that cannot."""
+        table = self._rows.table
+        table = table.append_column("at", pa.array(np.arange(table.num_rows)))
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for row in self._mine(table).select([*_COLUMNS, "at"]).to_pylist():
+            rows.setdefault(full_name(row["module_path"], row["name"]), []).append(row)
+        known = state_dict_of(self._run, self.root)
+        reasons = {
+            full_name(one.module_path, one.name): one.text
+            for one in self._rows.findings
+            if one.site in SITES[self.what] and one.kind != "partial"
+        }
+        given: list[dict[str, Any]] = []
+        stages = stages_of(self._run)
+        for stage in stages.missing:
+            self.refused.append(Refused(f"stage {stage}", "no rank that has this stage of the pipeline left anything"))
+        for name, recorded in _names(known, rows, with_ties=self.what == "param").items():
+            row = _last_of(rows.get(recorded, []))
+            if row is None:
+                parts = sorted(name for name in rows if name.startswith(f"{recorded}."))
+                if parts:
+                    self.refused.append(Refused(name, f"recorded as its parts {listed(parts)}"))
+                elif self.what == "param":  # not every parameter has a gradient
+                    self.refused.append(Refused(name, _NO_ROW))
+            elif len(owners := stages.owners.get(recorded, set())) > 1:
+                self.refused.append(Refused(name, f"stages {listed(sorted(owners))} of the pipeline each have one"))
+            elif (why := _why_not(row, reasons.get(recorded))) is not None:
+                self.refused.append(Refused(name, why))
+            else:
+                dtype, shape = row["dtype"], parse_shape(row["shape"])
+                steps, num_bytes = (self.step, self.step + 1), math.prod(shape) * item_bytes(dtype)
+                self.entries.append(Entry(steps, row["at"], name, dtype, shape, num_bytes, {}, {}))
+                given.append(row)
+        self._note(given, reasons)
+        if self.what == "grad" and (gone := sorted(self._names_before() - rows.keys())):
+            n = counted(len(gone), "parameter")
+            self.notes.append(
+                f"{n} with a gradient at step {self.step_before} and none at step {self.step}: {listed(gone)}"
+            )
+
+    def _names_before(self) -> set[str]:
+        """What had a gradient at the step before: a kill in the middle of a step leaves some of it."""
+        if self.step_before is None:
+            return set()
+        table = self._run.table(["root", "site", "module_path", "name"], pc.field("step") == self.step_before)
+        return {full_name(row["module_path"], row["name"]) for row in self._mine(table).to_pylist()}
+
+    def _note(self, given: list[dict[str, Any]], reasons: dict[str, str]) -> None:
+        """What there is to know of those that can be given."""
+        of_ranks = Counter((row["ranks_present"], row["ranks_expected"]) for row in given)
+        for (present, expected), number in of_ranks.items():
+            if present != expected:
+                tensors = counted(number, "tensor")
+                self.notes.append(
+                    f"{tensors} recorded by ranks {present} alone, of {expected}: whole, but not compared"
+                )
+        for entry in self.entries:
+            if entry.name in reasons:  # buffers: those of the first rank are taken
+                self.notes.append(f"{entry.name}: {reasons[entry.name]}; the first rank's is taken")
+        num_scaled = sum(untrusted.members(row["note"]).get("grad") == "scaled" for row in given)
+        if num_scaled:
+            gradients = counted(num_scaled, "gradient")
+            self.notes.append(f"{gradients} still multiplied with the loss scale, as the optimizer was given them")
+
+
+def _choose_root(run: Run, what: str, root: str | None) -> str:
+    """The model that is meant: the only one of which there is something, where none is named."""
+    table = run.table(["root"], pc.field("site") == SITES[what][0])
+    there = table.column("root").unique().to_pylist() or roots_of(run) or ["model"]
+    if root is None and len(there) > 1:
+        named = " or ".join(f"--root {one}" for one in there)
+        raise LookupFailedError(f"{run.name} has {len(there)} models, and a file holds one: {named}")
+    if root is not None and root not in there:
+        raise LookupFailedError(f"{run.name} has no {_NOUNS[what]} of {root!r}; it has of {listed(there)}")
+    return there[0] if root is None else root
+
+
+def _names(known: StateDict, rows: dict[str, Any], *, with_ties: bool) -> dict[str, str]:
+    """Each name that is wanted, and the one under which its rows stand."""
+    names = {name: name if name in rows else tied for name, tied in known.names.items()}  # a tie may have come apart
+    names = names if with_ties else {name: name for name in names.values()}
+    taken = set(names.values())
+    further = {
+        name: name for name in rows if name not in taken and name not in known.left_out and not _is_part(name, taken)
+    }
+    return {**names, **further}
+
+
+def _is_part(name: str, taken: set[str]) -> bool:
+    """Whether a row is of a part of a parameter, such as ``weight._scale``."""
+    pieces = name.split(".")
+    return any(".".join(pieces[:i]) in taken for i in range(1, len(pieces)))
+
+
+def _last_of(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Of several rows of a name the one that the update used; the global one before the ranks' own."""
+    if not rows:
+        return None
+    return max(rows, key=lambda row: (row["repeat"], row["scope"] in (None, "final"), row["rank"] is None))
+
+
+def _why_not(row: dict[str, Any], reason: str | None) -> str | None:
+    """What keeps a tensor out; None where nothing does."""
+    note = untrusted.members(row["note"])
+    if isinstance(missing := note.get("partial"), list) and missing and row["encoding"] is None:
+        return f"no row of rank {', '.join(map(str, missing))}, which held a piece of it"
+    if row["rank"] is not None:
+        return reason or "the ranks' pieces make no whole of it"
+    if row["encoding"] is None:
+        return str(note.get("no_values", "its values were not recorded, only statistics"))
+    return None

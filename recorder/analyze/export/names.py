@@ -1,0 +1,48 @@
+"""The names of tensors in files of other formats: a function of the row alone. Never a path upwards."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+from ...sites import SITE_OF
+
+_MAX_CHARS = 200
+_DEFAULTS: dict[str, Any] = {
+    "micro_step": 0, "call": 0, "repeat": 0, "mode": "train", "root": "model", "scope": None, "rank": None
+}  # fmt: skip
+_ROOT = "(root)"
+"""Stands for the empty path; a module of that name would be spelled %28root%29."""
+NAMING = (*_DEFAULTS, "phase", "site", "name", "module_path", "step")
+"""Columns that make a name."""
+
+
+def tensor_name(row: Mapping[str, Any]) -> str:
+    """``step=3/layers.0.mlp/output``, then the name at the site, then ``key=value`` for what is not the usual case.
+
+    Args:
+        row: the columns of `NAMING`.
+    """
+    pieces = [f"step={row['step']}", _text(row["module_path"]) or _ROOT, _text(row["site"])]
+    if row["name"]:
+        pieces.append(_text(row["name"]))
+    for column, usual in _DEFAULTS.items():
+        # Of gradients and parameters the final ones are usual.
+        if row[column] not in (usual, None) and (column, row[column]) != ("scope", "final"):
+            pieces.append(f"{column}={_text(row[column])}")
+    if row["site"] not in SITE_OF or row["phase"] != SITE_OF[row["site"]].phase:
+        pieces.append(f"phase={_text(row['phase'])}")
+    return "/".join(pieces)
+
+
+def _text(value: Any) -> str:
+    """A stranger's text without anything that separates or climbs; a long one ends with its digest."""
+    text = quote(str(value), safe="", errors="surrogatepass")
+    if text.strip(".") == "":
+        text = text.replace(".", "%2E")
+    if len(text) > _MAX_CHARS:
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        text = f"{text[: _MAX_CHARS - 17]}~{digest}"
+    return text

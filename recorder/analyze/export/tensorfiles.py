@@ -1,0 +1,125 @@
+"""Tensors as npz and as safetensors: written piece by piece, so that no tensor is ever whole in memory.
+
+Both formats are written here: their own libraries want every tensor in memory at once.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+import numpy.lib.format as npy
+import numpy.typing as npt
+
+from ...errors import UnsupportedError
+from ...format.dtypes import item_bytes, numpy_dtype
+from .tensors import Entry, Piece
+
+Report = Callable[[int], None]
+_INDEX = "index.json"
+_NO_TIME = (1980, 1, 1, 0, 0, 0)
+"""The same tensors make the same file."""
+_MAX_HEADER_BYTES = 100_000_000
+"""What the readers of safetensors accept."""
+_SAFETENSORS: dict[str, str] = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
+    "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0", "complex64": "C64",
+}  # fmt: skip
+_AS_PARTS = {"complex32": "F16", "complex128": "F64"}
+"""Types that safetensors does not have: real and imaginary part along one more dim."""
+_AS_BYTES = ("float4_e2m1fn_x2",)
+"""Pairs in a byte; the readers disagree on their shape."""
+
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+class HasPieces(Protocol):
+    """Where tensors come from."""
+
+    def pieces(self, entry: Entry) -> Iterator[Piece]:
+        """The bytes of one tensor, in order."""
+
+
+def write_npz(file: BinaryIO, tensors: HasPieces, entries: Sequence[Entry], report: Report) -> None:
+    """Write a file for `numpy.load`.
+
+    numpy has no bfloat16 and no 8-bit floats: they become float32, which holds every one of them exactly. What each
+    tensor was stands in the member ``index.json``: objects with `tensor` (its name here), `dtype`, `step`, ...,
+    `ranks_present`, `ranks_expected`, `scale`, `layout_source` and `note`.
+    """
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        for entry in entries:
+            kind, is_widened = _npy_dtype(entry.dtype)
+            with archive.open(zipfile.ZipInfo(f"{entry.name}.npy", _NO_TIME), "w", force_zip64=True) as member:
+                header = {"descr": npy.dtype_to_descr(kind), "fortran_order": False, "shape": entry.shape}
+                npy.write_array_header_2_0(member, header)
+                for piece in tensors.pieces(entry):
+                    data: npt.NDArray[Any] = piece.data
+                    if is_widened:
+                        data = data.view(numpy_dtype(entry.dtype)).astype(kind).view(np.uint8)
+                    member.write(data.data)
+                    report(piece.data.nbytes)
+        index = [{"tensor": entry.name, "dtype": entry.dtype, **entry.place, **entry.origin} for entry in entries]
+        archive.writestr(zipfile.ZipInfo(_INDEX, _NO_TIME), json.dumps(index))
+
+
+def write_safetensors(
+    file: BinaryIO, tensors: HasPieces, entries: Sequence[Entry], report: Report, about: Mapping[str, str] = _NOTHING
+) -> None:
+    """Write a safetensors file: 8 bytes of length, a JSON header, then the bytes, without a gap.
+
+    The header's metadata have ``origin of NAME``, as JSON: of which ranks a tensor was made, and how; and what `about`
+    says of the whole.
+
+    Raises:
+        UnsupportedError: there are more tensors than the format's header may name.
+    """
+    in_file_order = widest_first(entries)
+    header: dict[str, Any] = {"__metadata__": {"writer": "recorder", **about}}
+    end = 0
+    for entry in in_file_order:
+        dtype, shape = _safetensors_type(entry)
+        header[entry.name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + entry.payload_bytes]}
+        end += entry.payload_bytes
+        if entry.dtype in (*_AS_PARTS, *_AS_BYTES):
+            header["__metadata__"][f"dtype of {entry.name}"] = entry.dtype
+        origin = {column: value for column, value in entry.origin.items() if value is not None}
+        if origin:
+            header["__metadata__"][f"origin of {entry.name}"] = json.dumps(origin)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER_BYTES:
+        raise UnsupportedError(
+            f"{len(entries)} tensors need a header of {len(text)} bytes, and safetensors allows {_MAX_HEADER_BYTES}: "
+            "select fewer, or use npz or parquet"
+        )
+    file.write(struct.pack("<Q", len(text)) + text)
+    for entry in in_file_order:
+        for piece in tensors.pieces(entry):
+            file.write(piece.data.data)
+            report(piece.data.nbytes)
+
+
+def widest_first(entries: Sequence[Entry]) -> list[Entry]:
+    """The order in which `write_safetensors` asks for them: so each lies at a multiple of its elements' size."""
+    return sorted(entries, key=lambda entry: -item_bytes(entry.dtype))
+
+
+def _npy_dtype(dtype: str) -> tuple[np.dtype[Any], bool]:
+    """What numpy's files can hold, and whether the values have to be widened for it."""
+    if dtype.startswith("float8") or dtype == "bfloat16":
+        return np.dtype("<f4"), True
+    return numpy_dtype(dtype), False
+
+
+def _safetensors_type(entry: Entry) -> tuple[str, list[int]]:
+    if entry.dtype in _AS_PARTS:
+        return _AS_PARTS[entry.dtype], [*entry.shape, 2]
+    return _SAFETENSORS.get(entry.dtype, "U8"), list(entry.shape)

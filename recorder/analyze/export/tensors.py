@@ -1,0 +1,333 @@
+"""The tensors of a run one after the other: which are selected, and their bytes in bounded pieces.
+
+What is large is read here, in pieces; the rest may be read elsewhere, some tensors at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ...errors import CorruptError, LookupFailedError, RunError
+from ...format.dtypes import item_bytes
+from ...globalview.run import Run
+from ...globalview.view import GlobalView
+from ...read.decode import decode_payload, parse_shape
+from ..partial import Partial, missing_ranks, without_numbers
+from ..problems import Problems
+from ..selection import PER_RANK, GlobalOptions, Selection
+from ..step_ranges import Mapper, global_step_ranges, map_serially
+from .names import NAMING, tensor_name
+
+ORIGIN = ("ranks_present", "ranks_expected", "scale", "layout_source", "note")
+"""Columns that say of which ranks' values a tensor was made, and how."""
+BATCH_BYTES = 32 << 20
+"""What is read at once."""
+_BATCH_ITEMS = 65_536
+
+T = TypeVar("T")
+Place = tuple[tuple[int, int], int]
+"""A range of steps, and the number of a row among all rows of it."""
+
+
+class Piece(NamedTuple):
+    """Consecutive elements of one tensor."""
+
+    data: npt.NDArray[np.uint8]
+    """At most 32 MiB, little-endian."""
+    flat_offset: int
+    """Of the first element, in the flattened tensor."""
+
+
+class Entry(NamedTuple):
+    """One tensor."""
+
+    steps: tuple[int, int]
+    """The range in which it was found, from the first up to, but not including, the last."""
+    row: int
+    """Its place among all rows of the range."""
+    name: str
+    """Unique; see `names`."""
+    dtype: str
+    shape: tuple[int, ...]
+    payload_bytes: int
+    place: dict[str, Any]
+    """The columns of `NAMING`."""
+    origin: dict[str, Any]
+    """The columns of `ORIGIN`, what is JSON in them as what it says."""
+
+
+class Rows:
+    """The selected rows of a run, as the ranks recorded them or of the global view, by ranges of steps."""
+
+    def __init__(self, run: Run, selection: Selection, options: GlobalOptions) -> None:
+        self._selection = selection
+        self._view = view_of(run, options)
+        self._held: tuple[tuple[int, int], Any] | None = None
+
+    def all_of(self, first: int, last: int) -> Any:
+        """`GlobalRows` of some steps; the last ones asked for are kept."""
+        if self._held is None or self._held[0] != (first, last):
+            self._held = None
+            self._held = (first, last), self._view.rows(first, last)
+        return self._held[1]
+
+    def selected(self, first: int, last: int) -> Any:
+        """A table of those that are selected, with the columns `at`, their place in all, and `num_bytes`, decoded."""
+        rows = self.all_of(first, last)
+        table = rows.table.append_column("at", pa.array(np.arange(rows.table.num_rows)))
+        return self._selection.narrow(table.append_column("num_bytes", pa.array(rows.payload_bytes)))
+
+
+def view_of(run: Run, options: GlobalOptions) -> GlobalView:
+    """The global view, or one in which every rank's row stays its own."""
+    return run.view(loss=options.loss, layouts=options.layouts if options.across_ranks else PER_RANK)
+
+
+class Chosen(NamedTuple):
+    """What is selected of some steps."""
+
+    first: int
+    last: int
+    table: Any
+    num_rows: int
+    """Before those without values were left out, where they are."""
+    partial: Partial
+    problems: Problems
+    """What contradicts itself in the global view."""
+    is_damaged: bool
+    """What was read of the run is damaged, as whoever works on a piece has found: a worker, perhaps."""
+
+
+class Choosing:
+    """Finds what is selected of ranges of steps."""
+
+    def __init__(
+        self, run: Run, selection: Selection, options: GlobalOptions, columns: Sequence[str], with_values: bool
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            run: whose rows.
+            selection: which.
+            options: of the global view or not.
+            columns: of the tables.
+            with_values: leave out rows without, and those that lack ranks unless the options take them.
+        """
+        self._run = run
+        self._rows = Rows(run, selection, options)
+        self._selection = selection
+        self._is_global, self._takes_partial = options.across_ranks, options.partial
+        self._columns, self._with_values = list(columns), with_values
+
+    def __call__(self, first: int, last: int) -> Chosen:
+        table = self._rows.selected(first, last)
+        partial, problems = Partial(), Problems(self._selection)
+        partial.add(table)
+        if self._is_global:
+            problems.add(self._rows.all_of(first, last).findings)
+        num_rows = table.num_rows
+        is_cut = bool(partial) and not self._takes_partial
+        if self._with_values:
+            table = table.filter(table.column("encoding").is_valid())
+            table = table.filter(pa.array(missing_ranks(table) == "")) if is_cut else table
+        elif is_cut:
+            table = without_numbers(table)
+        table = table.select(self._columns)
+        return Chosen(first, last, table, num_rows, partial, problems, bool(self._run.problems))
+
+
+class Reading:
+    """Reads the values of rows of a range of steps."""
+
+    def __init__(self, run: Run, selection: Selection, options: GlobalOptions) -> None:
+        self._rows = Rows(run, selection, options)
+
+    def __call__(self, first: int, last: int, wanted: Sequence[tuple[int, str]]) -> list[list[Piece]]:
+        """The bytes of rows, by their places and types."""
+        rows = self._rows.all_of(first, last)
+        return [list(row_pieces(rows, at, dtype)) for at, dtype in wanted]
+
+
+class Tensors:
+    """The selected tensors of a run, one after the other."""
+
+    def __init__(self, run: Run, selection: Selection, options: GlobalOptions, mapper: Mapper = map_serially) -> None:
+        """Nothing is read yet.
+
+        Raises:
+            LookupFailedError: the selection can match nothing in any run, or an option is none.
+        """
+        if options.across_ranks and selection.rank is not None:
+            raise LookupFailedError("the global view has no ranks; leave one of the two out")
+        selection.check(run)
+        options.check(run)
+        self._run = run
+        self._selection = selection
+        self._options = options
+        self._mapper = mapper
+        self._large = Rows(run, selection, options)
+        self.problems = Problems(selection)
+        """What contradicts itself in what was read of the global view."""
+        self.is_damaged = False
+        """Something of what was read is damaged, here or where a worker read it."""
+
+    def chosen(self, columns: Sequence[str], partial: Partial, *, with_values: bool = False) -> Iterator[Chosen]:
+        """What is selected, by ranges of steps in their order.
+
+        Args:
+            columns: of the tables.
+            partial: told of every row that is selected.
+            with_values: leave out rows without, and those that lack ranks unless the options take them.
+        """
+        arguments = (self._run, self._selection, self._options, tuple(columns), with_values)
+        pieces = global_step_ranges(view_of(self._run, self._options))
+        for one in self._mapper(Choosing, arguments, pieces):
+            partial.join(one.partial)
+            self.problems.join(one.problems)
+            self.is_damaged |= one.is_damaged
+            yield one
+
+    def entries(self, partial: Partial) -> list[Entry]:
+        """The selected tensors that have values, in the order of execution.
+
+        Args:
+            partial: told of every row that is selected.
+
+        Raises:
+            LookupFailedError: nothing is selected, or nothing of it has values.
+        """
+        found: list[Entry] = []
+        times: Counter[str] = Counter()
+        num_selected = 0
+        columns = [*NAMING, *ORIGIN, "at", "dtype", "shape"]
+        for chosen in self.chosen(columns, partial, with_values=True):
+            num_selected += chosen.num_rows
+            for row in chosen.table.to_pylist():
+                origin = {column: _read(column, row.pop(column)) for column in ORIGIN}
+                at, dtype, shape = row.pop("at"), row.pop("dtype"), parse_shape(row.pop("shape"))
+                name = tensor_name(row)
+                times[name] += 1
+                if times[name] > 1:  # rows that no key tells apart, as of a damaged run
+                    name = f"{name}/again={times[name]}"
+                num_bytes = math.prod(shape) * item_bytes(dtype)
+                found.append(Entry((chosen.first, chosen.last), at, name, dtype, shape, num_bytes, row, origin))
+        if not num_selected:
+            raise self.explain_nothing()
+        if not found and partial and not self._options.partial:
+            raise LookupFailedError(f"{' '.join(partial.notes(is_taken=False))}, and nothing else is selected")
+        if not found:
+            raise LookupFailedError(
+                f"none of the {num_selected} selected rows has values, only statistics: export them with --to parquet, "
+                "or record with keep=tensor"
+            )
+        return found
+
+    def explain_nothing(self) -> LookupFailedError:
+        """The error for a selection that matches nothing."""
+        names = ["module_path", "site", "name", "step", "rank"]
+        return self._selection.explain_nothing(self._run.table(names), f"run {self._run.name}")
+
+    def unreadable(self, rows: Iterable[tuple[int, int, int, str]]) -> dict[Place, str]:
+        """Which rows have values that cannot be read, and why.
+
+        Args:
+            rows: the range of steps, the place among its rows, and the element type.
+        """
+        found: dict[Place, str] = {}
+        for first, last, at, dtype in rows:
+            try:
+                for _ in row_pieces(self._large.all_of(first, last), at, dtype):
+                    pass
+            except RunError as error:
+                found[(first, last), at] = str(error)
+        return found
+
+    def in_turn(self, entries: Sequence[Entry]) -> InTurn:
+        """The bytes of tensors that are asked for in this very order."""
+        batches = [list(batch) for batch in batched(entries, lambda entry: (entry.steps, entry.payload_bytes))]
+        pieces = [
+            (*batch[0].steps, [(entry.row, entry.dtype) for entry in batch])
+            for batch in batches
+            if batch[0].payload_bytes <= BATCH_BYTES
+        ]
+        read = self._mapper(Reading, (self._run, self._selection, self._options), pieces)
+        return InTurn(read, self._read_large)
+
+    def _read_large(self, entry: Entry) -> Iterator[Piece]:
+        return row_pieces(self._large.all_of(*entry.steps), entry.row, entry.dtype)
+
+
+class InTurn:
+    """The bytes of tensors in an order that is known: small ones some at once, large ones piece by piece."""
+
+    def __init__(self, read: Iterator[list[list[Piece]]], read_large: Callable[[Entry], Iterator[Piece]]) -> None:
+        self._read = read
+        self._read_large = read_large
+        self._waiting: deque[list[Piece]] = deque()
+
+    def pieces(self, entry: Entry) -> Iterator[Piece]:
+        """The bytes of the next tensor.
+
+        Raises:
+            CorruptError: the bytes are not those that were written.
+        """
+        if entry.payload_bytes > BATCH_BYTES:
+            return whole(entry, self._read_large(entry))
+        if not self._waiting:
+            self._waiting.extend(next(self._read))
+        return whole(entry, self._waiting.popleft())
+
+
+def whole(entry: Entry, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The pieces of a tensor, which must be all of it. CorruptError: they are not."""
+    num_bytes = 0
+    for piece in pieces:
+        num_bytes += piece.data.nbytes
+        yield piece
+    if num_bytes != entry.payload_bytes:
+        raise CorruptError(f"{entry.name}: {num_bytes} bytes are not a {entry.dtype} tensor of {list(entry.shape)}")
+
+
+def batched(items: Iterable[T], size_of: Callable[[T], tuple[Any, int]]) -> Iterator[list[T]]:
+    """Runs of items with the same key, of some MiB together; a larger one is alone.
+
+    Args:
+        items: in their order.
+        size_of: key and bytes of an item.
+    """
+    batch: list[T] = []
+    last, total_bytes = None, 0
+    for item in items:
+        key, num_bytes = size_of(item)
+        if batch and (key != last or total_bytes + num_bytes > BATCH_BYTES or len(batch) >= _BATCH_ITEMS):
+            yield batch
+            batch, total_bytes = [], 0
+        batch.append(item)
+        last, total_bytes = key, total_bytes + num_bytes
+    if batch:
+        yield batch
+
+
+def _read(column: str, text: str | None) -> Any:
+    """A column of JSON as what it says; a stranger's that is none as it is."""
+    if text is None or column in ("scale", "layout_source"):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def row_pieces(rows: Any, row: int, dtype: str) -> Iterator[Piece]:
+    """The bytes of one row of `GlobalRows`, decoded."""
+    for part in rows.parts(row):
+        data = part.data[0] if len(part.data) == 1 else b"".join(part.data)
+        yield Piece(decode_payload(part.encoding, data, part.payload_bytes, dtype), part.flat_offset)

@@ -1,0 +1,98 @@
+"""The question what went wrong first in a run. Never prints; `recorder.cli.commands.first` does."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...globalview.run import Run
+from ...globalview.topology.run_topology import Topology
+from ...read.modules import listed_hooks
+from ..problems import layout_problems
+from .nonfinite import NonFinite, NonFiniteFinder
+from .replicas import Differing, ReplicaFinder
+from .spool import cut_rows
+from .timeline import Attempts, Firsts, Timeline, whole_rows
+
+_RANGE_ROWS = 1_000_000
+"""Rows of a range of steps, which are in memory together at about 1 kB each; a step of more is in one range."""
+
+
+class First(NamedTuple):
+    """What went wrong first."""
+
+    nonfinite: NonFinite | None
+    """The first NaN or infinity."""
+    num_nonfinite: int
+    """How many values are not finite, from the first on."""
+    num_nonfinite_modules: int
+    replica: Differing | None
+    """The first parameter, gradient or optimizer state that ranks should share and do not."""
+    differing: list[tuple[str, str, str]]
+    """Module, site and name of every value that does so, in the order in which each first did."""
+    buffers: list[Differing]
+    """Buffers that differ between ranks; a finding of its own if one is stale."""
+    num_compared: int
+    """Replicas that were compared."""
+    why_none_compared: str
+    """Why none were; empty where some were."""
+    notes: list[str]
+    """What the search saw and does not count, or could not look at."""
+
+    @property
+    def is_found(self) -> bool:
+        """Whether something went wrong."""
+        return self.nonfinite is not None or self.replica is not None or any(one.is_stale for one in self.buffers)
+
+
+def first(run: Run) -> First:
+    """The first value that is not finite, and the first replica that differs.
+
+    Time is the step, then the order of execution on each rank. Infinities that were there from a value's first record
+    on and do not grow, as in an attention mask, are a note; NaN always counts. Replicas are parameters, gradients and
+    optimizer state of data-parallel ranks; buffers are told apart, because a forward may update each rank's own until
+    DDP broadcasts the first rank's. They are a finding where DDP was told not to, and nothing else makes them equal.
+    """
+    facts = Topology(run.writers, run.run_id, run.world_size)
+    attempts = Attempts(run, facts)
+    nonfinite_finder, replica_finder = NonFiniteFinder(), ReplicaFinder(run, facts)
+    firsts: Firsts | None = None
+    num_superseded = 0
+    ranges = run.view().windows(_RANGE_ROWS)
+    with cut_rows(run, ranges, whole_rows) as tables_of:
+        for steps in ranges if len(ranges) > 1 else [None]:
+            timeline = Timeline(run, facts, attempts, steps, firsts, tables_of(steps) if steps else None)
+            firsts = nonfinite_finder.add(timeline)
+            replica_finder.add(timeline)
+            num_superseded += timeline.num_superseded
+            del timeline  # before the next one is made
+    nonfinite, replicas = nonfinite_finder.found(), replica_finder.found()
+    notes = [*nonfinite.notes, *replicas.notes, *_hooks_behind(run, nonfinite.first)]
+    notes += [f"not compared: {problem}" for problem in layout_problems(run) or ()]
+    if num_superseded:
+        notes.append(f"{num_superseded} rows of steps that a restart did again were left out")
+    return First(
+        nonfinite=nonfinite.first,
+        num_nonfinite=nonfinite.num_values,
+        num_nonfinite_modules=nonfinite.num_modules,
+        replica=replicas.first,
+        differing=replicas.values,
+        buffers=replicas.buffers,
+        num_compared=replicas.num_compared,
+        why_none_compared=replicas.why_none,
+        notes=notes,
+    )
+
+
+def _hooks_behind(run: Run, bad: NonFinite | None) -> list[str]:
+    """What may have made the first value that is not finite and is no module: hooks of the program."""
+    if bad is None:
+        return []
+    module = None if bad.before is None else run.modules.get((bad.before.root, bad.before.module_path))
+    if module is not None and module.foreign_hooks:
+        hooks = ", ".join(module.foreign_hooks)
+        return [
+            f"between the last healthy value and this one ran hooks of the program on {module.path!r} ({hooks}): "
+            "what they make of a value is not recorded there, and first seen here"
+        ]
+    listed = listed_hooks(run.modules.values())
+    return [f"hooks of the program run after what is recorded of their modules: {listed}"] if listed else []

@@ -1,0 +1,289 @@
+"""The first value that is not finite, and what was last healthy before it. Reads a payload only where counts lack.
+
+An infinity that was there from a value's first record on, and does not grow, is how the program masks; it is a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ...checks.rows import may_mask
+from ...errors import RunError
+from ...records import LOSS_NAME
+from ..keys import SERIES_KEY, codes, group, holds
+from ..moments import count_nonfinite, integers
+from .timeline import Firsts, Place, Timeline
+
+_HAVE_NO_INFINITY = ("bool", "int", "uint", "float4")
+_MAX_NOTED = 5
+_MAX_PROBLEMS = 3
+
+
+class Beside(NamedTuple):
+    """A parameter or an input of the same module, or a loss, that is not finite at the same step, too."""
+
+    site: str
+    name: str
+    nan_count: int
+    inf_count: int
+
+
+class NonFinite(NamedTuple):
+    """A tensor with NaN or infinite elements."""
+
+    place: Place
+    nan_count: int
+    inf_count: int
+    numel: int
+    num_before: int
+    """How many values its rank had seen before it in the step."""
+    before: Place | None
+    """The healthy value that its rank saw last before it, in the order of execution."""
+    last_healthy: Place | None
+    """The last record of this very value on this rank, or of all ranks, at an earlier step, that was healthy."""
+    num_steps_healthy: int
+    """Steps at which this very value was recorded healthy before."""
+    is_skipped: bool
+    """Whether GradScaler skipped the update of this step, as it does where gradients overflow."""
+    beside: list[Beside]
+    """What else of the module holds NaN or infinities at this step on this rank, and which losses do."""
+
+
+class NonFiniteSearch(NamedTuple):
+    """What was found, and what the search says beside it."""
+
+    first: NonFinite | None
+    num_values: int
+    """Rows that are not finite and are not excused."""
+    num_modules: int
+    notes: list[str]
+
+
+class NonFiniteFinder:
+    """Finds the first NaN or infinity, by step and then in the order of execution of each rank, step range by range."""
+
+    def __init__(self) -> None:
+        self._first: NonFinite | None = None
+        self._num_values = 0
+        self._modules: set[tuple[str, str]] = set()
+        self._masks: dict[tuple[str, ...], str] = {}
+        self._unchecked = 0
+        self._problems: list[str] = []
+
+    def add(self, timeline: Timeline) -> Firsts:
+        """The next range of steps. Returns what began in it, or before, as the range after it has to know."""
+        state = _Counts(timeline)
+        first = state.search() if self._first is None else None
+        bad = np.flatnonzero(state.bad())
+        if first is not None:
+            self._first = _describe(timeline, state, first)
+        names = ("root", "module_path")
+        modules = group([timeline.codes[name][bad] for name in names])
+        self._modules |= timeline.texts(names, bad[modules.firsts])
+        self._num_values += len(bad)
+        for key, text in state.masks():
+            self._masks.setdefault(key, text)
+        self._unchecked += state.unchecked
+        self._problems += state.problems
+        return state.firsts()
+
+    def found(self) -> NonFiniteSearch:
+        """The answer."""
+        return NonFiniteSearch(self._first, self._num_values, len(self._modules), self._notes())
+
+    def _notes(self) -> list[str]:
+        """What is not a finding and should be known."""
+        found = list(self._masks.values())[:_MAX_NOTED]
+        if len(self._masks) > _MAX_NOTED:
+            found.append(f"{len(self._masks) - _MAX_NOTED} more values are infinite from their first record on")
+        if self._unchecked:
+            why = "have neither statistics nor values and could not be looked at; keep=stats records them"
+            found.append(f"{self._unchecked} rows {why}")
+        found += [f"could not be looked at: {problem}" for problem in self._problems[:_MAX_PROBLEMS]]
+        if len(self._problems) > _MAX_PROBLEMS:
+            found.append(f"{len(self._problems) - _MAX_PROBLEMS} more values could not be read")
+        return found
+
+
+class _Counts:
+    """Counts of every row of a timeline, completed from payloads as far as the search needs them."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        table = timeline.table
+        self._timeline = timeline
+        self.nan, self.inf = (integers(table.column(name)).copy() for name in ("nan_count", "inf_count"))
+        self.is_known: npt.NDArray[np.bool_] = (self.nan >= 0) & (self.inf >= 0)
+        is_float = ~holds(table.column("dtype"), lambda dtype: dtype.startswith(_HAVE_NO_INFINITY))
+        numel = integers(table.column("numel"))
+        has_payload = table.column("encoding").is_valid().to_numpy()
+        lacks = ~self.is_known & is_float & (numel > 0)
+        lacks[: timeline.num_firsts] = False
+        self.is_known |= ~lacks
+        self.unchecked = int((lacks & ~has_payload).sum())
+        self.problems: list[str] = []
+        self._todo = np.flatnonzero(lacks & has_payload)
+        self.nan[self.nan < 0] = 0
+        self.inf[self.inf < 0] = 0
+        if timeline.firsts is not None:
+            self.nan[: timeline.num_firsts], self.inf[: timeline.num_firsts] = timeline.firsts[1:]
+        self._may_mask = holds(table.column("site"), may_mask) & ~_is_loss(table)
+        series = timeline.series
+        self._same_shape = group([series.ids, codes(table.column("shape"))])
+        self._begins = series.firsts[series.ids]
+        self._begins_in_shape = self._same_shape.firsts[self._same_shape.ids]
+
+    def bad(self) -> npt.NDArray[np.bool_]:
+        """Rows of these steps that are not finite, without those that are excused."""
+        found = ((self.nan > 0) | (self.inf > 0)) & ~self.excused()
+        found[: self._timeline.num_firsts] = False
+        return np.asarray(found)
+
+    def firsts(self) -> Firsts:
+        """The first record of each value, and where that is infinite of each of its shapes: what excuses later ones."""
+        was_infinite = (self.inf > 0) & (self.nan == 0) & self._may_mask
+        shapes = self._same_shape.firsts
+        rows = np.union1d(self._timeline.series.firsts, shapes[was_infinite[self._begins[shapes]]])
+        return Firsts(self._timeline.table.take(pa.array(rows)), self.nan[rows], self.inf[rows])
+
+    def excused(self, rows: slice = slice(None)) -> npt.NDArray[np.bool_]:
+        """Infinite from the first record on, and no more so than the first of this shape."""
+        nan, inf, begins = self.nan[rows], self.inf[rows], self._begins[rows]
+        was_infinite = (self.inf[begins] > 0) & (self.nan[begins] == 0)
+        grows = inf > self.inf[self._begins_in_shape[rows]]
+        return np.asarray((inf > 0) & (nan == 0) & self._may_mask[rows] & was_infinite & ~grows)
+
+    def search(self) -> int | None:
+        """The first bad row, once every row before it is known."""
+        while True:
+            found = np.flatnonzero(self.bad())
+            limit = int(found[0]) if len(found) else self._timeline.num_rows
+            num_before = int(np.searchsorted(self._todo, limit))
+            if not num_before:
+                return limit if len(found) else None
+            for row, values in self._timeline.arrays(self._todo[:num_before]):
+                last = row
+                if self._is_bad(row, values):
+                    break
+            self._todo = self._todo[self._todo > last]
+
+    def _is_bad(self, row: int, values: npt.NDArray[Any] | RunError) -> bool:
+        """Count what a row holds."""
+        if isinstance(values, RunError):
+            self.problems.append(str(values))
+            return False
+        self.nan[row], self.inf[row] = count_nonfinite(values)
+        self.is_known[row] = True
+        return bool(self.nan[row] or self.inf[row]) and not self.excused(slice(row, row + 1))[0]
+
+    def complete(self, rows: npt.NDArray[np.int64]) -> None:
+        """Count what some rows hold, where that is not known and can be."""
+        lacks = rows[np.isin(rows, self._todo)]
+        for row, values in self._timeline.arrays(lacks) if len(lacks) else ():
+            self._is_bad(row, values)
+
+    def masks(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Root, module, site and name of values that are excused, each once, and a note on it."""
+        timeline = self._timeline
+        excused = np.flatnonzero(self.excused())
+        excused = excused[excused >= timeline.num_firsts]
+        names = ("root", "module_path", "site", "name")
+        for number in group([timeline.codes[name][excused] for name in names]).firsts.tolist():
+            row = int(excused[number])
+            place = timeline.place(row)
+            since = int(timeline.table.column("step")[int(timeline.series.firsts[timeline.series.ids[row]])].as_py())
+            what = f"{place.module_path!r} {place.site}{' ' + place.name if place.name else ''}"
+            yield (
+                (place.root, place.module_path, place.site, place.name),
+                f"{what} holds {int(self.inf[row])} infinite values from its first record on (step {since}), "
+                "as masks do; not counted as a finding",
+            )
+
+
+def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFinite:
+    values = {name: timeline.table.column(name)[row].as_py() for name in (*SERIES_KEY, "rank")}
+    before, last, num_steps = _healthy(timeline, state, values, row)
+    if timeline.num_firsts:  # the record began before these steps
+        history = timeline.before(values["rank"])
+        known = _Counts(history)
+        known.search()
+        long_before, longer_ago, num_more = _healthy(history, known, values)
+        before, last, num_steps = before or long_before, last or longer_ago, num_steps + num_more
+    return NonFinite(
+        place=timeline.place(row),
+        nan_count=int(state.nan[row]),
+        inf_count=int(state.inf[row]),
+        numel=int(timeline.table.column("numel")[row].as_py()),
+        num_before=int(timeline.places[row]),
+        before=before,
+        last_healthy=last,
+        num_steps_healthy=num_steps,
+        is_skipped=_is_skipped(timeline, row),
+        beside=list(_beside(timeline, state, row)),
+    )
+
+
+def _healthy(
+    timeline: Timeline, state: _Counts, values: dict[str, Any], row: int | None = None
+) -> tuple[Place | None, Place | None, int]:
+    """What was healthy before a row, or before all that come after these steps.
+
+    Returns:
+        The last such value of its rank, the last such record of it at an earlier step, and at how many steps it was so.
+    """
+    is_healthy = state.is_known & (state.nan == 0) & (state.inf == 0)
+    is_healthy[: timeline.num_firsts] = False
+    is_before = np.ones(timeline.num_rows, np.bool_)  # at an earlier step
+    if row is not None:
+        is_healthy &= np.arange(timeline.num_rows) < row
+        is_before = timeline.codes["step"] < timeline.codes["step"][row]
+    # In a merged run a rank's row says only how it differs: where none did, one row stands for all ranks.
+    of_all = is_before & timeline.is_equal("rank", None)
+    on_rank = is_healthy & (timeline.is_equal("rank", values["rank"]) | of_all)
+    before = np.flatnonzero(on_rank)
+    is_same = np.all([timeline.is_equal(name, values[name]) for name in SERIES_KEY], axis=0)
+    same = np.flatnonzero(on_rank & is_same & is_before)
+    return (
+        timeline.place(int(before[-1])) if len(before) else None,
+        timeline.place(int(same[-1])) if len(same) else None,
+        len(np.unique(timeline.codes["step"][same])),
+    )
+
+
+def _beside(timeline: Timeline, state: _Counts, row: int) -> Iterator[Beside]:
+    """Each once, however often the step saw it."""
+    step, root, module, rank = (timeline.codes[name] for name in ("step", "root", "module_path", "rank"))
+    here = (step == step[row]) & ((rank == rank[row]) | timeline.table.column("rank").is_null().to_numpy())
+    of_module = holds(timeline.table.column("site"), ("param", "input").__contains__)
+    of_module &= (root == root[row]) & (module == module[row])
+    losses = _is_loss(timeline.table)
+    rows = np.flatnonzero(here & (of_module | (losses & ~losses[row])) & (np.arange(timeline.num_rows) != row))
+    state.complete(rows)
+    bad = rows[(state.nan[rows] > 0) | (state.inf[rows] > 0)]
+    bad = bad[~state.excused()[bad]]
+    for first in bad[group([timeline.codes[name][bad] for name in ("site", "name")]).firsts].tolist():
+        site, name = (timeline.table.column(column)[first].as_py() for column in ("site", "name"))
+        yield Beside(site, name, int(state.nan[first]), int(state.inf[first]))
+
+
+def _is_loss(table: Any) -> npt.NDArray[np.bool_]:
+    """Which rows are a scalar that is called a loss."""
+    is_so_called = holds(table.column("name"), lambda name: LOSS_NAME.fullmatch(name) is not None)
+    return np.asarray(holds(table.column("site"), "scalar".__eq__) & is_so_called)
+
+
+def _is_skipped(timeline: Timeline, row: int) -> bool:
+    """The scalar ``skipped`` of the step, on this rank."""
+    here = (timeline.codes["step"] == timeline.codes["step"][row]) & (
+        timeline.codes["rank"] == timeline.codes["rank"][row]
+    )
+    rows = np.flatnonzero(here)
+    table = timeline.table.take(rows)
+    return any(
+        site == "scalar" and name == "skipped" and (mean or 0) > 0
+        for site, name, mean in zip(*(table.column(c).to_pylist() for c in ("site", "name", "mean")), strict=True)
+    )

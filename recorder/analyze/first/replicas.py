@@ -1,0 +1,541 @@
+"""The first replica that differs: values that ranks must share bit by bit, data-parallel or of one mesh.
+
+By fingerprint, else by the bytes; statistics that differ prove a difference, equal ones prove nothing. Who is a
+replica, and whether anything makes buffers equal again, the manifests say, and of placed values their own rows; where
+nothing does, it is assumed, and the finding says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ...errors import RunError
+from ...format.schema import COUNTS, STATISTICS
+from ...globalview.run import Run
+from ...globalview.topology.run_topology import Topology
+from ...layout.placement import kinds_of
+from ...read import untrusted
+from ...sites import STATES
+from ..diff.events import differing_ranks
+from ..keys import SERIES_KEY, VALUE_KEY, Integers, codes, group, holds
+from ..moments import integers, numbers
+from .timeline import PLACE_COLUMNS, Place, Timeline, is_equal
+
+"""Sites at which ranks that differ are a finding."""
+BROADCAST, NEVER, OWN = "broadcast", "never", "own"
+"""What becomes of a rank's buffers: DDP sends the first rank's to all before each forward; DDP was told not to; FSDP
+keeps each rank's own."""
+
+
+_NAME = ("root", "module_path", "site", "name")
+_Name = tuple[str, str, str, str]
+"""What a value is called, whenever it was seen."""
+
+
+class _Uncompared(NamedTuple):
+    """Groups of replicas that were not compared."""
+
+    nothing: int
+    """They have nothing to compare."""
+    alone: int
+    """They have equal statistics, which proves nothing."""
+    after: int
+    """They come after the first that differs, and only their bytes would tell."""
+
+
+class RankValue(NamedTuple):
+    """What one rank holds."""
+
+    rank: int
+    fingerprint: str | None
+    mean: float | None
+    l2: float | None
+    absmax: float | None
+    shape: str
+    dtype: str
+
+
+class Differing(NamedTuple):
+    """A value of which replicas differ."""
+
+    place: Place
+    """Of the lowest rank that differs from most; of equal numbers, from the lowest rank."""
+    groups: list[list[int]]
+    """Ranks that agree, the most of them first."""
+    by: str
+    """How it was seen: ``fingerprint``, ``statistics``, ``values`` or ``merge``."""
+    ranks: list[RankValue]
+    is_assumed: bool
+    """Whether nothing says that these ranks have one model: no DDP or FSDP was seen around it, no mesh in it."""
+    last_equal: Place | None
+    """The last record of this very value, at an earlier step, at which all ranks agreed."""
+    sync: str | None = None
+    """Of a buffer: `BROADCAST`, `NEVER`, `OWN`, or None where nothing says it."""
+    differs_last: bool = True
+    """Of a buffer: whether ranks also differ in its last record; else the program made it equal again."""
+
+    @property
+    def is_stale(self) -> bool:
+        """A buffer that differs and that nothing ever makes equal again, though one of all ranks is meant."""
+        return self.sync == NEVER and self.differs_last
+
+
+class ReplicaSearch(NamedTuple):
+    """What was found, and what the search says beside it."""
+
+    first: Differing | None
+    """Of parameters, gradients and optimizer state."""
+    values: list[tuple[str, str, str]]
+    """Module, site and name of all of these that ever differ, in the order in which they first did."""
+    buffers: list[Differing]
+    """The first difference of each buffer, by step."""
+    num_compared: int
+    """Values that were compared over ranks."""
+    why_none: str
+    """Why nothing was compared; empty where something was."""
+    notes: list[str]
+
+
+class ReplicaFinder:
+    """Finds the first difference of replicas, by step and then in the order of execution, step range by range."""
+
+    def __init__(self, run: Run, facts: Topology) -> None:
+        self._run, self._facts = run, facts
+        self._first: Differing | None = None
+        self._has_buffer = False
+        self._values: dict[_Name, None] = {}
+        self._buffers: dict[_Name, Differing] = {}
+        self._noted: dict[_Name, Differing] = {}
+        self._equal: Any = None
+        self._num_compared = 0
+        self._ranks: set[int] = set()
+        self._has_unknown = self._has_statistics_alone = False
+        self._num_uncompared = _Uncompared(0, 0, 0)
+        self._own: set[_Name] = set()
+        self._problems: list[str] = []
+
+    def add(self, timeline: Timeline) -> None:
+        """The next range of steps."""
+        replicas = _Replicas(self._run, self._facts, timeline, self._equal)
+        is_buffer = replicas.is_of(("buffer",))
+        if self._first is None and (first := replicas.search(~is_buffer)) is not None:
+            self._first = replicas.describe(first)
+        if not self._has_buffer:
+            self._has_buffer = replicas.search(is_buffer) is not None
+        self._values |= dict.fromkeys(_name(timeline.place(int(row))) for row in replicas.first_rows(~is_buffer))
+        for known in (self._buffers, self._noted):
+            known |= {name: _with_last(one, replicas.differs_last(name)) for name, one in known.items()}
+        for number in replicas.first_numbers(is_buffer).tolist():
+            buffer = replicas.describe_buffer(number)
+            self._buffers.setdefault(_name(buffer.place), buffer)
+        for one in _noted_by_merge(timeline):
+            self._noted.setdefault(_name(one.place), one)
+        self._num_compared += replicas.num_compared
+        self._ranks |= {rank for rank in timeline.table.column("rank").unique().to_pylist() if rank is not None}
+        self._has_unknown |= replicas.has_unknown
+        self._has_statistics_alone |= replicas.has_statistics_alone
+        self._num_uncompared = _Uncompared(
+            *(a + b for a, b in zip(self._num_uncompared, replicas.uncompared(~is_buffer), strict=True))
+        )
+        self._own |= replicas.own
+        self._problems += replicas.problems
+        self._equal = replicas.last_equals()
+
+    def found(self) -> ReplicaSearch:
+        """The answer."""
+        noted = [one for name, one in self._noted.items() if name not in self._buffers]
+        syncs = _syncs(self._run)
+        buffers = [one._replace(sync=syncs.get(one.place.root)) for one in (*self._buffers.values(), *noted)]
+        return ReplicaSearch(
+            self._first,
+            [name[1:] for name in self._values],
+            sorted(buffers, key=lambda one: one.place.step),
+            self._num_compared,
+            self._why_none(),
+            self._notes(),
+        )
+
+    def _notes(self) -> list[str]:
+        """What could not be compared."""
+        nothing, alone, after = self._num_uncompared
+        found = []
+        if nothing:
+            found.append(f"{nothing} replicas have neither fingerprints nor statistics nor values to compare")
+        if alone:
+            found.append(f"{alone} replicas have statistics alone: they are equal, which proves nothing")
+        if after:
+            found.append(f"{after} replicas after the first that differs have no fingerprints and were not compared")
+        if self._own:
+            found.append(
+                f"{len(self._own)} parameters, gradients and states are each rank's own, as experts' are: left out"
+            )
+        return found + self._problems
+
+    def _why_none(self) -> str:
+        """Why nothing could be compared, if nothing was."""
+        if self._num_compared:
+            return ""
+        if self._has_statistics_alone:
+            return "there are statistics alone, and equal ones prove nothing"
+        if self._has_unknown:
+            return "there are neither fingerprints nor values"
+        if len(self._ranks) > 1:
+            return "no parameter, gradient or optimizer state is held by several ranks; sharded ones are not"
+        if len(self._ranks) == 1 and not self._run.is_merged:
+            world_size = self._run.world_size
+            (rank,) = self._ranks
+            return (
+                "one rank has no replicas" if (world_size or 1) == 1 else f"only rank {rank} of {world_size} left rows"
+            )
+        return ""
+
+
+class _Replicas:
+    """Groups of rows that must be equal, in the order of time; each is equal, differs, or is not known yet."""
+
+    def __init__(self, run: Run, facts: Topology, timeline: Timeline, equal: Any) -> None:
+        self._timeline = timeline
+        self._equal = equal
+        table = timeline.table
+        is_candidate = holds(table.column("site"), STATES.__contains__)
+        is_candidate &= ~holds(table.column("phase"), "backward".__eq__)  # gradients before their reduction
+        is_candidate[: timeline.num_firsts] = False
+        leaders, self._assumed = _leaders(run, timeline, facts)
+        is_plain = table.column("placements").is_null().to_numpy() & ~holds(table.column("note"), _is_apart)
+        shards = _shards(table)
+        has_offsets = table.column("offsets").is_valid().to_numpy()
+        # Without offsets, equal placements do not mean equal pieces.
+        is_placed = has_offsets | ~holds(table.column("placements"), _is_boxed)
+        is_placed |= (shards > 0) & holds(table.column("placements"), _has_replicas)
+        is_placed &= table.column("placements").is_valid().to_numpy() & ~holds(table.column("placements"), _is_summand)
+        is_placed &= integers(table.column("numel")) != 0  # an empty slice begins where another one does
+        is_own = is_plain & is_candidate & _are_own(timeline, facts)
+        is_counted = is_own & ~holds(table.column("shape"), "[]".__eq__)
+        counted = np.flatnonzero(is_counted)
+        of_own = group([timeline.codes[name][counted] for name in _NAME])
+        self.own: set[_Name] = timeline.texts(_NAME, counted[of_own.firsts])
+        """Values that are each rank's own."""
+        self._rows = np.flatnonzero(is_candidate & (leaders >= 0) & ((is_plain & ~is_own) | is_placed))
+        pieces = [codes(table.column(name)) for name in ("offsets", "placements")]
+        keys = [*(timeline.codes[name] for name in VALUE_KEY), leaders, shards, *pieces]
+        self._groups = group([key[self._rows] for key in keys])
+        self._sizes = np.bincount(self._groups.ids, minlength=self._groups.num_groups)
+        self._table = table.take(pa.array(self._rows))
+        self._judge()
+        self.problems: list[str] = []
+
+    @property
+    def num_compared(self) -> int:
+        """Values held by several ranks, of which it is known whether they agree."""
+        return int(((self._sizes > 1) & ~self._is_open & ~self._is_unknown).sum())
+
+    def _judge(self) -> None:
+        """By what the rows say, for all groups at once."""
+        layouts = self._disagree(group([codes(self._table.column(name)) for name in ("dtype", "shape")]).ids)
+        prints = codes(self._table.column("fingerprint"))
+        lacks_print = self._any(prints == 0)
+        by_print = self._disagree(prints) & ~lacks_print
+        lacks_numbers = self._any(integers(self._table.column("nan_count")) < 0)
+        by_numbers = np.zeros_like(lacks_print)
+        if lacks_print.any():
+            by_numbers = self._disagree(_statistics_ids(self._table)) & lacks_print & ~lacks_numbers
+        lacks_payload = self._any(self._table.column("encoding").is_null().to_numpy())
+        self._differs = layouts | by_print | by_numbers
+        undecided = lacks_print & ~self._differs & (self._sizes > 1)
+        self._is_open = undecided & ~lacks_payload
+        self._is_unknown = undecided & lacks_payload
+        self._lacks_numbers = lacks_numbers
+        self._by = np.where(layouts, "shape", np.where(by_print, "fingerprint", "statistics")).astype(object)
+
+    def is_of(self, sites: tuple[str, ...]) -> npt.NDArray[np.bool_]:
+        """Which groups are of these sites."""
+        return holds(self._table.column("site"), sites.__contains__)[self._groups.firsts]
+
+    def search(self, asked: npt.NDArray[np.bool_]) -> int | None:
+        """The first of the groups asked for that differs, once every one before it is known."""
+        found = np.flatnonzero(self._differs & asked)
+        limit = int(found[0]) if len(found) else self._groups.num_groups
+        for number in np.flatnonzero(self._is_open[:limit] & asked[:limit]).tolist():
+            if self._read(number):
+                return int(number)
+        return limit if len(found) else None
+
+    def first_numbers(self, asked: npt.NDArray[np.bool_]) -> Integers:
+        """For each value that ever differs its first group that does."""
+        numbers = np.flatnonzero(self._differs & asked)
+        rows = self._rows[self._groups.firsts[numbers]]
+        values = group([self._timeline.codes[name][rows] for name in _NAME])
+        return np.asarray(numbers[values.firsts])
+
+    def first_rows(self, asked: npt.NDArray[np.bool_]) -> Integers:
+        """The same as rows of the timeline."""
+        return np.asarray(self._rows[self._groups.firsts[self.first_numbers(asked)]])
+
+    def describe(self, number: int) -> Differing:
+        """One group that differs."""
+        members = np.flatnonzero(self._groups.ids == number)
+        columns = ("rank", "fingerprint", "mean", "l2", "absmax", "shape", "dtype")
+        values = sorted(RankValue(**row) for row in self._table.select(columns).take(pa.array(members)).to_pylist())
+        signatures: dict[Any, list[int]] = {}
+        order = members[np.argsort(integers(self._table.column("rank"))[members])]
+        for rank, member in zip((value.rank for value in values), order.tolist(), strict=True):
+            signatures.setdefault(self._signature(number, member), []).append(rank)
+        groups = sorted(signatures.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+        odd = min(rank for ranks in groups[1:] for rank in ranks)
+        member = next(m for value, m in zip(values, order.tolist(), strict=True) if value.rank == odd)
+        row = int(self._rows[member])
+        place = self._timeline.place(row)
+        return Differing(
+            place=place,
+            groups=groups,
+            by=str(self._by[number]),
+            ranks=values,
+            is_assumed=place.root in self._assumed and self._table.column("placements")[member].as_py() is None,
+            last_equal=self._last_equal(row),
+        )
+
+    def describe_buffer(self, number: int) -> Differing:
+        """The same of a buffer, and whether it differs in its last record, too."""
+        found = self.describe(number)
+        return _with_last(found, self.differs_last(_name(found.place)))
+
+    def differs_last(self, name: _Name) -> bool | None:
+        """Whether ranks differ in the last record of a buffer; None where that is not known."""
+        timeline = self._timeline
+        same = np.all([timeline.is_equal(column, value) for column, value in zip(_NAME, name, strict=True)], axis=0)
+        same[: timeline.num_firsts] = False
+        step = timeline.codes["step"]
+        rows = self._rows[self._groups.firsts]
+        last_step, differs = -1, None
+        for last in np.flatnonzero(same[rows] & (self._sizes > 1))[::-1].tolist():
+            if self._is_open[last]:
+                self._read(last)
+            if not self._is_unknown[last]:
+                last_step, differs = int(step[rows[last]]), bool(self._differs[last])
+                break
+        of_all = np.flatnonzero(same & timeline.is_equal("rank", None) & (step > last_step))
+        if len(of_all):  # merged: one row is what all ranks had, unless it says otherwise
+            differs = "replicas_differ" in (timeline.table.column("note")[int(of_all[-1])].as_py() or "")
+        return differs
+
+    def uncompared(self, asked: npt.NDArray[np.bool_]) -> _Uncompared:
+        """How many of the groups asked for could not be compared."""
+        return _Uncompared(
+            int((self._is_unknown & asked & self._lacks_numbers).sum()),
+            int((self._is_unknown & asked & ~self._lacks_numbers).sum()),
+            int((self._is_open & asked).sum()),
+        )
+
+    @property
+    def has_unknown(self) -> bool:
+        return bool(self._is_unknown.any())
+
+    @property
+    def has_statistics_alone(self) -> bool:
+        return bool((self._is_unknown & ~self._lacks_numbers).any())
+
+    def _signature(self, number: int, member: int) -> Any:
+        row = self._table.slice(member, 1).to_pylist()[0]
+        if self._by[number] == "values":
+            return self._timeline.array(int(self._rows[member])).tobytes()
+        names = ("fingerprint",) if self._by[number] == "fingerprint" else (*STATISTICS, *COUNTS)
+        return (row["dtype"], row["shape"], *(repr(row[name]) for name in names))
+
+    def _read(self, number: int) -> bool:
+        """Compare the bytes of one group, and say whether they differ."""
+        self._is_open[number] = False
+        first, *others = self._rows[np.flatnonzero(self._groups.ids == number)].tolist()
+        try:
+            whole = self._timeline.array(first).tobytes()
+            differs = any(self._timeline.array(row).tobytes() != whole for row in others)
+        except RunError as error:
+            self._is_unknown[number] = True
+            self.problems.append(f"could not be compared: {error}")
+            return False
+        if differs:
+            self._differs[number], self._by[number] = True, "values"
+        return differs
+
+    def _last_equal(self, row: int) -> Place | None:
+        timeline = self._timeline
+        same = self._agrees()
+        for name in VALUE_KEY:
+            if name != "step":
+                same &= timeline.codes[name] == timeline.codes[name][row]
+        same &= timeline.codes["step"] < timeline.codes["step"][row]
+        found = np.flatnonzero(same)
+        if len(found):
+            return timeline.place(int(found[-1]))
+        if self._equal is None:
+            return None
+        values = {name: timeline.table.column(name)[row].as_py() for name in SERIES_KEY}
+        is_it = [is_equal(self._equal.column(name), value) for name, value in values.items()]
+        earlier = np.flatnonzero(np.all(is_it, axis=0))
+        return timeline.place_in(self._equal, int(earlier[-1])) if len(earlier) else None
+
+    def last_equals(self) -> Any:
+        """For each value its last record at which all ranks agreed, in these steps or before."""
+        rows = np.flatnonzero(self._agrees())
+        newest = rows[::-1][group([self._timeline.codes[name][rows[::-1]] for name in SERIES_KEY]).firsts]
+        table = self._timeline.table.select(PLACE_COLUMNS).take(pa.array(np.sort(newest)))
+        if self._equal is None:
+            return table
+        table = pa.concat_tables([self._equal, table])
+        order = np.arange(table.num_rows)[::-1].copy()
+        lasts = order[group([codes(table.column(name))[order] for name in SERIES_KEY]).firsts]
+        return table.take(pa.array(np.sort(lasts)))
+
+    def _agrees(self) -> npt.NDArray[np.bool_]:
+        """Rows of these steps that all ranks have alike."""
+        timeline = self._timeline
+        agrees = timeline.is_equal("rank", None)  # merged: one row is what all ranks had
+        is_equal = ~self._differs & ~self._is_open & ~self._is_unknown & (self._sizes > 1)
+        agrees[self._rows] |= is_equal[self._groups.ids]
+        agrees[: timeline.num_firsts] = False
+        return agrees
+
+    def _disagree(self, signatures: Integers) -> npt.NDArray[np.bool_]:
+        return self._any(signatures != signatures[self._groups.firsts[self._groups.ids]])
+
+    def _any(self, rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        return np.bincount(self._groups.ids, rows, self._groups.num_groups) > 0
+
+
+def _has_replicas(placements: str) -> bool:
+    """Whether ranks along some axis of the mesh hold the same piece."""
+    return "Replicate" in kinds_of(placements)
+
+
+def _is_summand(placements: str) -> bool:
+    return any(kind.endswith("Partial") for kind in kinds_of(placements))
+
+
+def _is_apart(note: str) -> bool:
+    """Whether it is a piece whose place nobody knows."""
+    return "no_layout" in untrusted.members(note)
+
+
+def _are_own(timeline: Timeline, facts: Topology) -> npt.NDArray[np.bool_]:
+    """Which rows are of parameters that each rank has for itself."""
+    columns = ("root", "module_path", "name")
+    cells = group([timeline.codes[name] for name in columns])
+    named = zip(
+        *(timeline.table.column(name).take(pa.array(cells.firsts)).to_pylist() for name in columns), strict=True
+    )
+    found = np.array([facts.own_parameters.has(root, path, name) for root, path, name in named], np.bool_)
+    return np.asarray(found[cells.ids] if len(found) else np.zeros(timeline.num_rows, np.bool_))
+
+
+def _is_boxed(placements: str) -> bool:
+    """Whether a piece's place is in its offsets; a slice of the flattened tensor has it in its placements."""
+    kinds = kinds_of(placements)
+    return "FlatShard" not in kinds and any(kind.endswith("Shard") for kind in kinds)
+
+
+def _shards(table: Any) -> Integers:
+    """For each row a number for its coordinate on the axes of the mesh that do not replicate; 0 where it is unknown."""
+    pairs = group([codes(table.column(name)) for name in ("placements", "mesh")])
+    texts = table.select(["placements", "mesh"]).take(pa.array(pairs.firsts)).to_pylist()
+    numbers: dict[Any, int] = {None: 0}
+    found = [numbers.setdefault(_shard(text["placements"], text["mesh"]), len(numbers)) for text in texts]
+    return np.array([*found, 0], np.int64)[pairs.ids]
+
+
+def _shard(placements: str | None, mesh: str | None) -> tuple[int, ...] | None:
+    """What a stranger's JSON says of it."""
+    try:
+        kinds, place = json.loads(placements or "null"), json.loads(mesh or "null")
+    except (ValueError, RecursionError):
+        return None
+    at = place.get("coordinate") if isinstance(place, dict) else None
+    if not isinstance(kinds, list) or not isinstance(at, list) or len(kinds) != len(at):
+        return None
+    if not all(isinstance(kind, dict) for kind in kinds) or not all(type(coordinate) is int for coordinate in at):
+        return None
+    return tuple(coordinate for kind, coordinate in zip(kinds, at, strict=True) if kind.get("kind") != "Replicate")
+
+
+def _statistics_ids(table: Any) -> Integers:
+    """Numbers that are equal where all statistics are, bit by bit."""
+    columns = [numbers(table.column(name)).view(np.int64) for name in STATISTICS]
+    columns += [integers(table.column(name)) for name in COUNTS]
+    return group([np.unique(column, return_inverse=True)[1] for column in columns]).ids
+
+
+def _leaders(run: Run, timeline: Timeline, facts: Topology) -> tuple[Integers, set[str]]:
+    """For each row the lowest rank that works on the same model; and roots where that is assumed.
+
+    Ranks of other stages of a pipeline do not. Where manifests contradict each other, each rank's own word counts.
+    """
+    number_of = {(writer.rank, writer.attempt): number for number, writer in enumerate(run.writers)}
+    is_merged = run.is_merged  # a merge leaves a replica with its rank only where it differs
+    table = timeline.table
+    columns = ("root", "rank", "attempt")
+    cells = group([codes(table.column(name)) for name in columns])
+    assumed: set[str] = set()
+    leaders = []
+    for root, rank, attempt in zip(
+        *(table.column(name).take(pa.array(cells.firsts)).to_pylist() for name in columns), strict=True
+    ):
+        number = number_of.get((rank, attempt))
+        if rank is None or is_merged or number is None:
+            leaders.append(-1 if rank is None else 0)
+            continue
+        of_model = facts.group(root, "", number)
+        ranks = facts.own_ranks(root, number) if of_model.conflict else of_model.ranks
+        leaders.append(min(ranks) if rank in ranks else rank)
+        if of_model.source == "assumed" and not of_model.model_groups:
+            assumed.add(root)
+    return np.array([*leaders, -1], np.int64)[cells.ids], assumed
+
+
+def _syncs(run: Run) -> dict[str, str]:
+    """What becomes of the buffers of each root, where a manifest tells."""
+    found: dict[str, str] = {}
+    for writer in run.writers:
+        for root in writer.manifest.roots:
+            facts = root.data_parallel
+            if facts is not None and facts.kind in ("fsdp1", "fsdp2"):
+                found[root.name] = OWN
+            elif facts is not None and facts.kind == "ddp" and facts.broadcast_buffers is not None:
+                found[root.name] = BROADCAST if facts.broadcast_buffers else NEVER
+    return found
+
+
+def _noted_by_merge(timeline: Timeline) -> Iterator[Differing]:
+    """Buffers of a merged run whose ranks' own rows are not there: their row's note names the ranks that differed."""
+    notes = timeline.table.column("note")
+    is_told = holds(notes, lambda note: "replicas_differ" in untrusted.members(note))
+    is_told &= holds(timeline.table.column("site"), "buffer".__eq__)
+    rows = np.flatnonzero(is_told)
+    rows = rows[rows >= timeline.num_firsts]
+    keys = group([timeline.codes[name] for name in _NAME])
+    rows_of_all = np.flatnonzero(timeline.is_equal("rank", None))
+    for number in group([keys.ids[rows]]).firsts.tolist():
+        row = int(rows[number])
+        last = int(rows_of_all[keys.ids[rows_of_all] == keys.ids[row]].max(initial=row))
+        ranks = list(differing_ranks(notes[row].as_py()))
+        if ranks:
+            yield Differing(
+                place=timeline.place(row)._replace(rank=ranks[0]),
+                groups=[ranks],
+                by="merge",
+                ranks=[],
+                is_assumed=False,
+                last_equal=None,
+                differs_last=last in rows,
+            )
+
+
+def _with_last(buffer: Differing, differs_last: bool | None) -> Differing:
+    return buffer if differs_last is None else buffer._replace(differs_last=differs_last)
+
+
+def _name(place: Place) -> _Name:
+    return place.root, place.module_path, place.site, place.name

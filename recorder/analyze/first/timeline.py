@@ -1,0 +1,312 @@
+"""The rows of a run in the order of time, and where in the run one of them is. Never reads a payload unasked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ...errors import RunError
+from ...format.schema import COUNTS, SCHEMA, STATISTICS
+from ...globalview.run import Run
+from ...globalview.topology.run_topology import Topology
+from ...read.metadata import TIME_ORDER
+from ...read.stages import Times
+from ...read.writers import RecordedWriter
+from ...sites import NUMBERS
+from ..keys import SERIES_KEY, VALUE_KEY, Groups, Integers, codes, common_ids, encode, group, holds, join
+from ..moments import integers
+from ..notes import stage_of
+from ..selection import PER_RANK
+
+_KEY = ("step", "micro_step", "call", "repeat", "mode", "phase", "rank", "attempt", "scope",
+        "root", "module_path", "site", "name")  # fmt: skip
+_COLUMNS = (
+    *_KEY,
+    "seq",
+    "dtype",
+    "shape",
+    "numel",
+    "offsets",
+    "placements",
+    "mesh",
+    "note",
+    *STATISTICS,
+    *COUNTS,
+    "fingerprint",
+    "encoding",
+)
+
+PLACE_COLUMNS = (*_KEY, "dtype", "shape")
+"""What a `Place` is made of."""
+_WINDOW_ROWS = 50_000
+_BEGINNING = -(1 << 62)
+"""A step before all others."""
+
+
+_SCHEMA = pa.schema(
+    [
+        pa.field(name, pa.dictionary(pa.int32(), pa.string()))
+        if SCHEMA.field(name).type == pa.string() and name != "fingerprint"
+        else SCHEMA.field(name)
+        for name in _COLUMNS
+    ]
+)
+
+
+class Place(NamedTuple):
+    """Which value this is, and where it was seen."""
+
+    step: int
+    module_path: str
+    site: str
+    name: str
+    rank: int | None
+    """None for a value of all ranks, in a merged run."""
+    micro_step: int | None
+    call: int
+    repeat: int
+    mode: str
+    phase: str
+    scope: str | None
+    root: str
+    attempt: int
+    dtype: str
+    shape: str
+    module_class: str
+    """Class of the module, where the run says it."""
+    source: str
+    """File and line of that class, where the run says it."""
+
+
+class Firsts(NamedTuple):
+    """The first records of values: what later ones are measured by, at later steps too."""
+
+    table: Any
+    nan: Integers
+    inf: Integers
+    """How many elements are so, as far as that is known."""
+
+
+class Timeline:
+    """The rows of whole tensors by step, then in each rank's order of execution; of two lives the newer.
+
+    Stages of a pipeline follow one another, micro-batch by micro-batch. In front stand the first records of values at
+    earlier steps, `num_firsts` rows: they say what began how, and are asked for nothing else.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        facts: Topology,
+        attempts: Attempts,
+        steps: tuple[int, int] | None = None,
+        firsts: Firsts | None = None,
+        tables: Iterable[Any] | None = None,
+    ) -> None:
+        """Load the rows.
+
+        Args:
+            run: all of it.
+            facts: of the run.
+            attempts: of the run; it has seen all writers' rows of these steps, or sees them now.
+            steps: from the first up to, but not including, the last; all by default.
+            firsts: of earlier steps.
+            tables: what `whole_rows` gives of the writers that are looked at, and of these steps; by default of all.
+        """
+        self.run, self.facts, self.attempts, self.steps = run, facts, attempts, steps
+        self.firsts = firsts
+        table = _in_order(whole_rows(run.writers, steps) if tables is None else tables)
+        counts = attempts.counting(table)
+        self.num_superseded = int((~counts).sum())
+        """Rows of steps that a restart did again; not in the timeline."""
+        if self.num_superseded:
+            table = table.filter(pa.array(counts))
+        codes_of_steps, ranks = codes(table.column("step")), codes(table.column("rank"))
+        # The table is in each rank's order: a row's place in its rank's step is the time that ranks share.
+        starts = np.flatnonzero(np.r_[True, (np.diff(codes_of_steps) != 0) | (np.diff(ranks) != 0)])
+        lengths = np.diff(np.r_[starts, len(ranks)])
+        places = np.arange(len(ranks)) - np.repeat(starts, lengths) if len(ranks) else np.zeros(0, np.int64)
+        order = _times(run, facts, table, codes_of_steps, ranks, places).order()
+        table, places = table.take(pa.array(order)), places[order]
+        self.num_firsts = 0 if firsts is None else int(firsts.table.num_rows)
+        if firsts is not None:
+            table = pa.concat_tables([firsts.table, table])
+            places = np.r_[np.zeros(self.num_firsts, np.int64), places]
+        self.table = table
+        self.places: Integers = places
+        """For each row, how many its rank saw before it in the step."""
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.table.num_rows)
+
+    @cached_property
+    def codes(self) -> dict[str, Integers]:
+        """Columns of the key as numbers."""
+        return {name: codes(self.table.column(name)) for name in dict.fromkeys((*VALUE_KEY, *SERIES_KEY, "rank"))}
+
+    @cached_property
+    def series(self) -> Groups:
+        """Rows of the same value on the same rank, over the steps."""
+        return group([self.codes[name] for name in (*SERIES_KEY, "rank")])
+
+    def before(self, rank: int | None) -> Timeline:
+        """All earlier steps of one rank; in a merged run those of all ranks together, too."""
+        assert self.steps is not None, "a range of steps has others before it"
+        writers = [writer for writer in self.run.writers if writer.rank in (rank, None)]
+        steps = _BEGINNING, self.steps[0]
+        return Timeline(self.run, self.facts, self.attempts, steps, tables=whole_rows(writers, steps))
+
+    def is_equal(self, name: str, value: object) -> npt.NDArray[np.bool_]:
+        """Which rows have a value in a column; None for null."""
+        return is_equal(self.table.column(name), value)
+
+    def texts(self, names: Sequence[str], rows: Integers) -> set[tuple[Any, ...]]:
+        """What some rows say in some columns."""
+        table = self.table.select(names).take(pa.array(rows))
+        return set(zip(*(column.to_pylist() for column in table.columns), strict=True))
+
+    def place(self, row: int) -> Place:
+        """Where a row is."""
+        return self.place_in(self.table, row)
+
+    def place_in(self, table: Any, row: int) -> Place:
+        """Where a row of another table of `PLACE_COLUMNS` of this run is."""
+        values = {name: table.column(name)[row].as_py() for name in PLACE_COLUMNS}
+        info = self.run.modules.get((values["root"], values["module_path"]))
+        return Place(**values, module_class=info.class_name if info else "", source=info.source if info else "")
+
+    def arrays(self, rows: Integers) -> Iterator[tuple[int, npt.NDArray[Any] | RunError]]:
+        """The tensors of many rows, one after the other in their order, or why one cannot be read."""
+        table = self.table.take(pa.array(rows))
+        steps = integers(table.column("step"))
+        view = self.run.view(layouts=PER_RANK)
+        for first, last in view.windows(_WINDOW_ROWS):
+            inside = np.flatnonzero((steps >= first) & (steps < last))
+            if not len(inside):
+                continue
+            there = view.rows(first, last)
+            wanted, found = common_ids(table.take(pa.array(inside)), there.table, ("step", "rank", "attempt", "seq"))
+            place_of = dict(zip(*(side.tolist() for side in join(wanted, found)), strict=True))
+            for number, row in enumerate(rows[inside].tolist()):
+                try:
+                    yield row, there.array(place_of[number]) if number in place_of else self.array(row)
+                except RunError as error:
+                    yield row, error
+
+    def array(self, row: int) -> npt.NDArray[Any]:
+        """The tensor of a row.
+
+        Raises:
+            RunError: it was not recorded, or cannot be read.
+        """
+        question = {name: self.table.column(name)[row].as_py() for name in _KEY}
+        return self.run.array(question.pop("module_path"), **question)
+
+
+def whole_rows(writers: Sequence[RecordedWriter], steps: tuple[int, int] | None) -> Iterator[Any]:
+    """The rows of whole tensors of some writers and steps, a table a batch.
+
+    A batch may span many more steps: only what is wanted stays, with its texts as numbers.
+    """
+    first, last = (_BEGINNING, -_BEGINNING) if steps is None else steps
+    for writer in writers:
+        for shard in writer.shards:
+            for batch in shard.columns((*_COLUMNS, "part"), steps):
+                at, part = (batch.column(name).to_numpy() for name in ("step", "part"))
+                wanted = pa.Table.from_batches([batch]).filter((at >= first) & (at < last) & (part == 0))
+                columns = [wanted.column(field.name) for field in _SCHEMA]
+                coded = [
+                    column.dictionary_encode() if pa.types.is_dictionary(field.type) else column
+                    for field, column in zip(_SCHEMA, columns, strict=True)
+                ]
+                yield pa.Table.from_arrays(coded, schema=_SCHEMA)
+
+
+def _in_order(tables: Iterable[Any]) -> Any:
+    """Rows by attempt, step, rank and seq."""
+    table = pa.concat_tables([_SCHEMA.empty_table(), *tables]).unify_dictionaries().combine_chunks()
+    keys = [integers(table.column(name)) for name in reversed(TIME_ORDER)]
+    return table.take(pa.array(np.lexsort(keys)))
+
+
+def _times(run: Run, facts: Topology, table: Any, steps: Integers, ranks: Integers, places: Integers) -> Times:
+    """When the rows were seen, where a row's place in its rank's step is the time that ranks share."""
+    phases = {
+        phase: holds(table.column("phase"), {phase}.__contains__) for phase in ("forward", "backward", "recompute")
+    }
+    return Times(
+        steps,
+        codes(table.column("mode")),
+        phases["forward"],
+        phases["backward"] | phases["recompute"],
+        places,
+        _stages(run, facts, table),
+        codes(table.column("micro_step")),
+        ranks,
+    )
+
+
+def _stages(run: Run, facts: Topology, table: Any) -> Integers:
+    """The pipeline stage of each row, -1 where there is none: of a merged run as rows say, else as manifests do."""
+    if run.is_merged:
+        notes, texts = encode(table.column("note"))
+        of_text = np.array([-1 if (stage := stage_of(text)[0]) is None else stage for text in texts] + [-1], np.int64)
+        return of_text[notes]
+    found = np.full(table.num_rows, -1, np.int64)
+    of_root = {(run.writers[number].rank, root): stage.number for (number, root), stage in facts.stages.items()}
+    if of_root:
+        is_value = ~holds(table.column("site"), NUMBERS.__contains__)
+        ranks, (roots, names) = integers(table.column("rank")), encode(table.column("root"))
+        for (rank, root), stage in of_root.items():
+            if root in names:
+                found[is_value & (ranks == rank) & (roots == names.index(root))] = stage
+    return found
+
+
+def is_equal(column: Any, value: object) -> npt.NDArray[np.bool_]:
+    """Which rows of a column hold a value; None for null."""
+    if isinstance(value, str):
+        return holds(column, value.__eq__)
+    found = column.is_null() if value is None else pc.equal(column, value).fill_null(False)
+    return np.array(found.to_numpy(), np.bool_)
+
+
+class Attempts:
+    """Which attempt counts at each step. It learns as the steps of all ranks are shown to it."""
+
+    def __init__(self, run: Run, facts: Topology) -> None:
+        self._run, self._facts = run, facts
+        self._newest: dict[int, int] = {}
+        """By step."""
+        self._is_one = len({writer.attempt for writer in run.writers}) < 2 or len(self._found()) < 2
+
+    def _found(self) -> set[int]:
+        """Attempts of which there are rows."""
+        shards = [shard for writer in self._run.writers for shard in writer.shards]
+        columns = (batch.column("attempt") for shard in shards for batch in shard.columns(["attempt"]))
+        return {attempt for column in columns for attempt in column.unique().to_pylist()}
+
+    def counting(self, table: Any) -> npt.NDArray[np.bool_]:
+        """Which rows count: of several attempts at a step those of the newest that completed it."""
+        steps, ranks, attempts = (integers(table.column(name)) for name in ("step", "rank", "attempt"))
+        if self._is_one:
+            return np.ones(len(steps), np.bool_)
+        run, facts = self._run, self._facts
+        distinct, places = np.unique(steps, return_inverse=True)
+        if not all(step in self._newest for step in distinct.tolist()):
+            steps_of = {}
+            for number, writer in enumerate(run.writers):
+                own = (attempts == writer.attempt) & (ranks == (-1 if writer.rank is None else writer.rank))
+                steps_of[number] = np.unique(steps[own]).tolist()
+            attempt_at = {place: run.writers[number].attempt for number, place in enumerate(facts.launch_places())}
+            winners = {step: attempt_at[place] for step, place in facts.winners(steps_of).items()}
+            self._newest |= {step: winners.get(step, -1) for step in distinct.tolist()}
+        newest = np.array([self._newest[step] for step in distinct.tolist()], np.int64)[places]
+        return np.asarray((attempts == newest) | (newest < 0))

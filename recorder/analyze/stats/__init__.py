@@ -1,0 +1,1 @@
+"""Statistics over steps, ranks and modules, combined from those of the rows."""

@@ -1,0 +1,322 @@
+"""Statistics over steps, ranks and modules, combined from those of the rows. Never reads a payload."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ...errors import LookupFailedError
+from ...format.schema import COUNTS, STATISTICS
+from ...globalview.run import Run
+from ...read import untrusted
+from ...system.text import listed
+from ..keys import VALUE_KEY, group_rows, holds
+from ..moments import combine
+from ..partial import Partial, without_numbers
+from ..problems import Problems
+from ..selection import RANKS_OWN, GlobalOptions, Selection
+from ..step_ranges import Mapper, attempt_step_ranges, global_step_ranges, map_serially
+from .reasons import COLUMNS, WHY, count_without, with_why
+
+if TYPE_CHECKING:
+    import pandas
+
+GROUPS = {"step": ("step",), "module": ("root", "module_path"), "site": ("site",), "rank": ("rank",), "name": ("name",)}
+"""Columns by the word that groups by them."""
+_NEVER_MIXED = ("site", "phase", "mode", "scope")
+"""Numbers of different kinds, and those of a value computed twice, are never added up."""
+INNER = "inner"
+"""Column of grouped statistics, where there are such rows: which tensor inside of composite ones, such as ``indices``.
+Numbers of these mean different things too."""
+_VALUE = (
+    "step", "micro_step", "call", "repeat", "attempt", "rank", "mode", "phase", "scope", "root", "module_path", "site",
+    "name", "dtype", "shape", "numel",
+)  # fmt: skip
+_NUMBERS = (*STATISTICS, *COUNTS)
+_TOLD = tuple(name for name in COLUMNS if name not in (*_VALUE, *_NUMBERS))
+_MAX_NAMED = 3
+_LEAF = ("module_path", "site", "name")
+LONG_COLUMNS = ("step", "rank", "root", "module_path", "site", "name", "statistic", "value")
+
+
+class Statistics(NamedTuple):
+    """What `statistics` found."""
+
+    table: Any
+    """A `pa.Table`. Ungrouped: one row a value; `why` says why it has no statistics, or no global tensor. Grouped: the
+    keys, `inner` where there are tensors inside of composite ones, `rows`, `rows_without` (rows that have none and so
+    are not in it), `numel`, the statistics and the counts."""
+    notes: list[str]
+    """What is not in the table, and why; of which values ranks are missing."""
+    problems: Sequence[str] = ()
+    """With `across_ranks`: what contradicts itself in the rows, or in the layouts that were given."""
+    is_whole: bool = True
+    """False where something of the run is damaged, or values lack ranks."""
+    damage: Sequence[str] = ()
+    """What is damaged on disk, and so missing."""
+
+
+def stats(
+    run: Run,
+    module: str | None = None,
+    *,
+    site: str | None = None,
+    name: str | None = None,
+    step: int | str | None = None,
+    rank: int | str | None = None,
+    by: str | Sequence[str] = (),
+    across_ranks: bool = False,
+    loss: str = "mean",
+    layouts: Sequence[str] = (),
+    partial: bool = False,
+    long: bool = False,
+) -> pandas.DataFrame:
+    """Statistics as a pandas frame; see `statistics`. What it leaves out is said in ``frame.attrs["notes"]``.
+
+    What contradicts itself is in ``frame.attrs["problems"]``. Without `by` the column `why` says why a row has none, or
+    stays with its rank.
+
+    Args:
+        run: from `open_run`.
+        module: a module's path, or a glob over paths; all modules without.
+        site: one site, or several with commas.
+        name: a name at the site, or a glob.
+        step: a step, or several as in rules: ``"0:100"``, ``"::10"``.
+        rank: ranks, written like steps.
+        by: ``step``, ``module``, ``site``, ``name``, ``rank``: combine the rows that agree in these. What is computed
+            in another phase or mode is never mixed, nor the tensors inside of composite ones, such as the indices and
+            the values of a sparse one (column `inner`), and ranks only with `across_ranks`.
+        across_ranks: the statistics of the global tensors, replicas counted once.
+        loss: with `across_ranks`, how activation gradients of the ranks are scaled; see `Run.view`.
+        layouts: with `across_ranks`, how the ranks' values of some leaves lie; see `Run.view`.
+        partial: where values lack ranks, take the numbers of the others; else such values have none, and `why` says so.
+        long: one row a number, for plotting: columns step, rank, root, module_path, site, name, statistic, value, and
+            micro_step, call, repeat, mode, phase where they tell rows apart.
+
+    Raises:
+        LookupFailedError: nothing is selected; the message says what there is.
+        ImportError: pandas is not installed.
+    """
+    if importlib.util.find_spec("pandas") is None:
+        raise ImportError("stats gives a pandas frame, and pandas is not installed: pip install pandas")
+    selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
+    options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layouts, partial=partial)
+    found = statistics(run, selection, options, by=(by,) if isinstance(by, str) else by)
+    frame: pandas.DataFrame = (as_long(found.table) if long else found.table).to_pandas()
+    frame.attrs |= {"notes": found.notes, "problems": list(found.problems)}
+    return frame
+
+
+def statistics(
+    run: Run,
+    selection: Selection,
+    options: GlobalOptions = RANKS_OWN,
+    *,
+    by: Sequence[str] = (),
+    mapper: Mapper = map_serially,
+) -> Statistics:
+    """The statistics of values, or combined over all values that agree in `by`, as `pa.Table`.
+
+    `mapper` works on the pieces: groups of groups combine like groups of rows.
+
+    Raises:
+        LookupFailedError: nothing is selected, or a word in `by` or an option is none.
+    """
+    words = [word.strip() for one in by for word in one.split(",")]
+    for word in words:
+        if word not in GROUPS:
+            raise LookupFailedError(f"by {word!r}: choose of {', '.join(GROUPS)}")
+    if options.across_ranks and ("rank" in words or selection.rank is not None):
+        raise LookupFailedError("statistics across ranks have no rank; leave one of the two out")
+    selection.check(run)
+    options.check(run)
+    keys = _keys(words if options.across_ranks else [*words, "rank"])
+    pieces: list[tuple[int, ...]]
+    if options.across_ranks:
+        pieces = list(global_step_ranges(run.view(loss=options.loss, layouts=options.layouts)))
+        found = _joined(mapper(_GlobalPieces, (run, selection, options, words, keys), pieces), selection)
+    else:
+        pieces = list(attempt_step_ranges(run))
+        found = _joined(mapper(_OwnPieces, (run, selection, options, words, keys), pieces), selection)
+    if not found.num_rows:
+        raise selection.explain_nothing(run.table(["module_path", "site", "name", "step", "rank"]), _named(run))
+    notes, problems = found.partial.notes(is_taken=options.partial), found.problems.texts()
+    damage = sorted({*found.damage, *run.problems})
+    is_whole = not (found.partial or damage)
+    table = pa.concat_tables(found.tables)
+    if not words:
+        return Statistics(table, notes, problems, is_whole, damage)
+    if len(found.tables) > 1:
+        table = _combined(table, keys)
+    notes += _say_without(table, found.without)
+    if found.left_out:
+        notes += _say_left_out(pa.concat_tables(found.left_out))
+    return Statistics(_without_empty_inner(table), notes, problems, is_whole, damage)
+
+
+class _Piece(NamedTuple):
+    """What some steps of a run, or all of them, come to."""
+
+    tables: list[Any]
+    """Rows, or groups of them."""
+    left_out: list[Any]
+    """Grouped: values that are in no group, because they stay per rank."""
+    without: Counter[str]
+    """Grouped: how many rows have no statistics, by the reason."""
+    num_rows: int
+    partial: Partial
+    problems: Problems
+    damage: tuple[str, ...] = ()
+    """What is damaged of what was read, as whoever works on a piece has found: a worker, perhaps."""
+
+
+class _OwnPieces:
+    """Statistics of the ranks' own rows, or of a merged run."""
+
+    def __init__(
+        self, run: Run, selection: Selection, options: GlobalOptions, words: Sequence[str], keys: Sequence[str]
+    ) -> None:
+        self._run, self._selection, self._words, self._keys = run, selection, words, keys
+        self._takes_partial = options.partial
+
+    def __call__(self, attempt: int, first: int, last: int) -> _Piece:
+        wanted = (pc.field("part") == 0) & (pc.field("attempt") == attempt)
+        rows = self._run.table([*_VALUE, *_NUMBERS, *_TOLD], wanted, steps=(first, last))
+        table = self._selection.narrow(rows)
+        partial = Partial()
+        if self._run.is_merged:
+            partial.add(table)
+            if partial and not self._takes_partial:
+                table = without_numbers(table)
+        if not self._words:
+            found, without = _told(table), Counter[str]()
+        else:
+            without = count_without(with_why(table))
+            found = _combined(_with_inner(table), self._keys)
+        problems, damage = Problems(self._selection), tuple(self._run.problems)
+        return _Piece([found], [], without, table.num_rows, partial, problems, damage)
+
+
+class _GlobalPieces:
+    """Statistics of the global tensors."""
+
+    def __init__(
+        self, run: Run, selection: Selection, options: GlobalOptions, words: Sequence[str], keys: Sequence[str]
+    ) -> None:
+        self._run, self._view = run, run.view(loss=options.loss, layouts=options.layouts)
+        self._selection, self._words, self._keys = selection, words, keys
+        self._takes_partial = options.partial
+
+    def __call__(self, first: int, last: int) -> _Piece:
+        rows = self._view.rows(first, last)
+        problems, partial = Problems(self._selection), Partial()
+        problems.add(rows.findings)
+        table = self._selection.narrow(rows.table)
+        num_rows = table.num_rows
+        partial.add(table)
+        if partial and not self._takes_partial:
+            table = without_numbers(table)
+        damage = tuple(self._run.problems)
+        if not self._words:
+            return _Piece([_told(table)], [], Counter(), num_rows, partial, problems, damage)
+        table, stays = _without_rank_rows(with_why(table))
+        without = count_without(table)
+        combined = _combined(_with_inner(table), self._keys)
+        return _Piece([combined], [stays], without, num_rows, partial, problems, damage)
+
+
+def _joined(pieces: Iterable[_Piece], selection: Selection) -> _Piece:
+    """All pieces in their order."""
+    total = _Piece([], [], Counter(), 0, Partial(), Problems(selection))
+    for piece in pieces:
+        total.tables.extend(piece.tables)
+        total.left_out.extend(piece.left_out)
+        total.without.update(piece.without)
+        total.partial.join(piece.partial)
+        total.problems.join(piece.problems)
+        damage = tuple(dict.fromkeys([*total.damage, *piece.damage]))
+        total = total._replace(num_rows=total.num_rows + piece.num_rows, damage=damage)
+    return total
+
+
+def _named(run: Run) -> str:
+    return f"run {run.name}"
+
+
+def as_long(table: Any) -> Any:
+    """One row a number, without those that are null."""
+    keys = [name for name in table.column_names if name in (*LONG_COLUMNS, *_NEVER_MIXED, INNER)]
+    keys += [name for name in ("micro_step", "call", "repeat") if name in table.column_names]
+    pieces = []
+    for statistic in _NUMBERS:
+        known = table.filter(pc.field(statistic).is_valid())
+        values = known.column(statistic).cast(pa.float64())
+        named = pa.chunked_array([pa.DictionaryArray.from_arrays(np.zeros(known.num_rows, np.int32), [statistic])])
+        piece = known.select(keys).append_column("statistic", named.cast(pa.string())).append_column("value", values)
+        pieces.append(piece)
+    return pa.concat_tables(pieces)
+
+
+def inner_leaves(table: Any) -> Any:
+    """Of rows with `name` and `note`, which tensor inside of a composite one each is: ``indices``, say; else null."""
+    is_inner = holds(table.column("note"), lambda note: "inner_of" in untrusted.members(note))
+    leaves = pc.replace_substring_regex(table.column("name").cast(pa.string()), pattern=r"^.*\.", replacement="")
+    return pc.if_else(pa.array(is_inner), leaves, pa.scalar(None, pa.string()))
+
+
+def _told(table: Any) -> Any:
+    return with_why(table).select([*_VALUE, *_NUMBERS, WHY])
+
+
+def _with_inner(table: Any) -> Any:
+    return table.append_column(INNER, inner_leaves(table))
+
+
+def _without_empty_inner(table: Any) -> Any:
+    return table.drop_columns([INNER]) if table.column(INNER).null_count == table.num_rows else table
+
+
+def _keys(words: Iterable[str]) -> list[str]:
+    wanted = [column for word in GROUPS if word in words for column in GROUPS[word]]
+    return list(dict.fromkeys([*wanted, *_NEVER_MIXED, INNER]))
+
+
+def _combined(table: Any, keys: Sequence[str]) -> Any:
+    """One row a group, in the order in which they first appear."""
+    groups = group_rows(table, keys)
+    columns = {name: table.column(name).take(pa.array(groups.firsts)) for name in keys}
+    return pa.table(columns | combine(table, groups.ids, groups.num_groups))
+
+
+def _without_rank_rows(table: Any) -> tuple[Any, Any]:
+    """The rows of global values, and of those without one the values that stay per rank."""
+    is_rank = table.column("rank").is_valid().to_numpy()
+    groups = group_rows(table, VALUE_KEY)
+    has_global = np.zeros(groups.num_groups, np.bool_)
+    has_global[groups.ids[~is_rank]] = True
+    stays = table.filter(pa.array(is_rank & ~has_global[groups.ids])).select([*_LEAF, WHY])
+    return table.filter(pa.array(~is_rank)), stays.group_by([*_LEAF, WHY], use_threads=False).aggregate([])
+
+
+def _say_without(table: Any, reasons: Counter[str]) -> list[str]:
+    without, total = (pc.sum(table.column(name)).as_py() or 0 for name in ("rows_without", "rows"))
+    if not without:
+        return []
+    why = "; ".join(f"{count}: {reason}" for reason, count in reasons.most_common())
+    return [f"without: {without} of {total} rows have no statistics and are in none of these numbers: {why}"]
+
+
+def _say_left_out(stays: Any) -> list[str]:
+    values: dict[str, str] = {}
+    for v in stays.to_pylist():
+        values.setdefault(" ".join(filter(None, (repr(v["module_path"]), v["site"], v["name"]))), v[WHY])
+    if not values:
+        return []
+    shown = listed((f"{value} ({why})" for value, why in values.items()), _MAX_NAMED)
+    return [f"left out, because they stay per rank: {shown}; show them with --by rank"]

@@ -1,0 +1,105 @@
+"""Finds the roots: outermost modules that an optimizer trains, at their first call, with no line of user code.
+
+One global forward pre-hook. It costs about 2 us a module call and stays until the first optimizer step whose parameters
+are all under a root; for good if anything was compiled by then, since dynamo guards on the number of global hooks and
+its removal would recompile every graph. Nothing here may raise into training.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_internals
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ...taps.graphs import is_traced
+
+_is_compiling = torch.compiler.is_compiling
+_OTHER_HOOKS = ("_global_backward_pre_hooks", "_global_backward_hooks", "_global_forward_hooks")
+
+
+class Owner(Protocol):
+    """The recorder as discovery asks it; it may not have started yet."""
+
+    def is_inside_root(self) -> bool:
+        """Whether this thread is inside a root's call."""
+
+    def wants(self, module: nn.Module) -> bool:
+        """Whether an outermost module should become a root."""
+
+    def make_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """Make a module a root; its call goes on with these arguments, or with those returned."""
+
+    def discovery_failed(self, error: Exception) -> None:
+        """Report an error of the recorder's own, once; training goes on."""
+
+
+class Discovery:
+    """The global forward pre-hook, which stays on while it is needed."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._rejected: dict[bool, weakref.WeakSet[nn.Module]] = {}
+        """Rejected modules, by whether gradients were enabled: one that an evaluation calls may yet be trained."""
+        self._handle: Any = None
+        self.start()
+
+    def start(self) -> None:
+        """Put the hook on."""
+        self.reconsider()
+        self._handle = register_module_forward_pre_hook(self._before_any_forward)  # type: ignore[arg-type]  # it may return arguments
+        self._ask_torch: Any = getattr(module_internals, "_has_any_global_hook", None)
+        if self._ask_torch is not None:
+            module_internals._has_any_global_hook = self._has_other_global_hook
+
+    def _has_other_global_hook(self) -> bool:
+        """Hide our hook from torch's warning of global hooks when a compiled module is called.
+
+        The warning may be an error in the process. Hooks of the user are warned of as before.
+        """
+        hooks = module_internals._global_forward_pre_hooks
+        ours = self._handle.id if self._handle is not None else None
+        ours_alone = list(hooks) == [ours] and not any(getattr(module_internals, name) for name in _OTHER_HOOKS)
+        return not ours_alone and bool(self._ask_torch and self._ask_torch())
+
+    def _before_any_forward(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if _is_compiling():
+            return None
+        try:
+            owner = self._owner
+            if owner.is_inside_root() or torch._C._current_graph_task_id() != -1:
+                return None
+            rejected = self._rejected[torch.is_grad_enabled()]
+            if module in rejected:
+                return None
+            if is_traced():
+                return None
+            if not owner.wants(module):
+                rejected.add(module)
+                return None
+            # A global pre-hook is given no kwargs; they are a local of the frame that calls it.
+            kwargs = sys._getframe(1).f_locals.get("kwargs")
+            return owner.make_root(module, args, kwargs if isinstance(kwargs, dict) else {})
+        except Exception as error:
+            self._owner.discovery_failed(error)
+            return None
+
+    def reconsider(self) -> None:
+        """Forget which modules were rejected: with a new optimizer they may be roots."""
+        self._rejected = {True: weakref.WeakSet(), False: weakref.WeakSet()}
+
+    @property
+    def is_on(self) -> bool:
+        return self._handle is not None
+
+    def stop(self) -> None:
+        """Take the hook off."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+            if getattr(module_internals, "_has_any_global_hook", None) == self._has_other_global_hook:
+                module_internals._has_any_global_hook = self._ask_torch

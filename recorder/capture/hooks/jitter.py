@@ -1,0 +1,160 @@
+"""Moves inputs of a root by a last place, to show the effect of noise: the one thing that changes training on purpose.
+
+The last place is that of the type in which the model computes, which autocast may make shorter than the input's own.
+The seed and the shape alone decide what is moved and how. So a recomputed block sees what its forward saw, ranks that
+share a batch see the same values, and the global random state is left alone. Each rank moves its own part of a DTensor,
+by the shape of that part: replicas have one shape, so they stay replicas; summands have one shape, too, and their sum
+is moved as each of them is. No collective is issued. The root is told which of its values were moved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ...observe.tree import Node
+from ...system.imported import loaded
+from ..tensors.dtensors import is_dtensor
+from . import callbacks
+
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INPUTS, EMBEDDINGS = "inputs", "embeddings"
+"""The values of a root that can be moved."""
+
+
+def jittered(tensor: torch.Tensor, seed: int, eps: float | None = None) -> torch.Tensor:
+    """Return a tensor, each element multiplied by 1 + or - `eps`, by default the machine epsilon of its type."""
+    return tensor * _factors(tensor, seed, eps)
+
+
+def _factors(tensor: torch.Tensor, seed: int, eps: float | None = None) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8) * 2 - 1
+    eps = torch.finfo(tensor.dtype).eps if eps is None else eps
+    return 1 + signs.to(device=tensor.device, dtype=tensor.dtype, non_blocking=True) * eps
+
+
+def _working_eps(module: nn.Module, value: torch.Tensor) -> float:
+    """Return the machine epsilon of the type in which a module computes with an input.
+
+    Autocast, the mixed precision of FSDP2 and a model whose parameters are all of a shorter type round a value before
+    its first use: a last place of the longer type would vanish there, and the twin would show no noise at all.
+    """
+    eps = torch.finfo(value.dtype).eps
+    device = value.device.type
+    if value.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        eps = max(eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
+    dtypes = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
+    state = getattr(module, "_get_fsdp_state", None)  # of a module that fully_shard has changed
+    policy: Any = getattr(state(), "_mp_policy", None) if state is not None else None
+    if policy is not None and policy.param_dtype is not None:
+        dtypes = [policy.param_dtype]
+    return max(eps, min((torch.finfo(dtype).eps for dtype in dtypes), default=eps))
+
+
+def _can_move(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or value.dtype not in _TYPES or value.layout != torch.strided:
+        return False
+    return type(value) is torch.Tensor or is_dtensor(value) or _is_awaited(value)
+
+
+def _is_awaited(value: Any) -> bool:
+    """Whether a value is the pending result of a collective; using it waits, as the next operation would."""
+    awaited = loaded("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    return awaited is not None and type(value) is awaited
+
+
+def _moved(value: Any, seed: int, eps: float, *, is_own: bool = False) -> torch.Tensor:
+    """Return the moved value that replaces a value.
+
+    Args:
+        value: a value that `_can_move`.
+        seed: the seed of the pattern.
+        eps: the share of itself by which each element is moved.
+        is_own: True for a DTensor that nobody else holds yet, which may be changed in place.
+    """
+    if not is_dtensor(value):
+        return jittered(value, seed, eps)
+    # A product of DTensors may redistribute them, forwards or backwards; an operation on the local values does not.
+    dtensor: Any = value if is_own else _copied(value)
+    with torch.no_grad():
+        local = dtensor._local_tensor
+        local.mul_(_factors(local, seed, eps))
+    moved: torch.Tensor = dtensor
+    return moved
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a DTensor, with its graph."""
+    if not any(placement.is_partial() for placement in value.placements):
+        return value.clone()
+    # A clone of a summand would be reduced by torch first.
+    local = value.to_local().clone()
+    mesh, placements = value.device_mesh, value.placements
+    return type(value).from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
+
+
+class JitterInputs(callbacks.NumberedHook):
+    """Forward pre-hook of a root with kwargs, which moves its floating inputs."""
+
+    __slots__ = ("is_used", "seed")
+
+    def __init__(self, number: int, seed: int) -> None:
+        super().__init__(number)
+        self.seed = seed
+        self.is_used = False
+        """Whether the latest call had a floating input."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        root = callbacks.ROOTS.get(self.number)
+        if torch.compiler.is_compiling() or root is None:
+            return None
+        try:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            eps = {id(leaf): _working_eps(module, leaf) for leaf in leaves if _can_move(leaf)}
+            self.is_used = bool(eps)
+            if not eps:
+                return None
+            moved = pytree.tree_unflatten(
+                [_moved(x, self.seed, eps[id(x)]) if id(x) in eps else x for x in leaves], spec
+            )
+        except Exception as error:
+            root.jitter_failed(error)
+            return None
+        root.has_moved(INPUTS, max(eps.values()))
+        return moved
+
+
+class JitterEmbedding(callbacks.NumberedHook):
+    """Forward hook of an embedding, which moves its output where the root has no floating input."""
+
+    __slots__ = ("_inputs",)
+
+    def __init__(self, inputs: JitterInputs) -> None:
+        super().__init__(inputs.number)
+        self._inputs = inputs
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        root = callbacks.ROOTS.get(self.number)
+        if torch.compiler.is_compiling() or root is None or self._inputs.is_used or not _can_move(output):
+            return None
+        try:
+            eps = _working_eps(module, output)
+            moved = _moved(output, self._inputs.seed, eps, is_own=True)
+        except Exception as error:
+            root.jitter_failed(error)
+            return None
+        root.has_moved(EMBEDDINGS, eps)
+        return moved
+
+
+def add_jitter(root: nn.Module, nodes: list[Node], number: int, seed: int) -> tuple[JitterInputs, list[Any]]:
+    """Put the hooks on, before all others of a root; return the first hook, and the handles of all."""
+    inputs = JitterInputs(number, seed)
+    handles: list[Any] = [root.register_forward_pre_hook(inputs, prepend=True, with_kwargs=True)]
+    embeddings = {id(n.owner): n.owner for n in nodes if isinstance(n.owner, (nn.Embedding, nn.EmbeddingBag))}
+    handles += [module.register_forward_hook(JitterEmbedding(inputs)) for module in embeddings.values()]
+    return inputs, handles

@@ -1,0 +1,399 @@
+"""A module under hooks: the selection of its values, and the work of its hooks when they fire.
+
+Nothing here may raise into training or keep a module alive.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from ...observe import module_hooks, tree
+from ...observe.clock import Slice
+from ...observe.selection import NOTHING
+from ...records import Chunk, Moment, Origin
+from ...sites import GRADIENT_OF, OF_CALLS
+from ..parallel.aliases import Waiting, chunk_of_gradient, has_owner
+from ..parallel.groups import ModelParallel
+from ..tensors.dtensors import is_dtensor
+from ..tensors.local_values import requires_gradient
+from . import callbacks
+from .gradients import watch_argument_gradient, watch_gradient
+from .recording import Recording
+
+
+class RootOfModule(Protocol):
+    """The part of a root that a module under hooks needs."""
+
+    @property
+    def capture(self) -> Recording: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def model_parallel(self) -> ModelParallel | None: ...
+
+    def slice_now(self) -> tuple[Slice, str]:
+        """Return the slice and phase of a value that is seen now."""
+
+    def is_first_use(self, path: str, name: str, parameter: torch.Tensor, slice_: Slice) -> bool:
+        """Whether a slice uses a parameter for the first time, at the module and name that it is recorded under."""
+
+
+_MAX_LEAVES = 4096
+_numbers = itertools.count(1)
+
+
+class Watch:
+    """One module under hooks: the selection of its values, and the number of its current call."""
+
+    __slots__ = (
+        "_calls",
+        "_graphless_slice",
+        "_handles",
+        "_leaves",
+        "_number",
+        "_open_calls",
+        "_owner",
+        "_phase_slice",
+        "_resting",
+        "_signature",
+        "_tapped_slice",
+        "_wants_local",
+        "_was_called",
+        "capture",
+        "class_name",
+        "is_hidden",
+        "module",
+        "node_path",
+        "pre_hook",
+        "root",
+        "root_name",
+        "rule_sets",
+    )
+
+    def __init__(self, root: RootOfModule, node: tree.Node, *, wants_hooks: bool) -> None:
+        self.capture = root.capture
+        self.root = root
+        self.root_name = root.name
+        self.node_path = node.path
+        self.class_name = node.class_name
+        self.module: Callable[[], nn.Module | None] = weakref.ref(node.module)
+        self._owner: Callable[[], nn.Module | None] = weakref.ref(node.owner)
+        selection = self.capture.selection
+        is_callable = node.is_callable or node.hidden is not None
+        self.rule_sets = selection.rule_sets(node.path, node.class_name, node.is_leaf, is_callable=is_callable)
+        self._leaves: dict[tuple[str, str], tuple[Origin, int]] = {}
+        self._calls = {"forward": 0, "recompute": 0}
+        self._phase_slice: dict[str, Slice | None] = {"forward": None, "recompute": None}
+        self._open_calls: dict[int, list[int]] = {}
+        """The calls of each thread that have begun and not returned: a module may call itself."""
+        self._signature: tree.Signature | None = None
+        self._handles: list[Any] = []
+        self._resting: list[tuple[Any, module_hooks.Hook]] = []
+        """Hooks that are off until a step at which they have something to do, with their handles."""
+        self._was_called = False
+        self._graphless_slice: Slice | None = None
+        """The latest slice in which a forward ran without a graph, as a reentrant checkpoint's does."""
+        self._tapped_slice: Slice | None = None
+        """The slice in which the op in a graph has shown this call's output; the hook around the graph skips it."""
+        self._number = next(_numbers)
+        has_parameters = any(True for _ in self.own("_parameters"))
+        self._wants_local = self.capture.settings.local_gradients and has_parameters and bool(self.rule_sets["grad"])
+        self.is_hidden = not wants_hooks
+        """True where the module has no hooks, because it is compiled or cannot be called."""
+        self.pre_hook: callbacks.BeforeForward | None = None
+        if wants_hooks:
+            callbacks.WATCHES[self._number] = self
+            if self.rule_sets["input"] or self.rule_sets["grad_input"] or self._wants_local:
+                self.pre_hook = callbacks.BeforeForward(self._number)
+                self._handles.append(
+                    module_hooks.put_on(node.module.register_forward_pre_hook, self.pre_hook, with_kwargs=True)
+                )
+            if self.pre_hook or self.rule_sets["output"] or self.rule_sets["grad_output"]:
+                after = callbacks.AfterForward(self._number)
+                self._handles.append(module_hooks.put_on(node.module.register_forward_hook, after, prepend=True))
+                module_hooks.keep_first(node.module._forward_hooks)
+
+    def _leaf(self, site: str, name: str) -> tuple[Origin, int]:
+        """Return the origin of a leaf and the rules that select it, which are made when it is first seen."""
+        key = (site, name)
+        leaf = self._leaves.get(key)
+        if leaf is None:
+            if len(self._leaves) >= _MAX_LEAVES:
+                self._leaves.clear()  # names that change with the data, such as keys of samples
+            origin = Origin(self.root.name, self.node_path, site, name)
+            leaf = self._leaves[key] = origin, self.capture.selection.narrow(self.rule_sets[site], name)
+        return leaf
+
+    def _enter(self, slice_: Slice, phase: str) -> int:
+        """Count a call that begins; return its number within its slice."""
+        if self._phase_slice[phase] is not slice_:
+            self._phase_slice[phase] = slice_
+            self._calls[phase] = -1
+            if phase == "forward":
+                self._open_calls.clear()  # forwards that raised have left calls behind
+        self._calls[phase] += 1
+        return self._calls[phase]
+
+    def _has_new_graph(self, slice_: Slice, phase: str) -> bool:
+        """Whether this call makes a new graph, whose gradients are not watched yet.
+
+        A recompute of a non-reentrant checkpoint gets the inputs of the forward, whose gradients are watched already.
+        """
+        with_grad = torch.is_grad_enabled()
+        if phase == "forward":
+            if not with_grad:
+                self._graphless_slice = slice_
+            return with_grad
+        return with_grad and self._graphless_slice is slice_
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this thread is in a call of the module whose begin its hook has seen."""
+        return bool(self._open_calls.get(threading.get_ident()))
+
+    @property
+    def has_entered(self) -> bool:
+        """Whether the module's hooks have run."""
+        return self._phase_slice["forward"] is not None or self._phase_slice["recompute"] is not None
+
+    def shown_by_tap(self, slice_: Slice, *, is_output: bool) -> None:
+        """Note that a graph made of the module has shown its input or its output."""
+        self._was_called = True
+        if is_output:
+            self._tapped_slice = slice_
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the arguments of a module that is about to run."""
+        capture = self.capture
+        if not capture.has_seen_forward:
+            capture.forward_without_root()
+        slice_, phase = self.root.slice_now()
+        call = self._enter(slice_, phase)
+        self._open_calls.setdefault(threading.get_ident(), []).append(call)
+        masks = capture.masks
+        if self._wants_local and phase == "forward" and masks[self.rule_sets["grad"]] and torch.is_grad_enabled():
+            self._await_local_gradients(slice_)
+        value_mask, gradient_mask = masks[self.rule_sets["input"]], masks[self.rule_sets["grad_input"]]
+        if not value_mask and not gradient_mask:
+            return
+        if self._signature is None:
+            module = self._owner()
+            if module is None:
+                return
+            self._signature = tree.Signature(module)
+        with_grad = bool(gradient_mask) and self._has_new_graph(slice_, phase)
+        for name, tensor in self._signature.leaves(args, kwargs):
+            self._see("input", name, tensor, slice_.moment, phase, call, value_mask, with_grad)
+
+    def _await_local_gradients(self, slice_: Slice) -> None:
+        """Record the gradients that this backward adds to the module's own parameters, before any reduction."""
+        for name, parameter in self.own("_parameters"):
+            is_plain = type(parameter) in (nn.Parameter, torch.Tensor) and parameter.is_leaf and parameter.requires_grad
+            if is_plain and self.root.is_first_use(self.node_path, name, parameter, slice_):
+                origin, rule_set = self._leaf("grad", name)
+                if keep := self.capture.keep_of(rule_set, 0):
+                    watch_gradient(self.capture, parameter, origin, slice_.moment, 0, keep, "local")
+
+    def after_forward(self, output: Any) -> None:
+        """Record the output that the module's forward has returned."""
+        self._was_called = True
+        if not self.capture.has_seen_forward:
+            self.capture.forward_without_root()
+        masks = self.capture.masks
+        value_mask, gradient_mask = masks[self.rule_sets["output"]], masks[self.rule_sets["grad_output"]]
+        if not value_mask and not gradient_mask and self.pre_hook is None:
+            self._tapped_slice = None
+            return
+        begun = self._open_calls.get(threading.get_ident()) if self.pre_hook is not None else None
+        if begun and not value_mask and not gradient_mask:
+            begun.pop()
+            self._tapped_slice = None
+            return
+        slice_, phase = self.root.slice_now()
+        call = begun.pop() if begun else self._enter(slice_, phase)
+        tapped, self._tapped_slice = self._tapped_slice, None
+        if tapped is slice_:
+            return
+        with_grad = bool(gradient_mask) and self._has_new_graph(slice_, phase)
+        if value_mask or with_grad:
+            if type(output) is torch.Tensor:
+                self._see("output", "", output, slice_.moment, phase, call, value_mask, with_grad)
+                return
+            for name, tensor in tree.tensor_leaves(output):
+                self._see("output", name, tensor, slice_.moment, phase, call, value_mask, with_grad)
+
+    def _see(
+        self,
+        site: str,
+        name: str,
+        tensor: torch.Tensor,
+        moment: Moment,
+        phase: str,
+        call: int,
+        value_mask: int,
+        with_grad: bool,
+    ) -> None:
+        capture = self.capture
+        chunk = waiting = None
+        if self.root.model_parallel is not None:
+            chunk, waiting = self._chunk_or_wait(tensor)
+        try:
+            if value_mask:
+                origin, rule_set = self._leaf(site, name)
+                if keep := capture.keep_of(rule_set, call):
+                    put = None if waiting is None else waiting.put
+                    capture.observe(origin, moment, phase, call, 0, keep, tensor, None, chunk, None, put)
+            if with_grad and requires_gradient(tensor):
+                origin, rule_set = self._leaf(GRADIENT_OF[site], name)
+                if keep := capture.keep_of(rule_set, call):
+                    self._see_gradient(origin, tensor, moment, call, keep, chunk, waiting)
+        finally:
+            if waiting is not None:
+                self.capture.aliases.wait(waiting)
+
+    def _see_gradient(
+        self,
+        origin: Origin,
+        tensor: torch.Tensor,
+        moment: Moment,
+        call: int,
+        keep: int,
+        chunk: Chunk | None,
+        waiting: Waiting | None,
+    ) -> None:
+        if origin.site == "grad_input" and type(tensor) is not torch.Tensor and is_dtensor(tensor):
+            watch_argument_gradient(self.capture, tensor, origin, moment, call, keep)
+            return
+        hook = watch_gradient(self.capture, tensor, origin, moment, call, keep)
+        if chunk is not None:
+            hook.chunk = chunk_of_gradient(chunk)
+        elif waiting is not None:
+            waiting.hook = hook
+
+    def _chunk_or_wait(self, tensor: torch.Tensor) -> tuple[Chunk | None, Waiting | None]:
+        """Return the chunk of a plain tensor in a tensor parallel region, or a `Waiting` that may learn it later."""
+        aliases = self.capture.aliases
+        if is_dtensor(tensor):
+            aliases.saw(tensor)
+            return None, None
+        if not has_owner(tensor):
+            return None, None
+        chunk = aliases.chunk_of_alias(tensor)
+        return chunk, None if chunk is not None else Waiting(tensor)
+
+    def stay_last(self) -> None:
+        """Make our pre-hook the last again, where others have put pre-hooks on the module since."""
+        module = self.module()
+        if self.pre_hook is not None and module is not None:
+            registered = cast("OrderedDict[int, Any]", module._forward_pre_hooks)
+            number = next((key for key, hook in registered.items() if hook is self.pre_hook), None)
+            if number is not None and next(reversed(registered)) != number:
+                registered.move_to_end(number)
+
+    @property
+    def rule_sets_of_hooks(self) -> frozenset[int]:
+        """Return the rule sets that give the module's hooks something to do; none where it has no hooks."""
+        sites = [*OF_CALLS, *(["grad"] if self._wants_local else [])] if self._handles else []
+        return frozenset(self.rule_sets[site] for site in sites) - {NOTHING}
+
+    def rest(self) -> None:
+        """Take the hooks off until `wake`: torch calls a module without hooks directly, which is cheaper than any hook.
+
+        This writes to torch's dicts, at a tenth of the cost of handles, since it may happen at every other step.
+        """
+        for handle in self._handles:
+            registered = handle.hooks_dict_ref()
+            if registered is not None and (hook := registered.get(handle.id)) is not None:
+                self._resting.append((handle, hook))  # first, because an interrupt may come between the two lines
+                registered.pop(handle.id, None)
+
+    def wake(self) -> None:
+        """Put the hooks back that `rest` took off: the forward hook as the first, the pre-hook as the last."""
+        for handle, hook in self._resting:
+            registered = handle.hooks_dict_ref()
+            if registered is not None:
+                registered[handle.id] = hook
+                if hook is not self.pre_hook:
+                    registered.move_to_end(handle.id, last=False)
+                    module_hooks.keep_first(registered)
+                if self._number not in callbacks.WATCHES:  # closed meanwhile, by a signal's handler or another thread
+                    registered.pop(handle.id, None)
+        self._resting.clear()
+
+    def own(self, kind: str) -> Iterator[tuple[str, Any]]:
+        """Yield the module's own parameters or buffers by name."""
+        module = self._owner()
+        if module is not None:
+            yield from ((name, value) for name, value in getattr(module, kind).items() if value is not None)
+
+    def keeps(self, site: str) -> bool:
+        """Whether anything of a site may be kept at this step; name and call may still exclude it."""
+        return self.capture.masks[self.rule_sets[site]] != 0
+
+    def record_state(self, site: str, moment: Moment, phase: str, repeat: int, *, without: Container[int] = ()) -> None:
+        """Record the module's own parameters or buffers, except those with the ids in `without`."""
+        if not self.keeps(site):
+            return
+        for name, tensor in self.own("_parameters" if site == "param" else "_buffers"):
+            if id(tensor) not in without:
+                self.record(site, name, tensor, moment, phase, repeat)
+
+    def record(
+        self,
+        site: str,
+        name: str,
+        tensor: torch.Tensor,
+        moment: Moment,
+        phase: str,
+        repeat: int,
+        *,
+        scope: str | None = None,
+        chunk: Chunk | None = None,
+        note: str | None = None,
+    ) -> None:
+        """Record one named tensor of the module where a rule selects it."""
+        if not self.keeps(site):
+            return
+        origin, rule_set = self._leaf(site, name)
+        if keep := self.capture.keep_of(rule_set, 0):
+            try:
+                self.capture.observe(
+                    origin, moment, phase, 0, repeat, keep, tensor, scope=scope, chunk=chunk, note=note
+                )
+            except Exception as error:
+                self.failed(site, error)
+
+    def failed(self, site: str, error: Exception) -> None:
+        """Count an error of ours; a site that keeps failing is disarmed."""
+        self.capture.site_failed(Origin(self.root.name, self.node_path, site, ""), error)
+
+    def disarm(self, sites: tuple[str, ...]) -> None:
+        """Record nothing any more at these sites."""
+        self.rule_sets = {**self.rule_sets, **dict.fromkeys(sites, NOTHING)}  # other modules share the old mapping
+        self._leaves.clear()
+
+    @property
+    def was_called(self) -> bool:
+        """Whether a hook or a tap has ever seen the module run."""
+        return self._was_called
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the module has hooks, but was never seen to run."""
+        return bool(self._handles) and not self._was_called
+
+    def remove(self) -> None:
+        """Take the hooks off again."""
+        callbacks.WATCHES.pop(self._number, None)  # first, see `wake`
+        for handle in self._handles:
+            handle.remove()

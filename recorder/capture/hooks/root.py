@@ -1,0 +1,471 @@
+"""A root: an outermost module with its hooks, and its calls.
+
+Nothing here may raise into training, keep a model alive, or read a tensor's values.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...observe import module_hooks, tree
+from ...observe.clock import RootClock, Slice
+from ...observe.compiled import has_compiled, has_compiled_anything
+from ...records import Moment, Origin
+from ...sites import GRADIENT_OF, HELD_BY_MODULES
+from ...system.interrupts import comes_from_signal_handler
+from ...taps import module_taps
+from ...taps.finding import has_tap, where_of
+from ...taps.module_taps import Where
+from ..parallel.flat_parameters import FlatParameter, find_flat_parameters, meshes_of_flat
+from ..parallel.groups import DataParallel, ModelParallel, find_data_parallel, find_model_parallel, wrappers_around
+from ..parallel.pipelines import Pipeline, micro_batch_of_backward, stage_call
+from ..parallel.rank_local import find_rank_local
+from ..tensors.dtensors import mesh_of
+from ..tensors.local_values import requires_gradient
+from . import callbacks
+from .gradients import GradientSeen
+from .inventory import Inventory, ids_of
+from .jitter import JitterInputs, add_jitter
+from .module import Watch
+from .recording import Recording
+from .state_dict import full_name
+
+_MAX_LATE_LOOKS = 5
+"""The calls of a root at which a data-parallel wrapper is looked for: it may be made during the first, or after it."""
+_numbers = itertools.count(1)
+
+
+_NOTHING_MOVED = (
+    "jitter moved nothing: the model was given no floating tensor, and no nn.Embedding of it was seen to run "
+    "(compiled, scripted, or of another class); this run differs from one without jitter in nothing, and is no twin"
+)
+
+
+class Root:
+    """An outermost module with its hooks, its clock and its inventory."""
+
+    def __init__(self, capture: Recording, module: nn.Module, name: str) -> None:
+        self.capture = capture
+        self.name = name
+        self.module: Callable[[], nn.Module | None] = weakref.ref(module)
+        self.clock = RootClock(capture.clock)
+        self.num_calls = 0
+        self.attachments: list[Callable[[], Any]] = []
+        """Weak references to the handles of this root that were given out and not closed."""
+        self.is_kept = False
+        """True where a handle was thrown away at once: nobody can close it, so the recording was meant to last."""
+        self._number = next(_numbers)
+        self._began_late = has_compiled_anything()
+        """Whether something, perhaps this model, had been compiled when the root was attached."""
+        self.artefact: str | None = None
+        """The name of the model behind a loaded artefact, where the root stands for an artefact."""
+        self._is_stand_in = False
+        self._by_path: dict[str, Watch] = {}
+        self._tap_paths: dict[str, str] = {}
+        self.data_parallel: DataParallel | None = None
+        """The ranks that split the batch, for the manifest; None where no wrapper names them."""
+        self.model_parallel: ModelParallel | None = None
+        """The ranks that work on the same part of the batch, for the manifest; None where no parameter names them."""
+        self.rank_local: dict[str, str] | None = None
+        """The reasons why parameters, by full name, differ on ranks with other batches, for the manifest."""
+        self.pipeline: Pipeline | None = None
+        """The stage of a pipeline that this root is, for the manifest; None where no stage was seen to call it."""
+        self._named: set[tuple[str, str]] | None = None
+        """The module paths and names under which parameters are recorded, of which a tied one has several."""
+        self._used_in: Slice | None = None
+        self._used: set[int] = set()
+        """The ids of parameters that this slice has used, whose local gradients are awaited."""
+        self.jitter: JitterInputs | None = None
+        """The hook that moves the root's inputs, where the settings ask for it."""
+        self.moved: dict[str, float] | None = None
+        """The values that were moved, with the largest share; None while that is not known, or without `jitter`."""
+        self._around = [weakref.ref(wrapper) for wrapper in wrappers_around(module)]
+        self._install(module)
+        self._learn_groups(module)
+
+    @property
+    def shared_work(self) -> dict[str, dict[str, Any] | None]:
+        """Return how the root shares work with other ranks, for the manifest; None where nothing tells. Any thread."""
+        return {
+            "data_parallel": self.data_parallel,
+            "model_parallel": self.model_parallel,
+            "pipeline": self.pipeline,
+            "unshared": self.rank_local,
+            "jitter": None
+            if self.moved is None
+            else {"moved": list(self.moved), "eps": max(self.moved.values(), default=0.0)},
+        }
+
+    def has_moved(self, kind: str, eps: float) -> None:
+        """Note that the setting `jitter` has moved inputs or embeddings by this share of their values."""
+        if self.moved is None or self.moved.get(kind, 0.0) < eps:
+            self.moved = {**(self.moved or {}), kind: eps}
+            self.capture.events.has_changed = True
+
+    def jitter_failed(self, error: Exception) -> None:
+        """Report an error of ours while a value was moved; the value is left as it was."""
+        if comes_from_signal_handler(error):
+            raise error
+        text = f"{self.name}: jitter failed: {type(error).__name__}: {error}"
+        self.capture.events.add("jitter_failed", text, key=self.name, exception=error)
+
+    def say_if_nothing_moved(self) -> None:
+        """Warn where the setting `jitter` asks for a twin and nothing was moved."""
+        if self.capture.settings.jitter and self.moved is None:
+            self.moved = {}
+            self.capture.events.add("nothing_moved", f"{self.name}: {_NOTHING_MOVED}", key=self.name)
+
+    def _wrappers_around(self) -> list[nn.Module]:
+        return [wrapper for reference in self._around if (wrapper := reference()) is not None]
+
+    def _learn_groups(self, module: nn.Module) -> None:
+        try:
+            self.data_parallel = find_data_parallel(module, self._wrappers_around())
+            around = [*module.modules(), *self._wrappers_around()]
+            meshes = [mesh for parameter in module.parameters() if (mesh := mesh_of(parameter)) is not None]
+            meshes += meshes_of_flat(around)
+            self.model_parallel = find_model_parallel(meshes, self.data_parallel) or self.model_parallel
+            reasons = find_rank_local(around, self.data_parallel)
+            self.rank_local = {
+                full_name(watch.node_path, name): reasons[id(parameter)]
+                for watch in self.watches
+                if reasons
+                for name, parameter in watch.own("_parameters")
+                if id(parameter) in reasons
+            } or None
+        except Exception as error:
+            if comes_from_signal_handler(error):
+                raise
+            text = f"{self.name}: the ranks that share its batch are not known: {type(error).__name__}: {error}"
+            self.capture.events.add("data_parallel_unknown", text, key=self.name, exception=error)
+
+    def _install(self, module: nn.Module) -> None:
+        nodes = tree.walk(module)
+        self.class_name = nodes[0].class_name
+        self.inventory = Inventory(self, began_late=self._began_late)
+        self._located = {id(m): (weakref.ref(m), n.path) for n in nodes for m in (n.module, n.owner)}
+        self._located[id(module)] = weakref.ref(module), ""
+        self.watches: list[Watch] = []
+        self.modules_by_tap: dict[str, Watch] = {}
+        """Modules that have a tap, by the text of its `Where`."""
+        self._own_taps: list[Callable[[], nn.Module | None]] = []
+        self._handles: list[Any] = []
+        callbacks.ROOTS[self._number] = self
+        self._add_hooks(module, nodes)
+        self.flats = self._find_flats(module)
+        self.inventory.describe(nodes, self.flats)
+
+    def _find_flats(self, module: nn.Module) -> list[FlatParameter]:
+        """Return FSDP1's flat parameters, whose values are split as soon as they are seen."""
+        watches = {watch.node_path: watch for watch in self.watches}
+
+        def watch_of(owner: nn.Module) -> Watch | None:
+            path = self.path_of(owner)
+            return None if path is None else watches.get(path)
+
+        try:
+            return list(find_flat_parameters([*module.modules(), *self._wrappers_around()], watch_of))
+        except Exception as error:
+            text = f"{self.name}: flat parameters are recorded whole: {type(error).__name__}: {error}"
+            self.capture.events.add("flat_parameters_unknown", text, key=self.name, exception=error)
+            return []
+
+    def find_wrappers(self) -> None:
+        """Look for wrappers again: a model that was wrapped after it was attached may have other parameters."""
+        module = self.module()
+        if module is not None:
+            self._around = [weakref.ref(wrapper) for wrapper in wrappers_around(module)]
+            self.flats = self._find_flats(module)
+
+    def renew(self) -> None:
+        """Take the hooks off, and put hooks on the modules that the model has now."""
+        module = self.module()
+        if module is not None:
+            self.remove()
+            self._install(module)
+
+    def has_grown(self) -> bool:
+        """Whether the model has modules that it did not have when it was attached."""
+        module = self.module()
+        return module is not None and any(self.path_of(inner) is None for inner in module.modules())
+
+    def path_of(self, module: nn.Module) -> str | None:
+        """Return the path of a module of this root; None for another module."""
+        reference, path = self._located.get(id(module), (None, ""))
+        return path if reference is not None and reference() is module else None
+
+    def _add_hooks(self, module: nn.Module, nodes: list[tree.Node]) -> None:
+        compiled: list[str] = []
+        late: list[str] = []
+        for node in nodes:
+            wrapper = node.module is not node.owner
+            inside = any(node.path == path or path == "" or node.path.startswith(path + ".") for path in compiled)
+            wants_hooks = node.is_callable and not inside and (wrapper or not node.is_compiled)
+            self.watches.append(Watch(self, node, wants_hooks=wants_hooks))
+            if node.is_compiled:
+                compiled.append(node.path)
+                if not inside and has_compiled(node.owner, node.module):
+                    late.append(node.path)
+            if self.capture.settings.compiled == "tap":  # also where `torch.compile` may come later
+                self._tap(node, self.watches[-1])
+            self.modules_by_tap |= {where.text: self.watches[-1] for where in module_taps.where_tapped(node.owner)}
+        self._with_hooks: dict[frozenset[int], list[Watch]] = {}
+        """Modules below the root that have hooks, by the rule sets that give these something to do."""
+        self._resting: set[frozenset[int]] = set()
+        """The rule sets of modules whose hooks are off."""
+        for watch in self.watches:
+            if watch.node_path and (rule_sets := watch.rule_sets_of_hooks):
+                self._with_hooks.setdefault(rule_sets, []).append(watch)
+        if not isinstance(module, torch.jit.ScriptModule):
+            if self.capture.settings.jitter:
+                self.jitter, handles = add_jitter(module, nodes, self._number, self.capture.settings.jitter)
+                self._handles += handles
+            begins, ends = callbacks.RootBegins(self._number), callbacks.RootEnds(self._number)
+            self._handles.append(module_hooks.put_on(module.register_forward_pre_hook, begins, prepend=True))
+            module_hooks.keep_first(module._forward_pre_hooks)
+            self._handles.append(module_hooks.put_on(module.register_forward_hook, ends, always_call=True))
+        self.inventory.say_hidden(nodes, compiled, late)
+
+    def _tap(self, node: tree.Node, watch: Watch) -> None:
+        """Put taps on a module, as the settings ask, so that a graph shows what its hooks cannot see."""
+        tapped_sites = {where.site for where in module_taps.where_tapped(node.owner)}
+        if not node.is_callable or tapped_sites:
+            return
+        for site, put_tap in (("output", module_taps.tap_output_of), ("input", module_taps.tap_inputs_of)):
+            if watch.rule_sets[site] or watch.rule_sets[GRADIENT_OF[site]]:
+                put_tap(node.owner, where_of(node, self.name, site))
+                self._own_taps.append(weakref.ref(node.owner))
+
+    def stands_for(self, where: str) -> None:
+        """Let the root, which has no module, stand for the loaded artefact that shows this tap."""
+        self.artefact = Where.from_text(where).root if where else ""
+        self._is_stand_in = True
+
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether the root has no module, so that nobody can close it."""
+        return self._is_stand_in
+
+    def has_tap(self, where: str) -> bool:
+        """Whether a tap is on a module of this root, in its TorchScript, or in the artefact that it stands for."""
+        if where in self.modules_by_tap:
+            return True
+        parsed = Where.from_text(where) if where else None
+        is_scripted = isinstance(self.module(), torch.jit.ScriptModule)  # Python sees no hooks on it
+        if self.artefact is None and is_scripted and parsed is not None and self.watch_at(parsed.path) is not None:
+            self.artefact = parsed.root
+        return self.artefact == (parsed.root if parsed is not None else "")
+
+    def watch_at(self, path: str) -> Watch | None:
+        """Return the watch of a path; None without one."""
+        if path not in self._by_path:
+            self._by_path = {watch.node_path: watch for watch in self.watches}
+        return self._by_path.get(path)
+
+    def path_of_tap(self, name: str) -> str:
+        """Return the path of the module with a tap by hand in a graph; the root where several modules have such a tap.
+
+        The op knows its name; no graph remembers the module that called it.
+        """
+        if name not in self._tap_paths:
+            module = self.module()
+            nodes = tree.walk(module) if module is not None else []
+            paths = [node.path for node in nodes if has_tap(node.owner, name)]
+            self._tap_paths[name] = paths[0] if len(paths) == 1 else ""
+        return self._tap_paths[name]
+
+    def step_is_over(self, *, has_compiled: bool) -> None:
+        """Report, after the first step, which modules never ran.
+
+        Args:
+            has_compiled: whether anything was compiled in this process.
+        """
+        self.say_if_nothing_moved()
+        self.inventory.step_is_over(has_compiled=has_compiled)
+
+    def add_tapped(self, where: Where, path: str) -> None:
+        """Note in the inventory that a graph shows a module."""
+        self.inventory.add_seen_at_tap(where, path)
+
+    def begins(self, module: nn.Module) -> None:
+        """Begin a call of the root."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        nesting = self.capture.nesting
+        if nesting.depth == 1 and nesting.outermost is self:
+            nesting.depth = 0  # its last call was interrupted, as by Ctrl-C in a notebook
+        nesting.depth += 1
+        if nesting.depth > 1:
+            return
+        nesting.outermost = self
+        stage = stage_call()
+        self.capture.is_in_stage = stage is not None
+        if stage is not None:
+            self.pipeline = stage.pipeline
+            if stage.micro_batch is None:
+                self.capture.pause()
+                self.clock.begin_trial()
+                return
+        self.capture.resume()
+        self.clock.begin(
+            with_grad=torch.is_grad_enabled(),
+            training=module.training,
+            every_call_is_a_step=self.capture.every_call_is_a_step,
+            is_first_call=self.num_calls == 0,
+            micro_batch=None if stage is None else stage.micro_batch,
+        )
+        if self.num_calls < _MAX_LATE_LOOKS:
+            if self.data_parallel is None:
+                self._learn_groups(module)
+            for watch in self.watches:
+                watch.stay_last()
+        self.num_calls += 1
+        if torch.is_grad_enabled():
+            self.capture.has_seen_forward = True
+        if self.capture.is_step_in_force:
+            self.capture.call_begins()
+        else:
+            self.capture.step_changed()
+
+    def ends(self, output: Any) -> None:
+        """End a call of the root, which has returned, or raised (then ``output`` is None)."""
+        nesting = self.capture.nesting
+        if torch._C._current_graph_task_id() != -1 or nesting.depth == 0:
+            return
+        nesting.depth -= 1
+        if nesting.depth:
+            return
+        if self.model_parallel is not None:
+            self.capture.aliases.end()
+        current = self.clock.active
+        self.clock.end()
+        if current is not None and current.moment.micro_step is None:
+            return  # a trial
+        if current is not None and torch.is_grad_enabled():
+            for _, tensor in tree.tensor_leaves(output):
+                if not current.has_gradient and requires_gradient(tensor):
+                    with torch._C.DisableTorchFunctionSubclass():
+                        handle = tensor.register_hook(GradientSeen(self.clock, current))
+                        is_leaf = tensor.is_leaf
+                    if is_leaf:
+                        self.capture.keep_leaf_hook(handle)
+        if current is not None and self.capture.every_call_is_a_step:
+            self.record_state(HELD_BY_MODULES, current.moment, "forward", 0)
+
+    def slice_now(self) -> tuple[Slice, str]:
+        """Return the slice and phase of a value that is seen now."""
+        if torch._C._current_graph_task_id() != -1:
+            micro_batch = micro_batch_of_backward() if self.pipeline is not None else None
+            return self.clock.recomputed(micro_batch), "recompute"
+        if (active := self.clock.active) is not None:
+            return active, "forward"
+        module = self.module()
+        training = module.training if module is not None else True
+        return self.clock.current(with_grad=torch.is_grad_enabled(), training=training), "forward"
+
+    def slice_of_tap(self, *, with_grad: bool) -> tuple[Slice, str]:
+        """Return the slice and phase of a tapped value; where the root's hooks are compiled away, taps begin its calls.
+
+        Args:
+            with_grad: whether gradients were enabled around the tap; compiled code always runs without.
+        """
+        module = self.module()
+        is_hidden = self.num_calls == 0 and self.capture.nesting.depth == 0
+        if not is_hidden or module is None or torch._C._current_graph_task_id() != -1:
+            return self.slice_now()
+        self.clock.begin(with_grad=with_grad, training=module.training, every_call_is_a_step=False, is_first_call=False)
+        if not self.capture.is_step_in_force:
+            self.capture.step_changed()
+        active = self.clock.active
+        self.clock.end()
+        assert active is not None
+        return active, "forward"
+
+    def gradient_at_tap(self, moment: Moment) -> None:
+        """Note that a gradient has come to a tap, so that the next forward is of another slice."""
+        slice_ = self.clock.recomputed()
+        if self.num_calls == 0 and slice_.moment == moment:
+            self.clock.gradient_arrived(slice_)
+
+    def failed(self, error: Exception) -> None:
+        """Count an error of ours; a root that keeps failing, and so knows no step any more, is removed."""
+        if self.capture.site_failed(Origin(self.name, "", "root", ""), error):
+            step = self.capture.clock.step
+            self.inventory.disarm_all(step)
+            self.remove()
+
+    def disarm(self, path: str, sites: tuple[str, ...], step: int) -> None:
+        """Record nothing any more at some sites of one module, and note from which step on."""
+        for watch in self.watches:
+            if watch.node_path == path:
+                watch.disarm(sites)
+        self.inventory.disarm(path, sites, step)
+
+    def record_state(self, sites: tuple[str, ...], moment: Moment, phase: str, repeat: int) -> None:
+        """Record the parameters or buffers of every module that a rule selects."""
+        flat_ids = ids_of(self.flats)
+        for watch in self.watches:
+            for site in sites:
+                if watch.capture.masks[watch.rule_sets[site]]:
+                    watch.record_state(site, moment, phase, repeat, without=flat_ids)
+        for flat in self.flats if "param" in sites else ():
+            if (parameter := flat.reference()) is not None:
+                flat.record("param", "", parameter, moment, phase, repeat)
+
+    def parameters(self) -> Iterator[tuple[Watch, str, nn.Parameter]]:
+        """Yield every parameter once, except flat ones, with the watch of its module and its name there."""
+        seen = ids_of(self.flats)
+        for watch in self.watches:
+            for name, parameter in watch.own("_parameters"):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield watch, name, parameter
+
+    def is_first_use(self, path: str, name: str, parameter: torch.Tensor, slice_: Slice) -> bool:
+        """Whether a slice uses a parameter for the first time, at the module and name that it is recorded under."""
+        if self._named is None:
+            self._named = {(owner.node_path, own) for owner, own, _ in self.parameters()}
+        if self._used_in is not slice_:
+            self._used_in, self._used = slice_, set()
+        is_first = (path, name) in self._named and id(parameter) not in self._used
+        self._used.add(id(parameter))
+        return is_first
+
+    def rest_or_wake(self, *, may_rest: bool) -> None:
+        """Take hooks off modules of whose calls the new step records nothing, and put them back on others.
+
+        The root's own hooks stay: they tell of steps, and one of them has called this.
+        """
+        masks = self.capture.selection.masks
+        for rule_sets, watches in self._with_hooks.items():
+            is_idle = may_rest and not any(masks[rule_set] for rule_set in rule_sets)
+            if is_idle == (rule_sets in self._resting):
+                continue
+            self._resting.add(
+                rule_sets
+            )  # until the last module is awake, so that after an interrupt the rest is done again
+            for watch in watches:
+                (watch.rest if is_idle else watch.wake)()
+            if not is_idle:
+                self._resting.discard(rule_sets)
+
+    def remove(self) -> None:
+        """Take every hook off again."""
+        self.inventory.close()
+        for handle in self._handles:
+            handle.remove()
+        for watch in self.watches:
+            watch.remove()
+        for reference in self._own_taps:
+            if (module := reference()) is not None:
+                module_taps.remove(module)
+        self.watches.clear()
+        self._with_hooks.clear()
+        self.modules_by_tap.clear()
+        callbacks.ROOTS.pop(self._number, None)

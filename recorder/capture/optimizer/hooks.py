@@ -1,0 +1,471 @@
+"""Hooks on optimizers: the step, final gradients, parameters before and state after an update, learning rates.
+
+Hooks on `torch.optim.Optimizer` see every optimizer of the process. Nothing here may read a device except once at the
+start, change an argument other than wrapping a closure, or raise into training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import inspect
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ...records import Moment
+from ..core import Capture
+from ..parallel.flat_parameters import OriginalParameter
+from .parameters import ParameterRows, parameter_rows
+
+_is_compiling = torch.compiler.is_compiling
+
+
+def find_live() -> list[Optimizer]:
+    """Return every live optimizer of this process; reads types only, so that no lazy object is loaded."""
+    return [item for item in gc.get_objects() if issubclass(type(item), Optimizer)]
+
+
+def last_step(optimizers: list[Optimizer]) -> int | None:
+    """Return the largest ``state["step"]``, or None where no state has one. This is the only read of a device.
+
+    A device is not read while a graph is captured, or where the user forbids waiting; its steps do not count.
+    """
+    recorded = [
+        state["step"]
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        if isinstance(state, dict) and "step" in state
+    ]
+    steps = [int(step) for step in recorded if not _is_on_gpu(step)]
+    for device in {step.device for step in recorded if _is_on_gpu(step)}:
+        if not torch.cuda.is_current_stream_capturing():
+            with contextlib.suppress(RuntimeError):
+                on_device = [
+                    step.detach().reshape(()) for step in recorded if _is_on_gpu(step) and step.device == device
+                ]
+                steps.append(int(torch.stack(on_device).max()))
+    return max(steps, default=None)
+
+
+def _is_on_gpu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cuda
+
+
+def wrap_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], returned: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return arguments of ``Optimizer.step`` whose closure calls ``returned`` at its end; None without a closure."""
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _wrapped(kwargs["closure"], returned)}
+    # A positional argument counts only if the signature calls it a closure: a user's step may take the model.
+    if len(args) > 1 and callable(args[1]) and not isinstance(args[1], torch.nn.Module):
+        names = list(inspect.signature(type(args[0]).step).parameters)
+        if names[1:2] == ["closure"]:
+            return (args[0], _wrapped(args[1], returned), *args[2:]), kwargs
+    return None
+
+
+def _wrapped(closure: Callable[..., Any], returned: Callable[[], None]) -> Callable[..., Any]:
+    if not isinstance(closure, (types.FunctionType, types.MethodType)):
+        return cast("Callable[..., Any]", _ClosureObject(closure, returned))
+
+    @functools.wraps(closure)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        loss = closure(*args, **kwargs)
+        returned()
+        return loss
+
+    return wrapped
+
+
+class _ClosureObject:
+    """A wrapper around a closure that is an object; everything but the call goes to the object."""
+
+    def __init__(self, closure: Any, returned: Callable[[], None]) -> None:
+        self.__dict__.update(_closure=closure, _returned=returned)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.__dict__["_closure"])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        loss = self.__dict__["_closure"](*args, **kwargs)
+        self.__dict__["_returned"]()
+        return loss
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_closure"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_closure"], name, value)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _num_steps_under_way(optimizer: Optimizer) -> int:
+    """Return how many calls of this optimizer's step are on the stack: 2 where a subclass calls ``super().step()``.
+
+    The stack is right also after a step that raised, of which no hook is told.
+    """
+    count = 0
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_locals.get("self") is optimizer:
+            count += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
+
+
+class OptimizerWatch:
+    """Hooks on all optimizers and on GradScaler, from the first root call to the end of the recording."""
+
+    def __init__(
+        self, capture: Capture, *, on_step: Callable[[Optimizer], None], on_new: Callable[[Optimizer], None]
+    ) -> None:
+        """Put the hooks on.
+
+        Args:
+            capture: takes the values.
+            on_step: called after each step that was seen.
+            on_new: called when an optimizer is made.
+        """
+        self._capture = capture
+        self._on_step = on_step
+        self._on_new = on_new
+        self._rows: dict[int, ParameterRows] = {}
+        self._unknown: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._late: dict[int, weakref.ref[torch.Tensor]] = {}
+        """Parameters that came after this step's scan of the modules; the next scan looks for them."""
+        self._learned_at = -1
+        self._has_rescanned = False
+        self.known: dict[int, tuple[weakref.ref[Optimizer], str]] = {}
+        self._counting: Callable[[], Optimizer | None] | None = None
+        self._active: Callable[[], Optimizer | None] | None = None
+        self._scaler_calls: list[dict[str, Any]] = []
+        self._repeats: dict[tuple[int, str], tuple[int, int]] = {}
+        self.num_steps = 0
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+        self._scaler_step = GradScaler.step
+        self._wrapper = self._wrap_scaler(GradScaler.step)
+        GradScaler.step = self._wrapper  # type: ignore[method-assign]
+        self._plain_init = Optimizer.__init__
+        self._init = self._wrap_init(Optimizer.__init__)
+        Optimizer.__init__ = self._init  # type: ignore[method-assign]
+
+    def names(self) -> list[dict[str, str]]:
+        """Return every optimizer that was seen, for the manifest."""
+        return [
+            {"name": name, "class": type(optimizer).__name__}
+            for reference, name in self.known.values()
+            if (optimizer := reference()) is not None
+        ]
+
+    def name_of(self, optimizer: Optimizer) -> str:
+        """Return the class name of an optimizer, numbered where several optimizers share it."""
+        known = self.known.get(id(optimizer))
+        if known is not None and known[0]() is optimizer:
+            return known[1]
+        base, used = type(optimizer).__name__, {name for _, name in self.known.values()}
+        name, i = base, 0
+        while name in used:
+            i += 1
+            name = f"{base}_{i}"
+        self.known[id(optimizer)] = weakref.ref(optimizer), name
+        return name
+
+    def holds(self, parameters: set[int]) -> bool:
+        """Whether a live optimizer holds one of these parameters (by id)."""
+        for reference, _ in self.known.values():
+            optimizer = reference()
+            if optimizer is not None and any(
+                id(p) in parameters for group in optimizer.param_groups for p in group["params"]
+            ):
+                return True
+        return False
+
+    def all_have_roots(self) -> bool:
+        """Whether every parameter of every live optimizer is under a root."""
+        live = [optimizer for reference, _ in self.known.values() if (optimizer := reference()) is not None]
+        return all(self.has_root(optimizer) for optimizer in live)
+
+    def has_root(self, optimizer: Optimizer) -> bool:
+        """Whether every parameter of an optimizer is under a root."""
+        for parameter in _parameters(optimizer):
+            rows = self._rows.get(id(parameter))  # as in `_rows_of`, without its call: this runs at every step
+            if (rows is None or rows.reference() is not parameter) and self._rows_of(parameter) is None:
+                return False
+        return True
+
+    def _rows_of(self, parameter: torch.Tensor) -> ParameterRows | None:
+        rows = self._rows.get(id(parameter))
+        if rows is not None and rows.reference() is parameter:
+            return rows
+        unknown = self._unknown.get(id(parameter))
+        if unknown is not None and unknown() is parameter:
+            return None
+        if self._learned_at == self.num_steps:  # one scan of all modules a step; this parameter came after it
+            self._late[id(parameter)] = weakref.ref(parameter)
+            return None
+        self._learn()
+        rows = self._rows.get(id(parameter))
+        if rows is not None and rows.reference() is parameter:
+            return rows
+        self._unknown[id(parameter)] = weakref.ref(parameter)
+        return None
+
+    def _learn(self) -> None:
+        self._learned_at = self.num_steps
+        self._unknown |= self._late  # `_rows_of` looks for their rows first
+        self._late.clear()
+        roots = self._capture.roots
+        names = {root.name for root in roots}
+        # DDP around tensor parallel modules takes parameters out of them for good when they first run.
+        kept = {key: o for key, o in self._rows.items() if o.root_name in names and id(o.reference()) == key}
+        self._rows = kept | {id(parameter): rows for root in roots for parameter, rows in parameter_rows(root)}
+
+    def rescan(self) -> None:
+        """Find the module of every parameter again, because there is a new root."""
+        self._unknown.clear()
+        self._learn()
+        self._has_rescanned = False
+
+    def _rescan_after_first_step(self) -> None:
+        """Look for wrappers at the first step after a new root: the model may have been wrapped meanwhile."""
+        self._has_rescanned = True
+        for root in self._capture.roots:
+            root.find_wrappers()
+        self._unknown.clear()
+        self._learn()
+
+    def _repeat(self, optimizer: Optimizer, site: str) -> int:
+        """Return how often values of this optimizer were recorded at a site in this step already."""
+        step = self._capture.clock.step
+        last_step_, count = self._repeats.get((id(optimizer), site), (-1, 0))
+        count = count + 1 if last_step_ == step else 0
+        self._repeats[id(optimizer), site] = step, count
+        return count
+
+    def _counts(self, optimizer: Optimizer) -> bool:
+        """Whether this is the optimizer whose steps count as steps."""
+        if self._counting is None or self._counting() is None:  # there is none yet, or it was deleted
+            wanted = self._capture.settings.step_optimizer
+            if wanted and wanted not in (self.name_of(optimizer), type(optimizer).__name__):
+                return False
+            self._counting = weakref.ref(optimizer)
+        return self._counting() is optimizer
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record what the update will use, or wrap the closure that makes it. The pre-step hook."""
+        if _is_compiling() or not self._capture.is_open:
+            return None
+        try:
+            return self._begin(optimizer, args, kwargs)
+        except Exception as error:
+            self._capture.hook_failed(f"{type(optimizer).__name__}.step", error)
+            return None
+
+    def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        active = self._active() if self._active is not None else None
+        if active is not None and _num_steps_under_way(active) > (active is optimizer):
+            return None  # nested: a container's own optimizer, or a subclass that calls its base
+        self._active = weakref.ref(optimizer)
+        for call in self._scaler_calls:
+            call["stepped"] = True
+        if not self._has_rescanned:
+            self._rescan_after_first_step()
+        capture = self._capture
+        if not capture.has_seen_forward and self._counts(optimizer):
+            # No forward can move the step: the root's own hooks are compiled away, or it takes none.
+            moved = capture.clock.advance_if_stepped()
+            if moved:
+                capture.step_changed()
+        self._record_rates(optimizer)
+        if (found_inf := getattr(optimizer, "found_inf", None)) is not None:
+            capture.nonfinite.is_told_by_rows = True
+            capture.scalars.record("skipped", found_inf)
+        elif self._scaler_calls:
+            capture.scalars.record("skipped", 0.0)
+        wrapped = wrap_closure(args, kwargs, lambda: self.closure_returned(optimizer))
+        if wrapped is None:
+            capture.nesting.depth = 0  # a step ends any forward that was interrupted
+            self.record_before(optimizer)
+        return wrapped
+
+    def closure_returned(self, optimizer: Optimizer) -> None:
+        """Record the gradients that a closure has made, which the optimizer will use next."""
+        try:
+            if self._active is None:  # the first root was found inside this very closure
+                self._active = weakref.ref(optimizer)
+                self._record_rates(optimizer)
+            self.record_before(optimizer)
+        except Exception as error:
+            self._capture.hook_failed("closure", error)
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the optimizer's state, and count the step. The post-step hook."""
+        if _is_compiling() or not self._capture.is_open:
+            return
+        try:
+            if self._active is None or self._active() is not optimizer or _num_steps_under_way(optimizer) > 1:
+                return
+            self._active = None
+            self._record_state(optimizer)
+            self._count(optimizer)
+        except Exception as error:
+            self._capture.hook_failed(f"{type(optimizer).__name__}.step", error)
+
+    def _count(self, optimizer: Optimizer) -> None:
+        self.name_of(optimizer)
+        self.num_steps += 1
+        if self._counts(optimizer):
+            clock = self._capture.clock
+            if clock.source == "counted" and any("step" in s for s in optimizer.state.values() if isinstance(s, dict)):
+                clock.source = "optimizer"
+            clock.optimizer_stepped()
+        self._on_step(optimizer)
+
+    def record_before(self, optimizer: Optimizer) -> None:
+        """Record parameters and final gradients of one optimizer, and once a step the buffers."""
+        capture = self._capture
+        moment = Moment(capture.clock.step, None, "train")
+        repeat = self._repeat(optimizer, "grad")
+        note = '{"grad":"scaled"}' if getattr(optimizer, "grad_scale", None) is not None else None
+        keeps_param, keeps_grad = capture.selection.keeps("param"), capture.selection.keeps("grad")
+        for parameter in _parameters(optimizer) if keeps_param or keeps_grad else ():
+            rows = self._rows_of(parameter)
+            if rows is None:
+                continue
+            if keeps_param:
+                rows.record("param", "", parameter, moment, "optimizer", repeat)
+            if keeps_grad and (gradient := rows.gradient(parameter)) is not None:
+                rows.record("grad", "", gradient, moment, "optimizer", repeat, scope="final", note=note)
+        if self._counts(optimizer) and capture.selection.keeps("buffer"):
+            for root in capture.roots:
+                root.record_state(("buffer",), moment, "optimizer", repeat)
+
+    def _record_state(self, optimizer: Optimizer) -> None:
+        """Record every tensor of the optimizer's state under its parameter."""
+        if not self._capture.selection.keeps("optim"):
+            return
+        moment = Moment(self._capture.clock.step, None, "train")
+        repeat = self._repeat(optimizer, "optim")
+        for parameter, state in optimizer.state.items():
+            rows = self._rows_of(parameter) if isinstance(parameter, torch.Tensor) else None
+            if rows is None or not isinstance(state, dict):
+                continue
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    rows.record("optim", f".{key}", value, moment, "optimizer", repeat)
+        if any(flat.originals for root in self._capture.roots for flat in root.flats):
+            self._record_empty_state(optimizer, moment, repeat)
+
+    def _record_empty_state(self, optimizer: Optimizer, moment: Moment, repeat: int) -> None:
+        """Record empty state of an FSDP1 parameter that lies on other ranks, for which the optimizer has no state here.
+
+        The names of that state are those of the optimizer's other parameters.
+        """
+        slices = {
+            key: value
+            for parameter, state in optimizer.state.items()
+            if isinstance(parameter, torch.Tensor) and isinstance(state, dict)
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == parameter.shape
+        }
+        for parameter in _parameters(optimizer) if slices else ():
+            rows = self._rows_of(parameter) if parameter not in optimizer.state else None
+            if isinstance(rows, OriginalParameter) and rows.gradient(parameter) is not None and not parameter.numel():
+                for key, value in slices.items():
+                    rows.record("optim", f".{key}", value.detach()[:0], moment, "optimizer", repeat)
+
+    def _record_rates(self, optimizer: Optimizer) -> None:
+        name = self.name_of(optimizer)
+        root = next((o.root_name for o in map(self._rows_of, _parameters(optimizer)) if o is not None), None)
+        for i, group in enumerate(optimizer.param_groups):
+            rate = group.get("lr")
+            if isinstance(rate, (int, float, torch.Tensor)):  # None where the optimizer finds its own
+                self._capture.scalars.record(
+                    f"lr.{name}.{i}", rate if isinstance(rate, torch.Tensor) else float(rate), root
+                )
+
+    def _wrap_scaler(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `GradScaler.step`, which has no hook: a step that it skips fires no hook of the optimizer."""
+        watch = self
+
+        @functools.wraps(step)
+        def wrapped(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if _is_compiling() or not watch._capture.is_open or not scaler.is_enabled():
+                return step(scaler, optimizer, *args, **kwargs)
+            call = {"stepped": False}
+            watch._scaler_calls.append(call)
+            try:
+                watch._scaler_begins(scaler)
+                result = step(scaler, optimizer, *args, **kwargs)
+            finally:
+                watch._scaler_calls.remove(call)
+            if not call["stepped"]:
+                watch._skipped(optimizer)
+            return result
+
+        return wrapped
+
+    def _wrap_init(self, init: Callable[..., None]) -> Callable[..., None]:
+        """Wrap `Optimizer.__init__`: no hook tells of a new optimizer before the first forward of its model."""
+        watch = self
+
+        @functools.wraps(init)
+        def wrapped(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            init(optimizer, *args, **kwargs)
+            if not watch._capture.is_open:
+                return
+            try:
+                watch.name_of(optimizer)
+                watch._on_new(optimizer)
+            except Exception as error:
+                watch._capture.hook_failed(type(optimizer).__name__, error)
+
+        return wrapped
+
+    def _scaler_begins(self, scaler: GradScaler) -> None:
+        try:
+            scale = getattr(scaler, "_scale", None)
+            if scale is not None:
+                self._capture.scalars.record("grad_scale", scale)
+        except Exception as error:
+            self._capture.hook_failed("GradScaler.step", error)
+
+    def _skipped(self, optimizer: Optimizer) -> None:
+        """Record a step that the scaler has skipped for an infinity, which is an attempted step all the same."""
+        try:
+            self._capture.nonfinite.skipped(self._capture.clock.step)
+            self._record_rates(optimizer)
+            self._capture.scalars.record("skipped", 1.0)
+            self.record_before(optimizer)
+            self._count(optimizer)
+        except Exception as error:
+            self._capture.hook_failed("GradScaler.step", error)
+
+    def close(self) -> None:
+        """Take every hook off; a wrapper that somebody put around one of ours keeps working through it."""
+        for handle in self._handles:
+            handle.remove()
+        if GradScaler.step is self._wrapper:
+            GradScaler.step = self._scaler_step  # type: ignore[method-assign]
+        if Optimizer.__init__ is self._init:
+            Optimizer.__init__ = self._plain_init  # type: ignore[method-assign]

@@ -1,0 +1,239 @@
+"""Learns the chunks of plain tensors inside tensor parallel regions from DTensors that share their memory.
+
+A tensor that a parallel style made local has its DTensor in its graph. A tensor that another module takes as the local
+part of a DTensor is known a moment later, so records wait for that, a few at a time. Identity is a weak reference to
+the tensor that owns the memory, never an address. Nothing here may copy, issue a collective, or keep a tensor or a mesh
+alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from ...records import Chunk, Staged
+from ..tensors.dtensors import chunk_of
+from ..tensors.local_values import PLAIN
+
+_MAX_KNOWN = 64
+_MAX_WAITING = 16
+"""The most records that wait: the next module takes a tensor soon or never, and a record holds memory of the pool."""
+
+
+class _KnownMemory(NamedTuple):
+    """A local tensor's memory, and the global tensor of which it is a chunk."""
+
+    owner: Any
+    """A weak reference to the tensor that owns the memory, and is no view of another."""
+    start: Any
+    shape: torch.Size
+    strides: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    mesh: weakref.ref[Any]
+    placements: tuple[Any, ...]
+
+
+class HasChunk(Protocol):
+    """A hook on a gradient that takes the gradient's chunk once it is known."""
+
+    chunk: Chunk | None
+
+
+class Waiting:
+    """A plain tensor whose chunk is not known yet, with its record and the hook on its gradient."""
+
+    __slots__ = ("hook", "owner", "shape", "staged", "start", "strides")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.owner = TensorWeakRef(_owner(tensor))
+        self.shape, self.strides, self.start = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.staged: Staged | None = None
+        self.hook: HasChunk | None = None
+
+    def put(self, staged: Staged) -> None:
+        """Take the record in place of the channel."""
+        self.staged = staged
+
+
+class Aliases:
+    """Memory of recent DTensors, and tensors that wait for the DTensor of which they may be a chunk."""
+
+    def __init__(self, put: Callable[[Staged], None]) -> None:
+        self._put = put
+        self._known: deque[_KnownMemory] = deque(maxlen=_MAX_KNOWN)
+        self._waiting: deque[Waiting] = deque()
+
+    def saw(self, tensor: Any) -> None:
+        """Take note of a DTensor: tensors that share its memory are chunks, too."""
+        self._learn(tensor._local_tensor, tensor._spec)
+
+    def _learn(self, local: torch.Tensor, spec: Any) -> None:
+        owner, mesh = TensorWeakRef(_owner(local)), weakref.ref(spec.mesh)
+        known = _KnownMemory(
+            owner, local.storage_offset(), local.shape, local.stride(), tuple(spec.shape), mesh, spec.placements
+        )
+        self._known.append(known)
+        tensor = owner()
+        for waiting in list(self._waiting):
+            if waiting.owner() is tensor:
+                chunk = _chunk_in(known, waiting.start, waiting.shape, waiting.strides)
+                if chunk is not None:
+                    self._release(waiting, chunk)
+
+    def chunk_of_alias(self, tensor: torch.Tensor) -> Chunk | None:
+        """Return the chunk of a plain tensor; None where it is not known, or not yet."""
+        spec = getattr(tensor.grad_fn, "dtensor_spec", None)  # the node of a view that `to_local` made has the spec
+        if spec is not None and tensor.dim() == len(spec.shape):
+            self._learn(tensor, spec)
+        owner = _owner(tensor)
+        for known in reversed(self._known):
+            if known.owner() is owner:
+                if _was_changed(tensor) and any(placement.is_partial() for placement in known.placements):
+                    return None
+                return _chunk_in(known, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return None
+
+    def wait(self, waiting: Waiting) -> None:
+        """Hold a record back until its chunk is known, or cannot be known any more."""
+        self._waiting.append(waiting)
+        if len(self._waiting) > _MAX_WAITING:
+            self._release(self._waiting[0], None)
+
+    def end(self) -> None:
+        """Forget all memory at the end of a root's call, since it tells nothing about later tensors."""
+        self.flush()
+        self._known.clear()
+
+    def flush(self) -> None:
+        """Pass every waiting record on as it is."""
+        for waiting in list(self._waiting):
+            self._release(waiting, None)
+
+    def _release(self, waiting: Waiting, chunk: Chunk | None) -> None:
+        try:
+            self._waiting.remove(waiting)
+        except ValueError:  # another thread has released it
+            return
+        if chunk is not None and waiting.hook is not None:
+            waiting.hook.chunk = chunk_of_gradient(chunk)
+        if waiting.staged is not None:
+            self._put(waiting.staged._replace(chunk=chunk) if chunk is not None else waiting.staged)
+
+
+WRAPPED = "RegisterPostBackwardFunctionBackward"
+"""The node that FSDP2 puts behind each input of a module that it shards, before any hook of ours sees the input."""
+
+
+def wrapped(tensor: torch.Tensor, node: Any) -> torch.Tensor | tuple[Any, int] | None:
+    """Return the source that FSDP2 has put its node on, where the whole gradient arrives, also that of a residual.
+
+    Args:
+        tensor: the result of FSDP2's node.
+        node: the node of that tensor, a `WRAPPED`.
+
+    Returns:
+        The source, where it is a leaf; else its node, and the number of the node's output; None where it is not known.
+    """
+    number = tensor.output_nr
+    while type(node).__name__ == WRAPPED:
+        if number >= len(node.next_functions):
+            return None
+        node, number = node.next_functions[number]
+    if type(node).__name__ == "AccumulateGrad":
+        return node.variable if type(node.variable) in PLAIN else None
+    return None if node is None else (node, number)
+
+
+def made_of(tensor: Any) -> tuple[Any, int, Chunk | None] | None:
+    """Return the node of the tensor that a DTensor was made of for a single module.
+
+    A gradient that arrives at such a DTensor is that module's share; the whole gradient arrives at the node.
+
+    Returns:
+        The node, the number of its output, and the chunk of the gradient where that is a plain tensor; None where other
+        modules see the DTensor itself.
+    """
+    node, number, chunk = tensor.grad_fn, 0, None
+    while (kind := type(node).__name__) in ("RedistributeBackward", "_FromTorchTensorBackward"):
+        if kind == "_FromTorchTensorBackward":
+            chunk = _chunk_of_local_gradient(tensor, node)
+        node, number = node.next_functions[0]
+    return None if node is None or node is tensor.grad_fn else (node, number, chunk)
+
+
+def _chunk_of_local_gradient(tensor: Any, node: Any) -> Chunk:
+    """Return the chunk of a gradient behind `DTensor.from_local`, laid out as the local tensor, with summands added."""
+    from torch.distributed.tensor import Replicate
+
+    mesh = getattr(node, "forward_input_device_mesh", None) or node.previous_device_mesh
+    placements = getattr(node, "forward_input_placements", None) or node.previous_placement
+    wanted = getattr(node, "grad_placements", None) or [Replicate() if p.is_partial() else p for p in placements]
+    return chunk_of(tuple(tensor.shape), mesh, wanted)
+
+
+def has_owner(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a kind that has memory, or will have it once a collective is over."""
+    is_plain = type(tensor) in PLAIN or type(tensor).__name__ == "AsyncCollectiveTensor"
+    return is_plain and tensor.layout is torch.strided
+
+
+def chunk_of_gradient(chunk: Chunk) -> Chunk | None:
+    """Return the chunk of a plain tensor's gradient: that of the tensor, or None where the tensor is a summand."""
+    return None if 'Partial"' in chunk.placements else chunk
+
+
+def _owner(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def _chunk_in(known: _KnownMemory, start: Any, shape: torch.Size, strides: tuple[int, ...]) -> Chunk | None:
+    """Return the chunk of a tensor in known memory: of the whole local tensor, in its own or another shape."""
+    mesh = known.mesh()
+    if mesh is None or start != known.start:
+        return None
+    if (shape, strides) == (known.shape, known.strides):
+        return chunk_of(known.global_shape, mesh, known.placements)
+    if shape.numel() != known.shape.numel():
+        return None
+    seen = _seen_as(known, mesh, shape, strides)
+    return None if seen is None else chunk_of(*seen)
+
+
+def _was_changed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was written to since it was made: a summand may have become the sum."""
+    return tensor.is_inference() or tensor._version > 0
+
+
+def _seen_as(
+    known: _KnownMemory, mesh: Any, shape: Sequence[int], strides: Sequence[int]
+) -> tuple[tuple[int, ...], Any, tuple[Any, ...]] | None:
+    """Return global shape, mesh and placements of a view of a whole chunk; None where they are not certain.
+
+    The dim that takes the place of a sharded one is the one that ends where that ended in memory: the other factors of
+    the old dim, where it was split, lie inside it. Only even shards: of others, sizes differ between ranks. A dim of
+    size 1 may be what is left of a sharded one, such as the one head of a rank.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    global_shape, placements = list(shape), list(known.placements)
+    if 1 in shape:
+        return None
+    for axis, placement in enumerate(known.placements):
+        if type(placement) is Replicate:
+            continue
+        if type(placement) is not Shard:
+            return None
+        old = placement.dim
+        num_shards = [mesh.size(a) for a, p in enumerate(known.placements) if p == placement]
+        size, end = known.shape[old], known.shape[old] * known.strides[old]
+        ends = [dim for dim, count in enumerate(shape) if count > 1 and count * strides[dim] == end]
+        if len(ends) != 1 or size * torch.Size(num_shards).numel() != known.global_shape[old]:
+            return None
+        global_shape[ends[0]] *= mesh.size(axis)
+        placements[axis] = Shard(ends[0])
+    return tuple(global_shape), mesh, tuple(placements)

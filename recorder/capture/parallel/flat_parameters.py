@@ -1,0 +1,298 @@
+"""Flat parameters of FSDP1: finds the original parameters' elements that a rank holds, and splits values accordingly.
+
+It reads the wrapper's metadata only: never issues a collective, never keeps a wrapper, a module or a parameter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...observe.observer import ModuleRows
+from ...records import Chunk, Moment
+from ...system.imported import loaded
+from ..tensors.dtensors import chunk_of, written_ranks
+from ..tensors.notes import compact, merged_notes
+from .groups import FSDP1, fsdp1_ranks
+
+_NAME = "_flat_param"
+"""FSDP1's name for a flat parameter."""
+
+
+class OriginalSlice(NamedTuple):
+    """An original parameter within a flat one."""
+
+    watch: ModuleRows
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+    """The number of its first element in the unsharded flat parameter."""
+    begin: int
+    """The first of its own elements in this rank's shard; `end` is one past the last, and equal where there is none."""
+    end: int
+    chunk: Chunk | None
+    """The slice's chunk; None where the rank holds the whole parameter, or the slice is no run in C order."""
+    note: str | None
+    local: Chunk | None = None
+    """The chunk of the whole that FSDP1 was given, where that is part of a tensor parallel parameter."""
+
+
+class _Mesh(NamedTuple):
+    """The mesh of ranks over which a parameter is sharded; ranks are row-major."""
+
+    shape: tuple[int, ...]
+    dim_names: tuple[str, ...] | None
+    coordinate: tuple[int, ...]
+    ranks: list[int]
+
+    @property
+    def text(self) -> str:
+        """Return the mesh as the column ``mesh`` has it."""
+        return compact(self._asdict() | {"ranks": written_ranks(self.ranks, self.shape)})
+
+    def with_axes(self, more: Any) -> _Mesh:
+        """Return this mesh with the axes of a tensor parallel mesh behind its own, as one regular grid."""
+        coordinate = more.get_coordinate()
+        own_rank = int(more.mesh[tuple(coordinate)])
+        beside = [int(rank) - own_rank for rank in more.mesh.flatten().tolist()]
+        names = (*(self.dim_names or ()), *(more.mesh_dim_names or ()))
+        shape = (*self.shape, *more.shape)
+        return _Mesh(
+            shape,
+            names if len(names) == len(shape) else None,
+            (*self.coordinate, *coordinate),
+            [rank + step for rank in self.ranks for step in beside],
+        )
+
+
+class FlatParameter:
+    """One flat parameter, which an optimizer updates where ``use_orig_params`` is False.
+
+    Its tensors (values, gradient, optimizer state) become a row for each original parameter.
+    """
+
+    def __init__(self, wrapper: Any, watch_of: Callable[[nn.Module], ModuleRows | None]) -> None:
+        """Read the metadata of a wrapper that has a handle.
+
+        Args:
+            wrapper: the FullyShardedDataParallel module.
+            watch_of: returns the watch of a module, or None where the module is not under the root.
+        """
+        handle = wrapper._handle
+        flat = handle.flat_param
+        self.reference: Callable[[], torch.Tensor | None] = weakref.ref(flat)
+        self.is_sharded = bool(handle.uses_sharded_strategy)
+        self.uses_original = bool(handle._use_orig_params)
+        self._num_sharded = math.prod(flat._sharded_size)
+        self._shard_start = handle.rank * self._num_sharded if self.is_sharded else 0
+        self._unsharded = {math.prod(flat._unpadded_unsharded_size), self._num_sharded * handle.world_size}
+        self._watch = watch_of(handle._fully_sharded_module)
+        self.names = [
+            (watch, info.param_name)
+            for info in (*flat._param_infos, *flat._shared_param_infos)
+            if (watch := watch_of(info.module)) is not None
+        ]
+        """Every name under which a module of the root knows an original parameter, ties included."""
+        self.ties = [
+            (watch, info.param_name, first, info.prim_param_name)
+            for info in flat._shared_param_infos
+            if (watch := watch_of(info.module)) is not None and (first := watch_of(info.prim_module)) is not None
+        ]
+        """Tied names: the module and its name there, and the module and the name under which it is recorded."""
+        originals = flat._params or [None] * len(flat._shapes)
+        mesh, is_hybrid = _mesh(wrapper)
+        self.slices: list[OriginalSlice] = []
+        self.originals: list[OriginalParameter] = []
+        for index, (start, info) in enumerate(zip(_starts(flat), flat._param_infos, strict=True)):
+            watch = watch_of(info.module)
+            if watch is None:
+                continue  # its module is outside the root
+            shape, numel = tuple(flat._shapes[index]), flat._numels[index]
+            begin, end = (
+                min(max(edge - start, 0), numel) for edge in (self._shard_start, self._shard_start + self._num_sharded)
+            )
+            spec, reason = flat._param_extensions[index], None
+            local = None if spec is None else _chunk_of_local(spec, shape)
+            if self.is_sharded and not flat._contiguities[index]:
+                reason = "memory_format"
+            elif spec is not None and local is None:
+                reason = "tensor_parallel"
+            chunk = None
+            if self.is_sharded and reason is None:
+                placements = [{"kind": "FlatShard", "offset": begin}]
+                if is_hybrid:
+                    placements.insert(0, {"kind": "Replicate"})
+                if local is None:
+                    chunk = Chunk(shape, None, compact(placements), mesh.text, "fsdp", begin)
+                else:
+                    placements += json.loads(local.placements)
+                    within = mesh.with_axes(spec.mesh).text
+                    chunk = Chunk(
+                        local.global_shape, local.offsets, compact(placements), within, "fsdp", begin, flat_shape=shape
+                    )
+            note = None if reason is None else compact({"no_layout": reason})
+            strides = tuple(flat._strides[index])
+            slice_ = OriginalSlice(watch, info.param_name, shape, strides, start, begin, end, chunk, note, local)
+            self.slices.append(slice_)
+            if originals[index] is not None:
+                self.originals.append(OriginalParameter(self, slice_, index, originals[index]))
+
+    @property
+    def root_name(self) -> str | None:
+        return self.slices[0].watch.root_name if self.slices else None
+
+    def holds_slices(self, tensor: torch.Tensor) -> bool:
+        """Whether a flat tensor has only this rank's shard."""
+        return self.is_sharded and tensor.dim() == 1 and tensor.numel() == self._num_sharded
+
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return parameter.grad
+
+    def record(
+        self,
+        site: str,
+        suffix: str,
+        tensor: torch.Tensor,
+        moment: Moment,
+        phase: str,
+        repeat: int,
+        *,
+        scope: str | None = None,
+        note: str | None = None,
+    ) -> None:
+        """Record a tensor of the flat parameter, split; a single number is recorded for every original parameter."""
+        values = tensor.detach()
+        is_slices, is_whole = self.holds_slices(values), values.dim() == 1 and values.numel() in self._unsharded
+        if values.dim() and not is_slices and not is_whole:
+            watch = self._watch or (self.slices[0].watch if self.slices else None)
+            if watch is not None:  # state of another shape, which only the optimizer can split
+                watch.record(site, _NAME + suffix, values, moment, phase, repeat, scope=scope, note=note)
+            return
+        if is_whole and self.is_sharded:
+            scope = unsharded_scope(site, scope)
+        for slice_ in self.slices:
+            part = values
+            if is_slices:
+                start = slice_.start + slice_.begin - self._shard_start if slice_.begin < slice_.end else 0
+                part = values[start : start + slice_.end - slice_.begin]
+            elif is_whole:
+                part = values.as_strided(slice_.shape, slice_.stride, values.storage_offset() + slice_.start)
+            chunk = slice_.chunk if is_slices else slice_.local if values.dim() else None
+            note_ = merged_notes(note, slice_.note if is_slices else None)
+            slice_.watch.record(
+                site, slice_.name + suffix, part, moment, phase, repeat, scope=scope, chunk=chunk, note=note_
+            )
+
+
+class OriginalParameter:
+    """An original parameter that an optimizer updates slice by slice, because ``use_orig_params`` is True."""
+
+    def __init__(self, flat: FlatParameter, slice_: OriginalSlice, index: int, parameter: torch.Tensor) -> None:
+        self.reference: Callable[[], torch.Tensor | None] = weakref.ref(parameter)
+        self._flat = flat
+        self._slice = slice_
+        self._index = index
+
+    @property
+    def root_name(self) -> str:
+        return self._slice.watch.root_name
+
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient; an empty slice where only other ranks hold elements of the parameter."""
+        gradient, flat = parameter.grad, self._flat.reference()
+        if gradient is not None or flat is None or flat.grad is None or self._slice.begin < self._slice.end:
+            return gradient
+        mask = flat._is_grad_none_mask  # type: ignore[attr-defined]
+        is_none = mask is not None and mask[self._index]
+        return None if is_none or not parameter.requires_grad else flat.grad.detach()[:0]
+
+    def record(
+        self,
+        site: str,
+        suffix: str,
+        tensor: torch.Tensor,
+        moment: Moment,
+        phase: str,
+        repeat: int,
+        *,
+        scope: str | None = None,
+        note: str | None = None,
+    ) -> None:
+        """Record the slice of the parameter, of its gradient, or of its state."""
+        slice_, flat = self._slice, self._flat.reference()
+        is_slice = self._flat.is_sharded and tuple(tensor.shape) == (slice_.end - slice_.begin,)
+        if site == "grad" and flat is not None and flat.grad is not None:
+            is_slice = is_slice and self._flat.holds_slices(flat.grad)
+        if not is_slice and self._flat.is_sharded and tensor.dim():
+            scope = unsharded_scope(site, scope)
+        slice_.watch.record(
+            site,
+            slice_.name + suffix,
+            tensor,
+            moment,
+            phase,
+            repeat,
+            scope=scope,
+            chunk=slice_.chunk if is_slice else slice_.local if tensor.shape == slice_.shape else None,
+            note=merged_notes(note, slice_.note if is_slice else None),
+        )
+
+
+def find_flat_parameters(
+    wrappers: Sequence[nn.Module], watch_of: Callable[[nn.Module], ModuleRows | None]
+) -> Iterator[FlatParameter]:
+    """Yield the flat parameters of FSDP1 wrappers among some modules."""
+    kind = loaded(*FSDP1)
+    for module in wrappers:
+        if kind is not None and isinstance(module, kind) and getattr(module, "_handle", None) is not None:
+            yield FlatParameter(module, watch_of)
+
+
+def meshes_of_flat(wrappers: Iterable[nn.Module]) -> Iterator[Any]:
+    """Yield the meshes of parameters that were DTensors until FSDP1 flattened them."""
+    kind = loaded(*FSDP1)
+    for module in wrappers if kind is not None else ():
+        if isinstance(module, kind) and getattr(module, "_handle", None) is not None:
+            for spec in module._handle.flat_param._param_extensions:
+                if (mesh := getattr(spec, "mesh", None)) is not None:
+                    yield mesh
+
+
+def unsharded_scope(site: str, scope: str | None) -> str | None:
+    """Return the scope of a whole tensor: gradients under `no_sync` are this rank's own, parameters are gathered."""
+    return {"grad": "local", "param": "unsharded"}.get(site, scope)
+
+
+def _starts(flat: Any) -> Iterator[int]:
+    """Yield where each original parameter begins in the unsharded flat parameter; padding may lie between them."""
+    start = 0
+    for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not is_padding:
+            yield start
+        start += numel
+
+
+def _chunk_of_local(spec: Any, shape: tuple[int, ...]) -> Chunk | None:
+    """Return the chunk of a tensor parallel parameter's local values; None where they are no single box."""
+    if not isinstance(getattr(spec, "placements", None), tuple):
+        return None
+    chunk = chunk_of(tuple(spec.shape), spec.mesh, spec.placements)
+    return chunk if chunk.offsets is not None else None
+
+
+def _mesh(wrapper: Any) -> tuple[_Mesh, bool]:
+    """Return FSDP1's mesh, and whether shards are replicated across a second group."""
+    across = getattr(wrapper, "_inter_node_pg", None)
+    groups = [wrapper.process_group] if across is None else [across, wrapper.process_group]
+    names = getattr(getattr(wrapper, "_device_mesh", None), "mesh_dim_names", None)
+    shape, coordinate = tuple(group.size() for group in groups), tuple(group.rank() for group in groups)
+    return _Mesh(
+        shape, tuple(names[: len(groups)]) if names else None, coordinate, fsdp1_ranks(wrapper)
+    ), across is not None

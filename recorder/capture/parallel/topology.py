@@ -1,0 +1,170 @@
+"""The place of this process in the job: rank, attempt and the run's name, from the environment and the process group.
+
+Besides `config`, only this module reads the environment. Store look-ups run on the writer thread, with a
+deadline, on a connection of their own; no collective is issued.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_STORE_KEY = "recorder/run_id"
+_UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """The place of this process among all of the job."""
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    local_world_size: int
+    attempt: int
+    """Slurm's restart count times 1000, plus torchrun's."""
+    host: str
+
+
+def _number(environ: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
+    for name in names:
+        if re.fullmatch(r"\d{1,9}", environ.get(name, "")):
+            return int(environ[name])
+    return default
+
+
+def _is_mpi(environ: Mapping[str, str]) -> bool:
+    """Whether ``mpirun`` or ``mpiexec`` started this process; under Slurm each node's daemon of theirs is one task."""
+    return "OMPI_COMM_WORLD_RANK" in environ or "MPI_LOCALRANKID" in environ
+
+
+def _is_slurm_task(environ: Mapping[str, str]) -> bool:
+    """Whether ``srun`` started this process for a rank.
+
+    A batch script has the variables of a task, too, but no step. A shell that ``srun --pty`` started is a task of which
+    every command inherits the variables.
+    """
+    is_shell = "SLURM_PTY_PORT" in environ and environ.get("SLURM_STEP_NUM_TASKS") == "1"
+    return not _is_mpi(environ) and not is_shell and environ.get("SLURM_STEP_ID", "").isdigit()
+
+
+_TORCHRUN = {
+    "rank": ("RANK",),
+    "local_rank": ("LOCAL_RANK",),
+    "node_rank": ("GROUP_RANK", "NODE_RANK"),
+    "world_size": ("WORLD_SIZE",),
+    "local_world_size": ("LOCAL_WORLD_SIZE",),
+}
+_MPI = {
+    "rank": ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+    "local_rank": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    "node_rank": (),
+    "world_size": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    "local_world_size": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+}
+_SLURM = {
+    "rank": ("SLURM_PROCID",),
+    "local_rank": ("SLURM_LOCALID",),
+    "node_rank": ("SLURM_NODEID",),
+    "world_size": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    "local_world_size": (),
+}
+_NONE: dict[str, tuple[str, ...]] = dict.fromkeys(_TORCHRUN, ())
+
+
+def read(environ: Mapping[str, str] | None = None) -> Topology:
+    """Read the process group, else the environment of torchrun, MPI or Slurm; without either assume one rank."""
+    environ = os.environ if environ is None else environ
+    scheduler = _MPI if _is_mpi(environ) else _SLURM if _is_slurm_task(environ) else _NONE
+
+    def number(field: str, default: int) -> int:
+        return _number(environ, _TORCHRUN[field] + scheduler[field], default)
+
+    rank, world_size = number("rank", 0), number("world_size", 1)
+    if _is_distributed():
+        import torch.distributed as dist
+
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    node_rank = number("node_rank", 0)
+    tasks = _slurm_tasks_here(environ) if scheduler is _SLURM else None
+    return Topology(
+        rank=rank,
+        local_rank=number("local_rank", rank),
+        node_rank=node_rank,
+        world_size=world_size,
+        local_world_size=number("local_world_size", tasks or world_size),
+        attempt=1000 * _number(environ, ("SLURM_RESTART_COUNT",), 0)
+        + _number(environ, ("TORCHELASTIC_RESTART_COUNT",), 0),
+        host=socket.gethostname(),
+    )
+
+
+def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
+    """Return this node's number of tasks from a text such as ``8(x3),4``; None where the text does not tell."""
+    node = _number(environ, ("SLURM_NODEID",), 0)
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part)
+        if match is None:
+            return None
+        num_nodes = int(match[2] or 1)
+        if node < num_nodes:
+            return int(match[1])
+        node -= num_nodes
+    return None
+
+
+def _is_distributed() -> bool:
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and bool(dist.is_available()) and bool(dist.is_initialized())
+
+
+def run_id(topology: Topology, *, deadline_s: float, environ: Mapping[str, str] | None = None) -> tuple[str, bool]:
+    """Return the run's name, and whether all ranks are known to share it. Runs on the writer thread.
+
+    The name is torchrun's run id where that is a UUID; Slurm's job and step where it started the ranks; else a fresh
+    name that the ranks agree on through the process group's store (compare-and-set); else a name of this process alone.
+    """
+    environ = os.environ if environ is None else environ
+    elastic = environ.get("TORCHELASTIC_RUN_ID", "")
+    if _UUID.fullmatch(elastic):
+        return elastic.lower(), True
+    job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
+    # A batch script's own shell has no step: two commands there are two runs. Of MPI's ranks only some have one.
+    if job.isdigit() and _is_slurm_task(environ):
+        return f"slurm-{job}-{step}", True
+    fresh = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + "-" + secrets.token_hex(4)
+    if topology.world_size == 1:
+        return fresh, True
+    agreed = _agree(fresh, deadline_s)
+    if agreed is not None:
+        return agreed, True
+    host = re.sub(r"[^A-Za-z0-9.]+", "-", topology.host)[:64]
+    return f"unjoined-{host}-{os.getpid()}-{fresh}", False
+
+
+def _agree(fresh: str, deadline_s: float) -> str | None:
+    if not _is_distributed():
+        return None
+    from datetime import timedelta
+
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    try:
+        store: Any = _get_default_store()
+        clone: Callable[[], Any] | None = getattr(store, "clone", None)
+        if clone is not None:
+            store = clone()  # a connection of its own: the training thread may hold the other one in a barrier
+        store.set_timeout(timedelta(seconds=max(0.1, deadline_s)))
+        answer = store.compare_set(_STORE_KEY, "", fresh)
+        text = answer.decode() if isinstance(answer, bytes) else str(answer)
+        return text if re.fullmatch(r"[0-9A-Za-z-]{1,80}", text) else None
+    except Exception:  # a store that is gone, or of a kind without compare-and-set: the caller has a name without it
+        return None

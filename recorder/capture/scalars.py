@@ -1,0 +1,126 @@
+"""Scalars of a step: those that the program gives, those that optimizers have, and the loss that a backward begins at.
+
+A scalar is never synced: a tensor of one element is copied as any other value is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..observe.clock import Clock
+from ..observe.observer import Observer
+from ..observe.selection import NOTHING, scalar_keep
+from ..records import Moment, Origin
+from .tensors.local_values import UnsupportedKind, plain
+
+LOSS = "loss"
+"""The name of the scalar for the loss, which is found where the program gives none of that name."""
+_MAX_LOSSES = 64
+"""The most losses of one step that wait for its end."""
+_FOUND = '{"found":"backward"}'
+
+
+class NamedRoot(Protocol):
+    """The root that scalars are recorded under."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class ScalarObserver(Observer, Protocol):
+    """The part of a recording that scalars need."""
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def roots(self) -> Sequence[NamedRoot]: ...
+
+    def hook_failed(self, where: str, error: Exception) -> None:
+        """Count an exception of the recorder's own."""
+
+    def is_disarmed(self, site: str, name: str) -> bool:
+        """Whether a scalar has failed too often, and is disarmed."""
+
+
+class Scalars:
+    """The scalars of a recording. Training threads call it."""
+
+    def __init__(self, capture: ScalarObserver) -> None:
+        self._capture = capture
+        self._repeats: dict[str, int] = {}
+        self._losses: deque[tuple[int, int, torch.Tensor]] = deque()
+        """Losses that wait for the end of the step, because the program may yet give one: step, keep bits and value."""
+        self._is_loss_given = False
+        self._waits_for_loss = True
+        """True until a step ends in which a loss was found and the program gave none. From then on a loss is recorded
+        as it is found, so that a process that ends suddenly leaves the loss of its last step."""
+
+    def step_changes(self, step: int) -> None:
+        """Record waiting losses before the step changes, while masks are those of the last step."""
+        if self._losses and self._losses[0][0] != step:
+            self._waits_for_loss = False
+            self.record_losses(until=step)
+        self._repeats.clear()
+
+    def record(self, name: str, value: Any, root_name: str | None = None) -> None:
+        """Record a number of this step: a float or a tensor of one element, which is not synced."""
+        if name == LOSS:
+            self._is_loss_given = True
+            self._losses.clear()
+        if keep := self._keep_of_scalar(name):
+            self._record(name, value, keep, self._capture.clock.step, root_name)
+
+    def wants(self, name: str) -> bool:
+        """Whether a rule asks for a scalar on this rank, at some step."""
+        return self._capture.selection.rule_set_of_name("scalar", name) != NOTHING
+
+    def add_loss(self, value: torch.Tensor) -> None:
+        """Take a tensor of one element at which a backward begins: the loss, unless the program gives its own."""
+        if self._is_loss_given or not (keep := self._keep_of_scalar(LOSS)):
+            return
+        if value.is_cuda and torch.cuda.is_current_stream_capturing():  # a kernel that is launched now joins the graph
+            return
+        try:
+            local, chunk = plain(value)
+        except UnsupportedKind:  # such as a meta tensor, which has no value
+            return
+        if chunk is not None and 'Partial"' in chunk.placements:
+            return
+        with torch.no_grad():
+            held = local.detach().clone() if self._waits_for_loss else local.detach()
+        self._losses.append((self._capture.clock.step, keep, held))
+        if not self._waits_for_loss or len(self._losses) > _MAX_LOSSES:
+            self.record_losses()
+
+    def record_losses(self, until: int | None = None) -> None:
+        """Record the losses that were found, except those of the step `until`."""
+        while self._losses and self._losses[0][0] != until:
+            step, keep, value = self._losses.popleft()
+            try:
+                self._record(LOSS, value, keep, step, note=_FOUND)
+            except Exception as error:
+                self._capture.hook_failed("the loss", error)
+
+    def _keep_of_scalar(self, name: str) -> int:
+        keep = scalar_keep(self._capture.masks[self._capture.selection.rule_set_of_name("scalar", name)])
+        return 0 if keep and self._capture.is_disarmed("scalar", name) else keep
+
+    def _record(
+        self, name: str, value: Any, keep: int, step: int, root_name: str | None = None, note: str | None = None
+    ) -> None:
+        if not isinstance(value, torch.Tensor):
+            kind = torch.int64 if isinstance(value, int) and not isinstance(value, bool) else torch.float64
+            value = torch.tensor(value, dtype=kind, device="cpu")
+        elif value.dim() and value.numel() == 1:
+            value = value.detach().reshape(())
+        repeat = self._repeats.get(name, 0)
+        self._repeats[name] = repeat + 1
+        if root_name is None:
+            root_name = next((root.name for root in self._capture.roots), "")
+        origin, moment = Origin(root_name, "", "scalar", name), Moment(step, None, "train")
+        self._capture.observe(origin, moment, "forward", 0, repeat, keep, value, note=note)

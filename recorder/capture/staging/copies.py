@@ -1,0 +1,259 @@
+"""Stagers, which bring the bytes of a tensor into a block of the pool: a class for each kind of device.
+
+A stager runs on the training thread. It may not wait for a device while values are seen; where a copy is not over when
+it returns, the record carries a `Ready` that the writer waits on. When that is over is a property of the device: at
+once, or once a step's graph has run. A new device is one class here and one entry of `STAGERS`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...config import Settings
+from ...records import Chunk, LostError, Measured, Ready
+from ..tensors.local_values import UnsupportedKind
+from .devices import CudaDevice
+from .pool import Pool, PoolBlock
+from .streams import COPY_FAILED, CUDA_GRAPH, NO_DEVICE_ROOM, StreamStager
+
+_NO_BOUNDARY = "no_step_boundary"
+_MEMMOVE_BYTES = 1 << 20
+"""Below this memmove wins over the dispatcher (0.3 us a call against 6); above it torch copies with all its threads."""
+_memmove: Callable[[int, int, int], None] = ctypes.PyDLL(None).memmove
+"""Unlike `ctypes.memmove` it keeps the interpreter's lock, which the writer would have to give back first."""
+_memmove.argtypes, _memmove.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None  # type: ignore[attr-defined]
+
+
+class Plan(Protocol):
+    """The plan to measure a tensor, whose payload is not kept, before the writer has it."""
+
+    nbytes: int
+    """Bytes of the block that the results take."""
+
+    def read(self, data: npt.NDArray[np.uint8], chunk: Chunk | None) -> Measured:
+        """Return the statistics in the block's `data`. Called on the writer thread."""
+
+
+class Stager(Protocol):
+    """Copies tensors of one device type into the pool."""
+
+    def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
+        """Copy a dense tensor's elements in C order into ``block``.
+
+        Training may change the tensor as soon as this returns (on its own stream, in program order), and must not find
+        the copy changed by that. None means that the bytes are there already. Raises what the copy raises, and
+        `LostError` where there is a reason not to copy.
+        """
+
+    def plan(self, tensor: torch.Tensor, chunk: Chunk | None, keep: int) -> Plan | None:
+        """Return how a dense tensor whose payload is not kept is measured where it lies; None to copy it."""
+        return None
+
+    def measure(self, tensor: torch.Tensor, block: PoolBlock, plan: Any) -> Ready | None:
+        """Copy the results of a plan, as `copy` does; called only on stagers that make plans."""
+        raise LostError(COPY_FAILED)
+
+    def look(self) -> None:
+        """Hand over what has arrived, as a call of a root begins, so that a step may have ended. Never waits."""
+        return
+
+    def fetch(self) -> None:
+        """Hand over every value that was seen so far, whatever that costs, for `flush`. May wait."""
+        return
+
+    def close(self) -> None:
+        """Fetch or lose the values that wait, and give up threads and streams."""
+        return
+
+
+class HostStager(Stager):
+    """Host memory to host memory: one copy, complete on return. The writer thread measures and encodes.
+
+    Doing that in the hook, with all of training's threads, was measured where training fills every core: it saves
+    nothing of statistics, and a tenth of a step that keeps 190 MB of payloads.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._address = pool.address
+
+    def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
+        nbytes = block.num_bytes
+        if nbytes < _MEMMOVE_BYTES and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+            source = tensor.data_ptr()
+            if not source and nbytes:
+                raise ValueError("no memory stands behind the tensor")
+            _memmove(self._address + block.offset, source, nbytes)
+            return None
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            values = tensor.detach()
+            if values.dtype == torch.float4_e2m1fn_x2:
+                values = values.view(torch.uint8)  # torch 2.9 has no copy of pairs
+            block.as_tensor(values.dtype, values.shape).copy_(values)
+        return None
+
+
+class XlaStager(Stager):
+    """XLA's lazy tensors: a copy on the device in the hook, and to the host once the step's own graph has run.
+
+    A host copy in the hook would cut the graph in two. The copy on the device becomes one more output of the graph that
+    the program runs at its next step boundary (`torch_xla.sync`), so nothing is compiled or run that was not before.
+    What a call of a root left behind, because the program read other values and ended no step, is fetched when the next
+    call begins, with a graph of its own: else it would pile up in the one that the program runs at last.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        lazy = sys.modules["torch_xla"]._XLAC  # torch has no such tensors without it
+        self._needs_graph: Callable[[list[torch.Tensor]], list[bool]] = lazy._check_tensor_need_materialization
+        self._to_host: Callable[[list[torch.Tensor]], list[torch.Tensor]] = lazy._xla_get_cpu_tensors
+        self._counter: Callable[[str], int | None] = lazy._xla_counter_value
+        self._copying = threading.Lock()
+        self._seen: list[weakref.ref[_LazyCopy]] = []
+        self._pid = os.getpid()
+        atexit.register(self.close)  # before torch_xla takes its runtime down, which it registered earlier
+
+    def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            copied = tensor.detach().clone()
+        value = _LazyCopy(copied, block, self._copying, self._num_boundaries(), self._num_graphs())
+        self._seen.append(weakref.ref(value))
+        return value
+
+    def look(self) -> None:
+        seen, self._seen = self._seen, []
+        values = _unread(seen)
+        num_boundaries, num_graphs = self._num_boundaries(), self._num_graphs()
+        waiting = [value for value in values if not value.is_free]
+        needs_graph = self._needs_graph([value.tensor for value in waiting if value.tensor is not None])
+        left_behind = []
+        for value, is_pending in zip(waiting, needs_graph, strict=True):
+            if value.num_boundaries != num_boundaries and not is_pending:
+                value.is_free = True
+            elif value.num_graphs != num_graphs:
+                left_behind.append(value)
+        self._seen += [weakref.ref(value) for value in values]
+        self._bring(left_behind)
+
+    def fetch(self) -> None:
+        self._bring([value for value in _unread(self._seen) if not value.is_free])
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        values = _unread(self._seen)
+        self._seen.clear()
+        if os.getpid() != self._pid:
+            return
+        if threading.current_thread().name.startswith("recorder-"):
+            # A signal ends the process, and its main thread may be building a graph: no other thread may run one.
+            for value in values:
+                if not value.is_free:
+                    value.lost_for = _NO_BOUNDARY
+            return
+        self._bring(values)
+        with self._copying:
+            pass  # the writer may be reading one
+
+    def _bring(self, values: list[_LazyCopy]) -> None:
+        """Bring values to the host, with one graph for all that were not computed yet; the writer counts failures."""
+        lazy = [(value, tensor) for value in values if (tensor := value.tensor) is not None]
+        if not lazy:
+            return
+        try:
+            arrived = self._to_host([tensor for _, tensor in lazy])
+        except Exception as error:
+            for value, _ in lazy:
+                value.lost_for, value.error = COPY_FAILED, error
+            return
+        for (value, _), tensor in zip(lazy, arrived, strict=True):
+            value.tensor, value.is_free = tensor, True
+
+    def _num_boundaries(self) -> int:
+        return self._counter("MarkStep") or 0
+
+    def _num_graphs(self) -> int:
+        return (self._counter("CachedCompile") or 0) + (self._counter("UncachedCompile") or 0)
+
+
+class _LazyCopy:
+    """A value on its way. Only its record holds it, so that a dropped value is not computed."""
+
+    __slots__ = (
+        "__weakref__",
+        "_block",
+        "_copying",
+        "error",
+        "is_free",
+        "lost_for",
+        "num_boundaries",
+        "num_graphs",
+        "tensor",
+    )
+
+    def __init__(
+        self, tensor: torch.Tensor, block: PoolBlock, copying: threading.Lock, num_boundaries: int, num_graphs: int
+    ) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        """The tensor, lazy or on the host already; None once the writer has read it."""
+        self.num_boundaries = num_boundaries
+        self.num_graphs = num_graphs
+        self.is_free = False
+        """True once the writer may read the tensor; until then it belongs to the thread that builds graphs."""
+        self.lost_for: str | None = None
+        self.error: Exception | None = None
+        self._block = block
+        self._copying = copying
+
+    def wait(self, timeout_s: float) -> bool:
+        if not self.is_free and self.lost_for is None:
+            time.sleep(timeout_s)  # no lock of Python's: an interrupt of training could leave it held
+        if self.lost_for is not None:
+            raise LostError(self.lost_for) from self.error
+        tensor = self.tensor
+        if not self.is_free or tensor is None:
+            return False
+        try:
+            with self._copying, torch.no_grad():
+                self._block.as_tensor(tensor.dtype, tensor.shape).copy_(tensor)
+        except Exception as error:
+            raise LostError(COPY_FAILED) from error
+        self.tensor = None
+        return True
+
+
+def _unread(seen: list[weakref.ref[_LazyCopy]]) -> list[_LazyCopy]:
+    return [value for ref in seen if (value := ref()) is not None and value.tensor is not None]
+
+
+class CudaStager(StreamStager, Stager):
+    """NVIDIA GPUs: copies on a stream of the recorder's."""
+
+    def __init__(self, pool: Pool, settings: Settings, say: Callable[[str], None]) -> None:
+        if torch.version.hip is not None:
+            raise UnsupportedKind("unsupported_device:hip")
+        super().__init__(pool, open_device=CudaDevice, room_bytes=settings.device_pool_bytes, say=say)
+
+
+STAGERS: dict[str, Callable[[Pool, Settings, Callable[[str], None]], Stager]] = {
+    "cpu": lambda pool, settings, say: HostStager(pool),
+    "xla": lambda pool, settings, say: XlaStager(pool),
+    "cuda": CudaStager,
+}
+"""Makes the stager of a device type out of the pool, the settings and a way to say something; each is made once, when
+its first tensor comes."""
+
+WHY_LOST = {
+    CUDA_GRAPH: "a CUDA graph was being captured, in which nothing can be recorded, nor when it is replayed",
+    NO_DEVICE_ROOM: "the device's pool had no room for it; a larger RECORDER_DEVICE_POOL_BYTES helps",
+}
+"""The meaning of each `LostError` that `Stager.copy` raises."""

@@ -1,0 +1,213 @@
+"""Computes statistics and fingerprint of one tensor by torch's kernels, on its device, as `measure` does on the host.
+
+A few numbers for each box of the tensor cross the bus, and the writer thread puts them together. Sums are in float64
+as there, in another order; counts, extremes and fingerprints are equal. Nothing here may look at a value on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...format.fingerprint import MODULUS, constant, moved
+from ...format.moments import Moments, measured
+from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, Chunk, Measured
+
+_BOX_ITEMS = 1 << 22
+"""Elements looked at together: their float64 copies, three at a time, take 100 MB of the device."""
+_MAX_WEIGHTS = 1 << 16
+"""Weights of one factor of the fingerprint that are kept."""
+_MAX_KEPT = 64
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+"""The dtypes that torch's kernels turn into float64; others are measured on the host."""
+
+Weights = dict[tuple[tuple[int, int], ...], torch.Tensor]
+"""Factors of the fingerprint's weights, for each group of (dim, length). Good on one stream alone."""
+
+
+class DeviceMeasure:
+    """The measuring of one tensor on its device: the launch of kernels, and the reading of their results."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], keep: int) -> None:
+        """Plan the measuring.
+
+        Args:
+            dtype: one that `can_measure` knows.
+            shape: the shape of the tensor, which has elements.
+            keep: bits of KEEP_STATS and KEEP_FINGERPRINT.
+        """
+        self._item_bytes = dtype.itemsize
+        self._keep = keep
+        self._boxes = list(_cut_boxes(shape, _BOX_ITEMS))
+        self.nbytes = len(self._boxes) * _NUM_COLUMNS * 8
+        """Bytes of the results."""
+
+    def launch(self, tensor: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """Launch the kernels on the current stream.
+
+        Args:
+            tensor: contiguous, of the dtype and shape that were planned; it is not changed.
+            weights: those of earlier calls on the same stream, to which others are added.
+
+        Returns:
+            The results on the device, int64, one row for each box.
+        """
+        flat = tensor.reshape(-1)
+        nothing = torch.zeros((), dtype=torch.int64, device=tensor.device)
+        results = []
+        for start, _, shape in self._boxes:
+            values = flat[start : start + math.prod(shape)]
+            columns = _statistics(values) if self._keep & KEEP_STATS else [nothing] * len(_BoxResult._fields)
+            fingerprint = _fingerprint(values, shape, weights) if self._keep & KEEP_FINGERPRINT else nothing
+            results.append(torch.stack([*columns, fingerprint]))
+        return torch.stack(results)
+
+    def read(self, data: npt.NDArray[np.uint8], chunk: Chunk | None) -> Measured:
+        """Return the statistics in the results. Called on the writer thread."""
+        rows = data.view(np.int64).reshape(-1, _NUM_COLUMNS)
+        statistics = Measured()
+        if self._keep & KEEP_STATS:
+            numel = sum(math.prod(shape) for _, _, shape in self._boxes)
+            statistics = _merged([_BoxResult(*row) for row in rows[:, :-1].view(np.float64).tolist()], numel)
+        if self._keep & KEEP_FINGERPRINT:
+            words = zip(rows[:, -1].tolist(), self._boxes, strict=True)
+            total = sum(moved(value, self._item_bytes, offsets) for value, (_, offsets, _) in words) % MODULUS
+            if chunk is not None and chunk.offsets is not None:
+                total = moved(total, self._item_bytes, chunk.offsets)
+            statistics = statistics._replace(fingerprint=total)
+        return statistics
+
+
+def can_measure(tensor: torch.Tensor, chunk: Chunk | None, keep: int) -> bool:
+    """Whether the device can measure a tensor; others are copied, and measured on the host."""
+    is_run = bool(keep & KEEP_FINGERPRINT) and chunk is not None and chunk.flat_start is not None
+    return tensor.dtype in _DTYPES and not is_run and not keep & KEEP_HISTOGRAM
+
+
+class _BoxResult(NamedTuple):
+    """The results of one box; from `low` on they are over its finite values."""
+
+    num_nonzero: float
+    num_nan: float
+    num_finite: float
+    low: float
+    high: float
+    total: float
+    deviations: float
+    sum_abs: float
+    sum_fourth: float
+
+
+_NUM_COLUMNS = len(_BoxResult._fields) + 1
+"""The number of columns of the results: those of a box, and its fingerprint."""
+
+
+def _cut_boxes(shape: tuple[int, ...], max_items: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Yield first element, offsets and shape of boxes that each lie in one run of a contiguous tensor, in order."""
+    split = len(shape)
+    while split and math.prod(shape[split - 1 :]) <= max_items:
+        split -= 1
+    if not split:
+        yield 0, (0,) * len(shape), shape
+        return
+    inner = shape[split:]
+    num_rows = max(1, max_items // math.prod(inner))
+    start = 0
+    for outer in product(*map(range, shape[: split - 1])):
+        for row in range(0, shape[split - 1], num_rows):
+            box = (1,) * (split - 1) + (min(num_rows, shape[split - 1] - row), *inner)
+            yield start, (*outer, row) + (0,) * len(inner), box
+            start += math.prod(box)
+
+
+def _statistics(values: torch.Tensor) -> list[torch.Tensor]:
+    """Return the numbers of `_BoxResult`, each a float64 as the bits of int64."""
+    wide = values.to(torch.float64)
+    num_nonzero = (wide != 0).sum(dtype=torch.float64)
+    finite = torch.isfinite(wide)
+    num_nan, num_finite = torch.isnan(wide).sum(dtype=torch.float64), finite.sum(dtype=torch.float64)
+    # Not `torch.where`: it brings a number to the device by a copy, and waits for it.
+    others = finite.logical_not_()
+    low, high = wide.masked_fill(others, math.inf).amin(), wide.masked_fill(others, -math.inf).amax()
+    known = wide.masked_fill(others, 0.0)
+    total, sum_abs = known.sum(), known.abs_().sum()
+    known.mul_(known)
+    sum_fourth = known.mul_(known).sum()
+    away = (wide - total / num_finite).masked_fill_(others, 0.0)  # `wide` of a float64 is the value itself
+    deviations = away.mul_(away).sum()
+    columns = (num_nonzero, num_nan, num_finite, low, high, total, deviations, sum_abs, sum_fourth)
+    return [number.view(torch.int64) for number in columns]
+
+
+def _merged(results: list[_BoxResult], numel: int) -> Measured:
+    """Merge the results of boxes into statistics of the whole, as `measure` does."""
+    moments = Moments()
+    with np.errstate(all="ignore"):
+        for result in results:
+            if result.num_finite:
+                moments.merge(
+                    int(result.num_finite),
+                    result.low,
+                    result.high,
+                    result.total,
+                    result.deviations,
+                    result.sum_abs,
+                    result.sum_fourth,
+                )
+        moments.nan_count = int(sum(result.num_nan for result in results))
+        moments.inf_count = numel - moments.nan_count - moments.count
+        moments.zero_count = numel - int(sum(result.num_nonzero for result in results))
+        return measured(moments)
+
+
+def _fingerprint(values: torch.Tensor, shape: tuple[int, ...], weights: Weights) -> torch.Tensor:
+    """Return the fingerprint of a box at the origin, modulo 2^64, as int64 wraps; see "Fingerprint" in FORMAT.md."""
+    if values.itemsize == 8:
+        shape = (*shape, 2)
+    words = values.view(_WORDS[values.itemsize])
+    dims = list(enumerate(reversed(shape)))
+    while dims:
+        group = [dims.pop(0)]
+        while dims and math.prod(length for _, length in group) * dims[0][1] <= _MAX_WEIGHTS:
+            group.append(dims.pop(0))
+        factor = _factor(tuple(group), values.device, weights)
+        words = (words.view(-1, len(factor)) * factor).sum(-1)
+    return words.to(torch.int64).reshape(())
+
+
+def _factor(group: tuple[tuple[int, int], ...], device: torch.device, kept: Weights) -> torch.Tensor:
+    """Return the weights of all indices along a group of dims, the last dim first."""
+    factor = kept.get(group)
+    if factor is not None:
+        return factor
+    factor = torch.ones(1, dtype=torch.int64, device=device)
+    for dim, length in group:
+        factor = (_powers(constant(dim), length, device)[:, None] * factor).reshape(-1)
+    if len(factor) <= _MAX_WEIGHTS:
+        if len(kept) >= _MAX_KEPT:
+            kept.clear()
+        kept[group] = factor
+    return factor
+
+
+def _powers(base: int, length: int, device: torch.device) -> torch.Tensor:
+    """Return 1, base, base^2, ... as int64, by doubling on the device: a copy of an array could make the host wait."""
+    powers = torch.ones(length, dtype=torch.int64, device=device)
+    done = 1
+    while done < length:
+        count = min(done, length - done)
+        step = pow(base, done, MODULUS)
+        signed = step - MODULUS if step >= MODULUS // 2 else step
+        torch.mul(powers[:count], signed, out=powers[done : done + count])
+        done += count
+    return powers

@@ -1,0 +1,158 @@
+"""The operations of a device whose work goes on in streams, and their CUDA versions: the only module that calls CUDA.
+
+Every call is made in a hook of training or on the writer thread. None of them waits for the device, but for
+`Device.fetch`, which the writer alone may call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+_PORTABLE = 1
+"""CU_MEMHOSTREGISTER_PORTABLE: page-locked for every device of the process."""
+_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
+
+
+class Device(Protocol):
+    """One device. Streams, and events on them, are whatever it makes of them."""
+
+    def is_capturing(self) -> bool:
+        """Whether what this thread launches now becomes part of a graph, instead of being done."""
+
+    def current_stream(self) -> Any:
+        """Return the stream that takes the work of training on this thread."""
+
+    def new_stream(self) -> Any:
+        """Make a stream that does not wait for other streams by itself."""
+
+    def new_event(self) -> Any: ...
+
+    def record(self, event: Any, stream: Any) -> None:
+        """Let the event happen once the stream has done all its work so far."""
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Let later work of the stream begin only after the event, as last recorded."""
+
+    def is_done(self, event: Any) -> bool:
+        """Whether the event has happened. Any thread; raises an earlier error of the device."""
+
+    def run(self, stream: Any, work: Callable[[], None]) -> None:
+        """Launch the work on the stream; when this returns it may not have begun."""
+
+    def fetch(self, stream: Any, host: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy to memory that is not page-locked, and wait until it has arrived. Writer thread."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Allocate bytes of the device's memory."""
+
+    def pin(self, address: int, num_bytes: int) -> bool:
+        """Page-lock memory of the host, so that copies into it need not wait; return False where that is refused."""
+
+    def unpin(self, address: int) -> None: ...
+
+
+class CudaDevice(Device):
+    """One NVIDIA GPU, through torch; and through the driver where torch offers no call, or one with a side effect."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._driver = driver = ctypes.CDLL("libcuda.so.1")  # loaded already: CUDA works through it
+        driver.cuMemHostRegister_v2.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+        driver.cuMemHostUnregister.argtypes = (ctypes.c_void_p,)
+        driver.cuCtxPushCurrent_v2.argtypes = (ctypes.c_void_p,)
+        device, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._call("cuDeviceGet", ctypes.byref(device), index)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)  # torch's own, kept as long
+
+    def is_capturing(self) -> bool:
+        if torch.cuda.is_current_stream_capturing():
+            return True
+        if torch.cuda.current_device() == self._index:
+            return False
+        with torch.cuda.device(self._index):
+            return torch.cuda.is_current_stream_capturing()
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._index)
+
+    def new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._index)
+
+    def new_event(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
+
+    def record(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+        event.record(stream)
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        event.wait(stream)
+
+    def is_done(self, event: torch.cuda.Event) -> bool:
+        with self._beside_captures():
+            return bool(event.query())
+
+    def run(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(stream), undisturbed():
+            work()
+
+    def fetch(self, stream: torch.cuda.Stream, host: torch.Tensor, source: torch.Tensor) -> None:
+        with self._beside_captures(), torch.cuda.stream(stream), undisturbed():
+            host.copy_(source)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        # Not one of inference mode, in which the first value may be seen: those take no copies later.
+        with torch.inference_mode(False), undisturbed():
+            return torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
+
+    def pin(self, address: int, num_bytes: int) -> bool:
+        # Not by torch.cuda.cudart(): where that refuses, its error stays behind and the next kernel of training is
+        # blamed for it. The driver keeps none.
+        with self._beside_captures():
+            return int(self._driver.cuMemHostRegister_v2(address, num_bytes, _PORTABLE)) == 0
+
+    def unpin(self, address: int) -> None:
+        with self._beside_captures():
+            self._call("cuMemHostUnregister", address)
+
+    @contextmanager
+    def _beside_captures(self) -> Iterator[None]:
+        """Let this thread ask while another captures a graph, whose capture the question would spoil otherwise.
+
+        A thread that never used the device has no context, without which the driver refuses.
+
+        Raises:
+            RuntimeError: the driver refuses; then nothing may be asked.
+        """
+        mode, popped = ctypes.c_int(_RELAXED), ctypes.c_void_p()
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+            try:
+                yield
+            finally:
+                self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(popped))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._driver, name)(*arguments)
+        if code:
+            raise RuntimeError(f"{name} of the CUDA driver returned {code}")
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Run torch without the user's modes: no graph, no autocast, no dispatch or function mode."""
+    with (
+        torch.no_grad(),
+        torch._C._DisableTorchDispatch(),
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableAutocast(),
+    ):
+        yield

@@ -1,0 +1,227 @@
+"""The host pool: one fixed region of memory, in bytes, that every record on its way to disk lives in.
+
+It is the only bound between training and disk. The training thread takes, the writer thread gives back. Nothing here
+may allocate per record beyond a small object, or hold its lock while bytes are copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...system.memory import private_memory
+
+GRAIN_BYTES = 1024
+"""Every record takes a multiple of this: about what its Python objects weigh, so that the pool bounds those too."""
+
+
+_NAP_S = 0.002
+"""A thread that waits for room looks again after this."""
+
+
+class Holder(Protocol):
+    """A device that may still write into a block."""
+
+    def released(self) -> None:
+        """Give the block back, with which its record is done, as soon as the device is done, too. Any thread, once."""
+
+
+class PoolBlock:
+    """A part of the pool that belongs to one record until it is released."""
+
+    __slots__ = ("_pool", "holder", "num_bytes", "offset", "size")
+
+    def __init__(self, pool: Pool, offset: int, size: int, num_bytes: int) -> None:
+        self._pool = pool
+        self.size = size
+        """The bytes that it takes of the pool."""
+        self.offset = offset
+        self.num_bytes = num_bytes
+        self.holder: Holder | None = None
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """Return the block's bytes; the array is made here, which is on the writer thread."""
+        return self._pool._bytes[self.offset : self.offset + self.num_bytes]  # type: ignore[no-any-return]
+
+    def release(self) -> None:
+        """Give the bytes back, once nothing writes into them any more; any thread, once."""
+        if self.holder is None:
+            self.give_back()
+        else:
+            self.holder.released()
+
+    def give_back(self) -> None:
+        """Give the bytes back, even if something may still write into them."""
+        self._pool._returned.append((self.offset, self.size))
+
+    def as_tensor(self, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+        """Return the block as a tensor of the pool's memory; shape and dtype must fit its bytes."""
+        return self._pool.tensor[self.offset : self.offset + self.num_bytes].view(dtype).view(shape)
+
+
+class Pool:
+    """Address-ordered first fit with coalescing: what is used stays at the low end, other pages stay untouched."""
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        progress_s: Callable[[], float],
+        clock: Callable[[], float],
+    ) -> None:
+        """Reserve address space; pages are touched as they are used.
+
+        Args:
+            capacity_bytes: the whole budget.
+            progress_s: when the writer last finished a batch, on `clock`.
+            clock: a monotonic clock in seconds.
+        """
+        self.capacity_bytes = capacity_bytes - capacity_bytes % GRAIN_BYTES
+        try:
+            self._region = private_memory(self.capacity_bytes)
+        except OSError as error:
+            raise MemoryError(
+                f"no memory for the pool of {self.capacity_bytes} bytes ({error.strerror}); lower RECORDER_POOL_BYTES, "
+                "or raise the limit on this process's memory"
+            ) from error
+        self._bytes: Any = np.frombuffer(self._region, dtype=np.uint8)
+        self.tensor = torch.from_numpy(self._bytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._region))
+        self._begin(progress_s, clock)
+
+    def _begin(self, progress_s: Callable[[], float], clock: Callable[[], float]) -> None:
+        """Start with everything free."""
+        self._lock = threading.RLock()
+        self._is_taking = False
+        self._free = [(0, self.capacity_bytes)]
+        self._returned: deque[tuple[int, int]] = deque()
+        self._used_bytes = 0
+        self.peak_bytes = 0
+        self._progress_s = progress_s
+        self._clock = clock
+        self._is_dropping = False
+        self.waited_s = 0.0
+        self.longest_wait_s = 0.0
+        self._waited_this_step_s = 0.0
+        self._wait_step = -1
+
+    @property
+    def used_bytes(self) -> int:
+        """Return the bytes that records hold now."""
+        return self._used_bytes - sum(size for _, size in list(self._returned))
+
+    def take(self, nbytes: int) -> PoolBlock | None:
+        """Take a block of exactly ``nbytes``; None where there is no room now. Never waits for the writer.
+
+        A call from a signal handler or finalizer that interrupts another take in the same thread gets None.
+        """
+        size = -(-nbytes // GRAIN_BYTES) * GRAIN_BYTES or GRAIN_BYTES
+        # `with` and plain stores, no calls: Ctrl-C and handlers that raise come between calls, never in here.
+        with self._lock:
+            if self._is_taking:
+                return None
+            self._is_taking = True
+            try:
+                if self._returned:
+                    self._collect()
+                return self._first_fit(nbytes, size)
+            finally:
+                self._is_taking = False
+
+    def _first_fit(self, nbytes: int, size: int) -> PoolBlock | None:
+        for i, (offset, free) in enumerate(self._free):
+            if free >= size:
+                # One store an entry, so that an interrupt can lose a block but never hand it out twice.
+                if free == size:
+                    del self._free[i]
+                else:
+                    self._free[i] = offset + size, free - size
+                self._used_bytes = used = self._used_bytes + size
+                if used > self.peak_bytes:
+                    self.peak_bytes = used
+                return PoolBlock(self, offset, size, nbytes)
+        return None
+
+    def _collect(self) -> None:
+        """Put returned blocks into the free list, joined with free memory beside them."""
+        free = self._free
+        while self._returned:
+            start, size = self._returned.popleft()
+            self._used_bytes -= size
+            first = last = bisect_left(free, (start, 0))
+            whole_start, whole_size = start, size
+            if first > 0 and sum(free[first - 1]) == start:
+                first -= 1
+                whole_start, whole_size = free[first][0], free[first][1] + size
+            if last < len(free) and start + size == free[last][0]:
+                whole_size += free[last][1]
+                last += 1
+            free[first:last] = [(whole_start, whole_size)]
+
+    def take_or_wait(
+        self, nbytes: int, *, step: int, per_step_s: float, stalled_s: float, per_run_s: float
+    ) -> PoolBlock | None:
+        """Take a block, after waiting at most ``per_step_s`` in this step; None means to drop and count.
+
+        After a wait in vain nothing waits until half of the pool is free: a dead disk must not stop training.
+        """
+        block = self.take(nbytes)
+        if block is not None or nbytes > self.capacity_bytes:
+            return block
+        with self._lock:  # so it is not another thread that is taking
+            if self._is_taking:
+                return None
+        if self._is_dropping:
+            if self.used_bytes > self.capacity_bytes // 2:
+                return None
+            self._is_dropping = False
+            return self.take(nbytes)
+        if self._wait_step != step:
+            self._wait_step, self._waited_this_step_s = step, 0.0
+        began = now = self._clock()
+        while True:
+            waited = now - began
+            if (
+                waited + self._waited_this_step_s >= per_step_s
+                or now - self._progress_s() >= stalled_s
+                or (per_run_s and waited + self.waited_s >= per_run_s)
+            ):
+                self._is_dropping = True
+                break
+            time.sleep(_NAP_S)  # an Event's lock could be left held by an interrupt, and the writer would wait for it
+            block = self.take(nbytes)
+            now = self._clock()
+            if block is not None:
+                break
+        self.waited_s += now - began
+        self._waited_this_step_s += now - began
+        self.longest_wait_s = max(self.longest_wait_s, now - began)
+        return block
+
+
+class DevicePool(Pool):
+    """A fixed region of a device's memory; its blocks have a length, and no bytes that the host may touch."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.capacity_bytes = tensor.numel() - tensor.numel() % GRAIN_BYTES
+        self._bytes = range(self.capacity_bytes)
+        self.tensor = tensor
+        self.address = 0
+        self._begin(time.monotonic, time.monotonic)
+
+
+def default_capacity_bytes(local_world_size: int) -> int:
+    """Return 1 GiB, but at most 5 % of the host's memory divided by the local ranks, and at least 256 MiB."""
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(256 << 20, min(1 << 30, host_bytes // 20 // max(1, local_world_size)))

@@ -1,0 +1,136 @@
+"""Finds where the local values of a DTensor lie in the global tensor.
+
+It reads metadata only: never issues a collective, never keeps a mesh, which knows process groups, alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...records import Chunk
+from ...system.imported import loaded
+from .notes import compact
+
+_MAX_LISTED = 16
+"""The most ranks of a mesh that each row lists; a thousand ranks would outweigh the rest of the row."""
+_MAX_KNOWN = 4096
+_known: dict[tuple[Any, ...], tuple[weakref.ref[Any], Chunk]] = {}
+"""Chunks that were computed before (40 us each), by mesh, shape and placements; an entry of a deleted mesh is void."""
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor; a program that never imported the class has none."""
+    dtensor = loaded("torch.distributed.tensor", "DTensor")
+    return dtensor is not None and isinstance(tensor, dtensor)
+
+
+def dtensor_chunk(tensor: Any) -> Chunk:
+    """Return the chunk of a DTensor's local values."""
+    return chunk_of(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
+
+
+def localized_chunk(parameter: torch.Tensor, tensor: torch.Tensor) -> Chunk | None:
+    """Return the chunk of a parameter (or its gradient or state) that DDP took out of its DTensor; None without one."""
+    spec = localized_spec(parameter)
+    if spec is None or tensor.shape != parameter.shape:
+        return None
+    return chunk_of(tuple(spec.shape), spec.mesh, spec.placements)
+
+
+def localized_spec(parameter: torch.Tensor) -> Any:
+    """Return the spec on a parameter that was a DTensor until DDP wrapped the model; None on another parameter."""
+    return getattr(parameter, "_st_info", None)
+
+
+def spec_of(parameter: torch.Tensor) -> Any:
+    """Return mesh, placements and global shape of a parameter; None where it never was a DTensor."""
+    dtensor = loaded("torch.distributed.tensor", "DTensor")
+    if dtensor is not None and isinstance(parameter, dtensor):
+        return parameter._spec
+    return localized_spec(parameter)
+
+
+def mesh_of(parameter: torch.Tensor) -> Any:
+    """Return the mesh of a parameter; None where it never was a DTensor."""
+    return getattr(spec_of(parameter), "mesh", None)
+
+
+def chunk_of(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> Chunk:
+    """Return this rank's chunk of a tensor of a global ``shape``."""
+    if any(type(p).__name__ == "_MaskPartial" for p in placements):  # each call has its own, with a mask
+        return _chunk(shape, mesh, placements)
+    key = (id(mesh), shape, tuple(placements))
+    cached = _known.get(key)
+    if cached is not None and cached[0]() is mesh:
+        return cached[1]
+    if len(_known) >= _MAX_KNOWN:
+        _known.clear()
+    chunk = _chunk(shape, mesh, placements)
+    _known[key] = weakref.ref(mesh), chunk
+    return chunk
+
+
+def _chunk(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> Chunk:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    offsets: tuple[int, ...] | None = None
+    if all(type(p) in (Shard, Replicate) for p in placements):
+        offsets = tuple(compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)[1])
+    return Chunk(
+        global_shape=shape,
+        offsets=offsets,
+        placements=compact([_placement(p, mesh.size(axis)) for axis, p in enumerate(placements)]),
+        mesh=compact(
+            {
+                "shape": list(mesh.shape),
+                "dim_names": list(mesh.mesh_dim_names) if mesh.mesh_dim_names else None,
+                "coordinate": mesh.get_coordinate(),
+                "ranks": written_ranks(mesh.mesh.flatten().tolist(), tuple(mesh.shape)),
+            }
+        ),
+        layout_source="dtensor",
+    )
+
+
+def written_ranks(ranks: list[int], shape: tuple[int, ...]) -> list[int] | dict[str, Any]:
+    """Return the ranks of a mesh as the column ``mesh`` has them: row-major, or many regular ones by strides."""
+    if len(ranks) <= _MAX_LISTED:
+        return ranks
+    grid = np.array(ranks).reshape(shape)
+    ends = [grid.take(min(1, size - 1), axis).flat[0] for axis, size in enumerate(shape)]
+    strides = [int(end) - ranks[0] for end in ends]
+    regular = ranks[0] + sum(i * stride for i, stride in zip(np.indices(shape), strides, strict=True))
+    is_regular = min(strides) >= 0 and np.array_equal(grid, regular)
+    return {"first": ranks[0], "strides": strides} if is_regular else ranks
+
+
+def _placement(placement: Any, num_ranks: int) -> dict[str, Any]:
+    kind = type(placement).__name__.lstrip("_")
+    if kind == "MaskPartial" and (placement.mask_buffer.data is not None or num_ranks == 1):
+        kind = "Partial"  # the mask is applied, see `without_masked`, or one rank has all rows
+    details = {key: getattr(placement, key) for key in ("dim", "split_factor", "reduce_op") if hasattr(placement, key)}
+    return {"kind": kind, **details}
+
+
+def without_masked(tensor: Any, local: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy of the local values, with zeros where a row-wise embedding has rows of other ranks.
+
+    None where there is nothing to mask. Training applies the mask itself, later and in place.
+    """
+    masks = [p.mask_buffer for p in getattr(tensor, "placements", ()) if type(p).__name__ == "_MaskPartial"]
+    masks = [mask for mask in masks if mask.data is not None]
+    if not masks or (
+        local.is_cuda and torch.cuda.is_current_stream_capturing()
+    ):  # a kernel that is launched now joins the graph
+        return None
+    with torch.no_grad():
+        copied = local.detach().clone()
+        for mask in masks:
+            mask.apply_mask(copied)
+    return copied

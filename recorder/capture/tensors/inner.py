@@ -1,0 +1,174 @@
+"""Finds the tensors inside a composite tensor, each to be recorded under its own name.
+
+It reads metadata and attributes only: no copy, no collective, no device sync, and nothing that a user's
+``__torch_function__`` would see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, cast
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ...records import Chunk
+from ...system.imported import loaded
+from .dtensors import dtensor_chunk
+from .local_values import PLAIN, arrived
+from .notes import compact
+
+_Inner = Mapping[str, torch.Tensor]
+
+
+class Inner(NamedTuple):
+    """One tensor inside another."""
+
+    name: str
+    """The outer tensor's name and the place inside it; only the outer name where the inner tensor is the value."""
+    tensor: torch.Tensor
+    """A tensor of any kind; if it is no plain tensor, it cannot be recorded."""
+    chunk: Chunk | None
+    note: str
+    """JSON for the row, which names the composite tensor."""
+
+
+def inner_tensors(name: str, tensor: torch.Tensor, chunk: Chunk | None) -> list[Inner]:
+    """Return every tensor inside a composite tensor, at any depth; none where the tensor is not composite.
+
+    In a DTensor around a composite tensor, only inner tensors with the shape of the local tensor have its chunk; the
+    others have a note that says so.
+
+    Args:
+        name: the name of the outer tensor.
+        tensor: a tensor that is not plain, and no DTensor around a plain tensor.
+        chunk: the place in a global tensor, where the caller knows it.
+
+    Raises:
+        Exception: a subclass's own ``__tensor_flatten__`` has raised it.
+    """
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        dtensor = loaded("torch.distributed.tensor", "DTensor")
+        if dtensor is not None and isinstance(tensor, dtensor):
+            chunk = chunk or dtensor_chunk(tensor)
+            tensor = arrived(tensor._local_tensor)
+        inside = _inside(tensor)
+        if not inside:
+            return []
+        whole = {
+            "kind": _kind(tensor),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            # Sizes that a jagged tensor makes up have no number.
+            "shape": [size if isinstance(size, int) else None for size in tensor.shape],
+        }
+        return list(_flat(tensor.shape, inside, name, chunk, {"inner_of": whole}))
+
+
+def _flat(
+    shape: torch.Size, inside: _Inner, prefix: str, chunk: Chunk | None, note: dict[str, object]
+) -> Iterator[Inner]:
+    for name, tensor in inside.items():
+        path = f"{prefix}.{name}" if prefix and name else prefix or name
+        has_place = chunk is None or (chunk.offsets is not None and tensor.shape == shape)
+        its_note = note if has_place else {**note, "no_layout": "inner_tensor"}
+        its_chunk = chunk if has_place else None
+        deeper = _inside(tensor)
+        if deeper:
+            yield from _flat(tensor.shape, deeper, path, its_chunk, its_note)
+        else:
+            yield Inner(path, tensor, its_chunk, compact(its_note))
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    if type(tensor) not in PLAIN:
+        return type(tensor).__name__
+    return str(tensor.dtype if tensor.is_quantized else tensor.layout).removeprefix("torch.")
+
+
+def _inside(tensor: torch.Tensor) -> _Inner:
+    """Return the tensors right inside a tensor, by name; empty where it is not composite, or of an unknown kind."""
+    if type(tensor) in PLAIN:
+        if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return {}
+        with torch._C._DisableTorchDispatch():
+            if tensor.is_quantized:
+                return _quantized(tensor)
+            return {name: read(tensor) for name, read in _SPARSE.get(tensor.layout, {}).items()}
+    if (value := arrived(tensor)) is not tensor:
+        return {"": value}
+    known = _KNOWN.get((type(tensor).__module__, type(tensor).__name__))
+    if known is None and is_traceable_wrapper_subclass(tensor):
+        known = {name: name for name in tensor.__tensor_flatten__()[0]}
+    values = {name: getattr(tensor, attribute, None) for name, attribute in (known or {}).items()}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def _quantized(tensor: torch.Tensor) -> _Inner:
+    """Return the integers of a quantized tensor, where each has bytes of its own, and what turns them into values."""
+    stored = _STORED.get(tensor.dtype)
+    if stored is None:
+        return {}
+    numbers = torch.empty(0, dtype=stored, device=tensor.device)
+    numbers.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return {
+            "int_repr": numbers,
+            "scale": torch.tensor(tensor.q_scale(), dtype=torch.float64, device="cpu"),
+            "zero_point": torch.tensor(tensor.q_zero_point(), dtype=torch.int64, device="cpu"),
+        }
+    return {
+        "int_repr": numbers,
+        "scale": tensor.q_per_channel_scales(),
+        "zero_point": tensor.q_per_channel_zero_points(),
+        "axis": torch.tensor(tensor.q_per_channel_axis(), dtype=torch.int64, device="cpu"),
+    }
+
+
+_Readers = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
+_CSR = cast(
+    "_Readers",
+    {
+        "crow_indices": torch.Tensor.crow_indices,
+        "col_indices": torch.Tensor.col_indices,
+        "values": torch.Tensor.values,
+    },
+)
+_CSC = cast(
+    "_Readers",
+    {
+        "ccol_indices": torch.Tensor.ccol_indices,
+        "row_indices": torch.Tensor.row_indices,
+        "values": torch.Tensor.values,
+    },
+)
+_SPARSE: dict[torch.layout, _Readers] = {
+    # The private readers, because an uncoalesced tensor, such as an embedding's gradient, refuses the public ones.
+    torch.sparse_coo: cast("_Readers", {"indices": torch.Tensor._indices, "values": torch.Tensor._values}),
+    torch.sparse_csr: _CSR,
+    torch.sparse_bsr: _CSR,
+    torch.sparse_csc: _CSC,
+    torch.sparse_bsc: _CSC,
+}
+"""The inner tensors of each layout, with functions that read them without a copy."""
+
+_STORED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
+
+_KNOWN: dict[tuple[str, str], Mapping[str, str]] = {
+    # A weight in full precision, marked to be cast later. Its own flattening asks for the truth of a tensor, which
+    # would wait for the device.
+    ("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor"): {
+        "": "_tensor",
+        "_precomputed_scale": "_precomputed_scale",
+    },
+    # Its other tensors are empty; their shapes cache lengths, once somebody has asked for these.
+    ("torch.nested._internal.nested_tensor", "NestedTensor"): {
+        "_values": "_values",
+        "_offsets": "_offsets",
+        "_lengths": "_lengths",
+    },
+    ("torch.masked.maskedtensor.core", "MaskedTensor"): {
+        "_masked_data": "_masked_data",
+        "_masked_mask": "_masked_mask",
+    },
+}
+"""The attributes to read of classes whose own flattening is unfit, by the names of the inner tensors."""

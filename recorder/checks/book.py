@@ -1,0 +1,180 @@
+"""The rules that there are, their thresholds, and rules of the user's: by entry point, and by a table of TOML.
+
+Never reads a file: a table comes as it was read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..rules import did_you_mean, matches, parse_patterns
+from ..sites import SITES
+from .activations import Dead, Saturated
+from .course import Jump, LossStuck, Spike
+from .finite import NonFinite
+from .gradients import Exploding, NoGradient, Vanishing
+from .later import DeadUnits, OutlierUnits
+from .parameters import Initialisation, Unchanged, Update
+from .ranks import OutlierRank, RepeatedBatch, RunningStatistics
+from .rows import Catalog, Flags, Floats, Rows, SeriesKey
+from .rule import Rule, Setting, Severity, StreakRule
+
+RULES: tuple[type[Rule], ...] = (
+    NonFinite, Jump, Spike, LossStuck, Vanishing, Exploding, NoGradient, Unchanged, Update, Initialisation,
+    Dead, Saturated, OutlierRank, RepeatedBatch, RunningStatistics, DeadUnits, OutlierUnits,
+)  # fmt: skip
+"""All that the recorder brings."""
+ENTRY_POINTS = "recorder.checks"
+"""The group of entry points by which a package adds rules: each names a subclass of `Rule`."""
+_OWN = "rule"
+"""The tables of a TOML file that are rules of the user's."""
+_OWN_KEYS = ("name", "site", "module", "statistic", "above", "below", "records", "severity")
+_STATISTICS = (
+    "mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", "nan_count", "inf_count", "zero_count", "numel"
+)  # fmt: skip
+
+Thresholds = dict[str, dict[str, float]]
+"""By rule and setting."""
+
+
+class OwnThreshold(StreakRule):
+    """The base of rules that a user writes as a table: a statistic above or below a number."""
+
+    advice: ClassVar[str] = "it is a rule of yours"
+    modules: ClassVar[tuple[str, ...]] = ("*",)
+    statistic: ClassVar[str]
+    limit: ClassVar[str] = "limit"
+    sign: ClassVar[float]
+    """1 for above, -1 for below."""
+
+    def wants(self, key: SeriesKey) -> bool:
+        """A value at its sites, of its modules."""
+        return key.site in self.sites and matches(self.modules, key.module_path)
+
+    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
+        """By the statistic alone."""
+        values = rows[self.statistic]
+        return np.nan_to_num(values * self.sign, nan=-math.inf) > self.thresholds["limit"] * self.sign, values
+
+
+def read_assignment(text: str, rules: Iterable[type[Rule]]) -> tuple[str, str, float]:
+    """A threshold as a person types it: ``spike.sigmas=8``.
+
+    Raises:
+        ConfigError: it is none, or there is no such rule or setting; the message names the nearest.
+    """
+    name, equals, value = text.partition("=")
+    rule, dot, setting = name.strip().partition(".")
+    if not equals or not dot:
+        raise ConfigError(f"--set {text}: expected RULE.SETTING=NUMBER, such as spike.sigmas=8")
+    return rule, setting, _number(f"--set {text}", find_rule(rule, rules), setting, value)
+
+
+def read_table(table: Mapping[str, Any], where: str) -> tuple[Thresholds, list[type[Rule]]]:
+    """Thresholds and rules of the user's out of a table, as a TOML file has it.
+
+    Raises:
+        ConfigError: a rule, a setting, a key or a value is wrong; the message names the nearest.
+    """
+    own = [_own_rule(one, where) for one in _tables(table.get(_OWN, []), where)]
+    rules = [*RULES, *own]
+    thresholds: Thresholds = {}
+    for name, settings in table.items():
+        if name == _OWN:
+            continue
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"{where}: {name} = {settings!r}: expected a table, such as [spike]")
+        rule = find_rule(name, rules, f"{where}: ")
+        thresholds[name] = {
+            key: _number(f"{where}: [{name}] {key}", rule, key, value) for key, value in settings.items()
+        }
+    return thresholds, own
+
+
+def find_rule(name: str, rules: Iterable[type[Rule]], where: str = "") -> type[Rule]:
+    """The rule of that name.
+
+    Raises:
+        ConfigError: there is none; the message names the nearest.
+    """
+    known = {rule.name: rule for rule in rules}
+    if name not in known:
+        raise ConfigError(f"{where}no rule {name!r}{did_you_mean(name, list(known))}; rules are {', '.join(known)}")
+    return known[name]
+
+
+def make_rules(rules: Iterable[type[Rule]], catalog: Catalog, thresholds: Thresholds) -> list[Rule]:
+    """Rules that have seen nothing yet."""
+    return [rule(catalog, thresholds.get(rule.name)) for rule in rules]
+
+
+def _number(where: str, rule: type[Rule], setting: str, value: object) -> float:
+    names = [one.name for one in rule.settings]
+    if setting not in names:
+        near = did_you_mean(setting, names)
+        raise ConfigError(f"{where}: {rule.name} has no setting {setting!r}{near}; it has {', '.join(names)}")
+    try:
+        found = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise ConfigError(f"{where}: {value!r} is no number")
+    return found
+
+
+def _tables(value: object, where: str) -> Sequence[Mapping[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
+        raise ConfigError(f"{where}: {_OWN} = {value!r}: expected tables, each headed [[{_OWN}]]")
+    return value
+
+
+def _own_rule(table: Mapping[str, Any], where: str) -> type[Rule]:
+    """A rule out of a table: what it is called, what it reads, and its limit."""
+    for key in table:
+        if key not in _OWN_KEYS:
+            raise ConfigError(
+                f"{where}: [[{_OWN}]] has no key {key!r}{did_you_mean(key, _OWN_KEYS)}; keys are {', '.join(_OWN_KEYS)}"
+            )
+    name, statistic, site = (table.get(key) for key in ("name", "statistic", "site"))
+    if not isinstance(name, str) or not name.isidentifier() or name in {rule.name for rule in RULES}:
+        raise ConfigError(f"{where}: [[{_OWN}]] name = {name!r}: expected a word that is no rule's name yet")
+    here = f"{where}: rule {name}"
+    if statistic not in _STATISTICS:
+        near = did_you_mean(str(statistic), _STATISTICS)
+        raise ConfigError(f"{here}: statistic = {statistic!r}{near}: expected one of {', '.join(_STATISTICS)}")
+    if site not in SITES:
+        raise ConfigError(
+            f"{here}: site = {site!r}{did_you_mean(str(site), SITES)}: expected one of {', '.join(SITES)}"
+        )
+    limits = [key for key in ("above", "below") if key in table]
+    if len(limits) != 1 or not isinstance(table[limits[0]], (int, float)):
+        raise ConfigError(f"{here}: expected one number, above or below")
+    severities = {one.word: one for one in Severity}
+    severity = table.get("severity", Severity.WARNING.word)
+    if severity not in severities:
+        raise ConfigError(f"{here}: severity = {severity!r}: expected one of {', '.join(severities)}")
+    records = table.get("records", 1)
+    if not isinstance(records, int) or isinstance(records, bool) or records < 1:
+        raise ConfigError(f"{here}: records = {records!r}: expected a whole number from 1 on")
+    try:
+        modules = parse_patterns(str(table.get("module", "*")))
+    except ValueError as error:
+        raise ConfigError(f"{here}: module: {error}") from None
+    limit = float(table[limits[0]])
+    source = f"{where}"
+    sentence = f"{statistic} of {site} is {limits[0]} {limit:g}, {records} records in a row."
+    settings = (
+        Setting(name="limit", default=limit, unit=statistic, source=source),
+        Setting(name="records", default=records, unit="records", source=source),
+    )
+    members = {
+        "name": name, "sentence": sentence, "severity": severities[severity], "sites": (site,), "columns": (statistic,),
+        "settings": settings, "what": f"{statistic} is {limits[0]} the limit", "measure": statistic,
+        "modules": modules, "statistic": statistic, "sign": 1.0 if limits[0] == "above" else -1.0,
+    }  # fmt: skip
+    return type(name, (OwnThreshold,), {"__doc__": sentence, **members})

@@ -1,0 +1,172 @@
+"""Rules on the gradients of parameters: vanishing, exploding, and none at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+import numpy as np
+
+from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, ends, grouped
+from .rule import Finding, Rule, Setting, Severity, StreakRule
+
+
+def is_weight(catalog: Catalog, rows: Rows) -> Flags:
+    """Which rows are of parameters of two dims and more: biases and gains differ from them by nature."""
+    of_series = np.array([len(about.shape) > 1 for about in catalog.about], np.bool_)
+    return np.asarray(of_series[rows.series])
+
+
+class Vanishing(StreakRule):
+    """A gradient that is tiny, and far below those of other layers."""
+
+    name: ClassVar[str] = "vanishing"
+    sentence: ClassVar[str] = "The gradient of a weight is tiny, and far below the largest of the other weights."
+    sites: ClassVar[tuple[str, ...]] = ("grad",)
+    columns: ClassVar[tuple[str, ...]] = ("sum_sq", "numel")
+    settings: ClassVar[tuple[Setting, ...]] = (
+        Setting(name="rms", default=1e-7, unit="root mean square", source="smdebug's VanishingGradient"),
+        Setting(name="share", default=1e-4, unit="of the largest", source="calibrated on sound trainings"),
+        Setting(name="records", default=3, unit="records", source="calibrated on sound trainings"),
+    )
+    what: ClassVar[str] = "the gradient vanishes: it is tiny, and far below that of other weights"
+    measure: ClassVar[str] = "root mean square"
+    limit: ClassVar[str] = "rms"
+    advice: ClassVar[str] = "look at the outputs between this layer and the loss: saturated, or scaled down"
+
+    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
+        """By the size alone, and beside the largest of the same step and rank."""
+        rms = np.where(is_weight(self.catalog, rows), np.nan_to_num(rows.rms), 0.0)
+        ids, firsts = grouped(rows.ranks, rows.steps)
+        largest = np.zeros(len(firsts))
+        np.maximum.at(largest, ids, rms)
+        is_small = (rms > 0) & (rms < self.thresholds["rms"]) & (rms < self.thresholds["share"] * largest[ids])
+        return is_small, rms
+
+
+class Exploding(StreakRule):
+    """Gradients that grow by a large factor on their way from the last layers to the first.
+
+    Gradients of outputs show it. Those of weights may not, because where they grow backwards, activations shrink.
+    """
+
+    name: ClassVar[str] = "exploding"
+    sentence: ClassVar[str] = "Gradients grow by a large factor on their way from the last layers to the first."
+    sites: ClassVar[tuple[str, ...]] = ("grad_output",)
+    columns: ClassVar[tuple[str, ...]] = ("sum_sq", "numel")
+    settings: ClassVar[tuple[Setting, ...]] = (
+        Setting(name="growth", default=1e3, unit="first third over last third", source="AutoTrainer"),
+        Setting(name="layers", default=6, unit="outputs", source="of fewer a third is a single one"),
+        Setting(name="records", default=3, unit="records", source="calibrated on sound trainings"),
+    )
+    what: ClassVar[str] = "gradients explode on their way to the first layers"
+    measure: ClassVar[str] = "growth"
+    limit: ClassVar[str] = "growth"
+    advice: ClassVar[str] = "normalise between layers, start from smaller weights, or clip gradients"
+
+    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
+        """By the means of logarithms of a third of the outputs each; series are in the order of the first backward."""
+        rms = np.nan_to_num(rows.rms)
+        flags, growth = np.zeros(len(rows), np.bool_), np.zeros(len(rows))
+        (known,) = np.nonzero(rms > 0)
+        if not len(known):
+            return flags, growth
+        ids, _ = grouped(rows.ranks[known], rows.steps[known])
+        order = np.lexsort((rows.series[known], ids))
+        known, ids = known[order], ids[order]
+        counts = np.bincount(ids)
+        starts = np.cumsum(counts) - counts
+        places = (np.arange(len(ids)) - starts[ids]) / counts[ids]
+        logs = np.log10(rms[known])
+        of_last, of_first = (_means(ids[some], logs[some], len(counts)) for some in (places < 1 / 3, places >= 2 / 3))
+        named = known[starts + counts - 1]
+        with np.errstate(all="ignore"):
+            growth[named] = np.nan_to_num(10 ** (of_first - of_last))
+        flags[named] = (growth[named] > self.thresholds["growth"]) & (counts >= self.thresholds["layers"])
+        return flags, growth
+
+
+class NoGradient(Rule):
+    """A parameter that an optimizer has, and whose gradient is zero throughout, or never there."""
+
+    name: ClassVar[str] = "no_gradient"
+    sentence: ClassVar[str] = "A parameter of the optimizer has a gradient of zeros alone, or never has one."
+    sites: ClassVar[tuple[str, ...]] = ("grad", "param")
+    columns: ClassVar[tuple[str, ...]] = ("zero_count", "numel")
+    settings: ClassVar[tuple[Setting, ...]] = (
+        Setting(name="records", default=3, unit="records", source="smdebug's UnchangedTensor"),
+    )
+    advice: ClassVar[str] = (
+        "look for a detach, requires_grad=False, a layer that is not called, or units that are all dead"
+    )
+
+    def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
+        super().__init__(catalog, thresholds)
+        self._zeros = _Zeros(catalog, self.thresholds)
+        self._records = Memory(0.0)
+        """By lane of a parameter."""
+        self._has_gradients = False
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        """Look for gradients of zeros, and remember which parameters there are."""
+        is_grad = np.array([key.site == "grad" for key in self.catalog.series], np.bool_)[rows.series]
+        params = rows.take(~is_grad).by_lane()
+        np_last = ends(params.lanes)
+        lanes = params.lanes[np_last]
+        self._records[lanes] = self._records[lanes] + np.bincount(params.lanes)[lanes] if len(lanes) else np.zeros(0)
+        if is_grad.any():
+            self._has_gradients = True
+            yield from self._zeros.add(rows.take(is_grad))
+
+    def finish(self) -> Iterator[Finding]:
+        """Name the parameters that never had a gradient."""
+        if not self._has_gradients:
+            self.why_not_judged = "needs keep=stats: there are no rows of grad"
+            return
+        keys = self.catalog.series
+        having = {(key.root, key.module_path, key.name) for key in keys if key.site == "grad"}
+        alike = {(root, template(path), name) for root, path, name in having}
+        for lane in range(self.catalog.num_lanes):
+            key = keys[int(self.catalog.series_of[lane])]
+            facts = self.catalog.modules.get((key.root, key.module_path))
+            is_asked = facts is None or "grad" in facts.sites
+            never = key.site == "param" and (key.root, key.module_path, key.name) not in having
+            if never and is_asked and self._records[np.array([lane])][0] >= self.thresholds["records"]:
+                is_odd = (key.root, template(key.module_path), key.name) in alike
+                what = "never had a gradient" + (", and those of its like have" if is_odd else "")
+                severity = Severity.WARNING if is_odd else Severity.NOTE
+                num = float(self._records[np.array([lane])][0])
+                yield self.finding(lane, 0, what, "records without", num, self.thresholds["records"], severity)
+
+
+class _Zeros(StreakRule):
+    """The part of `NoGradient` that each row shows."""
+
+    name: ClassVar[str] = NoGradient.name
+    sentence: ClassVar[str] = NoGradient.sentence
+    sites: ClassVar[tuple[str, ...]] = ("grad",)
+    columns: ClassVar[tuple[str, ...]] = ("zero_count", "numel")
+    settings: ClassVar[tuple[Setting, ...]] = NoGradient.settings
+    what: ClassVar[str] = "the gradient is zero in all elements"
+    measure: ClassVar[str] = "share of zeros"
+    limit: ClassVar[str] = "share"
+    advice: ClassVar[str] = NoGradient.advice
+
+    def __init__(self, catalog: Catalog, thresholds: Mapping[str, float]) -> None:
+        super().__init__(catalog, {"share": 1.0} | dict(thresholds))
+
+    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
+        """By the count of zeros."""
+        share = np.nan_to_num(rows["zero_count"] / np.maximum(rows["numel"], 1))
+        return (share >= 1) & (rows["numel"] > 0), share
+
+
+def _means(groups: Integers, values: Floats, num_groups: int) -> Floats:
+    """The mean of each group, NaN of one without values."""
+    with np.errstate(all="ignore"):
+        return np.bincount(groups, values, num_groups) / np.bincount(groups, minlength=num_groups)
+
+
+def template(path: str) -> str:
+    """A module path without the numbers in it: the layers of a stack have it in common."""
+    return ".".join("#" if part.isdecimal() else part for part in path.split("."))

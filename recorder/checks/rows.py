@@ -1,0 +1,285 @@
+"""What rules are fed: rows of statistics as columns of numbers, and what each row is of. Knows of no file.
+
+A *series* is a value over the steps; a *lane* is a series on one rank, and has a number. What a rule remembers, it
+remembers by lane, so that memory grows with the model and the ranks, and never with the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..records import LOSS_NAME
+from ..sites import SITE_OF
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+_MAX_RANK = 1 << 26
+
+
+class SeriesKey(NamedTuple):
+    """What a series is called."""
+
+    root: str
+    module_path: str
+    site: str
+    name: str
+    mode: str
+    phase: str
+    scope: str
+    """Empty where the row has none."""
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it is a scalar that is called a loss."""
+        return self.site == "scalar" and LOSS_NAME.fullmatch(self.name) is not None
+
+    @property
+    def may_mask(self) -> bool:
+        """Whether a program may mean its infinities. A gradient, a state of the optimizer or a loss never does."""
+        return may_mask(self.site) and not self.is_loss
+
+
+def may_mask(site: str) -> bool:
+    """Whether a program may mean the infinities of values at a site, as it does in an attention mask."""
+    known = SITE_OF.get(site)
+    return known is None or not (known.is_gradient or known.is_of_optimizer)
+
+
+class About(NamedTuple):
+    """What else is known of a series, from its first row."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class ModuleFacts(NamedTuple):
+    """What is known of a module beside its values."""
+
+    class_name: str
+    sites: tuple[str, ...]
+    """At which a rule of the recording selects its values."""
+
+
+class Catalog:
+    """The series and lanes that were met, by number; it only grows."""
+
+    def __init__(self, modules: Mapping[tuple[str, str], ModuleFacts] | None = None) -> None:
+        self.modules = dict(modules or {})
+        """By root and path, as far as it is known."""
+        self.series: list[SeriesKey] = []
+        self.about: list[About] = []
+        self._number_of: dict[SeriesKey, int] = {}
+        self._lane_of: dict[int, int] = {}
+        self.series_of: Integers = np.zeros(0, np.int64)
+        """By lane."""
+        self.rank_of: Integers = np.zeros(0, np.int64)
+        """By lane; -1 for a value of all ranks."""
+        self.part_of: Integers = np.zeros(0, np.int64)
+        """By lane, which part of the batch its rank works on: ranks with the same number share one."""
+        self.peers_of: Integers = np.zeros(0, np.int64)
+        """By lane, a number that is equal on ranks that hold the same piece of the model, and so may be compared."""
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self.series_of)
+
+    def find(self, key: SeriesKey, rank: int) -> int | None:
+        """The lane of a series on a rank, if it was met."""
+        series = self._number_of.get(key)
+        return None if series is None else self._lane_of.get(series * _MAX_RANK + rank + 1)
+
+    def number(self, key: SeriesKey, about: About) -> int:
+        """The number of a series, a new one where it is new."""
+        if key not in self._number_of:
+            self._number_of[key] = len(self.series)
+            self.series.append(key)
+            self.about.append(about)
+        return self._number_of[key]
+
+    def lanes(
+        self, series: Integers, ranks: Integers, parts: Integers | None = None, peers: Integers | None = None
+    ) -> Integers:
+        """The lanes of rows, by the number of their series and their rank.
+
+        Args:
+            series: of each row.
+            ranks: of each row, -1 for all ranks.
+            parts: which part of the batch the rank works on; by default each rank has one of its own.
+            peers: which piece of the model the rank holds; by default all hold the same.
+        """
+        mixed, firsts, inverse = np.unique(series * _MAX_RANK + ranks + 1, return_index=True, return_inverse=True)
+        known = [self._lane_of.get(one, -1) for one in mixed.tolist()]
+        new = [place for place, lane in enumerate(known) if lane < 0]
+        if new:
+            rows = firsts[new]
+            for place in new:
+                known[place] = self._lane_of[int(mixed[place])] = len(self._lane_of)
+            self.series_of = np.append(self.series_of, series[rows])
+            self.rank_of = np.append(self.rank_of, ranks[rows])
+            self.part_of = np.append(self.part_of, (ranks if parts is None else parts)[rows])
+            self.peers_of = np.append(self.peers_of, (np.zeros_like(ranks) if peers is None else peers)[rows])
+        lanes: Integers = np.asarray(known, np.int64)[inverse.reshape(-1)]
+        return lanes
+
+
+class Rows:
+    """Rows of whole steps, by step and then in the order of execution of each rank. Some of them cost no copy."""
+
+    __slots__ = ("_numbers", "_places", "_taken", "catalog", "lanes", "steps")
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        steps: Integers,
+        lanes: Integers,
+        numbers: Mapping[str, Floats],
+        places: Integers | None = None,
+    ) -> None:
+        """Rows of a catalog.
+
+        Args:
+            catalog: what the lanes are.
+            steps: of each row.
+            lanes: of each row.
+            numbers: statistics, counts and `numel`, NaN where a row has none; a column that the run lacks is not there.
+            places: which rows of `numbers` these are; by default all of them.
+        """
+        self.catalog, self.steps, self.lanes = catalog, steps, lanes
+        self._numbers, self._places = numbers, places
+        self._taken: dict[str, Floats] = {}
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, name: str) -> Floats:
+        """A column; NaN throughout where the run lacks it."""
+        if name not in self._taken:
+            found = self._numbers.get(name)
+            if found is None:
+                found = np.full(len(self), np.nan)
+            elif self._places is not None:
+                found = found[self._places]
+            self._taken[name] = found
+        return self._taken[name]
+
+    @property
+    def names(self) -> list[str]:
+        """The columns that the run has."""
+        return list(self._numbers)
+
+    @property
+    def series(self) -> Integers:
+        return np.asarray(self.catalog.series_of[self.lanes])
+
+    @property
+    def ranks(self) -> Integers:
+        return np.asarray(self.catalog.rank_of[self.lanes])
+
+    def take(self, chosen: Flags | Integers | slice) -> Rows:
+        """Some of the rows; a column is copied once it is asked for."""
+        if isinstance(chosen, np.ndarray) and chosen.dtype == np.bool_:
+            chosen = np.flatnonzero(chosen)
+        if self._places is not None:
+            places = self._places[chosen]
+        else:
+            places = np.arange(len(self))[chosen] if isinstance(chosen, slice) else chosen.astype(np.int64, copy=False)
+        return Rows(self.catalog, self.steps[chosen], self.lanes[chosen], self._numbers, places)
+
+    def by_lane(self) -> Rows:
+        """The rows lane by lane, each in the order of time."""
+        return self.take(np.argsort(self.lanes, kind="stable"))
+
+    @property
+    def rms(self) -> Floats:
+        """The root of the mean square of each row's finite elements."""
+        with np.errstate(all="ignore"):
+            return np.asarray(np.sqrt(self["sum_sq"] / (self["numel"] - self["nan_count"] - self["inf_count"])))
+
+
+def concatenate(some: Sequence[Rows]) -> Rows:
+    """Rows one after the other; of one catalog, and at least one."""
+    if len(some) == 1:
+        return some[0]
+    names = dict.fromkeys(name for rows in some for name in rows.names)
+    numbers = {name: np.concatenate([rows[name] for rows in some]) for name in names}
+    steps, lanes = (np.concatenate([getattr(rows, name) for rows in some]) for name in ("steps", "lanes"))
+    return Rows(some[0].catalog, steps, lanes, numbers)
+
+
+class Memory:
+    """One number for each lane, which is there again when the next rows come."""
+
+    def __init__(self, initial: float = np.nan) -> None:
+        self._initial = initial
+        self._values = np.zeros(0)
+
+    def __getitem__(self, lanes: Integers) -> Floats:
+        self._grow(lanes)
+        return self._values[lanes]
+
+    def __setitem__(self, lanes: Integers, values: Floats) -> None:
+        self._grow(lanes)
+        self._values[lanes] = values
+
+    def _grow(self, lanes: Integers) -> None:
+        missing = int(lanes.max(initial=-1)) + 1 - len(self._values)
+        if missing > 0:
+            self._values = np.append(self._values, np.full(max(missing, len(self._values)), self._initial))
+
+
+def begins(lanes: Integers) -> Flags:
+    """Which rows are the first of their lane, where rows stand lane by lane."""
+    return np.r_[True, lanes[1:] != lanes[:-1]] if len(lanes) else np.zeros(0, np.bool_)
+
+
+def ends(lanes: Integers) -> Flags:
+    """Which rows are the last of their lane, where rows stand lane by lane."""
+    return np.r_[lanes[1:] != lanes[:-1], True] if len(lanes) else np.zeros(0, np.bool_)
+
+
+def previous(lanes: Integers, values: Floats, memory: Memory) -> Floats:
+    """The value before each one in its lane, where rows stand lane by lane; `memory` has those of earlier rows."""
+    found = np.r_[np.nan, values[:-1]] if len(values) else values
+    is_first = begins(lanes)
+    found[is_first] = memory[lanes[is_first]]
+    is_last = ends(lanes)
+    memory[lanes[is_last]] = values[is_last]
+    return found
+
+
+def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
+    """How many rows in a row of its lane are flagged, up to each row, where rows stand lane by lane."""
+    places = np.arange(len(lanes))
+    firsts = np.maximum.accumulate(np.where(begins(lanes), places, 0))
+    last_unset = np.maximum.accumulate(np.where(flags, -1, places))
+    is_unbroken = last_unset < firsts
+    found = places - np.where(is_unbroken, firsts - 1, last_unset)
+    found = found + np.where(is_unbroken, memory[lanes], 0).astype(np.int64)
+    is_last = ends(lanes)
+    memory[lanes[is_last]] = found[is_last].astype(np.float64)
+    return np.asarray(found, np.int64)
+
+
+def grouped(*columns: Integers) -> tuple[Integers, Integers]:
+    """For each row the number of its group of rows that agree in all columns, and the first row of each group.
+
+    Groups are in the order of their numbers in the columns, the first column before the second.
+    """
+    ids = np.zeros(len(columns[0]), np.int64)
+    span = 1
+    for column in columns:
+        low = int(column.min()) if len(column) else 0
+        width = int(column.max()) - low + 1 if len(column) else 1
+        if span * width >= 1 << 62:  # keep the mixed number within 64 bits
+            distinct, ids = np.unique(ids, return_inverse=True)
+            span = len(distinct)
+        ids = ids * width + (column - low)
+        span *= width
+    _, firsts, ids = np.unique(ids, return_index=True, return_inverse=True)
+    return ids.reshape(-1).astype(np.int64), firsts.astype(np.int64)

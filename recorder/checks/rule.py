@@ -1,0 +1,198 @@
+"""What a rule is: a name, a sentence, what it reads, its thresholds, and what it says. Knows of no file.
+
+A rule is fed rows of whole steps in the order of steps, and says findings. It must never remember more than a few
+numbers for each lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, begins, streaks
+
+
+class Severity(IntEnum):
+    """How bad a finding is."""
+
+    NOTE = 0
+    """Worth knowing; a sound training may have it."""
+    WARNING = 1
+    """Probably a mistake."""
+    ERROR = 2
+    """The training is broken."""
+
+    @property
+    def word(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A threshold of a rule."""
+
+    name: str
+    default: float
+    unit: str
+    source: str
+    """Where the default comes from."""
+
+
+class Finding(NamedTuple):
+    """What a rule says of one value, on one rank or on several."""
+
+    rule: str
+    severity: Severity
+    step: int
+    root: str
+    module_path: str
+    site: str
+    name: str
+    ranks: tuple[int, ...]
+    """Empty for a value of all ranks."""
+    what: str
+    """What is wrong, in words, without the number."""
+    measure: str
+    """What the number is."""
+    value: float
+    threshold: float
+    advice: str
+    """What to do next."""
+
+
+class Rule:
+    """The base of all rules. A subclass fills in the class variables and `add`."""
+
+    name: ClassVar[str]
+    sentence: ClassVar[str]
+    """What it finds, in one sentence."""
+    severity: ClassVar[Severity] = Severity.WARNING
+    sites: ClassVar[tuple[str, ...]]
+    """Where the values are seen that it reads."""
+    columns: ClassVar[tuple[str, ...]]
+    """What it reads of them."""
+    keep: ClassVar[str] = "stats"
+    """What a rule of recording has to keep for these columns."""
+    settings: ClassVar[tuple[Setting, ...]] = ()
+    advice: ClassVar[str]
+    """What to do next."""
+
+    def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
+        """A rule that has seen nothing yet.
+
+        Args:
+            catalog: what the lanes of all rows are.
+            thresholds: settings that are not the defaults.
+        """
+        self.catalog = catalog
+        self.thresholds = {one.name: one.default for one in self.settings} | dict(thresholds or {})
+        self.why_not_judged = ""
+        """Why the rule judged nothing although there was what it reads, for example too few records."""
+
+    def wants(self, key: SeriesKey) -> bool:
+        """Whether it reads the rows of a series."""
+        return key.site in self.sites
+
+    def add(self, rows: Rows) -> Iterable[Finding]:
+        """Look at the rows of the next whole steps that it wants, at least one."""
+        raise NotImplementedError
+
+    def finish(self) -> Iterable[Finding]:
+        """What can be said once there are no more rows."""
+        return ()
+
+    def finding(
+        self,
+        lane: int,
+        step: int,
+        what: str,
+        measure: str,
+        value: float,
+        threshold: float,
+        severity: Severity | None = None,
+    ) -> Finding:
+        """A finding on the value of a lane."""
+        key = self.catalog.series[int(self.catalog.series_of[lane])]
+        rank = int(self.catalog.rank_of[lane])
+        return Finding(
+            rule=self.name,
+            severity=self.severity if severity is None else severity,
+            step=int(step),
+            root=key.root,
+            module_path=key.module_path,
+            site=key.site,
+            name=key.name,
+            ranks=() if rank < 0 else (rank,),
+            what=what,
+            measure=measure,
+            value=float(value),
+            threshold=float(threshold),
+            advice=self.advice,
+        )
+
+
+class StreakRule(Rule):
+    """A rule of which each row alone shows whether something holds; it finds what holds for some records in a row.
+
+    It says so once for each lane.
+    """
+
+    what: ClassVar[str]
+    measure: ClassVar[str]
+    limit: ClassVar[str]
+    """The setting that the number is held against."""
+
+    def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
+        super().__init__(catalog, thresholds)
+        self._streaks, self._said, self._counts = Memory(0.0), Memory(0.0), Memory(0.0)
+        self._most = 0
+
+    @property
+    def records(self) -> int:
+        """For how many records in a row it has to hold."""
+        return int(self.thresholds.get("records", 1))
+
+    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
+        """For each row, whether it holds, and the number; rows stand lane by lane."""
+        raise NotImplementedError
+
+    def severity_of(self, lane: int) -> Severity:
+        """How bad it is for the value of a lane."""
+        return self.severity
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        """Look at the rows, lane by lane."""
+        rows = rows.by_lane()
+        flags, values = self.judge(rows)
+        found = streaks(rows.lanes, flags, self._streaks)
+        self._count(rows.lanes)
+        reached = np.flatnonzero((found >= self.records) & (self._said[rows.lanes] == 0))
+        for place in reached[begins(rows.lanes[reached])].tolist():
+            lane = int(rows.lanes[place])
+            self._said[rows.lanes[place : place + 1]] = np.ones(1)
+            yield self.finding(
+                lane, int(rows.steps[place]), self.said_of(rows, place), self.measure, values[place],
+                self.thresholds[self.limit], self.severity_of(lane),
+            )  # fmt: skip
+
+    def said_of(self, rows: Rows, place: int) -> str:
+        """What is wrong, in words, of the value of a row."""
+        return self.what
+
+    def finish(self) -> Iterator[Finding]:
+        """Say where there were too few records."""
+        if self._most < self.records:
+            self.why_not_judged = f"it needs {self.records} records of a value, and there are {self._most}"
+        yield from ()
+
+    def _count(self, lanes: Integers) -> None:
+        """Note the largest number of records of a lane, up to as many as are needed."""
+        if self._most < self.records:
+            starts = np.flatnonzero(begins(lanes))
+            counts = np.diff(np.r_[starts, len(lanes)]) + self._counts[lanes[starts]]
+            self._counts[lanes[starts]] = counts
+            self._most = int(counts.max(initial=self._most))

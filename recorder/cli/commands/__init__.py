@@ -1,0 +1,31 @@
+"""One file for each command, named after the command: its options, its help, and what it prints.
+
+A file of a command holds a function `command`, whose signature is the command's options and whose docstring is its
+help; it returns the exit code. `EPILOG` is the last line of the help. `SETTINGS`, where there are any, are handed to
+typer. A file is imported when its command is called.
+"""
+
+from __future__ import annotations
+
+COMMANDS = {
+    "ls": "List the runs of a folder, or the writers of a run.",
+    "show": "Show one module over steps and ranks, or a summary of several.",
+    "first": "Name the first NaN or infinity, and the first unequal replica.",
+    "check": "Say what is wrong with a training, rule by rule.",
+    "stats": "Show statistics over steps, ranks and modules.",
+    "diff": "Compare two runs value by value, whatever their layouts.",
+    "report": "Draw a run as one HTML file: maps, lines, graph, ranks.",
+    "export": "Write statistics as Parquet, tensors as npz or safetensors.",
+    "top": "Watch a run while it records, one line a rank.",
+    "verify": "Check every byte of a run.",
+    "repair": "Seal what killed processes left open.",
+    "merge": "Write the global view of a run as a run.",
+    "checkpoint": "Write one step's parameters or gradients as torch loads them.",
+    "catalog": "Write all rows of all ranks as one Parquet file.",
+    "config": "Print the settings in force, and where each comes from.",
+    "init": "Write a TOML file of all settings, each with its default.",
+    "doctor": "Say why something was not, or will not be, recorded.",
+    "help": "Show what a command does, with its options.",
+    "run": "Run a training command with recording on.",
+}
+"""Every command with the first line of its help, in the order of ``recorder --help``."""

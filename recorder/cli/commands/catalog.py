@@ -1,0 +1,59 @@
+"""``recorder catalog``: all rows of all ranks in one file, with a progress bar."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...analyze.export.catalog import write_catalog
+from ...globalview.run import open_run
+from ...system.text import counted
+from ...system.units import size
+from ..options import Json, RunPath
+from ..output import print_json, printable_line, progress, say
+from ..paths import local_path
+
+EPILOG = "Example: recorder catalog recordings -o rows.parquet"
+
+
+def command(
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The new file to write.", parser=local_path)],
+    path: RunPath = None,
+    as_json: Json = False,
+) -> int:
+    """Write all rows of all ranks as one Parquet file.
+
+    The file has the rows as the ranks wrote them, without values, of the attempt that counts at each step. DuckDB,
+    Spark, Trino and pandas read it.
+
+    Exit code 1: something is damaged, and is not in the file.
+    """
+    run = open_run(path)
+    with progress("catalog", sum(writer.shard_bytes for writer in run.writers)) as report:
+        done = write_catalog(run, out, report=report)
+    notes = [f"{done.num_superseded} rows of steps that a restart did again were left out"] * (done.num_superseded > 0)
+    recording = sum(writer.state == "recording" for writer in run.writers)
+    notes += [f"{counted(recording, 'writer')} at work; later rows are not in it"] * (recording > 0)
+    notes += [f"column {name!r} is unknown to this version, and not in it" for name in run.unknown_columns()]
+    notes += run.endings
+    if as_json:
+        print_json(
+            {
+                "run": str(run.path),
+                "path": str(done.path),
+                "rows": done.num_rows,
+                "bytes": done.num_bytes,
+                "superseded": done.num_superseded,
+                "problems": done.problems,
+                "notes": notes,
+            }
+        )
+        return int(bool(done.problems))
+    lines = [f"finding: {problem}" for problem in done.problems] + [f"note: {note}" for note in notes]
+    for line in lines:
+        print(printable_line(line), file=sys.stderr)
+    say(f"{done.path}: {counted(done.num_rows, 'row')} of {counted(len(run.ranks), 'rank')}, {size(done.num_bytes)}")
+    return int(bool(done.problems))

@@ -1,0 +1,224 @@
+"""``recorder check``: what is wrong with a training, one sentence a finding, or JSON."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from ...analyze.check.check import Checked, check, installed_rules
+from ...checks.book import RULES, Thresholds, read_assignment, read_table
+from ...checks.engine import Unjudged
+from ...checks.rule import Finding, Rule, Severity
+from ...errors import LookupFailedError
+from ...globalview.run import Run, open_run
+from ...rules import hint
+from ...system.text import counted
+from ..module_names import grouped
+from ..options import Json, RunPath
+from ..output import Column, Table, number, print_json, say, say_state
+from ..paths import local_path
+
+EPILOG = "Example: recorder check recordings --set spike.sigmas=8"
+
+_NEVER = "never"
+_FAIL_ON = (*(severity.word for severity in Severity), _NEVER)
+_MAX_MODULES = 4
+_MAX_FINDINGS = 40
+_MAX_RANKS = 8
+_INDENT = " " * 8
+
+
+class Folded(NamedTuple):
+    """Findings that say one thing of several values."""
+
+    worst: Finding
+    paths: list[str]
+    names: list[str]
+    """Of values at the site."""
+    first_step: int
+    last_step: int
+    ranks: list[int]
+
+
+def command(
+    path: RunPath = None,
+    rule: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this rule; several with several --rule.")
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="RULE.SETTING=NUMBER", help="A threshold, such as spike.sigmas=8. Repeatable."),
+    ] = None,
+    settings: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A TOML file of thresholds and of rules of your own.", parser=local_path),
+    ] = None,
+    fail_on: Annotated[
+        str, typer.Option(metavar="SEVERITY", help=f"From where on the exit code is 1: {', '.join(_FAIL_ON)}.")
+    ] = Severity.ERROR.word,
+    list_rules: Annotated[bool, typer.Option("--list", help="List the rules and their thresholds.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Say what is wrong with a training, rule by rule.
+
+    NaN, spikes, dead layers, gradients that vanish, a rank that is odd: the rules read the statistics of all steps and
+    ranks, and no tensor. The worst findings stand first; what a rule says of many modules is one line. A rule that
+    the run lacks the numbers for is not judged, and the command says what to record.
+
+    Exit code 1: a finding of the severity of --fail-on or worse, or the run is damaged, so that there may be one.
+    """
+    if fail_on not in _FAIL_ON:
+        choices = hint(fail_on, _FAIL_ON)
+        raise LookupFailedError(f"--fail-on {fail_on}: expected one of {', '.join(_FAIL_ON)}{choices}")
+    thresholds, own = _read(settings)
+    known = [*RULES, *installed_rules()[0], *own]
+    for text in assignments or []:
+        name, setting, value = read_assignment(text, known)
+        thresholds.setdefault(name, {})[setting] = value
+    if list_rules:
+        return _list(known, thresholds, as_json=as_json)
+    run = open_run(path)
+    checked = check(run, rule or [], thresholds, own)
+    worst = max((one.severity for one in checked.findings), default=-1)
+    is_failure = fail_on != _NEVER and (worst >= _FAIL_ON.index(fail_on) or bool(run.problems))
+    if as_json:
+        print_json(_document(run, checked))
+    else:
+        _print(run, checked, path or run.name)
+    return int(is_failure)
+
+
+def _read(path: Path | None) -> tuple[Thresholds, list[type[Rule]]]:
+    if path is None:
+        return {}, []
+    try:
+        with path.open("rb") as file:
+            table = tomllib.load(file)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise LookupFailedError(f"{path}: is no TOML: {error}") from None
+    return read_table(table, str(path))
+
+
+def _document(run: Run, checked: Checked) -> dict[str, object]:
+    findings = [one._asdict() | {"severity": one.severity.word, "ranks": list(one.ranks)} for one in checked.findings]
+    return {
+        "run": str(run.path),
+        "rules": checked.num_rules,
+        "judged": checked.num_judged,
+        "rows": checked.num_rows,
+        "findings": findings,
+        "not_judged": [one._asdict() for one in checked.unjudged],
+        "problems": run.problems,
+        "notes": checked.notes,
+    }
+
+
+def _print(run: Run, checked: Checked, typed: str) -> None:
+    folded = fold(checked.findings)
+    for one in folded[:_MAX_FINDINGS]:
+        say_state(one.worst.severity.word, sentence(one))
+        say(f"{_INDENT}{one.worst.advice}{_command(typed, one)}")
+    if len(folded) > _MAX_FINDINGS:
+        say(f"{_INDENT}and {len(folded) - _MAX_FINDINGS} more findings; --json has all")
+    for why, names in _reasons(checked.unjudged):
+        say(f"not judged: {', '.join(names)}: {why}")
+    for note in checked.notes:
+        say(f"note: {note}")
+    judged = f"{checked.num_judged} of {counted(checked.num_rules, 'rule')}"
+    found = ", ".join(
+        counted(sum(one.worst.severity is severity for one in folded), severity.word) for severity in reversed(Severity)
+    )
+    say(f"{run.name}: {judged} judged {counted(checked.num_rows, 'row')}: {found if folded else 'nothing found'}")
+
+
+def fold(findings: Sequence[Finding]) -> list[Folded]:
+    """Findings that say one thing of one site as one, in the order of their first."""
+    groups: dict[tuple[object, ...], list[Finding]] = {}
+    for one in findings:
+        groups.setdefault((one.rule, one.severity, one.what, one.site, one.measure), []).append(one)
+    found = []
+    for some in groups.values():
+        found.append(
+            Folded(
+                worst=some[0],
+                paths=list(dict.fromkeys(one.module_path for one in some)),
+                names=list(dict.fromkeys(one.name for one in some if one.name)),
+                first_step=min(one.step for one in some),
+                last_step=max(one.step for one in some),
+                ranks=sorted({rank for one in some for rank in one.ranks}),
+            )
+        )
+    return found
+
+
+def sentence(one: Folded) -> str:
+    """A finding in one sentence: who, when, where, what, and the number against the threshold."""
+    worst = one.worst
+    if not worst.site:
+        return f"{worst.rule}: {worst.what}"
+    paths = grouped(one.paths)
+    more = f" and {len(paths) - _MAX_MODULES} more" if len(paths) > _MAX_MODULES else ""
+    names = f" {', '.join(one.names[:_MAX_MODULES])}" if one.names else ""
+    steps = f"step {one.first_step}" + (f" to {one.last_step}" if one.last_step > one.first_step else "")
+    against = f"{worst.measure} {number(worst.value)}, threshold {number(worst.threshold)}"
+    where = f"{', '.join(paths[:_MAX_MODULES])}{more} {worst.site}{names}"
+    return f"{worst.rule}: {where}, {steps}{_ranks(one.ranks)}: {worst.what} ({against})"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return ""
+    shown = ",".join(map(str, ranks[:_MAX_RANKS]))
+    more = f",... ({len(ranks)})" if len(ranks) > _MAX_RANKS else ""
+    return f", rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def _command(typed: str, one: Folded) -> str:
+    """What shows the value that a finding names, around its step."""
+    worst = one.worst
+    if not worst.site:
+        return ""
+    words = ["recorder", "stats", typed, worst.module_path, "--site", worst.site]
+    words += ["--step", f"{max(worst.step - 5, 0)}:{worst.step + 2}"] if worst.step >= 0 else []
+    words += ["--rank", str(worst.ranks[0])] if len(one.ranks) == 1 else []
+    return f": {shlex.join(words)}"
+
+
+def _reasons(unjudged: Sequence[Unjudged]) -> list[tuple[str, list[str]]]:
+    """Rules that lack the same, together."""
+    found: dict[str, list[str]] = {}
+    for one in unjudged:
+        setting = f"; the next time add the rule '{one.setting}'" if one.setting else ""
+        found.setdefault(one.why + setting, []).append(one.rule)
+    return list(found.items())
+
+
+def _list(rules: Sequence[type[Rule]], thresholds: Thresholds, *, as_json: bool) -> int:
+    rows = [
+        [rule.name, one.name, number(thresholds.get(rule.name, {}).get(one.name, one.default)), one.unit, one.source]
+        for rule in rules
+        for one in rule.settings
+    ]
+    if as_json:
+        names = ("rule", "setting", "threshold", "unit", "source")
+        print_json(
+            {
+                "rules": [
+                    {"rule": rule.name, "severity": rule.severity.word, "sentence": rule.sentence} for rule in rules
+                ],
+                "settings": [dict(zip(names, row, strict=True)) for row in rows],
+            }
+        )
+        return 0
+    columns = [Column(title="rule"), Column(title="severity"), Column(title="finds", is_prose=True)]
+    Table(columns, [[rule.name, rule.severity.word, rule.sentence] for rule in rules]).print()
+    say("")
+    titles = [Column(title="rule"), Column(title="setting"), Column(title="threshold", is_number=True)]
+    titles += [Column(title="unit", is_prose=True), Column(title="source", is_prose=True)]
+    Table(titles, rows).print()
+    return 0

@@ -1,0 +1,49 @@
+"""``recorder config``: prints every setting in force, with its source and what it does."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ...config import load_settings
+from ...native import in_force
+from ..options import Json
+from ..output import Column, Table, print_json
+from ..units import bytes_of_setting
+
+EPILOG = "Example: RECORDER_MAX_BYTES=4GB recorder config --show"
+
+
+def command(
+    show: Annotated[bool, typer.Option("--show", help="Print the settings in force (the default).")] = True,
+    as_json: Json = False,
+) -> int:
+    """Print the settings in force, and where each comes from."""
+    settings = load_settings().explain()
+    if as_json:
+        print_json({item.name: {"value": item.value, "source": item.source, "doc": item.doc} for item in settings})
+        return 0
+    rows = []
+    for item in settings:
+        first, *others = lines(item.value, item.name)
+        rows.append([item.name, first, item.source, item.doc])
+        rows += [["", other, "", ""] for other in others]
+    titles = ("setting", "value", "source", "what it does")
+    columns = [
+        Column(title=title, is_prose=title in ("value", "what it does"), drop=int(title == titles[-1]))
+        for title in titles
+    ]
+    Table(columns, rows).print()
+    return 0
+
+
+def lines(value: Any, name: str = "") -> list[str]:
+    """Return the lines that show a value: each rule has a line of its own; bytes also stand in their largest unit."""
+    if name.endswith("_bytes") and type(value) is int:
+        return ["0 (automatic)" if value == 0 and name == "pool_bytes" else bytes_of_setting(value)]
+    if isinstance(value, list):
+        return [str(item) for item in value] or ["none"]
+    if name == "native":
+        return [in_force(bool(value))]
+    return [str(value) if value != "" else "(empty)"]

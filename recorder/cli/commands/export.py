@@ -1,0 +1,88 @@
+"""``recorder export``: writes statistics or tensors, and says what was written where."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...analyze.export.export import Export, format_of
+from ...analyze.selection import GlobalOptions, Selection
+from ...globalview.run import open_run
+from ...system.text import counted
+from ...system.units import size
+from ..options import (
+    Json,
+    LayoutOption,
+    LossOption,
+    ModuleOption,
+    NameOption,
+    PartialOption,
+    RankOption,
+    RunPath,
+    SchedulerOption,
+    SiteOption,
+    StepOption,
+)
+from ..output import print_json, printable_line, progress, say
+from ..paths import local_path
+from ..scheduler import mapper_for
+
+EPILOG = "Example: recorder export recordings -o grads.parquet --site grad"
+
+
+def command(
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="PATH", help="The file to write.", parser=local_path)],
+    path: RunPath = None,
+    to: Annotated[str | None, typer.Option(help="parquet, npz or safetensors; by default what PATH ends with.")] = None,
+    module: ModuleOption = None,
+    site: SiteOption = None,
+    name: NameOption = None,
+    step: StepOption = None,
+    rank: RankOption = None,
+    across_ranks: Annotated[
+        bool, typer.Option("--global", help="The global tensors instead of each rank's own.")
+    ] = False,
+    loss: LossOption = "mean",
+    layout: LayoutOption = None,
+    partial: PartialOption = False,
+    payload: Annotated[
+        bool, typer.Option("--payload", help="Parquet with the tensors' bytes, too, in the column data.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+    scheduler: SchedulerOption = None,
+    as_json: Json = False,
+) -> int:
+    """Write statistics as Parquet, tensors as npz or safetensors.
+
+    Tensors have names such as step=3/layers.0.mlp/output. --loss and --layout belong to --global. A file with a model's
+    own names, for load_state_dict, is written by recorder checkpoint.
+
+    numpy has no bfloat16 and no 8-bit floats: in npz they are float32, which holds them exactly.
+
+    A tensor of which ranks are missing is left out, or, with --partial, given as the other ranks have it. So are values
+    that cannot be read, and each is named.
+
+    Exit code 1: something is damaged or missing; with --global also where ranks' rows contradict each other, or
+    --layout does not fit them, and the file holds the ranks' own.
+    """
+    run = open_run(path)
+    selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
+    options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [], partial=partial)
+    to = to or format_of(out)
+    with mapper_for(scheduler) as mapper:
+        planned = Export(run, to, selection, options, payload=payload, mapper=mapper)
+        with progress("export", planned.total_bytes) as report:
+            done = planned.write(out, force=force, report=report)
+    if as_json:
+        summary = {"path": str(done.path), "format": to, "rows": done.num_rows, "bytes": done.num_bytes}
+        print_json(summary | {"problems": [*done.problems, *run.problems], "notes": done.notes})
+    else:
+        items = counted(done.num_rows, "row" if to == "parquet" else "tensor")
+        say(f"{done.path}: {items}, {size(done.num_bytes)}")
+        lines = [f"finding: {problem}" for problem in done.problems] + [f"note: {note}" for note in done.notes]
+        for line in lines:
+            print(printable_line(line), file=sys.stderr)
+    return int(bool(done.problems) or not done.is_whole)

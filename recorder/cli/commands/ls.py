@@ -1,0 +1,212 @@
+"""``recorder ls``: lists the runs of a folder, or the writers of a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from ...errors import RunError
+from ...globalview.run import Run, open_place, open_run
+from ...read.finding import find_folder, runs_in
+from ...read.unsealed import unsealed, unsealed_note
+from ...read.writers import RecordedWriter, load_balances
+from ...storage.locations import Place
+from ...system.text import counted
+from ...system.units import moment, size
+from ..notes import jitter_note
+from ..options import Json, complete_run
+from ..output import Column, Table, print_json, printable, say, span
+
+EPILOG = "Example: recorder ls recordings"
+
+_STATES = ("unclosed", "recording", "closed")
+"""States of writers, the worst first: a run has the state of its worst writer."""
+
+
+def command(
+    path: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PATH", help="A run, or a folder of runs; without: RECORDER_DIR.", autocompletion=complete_run
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """List the runs of a folder, or the writers of a run."""
+    return list_path(path, as_json=as_json)
+
+
+def list_path(path: str | None, *, as_json: bool) -> int:
+    """Print the listing and return the exit code."""
+    folder = find_folder(path)
+    return _list_writers(open_run(path), as_json=as_json) if folder is None else _list_runs(folder, as_json=as_json)
+
+
+def _list_runs(folder: Place, *, as_json: bool) -> int:
+    """Print a line for each run, the newest last, next to the prompt."""
+    rows, summaries, exit_code = [], [], 0
+    for listed in runs_in(folder):
+        try:
+            run = open_place(listed.place)
+        except RunError as error:
+            exit_code = 1
+            names = {"run": listed.place.name, "name": listed.name}
+            summaries.append({**names, "state": "unreadable", "error": str(error)})
+            rows.append([listed.name, "", "", "", "", "", "", f"unreadable: {error}", listed.place.name])
+            continue
+        summary = _summary(run)
+        exit_code = exit_code or int(bool(run.problems))
+        summaries.append(summary)
+        ranks = f"{len(run.ranks)} of {run.world_size}" if run.world_size else str(len(run.ranks))
+        started = moment(summary["started_ns"] or listed.created_ns)
+        cells = [started, ranks, span(run.steps), str(run.num_rows), size(summary["bytes"])]
+        rows.append([run.name, *cells, _lost_rows(summary), _state(summary), run.path.name])
+    if as_json:
+        print_json(summaries)
+        return exit_code
+    titles = ["run", "started", "ranks", "steps", "rows", "size", "dropped", "state", "directory"]
+    if all(row[0] == row[-1] for row in rows):
+        titles, rows = titles[:-1], [row[:-1] for row in rows]
+    drops = {"directory": 4, "size": 3, "rows": 2, "started": 1}
+    columns = [
+        Column(
+            title=title,
+            is_number=title in ("rows", "size"),
+            is_whole=title in ("started", "ranks", "steps", "directory"),
+            is_prose=title in ("dropped", "state"),
+            drop=drops.get(title, 0),
+        )
+        for title in titles
+    ]
+    Table(columns, rows).print()
+    return exit_code
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    load_balances(run.writers)
+    states = [writer.state for writer in run.writers]
+    dropped: Counter[str] = Counter()
+    for writer in run.writers:
+        dropped.update(writer.balance.dropped)
+    num_open_rows, num_open_files = unsealed(run)
+    return {
+        "run": run.path.name,
+        "name": run.name,
+        "run_id": run.run_id,
+        "path": str(run.path),
+        "started_ns": min((writer.started_ns for writer in run.writers if writer.started_ns), default=0),
+        "world_size": run.world_size,
+        "ranks": run.ranks,
+        "steps": run.steps,
+        "rows": run.num_rows,
+        "bytes": sum(writer.disk_bytes for writer in run.writers),
+        "dropped": dict(dropped),
+        "suspect_rows": sum(writer.balance.suspect for writer in run.writers),
+        "open_rows": num_open_rows,
+        "open_files": num_open_files,
+        "state": next((state for state in _STATES if state in states), "empty"),
+        "jitter": run.jitter,
+        "jitter_moved": run.jitter_moved,
+        "problems": run.problems,
+        "endings": run.endings,
+    }
+
+
+def _list_writers(run: Run, *, as_json: bool) -> int:
+    summary = _summary(run)
+    writers = [_describe(run, writer) for writer in run.writers]
+    exit_code = int(bool(run.problems))
+    if as_json:
+        print_json(summary | {"writers": writers})
+        return exit_code
+    some = f"{len(run.ranks)} of {counted(run.world_size, 'rank')}" if run.world_size else ""
+    ranks = some or counted(len(run.ranks), "rank")
+    totals = [ranks, f"steps {span(run.steps) or 'none'}", counted(run.num_rows, "row"), size(summary["bytes"])]
+    rows = [
+        [
+            "global" if writer["rank"] is None else str(writer["rank"]),
+            writer["writer"],
+            str(writer["attempt"]),
+            moment(writer["started_ns"]),
+            span(writer["steps"]),
+            str(writer["rows"]),
+            size(writer["bytes"]),
+            _lost_rows(writer),
+            writer["state"],
+            " ".join(writer["sites"]),
+        ]
+        for writer in (_folded(writers) if run.is_merged else writers)
+    ]
+    titles = ("rank", "writer", "attempt", "started", "steps", "rows", "size", "dropped", "state", "sites")
+    numbers = ("rank", "attempt", "rows", "size")
+    drops = {"attempt": 5, "started": 4, "size": 3, "sites": 2, "rows": 1}
+    columns = [
+        Column(
+            title=title,
+            is_number=title in numbers,
+            is_whole=title in ("started", "steps", "state"),
+            is_prose=title in ("sites", "dropped"),
+            drop=drops.get(title, 0),
+        )
+        for title in titles
+    ]
+    Table(columns, rows, title=f"{printable(run.name)}: {', '.join(totals)}").print()
+    if run.jitter:
+        say(jitter_note(run))
+    if note := unsealed_note(run):
+        say(note)
+    for ending in run.endings:
+        say(ending)
+    return exit_code
+
+
+def _state(summary: dict[str, Any]) -> str:
+    if not summary["jitter"]:
+        return str(summary["state"])
+    effect = " (nothing moved)" if summary["jitter_moved"] == () else ""
+    return f"{summary['state']}, jitter {summary['jitter']}{effect}"
+
+
+def _lost_rows(summary: dict[str, Any]) -> str:
+    """Return the counts of dropped rows by reason, and of written rows that the disk may have lost."""
+    counts = [f"{reason}={count}" for reason, count in summary["dropped"].items()]
+    return " ".join(counts + [f"suspect={summary['suspect_rows']}"] * bool(summary["suspect_rows"])) or "0"
+
+
+def _folded(writers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one entry for all writers of a rank: a merge makes a writer for each unit of its work."""
+    entries: dict[int | None, dict[str, Any]] = {}
+    for writer in writers:
+        entry = entries.setdefault(
+            writer["rank"], {**writer, "steps": [], "rows": 0, "bytes": 0, "sites": [], "num": 0}
+        )
+        entry["num"] += 1
+        entry["steps"] = sorted({*entry["steps"], *writer["steps"]})
+        entry["sites"] = sorted({*entry["sites"], *writer["sites"]})
+        for name in ("rows", "bytes"):
+            entry[name] += writer[name]
+    return [entry | {"writer": f"merged, {counted(entry['num'], 'writer')}"} for entry in entries.values()]
+
+
+def _describe(run: Run, writer: RecordedWriter) -> dict[str, Any]:
+    steps = writer.column("step").to_numpy()
+    return {
+        "rank": writer.rank,
+        "writer": writer.name,
+        "host": writer.manifest.host or None,
+        "pid": writer.manifest.pid or None,
+        "attempt": writer.attempt,
+        "started_ns": writer.started_ns,
+        "steps": [int(step) for step in np.unique(steps)],
+        "rows": writer.num_rows,
+        "bytes": writer.disk_bytes,
+        "dropped": writer.balance.dropped,
+        "retired_rows": writer.balance.retired_rows,
+        "suspect_rows": writer.balance.suspect,
+        "missing_rows": writer.balance.num_missing if writer.state == "unclosed" else 0,
+        "state": writer.state,
+        "sites": sorted(site for site in writer.column("site").unique().to_pylist() if site),
+    }

@@ -1,0 +1,99 @@
+"""``recorder repair``: repairs a run, and shows what was done as a table and a verdict."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated
+
+import typer
+
+from ...errors import LookupFailedError
+from ...globalview.run import Run, open_run
+from ...storage.locations import scheme_of
+from ...system.text import counted
+from ...system.units import size
+from ...upkeep.repair import Outcome, repair_run
+from ..options import Json, RunPath
+from ..output import Column, Table, print_json, progress, say
+
+EPILOG = "Example: recorder repair recordings --dry-run"
+
+_COLUMNS = (
+    Column(title="what"),
+    Column(title="file"),
+    Column(title="rows", is_number=True, drop=2),
+    Column(title="size", is_number=True, drop=1),
+    Column(title="of it", is_prose=True),
+)
+
+
+def command(
+    path: RunPath = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and change nothing.")] = False,
+    assume_dead: Annotated[
+        bool,
+        typer.Option(
+            "--assume-dead",
+            help="The job is over: repair also writers on other hosts, or with a pid in use, if quiet for a minute.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Seal what killed processes left open.
+
+    Their newest rows are in shards that only recorder reads; afterwards every Arrow reader does. Indexes that are
+    missing or damaged are made again, half-written files go. A writer that may be alive is left alone. It can be
+    interrupted, and run again.
+
+    Exit code 1: something is lost for good, such as a write that was cut. 2: a file could not be repaired.
+    """
+    check_is_local(path)
+    run = open_run(path)
+    open_bytes = sum(shard.size_bytes for writer in run.writers for shard in writer.shards)
+    with progress("repair", open_bytes) as report:
+        outcomes = list(repair_run(run, is_dry=dry_run, assume_dead=assume_dead, report=report))
+    counts = Counter(outcome.what for outcome in outcomes)
+    if as_json:
+        listed = [
+            {"what": o.what, "path": str(o.path), "rows": o.rows, "bytes": o.num_bytes, "text": o.text}
+            for o in outcomes
+        ]
+        print_json({"run": str(run.path), "dry_run": dry_run, "outcomes": listed})
+    else:
+        if outcomes:
+            Table(_COLUMNS, [_cells(run, outcome) for outcome in outcomes]).print()
+        say(f"{run.name}: {_verdict(outcomes, counts)}{' (dry run: nothing was changed)' if dry_run else ''}")
+    return 2 if counts["failed"] else int(counts["lost"] > 0)
+
+
+def check_is_local(path: str | None) -> None:
+    """Raise where a run cannot be repaired where it is, before anything is asked of a store.
+
+    Raises:
+        LookupFailedError: the run is in a store.
+    """
+    if path is not None and scheme_of(path) is not None:
+        raise LookupFailedError(f"{path}: repair writes, and runs in a store are only read; repair a copy on a disk")
+
+
+def _cells(run: Run, outcome: Outcome) -> list[str]:
+    path = outcome.path.relative_to(run.path) if outcome.path.is_relative_to(run.path) else outcome.path
+    rows = f"{outcome.rows:,}" if outcome.rows else ""
+    return [outcome.what, str(path), rows, size(outcome.num_bytes) if outcome.num_bytes else "", outcome.text]
+
+
+def _verdict(outcomes: list[Outcome], counts: Counter[str]) -> str:
+    rows = sum(outcome.rows for outcome in outcomes if outcome.what == "sealed")
+    texts = [f"{counted(counts['sealed'], 'shard')} sealed with {counted(rows, 'row')}"] if counts["sealed"] else []
+    if counts["indexed"]:
+        texts.append(f"{counted(counts['indexed'], 'index file')} made")
+    if counts["removed"]:
+        texts.append(f"{counted(counts['removed'], 'file')} removed")
+    if counts["skipped"]:
+        they = "it" if counts["skipped"] == 1 else "they"
+        texts.append(f"{counted(counts['skipped'], 'writer')} left alone, because {they} may be alive")
+    if counts["lost"]:
+        texts.append(f"{counts['lost']} lost for good")
+    if counts["failed"]:
+        texts.append(f"{counted(counts['failed'], 'file')} not repaired, because the disk refused")
+    return ", ".join(texts) or "nothing to repair"

@@ -1,0 +1,23 @@
+"""``recorder run``: runs a training command with recording on, through `lifecycle.launch`."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import typer
+
+from ...lifecycle.launch import launch
+
+EPILOG = "Example: recorder run torchrun --nproc-per-node 2 train.py"
+SETTINGS: dict[str, Any] = {
+    "add_help_option": False,
+    "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True},
+}
+
+
+def command(context: typer.Context) -> NoReturn:
+    """Run a training command with recording on.
+
+    Use it where torch does not load entry points.
+    """
+    launch(context.args)

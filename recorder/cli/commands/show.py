@@ -1,0 +1,405 @@
+"""``recorder show``: shows one module over steps and ranks, or all modules in brief."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import typer
+
+from ...analyze.selection import Selection
+from ...analyze.stats.reasons import COLUMNS, WHY, with_why
+from ...analyze.stats.stats import inner_leaves
+from ...errors import LookupFailedError
+from ...format.schema import COUNTS, STATISTICS
+from ...globalview.run import Run
+from ...rules import hint
+from ...system.text import counted
+from ..notes import jitter_note
+from ..options import (
+    Json,
+    LayoutOption,
+    ModulePatterns,
+    NameOption,
+    RankOption,
+    RunOrModule,
+    SiteOption,
+    StepOption,
+    refuse,
+)
+from ..output import Column, Table, number, print_json, say, span
+from ..paths import run_and_module
+from ..selected import explain_nothing, modules_meant, rows_of, site_order
+from ..spark import NOT_FINITE, spark_line
+from ..where import show_where
+
+EPILOG = "Examples: recorder show layers.0.mlp    recorder show @-2 'layers.*' --statistic l2"
+
+_KEY = ("site", "name", "root", "scope", "phase", "mode", "rank")
+"""Columns whose values are the same in all rows of a series."""
+_MOMENT = ("attempt", "step", "micro_step", "call", "repeat")
+_ALWAYS_SHOWN = ("site", "step", "rank")
+_SHOWN_STATISTICS = ("mean", "std", "min", "max", "absmax", "l2")
+_DROPS = ("min", "max", "std", "values", "l2", "zero", "micro_step", "repeat", "attempt", "mode", "mean", "inf", "nan")
+"""Columns of the long table that a narrow terminal leaves out, the least important first."""
+_SERIES_DROPS = ("dtype", "rows", "shape", "root", "scope", "mode", "phase", "steps")
+_MODULE_DROPS = ("class", "rows", "last step", "sites", "inf", "nan")
+_LIBRARY = "site-packages/torch/"
+_VALUES_INSIDE = ("values", "_values", "_masked_data")
+"""Tensors inside composite tensors that hold the values of the composite as they are."""
+
+_NUMBERS = (*STATISTICS, *COUNTS)
+_OTHERS = tuple(name for name in COLUMNS if name not in _NUMBERS)
+Row = dict[str, Any]
+
+
+def command(
+    path: RunOrModule = None,
+    module: ModulePatterns = None,
+    site: SiteOption = None,
+    name: NameOption = None,
+    step: StepOption = None,
+    rank: RankOption = None,
+    last: Annotated[int, typer.Option(min=0, help="Steps in the long table, counted from the end; 0: all.")] = 10,
+    statistic: Annotated[
+        str | None, typer.Option(help="The statistic to draw and to list: l2, mean, nan_count, ...; else absmax.")
+    ] = None,
+    where: Annotated[
+        bool,
+        typer.Option("--where", help="Draw which rank had which part of a module's values, and how that is known."),
+    ] = False,
+    layout: LayoutOption = None,
+    stage: Annotated[
+        int | None,
+        typer.Option(min=0, help="With --where: of a pipeline, this stage's, where several have such a module."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Show one module over steps and ranks, or a summary of several.
+
+    One word alone is a run, or where there is none of that name a module of the newest run.
+
+    The column why, where there is one, says why rows have no statistics or stay with their rank. In the summary of
+    modules a statistic is the largest of the last step's rows; min is the smallest.
+
+    With --where: the values of one site, by default the outputs, at one step, by default the last. --layout belongs to
+    it. Exit code 1: a chunk is missing, or chunks contradict each other.
+    """
+    run, module = run_and_module(path, module)
+    wanted = Selection(module=module, site=site, name=name, step=step, rank=rank)
+    if where:
+        refuse("not with --where, which draws the chunks of all ranks", rank=rank, statistic=statistic)
+        if module is None:
+            raise LookupFailedError("--where: name the module whose values to draw; '' is the root")
+        return show_where(run, wanted, layouts=layout or [], stage=stage, as_json=as_json)
+    refuse("only with --where", layout=layout, stage=stage)
+    return show(run, wanted, last=last, statistic=statistic, as_json=as_json)
+
+
+class Series(NamedTuple):
+    """The rows of one value over time."""
+
+    key: Row
+    rows: list[Row]
+
+
+def show(run: Run, wanted: Selection, *, last: int, statistic: str | None, as_json: bool) -> int:
+    """Show one module, or a line for each of several, and return the exit code.
+
+    Raises:
+        LookupFailedError: there is nothing to show; the message says what there is.
+    """
+    if statistic is not None and statistic not in _NUMBERS:
+        raise LookupFailedError(f"--statistic {statistic}: choose of {', '.join(_NUMBERS)}{hint(statistic, _NUMBERS)}")
+    paths = modules_meant(run, wanted)
+    if wanted.module is not None and len(paths) == 1:
+        return _show_module(run, paths[0], wanted, last=last, statistic=statistic, as_json=as_json)
+    return _show_modules(run, wanted, statistic=statistic or "absmax", as_json=as_json)
+
+
+def _show_modules(run: Run, wanted: Selection, *, statistic: str, as_json: bool) -> int:
+    """Print a line for each module and return the exit code."""
+    bad = _first_bad(run, wanted)
+    modules = _describe_modules(run, wanted, bad, statistic)
+    if not modules and wanted.columns:
+        explain_nothing(run, wanted)
+    if as_json:
+        print_json({"run": str(run.path), "first_bad": next(iter(bad.values()), None), "modules": modules})
+        return int(bool(run.problems))
+    has_roots = len({module["root"] for module in modules}) > 1
+    lines = [
+        [module["root"]] * has_roots
+        + [module["module"] or "''", module["class"], " ".join(module["sites"]), str(module["rows"])]
+        + [str(module["last_step"]), number(module[f"last_{statistic}"])]
+        + [str(module["nan_count"]), str(module["inf_count"]), _text(module["first_bad"]), _text(module[WHY])]
+        for module in modules
+    ]
+    titles = ["root"] * has_roots + [
+        "module",
+        "class",
+        "sites",
+        "rows",
+        "last step",
+        statistic,
+        "nan",
+        "inf",
+        "first bad",
+        WHY,
+    ]
+    counts = counted(len(modules), "module")
+    summary = f"{run.name}: {counts}, ranks {span(run.ranks)}, steps {span(run.steps) or 'none'}"
+    subtitle = _say_bad(next(iter(bad.values()))) if bad else ""
+    texts = ("root", "module", "class", "sites", WHY)
+    _print(titles, lines, texts=texts, title=summary, subtitle=subtitle, drops=_MODULE_DROPS)
+    if run.jitter:
+        say(jitter_note(run))
+    return int(bool(run.problems))
+
+
+def _show_module(
+    run: Run, module_path: str, wanted: Selection, *, last: int, statistic: str | None, as_json: bool
+) -> int:
+    """Print one module's series and the last steps of its first site, and return the exit code."""
+    columns = [
+        *_KEY,
+        *_MOMENT,
+        "seq",
+        "dtype",
+        "shape",
+        "global_shape",
+        "encoding",
+        *STATISTICS,
+        *COUNTS,
+        "fingerprint",
+        *_OTHERS,
+    ]
+    table = rows_of(run, wanted, columns)
+    if not table.num_rows:
+        explain_nothing(run, wanted)
+    table = with_why(table).drop_columns(list(_OTHERS))
+    series = sorted((Series(*group) for group in _groups(table, _KEY)), key=lambda member: _series_order(member.key))
+    if as_json:
+        listed = [member.key | {"rows": member.rows} for member in series]
+        print_json({"run": str(run.path), "module": module_path, "series": listed})
+        return int(bool(run.problems))
+    infos = [info for (_, info_path), info in run.modules.items() if info_path == module_path]
+    descriptions = [
+        info.class_name if _LIBRARY in info.source.replace("\\", "/") else f"{info.class_name} {info.source}".strip()
+        for info in infos[:1]
+    ]
+    say(", ".join([f"{run.name}: {module_path!r}", *descriptions]))
+    if run.jitter:
+        say(jitter_note(run))
+    _print_series(series, statistic)
+    first_site = series[0].key["site"]
+    shown = _SHOWN_STATISTICS if statistic is None else (statistic,)
+    _print_steps([member for member in series if member.key["site"] == first_site], first_site, last, shown)
+    return int(bool(run.problems))
+
+
+def _print_series(series: Sequence[Series], statistic: str | None) -> None:
+    """Print a line for each series: its last values, and its course."""
+    of_tensors = statistic or "absmax"
+    keys = _worth_showing(_KEY, [member.key for member in series])
+    lines = []
+    for member in series:
+        newest = member.rows[-1]
+        steps = span(sorted({row["step"] for row in member.rows}))
+        bad = [bool(row["nan_count"] or row["inf_count"]) for row in member.rows]
+        course = spark_line([row[_course(row, statistic)] for row in member.rows], bad)
+        cells = [newest["dtype"], _shape(newest), str(len(member.rows)), steps, number(newest[of_tensors]), course]
+        lines.append([_text(member.key[name]) for name in keys] + cells + [_text(newest[WHY])])
+    titles = [*keys, "dtype", "shape", "rows", "steps", f"last {of_tensors}", "course", WHY]
+    marks = f"; {NOT_FINITE} stands for NaN or infinity" if any(NOT_FINITE in line[-2] for line in lines) else ""
+    scalars = ", the value of a scalar" if statistic is None else ""
+    title = f"course: {of_tensors} over steps{scalars}{marks}"
+    texts = (*_KEY[:-1], "dtype", "shape", "steps", "course", WHY)
+    _print(titles, lines, texts=texts, title=title, drops=_SERIES_DROPS)
+
+
+def _course(row: Row, statistic: str | None) -> str:
+    """Return the name of the statistic of a row that is drawn."""
+    return statistic or ("mean" if row["shape"] == "[]" else "absmax")
+
+
+def _print_steps(series: Sequence[Series], site: str, last: int, statistics: Sequence[str]) -> None:
+    """Print the statistics of one site, a line for each moment and rank."""
+    rows = [member.key | row for member in series for row in member.rows]
+    steps = sorted({row["step"] for row in rows})
+    shown_steps = set(steps[-last:] if last else steps)
+    rows = [row for row in rows if row["step"] in shown_steps]
+    rows = _as_observed(rows)
+    shown = tuple(dict.fromkeys((*statistics, *COUNTS)))
+    keys = [name for name in _worth_showing((*_MOMENT, *_KEY), rows) if name != "site"]
+    lines = [
+        [_text(row[name]) for name in keys]
+        + [number(row[name]) for name in shown]
+        + ["yes" if row["encoding"] is not None else "no", _text(row[WHY])]
+        for row in rows
+    ]
+    titles = [*keys, *(name.removesuffix("_count") for name in shown), "values", WHY]
+    is_cut = len(shown_steps) < len(steps)
+    rest = f", the last {len(shown_steps)} of {len(steps)} steps (--last 0 shows all)" if is_cut else ""
+    _print(titles, lines, texts=(*_KEY[:-1], "values", WHY), title=f"{site}{rest}", drops=_DROPS, dull=True)
+
+
+def _print(
+    titles: Sequence[str],
+    lines: list[list[str]],
+    *,
+    texts: Sequence[str],
+    title: str,
+    subtitle: str = "",
+    drops: Sequence[str] = (),
+    dull: bool = False,
+) -> None:
+    """Print a table; `drops` are the columns to do without, first to last, `dull` leaves counts out where all are 0."""
+    if titles[-1] == WHY and not any(line[-1] for line in lines):
+        titles, lines = titles[:-1], [line[:-1] for line in lines]
+    counts = [name.removesuffix("_count") for name in COUNTS]
+    columns = [
+        Column(
+            title=name,
+            is_number=name not in texts,
+            is_whole=name in ("course", "shape", "steps", "dtype", "site", "phase", "mode", "values"),
+            is_prose=name in ("sites", WHY),
+            drop=len(drops) - drops.index(name) if name in drops else 0,
+            dull="0" if dull and name in counts else None,
+        )
+        for name in titles
+    ]
+    Table(columns, lines, title=title, subtitle=subtitle).print()
+
+
+def _as_observed(rows: Sequence[Row]) -> list[Row]:
+    """Sort rows by step and, within a step, as the values were seen; the ranks of one value stay together."""
+    seen: dict[tuple[Any, ...], int] = {}
+    positions: dict[tuple[Any, ...], int] = {}
+    for row in sorted(rows, key=lambda row: row["seq"]):
+        counter = tuple(row[name] for name in ("attempt", "step", "rank"))
+        position = seen[counter] = seen.get(counter, -1) + 1
+        value = _value(row)
+        positions[value] = min(position, positions.get(value, position))
+
+    def order(row: Row) -> list[tuple[bool, Any]]:
+        when = [row["attempt"], row["step"], positions[_value(row)], *_value(row), row["rank"]]
+        return [(part is not None, part) for part in when]
+
+    return sorted(rows, key=order)
+
+
+def _value(row: Row) -> tuple[Any, ...]:
+    """Return the key of a value, which is the same on every rank."""
+    return tuple(row[name] for name in (*_MOMENT, *_KEY) if name != "rank")
+
+
+def _shape(row: Row) -> str:
+    """Return a chunk's shape with that of the global tensor."""
+    whole = row["global_shape"]
+    return f"{row['shape']} of {whole}" if whole not in (None, row["shape"]) else str(row["shape"])
+
+
+def _say_bad(bad: Row) -> str:
+    where = " ".join(text for text in (repr(bad["module_path"]), bad["site"], bad["name"]) if text)
+    rank = "" if bad["rank"] is None else f", rank {bad['rank']}"
+    return f"first NaN or infinity: {where}, step {bad['step']}{rank}"
+
+
+def _first_bad(run: Run, wanted: Selection) -> dict[tuple[str, str], Row]:
+    """Return the first row with a NaN or an infinity of each module, by root and module, the earliest first."""
+    columns = ["root", "module_path", "site", "name", "phase", "attempt", "step", "rank", "seq"]
+    is_bad = (pc.field("nan_count") > 0) | (pc.field("inf_count") > 0)
+    table = rows_of(run, wanted, columns, is_bad)
+    first_rows: dict[tuple[str, str], Row] = {}
+    for row in table.sort_by([(name, "ascending") for name in ("attempt", "step", "seq", "rank")]).to_pylist():
+        first_rows.setdefault((row["root"], row["module_path"]), row)
+    return first_rows
+
+
+def _describe_modules(run: Run, wanted: Selection, bad: dict[tuple[str, str], Row], statistic: str) -> list[Row]:
+    """Return an entry for each module, in the order of execution; Arrow does the counting.
+
+    The largest statistic of the last step's rows stands for all of them; for `min` it is the smallest.
+    """
+    columns = ["root", "module_path", "site", "name", "step", "rank", statistic, "nan_count", "inf_count"]
+    table = rows_of(run, wanted, list(dict.fromkeys([*columns, *COLUMNS])))
+    table = _of_values_alone(with_why(table), statistic)
+    most = "min" if statistic == "min" else "max"
+    keys = ["root", "module_path", "site"]
+    counts = table.group_by(keys).aggregate(
+        [("step", "count"), ("step", "max"), ("nan_count", "sum"), ("inf_count", "sum")]
+    )
+    newest = table.group_by([*keys, "step"]).aggregate([(statistic, most)]).join(counts, keys)
+    newest = newest.filter(pc.field("step") == pc.field("step_max"))
+    order = {module_path: position for position, module_path in enumerate(run.module_paths)}
+    whys = _whys(table.filter(pc.field(statistic).is_null()), [*keys, "step"])
+    entries = []
+    for key, sites in _groups(newest, ("root", "module_path")):
+        sites.sort(key=lambda site: site_order(site["site"]))
+        info = run.modules.get((key["root"], key["module_path"]))
+        entries.append(
+            {
+                "root": key["root"],
+                "module": key["module_path"],
+                "class": info.class_name if info else "",
+                "source": info.source if info else "",
+                "sites": [site["site"] for site in sites],
+                "rows": sum(site["step_count"] for site in sites),
+                "last_step": sites[0]["step"],
+                f"last_{statistic}": sites[0][f"{statistic}_{most}"],
+                WHY: None
+                if sites[0][f"{statistic}_{most}"] is not None
+                else whys.get((*key.values(), sites[0]["site"], sites[0]["step"])),
+                "nan_count": sum(site["nan_count_sum"] or 0 for site in sites),
+                "inf_count": sum(site["inf_count_sum"] or 0 for site in sites),
+                "first_bad": bad[name]["step"] if (name := (key["root"], key["module_path"])) in bad else None,
+            }
+        )
+    return sorted(entries, key=lambda module: (module["root"], order[module["module"]]))
+
+
+def _whys(table: Any, keys: Sequence[str]) -> dict[tuple[Any, ...], str]:
+    """Return the first reason why rows with equal keys have no statistic, by the keys."""
+    reasons: dict[tuple[Any, ...], str] = {}
+    for row in (
+        table.filter(pc.field(WHY).is_valid()).group_by([*keys, WHY], use_threads=False).aggregate([]).to_pylist()
+    ):
+        reasons.setdefault(tuple(row[name] for name in keys), row[WHY])
+    return reasons
+
+
+def _of_values_alone(table: Any, statistic: str) -> Any:
+    """Remove the statistics of inner tensors that are not values, such as the indices and scales of a composite."""
+    leaves = inner_leaves(table)
+    is_value = pc.or_(pc.is_null(leaves), pc.is_in(leaves, pa.array(_VALUES_INSIDE)))
+    position, numbers = table.column_names.index(statistic), table.column(statistic)
+    return table.set_column(position, statistic, pc.if_else(is_value, numbers, pa.scalar(None, numbers.type)))
+
+
+def _groups(table: Any, names: Sequence[str]) -> list[tuple[Row, list[Row]]]:
+    """Group rows by key, in the order of the table; the rows lose the columns of the key."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in table.to_pylist():
+        groups.setdefault(tuple(row.pop(name) for name in names), []).append(row)
+    return [(dict(zip(names, key, strict=True)), rows) for key, rows in groups.items()]
+
+
+def _worth_showing(names: Sequence[str], keys: Sequence[Row]) -> list[str]:
+    """Return columns that are always shown, that hold a name, or that tell lines of one site and name apart."""
+    values = {(key["site"], key["name"]) for key in keys}
+    always = (*_ALWAYS_SHOWN, *(["name"] if any(name for _, name in values) else []))
+    return [
+        column
+        for column in names
+        if column in always or len({(key["site"], key["name"], key[column]) for key in keys}) > len(values)
+    ]
+
+
+def _series_order(key: Row) -> tuple[Any, ...]:
+    return (site_order(key["site"]), *((key[name] is not None, key[name]) for name in _KEY[1:]))
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)

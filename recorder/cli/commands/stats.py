@@ -1,0 +1,182 @@
+"""``recorder stats``: shows statistics of values, or combined over steps, modules and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import pyarrow.compute as pc
+import typer
+
+from ...analyze.selection import GlobalOptions, Selection
+from ...analyze.stats.reasons import WHY
+from ...analyze.stats.stats import INNER, statistics
+from ...errors import LookupFailedError
+from ...format.schema import COUNTS, STATISTICS
+from ...rules import hint
+from ..options import (
+    Json,
+    LayoutOption,
+    LossOption,
+    ModulePatterns,
+    NameOption,
+    PartialOption,
+    RankOption,
+    RunOrModule,
+    SchedulerOption,
+    SiteOption,
+    StepOption,
+    refuse,
+)
+from ..output import Column, Table, number, print_json, say
+from ..paths import run_and_module
+from ..scheduler import mapper_for
+
+EPILOG = "Example: recorder stats 'layers.*' --site grad --by module --sort -absmax --top 10"
+
+_KEYS = (
+    "step", "micro_step", "call", "repeat", "attempt", "rank", "root", "module_path", "site", "name", INNER, "mode",
+    "phase", "scope", "dtype", "shape",
+)  # fmt: skip
+_ALWAYS = ("step", "rank", "module_path", "site", "name", "shape")
+_TITLES = {"module_path": "module", "rows_without": "without"}
+_SHOWN_ROWS = 50
+_SHOWN = ("mean", "std", "min", "max", "absmax", "l2")
+_TEXTS = ("root", "module_path", "site", "name", INNER, "mode", "phase", "scope", "dtype", "shape", WHY)
+_DROPS = ("shape", "numel", "min", "max", "rows", "name", "std", "zero_count", "l2", "inf_count", "nan_count", "mean")
+"""Columns that a narrow terminal leaves out, the least important first."""
+
+
+def command(
+    path: RunOrModule = None,
+    module: ModulePatterns = None,
+    site: SiteOption = None,
+    name: NameOption = None,
+    step: StepOption = None,
+    rank: RankOption = None,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Combine over all that agree in these: step, module, site, name, rank, with commas. Sites, phases and "
+            "modes are never mixed; ranks only with --global."
+        ),
+    ] = None,
+    across_ranks: Annotated[
+        bool, typer.Option("--global", help="Show the global tensors: all ranks together, replicas counted once.")
+    ] = False,
+    loss: LossOption = "mean",
+    layout: LayoutOption = None,
+    partial: PartialOption = False,
+    sort: Annotated[
+        str | None,
+        typer.Option(metavar="COLUMN", help="Sort by a column: l2 or l2:asc, or -l2 or l2:desc, the largest first."),
+    ] = None,
+    top: Annotated[
+        int | None, typer.Option(min=0, help="Rows to show, counted from the start; 0: all. With --sort 50.")
+    ] = None,
+    last: Annotated[
+        int | None, typer.Option(min=0, help="Rows to show, counted from the end; 0: all. Without --sort 50.")
+    ] = None,
+    scheduler: SchedulerOption = None,
+    as_json: Json = False,
+) -> int:
+    """Show statistics over steps, ranks and modules.
+
+    --by and --global combine them exactly, without reading a tensor; --loss and --layout belong to --global. Where
+    they are combined, the column rows is how many rows stand in a line, and without is how many of these have no
+    statistics and so are in none of its numbers.
+
+    Values that lack ranks have no numbers or, with --partial, the numbers of the other ranks.
+
+    Exit code 1: something is damaged or missing; with --global also where ranks' rows contradict each other, or
+    --layout does not fit them.
+    """
+    if top is not None:
+        refuse("not with --top, which counts from the start", last=last)
+    run, module = run_and_module(path, module)
+    selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
+    options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [], partial=partial)
+    with mapper_for(scheduler) as mapper:
+        answer = statistics(run, selection, options, by=by or [], mapper=mapper)
+    table, sorted_by = answer.table, ""
+    if sort is not None:
+        sorted_by, direction = _order(table, sort)
+        table = table.take(pc.sort_indices(table, [(sorted_by, direction)]))  # nulls stand last
+    asked = {word.strip() for words in by or [] for word in words.split(",")}
+    keys = [name for name in _KEYS if name in table.column_names]
+    keys = [
+        name for name in keys if _TITLES.get(name, name) in asked or _is_worth(table, name)
+    ]  # before rows are left out
+    if as_json:
+        table = table.slice(0, top or None)
+        document = {"run": str(run.path), "problems": [*answer.problems, *answer.damage], "notes": answer.notes}
+        print_json(document | {"rows": table.to_pylist()})
+        return int(bool(answer.problems) or not answer.is_whole)
+    num_rows = table.num_rows
+    is_first = top is not None or (sort is not None and last is None)
+    shown = next((limit for limit in (top, last) if limit is not None), _SHOWN_ROWS)
+    if shown and num_rows > shown:
+        table = table.slice(0 if is_first else num_rows - shown, shown)
+    tensors = "global tensors" if options.across_ranks else "each rank's own"
+    which, option = ("first", "--top") if is_first else ("last", "--last")
+    cut = f", the {which} {shown} of {num_rows} rows ({option} 0 shows all)" if table.num_rows < num_rows else ""
+    _print(table, keys, sorted_by, title=f"{run.name}: statistics of {tensors}{cut}")
+    for problem in answer.problems:
+        say(f"finding: {problem}")
+    for note in answer.notes:
+        say(f"note: {note}")
+    return int(bool(answer.problems) or not answer.is_whole)
+
+
+def _order(table: Any, sort: str) -> tuple[str, str]:
+    """Return a column and Arrow's word for a direction: ``-l2`` and ``l2:desc`` are descending."""
+    column, _, order = sort.removeprefix("-").partition(":")
+    column = next((name for name, title in _TITLES.items() if title == column), column)
+    column = f"{column}_count" if f"{column}_count" in COUNTS else column
+    if order not in ("", "asc", "desc") or (order and sort.startswith("-")):
+        raise LookupFailedError(f"--sort {sort}: expected COLUMN, COLUMN:asc, COLUMN:desc or -COLUMN")
+    if column not in table.column_names:
+        raise LookupFailedError(
+            f"--sort {sort}: there is no column {column!r}"
+            + hint(column, table.column_names, otherwise=f"; columns are {', '.join(table.column_names)}")
+        )
+    return column, "descending" if order == "desc" or sort.startswith("-") else "ascending"
+
+
+def _print(table: Any, keys: Sequence[str], sorted_by: str, title: str) -> None:
+    counts = [name for name in ("rows", "rows_without", "numel") if name in table.column_names]
+    numbers = [*_SHOWN, *COUNTS, *([WHY] if has_why(table) else [])]
+    shown = list(dict.fromkeys([*keys, *([sorted_by] if sorted_by else []), *counts, *numbers]))
+    rows = table.select(shown).to_pylist()
+    columns = [
+        Column(
+            title=_TITLES.get(name, name.removesuffix("_count")),
+            is_number=name not in _TEXTS,
+            is_whole=name in ("site", "shape", "dtype"),
+            is_prose=name == WHY,
+            drop=len(_DROPS) - _DROPS.index(name) if name in _DROPS and name != sorted_by else 0,
+            dull="0" if name in (*COUNTS, "rows_without") else None,
+        )
+        for name in shown
+    ]
+    lines = [[_text(name, row[name]) for name in shown] for row in rows]
+    Table(columns, lines, title=title).print()
+
+
+def has_why(table: Any) -> bool:
+    """Whether a row of a table says why it has no statistics, or no global tensor."""
+    return WHY in table.column_names and table.column(WHY).null_count < table.num_rows
+
+
+def _is_worth(table: Any, name: str) -> bool:
+    """Whether a key column is worth showing: it varies, or people mostly want it."""
+    distinct = table.column(name).unique().to_pylist()
+    return len(distinct) > 1 or (name in _ALWAYS and distinct not in ([None], [""]))
+
+
+def _text(name: str, value: Any) -> str:
+    if name == "module_path":
+        return value or "''"
+    if name in STATISTICS:
+        return number(value)
+    return "" if value is None else str(value)

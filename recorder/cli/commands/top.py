@@ -1,0 +1,237 @@
+"""``recorder top``: shows a run while it is under way, one line for each rank.
+
+On a terminal it is live until the run is over; elsewhere it is one snapshot. It opens no shard, so that thousands of
+ranks cost little.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from ...format.manifest import RunManifest
+from ...read.finding import find_run
+from ...read.status import ENDED, RankNow, RunWatch, Status
+from ...storage.locations import Place
+from ...system.text import counted
+from ...system.units import size
+from ..options import Json, RunPath
+from ..output import Column, Table, print_json, printable
+
+EPILOG = "Example: recorder top recordings"
+
+_REFRESH_S = 1.0
+_OVER_AFTER_S = 15.0
+"""How long all ranks must have ended: a launcher may be about to start them again."""
+_BAR = 10
+_BADNESS = {"killed": 0, "failed": 1, "silent": 2, "starting": 4, "recording": 4, "closed": 5}
+_DROPPING = 3
+_FINDINGS = ("killed", "failed", "silent")
+_COLUMNS = (
+    Column(title="rank", is_number=True),
+    Column(title="state", is_whole=True),
+    Column(title="step", is_number=True),
+    Column(title="steps/s", is_number=True, drop=2),
+    Column(title="MB/s", is_number=True, drop=3),
+    Column(title="pool", is_whole=True, drop=4),
+    Column(title="waited", is_number=True, drop=1, dull="0.0 s"),
+    Column(title="dropped", is_prose=True, dull="0"),
+    Column(title="size", is_number=True, drop=5),
+    Column(title="disk left", is_number=True, drop=6),
+)
+
+
+def command(
+    path: RunPath = None,
+    once: Annotated[bool, typer.Option("--once", help="Show one snapshot, as in a pipe.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Watch a run while it records, one line a rank.
+
+    It ends with the run, or on Ctrl-C. pool is how full the host memory is on its way to disk, waited how long training
+    stood still for room in it. Of several ranks in one line, steps/s is the slowest's, pool the fullest's, disk left
+    the least.
+
+    Exit code 1: a rank was killed, is silent, has given up or has dropped values.
+    """
+    return show_top(*find_run(path), once=once, as_json=as_json)
+
+
+def show_top(
+    run: Place,
+    manifest: RunManifest,
+    *,
+    once: bool,
+    as_json: bool,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Show a run until it is over, or once, and return the exit code."""
+    watch, name = RunWatch(run), manifest.name or run.name
+    world_size = manifest.world_size or 0
+    if as_json:
+        ranks = watch.look()
+        print_json(_document(run, ranks, world_size) | {"name": name})
+    elif once or not sys.stdout.isatty():
+        ranks = watch.look()
+        _table(name, ranks, world_size, len(ranks)).print()
+    else:
+        ranks = _follow(watch, name, world_size, sleep)
+    return int(any(rank.state in _FINDINGS or rank.status.num_dropped for rank in ranks))
+
+
+def _follow(watch: RunWatch, name: str, world_size: int, sleep: Callable[[float], None]) -> list[RankNow]:
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    console = Console(highlight=False)
+    ranks = watch.look()
+    until_s = time.monotonic() if _is_over(ranks) else None  # a run that was over before is shown once
+    with Live(console=console, auto_refresh=False) as live:
+        try:
+            while True:
+                table = _table(name, ranks, world_size, max(console.height - 7, 1))
+                live.update(Group(*table.fitted(console.width)), refresh=True)
+                if until_s is not None and time.monotonic() >= until_s:
+                    break
+                sleep(_REFRESH_S)
+                ranks = watch.look()
+                if not _is_over(ranks):
+                    until_s = None
+                elif until_s is None:
+                    until_s = time.monotonic() + _OVER_AFTER_S
+        except KeyboardInterrupt:
+            pass  # how people leave it
+    return ranks
+
+
+def _is_over(ranks: Sequence[RankNow]) -> bool:
+    return bool(ranks) and not any(rank.num_alive for rank in ranks)
+
+
+def _table(name: str, ranks: list[RankNow], world_size: int, max_rows: int) -> Table:
+    """Return a table of all ranks in order; if they do not fit, of the worst and slowest, with a line for the rest."""
+    shown, rest = ranks, []
+    if len(ranks) > max_rows:
+        by_trouble = sorted(ranks, key=_trouble)
+        shown, rest = by_trouble[: max_rows - 1], by_trouble[max_rows - 1 :]
+    rows = [_line(rank) for rank in shown]
+    if rest:
+        states = ", ".join(f"{count} {state}" for state, count in _count_states(rest).items())
+        rows.append(["...", f"{len(rest)} more: {states}", *_line_of(rest)])
+    return Table(_COLUMNS, rows, title=_headline(name, ranks, world_size), subtitle=_accounts(ranks))
+
+
+def _trouble(rank: RankNow) -> tuple[int, int, float, int]:
+    """Sort ranks: the worst state first, then those that drop values, then the slowest."""
+    badness = _BADNESS.get(rank.state, 0)
+    if rank.status.num_dropped:
+        badness = min(badness, _DROPPING)
+    return badness, rank.status.step, rank.status.steps_per_s, rank.rank
+
+
+def _count_states(ranks: Iterable[RankNow]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for rank in sorted(ranks, key=_trouble):
+        counts[rank.state] = counts.get(rank.state, 0) + 1
+    return counts
+
+
+def _line(rank: RankNow) -> list[str]:
+    return [str(rank.rank), _state(rank), *_line_of([rank])]
+
+
+def _line_of(ranks: Sequence[RankNow]) -> list[str]:
+    """Return the cells after the state, for one rank or several together."""
+    known = [rank.status for rank in ranks if rank.status.has_step]
+    alive = [rank.status for rank in ranks if rank.state == "recording" and rank.status.has_step]
+    left = [status.free_bytes for status in known if status.free_bytes is not None]
+    dropped: dict[str, int] = {}
+    for rank in ranks:
+        for reason, count in rank.status.dropped.items():
+            dropped[reason] = dropped.get(reason, 0) + count
+    return [
+        _between([status.step for status in known]) if known else "",
+        f"{min(status.steps_per_s for status in alive):.2f}" if alive else "",
+        f"{sum(status.bytes_per_s for status in alive) / 1e6:.1f}" if alive else "",
+        _bar(max(map(_fill, alive))) if alive else "",
+        f"{max(status.waited_s for status in known):.1f} s" if known else "",
+        " ".join(f"{reason}={count}" for reason, count in dropped.items()) or "0",
+        size(sum(rank.status.used_bytes for rank in ranks)),
+        size(min(left)) if left else "",
+    ]
+
+
+def _state(rank: RankNow) -> str:
+    state = rank.state
+    if state == "silent":
+        state = f"silent for {rank.silent_s:.0f} s"
+    if rank.num_alive > 1:
+        return f"{state} ({rank.num_alive} at once)"
+    return f"{state} (start {rank.num_writers})" if rank.num_writers > 1 else state
+
+
+def _between(steps: Sequence[int]) -> str:
+    first, last = min(steps), max(steps)
+    return str(first) if first == last else f"{first}..{last}"
+
+
+def _fill(status: Status) -> float:
+    return status.pool_used_bytes / status.pool_bytes if status.pool_bytes else 0.0
+
+
+def _bar(share: float) -> str:
+    filled = min(max(round(share * _BAR), int(share > 0)), _BAR)
+    return f"{'#' * filled}{'.' * (_BAR - filled)} {min(share, 9.99):4.0%}"
+
+
+def _headline(name: str, ranks: Sequence[RankNow], world_size: int) -> str:
+    of = f"{len(ranks)} of {counted(world_size, 'rank')}" if world_size else counted(len(ranks), "rank")
+    states = ", ".join(f"{count} {state}" for state, count in _count_states(ranks).items())
+    return f"{printable(name)}: {of}{': ' if states else ''}{states}"
+
+
+def _accounts(ranks: Sequence[RankNow]) -> str:
+    """Return a line for the run as a whole."""
+    if not ranks:
+        return "no rank has begun yet"
+    cells = _line_of(ranks)
+    by_title = dict(zip((column.title for column in _COLUMNS[2:]), cells, strict=True))
+    rates = f", {by_title['steps/s']} steps/s, {by_title['MB/s']} MB/s" if by_title["steps/s"] else ""
+    longest_s = max(rank.status.longest_wait_s for rank in ranks)
+    waits = f", waited {by_title['waited']} (longest {longest_s:.1f} s)" if longest_s else ""
+    left = f", {by_title['disk left']} left" if by_title["disk left"] else ""
+    steps = f"step {by_title['step']}" if by_title["step"] else "steps not shown"
+    return f"{steps}{rates}, {by_title['size']}{left}{waits}, dropped {by_title['dropped']}"
+
+
+def _document(run: Place, ranks: Sequence[RankNow], world_size: int) -> dict[str, Any]:
+    return {
+        "run": run.name,
+        "path": str(run),
+        "world_size": world_size or None,
+        "is_over": _is_over(ranks),
+        "states": _count_states(ranks),
+        "ranks": [_describe(rank) for rank in ranks],
+    }
+
+
+def _describe(rank: RankNow) -> dict[str, Any]:
+    status = asdict(rank.status)
+    has_step = status.pop("has_step")
+    rates = {"steps_per_s": rank.status.steps_per_s, "bytes_per_s": rank.status.bytes_per_s}
+    return {
+        **status,
+        **rates,
+        "step": rank.status.step if has_step else None,
+        "rank": rank.rank,
+        "state": rank.state,
+        "silent_s": rank.silent_s,
+        "num_writers": rank.num_writers,
+        "num_alive": rank.num_alive,
+        "is_ended": rank.state in ENDED,
+    }

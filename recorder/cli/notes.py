@@ -1,0 +1,12 @@
+"""Sentences about a run that several commands print."""
+
+from __future__ import annotations
+
+from ..globalview.run import Run
+
+
+def jitter_note(run: Run) -> str:
+    """Return the note that a training was changed on purpose, or was to be."""
+    if run.jitter_moved == ():
+        return f"note: jitter = {run.jitter} was asked for, and nothing of the model was moved: this run is no twin"
+    return f"note: the model's inputs were moved by a last place on purpose (jitter = {run.jitter})"

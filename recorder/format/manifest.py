@@ -1,0 +1,317 @@
+"""What `_run.json` and `_writer.json` say, each read once: `RunManifest`, `WriterManifest`. Never opens a file.
+
+Whoever wrote a manifest may be a stranger. So what a member says is looked at here and nowhere else: one of another
+kind than FORMAT.md wants counts as missing, and `problems` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import RUN_NAME
+from ..errors import CorruptError, NotARunError, UnsupportedError
+from ..system.processes import runs
+from .members import Members, Shared
+from .roots import Root
+from .schema import FORMAT_NAME, FORMAT_VERSION
+
+COUNTED = "counted"
+"""The `step_source` of steps that merely count from 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balance:
+    """The accounts of one writer: `observed = written + sum of dropped`, and what retention removed of the written."""
+
+    observed: int = 0
+    written: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    retired_rows: int = 0
+    retired_bytes: int = 0
+    suspect: int = 0
+    """Written rows of which nobody knows whether the medium has them: a sync of their file has failed."""
+
+    @classmethod
+    def read(cls, ledger: Members | None) -> Balance:
+        """From a ledger; of what is none, nothing."""
+        if ledger is None:
+            return cls()
+        retired = ledger.inner("retired")
+        return cls(
+            observed=ledger.count("observed"),
+            written=ledger.count("written"),
+            dropped=ledger.counts_of("dropped"),
+            retired_rows=retired.count("rows") if retired else 0,
+            retired_bytes=retired.count("bytes") if retired else 0,
+            suspect=ledger.count("suspect"),
+        )
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(self.dropped.values())
+
+    @property
+    def num_missing(self) -> int:
+        """Rows that were numbered and are neither written nor counted as dropped."""
+        return self.observed - self.written - self.num_dropped
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether no more was removed than was ever written."""
+        return self.retired_rows <= self.written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedFrom:
+    """Of which run a merged one is."""
+
+    run_id: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunManifest:
+    """`_run.json`."""
+
+    version: tuple[int, int] = FORMAT_VERSION
+    """Major and minor of the format."""
+    run_id: str | None = None
+    name: str | None = None
+    """What people call the run; None where it has no name, or what is none."""
+    world_size: int | None = None
+    """Ranks that the run was started with, where it says so."""
+    created_ns: int | None = None
+    merged_from: MergedFrom | None = None
+    """None unless it is the output of a merge."""
+    members: Mapping[str, Any] = field(default_factory=dict)
+    """All that it says, also what no field holds."""
+    problems: tuple[str, ...] = ()
+    """Members that are something else than they should be; a sentence each."""
+
+    @classmethod
+    def read(cls, raw: dict[str, Any]) -> RunManifest:
+        """From an object of unknown origin; `check_version` judges whether it is a manifest of ours at all."""
+        problems: list[str] = []
+        found = Members(raw, problems)
+        name, source = found.optional_text("name"), found.inner("merged_from")
+        match raw.get("version"):
+            case [int(major), int(minor)]:
+                version = major, minor
+            case _:
+                version = FORMAT_VERSION
+        return cls(
+            version=version,
+            run_id=_printable(found.optional_text("run_id")),
+            name=name if name is not None and RUN_NAME.fullmatch(name) else None,
+            world_size=found.optional_count("world_size") or None,
+            created_ns=found.optional_count("created_ns"),
+            merged_from=None if source is None else MergedFrom(run_id=source.text("run_id"), path=source.text("path")),
+            members=raw,
+            problems=tuple(problems),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lifetime:
+    """What a writer's manifest and its status both say: which process it is, and how far it has come."""
+
+    writer: str = ""
+    """Its name, as it gives it."""
+    attempt: int = 0
+    state: str = ""
+    """``recording``, ``closed``, or ``failed`` where its thread has given up."""
+    host: str = ""
+    pid: int = 0
+    process: str | None = None
+    """Which process of that number."""
+    started_ns: int = 0
+
+    @classmethod
+    def read(cls, raw: dict[str, Any]) -> Lifetime:
+        return Lifetime(**_lifetime(Members(raw)))
+
+    @property
+    def is_running(self) -> bool | None:
+        """Whether its process still runs; None where that cannot be told from here."""
+        return runs(self.host, self.pid, self.process)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A setting that was in force, and who gave it."""
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What the recorder itself had to say."""
+
+    kind: str
+    message: str
+    members: Mapping[str, Any]
+    """All of it, also what no field holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetiredEarlier:
+    """What a writer has deleted of an earlier one of its rank."""
+
+    shards: Mapping[str, Balance]
+    """By the sealed names of shards, how much they held as `retired_rows` and `retired_bytes`."""
+    balance: Balance
+    """The earlier one's accounts, where a deleted shard held the newest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedWriter:
+    """In a merged run, what is left of a writer that it was merged from."""
+
+    rank: int | None
+    writer: str
+    state: str
+    ending: str
+    balance: Balance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterManifest(Lifetime):
+    """`_writer.json`. Without an argument it is that of a writer which has not yet said anything."""
+
+    run_id: str | None = None
+    local_rank: int | None = None
+    node_rank: int | None = None
+    world_size: int = 0
+    """Of its launch; 0 where it does not say."""
+    step_source: str | None = None
+    balance: Balance = field(default_factory=Balance)
+    retired_earlier: Mapping[str, RetiredEarlier] = field(default_factory=dict)
+    """By the name of an earlier writer."""
+    restarted: str = ""
+    """The error after which the writer began anew; empty where it did not."""
+    roots: tuple[Root, ...] = ()
+    rules: tuple[str, ...] = ()
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of the package, of Python and of torch."""
+    events: tuple[Event, ...] = ()
+    autoload: bool = False
+    """Whether the environment asked for the recording, and not the program."""
+    merged_writers: tuple[MergedWriter, ...] = ()
+    members: Mapping[str, Any] = field(default_factory=dict)
+    """All that it says, also what no field holds, for whoever writes it again; empty where there is no manifest."""
+    problems: tuple[str, ...] = ()
+    """Members that are something else than they should be; a sentence each."""
+
+    @classmethod
+    def read(cls, raw: dict[str, Any], shared: Shared | None = None) -> WriterManifest:
+        """From an object of unknown origin; `check_version` judges whether it is a manifest of ours at all.
+
+        Args:
+            raw: the object; it is the manifest's own from now on.
+            shared: holds what manifests of one run say alike.
+        """
+        shared = shared or Shared()
+        for key, value in raw.items():
+            if isinstance(value, dict | list):
+                raw[key] = shared.once(key, value)
+        problems: list[str] = []
+        found = Members(raw, problems)
+        roots, wrong = shared.made(raw.get("roots"), lambda: _roots(raw))
+        earlier = found.all_inner("retired_earlier")
+        settings = found.all_inner("settings")
+        return cls(
+            **_lifetime(found),
+            run_id=_printable(found.optional_text("run_id")),
+            local_rank=found.optional_count("local_rank"),
+            node_rank=found.optional_count("node_rank"),
+            world_size=found.count("world_size"),
+            step_source=found.optional_text("step_source"),
+            balance=Balance.read(found.inner("ledger")),
+            retired_earlier={name: _retired_earlier(one) for name, one in earlier.items()},
+            restarted=found.text("restarted"),
+            roots=roots,
+            rules=found.texts("rules"),
+            settings={
+                name: Setting(value=one.raw.get("value"), source=one.text("source")) for name, one in settings.items()
+            },
+            versions=found.texts_of("versions"),
+            events=tuple(
+                Event(kind=one.text("kind"), message=one.text("message"), members=one.raw)
+                for one in found.list_inner("events")
+            ),
+            autoload=found.flag("autoload"),
+            merged_writers=tuple(map(_merged_writer, found.list_inner("merged_writers"))),
+            members=raw,
+            problems=(*problems, *wrong),
+        )
+
+    def whole_setting(self, name: str) -> int:
+        """The value of a setting that is a whole number; 0 where it is none."""
+        value = self.settings[name].value if name in self.settings else 0
+        return value if type(value) is int else 0
+
+
+def check_version(raw: Mapping[str, Any], where: str) -> None:
+    """See that a manifest is ours and of a major version that this package reads.
+
+    Raises:
+        NotARunError: the manifest is of another format.
+        UnsupportedError: it is of another major version.
+    """
+    if raw.get("format") != FORMAT_NAME:
+        raise NotARunError(f"{where}: its format is {raw.get('format')!r}, expected {FORMAT_NAME!r}")
+    match raw.get("version"):
+        case [int(major), int(minor)]:
+            if major != FORMAT_VERSION[0]:
+                raise UnsupportedError(
+                    f"{where}: format version {major}.{minor}, but this reader knows {FORMAT_VERSION[0]}.x; upgrade it"
+                )
+        case version:
+            raise CorruptError(f"{where}: version is {version!r}, expected [major, minor]")
+
+
+def _lifetime(found: Members) -> dict[str, Any]:
+    return {
+        "writer": found.text("writer"),
+        "attempt": found.count("attempt"),
+        "state": found.text("state"),
+        "host": found.text("host"),
+        "pid": found.count("pid"),
+        "process": found.optional_text("process"),
+        "started_ns": found.count("started_ns"),
+    }
+
+
+def _roots(raw: dict[str, Any]) -> tuple[tuple[Root, ...], list[str]]:
+    problems: list[str] = []
+    return tuple(map(Root.read, Members(raw, problems).list_inner("roots"))), problems
+
+
+def _retired_earlier(found: Members) -> RetiredEarlier:
+    shards = found.all_inner("shards")
+    return RetiredEarlier(
+        shards={
+            name: Balance(retired_rows=one.count("rows"), retired_bytes=one.count("bytes"))
+            for name, one in shards.items()
+        },
+        balance=Balance.read(found.inner("ledger")),
+    )
+
+
+def _merged_writer(found: Members) -> MergedWriter:
+    return MergedWriter(
+        rank=found.optional_count("rank"),
+        writer=found.text("writer"),
+        state=found.text("state"),
+        ending=found.text("ending"),
+        balance=Balance.read(found),
+    )
+
+
+def _printable(text: str | None) -> str | None:
+    """A text without halves of characters, which JSON may hold and UTF-8 may not."""
+    return None if text is None else text.encode(errors="backslashreplace").decode()

@@ -1,0 +1,179 @@
+"""How the statistics of parts make those of the whole: of a tensor's pieces, or of rows of chunks, ranks and steps.
+
+Which columns add, and of which the least or the greatest counts, the registry says (`Combine`); the formulae of
+`Combine.MOMENTS` stand here. Means and spreads are exact to rounding, also where the spread is far below the mean:
+Chan, Golub, LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979. Never reads
+elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..records import Measured
+from .schema import STATISTIC_COLUMNS, STATISTICS, Combine
+
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+Integers = npt.NDArray[np.int64]
+_JOIN = {Combine.SUM: np.add, Combine.MIN: np.minimum, Combine.MAX: np.maximum}
+_OF_NONE = {Combine.SUM: 0.0, Combine.MIN: math.inf, Combine.MAX: -math.inf}
+"""What a row without values gives."""
+_NEEDS = {"mean": ("sum",), "std": ("sum", "mean"), "l2": ("sum_sq",)}
+"""What else a statistic is made of: where a row lacks that, the group has no such statistic."""
+
+
+class InTheMaking(Protocol):
+    """Statistics of one tensor in the making, in Python or as the compiled loops have them."""
+
+    count: int
+    """Of the finite values, as all that follows but the counts."""
+    mean: float
+    deviations: float
+    """The sum of the squared differences from the mean."""
+    sum: float
+    sum_sq: float
+    sum_abs: float
+    sum_fourth: float
+    min: float
+    max: float
+    nan_count: int
+    inf_count: int
+    zero_count: int
+
+
+class Moments:
+    """The statistics of a tensor, put together from those of its pieces, one after the other."""
+
+    def __init__(self) -> None:
+        self.count = self.nan_count = self.inf_count = self.zero_count = 0
+        self.mean = self.deviations = self.sum = self.sum_sq = self.sum_abs = self.sum_fourth = 0.0
+        self.min, self.max = math.inf, -math.inf
+
+    def merge(
+        self,
+        count: int,
+        low: float,
+        high: float,
+        total: float,
+        deviations: float,
+        sum_abs: float,
+        sum_fourth: float,
+    ) -> None:
+        """Take in the finite values of a piece, of which there is at least one.
+
+        Args:
+            count: how many.
+            low: the least.
+            high: the greatest.
+            total: their sum.
+            deviations: the sum of the squared differences from their own mean.
+            sum_abs: the sum of their magnitudes.
+            sum_fourth: the sum of their fourth powers.
+        """
+        self.min, self.max = min(self.min, low), max(self.max, high)
+        mean = total / count
+        away = mean - self.mean
+        all_count = self.count + count
+        self.deviations += deviations + away * away * (self.count * count / all_count)
+        self.mean += away * (count / all_count)
+        self.count = all_count
+        self.sum += total
+        self.sum_sq += deviations + mean * mean * count
+        self.sum_abs += sum_abs
+        self.sum_fourth += sum_fourth
+
+
+def measured(moments: InTheMaking, fingerprint: int | None = None) -> Measured:
+    """The statistics of a tensor, once all its pieces are in."""
+    count = moments.count
+    if not count:
+        return Measured(
+            nan_count=moments.nan_count,
+            inf_count=moments.inf_count,
+            zero_count=moments.zero_count,
+            fingerprint=fingerprint,
+        )
+    # Which of two zeros is the lesser depends on the processor; of the statistics none is -0.0.
+    low, high, total, sum_sq = moments.min + 0.0, moments.max + 0.0, moments.sum, moments.sum_sq
+    if low == high:  # a constant tensor has exactly its value as mean, and no spread; rounding would say 1e-18
+        mean, std = low, 0.0
+    else:
+        mean, std = total / count, math.sqrt(moments.deviations / count)
+    l2 = math.sqrt(sum_sq)
+    # Infinities of both signs met where one is NaN: what overflowed is not a missing value.
+    return Measured(
+        mean if mean == mean else math.inf,
+        std if std == std else math.inf,
+        low,
+        high,
+        max(0.0 - low, high),
+        l2 if l2 == l2 else math.inf,
+        total if total == total else math.inf,
+        sum_sq if sum_sq == sum_sq else math.inf,
+        moments.sum_abs,
+        moments.sum_fourth,
+        nan_count=moments.nan_count,
+        inf_count=moments.inf_count,
+        zero_count=moments.zero_count,
+        fingerprint=fingerprint,
+    )
+
+
+def join(how: Combine, values: npt.NDArray[Any], starts: Integers, has_values: Flags | None = None) -> Any:
+    """A column of groups from that of their rows.
+
+    Args:
+        how: `SUM`, `MIN` or `MAX`.
+        values: of the rows, group by group. Further axes are those of a row's own list, and are joined place by place.
+        starts: where each group begins; each has a row.
+        has_values: which rows count; without, all do.
+    """
+    if has_values is not None:
+        values = np.where(has_values.reshape(-1, *(1,) * (values.ndim - 1)), values, _OF_NONE[how])
+    return _JOIN[how].reduceat(values, starts, axis=0) if len(starts) else values[:0]
+
+
+def merge(
+    rows: Mapping[str, Floats], num_finite: npt.NDArray[Any], has_values: Flags, starts: Integers
+) -> dict[str, Floats]:
+    """The statistics of groups of rows that share no element.
+
+    Args:
+        rows: each statistic of all rows, group by group; NaN for null.
+        num_finite: finite elements of each row.
+        has_values: the rows with finite elements that count.
+        starts: where each group begins; each has a row.
+
+    Returns:
+        Each statistic of every group; NaN for null: where no row counts, or one that does lacks it. What overflowed is
+        infinite, as in a row.
+    """
+    with np.errstate(all="ignore"):
+        found: dict[str, Floats] = {
+            one.name: join(one.combine, rows[one.name], starts, has_values)
+            for one in STATISTIC_COLUMNS
+            if one.combine in _JOIN
+        }
+        count = join(Combine.SUM, num_finite, starts, has_values)
+        is_constant = found["min"] == found["max"]
+        mean = np.where(is_constant, found["min"], found["sum"] / count)
+        away = rows["mean"] - np.repeat(mean, np.diff(np.append(starts, len(num_finite))))
+        deviations = join(Combine.SUM, num_finite * (rows["std"] ** 2 + away**2), starts, has_values)
+        found["mean"] = mean
+        found["std"] = np.where(is_constant, 0.0, np.sqrt(deviations / count))
+        found["l2"] = np.sqrt(found["sum_sq"])
+    lacks = {name: _any(has_values & np.isnan(rows[name]), starts) for name in STATISTICS}
+    for name, values in found.items():
+        is_null = np.logical_or.reduce([count == 0, lacks[name], *(lacks[other] for other in _NEEDS.get(name, ()))])
+        found[name] = np.where(is_null, np.nan, np.where(np.isnan(values), math.inf, values))
+    return found
+
+
+def _any(flags: Flags, starts: Integers) -> Flags:
+    return np.asarray(np.logical_or.reduceat(flags, starts) if len(starts) else flags[:0])

@@ -1,0 +1,287 @@
+"""Counts how many values of a tensor have which sign and which power of two; see "Histogram" in FORMAT.md.
+
+The bins are the same for every element type. So histograms add up over chunks, ranks, steps and runs.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import CorruptError
+from ...records import Measured
+from ..dtypes import ITEM_BYTES, numpy_dtype
+from ..schema import MAX_COUNT
+
+Counts = npt.NDArray[np.int64]
+_Bins = npt.NDArray[np.uint64]
+_HEAD = struct.Struct("<BBh")
+"""Bytes of a count, 0, and the exponent of the first bin."""
+_LOWEST, _HIGHEST = -1074, 1023
+_SUBNORMAL = {-127: -149, -1023: -1074}
+"""Bins that hold the subnormal values of an element type, and the exponent of the least of these."""
+_NO_COUNTS = np.zeros(2, np.int64)
+_TYPES = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
+
+
+class Bounds(NamedTuple):
+    """Between which numbers, both included, a value lies."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Histogram:
+    """Counts of values by sign and exponent. Two of them add up to that of all their values."""
+
+    first: int = 0
+    """The exponent of the first bin."""
+    counts: Counts = field(default_factory=lambda: np.zeros((2, 0), np.int64))
+    """Shape (2, bins): of the negative values, and of the positive ones, with 2^exponent <= |x| < 2^(exponent + 1)."""
+    infinite: Counts = field(default_factory=_NO_COUNTS.copy)
+    """Shape (2,): how many values are infinite, of either sign."""
+    zero_count: int = 0
+    nan_count: int = 0
+    min: float | None = None
+    """The least finite value, where it is known."""
+    max: float | None = None
+
+    @property
+    def exponents(self) -> Counts:
+        """Of each bin, in their order."""
+        return np.arange(self.first, self.first + self.counts.shape[1])
+
+    @property
+    def num_values(self) -> int:
+        """How many values there are but NaN."""
+        return int(self.counts.sum() + self.infinite.sum()) + self.zero_count
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Histogram) and (
+            (self.to_bytes(), self.zero_count, self.nan_count, self.min, self.max)
+            == (other.to_bytes(), other.zero_count, other.nan_count, other.min, other.max)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        """A line for each bin, for people."""
+        lines = [f"{'exponent':>8} {'negative':>10} {'positive':>10}"]
+        for exponent, negative, positive in zip(self.exponents.tolist(), *self.counts.tolist(), strict=True):
+            lines.append(f"{exponent:8} {negative:10} {positive:10}")
+        below, above = self.infinite.tolist()
+        rest = {"zero": self.zero_count, "NaN": self.nan_count, "-inf": below, "inf": above}
+        return "\n".join([*lines, ", ".join(f"{name}: {number}" for name, number in rest.items())])
+
+    def __add__(self, other: Histogram) -> Histogram:
+        """That of the values of both."""
+        own = [one for one in (self, other) if one.counts.size]
+        first = min((one.first for one in own), default=0)
+        counts = np.zeros((2, max((one.first + one.counts.shape[1] for one in own), default=first) - first), np.int64)
+        for one in own:
+            counts[:, one.first - first : one.first - first + one.counts.shape[1]] += one.counts
+        lows, highs = ([x for x in pair if x is not None] for pair in ((self.min, other.min), (self.max, other.max)))
+        return Histogram(
+            first=first,
+            counts=counts,
+            infinite=self.infinite + other.infinite,
+            zero_count=self.zero_count + other.zero_count,
+            nan_count=self.nan_count + other.nan_count,
+            min=min(lows, default=None) if self._knows_range and other._knows_range else None,
+            max=max(highs, default=None) if self._knows_range and other._knows_range else None,
+        )
+
+    @property
+    def _knows_range(self) -> bool:
+        return self.min is not None or not (self.zero_count or self.counts.any())
+
+    def scaled(self, factor: float) -> Histogram | None:
+        """That of the values times a factor; None where the factor is no power of two, so that bins would mix."""
+        power, exponent = math.frexp(abs(factor))
+        shifted = self.first + exponent - 1
+        is_inside = not self.counts.size or (shifted >= _LOWEST and shifted + self.counts.shape[1] - 1 <= _HIGHEST)
+        if power != 0.5 or not is_inside:
+            return None
+        flip = -1 if factor < 0 else 1
+        ends = [None if x is None else x * factor for x in (self.min, self.max)][::flip]
+        return replace(
+            self,
+            first=shifted if self.counts.size else 0,
+            counts=self.counts[::flip],
+            infinite=self.infinite[::flip],
+            min=ends[0],
+            max=ends[1],
+        )
+
+    def quantile(self, q: float) -> Bounds:
+        """Between which numbers the quantile lies, NaN left out; 0.5 is the lower median.
+
+        Raises:
+            ValueError: there is no value, or `q` is not between 0 and 1.
+        """
+        if not 0 <= q <= 1:
+            raise ValueError(f"q = {q}: expected a number from 0 to 1")
+        if not self.num_values:
+            raise ValueError("a histogram without values has no quantiles")
+        at = math.floor(q * (self.num_values - 1))
+        for bounds, count in self._ascending():
+            at -= count
+            if at < 0:
+                return self._clipped(bounds)
+        raise AssertionError("the counts do not add up")
+
+    def _ascending(self) -> Iterable[tuple[Bounds, int]]:
+        """Each bin from the least values to the greatest, with its count."""
+        negative, positive = self.counts.tolist()
+        of_bins = list(map(_bounds, self.exponents.tolist()))
+        yield Bounds(-math.inf, -math.inf), int(self.infinite[0])
+        for bounds, count in zip(reversed(of_bins), reversed(negative), strict=True):
+            yield Bounds(-bounds.high, -bounds.low), count
+        yield Bounds(0.0, 0.0), self.zero_count
+        yield from zip(of_bins, positive, strict=True)
+        yield Bounds(math.inf, math.inf), int(self.infinite[1])
+
+    def _clipped(self, bounds: Bounds) -> Bounds:
+        if self.min is None or self.max is None or math.isinf(bounds.low):
+            return bounds
+        return Bounds(max(bounds.low, self.min), min(bounds.high, self.max))
+
+    def rebinned(self, edges: Sequence[float]) -> npt.NDArray[np.float64]:
+        """Finite values between each two edges, for drawing: those of a bin are taken to be spread evenly over it.
+
+        Args:
+            edges: ascending; at least two.
+        """
+        at = np.asarray(edges, np.float64)
+        if at.ndim != 1 or len(at) < 2 or not (np.diff(at) > 0).all():
+            raise ValueError("edges: expected at least two ascending numbers")
+        found = np.zeros(len(at) - 1)
+        for whole, count in self._ascending():
+            if not count or math.isinf(whole.low):
+                continue
+            bounds = self._clipped(whole)
+            if bounds.low == bounds.high:
+                place = int(np.searchsorted(at, bounds.low, side="right")) - 1
+                place -= place == len(found) and bounds.low == at[-1]
+                if 0 <= place < len(found):
+                    found[place] += count
+            else:
+                inside = np.clip(at, bounds.low, bounds.high)
+                found += count * (np.diff(inside / 2) / (bounds.high / 2 - bounds.low / 2))
+        return found
+
+    def to_bytes(self) -> bytes:
+        """As the column has it: the shortest form, so that equal histograms have equal bytes."""
+        return _packed(self.first, self.counts[0], self.counts[1], self.infinite)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, zero_count: int = 0, nan_count: int = 0) -> Histogram:
+        """That of a row.
+
+        Args:
+            data: the column `histogram`.
+            zero_count: the column of that name.
+            nan_count: the column of that name.
+
+        Raises:
+            CorruptError: the bytes are none.
+        """
+        if len(data) < _HEAD.size:
+            raise CorruptError(f"a histogram has {len(data)} bytes: expected at least {_HEAD.size}")
+        width, layout, first = _HEAD.unpack_from(data)
+        num_bytes = len(data) - _HEAD.size
+        if width not in (1, 2, 4, 8) or layout or num_bytes % (2 * width) or num_bytes < 2 * width:
+            raise CorruptError(f"a histogram of {len(data)} bytes begins with {width}, {layout}: this is none")
+        numbers = np.frombuffer(data, f"<u{width}", offset=_HEAD.size).astype(np.int64)
+        num_bins = len(numbers) // 2 - 1
+        is_inside = not num_bins or _LOWEST <= first <= _HIGHEST + 1 - num_bins
+        if ((numbers < 0) | (numbers >= MAX_COUNT)).any() or not is_inside:
+            raise CorruptError(f"a histogram of {num_bins} bins from exponent {first} on: these are none")
+        return cls(
+            first=first if num_bins else 0,
+            counts=numbers[2:].reshape(2, num_bins),
+            infinite=numbers[:2],
+            zero_count=zero_count,
+            nan_count=nan_count,
+        )
+
+
+def added(histograms: Iterable[Histogram]) -> Histogram:
+    """That of all values of several."""
+    found = Histogram()
+    for one in histograms:
+        found = found + one
+    return found
+
+
+def _packed(first: int, negative: Counts, positive: Counts, infinite: Counts) -> bytes:
+    (used,) = (negative | positive).nonzero()
+    begin, end = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
+    numbers = np.concatenate((infinite, negative[begin:end], positive[begin:end]))
+    width = _width_of(int(numbers.max()))
+    return _HEAD.pack(width, 0, first + begin if end else 0) + numbers.astype(_TYPES[width]).tobytes()
+
+
+def _width_of(number: int) -> int:
+    """Of how many bytes a whole number is."""
+    return 1 if number < 1 << 8 else 2 if number < 1 << 16 else 4 if number < 1 << 32 else 8
+
+
+def _bounds(exponent: int) -> Bounds:
+    """Of the magnitudes in a bin."""
+    return Bounds(math.ldexp(1.0, _SUBNORMAL.get(exponent, exponent)), _power(exponent + 1))
+
+
+def _power(exponent: int) -> float:
+    return math.ldexp(1.0, exponent) if exponent <= _HIGHEST else math.inf
+
+
+# How the writer counts: in an array of the element type's own, which the compiled loops fill as well.
+
+NUM_BINS = dict.fromkeys(("float32", "bfloat16", "float16"), 512) | {"float64": 4096}
+NUM_BINS |= dict.fromkeys(("int16", "uint16", "int32", "uint32", "int64", "uint64"), 256)
+BY_PATTERN = frozenset(name for name, size in ITEM_BYTES.items() if size == 1 and name != "float4_e2m1fn_x2")
+NUM_BINS |= dict.fromkeys(BY_PATTERN, 256)
+"""Entries of the array in which values are counted: of floats a half for each sign, by the bits of the exponent (those
+of float32, also for shorter floats); of integers a half for each sign, by the length in bits; of types of one byte one
+for each pattern."""
+
+
+def of_bins(dtype: str, bins: _Bins) -> bytes:
+    """The column, from the array in which the values were counted: zeros and NaN are not in it."""
+    if dtype in BY_PATTERN:
+        with np.errstate(all="ignore"):
+            codes = np.arange(256, dtype=np.uint8)
+            patterns = codes if dtype == "bool" else codes.view(numpy_dtype(dtype))
+            return _of_values(patterns.astype(np.float64), bins.astype(np.int64)).to_bytes()
+    positive, negative = bins.view(np.int64).reshape(2, -1)
+    if NUM_BINS[dtype] == 256:
+        return _packed(0, negative[1:65], positive[1:65], _NO_COUNTS)
+    bias = 1023 if dtype == "float64" else 127
+    return _packed(-bias, negative[:-1], positive[:-1], bins.view(np.int64)[:: -len(positive)])
+
+
+def _of_values(values: npt.NDArray[np.float64], times: Counts) -> Histogram:
+    """That of a few values, each so many times; float64 is exact for them."""
+    counts, infinite = np.zeros((2, 256), np.int64), np.zeros(2, np.int64)
+    is_positive = (values > 0).astype(np.int64)
+    np.add.at(infinite, is_positive[np.isinf(values)], times[np.isinf(values)])
+    is_counted = np.isfinite(values) & (values != 0)
+    exponents = np.frexp(values[is_counted])[1] - 1
+    np.add.at(counts, (is_positive[is_counted], exponents + 128), times[is_counted])
+    return Histogram(first=-128, counts=counts, infinite=infinite)
+
+
+def of_row(measured: Measured) -> Histogram | None:
+    """That of what was measured; None where there is none."""
+    if measured.histogram is None:
+        return None
+    counts = {"zero_count": measured.zero_count or 0, "nan_count": measured.nan_count or 0}
+    return replace(Histogram.from_bytes(measured.histogram, **counts), min=measured.min, max=measured.max)

@@ -1,0 +1,172 @@
+"""What `_writer.json` says of outermost modules: their modules, and how ranks share the work on them. Knows no rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..sites import SITE_OF, Expected, values_of
+from .members import Members
+
+MAX_RANKS = 1 << 14
+_MAX_RANK = 1 << 24
+MAX_STAGES = 1 << 14
+_NEVER = 1 << 62
+
+
+class Stage(NamedTuple):
+    """A part of a model that runs one after the others."""
+
+    number: int
+    num_stages: int
+
+    def is_between(self, module_path: str, site: str) -> bool:
+        """Whether a value comes from another stage or goes to one, and is no input or output of the model."""
+        if module_path:
+            return False
+        is_first, is_last = self.number == 0, self.number == self.num_stages - 1
+        return not is_first if values_of(site) == "input" else not is_last and values_of(site) == "output"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelRanks:
+    """Ranks that share a root."""
+
+    ranks: tuple[int, ...]
+    """In their order; none where they cannot be ranks."""
+    kind: str = ""
+    """``ddp``, ``fsdp1`` or ``fsdp2``; empty of ranks that work on the same part of the batch."""
+    broadcast_buffers: bool | None = None
+    """Whether each forward begins with the first rank's buffers on all ranks; None where nothing says it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jitter:
+    """What the setting `jitter` has moved of a root."""
+
+    moved: tuple[str, ...]
+    """``inputs``, ``embeddings``, or nothing."""
+    eps: float
+    """By which share of its value an element was moved at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """One module below a root, as its writer describes it."""
+
+    path: str
+    class_name: str = ""
+    source: str = ""
+    """File and line of its class."""
+    sites: tuple[str, ...] = ()
+    """Those that a rule selects."""
+    params: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    """Further paths of it."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """For parameters with several names, by its own name the full one under which it is recorded."""
+    non_persistent: tuple[str, ...] = ()
+    """Buffers that no state dict has."""
+    foreign_hooks: tuple[str, ...] = ()
+    """Hooks of the program on it: when, name and place."""
+    hidden: str = ""
+    """Why hooks see no call of it; empty where they do."""
+    tapped: tuple[str, ...] = ()
+    """Sites at which graphs alone show it."""
+    has_dtensors: bool = False
+    """Whether it has parameters that are DTensors."""
+    is_compiled: bool = False
+    """Its hooks step aside."""
+    disarmed: Mapping[str, int] = field(default_factory=dict)
+    """By site, the step from which on its hooks were off, as they kept failing."""
+    members: Mapping[str, Any] = field(default_factory=dict)
+    """All that its writer says, also what no field holds, for whoever writes it again."""
+
+    @property
+    def has_values(self) -> bool:
+        """Whether what is selected can exist: a module without parameters has no gradients of them to record."""
+        kinds = {SITE_OF[site].expected for site in self.sites if site in SITE_OF}
+        has_state = (Expected.PARAMETER in kinds and self.params) or (Expected.BUFFER in kinds and self.buffers)
+        return bool(Expected.CALL in kinds or has_state)
+
+    @classmethod
+    def read(cls, found: Members) -> Module:
+        raw = found.raw
+        disarmed = {}
+        if "disarmed" in raw and (inner := found.inner("disarmed")) is not None:
+            disarmed = {site: step for site in list(inner.raw) if (step := inner.optional_count(site)) is not None}
+        return cls(
+            path=found.text("path"),
+            class_name=found.text("class"),
+            source=found.text("source"),
+            sites=found.texts("sites"),
+            params=found.texts("params"),
+            buffers=found.texts("buffers"),
+            aliases=found.texts("aliases"),
+            tied=found.texts_of("tied") if "tied" in raw else {},
+            non_persistent=found.texts("non_persistent"),
+            foreign_hooks=found.texts("foreign_hooks"),
+            hidden=found.text("hidden"),
+            tapped=found.texts("tapped"),
+            has_dtensors=found.flag("dtensor"),
+            is_compiled=found.flag("compiled"),
+            disarmed={site: step for site, step in disarmed.items() if step < _NEVER},
+            members=raw,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Root:
+    """One outermost module."""
+
+    name: str
+    class_name: str = ""
+    modules: tuple[Module, ...] = ()
+    data_parallel: ParallelRanks | None = None
+    """Those that have other parts of the batch; None without a wrapper."""
+    model_parallel: ParallelRanks | None = None
+    """Those that work on the same part of the batch; None where nothing tells of any."""
+    stage: Stage | None = None
+    """Which part of a pipeline it is; None where it is none."""
+    unshared: Mapping[str, str] = field(default_factory=dict)
+    """Parameters that each rank has for itself, by full name, and why."""
+    jitter: Jitter | None = None
+    members: Mapping[str, Any] = field(default_factory=dict)
+    """All that its writer says, also what no field holds, for whoever writes it again."""
+
+    @classmethod
+    def read(cls, found: Members) -> Root:
+        jitter = found.inner("jitter")
+        unshared = found.inner("unshared")
+        return cls(
+            name=found.text("name"),
+            class_name=found.text("class"),
+            modules=tuple(map(Module.read, found.list_inner("modules"))),
+            data_parallel=_ranks(found.inner("data_parallel")),
+            model_parallel=_ranks(found.inner("model_parallel")),
+            stage=_stage(found.inner("pipeline")),
+            unshared={} if unshared is None else {name: unshared.text(name) for name in list(unshared.raw)},
+            jitter=None if jitter is None else Jitter(moved=jitter.texts("moved"), eps=jitter.number("eps", below=1)),
+            members=found.raw,
+        )
+
+
+def _ranks(found: Members | None) -> ParallelRanks | None:
+    if found is None:
+        return None
+    return ParallelRanks(
+        ranks=found.ranks("ranks", MAX_RANKS, _MAX_RANK),
+        kind=found.text("kind"),
+        broadcast_buffers=found.optional_flag("broadcast_buffers"),
+    )
+
+
+def _stage(found: Members | None) -> Stage | None:
+    if found is None:
+        return None
+    number, num_stages = found.optional_count("stage"), found.optional_count("num_stages")
+    if number is None or num_stages is None or not number < num_stages <= MAX_STAGES:
+        return None
+    return Stage(number, num_stages)

@@ -1,0 +1,1 @@
+"""Values by their plans: payloads, global rows and their statistics."""

@@ -1,0 +1,361 @@
+"""The payload of a global tensor: rows of several ranks, by their plan, to parts of one.
+
+Must never decode where frames can be laid side by side, and never hold more than a few parts at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ... import native
+from ...config import is_native_wanted
+from ...errors import CorruptError, RunError
+from ...format.codec import Encoder, Payload, check_size, concatenate, decode, max_encoded_bytes
+from ...format.dtypes import item_bytes, numpy_dtype
+from ...layout.assemble import Items, Source, assemble
+from ...layout.plans import Fill, Plan
+from ...layout.regions import Ints
+from ...read.decode import parse_shape
+from ...read.metadata import NONE, MetadataRows, Positions
+from ...read.payload import Payloads
+from ...records import PART_BYTES
+
+_CACHE_BYTES = 512 << 20
+"""Decoded parts kept at once: one of each rank, where a tensor is cut along an inner dim."""
+
+_BLOCK_ITEMS = 1 << 15
+"""Elements computed together: in float64 they stay in the cache, and memory does not grow with the tensor."""
+
+
+class PayloadPart(NamedTuple):
+    """A row's worth of a tensor's payload."""
+
+    encoding: str
+    data: list[memoryview]
+    """To be laid end to end."""
+    payload_bytes: int
+    flat_offset: int
+    """First element in the flattened tensor."""
+
+
+class Tensor(NamedTuple):
+    """A recorded local tensor: its rows and what they hold."""
+
+    dtype: str
+    shape: Ints
+    positions: tuple[int, ...]
+    """Of its parts, in order."""
+    ends: tuple[int, ...]
+    """Elements of the flattened tensor up to the end of each part."""
+
+
+class Assembler:
+    """Payloads of values, of some loaded rows. Not thread-safe."""
+
+    def __init__(self, rows: MetadataRows, payloads: Payloads) -> None:
+        self._rows = rows
+        self._payloads = payloads
+        self._tensors: dict[int, Tensor | None] = {}
+        self._decoded: OrderedDict[int, npt.NDArray[np.uint8]] = OrderedDict()
+        self._encoder = Encoder("auto", kernels=native.load(is_native_wanted()))
+        self._further = self._find_further_parts()
+
+    def tensor(self, position: int) -> Tensor | None:
+        """The local tensor whose part 0 is at a position; None where some of its payload was not recorded."""
+        if position not in self._tensors:
+            self._tensors[position] = self._find_tensor(position)
+        return self._tensors[position]
+
+    def has_payload(self, plan: Plan, positions: Sequence[int]) -> bool:
+        """Whether every chunk that goes into a value has its values."""
+        return plan.is_complete and all(
+            self.tensor(self._held(plan, positions, term.chunk)) is not None
+            for fill in plan.fills
+            for term in fill.terms
+        )
+
+    def _held(self, plan: Plan, positions: Sequence[int], chunk: int) -> int:
+        """The row of a chunk; of a replica whose values were not recorded, that of another one that has them."""
+        if self.tensor(positions[chunk]) is None:
+            for copies in plan.copies:
+                if copies[0] == chunk:
+                    return next(
+                        (positions[i] for i in copies if self.tensor(positions[i]) is not None), positions[chunk]
+                    )
+        return positions[chunk]
+
+    def dtype(self, plan: Plan, positions: Sequence[int]) -> str:
+        """Of the global tensor."""
+        return plan.dtype or self._rows.text("dtype", positions[0]) or ""
+
+    def array(self, plan: Plan, positions: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """All bytes of a global tensor, little-endian, in C order."""
+        dtype = self.dtype(plan, positions)
+        self._check_claims(plan, positions)
+        out = np.empty(math.prod(plan.global_shape) * item_bytes(dtype), np.uint8)
+        self._fill(out.view(_items(dtype)), 0, plan, positions, dtype)
+        return out
+
+    def local(self, position: int) -> npt.NDArray[np.uint8]:
+        """All bytes of a rank's own tensor."""
+        chunks = [self._decode(part) for part in self._whole(position).positions]
+        return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+
+    def local_parts(self, position: int) -> Iterator[PayloadPart]:
+        """The payload of a rank's own tensor as it is."""
+        tensor = self._whole(position)
+        for part, start in zip(tensor.positions, (0, *tensor.ends), strict=False):
+            found = self._payloads.encoded(part)
+            yield PayloadPart(found.encoding, [memoryview(found.data)], found.payload_bytes, start)
+
+    def parts(self, plan: Plan, positions: Sequence[int]) -> Iterator[PayloadPart]:
+        """The payload of a global tensor, part by part."""
+        in_order = _as_runs(plan)
+        if in_order is None:
+            self._payloads.prepare(self._sources(plan, positions))
+            yield from self._computed(plan, positions, 0, math.prod(plan.global_shape))
+            return
+        chunks = [self.tensor(self._held(plan, positions, fill.terms[0].chunk)) for fill in in_order]
+        sources = [position for tensor in chunks if tensor is not None for position in tensor.positions]
+        self._payloads.prepare(sources)
+        width = item_bytes(self.dtype(plan, positions))
+        start, waiting = 0, list[Payload]()
+        for position in sources:
+            payload = self._payloads.encoded(position)
+            if waiting and _num_bytes(waiting) + payload.payload_bytes > PART_BYTES:
+                yield from self._joined(waiting, start, width)
+                start, waiting = start + _num_bytes(waiting) // width, []
+            waiting.append(payload)
+        if waiting:
+            yield from self._joined(waiting, start, width)
+
+    def _joined(self, payloads: list[Payload], start: int, width: int) -> Iterator[PayloadPart]:
+        num_bytes = _num_bytes(payloads)
+        joined = concatenate(payloads, width)
+        if joined is None:
+            data = np.concatenate([decode(p.encoding, p.data, p.payload_bytes, width) for p in payloads])
+            yield self._encoded(data, width, start)
+        else:
+            yield PayloadPart(joined[0], joined[1], num_bytes, start)
+
+    def _computed(self, plan: Plan, positions: Sequence[int], start: int, stop: int) -> Iterator[PayloadPart]:
+        dtype = self.dtype(plan, positions)
+        width = item_bytes(dtype)
+        step = PART_BYTES // width
+        for low in range(start, max(stop, start + 1), step):
+            out = np.empty((min(stop, low + step) - low) * width, np.uint8)
+            self._fill(out.view(_items(dtype)), low, plan, positions, dtype)
+            yield self._encoded(out, width, low)
+
+    def _encoded(self, data: npt.NDArray[np.uint8], width: int, start: int) -> PayloadPart:
+        out = np.empty(max_encoded_bytes(len(data)), np.uint8)
+        encoding, num_bytes = self._encoder.encode(data, width, out)
+        return PayloadPart(encoding, [out[:num_bytes].data], len(data), start)
+
+    def _fill(self, out: Items, start: int, plan: Plan, positions: Sequence[int], dtype: str) -> None:
+        sources = []
+        for fill in plan.fills:
+            if fill.is_copy:
+                fetch = partial(self._fetch, self._held(plan, positions, fill.terms[0].chunk))
+            else:
+                fetch = partial(self._reduce, fill, plan.op, positions, dtype)
+            sources.append(Source(fill.region, fetch))
+        assemble(out, start, plan.global_shape, sources)
+
+    def _fetch(self, position: int, low: int, high: int) -> Items:
+        """Elements of a rank's flattened tensor."""
+        tensor = self._whole(position)
+        items = _items(tensor.dtype)
+        chunks, start = [], 0
+        for part, end in zip(tensor.positions, tensor.ends, strict=True):
+            if low < end and start < high:
+                data = self._decoded_part(part).view(items)
+                chunks.append(data[max(low - start, 0) : high - start])
+            start = end
+        return chunks[0] if len(chunks) == 1 else np.concatenate([*chunks, np.empty(0, items)])
+
+    def _reduce(self, fill: Fill, op: str, positions: Sequence[int], dtype: str, low: int, high: int) -> Items:
+        """Elements of a sum (or so) over ranks, computed in float64 and rounded once; whole numbers stay whole."""
+        terms = []
+        for chunk, factor in fill.terms:
+            tensor = self._whole(positions[chunk])
+            values = self._fetch(positions[chunk], low, high).view(numpy_dtype(tensor.dtype))
+            terms.append((values, tensor.dtype, factor))
+        out = np.empty(high - low, numpy_dtype(dtype))
+        is_exact = len(terms) == 1 and _is_exact_in_float32(terms[0][1], terms[0][2])
+        with np.errstate(all="ignore"):  # overflow gives inf, a signalling NaN becomes a quiet one
+            for start in range(0, len(out), _BLOCK_ITEMS):
+                total: npt.NDArray[Any] | None = None
+                for values, kind, factor in terms:
+                    block = values[start : start + _BLOCK_ITEMS]
+                    block = block.astype(np.float32) if is_exact else _widened(block, kind, is_scaled=factor != 1.0)
+                    if factor != 1.0:
+                        block *= factor
+                    total = block if total is None else _OPS[op](total, block)
+                assert total is not None
+                _put(out[start : start + _BLOCK_ITEMS], total)
+        return out.view(_items(dtype))
+
+    def _decoded_part(self, position: int) -> npt.NDArray[np.uint8]:
+        found = self._decoded.get(position)
+        if found is None:
+            found = self._decoded[position] = self._decode(position)
+            while len(self._decoded) > 1 and sum(map(len, self._decoded.values())) > _CACHE_BYTES:
+                self._decoded.popitem(last=False)
+        else:
+            self._decoded.move_to_end(position)
+        return found
+
+    def _check_claims(self, plan: Plan, positions: Sequence[int]) -> None:
+        """Before a whole tensor is allocated: its parts must hold what their rows say, by their frames' own headers.
+
+        Raises:
+            CorruptError: one of them does not.
+            UnsupportedError: nobody here can tell, as the encoding is unknown.
+        """
+        sources = self._sources(plan, positions)
+        self._payloads.prepare(sources)
+        for position in sources:
+            payload = self._payloads.encoded(position)
+            dtype = self._rows.text("dtype", position) or ""
+            try:
+                check_size(payload.encoding, payload.data, payload.payload_bytes, item_bytes(dtype))
+            except RunError as error:
+                raise type(error)(f"{self._where(position)}: {error}") from error
+
+    def _sources(self, plan: Plan, positions: Sequence[int]) -> list[int]:
+        """The rows that go into a value, in the order of its parts."""
+        terms = [term for fill in plan.fills for term in fill.terms]
+        return [
+            position for term in terms for position in self._whole(self._held(plan, positions, term.chunk)).positions
+        ]
+
+    def _decode(self, position: int) -> npt.NDArray[np.uint8]:
+        """The bytes of a part: as many as its metadata row promised, which an index may have said, not the shard."""
+        found = self._payloads.decoded(position)
+        if len(found) != self._rows.numbers("payload_bytes")[position]:
+            raise CorruptError(f"{self._where(position)}: its payload is not as long as its index says")
+        return found
+
+    def _whole(self, position: int) -> Tensor:
+        """The local tensor of a row.
+
+        Raises:
+            CorruptError: the rows of its parts do not make it up.
+        """
+        tensor = self.tensor(position)
+        if tensor is None:
+            raise CorruptError(f"{self._where(position)}: its parts are not all there, or contradict each other")
+        return tensor
+
+    def _where(self, position: int) -> str:
+        return f"{self._rows.shard_of(position)[0].path}, row seq={int(self._rows.numbers('seq')[position])}"
+
+    def forget(self) -> None:
+        """Drop decoded parts; the next value has none of them."""
+        self._decoded.clear()
+
+    def _find_further_parts(self) -> dict[tuple[int, int], list[int]]:
+        """Positions of parts above 0, by their writer and the seq of their part 0."""
+        rows = self._rows
+        parts = rows.numbers("part")
+        at: Positions = np.flatnonzero(parts > 0)
+        writers = rows.writer_numbers(at).tolist()
+        bases = (rows.numbers("seq")[at] - parts[at]).tolist()
+        found: dict[tuple[int, int], list[int]] = {}
+        for position, writer, base in zip(at.tolist(), writers, bases, strict=True):
+            found.setdefault((writer, base), []).append(position)
+        return found
+
+    def _find_tensor(self, position: int) -> Tensor | None:
+        rows = self._rows
+        num_bytes = int(rows.numbers("payload_bytes")[position])
+        if num_bytes == NONE:
+            return None
+        dtype, shape = rows.text("dtype", position) or "", parse_shape(rows.text("shape", position))
+        width, total = item_bytes(dtype), math.prod(shape)
+        positions, ends = [position], [num_bytes // width]
+        if ends[-1] < total:
+            writer = int(rows.writer_numbers(np.array([position]))[0])
+            further = self._further.get((writer, int(rows.numbers("seq")[position])), [])
+            for part in sorted(further, key=lambda at: int(rows.numbers("part")[at])):
+                if int(rows.numbers("part")[part]) != len(positions) or rows.numbers("payload_bytes")[part] == NONE:
+                    return None
+                positions.append(part)
+                ends.append(ends[-1] + int(rows.numbers("payload_bytes")[part]) // width)
+        if ends[-1] < total:
+            return None
+        if ends[-1] > total or num_bytes % width:
+            raise CorruptError(f"{self._where(position)}: payload and shape do not agree")
+        return Tensor(dtype, shape, tuple(positions), tuple(ends))
+
+
+_OPS: dict[str, Any] = {
+    "sum": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "product": np.multiply,
+}
+
+
+def _as_runs(plan: Plan) -> list[Fill] | None:
+    """The parts in order where the flattened tensor is nothing but their content end to end; else None."""
+    if not all(fill.is_copy for fill in plan.fills):
+        return None
+    runs = []
+    for fill in plan.fills:
+        run = fill.region.as_run(plan.global_shape)
+        if run is None:
+            return None
+        runs.append((run, fill))
+    runs.sort(key=lambda pair: pair[0])
+    end = 0
+    for (start, stop), _ in runs:
+        if start != end and start != stop:
+            return None
+        end = max(end, stop)
+    return [fill for _, fill in runs] if end == math.prod(plan.global_shape) else None
+
+
+def _is_exact_in_float32(dtype: str, factor: float) -> bool:
+    """Whether a product is what float64 would make of it: a power of two moves the exponent alone."""
+    return dtype in ("float32", "bfloat16", "float16") and math.frexp(factor)[0] == 0.5 and 2**-16 <= factor < 1
+
+
+def _widened(values: npt.NDArray[Any], dtype: str, *, is_scaled: bool) -> npt.NDArray[Any]:
+    if values.dtype.names:  # complex32 is a record of two halves
+        return values["real"].astype(np.float64) + 1j * values["imag"].astype(np.float64)
+    if dtype.startswith("complex"):
+        return values.astype(np.complex128)
+    if dtype.startswith(("float", "bfloat")) or is_scaled:
+        return values.astype(np.float64)
+    return values.astype(np.uint64 if dtype.startswith("uint") else np.int64)
+
+
+def _items(dtype: str) -> np.dtype[Any]:
+    """Elements as plain bits: copied, never computed with."""
+    width = item_bytes(dtype)
+    return np.dtype(f"<u{width}") if width <= 8 else np.dtype(f"V{width}")
+
+
+def _put(out: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+    if out.dtype.names:
+        out["real"], out["imag"] = values.real, values.imag
+    else:
+        out[...] = values
+
+
+def as_items(data: npt.NDArray[np.uint8], dtype: str) -> Items:
+    """Bytes as elements that can be compared: their bits."""
+    return data.view(_items(dtype))
+
+
+def _num_bytes(payloads: Sequence[Payload]) -> int:
+    return sum(payload.payload_bytes for payload in payloads)

@@ -1,0 +1,246 @@
+"""The columns of global rows: what a row of a whole tensor says where its ranks' rows say something else."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ...errors import CorruptError
+from ...format.dtypes import ITEM_BYTES, numpy_dtype
+from ...format.encodings import PLAIN
+from ...format.numbers.histogram import Histogram, added
+from ...format.schema import COLUMN_OF, COUNTS, DETAILS, NONFINITE, STATISTICS, Combine
+from ...layout.plans import Plan, Term
+from ...read import untrusted
+from ...read.metadata import MetadataRows
+from ..plan.planner import GlobalValue
+from .assembler import Assembler
+from .statistics import combine, combine_fingerprints
+
+NO_VALUES = "no_values"
+"""Member of a note: why a row has no values although ranks recorded some."""
+_MEANINGLESS = tuple(column for column in COLUMN_OF.values() if column.combine is Combine.NOTHING)
+"""Columns that say nothing of a tensor of the whole model."""
+
+
+class GlobalColumns:
+    """The columns in which global rows differ from their first chunk's."""
+
+    def __init__(self, metadata: MetadataRows, assembler: Assembler, values: Sequence[GlobalValue]) -> None:
+        self._metadata = metadata
+        self._assembler = assembler
+        self._values = values
+        self._positions = [value.positions for value in values]
+        self._no_histogram: dict[int, str] = {}
+        """By number of the value, why it has no histogram although its chunks have."""
+        self._plans: list[Plan] = [value.plan for value in values if isinstance(value.plan, Plan)]
+
+    def by_name(self) -> dict[str, list[Any]]:
+        values, plans = self._values, self._plans
+        own: dict[str, list[Any]] = {name: self._of_firsts(name) for name in ("dtype", "encoding", "note")}
+        dtypes = [plan.dtype or dtype for plan, dtype in zip(plans, own["dtype"], strict=True)]
+        has_values = [self._assembler.has_payload(*one) for one in zip(plans, self._positions, strict=True)]
+        encodings = [(own["encoding"][i] or PLAIN) if found else None for i, found in enumerate(has_values)]
+        numels = [math.prod(plan.global_shape) for plan in plans]
+        columns: dict[str, list[Any]] = {
+            **{column.name: [0 if column.is_required else None] * len(values) for column in _MEANINGLESS},
+            "dtype": dtypes,
+            "shape": [_sizes_text(plan.global_shape) for plan in plans],
+            "numel": numels,
+            "layout_source": [plan.source for plan in plans],
+            "scale": [plan.scale for plan in plans],
+            "ranks_present": [_sizes_text(value.present) for value in values],
+            "ranks_expected": [_sizes_text(value.expected) for value in values],
+            "encoding": encodings,
+            "payload_bytes": [
+                None if encoding is None else numel * ITEM_BYTES.get(kind, 0)
+                for encoding, numel, kind in zip(encodings, numels, dtypes, strict=True)
+            ],
+            "fingerprint": self._fingerprints(own["dtype"]),
+        }
+        statistics, missing = self._statistics()
+        columns |= statistics
+        were_recorded = self._were_recorded(has_values)
+        notes = zip(plans, values, missing, has_values, were_recorded, own["note"], strict=True)
+        columns["note"] = [_note(*args) for args in notes]
+        for i, why in self._no_histogram.items():
+            columns["note"][i] = with_member(columns["note"][i], "no_histogram", why)
+        return columns
+
+    def _of_firsts(self, name: str) -> list[Any]:
+        """A column of the first chunks."""
+        at = np.array([positions[0] for positions in self._positions], np.int64)
+        found: list[Any] = self._metadata.take(name, at).to_pylist()
+        return found
+
+    def _were_recorded(self, has_values: Sequence[bool]) -> list[bool]:
+        """Whether any rank recorded the values of a row; looked up for those that have none here."""
+        rows = [positions for positions, found in zip(self._positions, has_values, strict=True) if not found]
+        at = np.array([position for positions in rows for position in positions], np.int64)
+        is_there = iter(self._metadata.take("encoding", at).is_valid().to_pylist() if rows else ())
+        return [
+            found or any(list(islice(is_there, len(positions))))
+            for positions, found in zip(self._positions, has_values, strict=True)
+        ]
+
+    def _fingerprints(self, dtypes: Sequence[str]) -> list[str | None]:
+        used = [
+            [positions[fill.terms[0].chunk] for fill in plan.fills] if _is_copied(plan) else []
+            for plan, positions in zip(self._plans, self._positions, strict=True)
+        ]
+        texts = self._metadata.take("fingerprint", np.array([at for one in used for at in one], np.int64)).to_pylist()
+        found: list[str | None] = []
+        start = 0
+        for plan, positions, dtype in zip(self._plans, used, dtypes, strict=True):
+            own = texts[start : start + len(positions)]
+            start += len(positions)
+            if not _is_copied(plan) or any(len(fill.region.boxes) > 1 for fill in plan.fills):
+                found.append(None)  # a strided shard's was taken of it as it lies in memory
+            elif len(own) == 1 and plan.fills[0].moved is None:
+                found.append(own[0])
+            else:
+                moves = [fill.moved for fill in plan.fills]
+                found.append(combine_fingerprints(own, moves, ITEM_BYTES.get(dtype, 1)))
+        return found
+
+    def _statistics(self) -> tuple[dict[str, list[Any]], list[str | None]]:
+        """Combined statistics by name, and why some values have none."""
+        metadata, positions, factors, starts = self._metadata, list[int](), list[float](), list[int]()
+        reasons: list[str | None] = []
+        for plan, value in zip(self._plans, self._values, strict=True):
+            starts.append(len(positions))
+            reason = None if plan.is_complete else "partial"
+            if reason is None and any(len(fill.terms) > 1 for fill in plan.fills):
+                numel = math.prod(plan.global_shape)
+                reason = None if numel == 1 and plan.op == "sum" else "reduced over ranks"
+            reasons.append(reason)
+            terms = [fill.terms[0] for fill in plan.fills] or ([] if reason else [Term(0)])
+            positions += [value.positions[term.chunk] for term in terms] or [value.positions[0]]
+            factors += [term.factor for term in terms] or [1.0]
+        at = np.array(positions, np.int64)
+        chunks = {name: _floats(metadata.take(name, at)) for name in (*STATISTICS, *COUNTS)}
+        numels = metadata.numbers("numel")[at].astype(np.float64)
+        found = combine(chunks, numels, np.array(factors), np.array(starts, np.int64))
+        columns: dict[str, list[Any]] = {}
+        for name, column in found.items():
+            has_none = np.isnan(column) | np.array([reason is not None for reason in reasons])
+            kind: Any = int if name in COUNTS else float
+            columns[name] = [
+                None if gone else kind(x) for x, gone in zip(column.tolist(), has_none.tolist(), strict=True)
+            ]
+        columns["histogram"] = [None] * len(starts)
+        histograms = metadata.take("histogram", at)
+        if histograms.null_count < len(at):
+            pieces = list(zip(histograms.to_pylist(), factors, numels.tolist(), strict=True))
+            for i, (start, end) in enumerate(zip(starts, [*starts[1:], len(pieces)], strict=True)):
+                if reasons[i] is None:
+                    columns["histogram"][i] = self._histogram(i, pieces[start:end])
+        for i, plan in enumerate(self._plans):
+            if reasons[i] is None and any(len(fill.terms) > 1 for fill in plan.fills):
+                reasons[i] = self._set_single(columns, i, plan)
+        return columns, reasons
+
+    def _histogram(self, i: int, pieces: Sequence[tuple[bytes | None, float, float]]) -> bytes | None:
+        """The histogram of a value from those of its chunks, each with its factor and its number of elements."""
+        (first, factor, _), *others = pieces
+        if first is None or (not others and factor == 1.0):
+            return first
+        if any(data is None and numel for data, _, numel in pieces):
+            return None
+        try:
+            scaled = [Histogram.from_bytes(data).scaled(factor) for data, factor, _ in pieces if data is not None]
+        except CorruptError:
+            self._no_histogram[i] = "damaged"
+            return None
+        known = [one for one in scaled if one is not None]
+        if len(known) < len(scaled):
+            self._no_histogram[i] = "scaled by a factor that is no power of two"
+            return None
+        return added(known).to_bytes()
+
+    def _set_single(self, columns: dict[str, list[Any]], i: int, plan: Plan) -> str | None:
+        """Statistics of a value of one element that is a sum over ranks, or why it has none."""
+        value, terms = self._values[i], plan.fills[0].terms
+        means = self._metadata.take("mean", np.array([value.positions[term.chunk] for term in terms])).to_pylist()
+        known = [mean for mean in means if mean is not None]
+        dtype = plan.dtype or self._metadata.text("dtype", self._values[i].positions[0]) or ""
+        if any(self._metadata.take("histogram", np.array(value.positions)).is_valid().to_pylist()):
+            self._no_histogram[i] = "reduced over ranks"
+        for name in (*STATISTICS, *COUNTS, *DETAILS):
+            columns[name][i] = None
+        if len(known) < len(means):
+            at = np.array([value.positions[term.chunk] for term in terms])
+            counts = {name: sum(filter(None, self._metadata.take(name, at).to_pylist())) for name in NONFINITE}
+            if not any(counts.values()):
+                return "not measured on some rank"
+            is_nan = counts["nan_count"] > 0
+            for name, count in (("nan_count", int(is_nan)), ("inf_count", int(not is_nan)), ("zero_count", 0)):
+                columns[name][i] = count
+            return None
+        x = float(sum(mean * term.factor for mean, term in zip(known, terms, strict=True)))
+        with np.errstate(over="ignore"):  # the value is that of the row's own dtype
+            x = float(np.float64(x).astype(numpy_dtype(dtype)))
+        if not np.isfinite(x):
+            columns["nan_count"][i], columns["inf_count"][i], columns["zero_count"][i] = 0, 1, 0
+            return None
+        sets = {"mean": x, "std": 0.0, "min": x, "max": x, "absmax": abs(x), "l2": abs(x), "sum": x, "sum_sq": x * x}
+        sets |= {"sum_abs": abs(x), "sum_fourth": (x * x) * (x * x)}
+        for name, number in (sets | {"nan_count": 0, "inf_count": 0, "zero_count": int(x == 0)}).items():
+            columns[name][i] = number
+        return None
+
+
+def _is_copied(plan: Plan) -> bool:
+    return plan.is_complete and all(fill.is_copy for fill in plan.fills)
+
+
+def _note(
+    plan: Plan, value: GlobalValue, reason: str | None, has_values: bool, was_recorded: bool, text: str | None
+) -> str | None:
+    """The row's note: what its first chunk says, and what became of it here."""
+    note = untrusted.members(text)
+    note |= {key: list(item) if isinstance(item, tuple) else item for key, item in plan.note}
+    if reason is not None:
+        note["no_statistics"] = reason
+    missing = [rank for rank in value.expected if rank not in value.present]
+    if missing and not plan.is_replica:
+        note["partial"] = missing
+    if value.differing:
+        note["replicas_differ"] = list(value.differing)
+    if plan.dim is not None:
+        note["batch_dim"] = plan.dim
+    if value.stage is not None:
+        note["stage"] = value.stage.number
+    if not has_values and not plan.is_complete:
+        note[NO_VALUES] = "pieces of some ranks are missing"
+    elif not has_values and was_recorded:
+        note[NO_VALUES] = "the values of some ranks were not recorded"
+    return as_json(note) if note else None
+
+
+def with_member(note: str | None, name: str, value: object) -> str:
+    """A row's note with one more member."""
+    return as_json(untrusted.members(note) | {name: value})
+
+
+def _floats(column: Any) -> npt.NDArray[np.float64]:
+    values: npt.NDArray[np.float64] = column.cast(pa.float64()).to_numpy()
+    return values
+
+
+@lru_cache(maxsize=4096)
+def _sizes_text(numbers: tuple[int, ...]) -> str:
+    return as_json(numbers)
+
+
+def as_json(value: object) -> str:
+    """JSON as the rows have it."""
+    return json.dumps(value, separators=(",", ":"))

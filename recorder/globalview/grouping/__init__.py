@@ -1,0 +1,1 @@
+"""Rows of several ranks, grouped by the value that they are rows of."""

@@ -1,0 +1,151 @@
+"""What the rows of one step say of the values of several ranks: whether they are equal, and what that proves.
+
+Payloads are asked for only where rows say nothing that decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ...layout.rules import Replication, Unequal
+from ...read.metadata import NONE
+from ..grouping.row_grouper import GroupedRows
+
+
+class AcrossSteps(Protocol):
+    """What all steps say of one value; see `leaves.Leaves`."""
+
+    def replication(self, numbers: Sequence[int] | None) -> Replication:
+        """Of all its chunks, or of some by their numbers."""
+
+    def batch_dim(self) -> int | None:
+        """See `layout.rules.Values`."""
+
+
+class Comparison:
+    """What rows, and where they must be read payloads, say of the values of one group."""
+
+    def __init__(
+        self,
+        grouped: GroupedRows,
+        number: int,
+        places: Sequence[int],
+        is_same: Callable[[Sequence[int]], bool | None],
+        across_steps: AcrossSteps,
+        *,
+        is_float: bool,
+    ) -> None:
+        """Of a value.
+
+        Args:
+            grouped: rows grouped by value.
+            number: of the value.
+            places: of its rows among those described, in data-parallel order.
+            is_same: whether the tensors of rows at some positions are equal; None where a payload is missing.
+            across_steps: what other steps say.
+            is_float: whether equal sums tell that values are equal.
+        """
+        self.has_read = False
+        self.is_by_statistics = False
+        """Whether equality was judged by statistics alone."""
+        self._grouped = grouped
+        self._places = places
+        self._is_float = is_float
+        self._known = grouped.equal_of(number), bool(grouped.has_same_statistics[number])
+        self._is_same = is_same
+        self._across_steps = across_steps
+        self._equal: dict[tuple[int, ...], bool | None] = {}
+
+    def without_payloads(self) -> tuple[bool | None, bool]:
+        """All that is known from the rows."""
+        return self._known
+
+    def pattern(self) -> tuple[tuple[int, ...], ...]:
+        """Which rows have the same fingerprint, and which the same statistics: of each the first of its like."""
+        found = []
+        for column in (self._grouped.fingerprints, self._grouped.statistics):
+            numbers = column[self._places].tolist()
+            first: dict[int, int] = {}
+            found.append(tuple(NONE if n == NONE else first.setdefault(n, i) for i, n in enumerate(numbers)))
+        return tuple(found)
+
+    def replication(self) -> Replication:
+        return self._across_steps.replication(None)
+
+    def are_equal(self) -> bool:
+        return self.equality() is True
+
+    def are_unequal(self) -> bool:
+        return self.equality() is False
+
+    def batch_dim(self) -> int | None:
+        return self._across_steps.batch_dim()
+
+    def among(self, numbers: Sequence[int]) -> ComparisonOfSome:
+        """What is known of some of the chunks."""
+        return ComparisonOfSome(self, numbers, self._across_steps)
+
+    def equality(self, numbers: Sequence[int] | None = None) -> bool | None:
+        """Whether all chunks, or some of them, are equal; None where nothing tells.
+
+        By fingerprint, else by value, else by statistics: of floats, whose sums tell, and the row says so. Whole
+        numbers are indices, masks and permutations often enough, which have equal statistics in any order.
+        """
+        places = self._places if numbers is None else [self._places[i] for i in numbers]
+        key = tuple(places)
+        if key not in self._equal:
+            self._equal[key] = self._judged(places)
+        return self._equal[key]
+
+    def _judged(self, places: Sequence[int]) -> bool | None:
+        fingerprints, statistics = self._grouped.fingerprints[places], self._grouped.statistics[places]
+        if (fingerprints != NONE).all():
+            return bool((fingerprints == fingerprints[0]).all())
+        is_measured = bool((statistics != NONE).all())
+        if is_measured and (statistics != statistics[0]).any():
+            return False
+        self.has_read = True
+        found = self._is_same(self._grouped.chosen[list(places)].tolist())
+        if found is None and is_measured and self._is_float:
+            self.is_by_statistics = found = True
+        return found
+
+
+class ComparisonOfSome:
+    """What is known of some chunks of a value."""
+
+    def __init__(self, comparison: Comparison, numbers: Sequence[int], across_steps: AcrossSteps) -> None:
+        self._comparison = comparison
+        self._numbers = numbers
+        self._across_steps = across_steps
+
+    def replication(self) -> Replication:
+        return self._across_steps.replication(self._numbers)
+
+    def are_equal(self) -> bool:
+        return self._comparison.equality(self._numbers) is True
+
+    def are_unequal(self) -> bool:
+        return self._comparison.equality(self._numbers) is False
+
+    def batch_dim(self) -> int | None:
+        return self._across_steps.batch_dim()
+
+
+class UnrecordedValue(Unequal):
+    """What other steps say of a value that was not recorded at this one."""
+
+    def __init__(self, across_steps: AcrossSteps, numbers: Sequence[int] | None = None) -> None:
+        self._across_steps = across_steps
+        self._numbers = numbers
+
+    def replication(self) -> Replication:
+        return self._across_steps.replication(self._numbers)
+
+    def batch_dim(self) -> int | None:
+        return self._across_steps.batch_dim()
+
+    def among(self, numbers: Sequence[int]) -> UnrecordedValue:
+        """Of some of its chunks."""
+        return UnrecordedValue(self._across_steps, numbers)

@@ -1,0 +1,76 @@
+"""How a run and a module show themselves in a notebook: HTML tables, in which every text out of a file is escaped.
+
+Must never read a payload.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..read.run import RecordedRun
+from ..sites import SITES
+
+_MAX_TEXT = 200
+MAX_LISTED = 50
+
+
+def run_html(run: RecordedRun) -> str:
+    """A run as HTML: what it is, and how many rows of which site."""
+    states = [writer.state for writer in run.writers]
+    ranks = span(run.ranks) + (f" of {run.world_size}" if run.world_size else "")
+    facts = {
+        "run": run.run_id,
+        "path": str(run.path),
+        "ranks": ranks,
+        "steps": span(run.steps),
+        "rows": f"{run.num_rows:,}",
+        "modules": f"{len(run.module_paths):,}",
+        "writers": ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)),
+        "problems": "; ".join([*run.problems, *run.endings]),
+    }
+    return as_html(facts, run.table(["site", "step"]))
+
+
+def as_html(facts: dict[str, str], rows: Any) -> str:
+    """What is known of something as a table, above a table of the sites of its rows."""
+    lines = "".join(f"<tr><th>{_shown(key)}</th><td>{_shown(value)}</td></tr>" for key, value in facts.items() if value)
+    return f"<table><tbody>{lines}</tbody></table>{_html_sites(rows)}"
+
+
+def _html_sites(rows: Any) -> str:
+    """A table of the sites of some rows."""
+    found = rows.group_by("site").aggregate([("step", "count"), ("step", "min"), ("step", "max")])
+    of = {row["site"]: row for row in found.to_pylist()}
+    lines = [
+        (site, f"{of[site]['step_count']:,}", f"{of[site]['step_min']} to {of[site]['step_max']}")
+        for site in in_order_of_sites(of)[:MAX_LISTED]
+    ]
+    cells = "".join("<tr>" + "".join(f"<td>{_shown(cell)}</td>" for cell in line) + "</tr>" for line in lines)
+    head = "".join(f"<th>{title}</th>" for title in ("site", "rows", "steps"))
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{cells}</tbody></table>"
+
+
+def in_order_of_sites(sites: Iterable[str]) -> list[str]:
+    """Sites as the format lists them; then those that it does not know, by name."""
+    order = {site: number for number, site in enumerate(SITES)}
+    return sorted(sites, key=lambda site: (order.get(site, len(order)), site))
+
+
+def _shown(text: object) -> str:
+    """A text of a stranger as HTML: nothing in it is markup."""
+    return html.escape(plain(text), quote=True)
+
+
+def plain(text: object) -> str:
+    """A text of a stranger, on one line, of bounded length, with nothing in it that a terminal would obey."""
+    plain = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text))
+    return plain if len(plain) <= _MAX_TEXT else plain[: _MAX_TEXT - 3] + "..."
+
+
+def span(numbers: Sequence[int]) -> str:
+    """Ascending numbers for people: the first, the last and how many."""
+    if not numbers:
+        return ""
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} ({len(numbers)})"

@@ -1,0 +1,60 @@
+"""Finds what a row says of one value beyond its statistics: its histogram, of one rank or put together from several."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..errors import CorruptError, LookupFailedError
+from ..format.numbers.histogram import Histogram
+from ..format.schema import METADATA_COLUMNS
+from ..read import untrusted
+from ..read.lookup import TensorRows
+from ..read.metadata import MetadataRows
+from .assemble.columns import GlobalColumns
+from .tensor import plan_of, value_of
+from .view import GlobalView
+
+_COLUMNS = ("histogram", "zero_count", "nan_count", "min", "max", "note")
+
+
+def histogram_of(view: GlobalView | None, metadata: MetadataRows, found: TensorRows, *, partial: bool) -> Histogram:
+    """The histogram of the one value that a question means.
+
+    Args:
+        view: of the run, where the rows of all ranks are meant; None where one row is.
+        metadata: the run's rows.
+        found: the rows of the value.
+        partial: answer also where ranks are missing.
+
+    Raises:
+        LookupFailedError: there is none; the message says why.
+        CorruptError: the bytes of a histogram are none.
+    """
+    row = _row_of(view, metadata, found, partial=partial)
+    if row["histogram"] is None:
+        note = untrusted.members(row["note"])
+        why = note.get("no_histogram", note.get("no_statistics"))
+        reason = f"it has none ({why})" if why else "a rule with keep=histogram keeps it"
+        raise LookupFailedError(f"{found.what} was recorded without a histogram; {reason}")
+    try:
+        counts = Histogram.from_bytes(
+            row["histogram"], zero_count=row["zero_count"] or 0, nan_count=row["nan_count"] or 0
+        )
+    except CorruptError as error:
+        raise CorruptError(f"{found.what}: {error}") from error
+    return replace(counts, min=row["min"], max=row["max"])
+
+
+def _row_of(view: GlobalView | None, metadata: MetadataRows, found: TensorRows, *, partial: bool) -> dict[str, Any]:
+    if view is None:
+        metadata.load(_COLUMNS)
+        first = np.array(found.positions[:1])
+        return {name: metadata.take(name, first)[0].as_py() for name in _COLUMNS}
+    value = value_of(view, metadata, found)
+    plan_of(value, found.what, partial=partial)
+    metadata.load(METADATA_COLUMNS)
+    columns = GlobalColumns(metadata, view.kept_values(metadata)[1], [value]).by_name()
+    return {name: columns[name][0] for name in _COLUMNS}

@@ -1,0 +1,236 @@
+"""What a few steps of a run say of the layout of each leaf: the steps are chosen here, and their values looked at.
+
+The choice must never depend on what is asked, nor look at more than one rank's rows: ranks record alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ...layout.levels import BatchGroup
+from ...layout.plans import NoPlan, RankChunk
+from ...read.metadata import text_keys
+from ...read.writers import RecordedWriter
+from ...sites import ACTIVATIONS, GRADIENTS
+from ..grouping.packing import pack
+from ..grouping.row_grouper import LABELS, GroupedRows, GroupedValues
+from ..infer.leaves import BatchDims, ChunkKeys, Observation, Sample
+from ..infer.sharding import Wanted
+from .value_rows import ValueReader, ValueRows
+
+MAX_ROWS = 50_000
+"""Rows of a run, of all ranks, of which every step is asked: half a second."""
+_COLUMNS = ("step", "site", "mode", "payload_bytes", "min", "max", "nan_count")
+_SITES = tuple(site for site in ACTIVATIONS if site not in GRADIENTS)
+_NUM_STEPS = 4
+"""Of each site in each mode."""
+_MAX_STEPS = 12
+
+
+def choose_steps(writers: Sequence[RecordedWriter]) -> list[int] | None:
+    """The steps to be asked, ascending; None for all."""
+    if sum(writer.num_rows for writer in writers) <= MAX_ROWS:
+        return None
+    ranks = [writer.rank for writer in writers if writer.rank is not None and writer.num_rows]
+    shards = [shard for writer in writers if writer.rank == min(ranks, default=None) for shard in writer.shards]
+    batches = [batch for shard in shards for batch in shard.columns(_COLUMNS)]
+    if not batches:
+        return []
+    columns = {name: pa.chunked_array([batch.column(name) for batch in batches]) for name in _COLUMNS}
+    steps = columns["step"].to_numpy()
+    sites, modes = text_keys(columns["site"]), text_keys(columns["mode"])
+    low, high = (columns[name].fill_null(np.nan).to_numpy() for name in ("min", "max"))
+    is_telling = (low < high) & (columns["nan_count"].fill_null(0).to_numpy() == 0)
+    is_unmeasured = columns["nan_count"].is_null().to_numpy()
+    has_values = columns["payload_bytes"].is_valid().to_numpy()
+    found: dict[int, None] = {}
+    for mode in range(len(modes.texts or ())):
+        for site in _SITES:
+            of_stream = (modes.codes == mode) & (sites.codes == sites.code(site))
+            found |= dict.fromkeys(_choose(steps, of_stream & (is_telling | is_unmeasured), has_values))
+    return sorted(list(found)[:_MAX_STEPS] or steps[:1].tolist())
+
+
+def _choose(
+    steps: npt.NDArray[np.int64], is_telling: npt.NDArray[np.bool_], has_values: npt.NDArray[np.bool_]
+) -> list[int]:
+    """Of the steps with the most values that tell something: two with most payloads, the first and the last of all."""
+    known, places = np.unique(steps[is_telling], return_inverse=True)
+    if not len(known):
+        return []
+    num = np.bincount(places.reshape(-1), minlength=len(known))
+    num_values = np.bincount(places.reshape(-1), weights=has_values[is_telling], minlength=len(known))
+    best = np.lexsort([known, -num, -num_values])[: _NUM_STEPS - 2]
+    full = np.flatnonzero(2 * num >= num.max())
+    return list(dict.fromkeys(known[[*best, full[0], full[-1]]].tolist()))
+
+
+_MIN_BITS = 10
+"""Of whole numbers; fewer are equal by chance, as the classes of a few samples are."""
+
+
+class Content(Enum):
+    """What equal tensors hold."""
+
+    NOTHING = 0
+    """One number throughout, NaN, or so few whole numbers that they may be equal by chance."""
+    WHOLE = 1
+    """Whole numbers: indices, masks, classes."""
+    NUMBERS = 2
+    """Numbers that no two tensors have by chance."""
+
+
+def content_by(low: float | None, high: float | None, total: float | None, numel: int, *, is_float: bool) -> Content:
+    """By the least and the greatest finite number of a tensor, their sum, and how many there are."""
+    if low is None or high is None:
+        return Content.NOTHING
+    if is_float and not (low.is_integer() and high.is_integer() and total is not None and float(total).is_integer()):
+        return Content.NUMBERS
+    bits = numel * math.log2(high - low + 1)
+    return Content.WHOLE if bits >= _MIN_BITS else Content.NOTHING
+
+
+def content_of(items: npt.NDArray[Any]) -> Content:
+    """By the values themselves."""
+    kind = items.dtype.kind
+    try:
+        wide = items.astype(np.float64 if kind != "c" else np.complex128)
+    except (TypeError, ValueError):  # elements that are no numbers: pairs, bytes
+        return Content.NUMBERS if items.size and (items != items.flat[0]).any() else Content.NOTHING
+    if not items.size or np.isnan(wide).any():
+        return Content.NOTHING
+    if kind == "c":
+        return Content.NUMBERS if (wide != wide.flat[0]).any() else Content.NOTHING
+    finite = wide[np.isfinite(wide)]
+    if not finite.size or (finite.size == wide.size and finite.min() == finite.max()):
+        return Content.NOTHING
+    low, high = float(finite.min()), float(finite.max())
+    return content_by(low, high, float(finite.sum()), items.size, is_float=kind not in "biu")
+
+
+def is_repeated(items: npt.NDArray[Any], dim: int) -> bool:
+    """Whether a tensor is one slice repeated along a dim, as `expand` makes them."""
+    return bool((items == items.take([0], axis=dim)).all())
+
+
+class Sampler:
+    """Looks at the values of sampled steps."""
+
+    def __init__(self, reader: ValueReader) -> None:
+        """Made of what reads the sampled rows."""
+        self._reader = reader
+
+    def sample(self, values: GroupedValues) -> Sample:
+        """What can be asked of these values."""
+        rows, grouped, sequence = self._reader.rows, values.rows, values.order
+        firsts = grouped.chosen[grouped.starts]
+        stages = np.array([self._reader.stage_number(grouped, number) for number in range(len(firsts))], np.int64)
+        labels = [grouped.labels[name].codes for name in LABELS]
+        calls, steps, micro_steps = (rows.numbers(name)[firsts] for name in ("call", "step", "micro_step"))
+        num_dims = np.array([len(chunk.shape) for chunk in grouped.chunks], np.int64)
+        num_dims = num_dims[grouped.codes[grouped.starts]]
+        codes = pack([*labels, calls, stages, num_dims])[sequence]
+        by_leaf = np.argsort(codes, kind="stable")
+        bounds = np.flatnonzero(np.r_[True, np.diff(codes[by_leaf]) > 0])
+        leaves = {self._reader.leaf(grouped, int(some[0])): some for some in np.split(sequence[by_leaf], bounds[1:])}
+        of_call = [grouped.labels[name].codes for name in ("root", "module_path", "mode", "phase")]
+        return Sample(
+            grouped,
+            leaves,
+            np.stack([pack([steps, micro_steps, stages]), pack([*of_call, steps, micro_steps, calls, stages])], axis=1),
+            sequence,
+            partial(self.observe, grouped),
+            partial(self.batch_dims, grouped),
+            partial(self.sharded_dim, grouped),
+        )
+
+    def observe(self, grouped: GroupedRows, number: int, some: ChunkKeys | None) -> Observation:
+        """What the values of one moment say of how the ranks' tensors stand to each other."""
+        value = self._reader.read(grouped, number)
+        numbers = _numbers_of(value.chunks, some)
+        chunks = [value.chunks[i] for i in numbers]
+        if len(chunks) < 2 or (some is None and len({chunk.shape for chunk in chunks}) > 1):
+            return Observation.NOTHING  # ranks may well have copies of different lengths, as of positions
+        if len({chunk.shape for chunk in chunks}) > 1:
+            return Observation.UNEQUAL
+        is_equal = self._reader.compare(grouped, number, value).equality(numbers)
+        if is_equal is None or (is_equal and grouped.is_blank[number]):
+            return Observation.NOTHING
+        if not is_equal:
+            return Observation.UNEQUAL
+        first = value.positions[numbers[0]]
+        items = None if grouped.is_measured[number] else self._reader.items_of(first)
+        if items is None and not grouped.is_measured[number]:
+            return Observation.NOTHING  # fingerprints alone do not tell whether they are of zeros or of NaN
+        content = self._content(first, chunks[0]) if items is None else content_of(items)
+        if content is Content.NOTHING:
+            return Observation.NOTHING
+        is_certain = content is Content.NUMBERS
+        if some is not None and _share_a_local_batch(value.batch_groups, numbers):
+            return Observation.EQUAL if is_certain else Observation.PERHAPS
+        batch_dims, is_shared = self._batch_dims_of(value)
+        if is_shared:
+            return Observation.NOTHING
+        if batch_dims is not None and not batch_dims.dims:
+            return Observation.EQUAL if is_certain else Observation.PERHAPS
+        items = self._reader.items_of(first) if items is None else items
+        if items is None:
+            return Observation.PERHAPS
+        dims = range(items.ndim) if batch_dims is None else batch_dims.dims
+        if any(items.shape[dim] > 1 and is_repeated(items, dim) for dim in dims):
+            return Observation.REPEATED
+        is_certain = is_certain and batch_dims is not None and max(batch_dims.sizes) > 1
+        return Observation.EQUAL if is_certain else Observation.PERHAPS
+
+    def _content(self, position: int, chunk: RankChunk) -> Content:
+        """How much a row's statistics say that its values are no accident."""
+        at = np.array([position], np.int64)
+        low, high, total = (self._reader.rows.take(name, at)[0].as_py() for name in ("min", "max", "sum"))
+        numel = int(self._reader.rows.numbers("numel")[position])
+        return content_by(low, high, total, numel, is_float=chunk.dtype.startswith(("float", "bfloat")))
+
+    def batch_dims(self, grouped: GroupedRows, number: int) -> BatchDims | None:
+        """The sizes of the ranks' batches, and the dims that have them; None where the batch is not known."""
+        return self._batch_dims_of(self._reader.read(grouped, number))[0]
+
+    def _batch_dims_of(self, value: ValueRows) -> tuple[BatchDims | None, bool]:
+        """Along which dims the chunks may be the batch, where it is known, and whether all ranks were given one."""
+        batch = self._reader.batches(value, is_later=value.key.phase in ("recompute", "backward"))[0]
+        shapes = [value.chunks[i].shape for i in value.local_batches.chunks]
+        if batch.sizes is None or len(batch.sizes) != len(shapes) or len({len(shape) for shape in shapes}) > 1:
+            return None, batch.is_shared
+        both = list(zip(shapes, batch.sizes, strict=True))
+        dims = {d for d in range(len(shapes[0])) if all(shape[d] == size for shape, size in both)}
+        if shapes[0] and any(all(shape[0] == size * factor for shape, size in both) for factor in batch.factors):
+            dims.add(0)
+        return BatchDims(batch.sizes, frozenset(dims)), batch.is_shared
+
+    def sharded_dim(self, grouped: GroupedRows, number: int, some: ChunkKeys) -> int | NoPlan | None:
+        """Along which dim some chunks of a value are cut; None where one of them is missing."""
+        value = self._reader.read(grouped, number)
+        numbers = _numbers_of(value.chunks, some)
+        wanted = Wanted(value.key.root, value.key.module_path, value.key.site, value.step)
+        return self._reader.sharding.infer(wanted, [value.chunks[i] for i in numbers]) if numbers else None
+
+
+def _numbers_of(chunks: Sequence[RankChunk], some: ChunkKeys | None) -> list[int]:
+    """The numbers of some chunks (all by default) by what names them; none where one is missing."""
+    if some is None:
+        return list(range(len(chunks)))
+    at = {(chunk.rank, chunk.micro_step): i for i, chunk in enumerate(chunks)}
+    return [at[key] for key in some] if all(key in at for key in some) else []
+
+
+def _share_a_local_batch(batch_groups: tuple[BatchGroup, ...] | NoPlan | None, numbers: Sequence[int]) -> bool:
+    """Whether chunks are of ranks that were given one part of the batch; without groups, all ranks of a mesh are."""
+    if batch_groups is None or isinstance(batch_groups, NoPlan):
+        return batch_groups is None
+    return any(set(numbers) <= {i for unit in batch_group.units for i in unit} for batch_group in batch_groups)

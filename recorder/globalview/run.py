@@ -1,0 +1,439 @@
+"""`Run`, the one door to a recorded run: everything after reading takes a `Run`, never a path or a file name.
+
+A `ModuleView` is a run narrowed to one module. Must never write, and imports torch only inside the method that gives a
+torch tensor.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from functools import cached_property
+from os import PathLike
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+
+from ..errors import LookupFailedError, UnsupportedError
+from ..format.numbers.histogram import Histogram
+from ..read.decode import as_array, check_bytes
+from ..read.finding import find_run
+from ..read.lookup import QUALIFIERS, TensorRows, find_tensor
+from ..read.run import RecordedRun
+from ..rules import hint
+from ..storage.locations import Place
+from ..storage.objects import ObjectPath
+from ..system.text import counted, listed
+from .explain import TensorLayout, explain
+from .notebook import MAX_LISTED, as_html, in_order_of_sites, plain, run_html, span
+from .numbers import histogram_of
+from .plan.overrides import check_overrides
+from .tensor import global_tensor, is_partial
+from .view import GlobalView
+
+if TYPE_CHECKING:
+    import pandas
+    import torch
+
+
+class MoreQualifiers(TypedDict, total=False):
+    """What else tells tensors apart; rarely needed."""
+
+    repeat: int | None
+    mode: str | None
+    phase: str | None
+    root: str | None
+    scope: str | None
+    attempt: int | None
+    stage: int | None
+    """Of a pipeline, which stage's, from 0: where modules of several stages have the same path, as their roots do."""
+    partial: bool
+    """With ``rank=None``: answer also where some ranks have no such row, with what there is."""
+
+
+_QUESTION_WORDS = frozenset((*QUALIFIERS, "stage", "partial"))
+
+
+class Run(RecordedRun):
+    """One recorded run: its writers, its rows, its tensors. Made by `open_run`, and as it was at that moment."""
+
+    def view(self, loss: str = "mean", layouts: Sequence[str] = ()) -> GlobalView:
+        """The rows as tensors of the whole model, whatever ranks held them.
+
+        Args:
+            loss: what each rank's loss is of its samples: ``mean``, ``weighted`` or ``sum``; see `GlobalView`.
+            layouts: ``PATTERN=LAYOUT`` overrides; see `GlobalView`.
+
+        Raises:
+            LookupFailedError: `loss` or a layout is none.
+        """
+        return GlobalView(self, loss=loss, layouts=layouts)
+
+    @cached_property
+    def _view(self) -> GlobalView:
+        return self.view()
+
+    def array(
+        self,
+        module_path: str,
+        site: str = "output",
+        step: int | None = None,
+        name: str | None = None,
+        rank: int | None = None,
+        micro_step: int | None = None,
+        call: int | None = None,
+        **more: Unpack[MoreQualifiers],
+    ) -> npt.NDArray[Any]:
+        """One tensor; bfloat16 and the 8-bit floats come in ml_dtypes' types.
+
+        With `rank` it is the tensor as that rank held it. Without, it is the global one, put together from the ranks
+        that recorded it as `view()` says (activation gradients are divided by the number of ranks; see `GlobalView`).
+        What else is left open must be unambiguous; of several attempts at a step the newest is meant.
+
+        Raises:
+            LookupFailedError: no such tensor with its values, or several, or the ranks' tensors make no single one;
+                the message lists the choices.
+            CorruptError: the bytes are not those that were written.
+        """
+        question = {"site": site, "step": step, "name": name, "rank": rank, "micro_step": micro_step, "call": call}
+        return as_array(*self._tensor_bytes(module_path, question | more))
+
+    def tensor(
+        self,
+        module_path: str,
+        site: str = "output",
+        step: int | None = None,
+        name: str | None = None,
+        rank: int | None = None,
+        micro_step: int | None = None,
+        call: int | None = None,
+        **more: Unpack[MoreQualifiers],
+    ) -> torch.Tensor:
+        """The same as `array`, as a torch tensor of the very dtype that training had, on the CPU."""
+        import torch
+
+        question = {"site": site, "step": step, "name": name, "rank": rank, "micro_step": micro_step, "call": call}
+        data, dtype, shape = self._tensor_bytes(module_path, question | more)
+        check_bytes(data, dtype, shape)
+        torch_dtype = getattr(torch, dtype, None)
+        if not isinstance(torch_dtype, torch.dtype):
+            raise UnsupportedError(f"this torch has no dtype {dtype!r}; array() gives it as numpy")
+        if data.size == 0:
+            return torch.empty(shape, dtype=torch_dtype)
+        return torch.from_numpy(data).view(torch_dtype).reshape(shape)
+
+    def histogram(
+        self,
+        module_path: str,
+        site: str = "output",
+        step: int | None = None,
+        name: str | None = None,
+        rank: int | None = None,
+        micro_step: int | None = None,
+        call: int | None = None,
+        **more: Unpack[MoreQualifiers],
+    ) -> Histogram:
+        """How many values of a tensor have which sign and which power of two, where a rule has kept that.
+
+        Arguments are those of `array`; no values are needed. Without `rank` it is that of the global tensor: counts of
+        several ranks are added. Print it, ask it for a `quantile`, or add histograms of several steps.
+
+        Raises:
+            LookupFailedError: no such tensor with a histogram, or several, or it is a summand of a value, of which
+                nothing can be counted.
+            CorruptError: the bytes are not those that were written.
+        """
+        question: dict[str, Any] = {"site": site, "step": step, "name": name, "rank": rank}
+        question |= {"micro_step": micro_step, "call": call, **more}
+        _check_words(question)
+        partial = bool(question.pop("partial", False))
+        is_global = rank is None and self._may_be_in_chunks
+        found = self._find(module_path, question, is_global=is_global, needs_values=False)
+        view = self._view if is_global and not found.is_merged else None
+        return histogram_of(view, self._rows, found, partial=partial)
+
+    def layout(
+        self,
+        module_path: str,
+        site: str = "output",
+        step: int | None = None,
+        name: str | None = None,
+        micro_step: int | None = None,
+        call: int | None = None,
+        layouts: Sequence[str] = (),
+        **more: Unpack[MoreQualifiers],
+    ) -> TensorLayout:
+        """Where each chunk of a global tensor came from: its ranks, their places, how that is known. Print it.
+
+        Arguments are those of `array`, and `layouts`, those of `view`; no values are needed, and of chunks that make
+        no tensor it says why.
+
+        Raises:
+            LookupFailedError: no such tensor, or several; the message lists the choices. Or the run is a merged one,
+                or a layout is none.
+        """
+        if (source := self.manifest.merged_from) is not None:
+            raise LookupFailedError(f"a merged run has whole tensors; ask the run {source.path} that it is of")
+        question = {"site": site, "step": step, "name": name, "micro_step": micro_step, "call": call, **more}
+        _check_words(question)
+        question.pop("partial", None)
+        check_overrides(layouts, self)
+        view = self.view(layouts=layouts) if layouts else self._view
+        found = find_tensor(
+            self._rows,
+            self.writers,
+            module_path,
+            question,
+            counts=view.counts(self._rows),
+            has_micro_batches=view.has_pipeline,
+            stages=view.stages,
+            needs_values=False,
+        )
+        return explain(view, self._rows, found)
+
+    def __getitem__(self, module_path: str) -> ModuleView:
+        """The run narrowed to one module and what is below it: ``run["layers.0.mlp"]``; ``run[""]`` is the root.
+
+        Raises:
+            LookupFailedError: there is no such module; the message names the nearest.
+        """
+        return narrow(self, module_path)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self.known_paths)
+
+    def _repr_html_(self) -> str:
+        return run_html(self)
+
+    def __repr__(self) -> str:
+        steps = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no steps"
+        counts = {"unclosed writer": len(self.endings), "problem": len(self.problems)}
+        rest = "".join(f", {counted(number, noun)}" for noun, number in counts.items() if number)
+        ranks, rows = counted(len(self.ranks), "rank"), counted(self.num_rows, "row")
+        return f"<Run {self.name!r}: {ranks}, {steps}, {rows}{rest}>"
+
+    def _tensor_bytes(
+        self, module_path: str, question: dict[str, Any]
+    ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
+        """Bytes, dtype and shape of the one tensor that a question means."""
+        _check_words(question)
+        partial = bool(question.pop("partial", False))
+        is_global = question.get("rank") is None and self._may_be_in_chunks
+        found = self._find(module_path, question, is_global=is_global)
+        if is_global and not found.is_merged:
+            return global_tensor(self._view, self._rows, found, partial=partial)
+        if not partial and is_partial(self._rows, found.positions):
+            raise LookupFailedError(f"{found.what} lacks the rows of some ranks; partial=True gives what there is")
+        return self.rank_tensor(found.positions, f"{module_path!r}")
+
+    @property
+    def _may_be_in_chunks(self) -> bool:
+        """Whether several rows may be one tensor: of several ranks, or of the micro-batches of a pipeline."""
+        return max(len(self.ranks), self.world_size or 1) > 1 or (not self.is_merged and self._view.has_pipeline)
+
+    def _find(
+        self, module_path: str, question: dict[str, Any], *, is_global: bool, needs_values: bool = True
+    ) -> TensorRows:
+        """The rows of the one tensor that a question means: those of all ranks where it is global."""
+        if self.is_merged:
+            counts = np.ones(self.num_rows, bool) if is_global else None
+            return find_tensor(
+                self._rows, self.writers, module_path, question, counts=counts, needs_values=needs_values
+            )
+        return find_tensor(
+            self._rows,
+            self.writers,
+            module_path,
+            question,
+            counts=self._view.counts(self._rows) if is_global else None,
+            has_micro_batches=is_global and self._view.has_pipeline,
+            stages={} if question.get("stage") is None else self._view.stages,
+            needs_values=needs_values,
+        )
+
+
+class ModuleView:
+    """One module of a run: its rows, those of the modules below it, and its tensors. Made by ``run["layers.0.mlp"]``.
+
+    Rows are those of the module and of everything below it, unless ``recurse=False`` asks for its own; `array` and
+    `tensor` are of the module itself.
+    """
+
+    def __init__(self, run: Run, path: str) -> None:
+        self.run = run
+        self.path = path
+
+    def __getitem__(self, path: str) -> ModuleView:
+        """A module below, by its path relative to this one: ``run["layers.0"]["mlp.down"]``.
+
+        Raises:
+            LookupFailedError: there is none; the message names the nearest.
+        """
+        return narrow(self.run, path, below=self.path)
+
+    def table(self, columns: Sequence[str] | None = None, filter: Any = None, *, recurse: bool = True) -> Any:
+        """The module's rows, as `Run.table` gives them."""
+        return self.run.table(columns, self._and(filter, recurse))
+
+    def to_pandas(
+        self, columns: Sequence[str] | None = None, filter: Any = None, *, recurse: bool = True
+    ) -> pandas.DataFrame:
+        """The same as `table`, as a pandas frame."""
+        return self.run.to_pandas(columns, self._and(filter, recurse))
+
+    def to_long(
+        self, statistics: Sequence[str] | None = None, filter: Any = None, *, recurse: bool = True
+    ) -> pandas.DataFrame:
+        """The module's statistics, as `Run.to_long` gives them."""
+        return self.run.to_long(statistics, self._and(filter, recurse))
+
+    def array(
+        self,
+        site: str = "output",
+        step: int | None = None,
+        name: str | None = None,
+        rank: int | None = None,
+        micro_step: int | None = None,
+        call: int | None = None,
+        **more: Unpack[MoreQualifiers],
+    ) -> npt.NDArray[Any]:
+        """One tensor of the module itself, as `Run.array` gives it."""
+        return self.run.array(self.path, site, step, name, rank, micro_step, call, **more)
+
+    def tensor(
+        self,
+        site: str = "output",
+        step: int | None = None,
+        name: str | None = None,
+        rank: int | None = None,
+        micro_step: int | None = None,
+        call: int | None = None,
+        **more: Unpack[MoreQualifiers],
+    ) -> torch.Tensor:
+        """The same as `array`, as `Run.tensor` gives it."""
+        return self.run.tensor(self.path, site, step, name, rank, micro_step, call, **more)
+
+    def histogram(
+        self,
+        site: str = "output",
+        step: int | None = None,
+        name: str | None = None,
+        rank: int | None = None,
+        micro_step: int | None = None,
+        call: int | None = None,
+        **more: Unpack[MoreQualifiers],
+    ) -> Histogram:
+        """The histogram of one tensor of the module itself, as `Run.histogram` gives it."""
+        return self.run.histogram(self.path, site, step, name, rank, micro_step, call, **more)
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """Steps of which there is a row."""
+        return sorted(self.table(["step"]).column("step").unique().to_pylist())
+
+    @cached_property
+    def sites(self) -> list[str]:
+        """Sites of which there is a row."""
+        return in_order_of_sites(self.table(["site"]).column("site").unique().to_pylist())
+
+    @property
+    def children(self) -> list[str]:
+        """Relative paths of the modules right below."""
+        return list(dict.fromkeys(path.partition(".")[0] for path in self._below))
+
+    @cached_property
+    def _below(self) -> list[str]:
+        """Relative paths of all modules below."""
+        prefix = self.path + "." if self.path else ""
+        return [path[len(prefix) :] for path in self.run.known_paths if path != self.path and path.startswith(prefix)]
+
+    def _and(self, expression: Any, recurse: bool) -> Any:
+        """A filter for the module's rows, and another one."""
+        if not recurse:
+            own = pc.field("module_path") == self.path
+        elif self.path:
+            own = (pc.field("module_path") == self.path) | pc.starts_with(pc.field("module_path"), self.path + ".")
+        else:
+            return expression
+        return own if expression is None else own & expression
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return self._below
+
+    @property
+    def _class_names(self) -> list[str]:
+        return list(dict.fromkeys(info.class_name for (_, path), info in self.run.modules.items() if path == self.path))
+
+    def __repr__(self) -> str:
+        name = f" ({', '.join(map(plain, self._class_names))})" if self._class_names else ""
+        parts = [counted(self.table(["step"]).num_rows, "row")]
+        if self.steps:
+            parts += [f"steps {self.steps[0]} to {self.steps[-1]}", *map(plain, self.sites)]
+        if self._below:
+            parts.append(f"{counted(len(self._below), 'module')} below")
+        return f"<Module {self.path!r}{name}: {', '.join(parts)}>"
+
+    def _repr_html_(self) -> str:
+        sources = dict.fromkeys(info.source for (_, path), info in self.run.modules.items() if path == self.path)
+        facts = {
+            "module": repr(self.path),
+            "class": ", ".join(self._class_names),
+            "source": ", ".join(sources),
+            "run": self.run.run_id,
+            "steps": span(self.steps),
+            "children": listed(self.children, MAX_LISTED),
+        }
+        return as_html(facts, self.table(["site", "step"]))
+
+
+def narrow(run: Run, path: str, below: str = "") -> ModuleView:
+    """The view of a module, by its path below another.
+
+    Raises:
+        TypeError: the path is no text.
+        LookupFailedError: there is no such module; the message names the nearest.
+    """
+    if not isinstance(path, str):
+        raise TypeError(f"a module path is text, such as 'layers.0.mlp', not {path!r}")
+    whole = f"{below}.{path}" if below and path else below or path
+    known = run.known_paths
+    if whole not in known:
+        prefix = below + "." if below else ""
+        there = [one.removeprefix(prefix) for one in known if one.startswith(prefix)]
+        where = f"below {below!r}" if below else "in this run"
+        near = hint(path, there, otherwise="; module_paths lists those with rows")
+        raise LookupFailedError(f"no module {path!r} {where}{near}")
+    return ModuleView(run, whole)
+
+
+def _check_words(question: dict[str, Any]) -> None:
+    for word in question.keys() - _QUESTION_WORDS:
+        near = difflib.get_close_matches(word, _QUESTION_WORDS, n=1)
+        raise TypeError(f"unknown argument {word!r}{f'; did you mean {near[0]!r}?' if near else ''}")
+
+
+def open_run(path: str | PathLike[str] | Place | None = None) -> Run:
+    """Open a recorded run for reading, also one that is still being written or was left by a kill.
+
+    Args:
+        path: a run directory; or a folder of runs, of which the newest is meant; or in their folder the name of a run
+            or its id, or how one of these begins, or ``latest``, or ``@-2``, the last run but one. Without a folder
+            they are looked for here and where this environment records (``RECORDER_DIR``). All of this also in an
+            object store: ``s3://bucket/path``, ``gs://bucket/path`` or ``az://container/path``. Without a path it is
+            the newest run of where this environment records.
+
+    Raises:
+        NotARunError: there is no run.
+        LookupFailedError: several runs are called so.
+        CorruptError: its manifest is damaged. Damage in shards does not raise: see `Run.problems`.
+        UnsupportedError: it is of a newer major version.
+        StoreError: the store cannot be reached, or refuses.
+    """
+    return open_place(path.anew() if isinstance(path, ObjectPath) else path)
+
+
+def open_place(path: str | PathLike[str] | Place | None) -> Run:
+    """The same, by what is known of a store already."""
+    return Run(*find_run(path))

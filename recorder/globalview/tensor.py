@@ -1,0 +1,98 @@
+"""One global tensor: the value that a question means, and its bytes, put together from the ranks' chunks."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import LookupFailedError, RunError
+from ..format.dtypes import item_bytes
+from ..layout.plans import Plan
+from ..read import untrusted
+from ..read.lookup import TensorRows, several_stages
+from ..read.metadata import MetadataRows, Positions
+from ..system.text import listed
+from .plan.planner import GlobalValue
+from .view import GlobalView
+
+
+def is_partial(metadata: MetadataRows, positions: Positions) -> bool:
+    """Whether a row of a merged run says that ranks are missing in it."""
+    metadata.load(["note"])
+    note = metadata.text("note", int(positions[0]))
+    return "partial" in untrusted.members(note)
+
+
+def global_tensor(
+    view: GlobalView, metadata: MetadataRows, found: TensorRows, *, partial: bool
+) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
+    """Bytes, dtype and shape of the one global tensor that some ranks' rows are.
+
+    Args:
+        view: of the run.
+        metadata: its rows.
+        found: rows of that value, of all ranks.
+        partial: answer also where ranks are missing.
+
+    Raises:
+        LookupFailedError: they make no single tensor, or ranks are missing; the message says why.
+        CorruptError: the bytes are not those that were written.
+    """
+    if not view.counts(metadata)[found.positions].any():
+        why = "a later attempt recorded this step again; rank= gives what one rank had"
+        raise LookupFailedError(f"{found.what}: {why}")
+    value = value_of(view, metadata, found)
+    plan = plan_of(value, found.what, partial=partial)
+    _, assembler = view.kept_values(metadata)
+    if not assembler.has_payload(plan, value.positions):
+        ranks = zip(value.present, value.positions, strict=False)
+        lacking = [rank for rank, position in ranks if assembler.tensor(position) is None]
+        raise LookupFailedError(
+            f"{found.what}: of rank {listed(lacking)} there are no values; a rule with keep=tensor keeps them"
+        )
+    dtype = assembler.dtype(plan, value.positions)
+    item_bytes(dtype)
+    try:
+        return assembler.array(plan, value.positions), dtype, plan.global_shape
+    except RunError as error:
+        raise type(error)(f"{found.what}: {error}") from error
+    finally:
+        assembler.forget()
+
+
+def value_of(view: GlobalView, metadata: MetadataRows, found: TensorRows) -> GlobalValue:
+    """The one value that some ranks' rows are; arguments as of `global_tensor`.
+
+    Raises:
+        LookupFailedError: they are several.
+    """
+    values, _ = view.kept_values(metadata)
+    chosen = values.values_of(found.positions, found.related, is_micro_batch=found.is_micro_batch)
+    if len(chosen) > 1:  # what stages hand on has the same name as the input and the output of the model
+        chosen = [value for value in chosen if not value.is_between_stages]
+    numbers = [value.stage.number for value in chosen if value.stage is not None]
+    if len(chosen) > 1 and len(set(numbers)) == len(chosen):
+        raise LookupFailedError(several_stages(found.what, numbers))
+    if len(chosen) != 1:
+        raise LookupFailedError(f"{found.what}: {len(chosen)} values of the newest attempt are meant")
+    return chosen[0]
+
+
+def plan_of(value: GlobalValue, what: str, *, partial: bool) -> Plan:
+    """The plan that makes one tensor of a value.
+
+    Raises:
+        LookupFailedError: there is none, or a rank that it needs is missing.
+    """
+    plan, present = value.plan, listed(value.present)
+    if not isinstance(plan, Plan):
+        raise LookupFailedError(f"{what} makes no single tensor: {plan.why}; ask for one of rank={present}")
+    missing = listed([rank for rank in value.expected if rank not in value.present])
+    if not plan.is_complete:
+        raise LookupFailedError(f"{what}: the pieces of rank {missing} are missing; rank= gives one rank's")
+    if missing and not plan.is_replica and not partial:
+        raise LookupFailedError(
+            f"{what} was recorded on rank {present} alone, not on rank {missing}; "
+            f"partial=True gives what there is, rank= one rank's"
+        )
+    return plan

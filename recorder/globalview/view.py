@@ -1,0 +1,194 @@
+"""The global view of a run: its rows as the tensors of the whole model, whatever ranks held them.
+
+A merged run is passed through as it is. Must never show a tensor as whole of which a chunk is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import LookupFailedError, RunError
+from ..format.roots import Stage
+from ..format.schema import COLUMN_OF, METADATA_COLUMNS, Combine
+from ..layout.rules import LOSSES
+from ..read.metadata import NONE, MetadataRows, Positions
+from ..read.payload import Payloads, is_same
+from ..read.rows import ShardRows
+from ..read.run import RecordedRun
+from ..read.stages import whole_roots
+from .assemble.assembler import Assembler, as_items
+from .assemble.rows import GlobalRows
+from .grouping.row_grouper import COLUMNS
+from .infer.leaves import Leaves, Sample
+from .plan.overrides import parse_overrides
+from .plan.sampling import choose_steps
+from .plan.values import GlobalValues
+from .topology.run_topology import Topology
+from .windows import cut_steps, step_sizes
+
+NO_VALUES = "no_values"
+"""Member of a note: why a row has no values although ranks recorded some."""
+_MEANINGLESS = tuple(column for column in COLUMN_OF.values() if column.combine is Combine.NOTHING)
+"""Columns that say nothing of a tensor of the whole model."""
+
+
+class GlobalView:
+    """How the rows of a run are put together. Made by `Run.view`."""
+
+    def __init__(self, run: RecordedRun, *, loss: str = "mean", layouts: Sequence[str] = ()) -> None:
+        """Decide how.
+
+        Args:
+            run: recorded or merged.
+            loss: what each rank's loss is of its samples: ``mean`` (activation gradients of W ranks are divided by W),
+                ``weighted`` (by the ranks' batch sizes) or ``sum`` (not scaled).
+            layouts: ``PATTERN=LAYOUT``, where PATTERN is a glob over ``module_path:site:name`` and LAYOUT one of
+                ``shard(DIM)``, ``replicate``, ``partial(sum)`` and ``per_rank``; the last that fits wins.
+
+        Raises:
+            LookupFailedError: `loss` or a layout is none of these.
+        """
+        if loss not in LOSSES:
+            raise LookupFailedError(f"loss {loss!r}: expected one of {', '.join(LOSSES)}")
+        try:
+            self._overrides = parse_overrides(layouts)
+        except (ValueError, AttributeError, TypeError) as error:
+            raise LookupFailedError(str(error)) from error
+        self._run = run
+        self._loss = loss
+        self._topology = Topology(run.writers, run.run_id, run.world_size)
+        self.leaves = Leaves(self._sample)
+        """What all steps say of each leaf."""
+        self._kept: tuple[tuple[int, int], tuple[GlobalValues, Assembler]] | None = None
+
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether the stages of a pipeline ran in it: then the micro-batches of a step are one batch."""
+        return bool(self._topology.stages)
+
+    @property
+    def stages(self) -> Mapping[tuple[int, str], Stage]:
+        """By writer and root, which stage of a pipeline it ran."""
+        return self._topology.stages
+
+    def part_of_batch(self, root: str, rank: int, attempt: int) -> tuple[int, int] | None:
+        """Which part of the batch a rank works on, and of how many; None where that is not known."""
+        return self._parts_of_batch.get((root, rank, attempt))
+
+    @cached_property
+    def _parts_of_batch(self) -> dict[tuple[str, int, int], tuple[int, int] | None]:
+        found: dict[tuple[str, int, int], tuple[int, int] | None] = {}
+        of_models = whole_roots(self._topology.stages)
+        for number, writer in enumerate(self._run.writers):
+            for root in writer.manifest.roots:
+                group = self._topology.group(root.name, "", number)
+                is_unknown = bool(group.conflict) or (writer.rank is None and root.model_parallel is not None)
+                lines = group.model_groups or tuple((rank,) for rank in group.ranks)
+                for at, ranks in enumerate(() if is_unknown else lines):
+                    for rank in ranks if writer.rank is None else {writer.rank} & set(ranks):
+                        found[of_models.get(root.name, root.name), rank, writer.attempt] = at, len(lines)
+        return found
+
+    def windows(self, max_rows: int = 200_000, max_bytes: int | None = None) -> list[tuple[int, int]]:
+        """Half-open ranges of steps that cover every recorded one, in order; found from the indexes.
+
+        Args:
+            max_rows: a range of several steps has at most so many rows of all ranks.
+            max_bytes: and at most so many bytes of payload, decoded; without, any number.
+        """
+        sizes_of: dict[int, tuple[int, int]] = {}
+        for shard in self._shards():
+            found = step_sizes(shard, has_bytes=max_bytes is not None)
+            for step, num_rows, num_bytes in zip(*(column.tolist() for column in found), strict=True):
+                known = sizes_of.get(step, (0, 0))
+                sizes_of[step] = known[0] + num_rows, known[1] + num_bytes
+        return cut_steps(sizes_of, max_rows, max_bytes)
+
+    def rows(self, first: int | None = None, last: int | None = None) -> GlobalRows:
+        """The global rows of the steps from `first` up to, but not including, `last`."""
+        metadata = self._metadata(first, last)
+        metadata.load((*METADATA_COLUMNS, *COLUMNS))
+        steps = metadata.numbers("step")
+        is_wanted = (steps >= (first if first is not None else NONE)) & (
+            steps < (last if last is not None else 1 << 62)
+        )
+        positions = np.flatnonzero(is_wanted)
+        if self._run.is_merged:
+            return GlobalRows(metadata, None, [], positions)
+        values, assembler = self.load_values(metadata)
+        planned = list(values.values(positions))
+        return GlobalRows(metadata, assembler, planned, positions, values.findings, whole_roots(self._topology.stages))
+
+    def kept_values(self, metadata: MetadataRows) -> tuple[GlobalValues, Assembler]:
+        """The values of all rows, kept for the next question as long as no damage has moved the rows."""
+        metadata.load(COLUMNS)
+        if self._kept is None or self._kept[0] != (id(metadata), metadata.num_rows):
+            self._kept = (id(metadata), metadata.num_rows), self.load_values(metadata)
+        return self._kept[1]
+
+    def counts(self, metadata: MetadataRows) -> npt.NDArray[np.bool_]:
+        """By position, whether a row is of the attempt that counts at its step, and of this run."""
+        return self.kept_values(metadata)[0].counts
+
+    def load_values(self, metadata: MetadataRows) -> tuple[GlobalValues, Assembler]:
+        """The values of loaded rows, and the way to their payloads."""
+        metadata.load(COLUMNS)
+        payloads = Payloads(metadata, len(self._run.writers))
+        assembler = Assembler(metadata, payloads)
+
+        def same(positions: Sequence[int]) -> bool | None:
+            tensors = [assembler.tensor(position) for position in positions]
+            if any(tensor is None for tensor in tensors):
+                return None
+            try:
+                return is_same(payloads, [tensor.positions for tensor in tensors if tensor is not None])
+            except RunError:
+                return None  # whoever asks for the values is told what is wrong with them
+
+        def items_of(position: int) -> npt.NDArray[Any] | None:
+            tensor = assembler.tensor(position)
+            if tensor is None or len(tensor.positions) > 1:
+                return None  # nobody expands what takes several parts
+            try:
+                return as_items(assembler.local(position), tensor.dtype).reshape(tensor.shape)
+            except RunError:
+                return None
+
+        values = GlobalValues(
+            metadata,
+            self._topology,
+            loss=self._loss,
+            overrides=self._overrides,
+            is_same=same,
+            items_of=items_of,
+            leaves=self.leaves,
+        )
+        return values, assembler
+
+    def sampled(self) -> tuple[MetadataRows, Positions]:
+        """The rows by which layouts are known: a few steps, the same whatever part of the run is looked at."""
+        steps = choose_steps(self._run.writers)
+        ranges = None if steps is None else tuple((step, step + 1) for step in steps)
+        metadata = MetadataRows(self._run.writers, ranges)
+        metadata.load(COLUMNS)
+        numbers = metadata.numbers("step")
+        return metadata, np.flatnonzero(np.isin(numbers, steps)) if steps is not None else np.arange(len(numbers))
+
+    def _sample(self) -> Sample | None:
+        metadata, positions = self.sampled()
+        return self.load_values(metadata)[0].sample(positions)
+
+    def _shards(self) -> Iterator[ShardRows]:
+        for writer in self._run.writers:
+            yield from writer.shards
+
+    def _metadata(self, first: int | None, last: int | None) -> MetadataRows:
+        """The rows of the batches that hold some of these steps: a shard may have thousands of each rank."""
+        if first is None and last is None:
+            return MetadataRows(self._run.writers)
+        return MetadataRows(self._run.writers, (NONE if first is None else first, 1 << 62 if last is None else last))

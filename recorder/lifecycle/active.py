@@ -1,0 +1,140 @@
+"""The active recorder of this process: the flag's from ``import torch`` on, or that of the first `attach`.
+
+At most one is active at a time, and a forked child has none. Nothing here may raise into training, except for wrong
+settings.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from functools import partial
+
+from torch import nn
+
+from .. import config
+from ..capture.hooks.root import Root
+from ..capture.parallel.pipelines import is_whole_pipe
+from ..errors import AttachError, ConfigError
+from ..system import log
+from ..taps import ops
+from .attachment import Attachment, Inactive
+from .matching import collector_paused, unmatched_rules
+from .recorder import Recorder
+from .signals import TerminationWatch
+
+_logger = logging.getLogger("recorder")
+_package = sys.modules[__name__.partition(".")[0]]
+_lock = threading.RLock()
+_current: Recorder | None = None
+
+
+def _changed(recorder: Recorder, is_recording: bool) -> None:
+    global _current
+    if is_recording:
+        ops.set_sink(recorder.graph_taps)
+        _package._active = recorder  # type: ignore[attr-defined]
+        return
+    if _current is recorder:
+        _current = None
+        ops.set_sink(None)
+    if getattr(_package, "_active", None) is recorder:
+        _package._active = None  # type: ignore[attr-defined]
+
+
+def start_from_environment() -> None:
+    """Arm the recorder that the flag asks for. Called at the end of ``import torch``.
+
+    Raises:
+        SystemExit: code 2, a setting is wrong, and no parent process has found the settings valid.
+    """
+    global _current
+    try:
+        if _current is not None or not config.is_enabled():
+            return
+        loaded = config.load_settings()
+        if not os.environ.get(config.CHECKED_MARK):
+            config.check_dir(loaded)
+    except ConfigError as error:
+        if os.environ.get(config.CHECKED_MARK):
+            log.log(_logger, logging.ERROR, "recorder: not recording: %s", error)
+            return
+        sys.stderr.write(f"recorder: {error}\n")
+        raise SystemExit(2) from None
+    os.environ[config.CHECKED_MARK] = "1"
+    _current = Recorder(loaded, version=_package.__version__, by_flag=True, on_change=_changed)
+    ops.set_sink(_current.graph_taps)  # a graph may be made, or an artefact called, before anything records
+
+
+def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]) -> Attachment:
+    """Attach a model, with the recorder that runs or a new one; see `recorder.attach`."""
+    global _current
+    if not isinstance(model, nn.Module):
+        raise AttachError(f"attach needs a torch.nn.Module, got {type(model).__name__}")
+    if is_whole_pipe(model):
+        raise AttachError(
+            "attach got a whole Pipe, which no rank calls; attach its stages: pipe.build_stage(...).submod"
+        )
+    with _lock:
+        recorder = _current
+        if recorder is None:
+            loaded = config.load_settings(settings)
+            config.check_dir(loaded)
+            recorder = Recorder(loaded, version=_package.__version__, by_flag=False, on_change=_changed)
+        elif settings:
+            wanted = config.load_settings(settings).settings
+            if wanted != recorder.settings:
+                raise ConfigError(
+                    f"a recording is under way with other settings than {', '.join(sorted(settings))}; "
+                    "close it first, or leave them out"
+                )
+        roots = recorder.capture.roots if recorder.capture is not None else []
+        root = next((root for root in roots if root.module() is model), None)
+        if root is None:
+            with collector_paused():
+                problems = unmatched_rules(recorder.settings.rules, model)
+            if problems:
+                raise AttachError("; ".join(problems))
+            _current = recorder
+            try:
+                root = recorder.add_root(model, name)
+            except Exception as error:  # such as no memory for the pool: training must not fail for it
+                recorder.discovery_failed(error)
+                return Inactive()
+        # A notebook cell that runs twice still holds its first handle here, and drops it afterwards.
+        root.is_kept = root.is_kept or any(handle() is None for handle in root.attachments)
+        attachment = Attachment(detach=partial(_detach, recorder, root), flush=recorder.flush, run_dir=recorder.run_dir)
+        root.attachments.append(weakref.ref(attachment))
+    return attachment
+
+
+def _detach(recorder: Recorder, root: Root) -> None:
+    """Detach one handle of a root. The last one ends the recording, unless the flag has asked for it."""
+    root.attachments = [handle for handle in root.attachments if (held := handle()) is not None and held.is_attached]
+    capture = recorder.capture
+    if recorder.by_flag or root.attachments or root.is_kept or capture is None or root not in capture.roots:
+        return
+    if all(other is root or other.is_stand_in for other in capture.roots):
+        recorder.close()
+    else:
+        capture.remove_root(root)
+
+
+def _before_fork() -> None:
+    if _current is not None:
+        _current.hold_signals()
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread may have held it
+    if _current is not None:
+        _current.abandon()
+    TerminationWatch.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=TerminationWatch.release, after_in_child=_after_fork_in_child)

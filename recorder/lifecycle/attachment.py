@@ -1,0 +1,72 @@
+"""The handle that `attach` returns, on one model's recording, or one that does nothing."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+
+class Attachment:
+    """A handle on a model that is recorded; a context manager."""
+
+    def __init__(
+        self, *, detach: Callable[[], None], flush: Callable[[float], bool], run_dir: Callable[[], Path | None]
+    ):
+        self._detach: Callable[[], None] | None = detach
+        self._flush = flush
+        self._run_dir = run_dir
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the handle has not been closed."""
+        return self._detach is not None
+
+    @property
+    def run_dir(self) -> Path | None:
+        """Return the run directory; None until the writer has made it, or where it could not."""
+        return self._run_dir()
+
+    def __repr__(self) -> str:
+        run_dir = self.run_dir
+        return f"<Attachment: {self._state}{'' if run_dir is None else f', {str(run_dir)!r}'}>"
+
+    def _repr_html_(self) -> str:
+        run_dir = self.run_dir
+        shown = {"attachment": self._state} | ({} if run_dir is None else {"run": repr(str(run_dir))})
+        rows = "".join(f"<tr><th>{key}</th><td>{html.escape(text)}</td></tr>" for key, text in shown.items())
+        return f"<table><tbody>{rows}</tbody></table>"
+
+    @property
+    def _state(self) -> str:
+        return "recording" if self.is_attached else "closed"
+
+    def flush(self, deadline_s: float = 5.0) -> bool:
+        """Wait until everything seen so far is on disk; return False where that took longer than the deadline."""
+        return self._flush(deadline_s)
+
+    def close(self) -> None:
+        """Take the hooks off and, with the last attached model, end the recording. May be called twice."""
+        detach, self._detach = self._detach, None
+        if detach is not None:
+            detach()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Inactive(Attachment):
+    """The handle where recording is off: every method is a no-op."""
+
+    def __init__(self) -> None:
+        super().__init__(detach=lambda: None, flush=lambda deadline_s: True, run_dir=lambda: None)
+
+    @property
+    def _state(self) -> str:
+        return "not recording; enabled=True or RECORDER=1 turns it on"

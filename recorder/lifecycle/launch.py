@@ -1,0 +1,58 @@
+"""``recorder run``: set the environment and become the user's command. No UI package, no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import entry_points
+from typing import NoReturn
+
+from .. import config
+from ..errors import ConfigError
+
+USAGE = """usage: recorder run [NAME=VALUE ...] COMMAND [ARGUMENT ...]
+
+Run a command with recording on. A .py file is run by this interpreter;
+anything else is a program.
+
+  recorder run train.py --epochs 3
+  recorder run torchrun --nproc-per-node 2 train.py
+  recorder run RECORDER_RULES='site=grad keep=tensor' python -m package.train
+"""
+
+
+def launch(arguments: list[str]) -> NoReturn:
+    """Replace this process by the command. Exit code 2: nothing to run, or a wrong setting."""
+    environ = dict(os.environ)
+    rest = list(arguments)
+    while rest and "=" in rest[0] and rest[0].partition("=")[0].isidentifier():
+        name, _, value = rest.pop(0).partition("=")
+        environ[name] = value
+    if not rest or rest[0] in ("-h", "--help"):
+        print(USAGE, end="", file=sys.stdout if rest else sys.stderr)
+        sys.exit(0 if rest else 2)
+    environ[config.FLAG] = "1"
+    try:
+        config.check_dir(config.load_settings(environ=environ))
+    except ConfigError as error:
+        _stop(str(error))
+    if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
+        print(
+            "recorder: TORCH_DEVICE_BACKEND_AUTOLOAD=0 would keep the recorder from starting; "
+            "it is set to 1 for this command",
+            file=sys.stderr,
+        )
+        environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
+    if not any(point.value.startswith("recorder_autoload:") for point in entry_points(group="torch.backends")):
+        _stop("the package is not installed (its entry point is missing), so torch cannot start it; pip install it")
+    command = [sys.executable, *rest] if rest[0].endswith(".py") or rest[0] == "-m" else rest
+    sys.stdout.flush()
+    try:
+        os.execvpe(command[0], command, environ)
+    except OSError as error:
+        _stop(f"cannot run {command[0]!r}: {error.strerror or error}")
+
+
+def _stop(message: str) -> NoReturn:
+    print(f"recorder: {message}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,637 @@
+"""The recorder, which joins capture to the writer from the first root call to the end of the process.
+
+Nothing starts before the first root call: a launcher's agent, a data loader's worker and a
+compile worker import torch too. Nothing here may raise into training.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .. import config, native
+from ..capture.core import Capture
+from ..capture.hooks import callbacks
+from ..capture.hooks.discovery import Discovery
+from ..capture.hooks.root import Root
+from ..capture.loss import LossWatch
+from ..capture.optimizer.hooks import OptimizerWatch, find_live, last_step, wrap_closure
+from ..capture.parallel import topology
+from ..capture.staging.pool import Pool, default_capacity_bytes
+from ..config import Loaded
+from ..observe import tree
+from ..observe.compiled import has_compiled_anything
+from ..records import Measured, Staged
+from ..system import log
+from ..system.events import Events
+from ..system.interrupts import comes_from_signal_handler
+from ..system.processes import own_process
+from .description import Description
+from .estimate import Estimate
+from .graph_taps import GraphTaps, is_data_worker
+from .matching import collector_paused, is_only_model, unmatched_rules
+from .signals import TerminationWatch, blocked_in_new_threads, replaced_interrupts
+from .summary import FinalSummary, Summary
+
+_logger = logging.getLogger("recorder")
+_MAX_LIVE_SCANS = 5
+"""Scans of all objects for optimizers (0.1 s for 361,000 objects) before a process without one is left alone."""
+_MAX_RENEWALS = 20
+"""Looks for modules that came after the first call, at steps that update parameters of unknown origin."""
+_START_PATIENCE_S = 1.0
+"""How long the first forward waits for the writer to make its directory, if the settings let it wait so long."""
+_LAST_S = 5.0
+"""How long the writer may go on after the third interrupt."""
+_NUM_TRIES = 3
+"""How often ending the recording is tried when interrupts break it off."""
+
+
+class Recorder:
+    """One recording: armed at ``import torch`` or by `attach`, running from the first root call, then closed."""
+
+    def __init__(
+        self, loaded: Loaded, *, version: str, by_flag: bool, on_change: Callable[[Recorder, bool], None]
+    ) -> None:
+        """Start nothing before the first root call.
+
+        Args:
+            loaded: the settings in force.
+            version: the version of the package.
+            by_flag: True where the environment asks for the recording, False where the program does.
+            on_change: called when this recorder begins to record (True) and when it is over (False).
+        """
+        self.loaded = loaded
+        self.settings = loaded.settings
+        self.by_flag = by_flag
+        self._version = version
+        self._final_summary = FinalSummary(
+            dir_setting=loaded.settings.dir, is_default=loaded.sources.get("dir", "default") == "default"
+        )
+        self._dir = Path(loaded.settings.dir).absolute()  # the program may change its working directory later
+        self.events = Events()
+        self.capture: Capture | None = None
+        self._pid = os.getpid()
+        self._on_change = on_change
+        self._lock = threading.RLock()
+        self._optimizers: OptimizerWatch | None = None
+        self._loss: LossWatch | None = None
+        self._writer: Any = None
+        self._description: Description | None = None
+        self._estimate: Estimate | None = None
+        """Only rank 0 has an estimate."""
+        self._termination: TerminationWatch | None = None
+        self._is_closed = False
+        self._live_scans = 0
+        self._live: list[Optimizer] = []
+        self._has_stepped = False
+        """True once an optimizer has stepped before there was a root."""
+        self.graph_taps = GraphTaps(self)
+        self._num_optimizers = 0
+        self._num_judged = 0
+        """The number of module paths that patterns were compared with last."""
+        self._num_renewals = 0
+        self._turned_down = (0, "")
+        """The largest module that ran under no root, by its number of parameters."""
+        self._manifest_key: object = None
+        self._next_status_s = 0.0
+        self.discovery = Discovery(self) if by_flag else None
+        self._early_handles: list[Any] = []
+        if by_flag:
+            self._early_handles = [
+                register_optimizer_step_pre_hook(self._steps_before_root),
+                register_optimizer_step_post_hook(self._stepped_without_root),
+            ]
+            atexit.register(self._at_exit)
+
+    # -- what discovery asks --------------------------------------------------------------------------------------
+
+    def is_inside_root(self) -> bool:
+        """Whether this thread is inside a root's call."""
+        return self.capture is not None and self.capture.nesting.depth > 0
+
+    def wants(self, module: nn.Module) -> bool:
+        """Whether an outermost module is a root: an optimizer trains it, or it is about to be trained."""
+        if self.is_over or is_data_worker():
+            return False
+        if self.capture is not None and self.capture.knows(module):
+            return False
+        parameters = list(module.parameters())
+        if not parameters:
+            return False
+        trainable = any(p.requires_grad for p in parameters)
+        if trainable and torch.is_grad_enabled():
+            return True
+        if self._is_trained({id(p) for p in parameters}):
+            return True
+        if self.settings.roots == "any" and not self._live and not (self._optimizers and self._optimizers.known):
+            return True
+        self._turned_down = max(self._turned_down, (len(parameters), tree.class_name(module)))
+        return False
+
+    def _is_trained(self, parameters: set[int]) -> bool:
+        if self._optimizers is not None:
+            return self._optimizers.holds(parameters)
+        if not self._live and self._live_scans < _MAX_LIVE_SCANS:
+            self._live_scans += 1
+            self._live = find_live()
+        return any(id(p) in parameters for o in self._live for g in o.param_groups for p in g["params"])
+
+    def make_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """Make a module a root while its call is under way; return other arguments where the settings ask for jitter.
+
+        Raises:
+            SystemExit: code 2, a rule matches no module, and there is no other model that it could mean.
+        """
+        if self.capture is None:
+            self._stop_for_rules(module)
+        root = self.add_root(module, None)
+        if isinstance(module, torch.jit.ScriptModule):
+            return None  # it takes no hooks, so that nobody would see the call end; only its taps are recorded
+        root.begins(module)
+        moved = root.jitter(module, args, kwargs) if root.jitter is not None else None
+        if moved is not None:
+            args = moved[0]
+            kwargs.update(moved[1])  # the very dict with which the call goes on
+        watch = next((w for w in root.watches if w.module() is module), None)
+        if watch is not None and watch.pre_hook is not None:
+            watch.pre_hook(module, args, kwargs)
+        return args if moved is not None else None
+
+    def _stop_for_rules(self, module: nn.Module) -> None:
+        """Stop the launch for a rule that can match nothing, which is a wrong setting; only before the first step."""
+        if self.settings.roots == "any" or self._has_stepped:
+            return
+        with collector_paused():
+            problems = unmatched_rules(self.settings.rules, module)
+        if not problems or not is_only_model(module):
+            return
+        source = self.loaded.sources.get("rules", "default")
+        shown = f"{config.PREFIX}RULES" if source == "environment" else "rules"
+        if self.discovery is not None:
+            self.discovery.stop()
+        self._undo_start()
+        sys.stderr.write(f"recorder: {shown} ({source}): {'; '.join(problems)}\n")
+        raise SystemExit(2)
+
+    def discovery_failed(self, error: Exception) -> None:
+        """Stop looking for roots after an error of the recorder's own."""
+        if comes_from_signal_handler(error):
+            raise error
+        self.events.add("start_failed", f"not recording: {type(error).__name__}: {error}", exception=error)
+        self.events.say()
+        if self.discovery is not None:
+            self.discovery.stop()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the recorder was closed, or belongs to a parent process."""
+        return self._is_closed or os.getpid() != self._pid
+
+    # -- roots ----------------------------------------------------------------------------------------------------
+
+    def add_root(self, module: nn.Module, name: str | None) -> Root:
+        """Start if this is the first root, and put hooks on it."""
+        with self._lock:
+            if self.capture is None:
+                try:
+                    self._start()
+                except Exception:
+                    self._undo_start()
+                    raise
+                except BaseException:  # such as Ctrl-C: the next call starts again, unless the writer runs already
+                    if self._writer is None or not self._writer.stats().is_alive:
+                        self._writer = None
+                        self._forget_start()
+                    raise
+            assert self.capture is not None and self._optimizers is not None
+            with collector_paused():
+                root = self.capture.add_root(module, name)
+                self._optimizers.rescan()
+            return root
+
+    def _start(self) -> None:
+        from ..capture.staging.measure import measure
+        from ..write.writer import Writer
+
+        own_topology = topology.read()
+        self._description = Description(
+            version=self._version,
+            topology=own_topology,
+            loaded=self.loaded,
+            process=own_process(),
+            started_ns=time.time_ns(),
+            by_flag=self.by_flag,
+        )
+        if own_topology.rank == 0:
+            self._estimate = Estimate(
+                self.settings.rules, rank=0, world_size=own_topology.world_size, max_bytes=self.settings.max_bytes
+            )
+        capacity = self.settings.pool_bytes or default_capacity_bytes(own_topology.local_world_size)
+        writer = Writer(
+            settings=_write_settings(self.settings),
+            measure=functools.partial(measure, kernels=native.load(self.settings.native)),
+            resolve_dir=self._resolve_target,
+            poll=self._poll,
+            saw=self._saw,
+            observed=lambda: self.capture.observed if self.capture is not None else 0,
+        )
+        pool = Pool(capacity, progress_s=lambda: writer.last_progress_s, clock=time.monotonic)
+        self._writer = writer
+        self.capture = Capture(
+            settings=self.settings, rank=own_topology.rank, pool=pool, channel=writer, events=self.events
+        )
+        self._optimizers = OptimizerWatch(self.capture, on_step=self._optimizer_stepped, on_new=self._optimizer_made)
+        self._loss = LossWatch(self.capture)
+        live = self._live or find_live()
+        self._live = []  # known from now on by weak references
+        for optimizer in live:
+            self._optimizers.name_of(optimizer)
+        self.capture.every_call_is_a_step = self.settings.roots == "any" and not live
+        clock = self.capture.clock
+        resumed = last_step(live)
+        if resumed is not None:
+            clock.step, clock.source = resumed, "optimizer"
+            self.capture.step_changed()
+        self._remove_early_hooks()
+        if not self.by_flag:
+            atexit.register(self._at_exit)
+        deadline_s = self.settings.close_deadline_s
+        self._termination = TerminationWatch(
+            flush=lambda: writer.drain(deadline_s), finish=self._finish, deadline_s=deadline_s
+        )
+        self._termination.install()
+        writer.set_manifest(self._manifest())
+        began_s = writer.last_progress_s
+        with blocked_in_new_threads():
+            writer.start()
+        self._on_change(self, True)
+        # A disk that takes nothing is reported before the first step; a disk that is merely slow holds nothing up.
+        patience_s = self.settings.wait_s_per_step if self.settings.policy == "wait" else 0.0
+        until_s = time.monotonic() + min(_START_PATIENCE_S, patience_s)
+        while writer.last_progress_s == began_s and time.monotonic() < until_s:
+            time.sleep(0.001)
+
+    def _undo_start(self) -> None:
+        """Take a failed start back (no memory for the pool, or no thread): training goes on without a recording."""
+        self._is_closed = True
+        self._remove_early_hooks()
+        self._forget_start()
+        atexit.unregister(self._at_exit)
+        self._on_change(self, False)
+
+    def _forget_start(self) -> None:
+        if self._optimizers is not None:
+            self._optimizers.close()
+            self._optimizers = None
+        if self._loss is not None:
+            self._loss.close()
+            self._loss = None
+        if self._termination is not None:
+            self._termination.uninstall()
+            self._termination = None
+        self.capture = None
+
+    def _resolve_target(self) -> Any:
+        """Decide where to write. Called on the writer thread, because it may wait for the other ranks."""
+        from ..write.writer import RunTarget
+
+        assert self._description is not None
+        own_topology = self._description.topology
+        name, is_shared = topology.run_id(own_topology, deadline_s=self.settings.join_deadline_s)
+        if not is_shared:
+            self.events.add(
+                "unjoined",
+                f"the ranks could not agree on a run name, so this rank writes to {name!r}; start through torchrun or "
+                "initialise the process group before the first forward",
+            )
+        run_dir = self._dir / name
+        return RunTarget(
+            run_dir=run_dir,
+            run_manifest=self._description.run(name),
+            rank=own_topology.rank,
+            attempt=own_topology.attempt,
+            named=functools.partial(self._final_summary.take_name, run_dir),
+        )
+
+    def _manifest(self) -> dict[str, Any]:
+        assert self.capture is not None and self._description is not None
+        return self._description.writer(self.capture, self._optimizers, self.events)
+
+    def _saw(self, staged: Staged, measured: Measured) -> None:
+        """Look at a record that has its statistics. Called on the writer thread."""
+        if self.capture is not None:
+            self.capture.nonfinite.saw(staged, measured)
+        if self._estimate is not None:
+            self._estimate.saw(staged)
+
+    def _poll(self) -> dict[str, Any] | None:
+        """Log events, and return the manifest if it has changed. Called on the writer thread, often."""
+        manifest = None
+        try:
+            self.events.say()
+            capture = self.capture
+            if capture is None or self._is_closed:
+                return None
+            capture.nonfinite.look(self._how_to_learn_more())
+            if self._estimate is not None and (line := self._estimate.look(capture.clock.step)) is not None:
+                log.tell(_logger, lambda: (line,), 0.0)
+            roots = tuple((root, *(work is None for work in root.shared_work.values())) for root in capture.roots)
+            key = (self.events.has_changed, capture.clock.source, roots)
+            if key != self._manifest_key:
+                self.events.has_changed = False
+                self._manifest_key = (False, *key[1:])
+                manifest = self._manifest()
+            if self.settings.status_interval_s and time.monotonic() >= self._next_status_s:
+                self._next_status_s = time.monotonic() + self.settings.status_interval_s
+                self._show_status(capture)
+        except Exception as error:
+            self.events.add("hook_error", f"bookkeeping failed: {type(error).__name__}: {error}", key="poll")
+        return manifest
+
+    def _show_status(self, capture: Capture) -> None:
+        assert self._description is not None
+        self._writer.set_status(self._description.status(capture))
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def _optimizer_made(self, optimizer: Optimizer) -> None:
+        """Look for roots again: a new optimizer may train a model that is not known yet."""
+        if self.discovery is not None and not self.discovery.is_on and not self._is_closed:
+            self.discovery.start()
+
+    def _optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Stop looking for roots once every parameter has one; a new optimizer starts the search again."""
+        capture, discovery, optimizers = self.capture, self.discovery, self._optimizers
+        assert capture is not None and optimizers is not None
+        capture.every_call_is_a_step = False
+        if not capture.has_stepped:
+            capture.has_stepped = True
+            for root in capture.roots:
+                root.step_is_over(has_compiled=has_compiled_anything())
+        if not optimizers.has_root(optimizer) and self._num_renewals < _MAX_RENEWALS:
+            self._num_renewals += 1
+            if capture.renew_grown_roots():
+                optimizers.rescan()
+        if discovery is None or not discovery.is_on:
+            return
+        if len(optimizers.known) != self._num_optimizers:
+            self._num_optimizers = len(optimizers.known)
+            discovery.reconsider()
+        if not optimizers.all_have_roots():
+            return
+        self._check_patterns(capture)
+        if not has_compiled_anything():
+            discovery.stop()
+
+    def _check_patterns(self, capture: Capture) -> None:
+        """Report rules that match nothing, once for each state of the model: discovery may stay on at every step."""
+        paths = self._module_paths()
+        if len(paths) != self._num_judged:
+            self._num_judged = len(paths)
+            problems = capture.selection.unmatched(paths)
+            if self._description is not None:
+                problems += capture.selection.for_no_rank(self._description.topology.world_size)
+            for problem in problems:
+                self.events.add("pattern_unmatched", problem, key=problem, level=logging.ERROR)
+
+    def _steps_before_root(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Wrap the closure of a step before there is a root: the first forward may run in it."""
+        if self.capture is not None or os.getpid() != self._pid or torch.compiler.is_compiling():
+            return None
+
+        def returned() -> None:
+            if self._optimizers is not None:
+                self._optimizers.closure_returned(optimizer)
+
+        return wrap_closure(args, kwargs, returned)
+
+    def _remove_early_hooks(self) -> None:
+        for handle in self._early_handles:
+            handle.remove()
+        self._early_handles.clear()
+
+    def _stepped_without_root(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.capture is not None or os.getpid() != self._pid:
+            return
+        self._has_stepped = True
+        self.events.add(
+            "no_root",
+            f"not recording: {type(optimizer).__name__} stepped, but no module with its parameters was seen to run "
+            "(compiled in place or inside a function, or called through .forward()); recorder.instrument(model) before "
+            "it is compiled, or recorder.attach(model) before the first step",
+        )
+        self.events.say()
+        self._remove_early_hooks()
+
+    def _module_paths(self) -> list[str]:
+        assert self.capture is not None
+        return [path for root in self.capture.roots for path in root.inventory.paths]
+
+    # -- what users call ------------------------------------------------------------------------------------------
+
+    def tap(self, name: str, tensor: Any) -> None:
+        """Record a tensor for `recorder.tap`, under the module whose forward is running."""
+        if torch.compiler.is_compiling() or self.capture is None or not isinstance(tensor, torch.Tensor):
+            return
+        try:
+            self.capture.taps_by_hand.record(name, tensor, self._calling_module())
+        except Exception as error:
+            self.capture.hook_failed(f"tap {name!r}", error)
+
+    def _calling_module(self) -> nn.Module | None:
+        """Return the innermost module of a root on the call stack, so that taps need no bookkeeping in hooks."""
+        frame = sys._getframe(3)
+        capture = self.capture
+        while frame is not None and capture is not None:
+            code = frame.f_code
+            if code.co_argcount and code.co_varnames[0] == "self":
+                candidate = frame.f_locals.get("self")
+                if isinstance(candidate, nn.Module) and capture.knows(candidate):
+                    return candidate
+            frame = frame.f_back  # type: ignore[assignment]
+        return None
+
+    def scalar(self, name: str, value: Any) -> None:
+        """Record a number for `recorder.scalar`."""
+        if torch.compiler.is_compiling() or self.capture is None:
+            return
+        try:
+            self.capture.scalars.record(name, value)
+        except Exception as error:
+            self.capture.hook_failed(f"scalar {name!r}", error)
+
+    def name_step(self, number: int) -> None:
+        """Name the step for `recorder.step`."""
+        if self.capture is not None:
+            self.capture.clock.name(int(number))
+            self.capture.step_changed()
+
+    def flush(self, deadline_s: float) -> bool:
+        """Wait until everything seen so far is on disk; return False where the deadline came first."""
+        if self.capture is not None:
+            self.capture.fetch()
+        return self._writer is None or bool(self._writer.drain(deadline_s))
+
+    def run_dir(self) -> Path | None:
+        """Return the run directory; None until the writer has made it."""
+        directory = self._writer.directory if self._writer is not None else None
+        return directory.parent.parent if directory is not None else None
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Remove all hooks and write what is left within the deadline. Idempotent; does nothing in a forked child."""
+        if self.is_over:
+            return
+        self._is_closed = True
+        self._on_change(self, False)
+        try:
+            self._close()
+        except Exception as error:
+            self.events.add("close_failed", f"the recording ended badly: {error!r}", exception=error)
+        atexit.unregister(self._at_exit)  # not before: an interrupt may have left the writer to be closed
+        self.events.say(is_last=True)
+
+    def _at_exit(self) -> None:
+        """End the recording with the interpreter. A second Ctrl-C costs no row, a third one rows that take longer.
+
+        However often it comes, the ledger is closed.
+        """
+        if os.getpid() != self._pid:
+            return
+        num_interrupts = 0
+
+        def interrupted() -> None:
+            nonlocal num_interrupts
+            num_interrupts += 1
+            if num_interrupts > 1 and self._writer is not None:
+                self._writer.hurry(_LAST_S)
+
+        with replaced_interrupts(interrupted):
+            for _ in range(_NUM_TRIES):
+                try:
+                    self._finish()
+                    break
+                except (KeyboardInterrupt, SystemExit):  # raised by a signal handler of the program
+                    interrupted()
+        if num_interrupts > 1:
+            text = "recorder: interrupted while the recording ended; what was not written yet is lost"
+            log.log(_logger, logging.WARNING, text)
+
+    def _close(self) -> None:
+        if self.discovery is not None:
+            self.discovery.stop()
+        self._remove_early_hooks()
+        if self._optimizers is not None:
+            self._optimizers.close()
+        if self._loss is not None:
+            self._loss.close()
+        if self.capture is None:
+            if self._turned_down[0]:
+                self.events.add(
+                    "no_root",
+                    f"nothing was recorded: {self._turned_down[1]} ran, but no optimizer trains it; "
+                    "RECORDER_ROOTS=any records a process without an optimizer",
+                )
+            return
+        until_s = time.monotonic() + self.settings.close_deadline_s
+        self._say_if_step_never_moved(self.capture)
+        for root in self.capture.roots:
+            root.say_if_nothing_moved()
+            root.inventory.look_for_foreign_hooks()
+        self._writer.set_manifest(self._manifest())
+        if self.settings.status_interval_s:
+            self._show_status(self.capture)
+        self.capture.close()
+        report = self._writer.close(self.settings.close_deadline_s)
+        log.log(_logger, logging.DEBUG, "closed: %s", report)
+        self.capture.nonfinite.look(self._how_to_learn_more(), is_last=True)
+        self.events.say()  # problems come before the summary
+        self._sum_up(self.capture, report.ledger, until_s)
+        if self._termination is not None:  # last, so that a signal until here does not cost the summary
+            self._termination.uninstall()
+
+    def _sum_up(self, capture: Capture, ledger: Mapping[str, Any], until_s: float) -> None:
+        """Log the summary on rank 0, once, whichever thread comes first."""
+        run_dir, description = self.run_dir(), self._description
+        if description is None or description.topology.rank != 0 or run_dir is None:
+            return
+        stats = self._writer.stats()
+        summary = Summary(
+            run=self._final_summary.name_in_commands(run_dir),
+            world_size=description.topology.world_size,
+            last_step=stats.last_written_step,
+            ledger=ledger,
+            nonfinite=capture.nonfinite.first,
+            written_bytes=stats.written_bytes,
+            waited_s=capture.pool.waited_s,
+            longest_wait_s=capture.pool.longest_wait_s,
+            is_asked_for=any(0 in rule.rank for rule in self.settings.rules),
+        )
+        self._final_summary.say(summary, max(until_s - time.monotonic(), 0.0))
+
+    def _how_to_learn_more(self) -> str | None:
+        run_dir = self.run_dir()
+        return None if run_dir is None else f"recorder first {self._final_summary.name_in_commands(run_dir)}"
+
+    def _finish(self) -> None:
+        """End the recording because the process is about to end, or wait for the end that is under way."""
+        if not self._is_closed:
+            self.close()
+            return
+        if self._writer is None:
+            return
+        until_s = time.monotonic() + self.settings.close_deadline_s
+        report = self._writer.close(self.settings.close_deadline_s)
+        if self.capture is not None:
+            self._sum_up(self.capture, report.ledger, until_s)
+
+    def _say_if_step_never_moved(self, capture: Capture) -> None:
+        optimizers = self._optimizers
+        by_call = capture.every_call_is_a_step or capture.clock.source == "user"
+        if optimizers is not None and optimizers.num_steps == 0 and not by_call:
+            self.events.add(
+                "step_never_advanced",
+                f"no optimizer stepped, so every value is of step {capture.clock.step}; recorder.step(n) names steps",
+                level=logging.INFO,
+            )
+
+    def hold_signals(self) -> None:
+        """Hold signals back before a fork, until `TerminationWatch.release`."""
+        if self._termination is not None:
+            self._termination.hold()
+
+    def abandon(self) -> None:
+        """Forget the parent's recording in a forked child, without taking a lock or writing a byte."""
+        self._is_closed = True
+        callbacks.WATCHES.clear()
+        callbacks.ROOTS.clear()
+        if self.capture is not None:
+            self.capture.is_open = False
+        if self.discovery is not None:
+            self.discovery.stop()
+        if self._termination is not None:
+            self._termination.abandon()
+        self._on_change(self, False)
+
+
+def _write_settings(settings: config.Settings) -> Any:
+    from dataclasses import fields
+
+    from ..write.writer import WriteSettings
+
+    shared = {item.name for item in fields(WriteSettings)} & {item.name for item in fields(config.Settings)}
+    return WriteSettings(**{name: getattr(settings, name) for name in shared})

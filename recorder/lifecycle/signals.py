@@ -1,0 +1,286 @@
+"""Handles signals that end the process: data in memory reaches the disk first, and the process ends as it would have.
+
+A signal is taken over only where its action is the default one, and no program notices: one that asks is told SIG_DFL.
+Ignored signals and the handlers of others, in Python or in C, are never touched; where a Python handler runs, a thread
+of ours flushes the data beside it. The main thread may be stuck in a collective and never run a handler: then that
+thread ends the process, by the same signal.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found] # what the module `signal` wraps
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from ..system.descriptors import Descriptor
+
+_ENDING = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2})
+"""Signals by which launchers and schedulers announce the end, or ask for a checkpoint before it."""
+_STOP = 0
+_MAIN_THREAD_GRACE_S = 0.5
+"""How long the watching thread leaves the main thread to run its handler."""
+_NAP_S = 0.05
+"""How long the watching thread sleeps after each wake-up, so that a profiler's timer does not keep it busy."""
+_SIGACTION_BYTES = 512
+"""More bytes than any system's ``struct sigaction``, which begins with the handler."""
+
+_OF_THREADS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP})
+"""Signals that a thread causes by itself, which must not be blocked."""
+
+_leftover_pipes: list[_Pipe] = []
+"""Pipes that somebody may still make the wake-up descriptor again; reused, and never closed."""
+_masks: dict[int, set[signal.Signals]] = {}
+
+
+class _Pipe:
+    """The pipe that wakes the watching thread. The program may have closed either end and reused its number."""
+
+    def __init__(self) -> None:
+        self.read_end, self.write_end = map(Descriptor.of, os.pipe())
+        os.set_blocking(self.write_end, False)
+
+    @property
+    def is_ours(self) -> bool:
+        return self.read_end.is_ours and self.write_end.is_ours
+
+    def read(self) -> bytes:
+        """Return the bytes that have come, or wait for the next; empty where the pipe is gone."""
+        with contextlib.suppress(OSError):
+            if self.read_end.is_ours:
+                return os.read(self.read_end, 4096)
+        return b""
+
+    def write(self, number: int) -> None:
+        """Wake the thread, if the pipe has room."""
+        with contextlib.suppress(OSError):
+            if self.write_end.is_ours:
+                os.write(self.write_end, bytes([number]))
+
+    def empty(self) -> None:
+        os.set_blocking(self.read_end, False)
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.read_end, 4096):
+                pass
+        os.set_blocking(self.read_end, True)
+
+    def close(self) -> None:
+        for end in (self.read_end, self.write_end):
+            if end.is_ours:
+                os.close(end)
+
+
+class _Handler(int):
+    """A handler that equals SIG_DFL, so that `signal.getsignal` and `signal.signal` answer as without the recorder.
+
+    A program that looks whether a signal is free, or calls the handler before its own, does what it would do.
+    """
+
+    watch: TerminationWatch | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.watch is not None:
+            self.watch._handle(number)
+        else:
+            _die_of(number)
+
+
+def _die_of(number: int) -> None:
+    ctypes.CDLL(None).signal(int(number), 0)  # SIG_DFL; signal.signal works in the main thread only
+    os.kill(os.getpid(), number)
+
+
+def _action(number: int) -> int:
+    """Return the address of a signal's handler as the kernel has it; 0 is the default action, 1 is to ignore.
+
+    Python does not know of handlers that C code installs, as `faulthandler.register` does.
+    """
+    action = ctypes.create_string_buffer(_SIGACTION_BYTES)
+    if ctypes.CDLL(None).sigaction(int(number), None, action) != 0:
+        return 1
+    return ctypes.c_void_p.from_buffer(action).value or 0
+
+
+class TerminationWatch:
+    """Handles the signals that end the process while a recording runs, with a watching thread."""
+
+    def __init__(self, *, flush: Callable[[], object], finish: Callable[[], object], deadline_s: float) -> None:
+        """Touch no signal before `install`.
+
+        Args:
+            flush: brings the data in memory to disk, in bounded time; any thread may call it.
+            finish: does what `flush` does and ends the recording, because the process is about to end.
+            deadline_s: the time for `finish`; the process ends soon after, whatever `finish` does.
+        """
+        self._flush = flush
+        self._finish = finish
+        self._deadline_s = deadline_s
+        self._handlers: dict[int, tuple[_Handler, int]] = {}
+        """Our handler of each signal, with the address that the kernel has for it."""
+        self._pipe: _Pipe | None = None
+        self._thread: threading.Thread | None = None
+        self._is_ending = self._is_main_ending = False
+        self._pid = os.getpid()
+
+    def install(self) -> None:
+        """Take over the default actions, and set the wake-up descriptor if it is free; only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        _leftover_pipes[:] = [pipe for pipe in _leftover_pipes if pipe.is_ours]
+        self._pipe = _leftover_pipes.pop() if _leftover_pipes else _Pipe()
+        self._pipe.empty()
+        other = signal.set_wakeup_fd(self._pipe.write_end, warn_on_full_buffer=False)
+        if other != -1:  # an event loop has it, and needs it more
+            signal.set_wakeup_fd(other)
+        self._thread = threading.Thread(target=self._watch, name="recorder-signals", daemon=True)
+        with blocked_in_new_threads():
+            self._thread.start()
+        for number in _ENDING:
+            if _action(number) == 0 or isinstance(_signal.getsignal(number), _Handler):
+                handler = _Handler(signal.SIG_DFL)
+                handler.watch = self
+                _signal.signal(number, handler)
+                self._handlers[number] = handler, _action(number)
+
+    def _is_ours(self, number: int) -> bool:
+        return number in self._handlers and _signal.getsignal(number) is self._handlers[number][0]
+
+    def _handle(self, number: int) -> None:
+        """End the recording and the process, in the main thread."""
+        if self._pid == 1:
+            return  # the kernel spares the first process of a container; the watching thread flushes
+        if self._is_main_ending:
+            return  # the handler of the first signal goes on
+        if os.getpid() == self._pid:
+            self._is_main_ending = True
+            while self._is_ending:  # the watching thread has begun to end the process
+                time.sleep(_NAP_S)
+            self._is_ending = True
+            if self._pipe is not None:  # so that the watching thread bounds what follows
+                self._pipe.write(number)
+            self._finish()
+        _die_of(number)
+
+    def _watch(self) -> None:
+        """Run the watching thread: end the process for a signal of ours, flush for one that the program handles."""
+        pipe = self._pipe
+        assert pipe is not None
+        while numbers := pipe.read():
+            ending = next((number for number in numbers if self._is_ours(number)), None)
+            if ending is not None and self._pid != 1:
+                self._end_process(ending)
+                return
+            if _STOP in numbers:
+                return
+            if not _ENDING.isdisjoint(numbers):
+                with contextlib.suppress(Exception):
+                    self._flush()
+            time.sleep(_NAP_S)
+
+    def _end_process(self, number: int) -> None:
+        until_s = time.monotonic() + _MAIN_THREAD_GRACE_S + self._deadline_s + 1.0
+        time.sleep(_MAIN_THREAD_GRACE_S)
+        if not self._is_ending:  # the main thread is stuck, perhaps in a collective
+            self._is_ending = True
+            # Not in this thread: a log handler may hang on a lock that the main thread holds.
+            ender = threading.Thread(target=self._finish, name="recorder-end", daemon=True)
+            with contextlib.suppress(RuntimeError):
+                ender.start()
+                ender.join(self._deadline_s + 1.0)
+        else:
+            while time.monotonic() < until_s:
+                time.sleep(_NAP_S)
+        _die_of(number)
+
+    def uninstall(self) -> None:
+        """Give handlers and wake-up descriptor back, unless the program has set others since."""
+        if self._is_ending or self._pipe is None:
+            return
+        self._give_back_handlers()
+        is_pipe_free = False
+        with contextlib.suppress(ValueError):  # not the main thread
+            is_pipe_free = _release_wakeup(self._pipe.write_end)
+        pipe, self._pipe = self._pipe, None
+        pipe.write(_STOP)
+        assert self._thread is not None
+        if self._thread is not threading.current_thread():
+            self._thread.join(self._deadline_s)
+        if is_pipe_free and not self._thread.is_alive():
+            pipe.close()
+        elif not self._thread.is_alive():
+            _leftover_pipes.append(pipe)
+
+    def _give_back_handlers(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            for handler, _ in self._handlers.values():
+                handler.watch = None  # the handler stays, and does what the default action does
+            return
+        for number, (handler, action) in self._handlers.items():
+            handler.watch = None
+            if _signal.getsignal(number) is handler and _action(number) == action:
+                # The kernel first: Python warns of a signal that comes while its handler is being taken away.
+                ctypes.CDLL(None).signal(int(number), 0)
+                signal.signal(number, signal.SIG_DFL)
+
+    def abandon(self) -> None:
+        """Restore the default actions in a forked child, without a byte into the parent's pipe."""
+        if self._pipe is None:
+            return
+        with contextlib.suppress(ValueError):
+            self._give_back_handlers()
+            _release_wakeup(self._pipe.write_end)
+        self._pipe.close()
+        self._pipe = None
+
+    def hold(self) -> None:
+        """Hold signals back before a fork: one to the child would enter the parent's pipe, and end the parent."""
+        ours = {number for number in self._handlers if self._is_ours(number)}
+        _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, ours)  # type: ignore[assignment]
+
+    @staticmethod
+    def release() -> None:
+        """Take signals again after a fork, in both processes."""
+        mask = _masks.pop(threading.get_ident(), None)
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextlib.contextmanager
+def replaced_interrupts(handle: Callable[[], None]) -> Iterator[None]:
+    """Let Ctrl-C call a function, where it would raise KeyboardInterrupt, while the interpreter ends."""
+    is_replaced = False
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGINT, lambda number, frame: handle())
+            is_replaced = True
+    try:
+        yield
+    finally:
+        if is_replaced:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def blocked_in_new_threads() -> Iterator[None]:
+    """Let threads that are started in the block take no signal that is sent to the process.
+
+    Else a signal that a program blocks, for example while it writes a checkpoint, goes to a thread of the recorder.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OF_THREADS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _release_wakeup(write_end: int) -> bool:
+    """Clear the wake-up descriptor if it is ours; return whether it was."""
+    current = signal.set_wakeup_fd(-1)
+    if current not in (-1, write_end):
+        signal.set_wakeup_fd(current)
+    return current == write_end

@@ -1,0 +1,138 @@
+"""Clocks for the time of a value: the step, and within it the slice of a root's forward and backward.
+
+`step` counts attempted steps of one optimizer and advances at the first forward with gradients after it; a slice ends
+when a gradient has arrived at an output of it and the root is called again. Nothing here may touch a device.
+"""
+
+from __future__ import annotations
+
+from ..records import Moment
+
+
+class Slice:
+    """One forward of a root, or several before a backward; `micro_step` numbers the slices of a step."""
+
+    __slots__ = ("has_gradient", "moment")
+
+    def __init__(self, moment: Moment) -> None:
+        self.moment = moment
+        self.has_gradient = False
+
+
+class Clock:
+    """The current step, which the training thread writes and any thread reads."""
+
+    __slots__ = ("_has_stepped", "is_by_hand", "source", "step")
+
+    def __init__(self, step: int = 0, source: str = "counted") -> None:
+        self.step = step
+        self.source = source
+        self.is_by_hand = False
+        self._has_stepped = False
+
+    def optimizer_stepped(self) -> None:
+        """Note that the optimizer that counts steps has attempted one."""
+        self._has_stepped = True
+
+    def advance_if_stepped(self) -> bool:
+        """Move to the next step if the optimizer has stepped, as a training forward begins; return whether it moved."""
+        if not self._has_stepped or self.is_by_hand:
+            return False
+        self._has_stepped = False
+        self.step += 1
+        return True
+
+    def name(self, step: int) -> None:
+        """Take the step that the user names; from now on only the user moves it."""
+        self.is_by_hand = True
+        self.source = "user"
+        self.step = step
+
+
+class RootClock:
+    """The slices of one root, one for each mode."""
+
+    __slots__ = ("_by_micro_batch", "_clock", "_latest", "_slices", "_trained_mode", "active")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._slices: dict[str, Slice] = {}
+        self._by_micro_batch: dict[int, Slice] = {}
+        """The latest slice of each micro-batch of a pipeline stage, whose backward comes after other forwards."""
+        self._trained_mode: str | None = None
+        """The mode of the first forward that a gradient came back to."""
+        self._latest: Slice | None = None
+        self.active: Slice | None = None
+        """The slice of the call of the root that is running, or None between calls."""
+
+    def begin(
+        self,
+        *,
+        with_grad: bool,
+        training: bool,
+        every_call_is_a_step: bool,
+        is_first_call: bool,
+        micro_batch: int | None = None,
+    ) -> None:
+        """Begin a call of the root, which may move the step.
+
+        Args:
+            with_grad: whether gradients are enabled.
+            training: the root's training flag.
+            every_call_is_a_step: True where there is no optimizer.
+            is_first_call: True for the first call of the root.
+            micro_batch: the number of the micro-batch that a pipeline stage runs; each is a slice.
+        """
+        if every_call_is_a_step and not is_first_call and not self._clock.is_by_hand:
+            self._clock.step += 1
+        mode = _mode(with_grad, training)
+        if with_grad and not every_call_is_a_step and self._trained_mode in (None, mode):
+            self._clock.advance_if_stepped()
+        current = self._slices.get(mode)
+        if current is None or current.moment.step != self._clock.step:
+            current = Slice(Moment(self._clock.step, 0, mode))
+        elif micro_batch is not None or (current.has_gradient and mode != "no_grad"):
+            current = Slice(Moment(self._clock.step, (current.moment.micro_step or 0) + 1, mode))
+        self._slices[mode] = self.active = current
+        if with_grad:
+            self._latest = current
+            if micro_batch is not None:
+                self._by_micro_batch[micro_batch] = current
+
+    def begin_trial(self) -> None:
+        """Begin a call of the root that is no part of training, with a slice of its own."""
+        self.active = Slice(Moment(self._clock.step, None, "train"))
+
+    def gradient_arrived(self, slice_: Slice) -> None:
+        """Note that a gradient has come back to an output of the root."""
+        slice_.has_gradient = True
+        if self._trained_mode is None:
+            self._trained_mode = slice_.moment.mode
+
+    def end(self) -> None:
+        """End the call of the root, which has returned or raised."""
+        self.active = None
+
+    def current(self, *, with_grad: bool, training: bool) -> Slice:
+        """Return the slice of a submodule's call: the running one, or between calls of the root its mode's latest."""
+        if self.active is not None:
+            return self.active
+        mode = _mode(with_grad, training)
+        latest = self._slices.get(mode)
+        if latest is None or latest.moment.step != self._clock.step:
+            latest = self._slices[mode] = Slice(Moment(self._clock.step, 0, mode))
+        return latest
+
+    def recomputed(self, micro_batch: int | None = None) -> Slice:
+        """Return the slice that a recompute in a backward belongs to: its micro-batch's where known, or the latest."""
+        if micro_batch is not None and micro_batch in self._by_micro_batch:
+            return self._by_micro_batch[micro_batch]
+        if self._latest is None:
+            self._latest = Slice(Moment(self._clock.step, 0, "train"))
+        return self._latest
+
+
+def _mode(with_grad: bool, training: bool) -> str:
+    if not with_grad:
+        return "no_grad"
+    return "train" if training else "eval"

@@ -1,0 +1,77 @@
+"""Hooks on modules that do no harm: their copies are inert, and they keep their places among the program's hooks.
+
+A model with hooks is copied, pickled and compiled by its user. A copy or a pickle of a `Hook` is inert
+(`contextlib.nullcontext().__exit__`, which takes anything and returns None, needs no `recorder` where it is loaded).
+Nothing here may raise into training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_FIRST_NUMBER = (1 << 32) + (int.from_bytes(os.urandom(4), "little") << 32)
+_DYNAMO_KNOWS_THE_ORDER = torch.__version__ >= "2.13"
+
+
+class Hook:
+    """A callable of the recorder that torch holds; copies of it do nothing."""
+
+    __slots__ = ()
+    _why_not_scripted = (
+        "torch.jit.script cannot compile the hooks of a model that is being recorded; script it in a process without "
+        "RECORDER=1, or before its first call"
+    )
+
+    @property
+    def __name__(self) -> str:
+        """Raise where `torch.jit.script` asks for the name, because it cannot compile a hook."""
+        if sys._getframe(1).f_globals.get("__name__") == "torch.jit._recursive":
+            raise RuntimeError(f"recorder: {self._why_not_scripted}")
+        return str(type(self).__qualname__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _inert()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def _inert() -> Callable[..., None]:
+    return contextlib.nullcontext().__exit__
+
+
+def put_on(register: Callable[..., Any], hook: Hook, **options: bool) -> Any:
+    """Register a hook of a module under a number that only this process uses; return torch's handle.
+
+    A pickle of the module keeps the numbers, and which of them take kwargs or are always called. A process that loads
+    it counts from 0: one of its own hooks with our number would be called as ours was.
+    """
+    handle = register(hook, **options)
+    theirs, handle.id = handle.id, _FIRST_NUMBER + handle.id
+    registered = handle.hooks_dict_ref()
+    for kind in (registered, *(reference() for reference in handle.extra_dict_ref)):
+        if theirs in kind:
+            kind[handle.id] = kind.pop(theirs)
+    registered.move_to_end(handle.id, last=not options.get("prepend", False))
+    return handle
+
+
+def keep_first(registered: dict[int, Any]) -> None:
+    """Make a hook that was registered with ``prepend`` the first entry of its dict for dynamo, too.
+
+    Dynamo of torch 2.9 counts entries in the order in which they were added: it looks in one hook for what it read from
+    another, and fails to compile.
+    """
+    if not _DYNAMO_KNOWS_THE_ORDER:
+        others = list(registered.items())[1:]
+        try:
+            for number, _ in others:
+                del registered[number]
+        finally:
+            registered.update(others)

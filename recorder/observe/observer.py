@@ -1,0 +1,96 @@
+"""Protocols: what hooks and taps need of a recording, and of the module that they are on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from ..records import Chunk, Moment, Origin, Staged
+from .selection import Selection
+
+
+class Observer(Protocol):
+    """The part of a recording that a hook needs. Any thread may call."""
+
+    @property
+    def selection(self) -> Selection: ...
+
+    @property
+    def masks(self) -> Masks:
+        """Bits of KEEP_* by rule set at the current step; all of them are 0 while nothing is kept."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the recording has not been closed."""
+
+    @property
+    def is_in_stage(self) -> bool:
+        """Whether the current or last call of a root is that of a pipeline stage."""
+
+    @property
+    def lost(self) -> Callable[[], object]:
+        """A function that numbers a value which is neither put nor dropped. It needs no stack and no memory."""
+
+    def keep_of(self, rule_set: int, call: int) -> int:
+        """Return bits of KEEP_* for a rule set at this step and call."""
+
+    def observe(
+        self,
+        origin: Origin,
+        moment: Moment,
+        phase: str,
+        call: int,
+        repeat: int,
+        keep: int,
+        tensor: torch.Tensor,
+        scope: str | None = None,
+        chunk: Chunk | None = None,
+        note: str | None = None,
+        put: Callable[[Staged], None] | None = None,
+    ) -> None:
+        """Hand a tensor's values to the writer, or count them as dropped."""
+
+    def site_failed(self, origin: Origin, error: Exception) -> bool:
+        """Count an error of the recorder's own at a site of a module; return whether the site is disarmed now."""
+
+    def keep_leaf_hook(self, handle: Any) -> None:
+        """Take a hook on a leaf tensor, which outlives the graph; the recording removes the hook at the next step."""
+
+
+class Masks(Protocol):
+    """Bits of KEEP_* by rule set."""
+
+    def __getitem__(self, rule_set: int, /) -> int: ...
+
+
+class ModuleRows(Protocol):
+    """A module under hooks: its parameters and buffers by name, and the rows that they become."""
+
+    @property
+    def root_name(self) -> str: ...
+
+    @property
+    def node_path(self) -> str: ...
+
+    def own(self, kind: str) -> Iterator[tuple[str, Any]]:
+        """Yield the module's own ``_parameters`` or ``_buffers`` by name."""
+
+    def keeps(self, site: str) -> bool:
+        """Whether anything of a site may be kept at this step."""
+
+    def record(
+        self,
+        site: str,
+        name: str,
+        tensor: torch.Tensor,
+        moment: Moment,
+        phase: str,
+        repeat: int,
+        *,
+        scope: str | None = None,
+        chunk: Chunk | None = None,
+        note: str | None = None,
+    ) -> None:
+        """Record one named tensor of the module where a rule selects it."""

@@ -1,0 +1,154 @@
+"""Decides which values are kept at the current step: turns rules into one bit mask for each set of rules.
+
+The schedule is a function of the step alone, so that ranks agree without talking. At a step change the masks are
+worked out once; a hook then costs one list look-up to learn that nothing is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..records import KEEP_STATS, KEEP_TENSOR
+from ..rules import ANY, EVERY, KEEPS, Rule, nearest
+from ..sites import SITES, STATES
+
+NOTHING = 0
+"""The rule set that never selects anything."""
+_USUAL = f" keep={next(word for word, bit in KEEPS.items() if bit == KEEP_STATS)}"
+"""The end of a rule's text that keeps statistics only, as most rules do."""
+_MAX_COMPARED = 2000
+"""The number of paths that an unmatched pattern is compared with, to name some near it; each takes 40 us."""
+
+
+class Selection:
+    """All sets of rules that modules use, and what each keeps at the current step."""
+
+    def __init__(self, rules: Sequence[Rule], rank: int) -> None:
+        self._rules = tuple(rules)
+        self._on_rank = [rank in rule.rank for rule in self._rules]
+        self._takes_all = [rule.module == rule.cls == ANY and not rule.leaf for rule in self._rules]
+        self._sets: dict[tuple[int, ...], int] = {(): NOTHING}
+        self._members: list[tuple[int, ...]] = [()]
+        self._matched = [False] * len(self._rules)
+        self._class_names: dict[str, None] = {}
+        self.masks: list[int] = [0]
+        """Bits of KEEP_* by rule set, at the current step; index 0 is always 0."""
+        self._active = [0] * len(self._rules)
+        self._limits_calls = [rule.call != EVERY for rule in self._rules]
+        self.limited: set[int] = set()
+        """Rule sets whose mask also depends on the call; `mask_at_call` tells."""
+        self._by_name: set[int] = set()
+        """Rule sets that select some names and not others."""
+        self._by_matching: dict[tuple[tuple[int, ...], bool], dict[str, int]] = {}
+
+    def rule_sets(
+        self, module_path: str, class_name: str, is_leaf: bool, *, is_callable: bool = True
+    ) -> Mapping[str, int]:
+        """Return, by site, the rules that can select anything of a module; the rank clause does not count.
+
+        Modules that the same rules match share the answer: a model may have many thousands of them. A module that is
+        not callable has parameters and buffers only.
+        """
+        self._class_names[class_name] = None
+        matching = tuple(
+            i
+            for i, rule in enumerate(self._rules)
+            if self._takes_all[i] or rule.matches_module(module_path, class_name, is_leaf)
+        )
+        by_site = self._by_matching.get((matching, is_callable))
+        if by_site is None:
+            sites = SITES if is_callable else STATES
+            by_site = dict.fromkeys(SITES, NOTHING) | {site: self._of_site(matching, site) for site in sites}
+            self._by_matching[matching, is_callable] = by_site
+        return by_site
+
+    def _of_site(self, matching: tuple[int, ...], site: str) -> int:
+        members = [i for i in matching if site in self._rules[i].site]
+        for i in members:
+            self._matched[i] = True
+        return self._intern(tuple(i for i in members if self._on_rank[i]))
+
+    def narrow(self, rule_set: int, name: str) -> int:
+        """Return the part of a rule set that also selects the leaf ``name``."""
+        if rule_set not in self._by_name:
+            return rule_set
+        members = self._members[rule_set]
+        return self._intern(tuple(i for i in members if self._rules[i].matches_name(name)))
+
+    def rule_set_of_name(self, site: str, name: str) -> int:
+        """Return the rules that select a tap or a scalar, which belongs to no module."""
+        return self.narrow(self.rule_sets("", "", False)[site], name)
+
+    def _intern(self, members: tuple[int, ...]) -> int:
+        known = self._sets.get(members)
+        if known is None:
+            known = self._sets[members] = len(self._members)
+            self._members.append(members)
+            self.masks.append(self._mask(members))
+            if any(self._limits_calls[i] for i in members):
+                self.limited.add(known)
+            if any(self._rules[i].name != ANY for i in members):
+                self._by_name.add(known)
+        return known
+
+    def mask_at_call(self, rule_set: int, call: int) -> int:
+        """Return what is kept of the ``call``-th call in a slice at the current step."""
+        return self._mask(tuple(i for i in self._members[rule_set] if call in self._rules[i].call))
+
+    def _mask(self, members: tuple[int, ...]) -> int:
+        mask = 0
+        for i in members:
+            mask |= self._active[i]
+        return mask
+
+    def at_step(self, step: int) -> None:
+        """Work out what is kept at this step."""
+        self._active = [rule.keep if step in rule.steps else 0 for rule in self._rules]
+        self.masks[:] = [self._mask(members) for members in self._members]
+
+    def keeps(self, site: str) -> bool:
+        """Whether anything of a site may be kept of any module at this step."""
+        return any(mask and site in rule.site for mask, rule in zip(self._active, self._rules, strict=True))
+
+    def asks_for(self, *sites: str) -> bool:
+        """Whether a rule keeps any of the sites on this rank, at some step."""
+        return any(
+            is_on_rank and set(sites) & set(rule.site)
+            for is_on_rank, rule in zip(self._on_rank, self._rules, strict=True)
+        )
+
+    def unmatched(self, module_paths: Sequence[str]) -> list[str]:
+        """Return a sentence for each rule that has matched no module so far, with the nearest paths or classes."""
+        problems = []
+        for rule, matched in zip(self._rules, self._matched, strict=True):
+            if matched:
+                continue
+            by_class = Rule(cls=rule.cls)
+            is_class_wrong = not any(by_class.matches_module("", name, True) for name in self._class_names)
+            patterns, candidates = (
+                (rule.cls, list(self._class_names)) if is_class_wrong else (rule.module, module_paths)
+            )
+            wanted = next((p for p in patterns if not p.startswith("!")), "*")
+            candidates = candidates[:_MAX_COMPARED]
+            near = nearest(wanted, candidates, cutoff=0.3) or list(candidates[:3])
+            shown = ", ".join(repr(text) for text in near)
+            kind = "class names" if is_class_wrong else "module paths"
+            problems.append(f"the rule {_written(rule)!r} matches no module; {kind} near it: {shown}")
+        return problems
+
+    def for_no_rank(self, world_size: int) -> list[str]:
+        """Return a sentence if no rule is for a rank of this run; some may be for a run with more ranks."""
+        if any(rank in rule.rank for rule in self._rules for rank in range(world_size)):
+            return []
+        ranks = "the only rank is 0" if world_size == 1 else f"the ranks are 0 to {world_size - 1}"
+        some = ", ".join(repr(_written(rule)) for rule in self._rules[:3])
+        return [f"nothing is recorded: no rule is for a rank of this run ({some}); {ranks}"]
+
+
+def _written(rule: Rule) -> str:
+    return rule.written or rule.text.removesuffix(_USUAL)
+
+
+def scalar_keep(mask: int) -> int:
+    """Return what is kept of a scalar: its value is its 0-dim payload, with an equal mean."""
+    return KEEP_TENSOR | KEEP_STATS if mask else 0

@@ -1,0 +1,251 @@
+"""The module tree as a recording names it: canonical paths, one module a path, and the names of nested values.
+
+A path is what ``named_modules()`` yields without the parts that wrappers add, so that a module has the same path in a
+plain, DDP, FSDP, compiled or checkpointed run. Nothing here may run a module or read a tensor's values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_TRANSPARENT = {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"}
+_WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "AveragedModel"}
+_NO_CONTAINERS = (str, bytes, int, float, complex)
+_MAX_DEPTH = 32
+"""Levels of nesting that are searched for tensors; deeper is a cycle or a mistake."""
+_MAX_OBJECTS_DEEP = 3
+"""Plain objects inside one another, as in a cache of two caches of layers; a deeper nest is a program, not data."""
+_MAX_ENTERED = 4096
+"""Containers of one value after which objects are not searched any more; entries of a container that is searched."""
+_NO_DATA = (nn.Module, torch.optim.Optimizer, type, types.ModuleType, types.FunctionType, types.MethodType)
+_NO_DATA_IN = ("torch.fx", "torch.distributed", "torch._")
+"""Packages whose objects hold no data, such as the proxies of a symbolic trace."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Node:
+    """One path of the tree."""
+
+    path: str
+    module: nn.Module
+    """The module that hooks go on: the innermost module of this path, or the compile wrapper around it."""
+    owner: nn.Module
+    """The innermost module, which holds parameters and buffers."""
+    class_name: str
+    is_leaf: bool
+    is_callable: bool
+    """False where no hook can see a call: containers without a forward, such as ModuleList, scripted modules, and
+    modules that torch puts into an exported program."""
+    aliases: list[str] = dataclasses.field(default_factory=list)
+    is_compiled: bool = False
+    hidden: str | None = None
+    """The reason why no call is seen, by the kind of module: ``scripted``, ``inlined`` in a graph, or ``fused``."""
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of the class that the user wrote; `fully_shard` puts ``FSDP`` in front of it."""
+    cls = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        return str(getattr(module, "original_name", cls.__name__))
+    if cls.__name__.startswith("FSDP") and len(cls.__bases__) == 2 and cls.__bases__[0].__name__ == "FSDPModule":
+        return cls.__bases__[1].__name__
+    return cls.__name__
+
+
+def source_line(module: nn.Module) -> str | None:
+    """Return ``file:line`` of the class's forward, or None where it is no Python code."""
+    code = getattr(inspect.unwrap(_forward(module)), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
+
+
+def _forward(module: nn.Module) -> Any:
+    """Return the forward that a module's class defines, without running a scripted class's `__getattr__`."""
+    return inspect.getattr_static(type(module), "forward")
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called; containers and modules that torch puts into an exported program cannot."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return bool(module._c._has_method("forward"))
+    is_torchs_own = type(module).__name__ == "GuardsFn" and type(module).__module__.startswith("torch.export.")
+    return _forward(module) is not nn.Module.forward and not is_torchs_own
+
+
+def _hidden(module: nn.Module, above: Node | None) -> str | None:
+    """Return why calls of a module cannot be seen, where its kind tells."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "scripted" if _has_forward(module) else None
+    in_graph = above is not None and (above.hidden == "inlined" or isinstance(above.owner, torch.fx.GraphModule))
+    if in_graph and type(module) is nn.Module:
+        return "inlined"
+    is_fused = above is not None and isinstance(above.owner, nn.MultiheadAttention) and module is above.owner.out_proj
+    return "fused" if is_fused else None
+
+
+def _inner_name(module: nn.Module) -> str | None:
+    """Return the name of the child that a wrapper stands for, or None where the module is no wrapper."""
+    for name in _TRANSPARENT:
+        if name in module._modules:
+            return name
+    if "module" in module._modules and any(cls.__name__ in _WRAPPERS for cls in type(module).__mro__):
+        return "module"
+    return None
+
+
+def walk(model: nn.Module) -> list[Node]:
+    """Return every path of the model once, parents first, in ``named_modules()`` order; shared modules are aliases."""
+    nodes: list[Node] = []
+    seen: dict[int, Node] = {}
+    stack: list[tuple[str, nn.Module, Node | None]] = [("", model, None)]
+    while stack:
+        path, module, above = stack.pop()
+        hooked, compiled = None, False
+        owner = module
+        while (inner := _inner_name(owner)) is not None and owner._modules[inner] is not None:
+            if inner == "_orig_mod" and hooked is None:
+                hooked = owner
+            compiled = compiled or inner == "_orig_mod"
+            owner = owner._modules[inner]  # type: ignore[assignment]
+        if (known := seen.get(id(owner))) is not None:
+            known.aliases.append(path)
+            continue
+        children = [(name, child) for name, child in owner._modules.items() if child is not None]
+        hidden = _hidden(owner, above)
+        node = Node(
+            path=path,
+            module=owner if hooked is None else hooked,
+            owner=owner,
+            class_name=class_name(owner),
+            is_leaf=not children,
+            is_callable=_has_forward(owner) and hidden != "scripted",
+            hidden=hidden,
+            is_compiled=compiled or getattr(owner, "_compiled_call_impl", None) is not None,
+        )
+        seen[id(owner)] = node
+        nodes.append(node)
+        prefix = path + "." if path else ""
+        stack.extend((prefix + name, child, node) for name, child in reversed(children))
+    return nodes
+
+
+def tensor_leaves(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor inside nested containers with its path, such as ``0.hidden``; a bare tensor keeps ``name``.
+
+    Tuples, lists, dicts, named tuples, dataclasses and registered pytree nodes are entered, each container once:
+    parents that know their children and children that know their parents would make paths without end. Other objects,
+    such as a batch of images or a cache of keys and values, are searched by their attributes, a few objects deep.
+    """
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif value is not None and not isinstance(value, _NO_CONTAINERS):
+        yield from _nested_leaves(value, name, _MAX_DEPTH, 0, set())
+
+
+def _nested_leaves(
+    value: Any, name: str, depth: int, num_objects: int, entered: set[int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if depth == 0 or id(value) in entered or (num_objects and len(entered) >= _MAX_ENTERED):
+        return
+    children = _children(value)
+    if children is None:
+        num_objects += 1
+        if num_objects > _MAX_OBJECTS_DEEP:
+            return
+        children = _attributes(value)
+    elif num_objects and isinstance(value, (list, tuple, dict)) and len(value) > _MAX_ENTERED:
+        return
+    entered.add(id(value))
+    for key, item in children:
+        path = f"{name}.{key}" if name else str(key)
+        if isinstance(item, torch.Tensor):
+            yield path, item
+        elif item is not None and not isinstance(item, _NO_CONTAINERS):
+            yield from _nested_leaves(item, path, depth - 1, num_objects, entered)
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]] | None:
+    """Return the items of a container with their names; None where the value is no known container."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return zip(value._fields, value, strict=True)
+    if isinstance(value, (tuple, list)):
+        return ((str(i), item) for i, item in enumerate(value))
+    if isinstance(value, dict):
+        return ((str(key), item) for key, item in value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return ((item.name, getattr(value, item.name, None)) for item in dataclasses.fields(value))
+    return _registered_children(value)
+
+
+def _registered_children(value: Any) -> Iterator[tuple[str, Any]] | None:
+    """Return the children of a type that was registered with torch's pytree; None for another type."""
+    from torch.utils import _pytree
+
+    node = _pytree.SUPPORTED_NODES.get(type(value))
+    if node is None:
+        return None
+    if node.flatten_with_keys_fn is not None:
+        pairs = node.flatten_with_keys_fn(value)[0]
+        return ((str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))), item) for key, item in pairs)
+    return ((str(i), item) for i, item in enumerate(node.flatten_fn(value)[0]))
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes in an object's ``__dict__``, without running a property."""
+    if _holds_no_data(type(value)):  # type: ignore[arg-type]  # to mypy a class is not hashable
+        return
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return
+    if isinstance(attributes, dict) and len(attributes) <= _MAX_ENTERED:
+        yield from attributes.items()
+
+
+@functools.lru_cache(maxsize=256)
+def _holds_no_data(cls: type) -> bool:
+    return issubclass(cls, _NO_DATA) or any(base.__module__.startswith(_NO_DATA_IN) for base in cls.__mro__)
+
+
+class Signature:
+    """Names the arguments of one module's forward as its signature does."""
+
+    __slots__ = ("_first", "_positional", "_rest")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._positional: list[str] = []
+        self._rest = "args"
+        try:
+            parameters = list(inspect.signature(module.forward).parameters.values())
+        except (TypeError, ValueError):
+            parameters = []
+        for parameter in parameters:
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                self._positional.append(parameter.name)
+            elif parameter.kind is parameter.VAR_POSITIONAL:
+                self._rest = parameter.name
+        self._first = self._positional[0] if self._positional else f"{self._rest}.0"
+
+    def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return every tensor among the arguments with its name and path."""
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # as most modules are called
+            return ((self._first, args[0]),)
+        return self._all_leaves(args, kwargs)
+
+    def _all_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        known = len(self._positional)
+        for i, value in enumerate(args):
+            name = self._positional[i] if i < known else f"{self._rest}.{i - known}"
+            if isinstance(value, torch.Tensor):
+                yield name, value
+            else:
+                yield from tensor_leaves(value, name)
+        for key, value in kwargs.items():
+            yield from tensor_leaves(value, key)

@@ -1,0 +1,100 @@
+// Two runs: where they differ first, the difference over the map, and both runs' values in lists.
+
+class AgainstPanel {
+  constructor(app, block) {
+    this.app = app;
+    this.id = "against";
+    this.title = "Against";
+    this.data = block.data;
+    this.isShown = true;
+    this.tree = new FoldedTree(app);
+    this.listens = ["site", "mode", "name", "stat", "from", "to", "open", "shut", "step"];
+  }
+  build(section) {
+    const { data, app } = this;
+    const follow = (module, site, name, step, text) => {
+      const series = app.run.series.find((one) => one.path === module && one.site === site && one.name === name);
+      const values = { view: "lines", site, step, module, ...(series ? { mode: series.mode, pins: [keyOf(series)] } : {}) };
+      return series ? el("a", { href: app.state.address(values) }, text) : el("span", {}, text);
+    };
+    const culprits = data.culprits.map((one) => {
+      const module = one.seen_at ?? one.module_path ?? "";
+      const where = one.module_path === null ? "all parameters alike" : `${pathText(one.module_path)} ${[one.site, one.name].filter(Boolean).join(" ")}`;
+      const ranks = one.ranks.length ? `, ranks ${one.ranks.slice(0, 8).join(", ")}` : "";
+      const by = one.max_abs !== null ? `, by up to ${shortNumber(one.max_abs)}` : one.statistic ? `, ${one.statistic} ${shortNumber(one.statistic_a)} | ${shortNumber(one.statistic_b)}` : "";
+      return el("li", { class: "wrong" }, follow(module, one.site, one.name, one.step, `step ${one.step}, ${one.phase}: ${where}${ranks}${by}`),
+        el("div", { class: "dim" }, [one.why, one.hint].filter(Boolean).join("; ")));
+    });
+    const differing = data.differing.map(([step, module, site, name, kind, abs, ofMax, statistic, rel]) => el("tr", {},
+      el("td", { class: "number" }, String(step)), el("td", {}, follow(module, site, name, step, pathText(module))), el("td", {}, [site, name].filter(Boolean).join(" ")),
+      el("td", {}, kind), el("td", { class: "number" }, shortNumber(abs)), el("td", { class: "number" }, shortNumber(ofMax ?? rel)), el("td", {}, statistic ?? "")));
+    const only = (rows, name) => rows.length > 0 && el("details", {}, el("summary", {}, `${plural(rows.length, "value")} only in ${visible(name)}`),
+      el("ul", { class: "checks" }, rows.map((row) => el("li", {}, `${pathText(row[1])} ${[row[2], row[3]].filter(Boolean).join(" ")}: ${plural(row[4], "row")}`))));
+    const isEqual = data.verdict.startsWith("equal");
+    put(section, 
+      el("p", { class: isEqual ? "verdict right" : "verdict wrong", id: "diff-verdict" }, `${data.a} | ${data.b}: ${data.verdict}: ${plural(data.num_differing, "value")} of ${data.num_compared.toLocaleString("en")} differ`),
+      culprits.length > 0 && el("h3", {}, "Culprits: stages that differ although all that they are made from agrees"),
+      el("ul", { class: "findings" }, culprits));
+    this.legend = el("div", {});
+    this.heat = new HeatMap({
+      label: "map of how far two runs are apart; arrow keys move, Enter shows the lines",
+      describe: (row, column) => this.describe(row, column),
+      choose: (row, column) => {
+        const cell = this.drawn.cells[row][column], series = cell?.series ?? this.drawn.rows[row].series[0];
+        if (!series) return;
+        app.state.set({ pins: [keyOf(series)], step: app.run.steps[this.drawn.from + column], module: series.path });
+        app.show("lines");
+      },
+      fold: (row) => this.tree.turn(this.drawn.rows[row]),
+      tooltip: app.tooltip,
+    });
+    put(section, el("h3", {}, "How far the statistic is apart, of the larger one"), this.legend, this.heat.element,
+      differing.length > 0 && el("details", {}, el("summary", {}, `the first ${plural(differing.length, "value")} that differ`),
+        el("div", { class: "scroll" }, el("table", { class: "grid" }, el("thead", {}, el("tr", {}, ["step", "module", "value", "kind", "max abs", "of max", "statistic"].map((title) => el("th", { scope: "col" }, title)))), el("tbody", {}, differing)))),
+      only(data.only_a, data.a), only(data.only_b, data.b));
+  }
+  async update() {
+    const { run, other, choices, state } = this.app;
+    const { statistic } = choices;
+    const [picture, beside, apart] = await Promise.all([run.picture(statistic), other.picture(statistic), run.cube(statistic, "apart")]);
+    const [from, to] = columnRange(run.steps, state);
+    const rows = this.tree.rows((number) => choices.seriesOf(number).filter((one) => this.otherOf(one) !== null));
+    const values = [];
+    const cells = rows.map((row) => {
+      const line = [];
+      const pairs = row.series.map((one) => [one, this.otherOf(one)]);
+      for (let c = from; c < to; c++) {
+        let found = null;
+        for (const [one, two] of pairs) {
+          const a = picture.cell(one.number, run.mainLane, c), b = beside ? beside.cell(two.number, other.mainLane, c) : { kind: HOLE, value: NaN };
+          let cell = { kind: Math.min(a.kind, b.kind), value: NaN, nan: 0, inf: 0 };
+          if (a.kind === NONFINITE || b.kind === NONFINITE) cell = { kind: NONFINITE, value: NaN, nan: (a.nan ?? 0) + (b.nan ?? 0), inf: (a.inf ?? 0) + (b.inf ?? 0) };
+          else if (cell.kind === NUMBER && apart !== null) cell.value = apart.values[apart.at(one.number, 0, c)];
+          else if (cell.kind === NUMBER) cell.kind = NULL_CELL;
+          Object.assign(cell, { series: one, a: a.value, b: b.value });
+          found = outstanding(found, cell);
+        }
+        if (found?.kind === NUMBER) values.push(found.value);
+        line.push(found);
+      }
+      return line;
+    });
+    this.drawn = { rows, cells, from };
+    const colors = new Colors(values);
+    this.legend.replaceChildren(legendOf(colors, `${STATISTIC_TEXTS[statistic]} of ${choices.place[0]}: share apart`));
+    this.heat.draw({ rows, columns: run.steps.slice(from, to).map(String), cell: (r, c) => cells[r][c], colors });
+  }
+  /** The series of the second run that is drawn beside one of the first. */
+  otherOf(series) {
+    const number = this.data.pairs[series.number];
+    return number === undefined || number < 0 ? null : this.app.other.series[number];
+  }
+  describe(row, column) {
+    const cell = this.drawn.cells[row][column], step = this.app.run.steps[this.drawn.from + column];
+    const lines = [cell?.series ? `${pathText(cell.series.path)} ${[cell.series.site, cell.series.name].filter(Boolean).join(" ")}` : this.drawn.rows[row].label, `step ${step}`];
+    if (cell?.kind === NUMBER) lines.push(`${shortNumber(cell.a)} | ${shortNumber(cell.b)}`, `${shortNumber(100 * cell.value, 3)} % apart`);
+    else if (cell?.kind === NONFINITE) lines.push(`${cell.nan} NaN, ${cell.inf} infinite in the two together`);
+    else lines.push("not in both runs");
+    return lines;
+  }
+}

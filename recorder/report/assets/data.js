@@ -1,0 +1,189 @@
+// What the blocks of a run hold, as the panels ask for it: series, lanes, steps, cells, the tree of modules.
+
+const NO_ROW = 0, NO_NUMBER = 1, FIRST_CODE = 2;
+const ANY_RANK = -1;
+const HOLE = 0, NULL_CELL = 1, NUMBER = 2, NONFINITE = 3;
+
+/** The numbers of one statistic: values[(series * lanes + lane) * columns + column], NaN where there is none. */
+class Cube {
+  constructor(block) {
+    const [numSeries, numLanes, numColumns] = block.data.shape;
+    Object.assign(this, { numSeries, numLanes, numColumns });
+    const size = numSeries * numLanes * numColumns;
+    const bytes = block.arrays.codes;
+    const isFine = bytes.length === 2 * size && size > 0;
+    const mask = isFine ? 0xffff : 0xff;
+    this.values = new Float32Array(size).fill(NaN);
+    this.rows = new Uint8Array(size);
+    const { low, high, unit } = block.arrays;
+    const before = new Uint16Array(numColumns);
+    for (let s = 0, at = 0; s < numSeries; s++) {
+      before.fill(0);
+      const scale = (high[s] - low[s]) / (block.data.levels - 1);
+      for (let l = 0; l < numLanes; l++) {
+        let sum = 0;
+        for (let c = 0; c < numColumns; c++, at++) {
+          sum = (sum + bytes[at] + (isFine ? bytes[size + at] << 8 : 0)) & mask;
+          const code = (before[c] = (before[c] + sum) & mask);
+          if (code === NO_ROW) continue;
+          this.rows[at] = 1;
+          if (code === NO_NUMBER) continue;
+          const scaled = low[s] + (code - FIRST_CODE) * scale;
+          this.values[at] = unit[s] > 0 ? unit[s] * Math.sinh(scaled) : scaled;
+        }
+      }
+    }
+  }
+  at(series, lane, column) {
+    return (series * this.numLanes + lane) * this.numColumns + column;
+  }
+}
+
+/** One run. */
+class RunData {
+  constructor(blocks, axes, modules, prefix = "") {
+    Object.assign(this, { blocks, prefix, axes, modules });
+    const described = (one, number) => {
+      const [module, site, name, mode, root, shape, dtype, numel] = one;
+      return { number, module, site, name, mode, root, shape, dtype, numel, path: modules.paths[module] };
+    };
+    this.series = axes.series.map(described);
+    this.scalars = axes.scalars.map(described);
+    this.lanes = axes.lanes;
+    this.steps = axes.steps;
+    this.cubes = new Map();
+    this.byModule = new Map();
+    for (const one of this.series) {
+      if (!this.byModule.has(one.module)) this.byModule.set(one.module, []);
+      this.byModule.get(one.module).push(one);
+    }
+    this.ownLanes = this.lanes.map((_, lane) => lane).filter((lane) => this.lanes[lane].kind !== "global");
+    this.reasons = new Map(axes.reasons.map(([number, whole, why]) => [`${number} ${whole}`, why]));
+  }
+  /** The cube of a statistic; kind is values, scalars, by-rank or rank-steps. */
+  async cube(statistic, kind = "values") {
+    const name = `${this.prefix}${kind}/${statistic}`;
+    if (!this.blocks.has(name)) return null;
+    if (!this.cubes.has(name)) this.cubes.set(name, this.blocks.get(name).then((block) => new Cube(block)));
+    return this.cubes.get(name);
+  }
+  /** What a picture of a statistic needs: its cube, and those of what is not finite. */
+  async picture(statistic, kind = "values") {
+    const [cube, nan, inf] = await Promise.all([
+      this.cube(statistic, kind), this.cube("nan_count", kind), this.cube("inf_count", kind),
+    ]);
+    return cube === null ? null : new Picture(cube, nan, inf, this.ownLanes);
+  }
+  laneName(lane) {
+    if (lane === ANY_RANK) return "what stands out of the ranks";
+    const { kind, rank } = this.lanes[lane];
+    if (kind === "global") return "all ranks together";
+    if (kind === "rank") return `rank ${rank}`;
+    if (kind === "odd") return `rank ${rank} (odd)`;
+    return { low: "lowest rank", median: "median rank", high: "highest rank" }[kind];
+  }
+  /** The lane that stands for all: that of all ranks together, unless a large run has it for some steps alone. */
+  get mainLane() {
+    const isWhole = this.lanes[0].kind === "global" && this.axes.global_steps === null;
+    return isWhole || this.lanes.length === 1 ? 0 : ANY_RANK;
+  }
+  /** The lanes that are drawn where every rank is. */
+  get drawnLanes() {
+    return this.axes.global_steps === null ? this.lanes.map((_, lane) => lane) : this.ownLanes;
+  }
+  lane(number) {
+    return number === ANY_RANK ? { kind: "any", rank: null } : this.lanes[number];
+  }
+  /** The last step that a column stands for. */
+  lastStep(column) {
+    if (column + 1 < this.steps.length) return this.steps[column + 1] - 1;
+    return this.axes.last_step;
+  }
+  get isBinned() {
+    return this.axes.num_steps > this.steps.length;
+  }
+}
+
+/** One statistic with what is not finite. */
+class Picture {
+  constructor(cube, nan, inf, ownLanes) {
+    Object.assign(this, { cube, nan, inf, ownLanes });
+  }
+  cell(series, lane, column) {
+    if (lane === ANY_RANK) {
+      let found = null;
+      for (const own of this.ownLanes) found = outstanding(found, this.cell(series, own, column));
+      return found;
+    }
+    const at = this.cube.at(series, lane, column);
+    const nan = this.nan ? this.nan.values[at] || 0 : 0;
+    const inf = this.inf ? this.inf.values[at] || 0 : 0;
+    const value = this.cube.values[at];
+    if (nan > 0 || inf > 0) return { kind: NONFINITE, value, nan: Math.round(nan), inf: Math.round(inf) };
+    if (!Number.isNaN(value)) return { kind: NUMBER, value };
+    return { kind: this.cube.rows[at] ? NULL_CELL : HOLE, value: NaN };
+  }
+}
+
+/** Of several cells the one that a picture shows: what is not finite, else the largest magnitude. */
+function outstanding(a, b) {
+  if (a === null || b.kind > a.kind) return b;
+  if (b.kind < a.kind) return a;
+  if (a.kind === NONFINITE) return { ...a, nan: a.nan + b.nan, inf: a.inf + b.inf };
+  return a.kind === NUMBER && Math.abs(b.value) > Math.abs(a.value) ? b : a;
+}
+
+/** The modules as a tree; children in the order of execution. */
+class Modules {
+  constructor(block) {
+    this.rows = block.data.modules;
+    this.paths = this.rows.map((row) => row[0]);
+    this.numberOf = new Map(this.paths.map((path, number) => [path, number]));
+    this.nodes = new Map();
+    this.root = this.node("");
+    this.paths.forEach((path, number) => { this.node(path).order = number < block.data.num_executed ? number : Infinity; });
+    this.sort(this.root);
+  }
+  node(path) {
+    if (this.nodes.has(path)) return this.nodes.get(path);
+    const cut = path.lastIndexOf(".");
+    const node = { path, label: path.slice(cut + 1), children: [], order: Infinity, number: this.numberOf.get(path) ?? null };
+    this.nodes.set(path, node);
+    if (path !== "") {
+      const parent = this.node(cut < 0 ? "" : path.slice(0, cut));
+      node.parent = parent;
+      parent.children.push(node);
+    }
+    return node;
+  }
+  /** Sort children by when the first of what is below them ran; returns that. */
+  sort(top) {
+    const stack = [[top, false]];
+    while (stack.length) {
+      const [node, isDone] = stack.pop();
+      if (!isDone) {
+        stack.push([node, true], ...node.children.map((child) => [child, false]));
+      } else {
+        node.children.sort((a, b) => a.first - b.first || (a.number ?? 0) - (b.number ?? 0));
+        node.first = Math.min(node.order, ...node.children.map((child) => child.first));
+        node.size = node.children.reduce((sum, child) => sum + child.size, 1);
+      }
+    }
+  }
+  className(number) {
+    return number === null ? "" : this.rows[number][1];
+  }
+  source(number) {
+    return number === null ? "" : this.rows[number][2];
+  }
+  /** All nodes of a module and below it. */
+  below(node) {
+    const found = [], stack = [node];
+    while (stack.length) {
+      const one = stack.pop();
+      found.push(one);
+      stack.push(...one.children);
+    }
+    return found;
+  }
+}

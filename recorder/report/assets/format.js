@@ -1,0 +1,55 @@
+// Numbers and names as texts, and how elements are made. Text from a run becomes textContent, never markup.
+
+/** A number in few characters. */
+function shortNumber(value, digits = 4) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "-";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e6) return String(value);
+  if (size >= 1e5 || size < 1e-3) return Number(value.toPrecision(digits)).toExponential().replace("e+", "e");
+  return String(Number(value.toPrecision(digits)));
+}
+
+/** Names that say nothing, shown. */
+function pathText(path) {
+  return path === "" ? "(the model)" : visible(path);
+}
+
+/** A text of a stranger without characters that hide or turn others around. */
+function visible(text) {
+  return String(text).replace(/[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g,
+    (char) => "\\u" + char.charCodeAt(0).toString(16).padStart(4, "0"));
+}
+
+/** An element with attributes and children; children that are no elements are texts. */
+function el(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "class") element.className = value;
+    else if (name === "style") for (const [key, text] of Object.entries(value)) element.style.setProperty(key, text);
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  put(element, ...children);
+  return element;
+}
+
+/** Append children; texts become text, and what is null or false is left out. */
+function put(element, ...children) {
+  for (const child of children.flat()) {
+    if (child !== null && child !== undefined && child !== false) {
+      element.append(child instanceof Node ? child : document.createTextNode(visible(child)));
+    }
+  }
+}
+
+function plural(count, noun) {
+  return `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+}
+
+/** Whether a number is in ranges that are given by their ends: first, last, first, last... */
+function inRanges(ranges, number) {
+  for (let i = 0; i < ranges.length; i += 2) if (ranges[i] <= number && number <= ranges[i + 1]) return true;
+  return false;
+}

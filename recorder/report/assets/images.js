@@ -1,0 +1,52 @@
+// Pictures out of recorded tensors: filters, inputs, feature maps, attention.
+
+const NOT_FINITE_PIXEL = 255;
+
+class ImagesPanel {
+  constructor(app, block) {
+    this.app = app;
+    this.id = "images";
+    this.title = "Images";
+    this.block = block;
+    this.isShown = block.data.images.length > 0;
+    this.listens = [];
+  }
+  build(section) {
+    this.section = section;
+  }
+  update() {
+    if (this.isDrawn) return;
+    this.isDrawn = true;
+    const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+    this.palette = Array.from({ length: 256 }, (_, i) => rgb(mixed(VIRIDIS, i / (NOT_FINITE_PIXEL - 1))));
+    this.palette[NOT_FINITE_PIXEL] = rgb(BAD_COLOR);
+    put(this.section, el("p", { class: "note" }, "From recorded tensors of one rank, made small. Bright is large; each picture says its range."),
+      el("div", { class: "images" }, this.block.data.images.map((one) => this.image(one))));
+  }
+  image(one) {
+    const tiles = this.block.arrays[one.array];
+    const [count, height, width, colors] = one.tiles;
+    const scale = Math.max(Math.floor(96 / Math.max(height, width)), 1);
+    const canvases = Array.from({ length: count }, (_, number) => {
+      const canvas = el("canvas", { class: "tile", width, height, role: "img", "aria-label": `${one.kind} ${number}` });
+      canvas.style.setProperty("width", `${width * scale}px`);
+      canvas.style.setProperty("height", `${height * scale}px`);
+      const context = canvas.getContext("2d"), image = context.createImageData(width, height);
+      for (let at = 0; at < width * height; at++) {
+        const first = (number * width * height + at) * colors;
+        const values = tiles.subarray(first, first + colors);
+        const isBad = values.includes(NOT_FINITE_PIXEL);
+        image.data.set(isBad ? this.palette[NOT_FINITE_PIXEL] : colors === 3 ? values : this.palette[values[0]], at * 4);
+        image.data[at * 4 + 3] = 255;
+      }
+      context.putImageData(image, 0, 0);
+      return canvas;
+    });
+    const more = one.total > count ? `${count} of ${one.total}` : "";
+    const facts = [one.kind, `step ${one.step}`, one.rank === null ? "" : `rank ${one.rank}`, `[${one.shape.join(", ")}]`,
+      `${shortNumber(one.low, 3)} to ${shortNumber(one.high, 3)}`, more, one.mode === "train" ? "" : one.mode].filter(Boolean);
+    return el("figure", { class: "image" }, el("figcaption", {},
+      el("strong", {}, `${pathText(one.module)} ${[one.site, one.name].filter(Boolean).join(" ")}`), el("span", { class: "dim" }, facts.join(" · "))),
+    el("div", { class: "tiles" }, canvases));
+  }
+}

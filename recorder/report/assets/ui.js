@@ -1,0 +1,90 @@
+// What panels share: colours, the tooltip, the bar of choices, redrawing once a frame.
+
+const DARK = matchMedia("(prefers-color-scheme: dark)");
+const ON_WHITE = ["#0072b2", "#d55e00", "#009e73", "#b8528a", "#b07800", "#3b8fc4", "#6f6f6f", "#7a5c12"];
+const ON_BLACK = ["#56b4e9", "#f28e2b", "#2fc99a", "#f0a1cf", "#ecd24a", "#8fa8ff", "#b5b5b5", "#d0a45c"];
+/** Colours of lines, which the colour-blind tell apart: Okabe and Ito's, darker or lighter as the page is. */
+function lineColor(number) {
+  const colors = DARK.matches ? ON_BLACK : ON_WHITE;
+  return colors[number % colors.length];
+}
+const BAD_COLOR = "#e6007a";
+const STATISTIC_TEXTS = {
+  absmax: "largest magnitude", l2: "L2 norm", mean: "mean", std: "standard deviation", min: "smallest", max: "largest",
+  zero_count: "zeros", nan_count: "NaN", inf_count: "infinite",
+};
+
+function cssColor(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+/** A canvas of a size in CSS pixels, with its context scaled to the screen. */
+function sizedCanvas(canvas, width, height) {
+  const ratio = Math.max(window.devicePixelRatio || 1, 1);
+  canvas.width = Math.max(Math.round(width * ratio), 1);
+  canvas.height = Math.max(Math.round(height * ratio), 1);
+  canvas.style.setProperty("width", `${width}px`);
+  canvas.style.setProperty("height", `${height}px`);
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  return context;
+}
+
+/** One tooltip for the page; its lines are texts. */
+class Tooltip {
+  constructor() {
+    this.element = el("div", { class: "tooltip", role: "status", "aria-live": "polite" });
+    this.element.hidden = true;
+    document.body.append(this.element);
+  }
+  show(x, y, lines) {
+    this.element.replaceChildren(...lines.map((line, number) => el("div", { class: number ? "" : "tooltip-title" }, line)));
+    this.element.hidden = false;
+    const { width, height } = this.element.getBoundingClientRect();
+    const left = x + 14 + width > window.innerWidth ? Math.max(x - width - 10, 4) : x + 14;
+    const top = y + 14 + height > window.innerHeight ? Math.max(y - height - 10, 4) : y + 14;
+    this.element.style.setProperty("left", `${left}px`);
+    this.element.style.setProperty("top", `${top}px`);
+  }
+  hide() {
+    this.element.hidden = true;
+  }
+}
+
+/** A choice of several; `options` are [value, text]. */
+function choice(label, options, chosen, onchange, attributes = {}) {
+  const select = el("select", { ...attributes, onchange: (event) => onchange(event.target.value) },
+    options.map(([value, text]) => el("option", { value, selected: value === chosen }, text)));
+  select.value = chosen;
+  return el("label", { class: "choice" }, el("span", {}, label), select);
+}
+
+function toggle(label, isOn, onchange, attributes = {}) {
+  const input = el("input", { ...attributes, type: "checkbox", onchange: (event) => onchange(event.target.checked) });
+  input.checked = isOn;
+  return el("label", { class: "toggle" }, input, label);
+}
+
+/** Call a function once in the next frame, however often it is asked for. */
+function onceAFrame(work) {
+  let isAsked = false;
+  return () => {
+    if (isAsked) return;
+    isAsked = true;
+    requestAnimationFrame(() => {
+      isAsked = false;
+      work();
+    });
+  };
+}
+
+/** Positions of ticks: about every `gap` pixels, at round steps of the index. */
+function ticksOf(count, width, gap) {
+  if (!count) return [];
+  const each = (gap * count) / Math.max(width, 1);
+  let stride = 1;
+  for (const factor of [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]) if ((stride = factor) >= each) break;
+  const found = [];
+  for (let i = 0; i < count; i += stride) found.push(i);
+  return found;
+}

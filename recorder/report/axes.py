@@ -1,0 +1,85 @@
+"""What there is to draw of a run: its modules, series, steps and ranks, as one look over all rows finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..analyze.keys import Integers
+from ..analyze.moments import integers
+from ..globalview.run import Run
+from ..sites import SITE_OF, Kind
+from .blocks import Block
+from .rows import SeriesKey, keys_of
+
+
+@dataclass(slots=True)
+class Axes:
+    """What there is to draw. Numbers of the step, such as the loss, are apart: their steps are others."""
+
+    index: dict[SeriesKey, int] = field(default_factory=dict)
+    """By series its number, in the order in which each was first seen."""
+    is_scalar: list[bool] = field(default_factory=list)
+    shapes: list[str] = field(default_factory=list)
+    """Of the whole tensor where rows name it, else as a rank held it; as of the first row."""
+    dtypes: list[str] = field(default_factory=list)
+    numels: list[int] = field(default_factory=list)
+    first_steps: list[int] = field(default_factory=list)
+    steps: set[int] = field(default_factory=set)
+    scalar_steps: set[int] = field(default_factory=set)
+    num_rows: int = 0
+
+    def numbers_of(self, table: Any) -> Integers:
+        """For each row of a table the number of its series; -1 where it is none of these."""
+        ids, keys, _ = keys_of(table)
+        of_table = np.array([*(self.index.get(key, self._of_any_root(key)) for key in keys), -1], np.int64)
+        return of_table[ids]
+
+    def _of_any_root(self, key: SeriesKey) -> int:
+        """The series of a whole model, whose stages of a pipeline are roots of their own; -1 where that is not one."""
+        found = [number for other, number in self.index.items() if other[1:] == key[1:]]
+        return found[0] if len(found) == 1 else -1
+
+    def add(self, table: Any) -> None:
+        """Learn from the rows of a range of steps, which are by rank and `seq`."""
+        ids, keys, firsts = keys_of(table)
+        steps, sequence = integers(table.column("step")), integers(table.column("seq"))
+        self.num_rows += table.num_rows
+        scalar = np.array([is_number(key.site) for key in keys] + [False])[ids]
+        self.scalar_steps.update(np.unique(steps[scalar]).tolist())
+        self.steps.update(np.unique(steps[~scalar]).tolist())
+        for number in np.argsort(sequence[firsts], kind="stable").tolist():
+            key, row = keys[number], int(firsts[number])
+            if key in self.index:
+                continue
+            self.index[key] = len(self.index)
+            whole, own, dtype, numel = (
+                table.column(name)[row].as_py() for name in ("global_shape", "shape", "dtype", "numel")
+            )
+            self.is_scalar.append(is_number(key.site))
+            self.shapes.append(whole or own)
+            self.dtypes.append(dtype)
+            self.numels.append(numel)
+            self.first_steps.append(int(steps[row]))
+
+
+def is_number(site: str) -> bool:
+    """Whether the values of a site are numbers of the step, such as the loss."""
+    return site in SITE_OF and SITE_OF[site].kind is Kind.NUMBER
+
+
+def modules_block(run: Run, series: list[SeriesKey]) -> tuple[Block, Mapping[str, int]]:
+    """The modules, those that ran in the order of execution, and by path the number of each."""
+    order = dict.fromkeys(dict.fromkeys(key.module_path for key in series))
+    # What only contains others, or was not recorded, stands behind; the page puts it where its children are.
+    paths = [*order, *(path for path in run.known_paths if path not in order)]
+    infos = {path: info for (_, path), info in run.modules.items()}
+    rows = [
+        [path, infos[path].class_name if path in infos else "", infos[path].source if path in infos else ""]
+        for path in paths
+    ]
+    block = Block(name="modules", data={"modules": rows, "num_executed": len(order)})
+    return block, {path: number for number, path in enumerate(paths)}

@@ -1,0 +1,173 @@
+"""What of the recorded tensors is a picture: first filters, inputs, feature maps, attention maps. Small and few.
+
+Reads the payloads of one rank, of no more than `_MAX_SERIES` tensors at two steps each.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+
+from ..analyze.keys import encode
+from ..analyze.moments import integers
+from ..errors import RunError
+from ..globalview.run import Run
+from ..read.decode import parse_shape
+from .blocks import Block
+from .rows import keys_of
+
+_MAX_SERIES = 12
+_MAX_FILTERS, _MAX_MAPS, _MAX_HEADS = 64, 10, 8
+_MAX_SIDE, _MAX_ATTENTION_SIDE = 40, 64
+_MAX_TENSOR_BYTES = 64 << 20
+_MAX_BYTES = 150_000
+"""Of all tiles, before they are deflated."""
+_NOT_FINITE = 255
+_KINDS = ("filters", "input", "feature maps", "attention")
+
+
+class Candidate(NamedTuple):
+    """A recorded tensor that may be a picture."""
+
+    kind: str
+    where: dict[str, Any]
+    """How `Run.array` is asked for it."""
+
+
+class ImageFinder:
+    """Finds them among the rows, range by range: of each series the first step with its values, and the last."""
+
+    def __init__(self, run: Run) -> None:
+        self._rank = min(run.ranks, default=None)
+        self._found: dict[tuple[str, ...], list[Candidate]] = {}
+
+    def add(self, table: Any) -> None:
+        """The rows of a range of steps."""
+        of_rank = pc.is_null(table.column("rank")) if self._rank is None else pc.equal(table.column("rank"), self._rank)
+        is_kept = pc.and_(pc.is_valid(table.column("encoding")), pc.fill_null(of_rank, False))
+        shapes, texts = encode(table.column("shape"))
+        dims = [_dims(text) for text in texts]
+        may_be = np.array([len(sizes) in (3, 4) and sizes[-1] > 2 and sizes[-2] > 2 for sizes in dims] + [False], bool)
+        chosen = np.flatnonzero(is_kept.to_numpy(zero_copy_only=False) & may_be[shapes])
+        if not len(chosen):
+            return
+        some = table.take(chosen)
+        ids, keys, _ = keys_of(some)
+        steps, calls = integers(some.column("step")), integers(some.column("call"))
+        for row in np.lexsort([calls, steps]).tolist():
+            key = keys[ids[row]]
+            kind = _kind(key.site, dims[shapes[chosen[row]]])
+            if kind is None or integers(some.column("payload_bytes"))[row] > _MAX_TENSOR_BYTES:
+                continue
+            known = self._found.setdefault(key, [])
+            if known and known[-1].where["step"] == steps[row]:
+                continue
+            names = ("step", "micro_step", "call", "repeat", "phase", "attempt")
+            where = {name: some.column(name)[row].as_py() for name in names} | {"rank": self._rank}
+            where |= {"module_path": key.module_path, "site": key.site, "name": key.name, "mode": key.mode}
+            known[1:] = [Candidate(kind, where)]  # the first stays, and the last so far
+
+    def block(self, run: Run) -> Block:
+        """The pictures."""
+        images: list[dict[str, Any]] = []
+        arrays: dict[str, npt.NDArray[np.uint8]] = {}
+        num_bytes = 0
+        order = sorted(self._found.items(), key=lambda item: _KINDS.index(item[1][0].kind))
+        num_series = 0
+        for _, candidates in order:
+            drawn = 0
+            for candidate in candidates if num_series < _MAX_SERIES else ():
+                try:
+                    array = run.array(**candidate.where)
+                except RunError:
+                    continue  # doctor tells of damage
+                made = _tiles(candidate.kind, array)
+                if made is None or num_bytes + made[1].nbytes > _MAX_BYTES:
+                    continue
+                kind, tiles, low, high, total = made
+                where = candidate.where
+                name = f"tiles{len(images)}"
+                arrays[name] = tiles
+                num_bytes += tiles.nbytes
+                drawn += 1
+                images.append(
+                    {
+                        "kind": kind, "module": where["module_path"], "site": where["site"], "name": where["name"],
+                        "mode": where["mode"], "step": where["step"], "rank": where["rank"], "array": name,
+                        "shape": list(array.shape), "tiles": list(tiles.shape), "low": low, "high": high,
+                        "total": total,
+                    }
+                )  # fmt: skip
+            num_series += bool(drawn)
+        return Block(name="images", data={"images": images}, arrays=arrays)
+
+
+def _dims(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(parse_shape(text))
+    except RunError:
+        return ()
+
+
+def _kind(site: str, sizes: tuple[int, ...]) -> str | None:
+    """What a tensor of this shape may be; whether it is attention is seen in its values."""
+    if site == "param":
+        return "filters" if len(sizes) == 4 and sizes[1] in (1, 3) and max(sizes[2:]) <= _MAX_SIDE else None
+    if site == "input" and len(sizes) == 4 and sizes[1] in (1, 3):
+        return "input"
+    if site in ("output", "tap"):
+        if sizes[-1] == sizes[-2]:
+            return "attention" if len(sizes) == 3 else "feature maps"
+        return "feature maps" if len(sizes) == 4 else None
+    return None
+
+
+_Made = tuple[str, npt.NDArray[np.uint8], float, float, int]
+
+
+def _tiles(kind: str, array: npt.NDArray[Any]) -> _Made | None:
+    """Kind, pictures by number, row, column and colour, what darkest and brightest mean, and how many there were."""
+    if array.size == 0 or array.dtype.kind == "c":
+        return None
+    values = array.astype(np.float32)
+    if kind in ("attention", "feature maps") and _is_attention(values):
+        maps = values[0] if values.ndim == 4 else values[:_MAX_HEADS]
+        return "attention", *_bytes(_shrunk(maps[:_MAX_HEADS, :, :, None], _MAX_ATTENTION_SIDE)), len(maps)
+    if kind == "attention":
+        return None
+    if kind == "feature maps":
+        maps = values[0]
+        return kind, *_bytes(_shrunk(maps[:_MAX_MAPS, :, :, None], _MAX_SIDE)), len(maps)
+    pictures = np.moveaxis(values[: _MAX_FILTERS if kind == "filters" else 4], 1, -1)
+    return kind, *_bytes(_shrunk(pictures, _MAX_SIDE)), len(values)
+
+
+def _is_attention(values: npt.NDArray[np.float32]) -> bool:
+    """Whether rows are shares of one."""
+    some = values.reshape(-1, *values.shape[-2:])[:4]
+    if some.shape[-1] != some.shape[-2] or not np.isfinite(some).all():
+        return False
+    return bool(some.min() >= 0 and np.allclose(some.sum(axis=-1), 1.0, atol=1e-2))
+
+
+def _shrunk(pictures: npt.NDArray[np.float32], side: int) -> npt.NDArray[np.float32]:
+    """Pictures of at most so many pixels a side, each the mean of those that it stands for."""
+    for axis in (1, 2):
+        size = pictures.shape[axis]
+        if size > side:
+            starts = np.arange(side) * size // side
+            counts = np.diff(np.r_[starts, size]).astype(np.float32)
+            summed = np.add.reduceat(pictures, starts, axis=axis)
+            pictures = summed / counts.reshape([-1 if place == axis else 1 for place in range(4)])
+    return pictures
+
+
+def _bytes(pictures: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.uint8], float, float]:
+    is_finite = np.isfinite(pictures)
+    known = pictures[is_finite]
+    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
+    scaled = (np.where(is_finite, pictures, low) - low) / ((high - low) or 1.0) * (_NOT_FINITE - 1)
+    return np.where(is_finite, np.rint(scaled), _NOT_FINITE).astype(np.uint8), low, high

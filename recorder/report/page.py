@@ -1,0 +1,82 @@
+"""The one file: a shell of HTML, styles and scripts of the package's own, and the blocks in it. Never reads a run.
+
+The content security policy allows these very scripts and styles by their hashes, and nothing else: no network, no
+script that a text from a run could bring.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib import resources
+
+from .blocks import Block
+
+_SCRIPTS = (
+    "vendor/uPlot.iife.min.js", "blocks.js", "format.js", "data.js", "state.js", "ui.js", "heat.js", "map.js",
+    "lines.js", "graph.js", "ranks.js", "images.js", "histograms.js", "against.js", "top.js", "main.js",
+)  # fmt: skip
+"""In the order in which they stand in the page, each using what those before it define."""
+_STYLES = ("vendor/uPlot.min.css", "page.css")
+BLOCK_TYPE = "application/x-recorder-block"
+"""No type of a script that a browser would run."""
+_LINE_BYTES = 3 << 16
+
+
+@cache
+def script() -> str:
+    """All scripts of the page, as one."""
+    return "\n".join(_asset(name) for name in _SCRIPTS)
+
+
+@cache
+def style() -> str:
+    """All styles of the page."""
+    return "\n".join(_asset(name) for name in _STYLES)
+
+
+def policy(extra: str = "") -> str:
+    """The content security policy; `extra` is what a server adds for its own page."""
+    own = f"script-src {_hash(script())}; style-src {_hash(style())}; img-src data:"
+    return f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'{extra}"
+
+
+def shell(title: str, *, extra_policy: str = "") -> tuple[str, str]:
+    """The page before its blocks and after them; `title` is any text."""
+    head = (
+        "<!doctype html>\n"
+        f'<html lang="en"><head><meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy(extra_policy)}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">\n'
+        f"<title>{html.escape(title)}</title>\n<style>{style()}</style></head>\n"
+        '<body><div id="page"></div><noscript>This page draws with scripts of its own, which are switched off here.'
+        "</noscript>\n"
+    )
+    return head, f"<script>{script()}</script>\n</body></html>\n"
+
+
+def page(title: str, blocks: Iterable[Block]) -> Iterator[bytes]:
+    """The whole file, piece by piece."""
+    before, after = shell(title)
+    yield before.encode()
+    for block in blocks:
+        yield f'<script type="{BLOCK_TYPE}" data-name="{block.name}">'.encode()
+        data = block.encoded()
+        for start in range(0, len(data), _LINE_BYTES):  # whole groups of three bytes
+            yield base64.b64encode(data[start : start + _LINE_BYTES])
+        yield b"</script>\n"
+    yield after.encode()
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _asset(name: str) -> str:
+    text = resources.files(__package__).joinpath("assets", *name.split("/")).read_text(encoding="utf-8")
+    assert "</script" not in text.lower() and "</style" not in text.lower() and "<!--" not in text, name
+    return text

@@ -1,0 +1,133 @@
+"""The rows of a run range by range of steps, each batch read once, as numbers that one can index with.
+
+Never reads a payload. Rows of recomputed forwards are left out: they are values that are there already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..analyze.first.spool import cut_rows
+from ..analyze.first.timeline import Attempts
+from ..analyze.keys import Integers, codes, encode, group
+from ..analyze.moments import combine, integers, numbers
+from ..format.schema import COUNTS, SCHEMA, STATISTICS
+from ..globalview.run import Run
+from ..globalview.topology.run_topology import Topology
+from ..read.writers import RecordedWriter
+
+RANGE_ROWS = 200_000
+"""Rows of a range of steps, of all ranks, which are in memory together; a single step may have more."""
+SERIES_KEY = ("root", "module_path", "site", "name", "mode")
+"""What names a series. Calls and micro-steps of one step are drawn as one value."""
+_RECOMPUTED = "recompute"
+_COLUMNS = (
+    "step", "rank", "attempt", "seq", *SERIES_KEY, "phase", "dtype", "shape", "global_shape", "numel", "note",
+    "placements", *STATISTICS, *COUNTS, "micro_step", "call", "repeat", "encoding", "payload_bytes", "histogram",
+)  # fmt: skip
+_SCHEMA_READ = pa.schema(
+    [
+        pa.field(name, pa.dictionary(pa.int32(), pa.string()))
+        if SCHEMA.field(name).type == pa.string()
+        else SCHEMA.field(name)
+        for name in _COLUMNS
+    ]
+)
+_BEGINNING = -(1 << 62)
+
+Steps = tuple[int, int]
+
+
+class SeriesKey(NamedTuple):
+    """What a series of values is called."""
+
+    root: str
+    module_path: str
+    site: str
+    name: str
+    mode: str
+
+
+class StepRows:
+    """The rows of a run, range by range of steps."""
+
+    def __init__(self, run: Run, tables_of: Callable[[Steps], Iterator[Any]], ranges: Sequence[Steps]) -> None:
+        """Made by `step_rows`."""
+        self.ranges = list(ranges)
+        self._tables_of = tables_of
+        self._attempts = Attempts(run, Topology(run.writers, run.run_id, run.world_size))
+
+    def __iter__(self) -> Iterator[Any]:
+        """A table for each range: rows that count, by rank and `seq`."""
+        for steps in self.ranges:
+            table = pa.concat_tables([_SCHEMA_READ.empty_table(), *self._tables_of(steps)])
+            table = table.unify_dictionaries().combine_chunks()
+            counts = self._attempts.counting(table)
+            table = table if counts.all() else table.filter(pa.array(counts))
+            order = np.lexsort([integers(table.column("seq")), integers(table.column("rank"))])
+            yield table.take(pa.array(order))
+
+
+@contextmanager
+def step_rows(run: Run) -> Iterator[StepRows]:
+    """Read the rows of a run, as often as one likes; what is too much for the memory lies on a disk meanwhile."""
+    ranges = run.view().windows(RANGE_ROWS)
+    with cut_rows(run, ranges, _tables) as tables_of:
+        yield StepRows(run, tables_of, ranges)
+
+
+def _tables(writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
+    for writer in writers:
+        for shard in writer.shards:
+            for batch in shard.columns((*_COLUMNS, "part"), steps):
+                at, part = (batch.column(name).to_numpy() for name in ("step", "part"))
+                is_wanted = (at >= steps[0]) & (at < steps[1]) & (part == 0)
+                table = pa.Table.from_batches([batch]).filter(pa.array(is_wanted))
+                table = table.filter(pc.not_equal(table.column("phase"), _RECOMPUTED))
+                columns = [
+                    table.column(field.name).dictionary_encode()
+                    if pa.types.is_dictionary(field.type)
+                    else table.column(field.name)
+                    for field in _SCHEMA_READ
+                ]
+                yield pa.Table.from_arrays(columns, schema=_SCHEMA_READ)
+
+
+class Values(NamedTuple):
+    """One value a line: the statistics of a series at a step on a rank, of all calls and micro-steps together."""
+
+    series: Integers
+    steps: Integers
+    ranks: Integers
+    """-1 for a value of all ranks."""
+    numbers: dict[str, npt.NDArray[np.float64]]
+    """By statistic or count; NaN where there is none."""
+
+
+def keys_of(table: Any) -> tuple[Integers, list[SeriesKey], Integers]:
+    """For each row the number of its series in this table, the series, and the first row of each."""
+    coded = [encode(table.column(name)) for name in SERIES_KEY]
+    groups = group([numbers + 1 for numbers, _ in coded])
+    texts = [
+        [found[number] if number >= 0 else "" for number in numbers[groups.firsts].tolist()] for numbers, found in coded
+    ]
+    return groups.ids, [SeriesKey(*key) for key in zip(*texts, strict=True)], groups.firsts
+
+
+def values_of(table: Any, series: Integers, names: Sequence[str]) -> Values:
+    """The values of a table whose rows are of these series."""
+    steps, ranks = integers(table.column("step")), integers(table.column("rank"))
+    groups = group([series, codes(table.column("step")), ranks + 1])
+    if groups.num_groups == table.num_rows:
+        found = {name: numbers(table.column(name)) for name in names}
+        return Values(series, steps, ranks, found)
+    combined = combine(table, groups.ids, groups.num_groups)
+    found = {name: numbers(combined[name]) for name in names}
+    return Values(series[groups.firsts], steps[groups.firsts], ranks[groups.firsts], found)

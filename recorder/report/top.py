@@ -1,0 +1,213 @@
+"""The head of the page: what ran, whether its record is whole, and what stands out, with links into the pictures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..analyze.first.first import First
+from ..analyze.first.timeline import Place
+from ..globalview.notebook import span
+from ..globalview.run import Run
+from ..system.text import counted, listed
+from ..system.units import size
+from .blocks import Block
+from .rows import SeriesKey
+from .statistics import StatisticsBlocks
+
+_MAX_LISTED = 8
+_MAX_CHECKS = 200
+_MAX_GAPS = 500
+_SPIKE = 30.0
+"""A value so many times the median of its series is told."""
+_MIN_STEPS = 8
+"""Of fewer nobody says what is usual."""
+_MAX_SPIKES = 4
+
+
+class Told(NamedTuple):
+    """One answer of `recorder doctor`."""
+
+    state: str
+    """``ok``, ``note`` or ``missing``."""
+    text: str
+    facts: Mapping[str, Any]
+    """Of a gap its sites, modules, steps, ranks and reason."""
+
+
+class Finding(NamedTuple):
+    """Something that stands out."""
+
+    text: str
+    link: Mapping[str, Any]
+    """What the page shows where it is followed: the members of its address."""
+    mark: str = "wrong"
+    """``wrong``, ``right``, or ``note``."""
+
+
+def top_block(
+    run: Run, checks: Sequence[Told], found: First, collected: StatisticsBlocks, numbers: Mapping[str, Any]
+) -> Block:
+    """The block of the head; `numbers` are facts of the page itself."""
+    listed = [*_of_first(found), *_of_ranks(collected), *_of_series(collected)]
+    missing = [check for check in checks if check.state == "missing"]
+    return Block(
+        name="top",
+        data={
+            "run": run.name,
+            "facts": list(_facts(run)),
+            "checks": [[check.state, check.text] for check in [*missing, *checks] if check.text][:_MAX_CHECKS],
+            "num_missing": len(missing),
+            "findings": [[one.text, dict(one.link), one.mark] for one in listed],
+            "notes": found.notes[:_MAX_CHECKS],
+            **numbers,
+        },
+    )
+
+
+def gaps_block(checks: Sequence[Told], modules: Mapping[str, int]) -> Block:
+    """Why values are not there, for the holes of the map."""
+    gaps: list[dict[str, Any]] = []
+    for check in checks:
+        facts = check.facts
+        if not {"reason", "sites", "modules", "steps", "ranks"} <= facts.keys() or len(gaps) >= _MAX_GAPS:
+            continue
+        places = sorted(modules[path] for path in facts["modules"] if path in modules)
+        ranks = sorted(rank for rank in facts["ranks"] if rank is not None)
+        why = check.text.split(": ", 3)
+        gaps.append(
+            {
+                "text": why[2] if len(why) > 3 else check.text,
+                "state": check.state,
+                "sites": list(facts["sites"]),
+                "modules": _ranges(places),
+                "steps": _ranges(sorted(facts["steps"])),
+                "ranks": _ranges(ranks),
+            }
+        )
+    return Block(name="gaps", data={"gaps": gaps})
+
+
+def _ranges(numbers: Sequence[int]) -> list[int]:
+    """Whole numbers as ends of the ranges that they fill: first, last, first, last..."""
+    if not numbers:
+        return []
+    values = np.array(numbers, np.int64)
+    breaks = np.flatnonzero(np.diff(values) > 1)
+    firsts, lasts = np.r_[values[0], values[breaks + 1]], np.r_[values[breaks], values[-1]]
+    return np.stack([firsts, lasts], axis=1).reshape(-1).tolist()
+
+
+def _facts(run: Run) -> Iterator[tuple[str, str]]:
+    manifests = [writer.manifest for writer in run.writers]
+    roots = [root for manifest in manifests for root in manifest.roots]
+    models: dict[str, int] = {}
+    for root in roots:
+        models.setdefault(root.class_name, len(root.modules))
+    if models:
+        yield "model", ", ".join(f"{name} ({counted(number, 'module')})" for name, number in list(models.items())[:4])
+    if (source := run.manifest.merged_from) is not None:
+        yield "merged from", source.path
+    else:
+        yield "ranks", span(run.ranks) + (f" of {run.world_size}" if run.world_size else "")
+    kinds = dict.fromkeys(root.data_parallel.kind for root in roots if root.data_parallel is not None)
+    if kinds:
+        yield "layout", ", ".join(list(kinds)[:4])
+    yield "steps", span(run.steps)
+    started = [manifest.started_ns for manifest in manifests if 0 < manifest.started_ns < 1 << 62]
+    if started:
+        yield "started", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(started) / 1e9))
+    states = [writer.state for writer in run.writers]
+    yield "state", ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    yield "rows", f"{run.num_rows:,}, {size(sum(writer.shard_bytes for writer in run.writers))}"
+    hosts = list(dict.fromkeys(manifest.host for manifest in manifests if manifest.host))
+    if hosts:
+        yield "hosts", listed(hosts, _MAX_LISTED)
+    versions = next((manifest.versions for manifest in manifests if manifest.versions), {})
+    told = [f"{name} {version}" for name, version in versions.items()]
+    yield "versions", ", ".join([*told, f"format {run.version[0]}.{run.version[1]}"][:_MAX_LISTED])
+    rules = next((manifest.rules for manifest in manifests if manifest.rules), ())
+    for rule in rules[:_MAX_LISTED]:
+        yield "rule", rule
+
+
+def _of_first(found: First) -> Iterator[Finding]:
+    if (bad := found.nonfinite) is not None:
+        place = bad.place
+        what = " and ".join(f"{n} {word}" for n, word in ((bad.nan_count, "NaN"), (bad.inf_count, "infinite")) if n)
+        where = f"step {place.step}, {_named(place)}" + ("" if place.rank is None else f", rank {place.rank}")
+        rest = f"{counted(found.num_nonfinite, 'value')} of {counted(found.num_nonfinite_modules, 'module')}"
+        yield Finding(f"First NaN or infinity: {where} ({what} of {counted(bad.numel, 'element')})", _link(place))
+        if found.num_nonfinite > 1:
+            yield Finding(f"From there on {rest} are not finite", {"view": "map", "site": place.site})
+    if (differing := found.replica) is not None:
+        groups = " | ".join(span(sorted(ranks)) for ranks in differing.groups[:_MAX_LISTED])
+        where = f"step {differing.place.step}, {_named(differing.place)}, ranks {groups}"
+        yield Finding(f"First replica that differs: {where}", _link(differing.place))
+    for one in found.buffers[:_MAX_LISTED]:
+        if one.is_stale:
+            yield Finding(f"Ranks hold different buffers: step {one.place.step}, {_named(one.place)}", _link(one.place))
+    if not found.is_found:
+        yield Finding("No NaN, and no infinity that was not there from the first record on", {}, "right")
+        if found.num_compared:
+            compared = f"{found.num_compared} compared"
+            yield Finding(f"No parameter, gradient or state differs between its replicas ({compared})", {}, "right")
+        elif found.why_none_compared:
+            yield Finding(f"Replicas were not compared: {found.why_none_compared}", {}, "note")
+
+
+def _of_ranks(collected: StatisticsBlocks) -> Iterator[Finding]:
+    odd = collected.odd
+    for rank in odd.found()[:_MAX_LISTED]:
+        told = []
+        if odd.far[rank]:
+            told.append(f"{odd.far[rank]} of its {odd.compared[rank]} values are far from the median of all ranks")
+        if odd.alone[rank]:
+            told.append(f"{counted(int(odd.alone[rank]), 'value')} not finite where most ranks' are")
+        yield Finding(f"Rank {rank} is odd: {'; '.join(told)}", {"view": "ranks", "rank": rank})
+
+
+def _of_series(collected: StatisticsBlocks) -> Iterator[Finding]:
+    """Values that jump, and outputs that are nothing but zeros."""
+    cube = collected.cube
+    name = next((name for name in ("l2", "absmax") if name in cube.values), None)
+    if name is None or not cube.shape[2]:
+        return
+    values = np.abs(cube.values[name][:, 0].astype(np.float64))
+    known = (~np.isnan(values)).sum(axis=1)
+    order = np.sort(values, axis=1)  # NaN stands last
+    median = order[np.arange(len(values)), np.maximum((known - 1) // 2, 0)] if len(values) else np.zeros(0)
+    largest = np.where(np.isnan(values), -1.0, values)
+    at = largest.argmax(axis=1)
+    ratio = np.where(
+        (known >= _MIN_STEPS) & (median > 0),
+        largest[np.arange(len(values)), at] / np.where(median > 0, median, 1.0),
+        0.0,
+    )
+    steps = cube.first_steps
+    for number in np.argsort(-ratio, kind="stable")[:_MAX_SPIKES].tolist():
+        if ratio[number] >= _SPIKE:
+            key, step = collected.series[number], steps[int(at[number])]
+            text = f"{_of_key(key)} jumps: its {name} at step {step} is {ratio[number]:.0f} times its median"
+            yield Finding(text, _link_of(key, step, name))
+
+
+def _of_key(key: SeriesKey) -> str:
+    return " ".join(filter(None, (repr(key.module_path), key.site, key.name)))
+
+
+def _named(place: Place) -> str:
+    return " ".join(filter(None, (repr(place.module_path), place.site, place.name)))
+
+
+def _link(place: Place) -> dict[str, Any]:
+    link = {"view": "lines", "module": place.module_path, "site": place.site, "name": place.name, "step": place.step}
+    return link if place.rank is None else {**link, "rank": place.rank}
+
+
+def _link_of(key: SeriesKey, step: int, statistic: str) -> dict[str, Any]:
+    where = {"module": key.module_path, "site": key.site, "name": key.name}
+    return {"view": "lines", **where, "step": step, "stat": statistic}

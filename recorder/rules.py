@@ -1,0 +1,365 @@
+"""The grammar of selection: patterns of names, schedules of numbers, and rules made of both, with the one matcher.
+
+What is recorded and what a command selects are written alike: `doctor` judges by the same code what should have been
+recorded. Patterns are a tuple of texts. Each is a glob over the whole name, or ``re:`` and a regular expression over
+the whole name; a name that is written out is matched, whatever it means as a glob. A leading ``!`` excludes; where all
+patterns exclude, everything else is chosen. Nothing here may import torch or pyarrow.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import lru_cache, reduce
+from operator import or_
+from typing import Any, ClassVar, NamedTuple
+
+from .errors import ConfigError
+from .records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_TENSOR
+from .sites import SITES
+
+KEEPS = {
+    "tensor": KEEP_TENSOR,
+    "stats": KEEP_STATS,
+    "fingerprint": KEEP_FINGERPRINT,
+    "histogram": KEEP_STATS | KEEP_HISTOGRAM,
+}
+"""The bits of each word that a rule's ``keep`` may hold."""
+ON = ("1", "true", "yes", "on")
+OFF = ("", "0", "false", "no", "off")
+ANY = ("*",)
+"""Patterns that match everything."""
+EXPRESSION = "re:"
+"""The beginning of a pattern that is a regular expression."""
+_WORD_PART = re.compile(r"\\.|\([^)]*\)|\[[^]]*\]|\{[^}]*\}|.", re.DOTALL)
+_MAX_COMPARED = 20_000
+_MAX_LISTED = 3
+
+
+def parse_patterns(text: str) -> tuple[str, ...]:
+    """Split the patterns that a person has written with commas between them; ``''`` is the empty name.
+
+    Commas in brackets, such as those of ``re:h{1,2}``, stay.
+
+    Raises:
+        ValueError: a pattern begins with ``re:`` and is no regular expression.
+    """
+    words = [""]
+    for part in _WORD_PART.findall(text):
+        if part == ",":
+            words.append("")
+        else:
+            words[-1] += part
+    return checked(["" if word.strip() == "''" else word.strip() for word in words])
+
+
+def checked(patterns: Iterable[str]) -> tuple[str, ...]:
+    """Return patterns as a tuple, after compiling each regular expression among them.
+
+    Raises:
+        ValueError: a pattern begins with ``re:`` and is no regular expression.
+    """
+    valid = tuple(patterns)
+    for pattern in valid:
+        expression = pattern.removeprefix("!")
+        if expression.startswith(EXPRESSION):
+            try:
+                re.compile(expression.removeprefix(EXPRESSION))
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+    return valid
+
+
+def matches_expression(expression: str, name: str) -> bool:
+    """Whether a regular expression of the user's matches a whole name; Python's own may take for ever with some."""
+    return re.fullmatch(expression, name) is not None
+
+
+Expressions = Callable[[str, str], bool]
+"""Matches a regular expression with a name: `matches_expression`, unless the expression is untrusted input."""
+
+
+def matches(patterns: tuple[str, ...], name: str, expressions: Expressions = matches_expression) -> bool:
+    """Whether patterns choose a name."""
+    if patterns == ANY:
+        return True
+    wanted, unwanted = sides(patterns)
+    return any(_matches_one(p, name, expressions) for p in wanted) and not any(
+        _matches_one(p, name, expressions) for p in unwanted
+    )
+
+
+def choose(patterns: tuple[str, ...], names: Collection[str]) -> list[str]:
+    """Return the names that patterns choose. A pattern that is a name means it alone: names may hold brackets."""
+    known_names, (wanted, unwanted) = set(names), sides(patterns)
+
+    def is_hit(pattern: str, name: str) -> bool:
+        return name == pattern if pattern in known_names else _matches_one(pattern, name, matches_expression)
+
+    return [
+        name
+        for name in names
+        if any(is_hit(pattern, name) for pattern in wanted) and not any(is_hit(pattern, name) for pattern in unwanted)
+    ]
+
+
+@lru_cache(maxsize=256)
+def sides(patterns: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Return the patterns that include, and those that exclude without their ``!``."""
+    return [p for p in patterns if not p.startswith("!")] or list(ANY), [p[1:] for p in patterns if p.startswith("!")]
+
+
+def _matches_one(pattern: str, name: str, expressions: Expressions) -> bool:
+    if pattern.startswith(EXPRESSION):
+        return expressions(pattern.removeprefix(EXPRESSION), name)
+    return pattern == name or fnmatchcase(name, pattern)
+
+
+def nearest(text: str, names: Collection[str], cutoff: float = 0.5) -> list[str]:
+    """Return up to three names that somebody may have meant: those with the same end, else those that look alike."""
+    ends = [name for name in names if text and name.endswith("." + text.lstrip("."))]
+    return ends[:_MAX_LISTED] or difflib.get_close_matches(
+        text, list(names)[:_MAX_COMPARED], n=_MAX_LISTED, cutoff=cutoff
+    )
+
+
+def hint(text: str, names: Collection[str], otherwise: str = "") -> str:
+    """Return the end of a message that has the nearest names: ``; nearest is 'layers.0'``. `otherwise` without any."""
+    near = nearest(text, names)
+    listed = ", ".join(map(repr, near))
+    return f"; nearest {'is' if len(near) == 1 else 'are'} {listed}" if near else otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A set of whole numbers (steps or ranks): a union of slices, single numbers and powers of two.
+
+    It is a function of the number alone, so that all ranks agree without talking.
+    """
+
+    text: str
+    slices: tuple[tuple[int, int | None, int], ...]
+    powers_of_two: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Read ``0:1000:100``, ``::10``, ``5``, ``pow2`` or a comma list of them.
+
+        Raises:
+            ValueError: a word of the list is none of these.
+        """
+        slices: list[tuple[int, int | None, int]] = []
+        powers = False
+        for raw in text.split(","):
+            word = raw.strip()
+            if word == "pow2":
+                powers = True
+            elif re.fullmatch(r"\d+", word):
+                slices.append((int(word), int(word) + 1, 1))
+            elif match := re.fullmatch(r"(\d*):(\d*)(?::(\d*))?", word):
+                start, stop, stride = match.groups()
+                slices.append((int(start or 0), int(stop) if stop else None, int(stride or 1)))
+                if slices[-1][2] == 0:
+                    raise ValueError(f"{word!r} has a stride of 0")
+            else:
+                raise ValueError(f"{word!r} is no number, no start:stop:stride and not pow2")
+        return cls(text, tuple(slices), powers)
+
+    def __contains__(self, number: int) -> bool:
+        if self.powers_of_two and number >= 0 and number & (number - 1) == 0:
+            return True
+        for start, stop, stride in self.slices:
+            if number >= start and (stop is None or number < stop) and (number - start) % stride == 0:
+                return True
+        return False
+
+
+EVERY = Schedule.parse("::1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One selection: which values, at which steps, and what to keep; several that match keep all they ask for."""
+
+    module: tuple[str, ...] = ANY
+    """Patterns of module paths; ``''`` is the root."""
+    cls: tuple[str, ...] = ANY
+    """Patterns of class names (key ``class``)."""
+    leaf: bool = False
+    """Only modules without children."""
+    site: tuple[str, ...] = SITES
+    name: tuple[str, ...] = ANY
+    """Patterns of leaf names: the argument, the path in a nested output, the parameter."""
+    rank: Schedule = EVERY
+    steps: Schedule = EVERY
+    call: Schedule = EVERY
+    """Numbers of a module's calls within a micro-step; an evaluation loop is many calls of one step."""
+    keep: int = KEEP_STATS
+    written: str = field(default="", compare=False, repr=False)
+    """The rule as its user wrote it, for messages; empty where it was not text."""
+
+    KEYS: ClassVar = ("module", "class", "leaf", "site", "name", "rank", "steps", "call", "keep")
+
+    def matches_module(
+        self, module_path: str, class_name: str, is_leaf: bool, expressions: Expressions = matches_expression
+    ) -> bool:
+        """Whether the rule selects anything of a module; `is_leaf` says that the module has no children."""
+        return (
+            (is_leaf or not self.leaf)
+            and matches(self.module, module_path, expressions)
+            and matches(self.cls, class_name, expressions)
+        )
+
+    def matches_name(self, name: str, expressions: Expressions = matches_expression) -> bool:
+        """Whether the rule selects the leaf of this name."""
+        return matches(self.name, name, expressions)
+
+    @property
+    def text(self) -> str:
+        """Return the rule in the form that `parse_rules` reads."""
+        parts: list[str] = []
+        for key, values in (("module", self.module), ("class", self.cls)):
+            if values != ANY:
+                parts.append(f"{key}={shlex.quote(','.join(values))}")
+        if self.leaf:
+            parts.append("leaf=yes")
+        if self.site != SITES:
+            parts.append("site=" + ",".join(self.site))
+        if self.name != ANY:
+            parts.append(f"name={shlex.quote(','.join(self.name))}")
+        for key, schedule in (("rank", self.rank), ("steps", self.steps), ("call", self.call)):
+            if schedule != EVERY:
+                parts.append(f"{key}={schedule.text}")
+        parts.append("keep=" + ",".join(word for word, bits in KEEPS.items() if self.keep & bits == bits))
+        return " ".join(parts)
+
+
+class _Grammar(NamedTuple):
+    """The words that rules may be made of."""
+
+    keys: Sequence[str]
+    """The keys that a message about an unknown key offers."""
+    sites: Sequence[str]
+    """The sites that a message about an unknown site offers."""
+    is_open: bool
+    """Whether a site may be one that this version does not know."""
+
+
+def parse_rules(
+    value: object,
+    *,
+    keys: Sequence[str] = Rule.KEYS,
+    sites: Sequence[str] = SITES,
+    takes_unknown_sites: bool = False,
+) -> tuple[Rule, ...]:
+    """Read rules from text (``site=output keep=tensor; site=grad``), a table, or a list of either.
+
+    Args:
+        value: the rules.
+        keys: the keys that a message about an unknown key offers.
+        sites: the sites that a message about an unknown site offers.
+        takes_unknown_sites: True for rules of a recording, which a later version, with more sites, may have made.
+
+    Raises:
+        ConfigError: a key, a site, a schedule or a pattern is wrong; the message says what is allowed.
+    """
+    return _rules(value, _Grammar(keys, sites, takes_unknown_sites))
+
+
+def _rules(value: object, grammar: _Grammar) -> tuple[Rule, ...]:
+    if isinstance(value, str):
+        return tuple(_rule_from_text(text, grammar) for text in value.split(";") if text.strip())
+    if isinstance(value, Rule):
+        return (value,)
+    if isinstance(value, Mapping):
+        return (_rule_from_table(value, grammar),)
+    if isinstance(value, Sequence):
+        return tuple(rule for item in value for rule in _rules(item, grammar))
+    raise ConfigError(f"rules = {value!r}: expected text, a table or a list of them")
+
+
+def _rule_from_text(text: str, grammar: _Grammar) -> Rule:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"rules: {text.strip()!r} cannot be split into words: {error}") from None
+    table: dict[str, object] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            listed = ", ".join(grammar.keys)
+            raise ConfigError(f"rules: {word!r} in {text.strip()!r} is no key=value; keys are {listed}")
+        if key in table:
+            raise ConfigError(f"rules: {key!r} stands twice in {text.strip()!r}; join the values with commas")
+        table[key] = value
+    return replace(_rule_from_table(table, grammar), written=text.strip())
+
+
+def _rule_from_table(table: Mapping[str, object], grammar: _Grammar) -> Rule:
+    def problem(key: str, why: str) -> ConfigError:
+        return ConfigError(f"rules: {key} = {table[key]!r}: {why}")
+
+    chosen: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in Rule.KEYS:
+            listed = ", ".join(grammar.keys)
+            raise ConfigError(f"rules: unknown key {key!r}{did_you_mean(key, grammar.keys)}; keys are {listed}")
+        if key in ("rank", "steps", "call"):
+            text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            try:
+                chosen[key] = Schedule.parse(text)
+            except ValueError as error:
+                raise problem(key, f"{error}; examples: 0:1000:100  ::10  0,5,7  pow2") from None
+            continue
+        if key == "leaf":
+            chosen[key] = read_boolean("rules: leaf", value)
+            continue
+        if key in ("module", "class", "name"):
+            try:
+                patterns = checked(map(str, value)) if isinstance(value, (list, tuple)) else parse_patterns(str(value))
+            except ValueError as error:
+                raise problem(key, str(error)) from None
+            chosen["cls" if key == "class" else key] = patterns
+            continue
+        named = _words(value)
+        allowed = SITES if key == "site" else tuple(KEEPS)
+        if key == "site" and named == ("*",):
+            named = SITES
+        for word in named:
+            if word not in allowed and not (key == "site" and grammar.is_open):
+                offered = grammar.sites if key == "site" else allowed
+                raise problem(
+                    key, f"unknown {key} {word!r}{did_you_mean(word, offered)}; allowed: {', '.join(offered)}"
+                )
+        chosen[key] = named if key == "site" else reduce(or_, (KEEPS[word] for word in named))
+    return Rule(**chosen)
+
+
+def _words(value: object) -> tuple[str, ...]:
+    if isinstance(value, (list, tuple)):
+        return tuple(str(item) for item in value)
+    return tuple(word.strip() for word in str(value).split(","))
+
+
+def read_boolean(name: str, raw: object) -> bool:
+    """Read yes or no, on or off, true or false, 1 or 0.
+
+    Raises:
+        ConfigError: the value is none of these; the message begins with `name`.
+    """
+    text = str(raw).strip().lower()
+    if text in ON:
+        return True
+    if text in OFF:
+        return False
+    raise ConfigError(f"{name} = {raw!r}: allowed is yes or no")
+
+
+def did_you_mean(word: str, choices: Sequence[str]) -> str:
+    """Return the end of a message that has the choice nearest to a word; empty where none is near."""
+    near = difflib.get_close_matches(word, choices, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

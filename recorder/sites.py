@@ -1,0 +1,126 @@
+"""The registry of sites: where in a training step a value was seen, and what follows from that.
+
+Code that records, expects, compares or shows values asks here. A site that a minor version adds is one entry of
+`ALL_SITES` and one line of FORMAT.md, beside the hook that records it. This module imports nothing of the package and
+no third party: settings name sites, and are read before any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """The kind of the values at a site."""
+
+    ACTIVATION = "activation"
+    """A value of the batch, or a gradient of one: each rank has those of its samples."""
+    STATE = "state"
+    """A value that outlives the step, or its gradient: ranks have replicas of it, or chunks."""
+    NUMBER = "number"
+    """A number of the step, which the program or the recorder gives."""
+
+
+class Expected(Enum):
+    """What `doctor` expects where a rule selects a site of a module."""
+
+    CALL = "call"
+    """A value at each step at which the module is called."""
+    PARAMETER = "parameter"
+    """A value for each of the module's own parameters, at each step of its optimizer."""
+    BUFFER = "buffer"
+    """A value for each of the module's own buffers, at each step of an optimizer."""
+    NOTHING = "nothing"
+    """Values that only the program decides on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """One site."""
+
+    name: str
+    kind: Kind
+    phase: str
+    """The phase in which its values are usually seen; there are others, such as ``recompute``."""
+    expected: Expected
+    gradient: str | None = None
+    """The site where the gradients of its values stand; its own name where the phase tells them apart."""
+    is_gradient: bool = False
+    """True where all its values are gradients."""
+    is_updated: bool = False
+    """True where the optimizer's step writes its values."""
+    is_given: bool = False
+    """True where the program hands its values in, so that no module has made them."""
+    is_of_optimizer: bool = False
+    """True where the optimizer holds its values, and not the module: without an optimizer there are none."""
+    since: int = 0
+    """The minor version of the format that added it."""
+
+
+ALL_SITES = (
+    Site(
+        name="input",
+        kind=Kind.ACTIVATION,
+        phase="forward",
+        expected=Expected.CALL,
+        gradient="grad_input",
+        is_given=True,
+    ),
+    Site(name="output", kind=Kind.ACTIVATION, phase="forward", expected=Expected.CALL, gradient="grad_output"),
+    Site(name="grad_input", kind=Kind.ACTIVATION, phase="backward", expected=Expected.CALL, is_gradient=True),
+    Site(name="grad_output", kind=Kind.ACTIVATION, phase="backward", expected=Expected.CALL, is_gradient=True),
+    Site(
+        name="param",
+        kind=Kind.STATE,
+        phase="optimizer",
+        expected=Expected.PARAMETER,
+        gradient="grad",
+        is_updated=True,
+    ),
+    Site(name="grad", kind=Kind.STATE, phase="optimizer", expected=Expected.PARAMETER, is_gradient=True),
+    Site(name="buffer", kind=Kind.STATE, phase="optimizer", expected=Expected.BUFFER),
+    Site(
+        name="optim",
+        kind=Kind.STATE,
+        phase="optimizer",
+        expected=Expected.PARAMETER,
+        is_updated=True,
+        is_of_optimizer=True,
+    ),
+    Site(name="tap", kind=Kind.ACTIVATION, phase="forward", expected=Expected.NOTHING, gradient="tap"),
+    Site(name="scalar", kind=Kind.NUMBER, phase="forward", expected=Expected.NOTHING, is_given=True),
+)
+"""All sites, in the order in which people see them."""
+
+SITES = tuple(site.name for site in ALL_SITES)
+SITE_OF: Mapping[str, Site] = {site.name: site for site in ALL_SITES}
+
+ACTIVATIONS = tuple(site.name for site in ALL_SITES if site.kind is Kind.ACTIVATION)
+STATES = tuple(site.name for site in ALL_SITES if site.kind is Kind.STATE)
+GRADIENTS = tuple(site.name for site in ALL_SITES if site.is_gradient)
+NUMBERS = tuple(site.name for site in ALL_SITES if site.kind is Kind.NUMBER)
+GIVEN = tuple(site.name for site in ALL_SITES if site.is_given)
+UPDATED = tuple(site.name for site in ALL_SITES if site.is_updated)
+OF_CALLS = tuple(site.name for site in ALL_SITES if site.expected is Expected.CALL)
+VALUES_OF_CALLS = tuple(site for site in OF_CALLS if site not in GRADIENTS)
+"""The sites of what a call takes and returns."""
+OF_PARAMETERS = tuple(site.name for site in ALL_SITES if site.expected is Expected.PARAMETER)
+OF_BUFFERS = tuple(site.name for site in ALL_SITES if site.expected is Expected.BUFFER)
+OF_PROGRAM = tuple(site.name for site in ALL_SITES if site.expected is Expected.NOTHING)
+"""The sites of values that the program names: no module tree lists them."""
+LASTING = tuple(site for site in STATES if site not in GRADIENTS)
+"""The sites of values that stay from step to step."""
+OF_MODULES = tuple(site.name for site in ALL_SITES if site.kind is Kind.STATE and not site.is_of_optimizer)
+"""The sites of state that a module itself holds, and of its gradients."""
+HELD_BY_MODULES = tuple(site for site in OF_MODULES if site not in GRADIENTS)
+GRADIENT_OF: Mapping[str, str] = {site.name: site.gradient for site in ALL_SITES if site.gradient}
+"""The site of the gradients, by the site of the values."""
+VALUE_OF: Mapping[str, str] = {gradient: name for name, gradient in GRADIENT_OF.items()}
+"""The site of the values, by the site of their gradients."""
+
+
+def values_of(site: str) -> str:
+    """Return the site of the values whose gradients stand at `site`; `site` itself where it holds no gradients."""
+    return VALUE_OF.get(site, site)

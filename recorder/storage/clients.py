@@ -1,0 +1,265 @@
+"""Clients of object stores: they find a store by the environment, and say why it refuses or does not answer.
+
+Must never wait without an end, and never show credentials that a store or the environment has named.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from configparser import ConfigParser
+from configparser import Error as ConfigParserError
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+from ..errors import StoreError
+
+_CONNECT_TIMEOUT_S = 5
+_ROLE_TIMEOUT_S = 1
+"""Time to connect where nothing names credentials: most machines have no role, and no metadata service answers."""
+_SILENCE_TIMEOUT_S = 5
+"""Time to wait for the next byte. A request is tried `_NUM_TRIES` times: a store that hangs is given up after 20 s."""
+_NUM_TRIES = 3
+
+Answer = TypeVar("Answer")
+
+
+class Kind(NamedTuple):
+    """The facts about the object stores of one scheme. Blanks separate the names of settings."""
+
+    client: str
+    """The name of the class in `obstore.store`."""
+    title: str
+    endpoints: str
+    """Settings that name another endpoint than the provider's; the first that is set counts."""
+    credentials: str
+    """Settings each of which says where credentials are."""
+    file: str
+    """The file with credentials where no setting names any."""
+    advice: str
+
+
+KINDS = {
+    "s3": Kind(
+        "S3Store", "Amazon S3", "AWS_ENDPOINT_URL_S3 AWS_ENDPOINT_URL",
+        "AWS_ACCESS_KEY_ID AWS_PROFILE AWS_WEB_IDENTITY_TOKEN_FILE AWS_CONTAINER_CREDENTIALS_FULL_URI "
+        "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "~/.aws/credentials",
+        "AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials",
+    ),
+    "gs": Kind(
+        "GCSStore", "Google Cloud Storage", "GOOGLE_BASE_URL",
+        "GOOGLE_APPLICATION_CREDENTIALS GOOGLE_BEARER_TOKEN GOOGLE_SERVICE_ACCOUNT GOOGLE_SERVICE_ACCOUNT_KEY "
+        "GOOGLE_SERVICE_ACCOUNT_PATH", "~/.config/gcloud/application_default_credentials.json",
+        "GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
+    ),
+    "az": Kind(
+        "AzureStore", "Azure Blob Storage", "AZURE_STORAGE_ENDPOINT AZURE_ENDPOINT",
+        "AZURE_STORAGE_ACCOUNT_KEY AZURE_STORAGE_ACCESS_KEY AZURE_STORAGE_SAS_TOKEN AZURE_STORAGE_SAS_KEY "
+        "AZURE_STORAGE_TOKEN AZURE_CLIENT_ID AZURE_STORAGE_CLIENT_ID AZURE_USE_AZURE_CLI", "/",
+        "AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or run `az login` and set AZURE_USE_AZURE_CLI=true",
+    ),
+}  # fmt: skip
+"""The kind of store of each scheme."""
+
+_ASKED_BY_BOTO3 = ("sso_session", "sso_start_url", "credential_process", "role_arn")
+"""Settings of a profile that lead to credentials only by more requests or another program."""
+_REFUSED = {
+    "InvalidAccessKeyId": "the access key is unknown",
+    "SignatureDoesNotMatch": "the secret key does not fit the access key",
+    "InvalidClientTokenId": "the session token is not valid",
+    "InvalidToken": "the session token is not valid",
+    "ExpiredToken": "the session token has expired",
+    "RequestExpired": "the request's time is not accepted; set this machine's clock",
+    "RequestTimeTooSkewed": "the request's time is not accepted; set this machine's clock",
+}
+"""The reason of a refusal by the code that the store sends."""
+_UNREACHED = {
+    "dns error": "its host is not known",
+    "ConnectionRefused": "it takes no connection",
+    "ertificate": "its certificate is not trusted (AWS_CA_BUNDLE names others)",
+    "InvalidMessage": "it does not speak TLS",
+    "TimedOut": "it does not answer",
+}
+"""The reason of a failed connection by a word in the client's error text."""
+
+
+class Client:
+    """A client of one bucket, with credentials where there are some. Any thread may call."""
+
+    def __init__(self, scheme: str, bucket: str) -> None:
+        self._scheme = scheme
+        self._bucket = bucket
+        self._kind = KINDS[scheme]
+        is_metadata_off = scheme == "s3" and os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
+        self._is_anonymous = is_metadata_off and not self._names_credentials
+
+    def ask(self, path: object, question: Callable[[Any], Answer]) -> Answer:
+        """Return the answer of a store of `obstore` to a question.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            StoreError: the bucket is not there, cannot be reached, or refuses.
+        """
+        from obstore.exceptions import BaseError
+
+        try:
+            return question(self._store)
+        except FileNotFoundError as error:
+            if not re.search("<Code>(NoSuchBucket|ContainerNotFound)<", str(error)):
+                raise FileNotFoundError(2, "No such object", str(path)) from None
+            problem: Exception = error
+        except (BaseError, OSError, ValueError) as error:
+            problem = error
+        if _is_without_credentials(str(problem)) and not (self._is_anonymous or self._names_credentials):
+            self._is_anonymous = True  # the machine has no role either
+            self.__dict__.pop("_store", None)
+            return self.ask(path, question)
+        raise self._refusal(problem, path) from None
+
+    @property
+    def filesystem(self) -> Any:
+        """The store for `pyarrow.dataset`, which reads by itself."""
+        from obstore.fsspec import FsspecStore
+        from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+        scheme: Any = self._scheme
+        return PyFileSystem(FSSpecHandler(FsspecStore(scheme, **self._options)))
+
+    @cached_property
+    def _store(self) -> Any:
+        import obstore.store
+
+        options = self._options
+        try:
+            return getattr(obstore.store, self._kind.client)(self._bucket, **options)
+        except Exception as error:  # its text may repeat a setting
+            problem = f"no client can be made of the settings ({type(error).__name__})"
+        raise StoreError(f"{self._scheme}://{self._bucket}: {problem}; see {self._kind.advice}")
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        endpoint = endpoint_url(self._scheme, os.environ)
+        url = urlsplit(endpoint)
+        if endpoint and (url.scheme not in ("http", "https") or not url.hostname or "@" in url.netloc):
+            name = self._kind.endpoints.split()[-1]
+            raise StoreError(f"{name}: expected http://HOST:PORT or https://HOST:PORT, without a user")
+        asks_for_role = not (self._is_anonymous or self._names_credentials)
+        client: dict[str, Any] = {
+            "allow_http": url.scheme == "http",
+            "connect_timeout": timedelta(seconds=_ROLE_TIMEOUT_S if asks_for_role else _CONNECT_TIMEOUT_S),
+            "read_timeout": timedelta(seconds=_SILENCE_TIMEOUT_S),
+            "timeout": timedelta(days=1),  # of an answer of which bytes keep coming
+        }
+        retries = {"max_retries": _NUM_TRIES - 1, "retry_timeout": timedelta(minutes=1)}
+        options: dict[str, Any] = {"client_options": client, "retry_config": retries}
+        if endpoint:
+            options["base_url" if self._scheme == "gs" else "endpoint"] = endpoint
+        if self._is_anonymous:
+            options["skip_signature"] = True
+        if self._scheme == "s3":
+            options["virtual_hosted_style_request"] = not endpoint and "." not in self._bucket
+            options |= _from_profile(os.environ)
+            if bundle := os.environ.get("AWS_CA_BUNDLE"):
+                try:
+                    client["root_certificate"] = Path(bundle).read_bytes()
+                except OSError as error:
+                    raise StoreError(f"AWS_CA_BUNDLE: {bundle} cannot be read ({error.strerror})") from error
+        return options
+
+    @property
+    def _names_credentials(self) -> bool:
+        """Whether a setting or a file names credentials. A role of this machine needs neither."""
+        file = (self._scheme == "s3" and os.environ.get("AWS_SHARED_CREDENTIALS_FILE")) or self._kind.file
+        return any(map(os.environ.get, self._kind.credentials.split())) or Path(file).expanduser().is_file()
+
+    def _refusal(self, error: Exception, path: object) -> StoreError:
+        """Return an error in our own words: the text that a store sends back may hold an access key."""
+        text, bucket, advice = str(error), f"{self._scheme}://{self._bucket}", self._kind.advice
+        endpoint = endpoint_url(self._scheme, os.environ) or self._kind.title
+        code, status = _last(r"<Code>(\w+)<", text), _last(r"status: (\d{3}),", text)
+        if _is_without_credentials(text) or (status in ("401", "403") and not self._names_credentials):
+            return StoreError(f"{bucket}: no credentials were found, and {endpoint} wants some: set {advice}")
+        if happened := text.partition("HttpError {")[2]:
+            reason = next((cause for word, cause in _UNREACHED.items() if word in happened), "the connection was lost")
+            name = self._kind.endpoints.split()[-1]
+            return StoreError(f"{bucket}: the store at {endpoint} cannot be reached: {reason}; {name} says where it is")
+        if code in ("NoSuchBucket", "ContainerNotFound"):
+            return StoreError(f"{bucket}: no such bucket in the store at {endpoint}")
+        if code in _REFUSED or status in ("401", "403"):
+            reason = _REFUSED.get(code, "access is denied")
+            return StoreError(f"{bucket}: {endpoint} refuses the credentials: {reason}; see {advice}")
+        if status == "404":
+            return StoreError(f"{bucket}: no such bucket at {endpoint}, or that is no store of this kind")
+        if status == "416":
+            return changed(path)
+        if code == "PermanentRedirect" or "BareRedirect" in text:
+            return StoreError(f"{bucket}: the bucket is in another region; set AWS_REGION to it")
+        if type(error).__name__ == "InvalidPathError":
+            return StoreError(f"{path}: holds an object with '//', '.' or '..' in its path; remove that object")
+        shown = " ".join(filter(None, (code, status and f"HTTP {status}"))) or "no reason given"
+        return StoreError(f"{path}: {endpoint} failed ({shown}); try again")
+
+
+def changed(path: object) -> StoreError:
+    """Return the error for an object that is not the one of the listing."""
+    return StoreError(f"{path}: there is another object in its place since the run was listed; open the run again")
+
+
+def endpoint_url(scheme: str, environ: Mapping[str, str]) -> str:
+    """Return where a store is, by the environment or the profile; empty for the provider's own endpoint."""
+    if scheme == "s3" and environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true":
+        return ""
+    named = next(filter(None, map(environ.get, KINDS[scheme].endpoints.split())), "")
+    return named or (_profile(environ).get("endpoint_url", "") if scheme == "s3" else "")
+
+
+def _from_profile(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return region and credentials of the profile; the client itself reads the environment, and no profile."""
+    profile = _profile(environ)
+    region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or profile.get("region")
+    options: dict[str, Any] = {"region": region} if region else {}
+    if environ.get("AWS_ACCESS_KEY_ID"):
+        return options
+    if asked := next((name for name in _ASKED_BY_BOTO3 if name in profile), None):
+        try:
+            from boto3 import Session
+            from obstore.auth.boto3 import Boto3CredentialProvider
+
+            return options | {"credential_provider": Boto3CredentialProvider(Session())}
+        except ImportError:
+            problem = "needs boto3; run `pip install boto3`"
+        except Exception as error:  # its text may repeat a setting
+            problem = f"leads to no credentials ({type(error).__name__})"
+        raise StoreError(f"s3://: {asked} of the profile {problem}")
+    names = ("access_key_id", "secret_access_key", "session_token")
+    return options | {name: profile[f"aws_{name}"] for name in names if f"aws_{name}" in profile}
+
+
+def _profile(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of the profile in ~/.aws; none where there is no such profile, or its file cannot be read."""
+    name = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE") or "default"
+    config = environ.get("AWS_CONFIG_FILE") or "~/.aws/config"
+    credentials = environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"
+    settings: dict[str, str] = {}
+    for file, section in ((config, name if name == "default" else f"profile {name}"), (credentials, name)):
+        parser = ConfigParser(interpolation=None, strict=False)
+        try:
+            parser.read(Path(file).expanduser())
+            settings |= parser[section]
+        except (ConfigParserError, KeyError, OSError, RuntimeError, UnicodeDecodeError):
+            continue  # where the credentials were in this file, the store refuses, and says so
+    return settings
+
+
+def _is_without_credentials(text: str) -> bool:
+    """Whether the search for credentials has failed, and not the store itself."""
+    return re.search(r"MissingAccessKeyId|token request|performing PUT|/latest/meta-data/", text) is not None
+
+
+def _last(pattern: str, text: str) -> str:
+    """Return the last match of a pattern: paths, which anybody may have named, stand before the store's answer."""
+    return next(reversed(re.findall(pattern, text)), "")

@@ -1,0 +1,126 @@
+"""Places where a run may lie, directories and object stores, and the `Store` that leads to each.
+
+Must never write. Paths of a store are made from what was typed and from names that `format.rundir` knows, as on a disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from ..errors import NotARunError
+from ..format.rundir import MAX_MANIFEST_BYTES, read_json
+from .clients import KINDS
+from .objects import ObjectPath
+from .protocol import Found, IsPart, Item, Seen, Store
+from .untrusted_files import ByteSource, GrowingFile, MappedFile
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_CUT = re.compile(rf"({'|'.join(KINDS)}):/(?=[^/])", re.IGNORECASE)
+"""The beginning of a URL as pathlib leaves it, with one slash."""
+_NUM_TRIES = 3
+
+
+class LocalStore:
+    """Directories of this machine: regular files only, never through a symbolic link."""
+
+    @property
+    def filesystem(self) -> Any:
+        return None
+
+    def is_directory(self, path: Path) -> bool:
+        return path.is_dir()
+
+    def is_file(self, path: Path) -> bool:
+        return path.is_file()
+
+    def exists(self, path: Path) -> bool:
+        return path.exists()
+
+    def list_directory(self, path: Path, *, directories: bool, is_part: IsPart = lambda name: False) -> list[str]:
+        for is_last_try in [False] * (_NUM_TRIES - 1) + [True]:
+            try:
+                with os.scandir(path) as entries:
+                    return sorted(entry.name for entry in entries if _is_wanted(entry, directories, is_part))
+            except OSError as error:
+                if is_last_try or error.errno != errno.ESTALE:
+                    raise NotARunError(f"{path}: cannot be listed ({error.strerror})") from error
+        raise AssertionError("the last try returns or raises")
+
+    def look_at(self, path: Path) -> Seen:
+        status = os.stat(path, follow_symlinks=False)
+        return Seen(status.st_size, status.st_mtime_ns, status.st_ino)
+
+    def read_json(self, path: Path, max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
+        return read_json(path, max_bytes)
+
+    def open_sealed(self, path: Path) -> ByteSource:
+        return MappedFile(path)
+
+    def open_growing(self, path: Path) -> ByteSource:
+        return GrowingFile(path)
+
+    def each(self, function: Callable[[Item], Found], items: Iterable[Item]) -> Iterable[Found]:
+        return map(function, items)
+
+    def refresh(self) -> None:
+        """Do nothing: every question is asked of the disk."""
+
+    def arrow_path(self, path: Path) -> str:
+        return str(path)
+
+
+def _is_wanted(entry: os.DirEntry[str], directories: bool, is_part: IsPart) -> bool:
+    is_directory, is_file = entry.is_dir(follow_symlinks=False), entry.is_file(follow_symlinks=False)
+    if entry.is_symlink() and is_part(entry.name):
+        raise NotARunError(
+            f"{entry.path}: is a symbolic link, and none is followed in a run; put what it leads to in its place, "
+            "or copy the run with `cp -rL`"
+        )
+    if not is_directory and not is_file and is_part(entry.name):
+        raise NotARunError(f"{entry.path}: is a pipe, a socket or a device, where a run has files; remove it")
+    return is_directory if directories else is_file
+
+
+LOCAL = LocalStore()
+
+
+Place = Path | ObjectPath
+"""The path of a run, or of a file in one."""
+OpenPlace = Path | Any
+"""The type of a place that an opened run shows: whoever opened a directory uses it as a `Path` without a cast."""
+
+
+def store_of(place: Place) -> Store:
+    """Return the store that a place lies in."""
+    return LOCAL if isinstance(place, Path) else place.store
+
+
+def place_of(path: str | os.PathLike[str] | Place) -> Place:
+    """Return the place that a typed path, a URL or a path object means.
+
+    Raises:
+        NotARunError: the URL is of an unknown kind of store.
+    """
+    if isinstance(path, ObjectPath):
+        return path
+    text = os.fspath(path)
+    if (cut := _CUT.match(text)) and not os.path.lexists(text[: cut.end()]):
+        text = f"{cut[1]}://{text[cut.end() :]}"  # pathlib has made a path of a URL
+    scheme = scheme_of(text)
+    if scheme is None:
+        return Path(path)
+    if scheme not in KINDS:
+        known = ", ".join(f"{name}://" for name in KINDS)
+        raise NotARunError(f"{text}: {scheme}:// is not supported; runs are read from directories and from {known}")
+    return ObjectPath.parse(text)
+
+
+def scheme_of(text: str) -> str | None:
+    """Return the scheme of a URL in small letters; None for a path."""
+    match = _SCHEME.match(text)
+    return match[1].lower() if match else None

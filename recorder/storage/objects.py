@@ -1,0 +1,363 @@
+"""A run in an object store: its paths, one listing of it, and its objects by ranges of bytes.
+
+Must never write.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Lock, local
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import pyarrow as pa
+
+from ..errors import CorruptError, NotARunError
+from ..format.rundir import MAX_MANIFEST_BYTES, RUN_MANIFEST, parse_json
+from .clients import Client, changed
+from .protocol import Found, IsPart, Item, Seen
+from .untrusted_files import check_range
+
+_NUM_AT_ONCE = 16
+"""Requests under way: a store takes 20 to 50 ms for each, and a run of 64 ranks needs some 200."""
+_WHOLE_BYTES = 512 << 10
+"""A smaller object is read at once, and so are ranges with less between them: a request costs as much time."""
+_BLOCK_BYTES = 64 << 10
+"""The smallest request: the schema, the footer and the seal of a shard, or the head of a batch, fit into it."""
+_INDEX_BLOCK_BYTES = 8 << 20
+"""The smallest request for an object without payloads, most of whose bytes are wanted sooner or later."""
+_MAX_KEPT_BYTES = 256 << 20
+"""Bytes of blocks that a store keeps for the next question; larger blocks are payloads, which their reader keeps."""
+
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class ObjectPath:
+    """A path in an object store, ``s3://bucket/key``, with the methods of `pathlib.Path` that readers need."""
+
+    scheme: str
+    bucket: str
+    parts: tuple[str, ...]
+    """The names in the key, which slashes separate."""
+    store: ObjectStore = field(compare=False, repr=False)
+
+    @classmethod
+    def parse(cls, text: str) -> ObjectPath:
+        """Parse ``s3://bucket/key``; slashes at the end mean nothing.
+
+        Raises:
+            NotARunError: the text names no bucket, or holds a name that no key may have.
+        """
+        scheme, _, rest = text.partition("://")
+        bucket, *parts = rest.split("/")
+        while parts and not parts[-1]:
+            parts.pop()
+        scheme = scheme.lower()
+        if not _BUCKET.fullmatch(bucket):  # it may hold a password
+            raise NotARunError(f"{scheme}://: expected {scheme}://BUCKET/PATH; credentials and ports are settings")
+        if not {"", ".", ".."}.isdisjoint(parts):
+            raise NotARunError(f"{text}: expected {scheme}://BUCKET/PATH, without names that are empty, '.' or '..'")
+        return cls(scheme, bucket, tuple(parts), ObjectStore(scheme, bucket))
+
+    def anew(self) -> ObjectPath:
+        """Return this path in a new `ObjectStore`, which has listed nothing yet."""
+        return ObjectPath.parse(str(self))
+
+    @property
+    def key(self) -> str:
+        return "/".join(self.parts)
+
+    @property
+    def name(self) -> str:
+        return self.parts[-1] if self.parts else self.bucket
+
+    @property
+    def parent(self) -> ObjectPath:
+        return self._at(self.parts[:-1])
+
+    @property
+    def parents(self) -> Sequence[ObjectPath]:
+        return [self._at(self.parts[:stop]) for stop in range(len(self.parts) - 1, -1, -1)]
+
+    def with_name(self, name: str) -> ObjectPath:
+        return self.parent / name
+
+    def absolute(self) -> ObjectPath:
+        return self
+
+    def resolve(self) -> ObjectPath:
+        return self
+
+    def _at(self, parts: tuple[str, ...]) -> ObjectPath:
+        return ObjectPath(self.scheme, self.bucket, parts, self.store)
+
+    def __truediv__(self, name: str) -> ObjectPath:
+        return self._at((*self.parts, name))
+
+    def __str__(self) -> str:
+        return "/".join((f"{self.scheme}://{self.bucket}", *self.parts))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ObjectPath.parse, (str(self),)  # another process asks the store itself
+
+
+class _Folder(NamedTuple):
+    """The folders and files right below a path."""
+
+    folders: set[str]
+    files: dict[str, Seen]
+
+
+class _Block(NamedTuple):
+    """Consecutive bytes of an object."""
+
+    start: int
+    content: Any
+
+    def holds(self, wanted: range) -> bool:
+        return bool(self.start <= wanted.start and wanted.stop <= self.start + self.content.size)
+
+
+class ObjectStore:
+    """One bucket, as it was when it was listed. Every answer is checked to be of the object that was listed."""
+
+    def __init__(self, scheme: str, bucket: str) -> None:
+        self._client = Client(scheme, bucket)
+        self._lock = Lock()
+        self._threads = local()
+        self.refresh()
+
+    def refresh(self) -> None:
+        self._runs: set[str] = set()
+        """Keys of the runs that are listed as a whole."""
+        self._folders: dict[str, _Folder] = {}
+        """Listed folders by their keys."""
+        self._manifests: dict[str, Seen | None] = {}
+        """The manifests of runs, by the keys of the runs; None where there is no manifest."""
+        self._kept: OrderedDict[str, list[_Block]] = OrderedDict()
+        """Blocks by the keys of their objects; the object that was read last stands last."""
+
+    @property
+    def filesystem(self) -> Any:
+        return self._client.filesystem
+
+    def arrow_path(self, path: ObjectPath) -> str:
+        return f"{path.bucket}/{path.key}"
+
+    def is_directory(self, path: ObjectPath) -> bool:
+        return self._manifest(path) is not None or any(self._entries(path))
+
+    def is_file(self, path: ObjectPath) -> bool:
+        if path.name == RUN_MANIFEST:
+            return self._manifest(path.parent) is not None
+        return bool(path.parts) and path.name in self._entries(path.parent).files
+
+    def exists(self, path: ObjectPath) -> bool:
+        return self.is_directory(path) or self.is_file(path)
+
+    def list_directory(self, path: ObjectPath, *, directories: bool, is_part: IsPart = lambda name: False) -> list[str]:
+        entries = self._entries(path)
+        return sorted(entries.folders if directories else entries.files)
+
+    def look_at(self, path: ObjectPath) -> Seen:
+        is_manifest = path.name == RUN_MANIFEST
+        seen = self._manifest(path.parent) if is_manifest else self._entries(path.parent).files.get(path.name)
+        if seen is None:
+            raise FileNotFoundError(2, "No such object", str(path))
+        return seen
+
+    def read_json(self, path: ObjectPath, max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
+        try:
+            file = self.open_sealed(path)
+            if file.size_bytes > max_bytes:
+                raise CorruptError(f"{path}: larger than the {max_bytes} bytes that a manifest may have")
+            text = bytes(file.read(0, file.size_bytes))
+        except FileNotFoundError as error:
+            raise NotARunError(f"{path}: no such object; expected a manifest of a run") from error
+        return parse_json(text, str(path))
+
+    def open_sealed(self, path: ObjectPath) -> RemoteFile:
+        """Open an object of the listing; the store is asked nothing for that."""
+        return RemoteFile(self, path, self.look_at(path))
+
+    def open_growing(self, path: ObjectPath) -> RemoteFile:
+        """Open an object of the listing: an object never grows, another one replaces it."""
+        return self.open_sealed(path)
+
+    def each(self, function: Callable[[Item], Found], items: Iterable[Item]) -> Iterable[Found]:
+        """Call the function in threads. A nested call stays in its thread: the threads would wait for each other."""
+        items = list(items)
+        if len(items) < 2 or getattr(self._threads, "is_ours", False):
+            return [function(item) for item in items]
+
+        def begin() -> None:
+            self._threads.is_ours = True
+
+        with ThreadPoolExecutor(min(_NUM_AT_ONCE, len(items)), "recorder-store", initializer=begin) as pool:
+            futures = [pool.submit(function, item) for item in items]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def blocks(self, path: ObjectPath, seen: Seen, wanted: Sequence[range]) -> list[_Block]:
+        """Return blocks of an object, one of which holds each wanted range as a whole; a new block costs one GET."""
+        with self._lock:
+            kept = self._kept.get(path.key, [])
+        missing = [byte_range for byte_range in wanted if not any(block.holds(byte_range) for block in kept)]
+        is_index = path.name.endswith(".index") or path.name.lstrip("_").startswith("stats-")
+        least_bytes = _INDEX_BLOCK_BYTES if is_index else _BLOCK_BYTES
+        ranges = _joined(_widened(byte_range, seen.size_bytes, least_bytes) for byte_range in missing)
+        new = [_Block(byte_range.start, self._get(path, seen, byte_range)) for byte_range in ranges]
+        self._keep(path.key, [block for block in new if block.content.size <= max(least_bytes, _WHOLE_BYTES)])
+        return kept + new
+
+    def _keep(self, key: str, blocks: list[_Block]) -> None:
+        with self._lock:
+            self._kept[key] = self._kept.pop(key, []) + blocks
+            num_bytes = sum(block.content.size for kept in self._kept.values() for block in kept)
+            while num_bytes > _MAX_KEPT_BYTES:
+                num_bytes -= sum(block.content.size for block in self._kept.popitem(last=False)[1])
+
+    def _get(self, path: ObjectPath, seen: Seen, byte_range: range) -> Any:
+        def ask(client: Any) -> Any:
+            answer = client.get(path.key, options={"range": (byte_range.start, byte_range.stop)})
+            content = answer.bytes() if _is_seen(answer.meta, seen) else b""
+            return np.frombuffer(content, np.uint8).copy()  # the client's own bytes may lie at an odd address
+
+        content = self._client.ask(path, ask)
+        if len(content) != len(byte_range):
+            raise changed(path)
+        return pa.py_buffer(content)
+
+    def _manifest(self, folder: ObjectPath) -> Seen | None:
+        if self._is_listed(folder):
+            return self._folder(folder.key).files.get(RUN_MANIFEST)
+        if folder.key not in self._manifests:
+            path = folder / RUN_MANIFEST
+
+            def ask(client: Any) -> tuple[Seen, bytes | None]:
+                answer = client.get(path.key)
+                seen = _seen(answer.meta)
+                return seen, bytes(answer.bytes()) if seen.size_bytes <= MAX_MANIFEST_BYTES else None
+
+            try:
+                seen, content = self._client.ask(path, ask)
+            except FileNotFoundError:
+                seen, content = None, None
+            self._manifests[folder.key] = seen
+            if content:
+                self._keep(path.key, [_Block(0, pa.py_buffer(content))])
+        return self._manifests[folder.key]
+
+    def _is_listed(self, path: ObjectPath) -> bool:
+        """Whether a path is, or lies in, a run that is listed as a whole."""
+        return any("/".join(path.parts[:stop]) in self._runs for stop in range(len(path.parts) + 1))
+
+    def _folder(self, key: str) -> _Folder:
+        return self._folders.setdefault(key, _Folder(set(), {}))
+
+    def _entries(self, folder: ObjectPath) -> _Folder:
+        """Return what is right below a path. A run is listed as a whole, with one request for a thousand objects."""
+        if folder.key not in self._folders and not self._is_listed(folder):
+            prefix = folder.key or None
+            if is_run := self._manifest(folder) is not None:
+                objects, folders = self._client.ask(folder, lambda client: client.list(prefix).collect()), []
+            else:
+                answer = self._client.ask(folder, lambda client: client.list_with_delimiter(prefix))
+                objects, folders = answer["objects"], answer["common_prefixes"]
+            self._folder(folder.key).folders.update(key.rpartition("/")[2] for key in folders)
+            for meta in objects:
+                parts = meta["path"].split("/")
+                for stop in range(len(folder.parts), len(parts) - 1):
+                    self._folder("/".join(parts[:stop])).folders.add(parts[stop])
+                if len(parts) > len(folder.parts):  # else it is the empty object that consoles put for a folder
+                    self._folder("/".join(parts[:-1])).files[parts[-1]] = _seen(meta)
+            for entries in self._folders.values():
+                for name in entries.folders & entries.files.keys():
+                    del entries.files[name]
+            if is_run:
+                self._runs.add(folder.key)
+        return self._folder(folder.key)
+
+
+class RemoteFile:
+    """An object that is read by ranges of bytes. The store keeps what was read for a while, except payloads."""
+
+    def __init__(self, store: ObjectStore, path: ObjectPath, seen: Seen) -> None:
+        self.where = str(path)
+        self.size_bytes = seen.size_bytes
+        self._store = store
+        self._path = path
+        self._seen = seen
+
+    def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
+        """Return a range in which the wanted bytes are read, with as few requests as it takes.
+
+        Raises:
+            FileNotFoundError: the object is gone.
+            StoreError: another object has taken its place since the listing, or the store cannot be asked.
+        """
+        check_range(self, offset, num_bytes)
+        whole = range(offset, offset + num_bytes)
+        byte_ranges = (
+            [whole] if wanted is None else [whole[byte_range.start : byte_range.stop] for byte_range in wanted]
+        )
+        byte_ranges = [byte_range for byte_range in byte_ranges if len(byte_range)]
+        blocks = self._store.blocks(self._path, self._seen, byte_ranges)
+        for block in blocks:
+            if block.holds(whole):
+                return block.content.slice(offset - block.start, num_bytes)
+        out = np.zeros(num_bytes, np.uint8)
+        for byte_range in byte_ranges:
+            block = next(block for block in blocks if block.holds(byte_range))
+            content = np.frombuffer(block.content, np.uint8, len(byte_range), byte_range.start - block.start)
+            out[byte_range.start - offset : byte_range.stop - offset] = content
+        return pa.py_buffer(out)
+
+    def data_ranges(self, start: int) -> Iterator[range]:
+        """Yield the whole object: objects have no holes."""
+        yield range(start, self.size_bytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Do nothing: no connection is held open."""
+
+
+def _widened(byte_range: range, size_bytes: int, least_bytes: int) -> range:
+    """Return a range worth a request: a small object as a whole, else no less than a block."""
+    if size_bytes <= _WHOLE_BYTES:
+        return range(size_bytes)
+    start = max(min(byte_range.start, size_bytes - least_bytes), 0)
+    return range(start, min(max(byte_range.stop, start + least_bytes), size_bytes))
+
+
+def _joined(byte_ranges: Iterable[range]) -> list[range]:
+    """Return ranges in order, after joining those with little between them."""
+    joined: list[range] = []
+    for byte_range in sorted(byte_ranges, key=lambda byte_range: byte_range.start):
+        if joined and byte_range.start - joined[-1].stop <= _WHOLE_BYTES:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, byte_range.stop))
+        else:
+            joined.append(byte_range)
+    return joined
+
+
+def _seen(meta: Any) -> Seen:
+    changed_ns = int(meta["last_modified"].timestamp() * 1e9)
+    return Seen(meta["size"], changed_ns, e_tag=(meta["e_tag"] or "").removeprefix("W/").strip('"'))
+
+
+def _is_seen(meta: Any, seen: Seen) -> bool:
+    """Whether an answer is of the object that was listed. Some stores send no ETag with one of the two."""
+    answered = _seen(meta)
+    is_same = answered.e_tag == seen.e_tag or not (answered.e_tag and seen.e_tag)
+    return is_same and answered.size_bytes == seen.size_bytes

@@ -1,0 +1,201 @@
+"""Logs the library's lines through `logging`, but never on standard output, and without waiting.
+
+Standard output is the program's: somebody may parse it. Standard error may be a pipe that is full and that nobody
+reads: a line there must hold up neither the thread that writes nor the end of the process. Nothing here
+may change anybody's logging.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+_WINDOW_S = 300.0
+"""A `LimitedLog` counts the lines of a kind over this time."""
+
+
+def log(logger: logging.Logger, level: int, text: str, *args: object, exc_info: Any = None) -> None:
+    """Log a line, as `logger.log` does; what a handler would write to standard output goes to standard error.
+
+    The line has the format that the handler gives it, and the handler's level and filters decide. Where another handler
+    writes the line to standard error anyway, it stands there once.
+
+    Raises:
+        Exception: as handlers of the program may.
+    """
+    if not logger.isEnabledFor(level):
+        return
+    handlers = list(_handlers(logger))
+    if not any(map(_writes_to_stdout, handlers)):
+        logger.log(level, text, *args, exc_info=exc_info, stacklevel=2)
+        return
+    if isinstance(exc_info, BaseException):
+        exc_info = (type(exc_info), exc_info, exc_info.__traceback__)
+    record = logger.makeRecord(logger.name, level, __file__, 0, text, args, exc_info)
+    if not logger.filter(record):
+        return
+    handlers = [handler for handler in handlers if level >= handler.level]
+    aside = [handler for handler in handlers if _writes_to_stdout(handler)]
+    for handler in handlers:
+        if handler not in aside:
+            handler.handle(record)
+    if any(_stream(handler) is sys.stderr for handler in handlers):
+        return
+    for line in dict.fromkeys(handler.format(record) for handler in aside if handler.filter(record)):
+        if sys.stderr is not None:
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
+
+
+def say(logger: logging.Logger, level: int, text: str, *args: object, exc_info: Any = None) -> None:
+    """Log a line as `log` does; what a handler of the program raises ends here: it may write to the same sick disk."""
+    with contextlib.suppress(Exception):
+        log(logger, level, text, *args, exc_info=exc_info)
+
+
+def tell(
+    logger: logging.Logger,
+    lines: Callable[[], Sequence[str]],
+    deadline_s: float,
+    is_first: Callable[[], bool] = lambda: True,
+) -> None:
+    """Log lines at level INFO that the user should see without having configured logging.
+
+    Where nobody has configured it, the lines go to standard error. Elsewhere the user's levels and handlers decide,
+    except that a handler for standard output writes them to standard error.
+
+    Args:
+        logger: the logger whose lines they are.
+        lines: returns the lines; called once there is room for them.
+        deadline_s: how long to wait for room.
+        is_first: called last, before the lines are written; False where another thread has begun to write them.
+    """
+    with contextlib.suppress(Exception):
+        is_configured = _is_configured(logger)
+        if (is_configured and not logger.isEnabledFor(logging.INFO)) or not can_say(logger, deadline_s):
+            return
+        texts = lines()
+        if not is_first():
+            return
+        if is_configured:
+            for line in texts:
+                log(logger, logging.INFO, "recorder: %s", line)
+        else:
+            sys.stderr.write("".join(f"recorder: {line}\n" for line in texts))
+            sys.stderr.flush()
+
+
+def _is_configured(logger: logging.Logger) -> bool:
+    """Whether somebody has configured where messages go, or which."""
+    root = logging.getLogger()
+    return (
+        logger.hasHandlers()
+        or logger.level != logging.NOTSET
+        or root.level != logging.WARNING
+        or root.manager.disable >= logging.INFO
+    )
+
+
+class LimitedLog:
+    """A log in which each kind of message has at most so many lines in five minutes. One thread only."""
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float], *, max_lines: int = 1) -> None:
+        """Begin with no lines logged.
+
+        Args:
+            logger: the logger that takes the lines.
+            clock: a monotonic clock in seconds.
+            max_lines: the most lines of one kind in five minutes.
+        """
+        self._logger = logger
+        self._clock = clock
+        self._max_lines = max_lines
+        self._windows: dict[str, tuple[float, int]] = {}
+        """When the five minutes of each kind began, and how many lines were logged in them."""
+
+    def say(
+        self, kind: str, message: str, *, level: int = logging.WARNING, exception: BaseException | None = None
+    ) -> bool:
+        """Log `message`, and at level DEBUG where its exception happened.
+
+        Returns:
+            False where enough lines of its kind were logged lately, or no stream takes a line now.
+        """
+        self.begin_anew(kind)
+        since_s, num_said = self._windows.get(kind, (self._clock(), 0))
+        if num_said >= self._max_lines or not can_say(self._logger):
+            return False
+        self._windows[kind] = since_s, num_said + 1
+        say(self._logger, level, "recorder: %s", message)
+        if exception is not None:
+            say(self._logger, logging.DEBUG, "where it happened", exc_info=exception)
+        return True
+
+    def begin_anew(self, kind: str) -> bool:
+        """Begin the next five minutes of a kind if the last are over; return whether they were."""
+        now = self._clock()
+        if now - self._windows.get(kind, (now, 0))[0] < _WINDOW_S:
+            return False
+        self._windows[kind] = now, 0
+        return True
+
+
+def can_say(logger: logging.Logger, deadline_s: float = 0.0) -> bool:
+    """Whether every stream that `logger` writes to takes a line now, or does before the deadline."""
+    until_s = time.monotonic() + deadline_s
+    return all(has_room(stream, max(until_s - time.monotonic(), 0.0)) for stream in _streams(logger))
+
+
+def has_room(stream: Any, deadline_s: float) -> bool:
+    """Whether a short text can be written to a stream without waiting; a pipe with any room takes a page at once."""
+    if stream is None or getattr(stream, "closed", False):
+        return False
+    try:
+        descriptor = stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return True  # a notebook's, a test's: no pipe that could be full
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    ready = poll.poll(1000 * deadline_s)
+    return bool(ready) and not ready[0][1] & (select.POLLERR | select.POLLNVAL)
+
+
+def _streams(logger: logging.Logger) -> Iterator[Any]:
+    """Yield the streams that a line of `logger` is written to: standard error where it has no handlers."""
+    if not logger.hasHandlers():
+        yield sys.stderr
+    for handler in _handlers(logger):
+        stream = _stream(handler)
+        if stream is not None:
+            yield sys.stderr if _writes_to_stdout(handler) else stream
+
+
+def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
+    """Yield the logger's own handlers, and those of the loggers above that it hands its lines on to."""
+    current: logging.Logger | None = logger
+    while current is not None:
+        yield from current.handlers
+        current = current.parent if current.propagate else None
+
+
+def _stream(handler: logging.Handler) -> Any:
+    """Return the stream that a handler writes to; rich's handler has a console in between."""
+    stream = getattr(handler, "stream", None)
+    return stream if stream is not None else getattr(getattr(handler, "console", None), "file", None)
+
+
+def _writes_to_stdout(handler: logging.Handler) -> bool:
+    stream = _stream(handler)
+    if stream is None or stream is sys.stderr:
+        return False
+    if stream is sys.stdout or stream is sys.__stdout__:
+        return True
+    try:
+        return bool(stream.fileno() == 1)
+    except (AttributeError, OSError, ValueError):
+        return False

@@ -1,0 +1,77 @@
+"""Tells whether the process that a manifest names still runs, and how many cores this process has.
+
+A process number alone does not tell: it is used again, and each container counts its own. Must never signal a process.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def own_process() -> dict[str, Any]:
+    """Return the members by which a manifest names this process, for `runs` to read."""
+    pid = os.getpid()
+    return {"host": os.uname().nodename, "pid": pid, "process": f"{_realm()}:{_started(pid)}"}
+
+
+def runs(host: str, pid: int, process: str | None) -> bool | None:
+    """Whether the process that wrote a manifest still runs.
+
+    Args:
+        host: where it ran.
+        pid: its number there.
+        process: which process of that number; None where nothing says it.
+
+    Returns:
+        None where that cannot be told from here: on another host, in another container, before a boot of this one.
+    """
+    if host != os.uname().nodename or pid <= 0:
+        return None
+    if process is None:  # version 1.0 did not say more
+        return _exists(pid)
+    realm, _, started = process.rpartition(":")
+    if realm != _realm():
+        return None
+    return _exists(pid) and _started(pid) in (started, "")
+
+
+def _exists(pid: int) -> bool:
+    """Whether there is such a process and it has not ended; a zombie has."""
+    if _stat(pid)[:1] == ["Z"]:
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _realm() -> str:
+    """Return the boot of this kernel and the namespace in which it numbers processes; empty where there is no /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """Return when a process began, in ticks since the boot; empty where /proc does not show it."""
+    return next(iter(_stat(pid)[19:20]), "")
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; none where there is no /proc, or the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return []

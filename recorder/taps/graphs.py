@@ -1,0 +1,256 @@
+"""Taps in code that becomes a graph: decides which tensors go through the op, and which do not.
+
+The op returns a copy. Where a tensor shares its memory with another that the program can reach, a copy would part the
+two, and an in-place change of one would no longer show in the other. Such a tensor is shown and passed on as it is, so
+that its gradient is not seen. Nothing here may change what a model computes.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import _symbolic_trace
+
+from . import ops
+
+_tracing_state = torch._C._get_tracing_state
+_PLAIN = (str, bytes, int, float, bool, complex)
+_LISTS_ATTRIBUTES = torch.__version__ >= "2.13"
+"""Whether dynamo can list a module's attributes; in torch 2.9 it can only look them up by name."""
+
+
+def is_for_graph(value: Any) -> bool:
+    """Whether the code that runs becomes a graph, or is differentiated or batched by `torch.func`."""
+    if torch.compiler.is_compiling():
+        return ops.is_on or _is_exporting()
+    return is_traced() or is_proxy(value) or (ops.is_on and in_functorch()) or _is_made_into_fx()
+
+
+def _is_exporting() -> bool:
+    # Not `torch.compiler.is_exporting()`, which dynamo of torch 2.9 takes for true whatever it compiles.
+    return torch.compiler._is_exporting_flag
+
+
+def is_traced() -> bool:
+    """Whether `torch.jit.trace` or `torch.fx` runs the code, to make a graph of it."""
+    return _tracing_state() is not None or getattr(_symbolic_trace, "_is_fx_tracing_flag", False)
+
+
+def in_functorch() -> bool:
+    """Whether `torch.func` transforms the code that runs."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_proxy(value: Any) -> bool:
+    """Whether a value, or something in it, is a proxy of FX."""
+    if torch.compiler.is_compiling():
+        return False
+    if isinstance(value, torch.fx.Proxy):
+        return True
+    if isinstance(value, (tuple, list)):
+        return any(is_proxy(item) for item in value)
+    return isinstance(value, dict) and any(is_proxy(item) for item in value.values())
+
+
+def _is_made_into_fx() -> bool:
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return proxies is not None and proxies.get_proxy_mode() is not None
+
+
+def allow_in_graph() -> None:
+    """Let dynamo put `pass_tap` into its graph as it is: only running code knows which tensors share memory."""
+    import torch._dynamo
+
+    torch._dynamo.allow_in_graph(pass_tap)
+    torch._dynamo.assume_constant_result(_stored_names)
+
+
+def _stored_names(kind: type[nn.Module]) -> list[str]:
+    """Return the attributes that the code of a class of modules stores."""
+    names: set[str] = set()
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for value in vars(base).values():
+            code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
+            if code is not None:
+                names.update(step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
+    return sorted(names)
+
+
+def tap_output(module: nn.Module, args: tuple[Any, ...], output: Any, where: str) -> Any:
+    """Return a module's output after tapping its tensors; the very object where none could be tapped."""
+    if not torch.compiler.is_compiling():
+        if isinstance(output, torch.fx.Proxy):  # FX does not say whether it stands for a tensor or a tuple
+            return output.tracer.create_proxy("call_function", through, (output, where), {})
+        if is_traced():
+            return through(output, where)
+    given = [] if getattr(module, "inplace", False) else list(args)
+    if isinstance(output, (list, dict)) and any(value is output for value in given if type(value) is type(output)):
+        return output  # the caller goes on with this very container
+    if _LISTS_ATTRIBUTES or not torch.compiler.is_compiling():
+        attributes = list(module.__dict__.values())
+    else:
+        attributes = [module.__dict__[key] for key in _stored_names(type(module)) if key in module.__dict__]
+    others = [*_tensors(given), *_tensors(list(module._buffers.values())), *_tensors(attributes)]
+    leaves = list(_tensors([output]))
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def visit(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        for known, tapped in seen:
+            if known is tensor:  # one tensor at two places of an output stays one
+                return tapped
+        if not _is_tappable(tensor):
+            return tensor
+        rest = others + [leaf for leaf in leaves if leaf is not tensor]
+        tapped = pass_tap(tensor, rest, name, where, _with_grad())
+        seen.append((tensor, tapped))
+        return tapped
+
+    return _map(output, "", visit)
+
+
+def tap_argument(value: Any, name: str, where: str) -> Any:
+    """Return an argument of a module after tapping its tensors."""
+    if not torch.compiler.is_compiling() and (is_proxy(value) or is_traced()):
+        return see_one(value, name, where)
+    return _map(value, name, lambda tensor, at: _watched(tensor, at, where))
+
+
+def _watched(tensor: torch.Tensor, name: str, where: str) -> torch.Tensor:
+    """Show a tensor and return it, no copy: its module may change it in place, and its gradient is that of all uses."""
+    if _is_tappable(tensor):
+        torch.ops.recorder.watch(tensor, name, where, 0, _with_grad())
+    return tensor
+
+
+def tap_by_hand(tensor: Any, name: str) -> Any:
+    """Return a tensor that the program has tapped by name."""
+    if is_proxy(tensor):
+        return torch.ops.recorder.see(tensor, name)
+    if not isinstance(tensor, torch.Tensor) or not _is_tappable(tensor):
+        return tensor
+    if not torch.compiler.is_compiling() and is_traced():
+        return torch.ops.recorder.see(tensor, name)
+    return torch.ops.recorder.tap(tensor, name, "", 0, _with_grad())
+
+
+def through(output: Any, where: str) -> Any:
+    """Show a module's output in a graph that runs as it is, and return it without a copy."""
+    if not torch.compiler.is_compiling() and is_proxy(output):
+        return _map(output, "", lambda value, name: _see_proxy(value, name, where))
+    return _map(output, "", lambda tensor, name: torch.ops.recorder.see(tensor, name, where))
+
+
+def _see_proxy(value: Any, name: str, where: str) -> Any:
+    if isinstance(value, torch.fx.Proxy):
+        return value.tracer.create_proxy("call_function", see_one, (value, name, where), {})
+    return value
+
+
+def see_one(value: Any, name: str, where: str) -> Any:
+    """Show the tensors of a value for which FX holds a proxy, and return the value."""
+    return _map(value, name, lambda tensor, at: torch.ops.recorder.see(tensor, at, where))
+
+
+def pass_tap(
+    tensor: torch.Tensor, others: Sequence[torch.Tensor], name: str, where: str, with_grad: bool
+) -> torch.Tensor:
+    """Return the tensor through the op, or the tensor itself where it shares memory with one of the others."""
+    if any(_shares_memory(tensor, other) for other in others):
+        torch.ops.recorder.watch(tensor, name, where, 0, with_grad)
+        return tensor
+    return torch.ops.recorder.tap(tensor, name, where, 0, with_grad)  # type: ignore[no-any-return]
+
+
+def _shares_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(first):
+        first = functorch.get_unwrapped(first)
+    while functorch.is_functorch_wrapped_tensor(second):
+        second = functorch.get_unwrapped(second)
+    try:
+        return first is second or first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # a tensor without memory of its own, of which nothing is known
+        return True
+
+
+def _with_grad() -> bool:
+    """Whether gradients are enabled in code that is compiled; an exported graph runs in the mode of its caller."""
+    return torch.compiler.is_compiling() and not _is_exporting() and torch.is_grad_enabled()
+
+
+def _is_tappable(value: torch.Tensor) -> bool:
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+        return False
+    return not hasattr(type(value), "__tensor_flatten__")
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor in nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _map(value: Any, name: str, visit: Callable[[Any, str], Any]) -> Any:
+    """Return a nested value with every tensor replaced; the very object where nothing was replaced."""
+    return _mapped(value, name, visit)[0]
+
+
+def _mapped(value: Any, name: str, visit: Callable[[Any, str], Any]) -> tuple[Any, bool]:
+    """Return a nested value with every tensor replaced, and whether any was.
+
+    The flag is there because dynamo does not compare containers by identity.
+    """
+    if isinstance(value, torch.Tensor) or (not torch.compiler.is_compiling() and isinstance(value, torch.fx.Proxy)):
+        new = visit(value, name)
+        return new, new is not value
+    if isinstance(value, (tuple, list)):
+        keys = value._fields if hasattr(value, "_fields") else range(len(value))
+        mapped_items = [_mapped(item, _below(name, str(key)), visit) for key, item in zip(keys, value, strict=True)]
+        if not any(is_new for _, is_new in mapped_items):
+            return value, False
+        items = [item for item, _ in mapped_items]
+        if hasattr(value, "_fields"):
+            return type(value)(*items), True
+        return (type(value)(items), True) if type(value) in (tuple, list) else (value, False)
+    if type(value) is dict:
+        pairs = {key: _mapped(item, _below(name, str(key)), visit) for key, item in value.items()}
+        is_changed = any(is_new for _, is_new in pairs.values())
+        return ({key: item for key, (item, _) in pairs.items()}, True) if is_changed else (value, False)
+    if value is None or isinstance(value, _PLAIN):
+        return value, False
+    return _mapped_node(value, name, visit)
+
+
+def _mapped_node(value: Any, name: str, visit: Callable[[Any, str], Any]) -> tuple[Any, bool]:
+    """Map a container that was registered with torch's pytree, such as the outputs of `transformers`."""
+    from torch.utils import _pytree
+
+    node = _pytree.SUPPORTED_NODES.get(type(value))
+    if node is None:
+        return value, False
+    children, context = node.flatten_fn(value)
+    if node.flatten_with_keys_fn is not None:
+        keys = [key for key, _ in node.flatten_with_keys_fn(value)[0]]
+        names = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys]
+    else:
+        names = [str(i) for i in range(len(children))]
+    mapped_children = [_mapped(child, _below(name, key), visit) for key, child in zip(names, children, strict=True)]
+    if not any(is_new for _, is_new in mapped_children):
+        return value, False
+    return node.unflatten_fn([item for item, _ in mapped_children], context), True
+
+
+def _below(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key

@@ -1,0 +1,150 @@
+"""`instrument` and `strip`: put taps on a model before it is transformed, and take them out of the result.
+
+Nothing is changed before every request was found possible.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from ..errors import TapError
+from ..observe import tree
+from ..observe.compiled import is_compiled_already
+from ..observe.selection import Selection
+from ..rules import ANY, EVERY, Rule, parse_rules
+from ..sites import SITES, VALUES_OF_CALLS
+from . import graphs, module_taps
+from .finding import where_of
+
+_M = TypeVar("_M")
+_OPS = (
+    torch.ops.recorder.tap,
+    torch.ops.recorder.tap.default,
+    torch.ops.recorder.tap_grad,
+    torch.ops.recorder.tap_grad.default,
+    torch.ops.recorder.watch,
+    torch.ops.recorder.watch.default,
+    torch.ops.recorder.watch_grad,
+    torch.ops.recorder.watch_grad.default,
+    torch.ops.recorder.see,
+    torch.ops.recorder.see.default,
+    graphs.through,
+    graphs.see_one,
+)
+
+
+def instrument(model: _M, *, select: object = "site=output", name: str | None = None) -> _M:
+    """Put a tap on the output of modules, so that their values are recorded in every graph made of the model.
+
+    In eager code a tap does nothing: the recorder's own hooks see the value. Where the model is compiled, exported,
+    traced, scripted or differentiated by `torch.func`, the tap becomes an op of the graph, ``recorder::tap``, which
+    records the value and its gradient and returns a copy. The model is changed in place; it can still be pickled,
+    copied and packaged. A graph made of it records wherever ``import recorder`` was done and a recording is on; in a
+    process without an optimizer, which only infers, that takes ``RECORDER_ROOTS=any`` or `attach`.
+
+    Args:
+        model: a module, before its first compiled call.
+        select: which modules, by rules as in the setting ``rules``, with the keys ``module``, ``class``, ``leaf`` and
+            ``site`` (``output``, the default, or ``input``). An input is shown, and not copied.
+        name: the name of the root, for artefacts that are called without the model; default ``model``, ``model_1``, ...
+
+    Returns:
+        The same model.
+
+    Raises:
+        TapError: the model is no module, or was scripted or compiled already; a rule matches nothing in it; or another
+            live model has the name.
+        ConfigError: a rule is wrong.
+    """
+    if not isinstance(model, nn.Module):
+        raise TapError(f"instrument needs a torch.nn.Module, got {type(model).__name__}; instrument it before it is "
+                       "exported or packaged")  # fmt: skip
+    rules = tuple(_checked(rule) for rule in parse_rules(select))
+    if not rules:
+        raise TapError("instrument: select is empty; leave it out to tap every module's output")
+    nodes = tree.walk(model)
+    for node in nodes:
+        if isinstance(node.owner, torch.jit.ScriptModule):
+            raise TapError(
+                f"instrument: {node.path or 'the model'} is TorchScript already; instrument it before torch.jit.script"
+            )
+    if is_compiled_already(model):
+        raise TapError(
+            "instrument: this model, or another of its class, was compiled and called already, and compiled code is "
+            "kept; instrument first, or call torch.compiler.reset()"
+        )
+    selection = Selection(rules, 0)
+    wanted = [
+        (node, site)
+        for node in nodes
+        for site, rule_set in selection.rule_sets(node.path, node.class_name, node.is_leaf).items()
+        if rule_set and site in VALUES_OF_CALLS and node.is_callable
+    ]
+    problems = selection.unmatched([node.path for node in nodes])
+    if problems or not wanted:
+        raise TapError(f"instrument: {'; '.join(problems) or 'no rule matches a module that is called'}")
+    name = module_taps.name_for(model, name)
+    for node in nodes:
+        module_taps.remove(node.owner)
+    for node, site in wanted:
+        put = module_taps.tap_output_of if site == "output" else module_taps.tap_inputs_of
+        put(node.owner, where_of(node, name, site))
+    return model
+
+
+def _checked(rule: Rule) -> Rule:
+    if rule.steps != EVERY or rule.rank != EVERY or rule.call != EVERY or rule.name != ANY:
+        raise TapError(
+            f"instrument: {rule.text!r} has more than module, class, leaf and site; what is kept of a tap's values, "
+            "and when, the setting rules says where it runs"
+        )
+    if rule.site == SITES:
+        return dataclasses.replace(rule, site=("output",))
+    if wrong := [site for site in rule.site if site not in VALUES_OF_CALLS]:
+        shown = " and ".join(VALUES_OF_CALLS)
+        raise TapError(f"instrument: site={','.join(wrong)}: taps show {shown}, with their gradients")
+    return rule
+
+
+def strip(model: _M) -> _M:
+    """Take every tap out again: off the modules of a model, and out of its graphs or an exported program.
+
+    Returns:
+        The same object, changed in place.
+
+    Raises:
+        TapError: TorchScript and compiled packages cannot be changed; strip the model before they are made.
+    """
+    if isinstance(model, torch.export.ExportedProgram):
+        _strip_program(model)
+        return model
+    if not isinstance(model, nn.Module):
+        raise TapError(f"strip needs a torch.nn.Module or an ExportedProgram, got {type(model).__name__}")
+    inner_modules = list(model.modules())
+    for module in inner_modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TapError("strip: TorchScript cannot be changed; strip the model before torch.jit.script")
+    for module in inner_modules:
+        module_taps.remove(module)
+        if isinstance(module, torch.fx.GraphModule) and _strip_graph(module.graph):
+            module.recompile()
+    return model
+
+
+def _strip_graph(graph: torch.fx.Graph) -> bool:
+    taps = [node for node in graph.nodes if node.op == "call_function" and node.target in _OPS]
+    for node in taps:
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+    return bool(taps)
+
+
+def _strip_program(program: torch.export.ExportedProgram) -> None:
+    with program.graph_module._set_replace_hook(program.graph_signature.get_replace_hook()):
+        for module in program.graph_module.modules():
+            if isinstance(module, torch.fx.GraphModule) and _strip_graph(module.graph):
+                module.recompile()

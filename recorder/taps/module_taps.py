@@ -1,0 +1,386 @@
+"""Taps on modules: forward hooks that call the op, so that values are seen in every transform of the model.
+
+The hook is a plain function whose name says all it does. So it is pickled, packaged and copied by name and made again
+from its name (`__getattr__`), and has source that `torch.jit.script` can compile. In plain eager code it does nothing:
+there the recorder's own hooks see the value, without a copy. Nothing here knows a recording.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import inspect
+import itertools
+import json
+import linecache
+import sys
+import types
+import typing
+import weakref
+import zlib
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple, Union
+
+import torch
+from torch import nn
+
+from ..errors import TapError
+from ..sites import VALUES_OF_CALLS
+from . import graphs, ops
+
+_KEY = 0x7265636F72646572
+"""The key of our hook in a module's dict of hooks. No counter reaches it, so that no other hook can replace ours, as
+happens with torch's own numbers where a model is loaded from a file."""
+_PREFIX = "recorder_tap_"
+MAX_NAME_LENGTH = 256
+_MAX_HOOK_BYTES = 1 << 20
+_SCRIPT_NAMES = {"Tensor", "int", "float", "bool", "str", "Tuple", "List", "Dict", "Optional"}
+
+
+_models: dict[str, weakref.ref[nn.Module]] = {}
+"""The model that was instrumented last in this process under each name."""
+
+
+class Where(NamedTuple):
+    """The place of the value that a tap shows; as JSON text it is an argument of the op."""
+
+    root: str
+    """The name under which the model was instrumented."""
+    path: str
+    """The path of the module."""
+    site: str
+    """``output`` or ``input``."""
+    cls: str
+    leaf: bool
+    source: str
+    """``file:line`` of the module's forward, or empty."""
+
+    @property
+    def text(self) -> str:
+        return json.dumps(self._asdict(), separators=(",", ":"), ensure_ascii=True)
+
+    @classmethod
+    @lru_cache(maxsize=65536)
+    def from_text(cls, text: str) -> Where:
+        """Parse the text of a tap; raises ValueError where it is no text of ours."""
+        try:
+            parsed = cls(**json.loads(text))
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+        is_typed = all(isinstance(value, bool if name == "leaf" else str) for name, value in parsed._asdict().items())
+        if not is_typed or parsed.site not in VALUES_OF_CALLS:
+            raise ValueError(f"not the place of a tap: {text[:200]!r}")
+        return parsed
+
+
+# -- hooks ----------------------------------------------------------------------------------------------------------
+
+
+def tap_output_of(module: nn.Module, where: Where) -> None:
+    """Put a tap on a module's output; a module has at most one."""
+    types = _script_types(module)
+    hook: Any = OutputTap(where.text)
+    if types is not None:
+        content = json.dumps([where.text, *types], separators=(",", ":")).encode()
+        name = _PREFIX + base64.b32encode(zlib.compress(content, 9)).decode().rstrip("=").lower()
+        hook = getattr(sys.modules[__name__], name)
+    module._forward_hooks[_KEY] = hook
+    module._forward_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined]  # before hooks that change the output
+
+
+def tap_inputs_of(module: nn.Module, where: Where) -> None:
+    """Put a tap on a module's arguments."""
+    module._forward_pre_hooks[_KEY] = InputTap(where.text)
+    module._forward_pre_hooks_with_kwargs[_KEY] = True
+
+
+def where_tapped(module: nn.Module) -> Iterator[Where]:
+    """Yield the places of the taps on a module."""
+    hook = module._forward_hooks.get(_KEY)
+    if hook is not None:
+        yield Where.from_text(hook.where)  # type: ignore[attr-defined]
+    before = module._forward_pre_hooks.get(_KEY)
+    if before is not None:
+        yield Where.from_text(before.where)  # type: ignore[attr-defined]
+
+
+def name_for(model: nn.Module, name: str | None) -> str:
+    """Return the name under which a model is instrumented; no other live model may have it.
+
+    Raises:
+        TapError: another live model has the name, or the name is no text of 1 to 256 letters.
+    """
+    if name is not None and not (isinstance(name, str) and 0 < len(name) <= MAX_NAME_LENGTH):
+        raise TapError(f"instrument: name = {str(name)[:50]!r}: expected 1 to {MAX_NAME_LENGTH} letters")
+    live = {known: held for known, reference in list(_models.items()) if (held := reference()) is not None}
+    for known in set(_models) - set(live):
+        del _models[known]
+    if name is None:
+        own = next((known for known, held in live.items() if held is model), None)
+        names = (f"model_{i}" if i else "model" for i in itertools.count())
+        name = own or next(known for known in names if known not in live)
+    elif live.get(name, model) is not model:
+        raise TapError(f"instrument: another model is instrumented as {name!r}; give this one another name")
+    _models[name] = weakref.ref(model)
+    return name
+
+
+def model_of(where: str) -> nn.Module | None:
+    """Return the live model of this process that was instrumented under the name in a tap; None without one."""
+    reference = _models.get(Where.from_text(where).root) if where else None
+    return reference() if reference is not None else None
+
+
+def is_tapped(module: nn.Module) -> bool:
+    """Whether there is a tap on a module's output."""
+    return _KEY in module._forward_hooks
+
+
+def remove(module: nn.Module) -> None:
+    """Take the taps of one module off."""
+    module._forward_hooks.pop(_KEY, None)
+    module._forward_pre_hooks.pop(_KEY, None)
+    module._forward_pre_hooks_with_kwargs.pop(_KEY, None)
+
+
+class _ObjectTap:
+    """A hook that `torch.jit.script` cannot compile."""
+
+    __slots__ = ("where",)
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        graphs.allow_in_graph()
+
+    @property
+    def __name__(self) -> str:
+        """Raise where `torch.jit.script` asks for the name, because it cannot compile this hook."""
+        if sys._getframe(1).f_globals.get("__name__") == "torch.jit._recursive":
+            where = Where.from_text(self.where)
+            raise TapError(
+                f"torch.jit.script cannot compile the tap on the {where.site} of {where.path or 'the model'!r} "
+                f"({where.cls}): leave it out, as in "
+                f"recorder.instrument(model, select='site=output class=!{where.cls}'), or strip the model"
+            )
+        return str(type(self).__qualname__)
+
+
+class OutputTap(_ObjectTap):
+    """Forward hook of a module whose types TorchScript cannot express."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return tap_output(module, args, output, self.where)
+
+
+class InputTap(_ObjectTap):
+    """Forward pre-hook with kwargs, which taps the arguments."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_for_graph = graphs.is_for_graph((args, kwargs))
+        if not is_for_graph and (ops.sink is None or not ops.sink.has_no_hook(self.where)):
+            return None
+        positional, rest = [], "args"
+        for name, parameter in inspect.signature(module.forward).parameters.items():
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                positional.append(name)
+            elif parameter.kind is parameter.VAR_POSITIONAL:
+                rest = name
+        named = [positional[i] if i < len(positional) else f"{rest}.{i - len(positional)}" for i in range(len(args))]
+        tap = graphs.tap_argument if is_for_graph else graphs.see_one
+        tapped = tuple(tap(value, name, self.where) for name, value in zip(named, args, strict=True))
+        return tapped, {name: tap(value, name, self.where) for name, value in kwargs.items()}
+
+
+def tap_output(module: nn.Module, args: tuple[Any, ...], output: Any, where: str) -> Any:
+    """Return a module's output after tapping it. Hooks call this outside of TorchScript."""
+    if graphs.is_for_graph(output):
+        return graphs.tap_output(module, args, output, where)
+    if ops.sink is not None and ops.sink.has_no_hook(where):  # a compiler left this part of its model to Python
+        return graphs.through(output, where)
+    return output
+
+
+def __getattr__(name: str) -> Any:
+    """Make the hook of this name, which is asked for when a tap is put on, or when a model with taps is loaded."""
+    if not name.startswith(_PREFIX):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    packed = name.removeprefix(_PREFIX).upper()
+    try:
+        content = zlib.decompressobj().decompress(base64.b32decode(packed + "=" * (-len(packed) % 8)), _MAX_HOOK_BYTES)
+        where, arguments, result = json.loads(content)
+        Where.from_text(where)
+        if not all(_is_script_type(kind) for kind in (*arguments, result)):
+            raise ValueError("it names types that TorchScript does not have")
+    except (ValueError, TypeError, RecursionError, zlib.error) as error:
+        raise AttributeError(f"module {__name__!r} has no attribute {name[:100]!r}: {error}") from None
+    taken = f"Tuple[{', '.join(arguments)}]" if arguments else "Tuple[()]"
+    # TorchScript compiles the first branch only.
+    scripted = "".join(f"        {line}\n" for line in _scripted("output", result, "''", where))
+    source = (
+        f"def {name}(self, input: {taken}, output: {result}) -> {result}:\n"
+        f"    if torch.jit.is_scripting():\n"
+        f"{scripted}"
+        f"        return output\n"
+        f"    else:\n"
+        f"        return tap_output(self, input, output, {where!r})\n"
+    )
+    file = f"<{name}>"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    exec(compile(source, file, "exec", dont_inherit=True), globals())
+    graphs.allow_in_graph()
+    made: Any = globals()[name]
+    made.where = where
+    return made
+
+
+def _is_script_type(kind: object) -> bool:
+    """Whether a text from a hook's name is one of our types, and nothing else."""
+    try:
+        tree = ast.parse(kind, mode="eval").body if isinstance(kind, str) else None
+    except (SyntaxError, MemoryError):
+        return False
+    return tree is not None and all(
+        node.id in _SCRIPT_NAMES
+        if isinstance(node, ast.Name)
+        else isinstance(node, (ast.Subscript, ast.Tuple, ast.Load))
+        for node in ast.walk(tree)
+    )
+
+
+def _scripted(value: str, kind: str, name: str, where: str) -> list[str]:
+    """Return lines of TorchScript that tap the content of a variable of a known type.
+
+    Every tensor that a tap returns is put back into its place: TorchScript drops calls whose result nobody uses.
+
+    Args:
+        value: the variable.
+        kind: the type of the variable.
+        name: an expression for the name of the value in the output.
+        where: the place of the tap, as text.
+    """
+    if kind == "Tensor":
+        return [f"{value} = torch.ops.recorder.see({value}, {name}, {where!r})"]
+    if "Tensor" not in kind or "[" not in kind:
+        return []
+
+    def below(key: str) -> str:
+        return key if name == "''" else f"{name} + '.' + {key}"
+
+    parts, inner = _members(kind), f"{value}_"
+    if kind.startswith("Tuple["):
+        lines = []
+        for i, part in enumerate(parts):
+            lines += [f"{inner}{i} = {value}[{i}]", *_scripted(f"{inner}{i}", part, below(f"'{i}'"), where)]
+        return [*lines, f"{value} = ({', '.join(f'{inner}{i}' for i in range(len(parts)))},)"]
+    if kind.startswith("Optional["):
+        lines = [f"{inner} = {value}", *_scripted(inner, parts[0], name, where), f"{value} = {inner}"]
+        return [f"if {value} is not None:", *(f"    {line}" for line in lines)]
+    key, keys = (
+        (f"{value}_i", f"range(len({value}))") if kind.startswith("List[") else (f"{value}_k", f"list({value}.keys())")
+    )
+    lines = [f"{inner} = {value}[{key}]", *_scripted(inner, parts[-1], below(f"str({key})"), where)]
+    return [f"for {key} in {keys}:", *(f"    {line}" for line in (*lines, f"{value}[{key}] = {inner}"))]
+
+
+def _members(kind: str) -> list[str]:
+    """Return the types between the brackets of a type."""
+    inner, depth, parts = kind[kind.index("[") + 1 : -1], 0, [""]
+    for letter in inner:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _script_types(module: nn.Module) -> tuple[list[str], str] | None:
+    """Return the types of a forward's arguments and result, as TorchScript writes them; without a hint it is a tensor.
+
+    None where TorchScript cannot express them, or where there are several forwards.
+    """
+    if isinstance(module, nn.RNNBase):
+        return None
+    forward = inspect.unwrap(type(module).forward)
+    try:
+        hints = typing.get_type_hints(forward)
+    except Exception:  # names that only a type checker imports
+        hints = {}
+    try:
+        parameters = list(inspect.signature(forward).parameters.values())[1:]
+    except (TypeError, ValueError):
+        parameters = []
+    arguments = [
+        _script_type(hints.get(parameter.name, torch.Tensor))
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    result = _script_type(hints.get("return", torch.Tensor))
+    known = [kind for kind in arguments if kind is not None]
+    return (known, result) if result is not None and len(known) == len(arguments) else None
+
+
+def _script_type(hint: Any) -> str | None:
+    """Return a type as TorchScript writes it, or None where it cannot."""
+    if isinstance(hint, type) and issubclass(hint, torch.Tensor):
+        return "Tensor"
+    if hint in (int, float, bool, str):
+        return str(hint.__name__)
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType) and len(inner) == 2 and type(None) in inner:
+        kind = _script_type(next(member for member in inner if member is not type(None)))
+        return f"Optional[{kind}]" if kind else None
+    name = {tuple: "Tuple", list: "List", dict: "Dict"}.get(origin) if origin is not None else None
+    kinds = [_script_type(member) for member in inner]
+    if name is None or not kinds or not all(kinds):
+        return None
+    return f"{name}[{', '.join(str(kind) for kind in kinds)}]"
+
+
+# -- by hand --------------------------------------------------------------------------------------------------------
+
+
+def tap(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Record a tensor under ``name``, and its gradient; the identity when nothing is recording.
+
+    In compiled, exported and traced code the call becomes an op of the graph, if the recorder is on when the graph is
+    made; in TorchScript it always does.
+
+    Raises:
+        TapError: the name is no text, is empty, or has more than 256 letters.
+    """
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return torch.ops.recorder.see(tensor, name)  # type: ignore[no-any-return]
+    else:
+        return _tap_by_hand(name, tensor)  # type: ignore[no-any-return]
+
+
+def _tap_by_hand(name: Any, tensor: Any) -> Any:
+    if not isinstance(name, str):
+        raise TapError(f"tap: the name is {type(name).__name__} {str(name)[:50]!r}; expected a constant text")
+    if not 0 < len(name) <= MAX_NAME_LENGTH:
+        raise TapError(
+            f"tap: the name {name[:50]!r} has {len(name)} letters; expected 1 to {MAX_NAME_LENGTH}, the same at every "
+            "step"
+        )
+    if not ops.is_on:
+        return tensor
+    if graphs.is_for_graph(tensor):
+        return graphs.tap_by_hand(tensor, name)
+    _by_hand(name, tensor)
+    return tensor
+
+
+def _by_hand(name: str, tensor: Any) -> None:
+    active = sys.modules[__name__.partition(".")[0]]._active
+    if active is not None:
+        active.tap(name, tensor)
+
+
+Tensor, Tuple, List, Dict, Optional = torch.Tensor, tuple, list, dict, typing.Optional
+"""The names that the source of hooks uses."""

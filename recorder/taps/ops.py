@@ -1,0 +1,257 @@
+"""The dispatcher ops that record a value wherever a graph goes: compiled, exported, traced, scripted, differentiated.
+
+``recorder::tap`` returns a copy of ``x`` and hands ``x`` to the recorder that is on, if any; its gradient passes
+through ``recorder::tap_grad``, which does the same for the gradient. A copy, for what is functional is what compilers
+keep. ``recorder::see`` returns ``x`` itself, for graphs that run as they are, such as TorchScript's.
+``recorder::watch`` returns nothing of ``x`` (an empty tensor, for compilers that ask for one): the program goes on with
+the very ``x``, whose total gradient a tensor hook shows, through ``recorder::watch_grad`` where a graph is made of the
+backward too. Importing this module registers them; it imports torch alone, and must never raise out of an op for a
+reason of the recorder's own.
+
+Every op has a ``name`` and a ``where``, as in `recorder.taps.module_taps`. ``number`` tells the taps of one graph
+apart, so that none is taken for another's double, and a gradient finds its value; ``with_grad`` says that the graph was
+made with gradients enabled, which compiled code no longer knows when it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+from torch.fx.node import has_side_effect
+
+_ARGUMENTS = 'str name, str where="", int number=0, bool with_grad=False'
+
+
+class Sink(Protocol):
+    """The receiver of values and gradients that the ops see. Called on the thread that runs the graph; never raises."""
+
+    def tapped(self, value: torch.Tensor, name: str, where: str, number: int, with_grad: bool) -> None: ...
+
+    def tapped_gradient(
+        self, gradient: torch.Tensor, name: str, where: str, number: int, *, is_total: bool = False
+    ) -> None: ...
+
+    def has_no_hook(self, where: str) -> bool:
+        """Whether a module that runs eagerly is seen only through its tap."""
+
+
+_numbers = itertools.count(1)
+sink: Sink | None = None
+is_on = False
+"""Whether there is a sink. Dynamo guards on it, and compiles anew, with taps or without, when it has changed."""
+
+
+def set_sink(new: Sink | None) -> None:
+    """Set the sink of the ops; None for no sink."""
+    global sink, is_on
+    sink, is_on = new, new is not None
+
+
+def _tap(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
+    if sink is not None:
+        sink.tapped(x, name, where, number, with_grad)
+    return x.clone()
+
+
+def _tap_grad(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
+    if sink is not None:
+        sink.tapped_gradient(x, name, where, number)
+    return x.clone()
+
+
+def _see(x: torch.Tensor, name: str, where: str = "") -> torch.Tensor:
+    if sink is not None:
+        number = next(_numbers)
+        sink.tapped(x.detach(), name, where, number, torch.is_grad_enabled() and x.requires_grad)
+        if x.requires_grad and torch.is_grad_enabled():
+            x.register_hook(_Seen(name, where, number))
+    return x
+
+
+class _Seen:
+    """Tensor hook behind `recorder::see` and `recorder::watch`, where the code runs."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, *key: Any) -> None:
+        self._key = key
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        if sink is not None:
+            sink.tapped_gradient(gradient, *self._key, is_total=True)
+
+
+def _watch(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
+    if sink is not None:
+        # Compiled code runs without gradients: only its inputs have them.
+        has_gradient = x.requires_grad and (with_grad or torch.is_grad_enabled())
+        number = next(_numbers) if has_gradient else number
+        sink.tapped(x.detach(), name, where, number, with_grad)
+        if has_gradient:
+            x.register_hook(_Seen(name, where, number))
+    return x.new_empty(0)
+
+
+def _watch_grad(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
+    if sink is not None:
+        sink.tapped_gradient(x, name, where, number, is_total=True)
+    return x.new_empty(0)
+
+
+class _SeenInGraph:
+    """Tensor hook behind `recorder::watch`, while a graph is made of the forward and the backward."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, *key: Any) -> None:
+        self._key = key
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        torch.ops.recorder.watch_grad(gradient.detach(), *self._key)
+
+
+@contextlib.contextmanager
+def _next_level() -> Iterator[None]:
+    """Run below autograd; under further transforms of `torch.func`, with the gradients that a forward lacks."""
+    with contextlib.ExitStack() as stack:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
+        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+        yield
+
+
+class _Tap(_SingleLevelFunction):
+    """The autograd formula of ``recorder::tap``, which the dispatcher calls once for each transform of functorch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *key: Any) -> torch.Tensor:
+        ctx.key = key
+        with _next_level():
+            return torch.ops.recorder.tap(x, *key)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
+        passed = None if gradient is None else torch.ops.recorder.tap_grad(gradient, *ctx.key)
+        return passed, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor | None, *key: Any) -> torch.Tensor | None:
+        return None if tangent is None else tangent.clone()
+
+
+class _TapGrad(_SingleLevelFunction):
+    """The autograd formula of ``recorder::tap_grad``, which passes the gradient of a gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *key: Any) -> torch.Tensor:
+        with _next_level():
+            return torch.ops.recorder.tap_grad(x, *key)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
+        return gradient, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor | None, *key: Any) -> torch.Tensor | None:
+        return None if tangent is None else tangent.clone()
+
+
+def _register() -> torch.library.Library:
+    library = torch.library.Library("recorder", "FRAGMENT")
+    if hasattr(torch.ops.recorder, "tap"):  # another copy of this package was first, beside a user's own recorder.py
+        return library
+    for op, kernel, function in (("tap", _tap, _Tap), ("tap_grad", _tap_grad, _TapGrad)):
+        library.define(f"{op}(Tensor x, {_ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(op, kernel, "CompositeExplicitAutograd")
+        library.impl(op, _differentiable(function, getattr(torch.ops.recorder, op)), "Autograd")
+        torch.library.register_fake(f"recorder::{op}", _like, lib=library)
+        torch.library.register_vmap(f"recorder::{op}", _batched(getattr(torch.ops.recorder, op)), lib=library)
+        has_side_effect(getattr(torch.ops.recorder, op).default)  # else it is dead code where nothing uses its result
+    for op, kernel in (("watch", _watch), ("watch_grad", _watch_grad)):
+        library.define(f"{op}(Tensor x, {_ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(op, kernel, "CompositeExplicitAutograd")
+        library.impl(op, _watching(getattr(torch.ops.recorder, op)), "Autograd")
+        torch.library.register_fake(f"recorder::{op}", _empty, lib=library)
+        torch.library.register_vmap(f"recorder::{op}", _shown(getattr(torch.ops.recorder, op)), lib=library)
+        has_side_effect(getattr(torch.ops.recorder, op).default)
+    library.define('see(Tensor(a) x, str name, str where="") -> Tensor(a)', tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl("see", _see, "CompositeImplicitAutograd")
+    return library
+
+
+def _like(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _empty(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
+    return x.new_empty(0)
+
+
+def _watching(op: Any) -> Any:
+    def apply(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
+        number = number or next(_numbers)
+        # An input of the graph is a leaf while the graph is made, and gets its gradient where the graph runs.
+        has_gradient = op is torch.ops.recorder.watch and torch.is_grad_enabled() and x.requires_grad and not x.is_leaf
+        if has_gradient and _becomes_graph(x):
+            with torch._C.DisableTorchFunctionSubclass():
+                x.register_hook(_SeenInGraph(name, where, number))
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(x, name, where, number, with_grad)  # type: ignore[no-any-return]
+
+    return apply
+
+
+def _becomes_graph(x: torch.Tensor) -> bool:
+    """Whether a graph is made of the code that runs, with the backward of ``x`` in it."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    return (
+        isinstance(x, FunctionalTensor) or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    )
+
+
+def _shown(op: Any) -> Any:
+    def batched(info: Any, in_dims: Any, x: torch.Tensor, *key: Any) -> tuple[torch.Tensor, None]:
+        return op(x.movedim(in_dims[0], 0), *key), None
+
+    return batched
+
+
+def _differentiable(function: Any, op: Any) -> Any:
+    # `torch.library.register_autograd` makes a formula that `torch.func` refuses.
+    functorch = torch._C._functorch
+
+    def apply(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
+        number = number or next(_numbers)
+        is_forward_mode = forward_ad._current_level >= 0 or functorch.peek_interpreter_stack() is not None
+        if not is_forward_mode and not (torch.is_grad_enabled() and x.requires_grad):
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(x, name, where, number, with_grad)  # type: ignore[no-any-return]
+        before = functorch.get_single_level_autograd_function_allowed()
+        try:
+            functorch.set_single_level_autograd_function_allowed(True)
+            return function.apply(x, name, where, number, with_grad)  # type: ignore[no-any-return]
+        finally:
+            functorch.set_single_level_autograd_function_allowed(before)
+
+    return apply
+
+
+def _batched(op: Any) -> Any:
+    def batched(info: Any, in_dims: Any, x: torch.Tensor, *key: Any) -> tuple[torch.Tensor, int]:
+        """Record the whole batch as one value, with its dim in front."""
+        return op(x.movedim(in_dims[0], 0), *key), 0
+
+    return batched
+
+
+_library = _register()
+"""The library, which keeps the ops alive."""

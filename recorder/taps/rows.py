@@ -1,0 +1,273 @@
+"""Makes rows of what ops in graphs show: finds the module, the slice, and the call that a gradient belongs to.
+
+A graph has no hooks of ours and knows no call: an op is handed a name and the text of a `Where`. Nothing here may keep
+a tensor or raise into training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from ..observe.clock import Slice
+from ..observe.observer import Observer
+from ..records import Moment, Origin
+from ..sites import GRADIENT_OF
+from .module_taps import Where
+
+_MAX_CALLS = 1024
+"""Calls at one tap of one graph whose gradients can be told apart."""
+_MAX_TAPS = 65536
+_NOTE = '{"grad":"after_tap"}'
+"""Marks the gradient of a tap's result: it has no share from uses inside the module, as a tensor hook's would."""
+_Key = tuple[str, str, int]
+"""Name, where and number of a tap, as the ops get them."""
+
+
+class TappedModule(Protocol):
+    """A module under hooks that has a tap."""
+
+    @property
+    def node_path(self) -> str: ...
+
+    @property
+    def rule_sets(self) -> Mapping[str, int]: ...
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this thread is in a call of the module whose begin its hook has seen."""
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether the module has no hooks, so that only its tap shows it."""
+
+    def shown_by_tap(self, slice_: Slice, *, is_output: bool) -> None:
+        """Note that a graph made of the module has shown its input or its output."""
+
+
+class TappedRoot(Protocol):
+    """The root of a model with taps."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def modules_by_tap(self) -> Mapping[str, TappedModule]:
+        """Modules with taps, by the text of a `Where`."""
+
+    def has_tap(self, where: str) -> bool:
+        """Whether a tap is on a module of this root."""
+
+    def slice_of_tap(self, *, with_grad: bool) -> tuple[Slice, str]:
+        """Return the slice and phase of a value that a tap shows now."""
+
+    def gradient_at_tap(self, moment: Moment) -> None:
+        """Note that a gradient has come to a tap."""
+
+    def path_of_tap(self, name: str) -> str:
+        """Return the path of the module that has a tap by hand in a graph."""
+
+    def watch_at(self, path: str) -> TappedModule | None:
+        """Return the module under hooks at a path; None without one."""
+
+    def add_tapped(self, where: Where, path: str) -> None:
+        """Note that a graph shows a module."""
+
+
+class Nesting(Protocol):
+    """The depth of this thread inside calls of roots."""
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def outermost(self) -> TappedRoot | None: ...
+
+
+class TapObserver(Observer, Protocol):
+    """The part of the recording that taps need."""
+
+    @property
+    def nesting(self) -> Nesting: ...
+
+    @property
+    def roots(self) -> Sequence[TappedRoot]: ...
+
+
+class _Call:
+    """One call of a tapped module, whose gradient may come."""
+
+    __slots__ = ("call", "moment", "node", "num_gradients", "tap")
+
+    def __init__(self, tap: _Tap, moment: Moment, call: int, node: int) -> None:
+        self.tap = tap
+        self.moment = moment
+        self.call = call
+        self.node = node
+        """Autograd's sequence number of the node whose forward ran."""
+        self.num_gradients = 0
+
+
+class _Tap:
+    """One tap under one root."""
+
+    __slots__ = (
+        "_calls",
+        "_slices",
+        "gradient_origin",
+        "gradient_rule_set",
+        "graphless_slice",
+        "origin",
+        "root",
+        "rule_set",
+        "watch",
+    )
+
+    def __init__(
+        self, root: TappedRoot, watch: TappedModule | None, origin: Origin, rule_set: int, gradient_rule_set: int
+    ) -> None:
+        self.root = root
+        self.watch = watch
+        self.origin = origin
+        self.rule_set = rule_set
+        self.gradient_origin = origin._replace(site=GRADIENT_OF[origin.site])
+        self.gradient_rule_set = gradient_rule_set
+        self.graphless_slice: Slice | None = None
+        """The latest slice in which a forward ran without a graph, as a reentrant checkpoint's does."""
+        self._slices: dict[str, Slice | None] = {"forward": None, "recompute": None}
+        self._calls = {"forward": -1, "recompute": -1}
+
+    def enter(self, slice_: Slice, phase: str) -> int:
+        """Count a call; return its number within its slice."""
+        if self._slices[phase] is not slice_:
+            self._slices[phase] = slice_
+            self._calls[phase] = -1
+        self._calls[phase] += 1
+        return self._calls[phase]
+
+
+class TapRows:
+    """The taps that have shown a value, and the rows of what they show."""
+
+    def __init__(self, capture: TapObserver) -> None:
+        self._capture = capture
+        self._taps: dict[tuple[str, str, str], _Tap] = {}
+        self._calls: dict[_Key, list[_Call]] = {}
+        self._step = -1
+
+    def saw(self, value: torch.Tensor, key: _Key, root: TappedRoot, *, with_grad: bool) -> None:
+        """Record a value that passes a tap."""
+        capture = self._capture
+        tap = self._tap(key[0], key[1], root)
+        with_grad = with_grad or torch.is_grad_enabled()
+        slice_, phase = root.slice_of_tap(with_grad=with_grad)
+        watch = tap.watch
+        if watch is not None:
+            if tap.origin.site == "input" and watch.has_begun:
+                return  # the hook in front of the compiled module has seen it
+            watch.shown_by_tap(slice_, is_output=tap.origin.site == "output")
+        call = tap.enter(slice_, phase)
+        if phase == "forward" and not with_grad:
+            tap.graphless_slice = slice_
+        # Where the forward had a graph, its call gets the gradient, not the recompute.
+        is_known = phase == "recompute" and (key in self._calls or tap.graphless_slice is not slice_)
+        if slice_.moment.mode != "no_grad" and not is_known:
+            self._remember(key, tap, slice_.moment, call)
+        keep = capture.keep_of(tap.rule_set, call)
+        if keep:
+            self._observe(tap.origin, slice_.moment, phase, call, 0, keep, value, None)
+
+    def _remember(self, key: _Key, tap: _Tap, moment: Moment, call: int) -> None:
+        if moment.step != self._step:
+            self._step = moment.step
+            kept = {old: [c for c in calls if c.moment.step >= moment.step] for old, calls in self._calls.items()}
+            self._calls = {old: calls for old, calls in kept.items() if calls}
+        calls = self._calls.get(key)
+        if calls is None:
+            if len(self._calls) >= _MAX_TAPS:
+                del self._calls[next(iter(self._calls))]
+            calls = self._calls[key] = []
+        # The node whose forward runs is the last that this thread has numbered.
+        calls.append(_Call(tap, moment, call, torch._C._autograd._get_sequence_nr() - 1))
+        del calls[:-_MAX_CALLS]
+
+    def saw_gradient(self, gradient: torch.Tensor, key: _Key, *, is_total: bool) -> None:
+        """Record a gradient that passes a tap on its way back."""
+        calls = self._calls.get(key)
+        if not calls:  # its value passed while nothing recorded
+            return
+        running = torch._C._current_autograd_node()
+        node = running._sequence_nr() if running is not None else -1
+        matching = [call for call in calls if call.node == node] or calls
+        call = next((call for call in reversed(matching) if not call.num_gradients), matching[-1])
+        repeat, call.num_gradients = call.num_gradients, call.num_gradients + 1
+        tap = call.tap
+        tap.root.gradient_at_tap(call.moment)
+        keep = self._capture.keep_of(tap.gradient_rule_set, call.call)
+        if keep:
+            note = None if is_total else _NOTE
+            self._observe(tap.gradient_origin, call.moment, "backward", call.call, repeat, keep, gradient, note)
+
+    def _observe(
+        self,
+        origin: Origin,
+        moment: Moment,
+        phase: str,
+        call: int,
+        repeat: int,
+        keep: int,
+        value: torch.Tensor,
+        note: str | None,
+    ) -> None:
+        try:
+            self._capture.observe(origin, moment, phase, call, repeat, keep, value, note=note)
+        except Exception as error:
+            if self._capture.site_failed(origin, error):
+                self._taps.clear()
+
+    def root_of(self, where: str) -> TappedRoot | None:
+        """Return the root whose call runs, else the root whose model has this tap."""
+        capture = self._capture
+        nesting = capture.nesting
+        if nesting.depth and nesting.outermost is not None:
+            return nesting.outermost
+        for root in capture.roots:
+            if root.has_tap(where):
+                return root
+        return capture.roots[0] if capture.roots and not where else None
+
+    def has_no_hook(self, where: str) -> bool:
+        """Whether a module that runs eagerly is seen through its tap alone."""
+        root = self.root_of(where)
+        watch = root.modules_by_tap.get(where) if root is not None else None
+        return watch is not None and watch.is_hidden
+
+    def _tap(self, name: str, where: str, root: TappedRoot) -> _Tap:
+        known = self._taps.get((name, where, root.name))
+        if known is not None and known.root is root:
+            return known
+        made = self._taps[name, where, root.name] = self._make(name, where, root)
+        return made
+
+    def _make(self, name: str, where: str, root: TappedRoot) -> _Tap:
+        selection = self._capture.selection
+        if not where:
+            rule_set = selection.narrow(selection.rule_sets("", "", False)["tap"], name)
+            return _Tap(root, None, Origin(root.name, root.path_of_tap(name), "tap", name), rule_set, rule_set)
+        watch = root.modules_by_tap.get(where)
+        parsed = Where.from_text(where)
+        path = parsed.path if watch is None else watch.node_path
+        watch = watch or root.watch_at(path)
+        root.add_tapped(parsed, path)
+        rule_sets = watch.rule_sets if watch is not None else {}
+        if not rule_sets.get(parsed.site):  # a container here, but a module in the model that was instrumented
+            rule_sets = selection.rule_sets(path, parsed.cls, parsed.leaf)
+        return _Tap(
+            root,
+            watch,
+            Origin(root.name, path, parsed.site, name),
+            selection.narrow(rule_sets[parsed.site], name),
+            selection.narrow(rule_sets[GRADIENT_OF[parsed.site]], name),
+        )

@@ -1,0 +1,1 @@
+"""`recorder.trace`: the values of a model's calls in memory, for the length of a ``with`` block."""

@@ -1,0 +1,367 @@
+"""Repairs a run whose writers died: seals their open shards, makes indexes again, removes remains.
+
+Must never touch a writer that may be alive, never overwrite a file, and never remove the only copy of a row: a sealed
+shard is on the medium under its final name before the open one goes, and a damaged file is kept under a name that
+readers pass over. So a repair may be killed at any instant and run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ..errors import CorruptError, RunError
+from ..format.rundir import index_name, open_name, parse_shard_name, shard_name
+from ..format.schema import PAYLOAD
+from ..globalview.run import Run
+from ..read import untrusted
+from ..read.rows import PLACE_FIELDS, SHARD_BYTES_KEY
+from ..read.salvage import Salvaged, salvage
+from ..read.shard import Shard, open_sealed
+from ..read.writers import RecordedWriter
+from ..storage.locations import LOCAL
+from ..storage.untrusted_files import GrowingFile
+from ..system.folder_lock import locked_folder
+from ..write.file import Disk, PageMemory, publish
+from ..write.ipc import IpcFormat
+from ..write.shard import BatchFile, Index
+
+_REMAINS = re.compile(r"_.*\.tmp|__.*\.index\.open")
+"""Names of half files that a killed writer or repair leaves beside whole ones."""
+_MEMORY_BYTES = 8 << 20
+_QUIET_S = 60.0
+"""A writer that has changed a file within this time is alive, whatever the user thinks."""
+
+Report = Callable[[int], None]
+"""Takes the number of bytes of shards that were handled since the last call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One action of a repair, done or only planned."""
+
+    what: str
+    """``sealed``, ``indexed``, ``removed`` or ``kept``; ``skipped``: a writer that may be alive; ``lost``: for good;
+    ``failed``: the disk refused."""
+    path: Path
+    text: str
+    """The reason, or the part of the file, for people."""
+    rows: int = 0
+    num_bytes: int = 0
+
+
+def repair_run(
+    run: Run,
+    *,
+    is_dry: bool = False,
+    assume_dead: bool = False,
+    disk: Disk | None = None,
+    report: Report = lambda num_bytes: None,
+) -> Iterator[Outcome]:
+    """Repair what dead writers have left, one outcome after the other.
+
+    Args:
+        run: the run, opened a moment ago.
+        is_dry: True to look at everything and change nothing.
+        assume_dead: True to repair also for writers that cannot be asked, or whose process number is in use, if they
+            were quiet for a minute.
+        disk: another disk, for tests.
+        report: moves a progress bar.
+
+    Raises:
+        WriteError: another repair is at work there.
+    """
+    with contextlib.ExitStack() as stack:
+        if not is_dry:
+            stack.enter_context(locked_folder(run.path, "repair"))
+        is_over = True
+        for writer in run.writers:
+            reason = _may_be_alive(writer, assume_dead=assume_dead)
+            if reason:
+                is_over = False
+                yield Outcome(what="skipped", path=writer.directory, text=reason)
+            else:
+                changed_s = _changed_s(writer.directory)
+                yield from _Repair(writer, disk or Disk(), report, is_dry=is_dry).run()
+                if not is_dry:
+                    _set_back(writer.directory, changed_s)
+        if is_over:
+            yield from _remove_remains(run.path, disk or Disk(), is_dry=is_dry)
+
+
+def _may_be_alive(writer: RecordedWriter, *, assume_dead: bool) -> str:
+    """Return why a writer must be left alone; empty where it has ended."""
+    if writer.state == "closed":
+        return ""
+    host, pid = writer.manifest.host, writer.manifest.pid
+    is_running = writer.manifest.is_running
+    if is_running is False:
+        return ""
+    if is_running and writer.manifest.process:
+        return f"is alive: process {pid} runs on this host"
+    if time.time() - _changed_s(writer.directory) < _QUIET_S:
+        if is_running:
+            why = f"process {pid} runs on this host"
+        elif host:
+            why = f"it wrote on host {host!r} within the last minute"
+        else:  # it has just begun, or was killed in the instant between its directory and its manifest
+            why = "it began within the last minute and has not said on which host"
+        return f"may be alive: {why}"
+    if assume_dead:
+        return ""
+    if is_running:
+        why = f"process {pid} runs on this host, if it is no other program by now"
+    elif host == os.uname().nodename:
+        why = f"process {pid} of a host of this name is out of sight: in another container, or before a boot"
+    else:
+        why = f"host {host!r} cannot be asked from here" if host else "it never said on which host it runs"
+    return f"may be alive: {why}; when the job is over, say --assume-dead"
+
+
+def _changed_s(directory: Path) -> float:
+    """Return when a writer last changed anything in its directory, as the file system says."""
+    names = LOCAL.list_directory(directory, directories=False)
+    return max((directory / name).stat(follow_symlinks=False).st_mtime for name in [".", *names])
+
+
+def _set_back(directory: Path, changed_s: float) -> None:
+    """Set back times newer than this: a repair must not look like a sign of life of a writer that cannot be asked."""
+    for name in [*LOCAL.list_directory(directory, directories=False), "."]:
+        path = directory / name
+        if path.stat(follow_symlinks=False).st_mtime > changed_s:
+            with contextlib.suppress(OSError):  # another user's
+                os.utime(path, (changed_s, changed_s), follow_symlinks=False)
+
+
+class _Repair:
+    """The repair of one writer's directory."""
+
+    def __init__(self, writer: RecordedWriter, disk: Disk, report: Report, *, is_dry: bool) -> None:
+        self._directory = writer.directory
+        self._disk = disk
+        # Whoever may read the other files may read those that are made here.
+        self._disk.file_mode = 0o200 | stat.S_IMODE(writer.directory.stat().st_mode) & 0o444
+        self._report = report
+        self._is_dry = is_dry
+        self._memory = PageMemory(_MEMORY_BYTES)
+        self._payload = PageMemory(_MEMORY_BYTES)
+
+    def run(self) -> Iterator[Outcome]:
+        yield from _remove_remains(self._directory, self._disk, is_dry=self._is_dry)
+        names = LOCAL.list_directory(self._directory, directories=False)
+        shards = sorted(filter(None, map(parse_shard_name, names)), key=lambda s: (s.number, s.kind, s.is_open))
+        for shard in shards:
+            name = shard_name(shard.kind, shard.number)
+            path = self._directory / (open_name(name) if shard.is_open else name)
+            try:
+                if shard.is_open:
+                    yield from self._end(path, self._directory / name)
+                else:
+                    yield from self._check_index(path)
+            except OSError as error:
+                yield Outcome(what="failed", path=path, text=str(error))
+            except RunError as error:
+                yield Outcome(what="lost", path=path, text=str(error))
+        for name in names:  # indexes of shards that retention removed
+            if name.startswith("_tensors-") and name.endswith(".index"):
+                shard_path = self._directory / f"{name[1:].removesuffix('.index')}.arrow"
+                if index_name(shard_path.name) == name and not os.path.lexists(shard_path):
+                    yield self._remove(self._directory / name, "the index of a shard that is gone")
+
+    def _end(self, path: Path, final: Path) -> Iterator[Outcome]:
+        """Turn an open shard into a sealed one, or remove it where its sealed shard is there already."""
+        num_bytes = path.stat(follow_symlinks=False).st_size
+        salvaged = salvage(lambda: GrowingFile(path))
+        self._report(num_bytes)
+        is_cut = salvaged.num_trailing_bytes > 0 and not salvaged.tail_damage
+        damage = [*salvaged.damage, *filter(None, [salvaged.tail_damage])]
+        if os.path.lexists(final):
+            yield from self._remove_twin(path, final, salvaged, damage)
+            return
+        if salvaged.blocks:
+            num_rows, unreadable = self._seal(path, final, salvaged)
+            damage += unreadable
+            text = f"{len(salvaged.blocks)} {'batch' if len(salvaged.blocks) == 1 else 'batches'} of {path.name}"
+            yield Outcome(what="sealed", path=final, text=text, rows=num_rows, num_bytes=num_bytes)
+        for text in damage:
+            yield Outcome(what="lost", path=path, text=text)
+        if is_cut:
+            text = f"{salvaged.num_trailing_bytes} bytes of a write that was cut"
+            yield Outcome(what="lost", path=path, text=text, num_bytes=salvaged.num_trailing_bytes)
+        if damage:
+            yield self._set_aside(path)
+        elif salvaged.blocks:
+            self._unlink(path)
+        else:
+            yield self._remove(path, "an open shard without a whole batch")
+        if salvaged.blocks and not self._is_dry:
+            yield from self._check_index(final, is_new=True)
+
+    def _remove_twin(self, path: Path, final: Path, salvaged: Salvaged, damage: list[str]) -> Iterator[Outcome]:
+        """Handle an open shard whose final name is taken: by the shard itself, by its repair, or by a foreign file."""
+        if not self._disk.is_same(path, final):
+            missing = _rows_missing(path, salvaged, final)
+            if missing:
+                text = f"{missing} rows of it are not in {final.name}, which is in the way; both are left as they are"
+                yield Outcome(what="lost", path=path, text=text, rows=missing)
+                return
+            shard = Shard(lambda: GrowingFile(path), salvaged.layout, salvaged.blocks)
+            if damage or any(_payload_problem(shard, number) for number in salvaged.blocks):
+                yield self._set_aside(path)
+                return
+        yield self._remove(path, f"{final.name} has all of it")
+
+    def _seal(self, path: Path, final: Path, salvaged: Salvaged) -> tuple[int, list[str]]:
+        """Copy every batch into a sealed shard; return its number of rows, and texts about what could not be copied."""
+        shard = Shard(lambda: GrowingFile(path), salvaged.layout, salvaged.blocks)
+        names = salvaged.layout.schema.names
+        damage: list[str] = []
+        num_rows = 0
+        file = None
+        kind = parse_shard_name(final.name)
+        layout = IpcFormat(salvaged.layout.schema, "zstd" if kind is not None and kind.kind == "stats" else None)
+        if not self._is_dry:
+            temporary = final.with_name(f"_{final.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
+            file = BatchFile(self._disk, temporary, layout, self._memory, is_direct=False)
+        try:
+            for number in salvaged.blocks:
+                problem = _payload_problem(shard, number)
+                batch, header, _ = shard.read(number, [name for name in names if not problem or name != "data"])
+                if problem:
+                    batch = _without_payloads(batch, salvaged.layout.schema)
+                    damage.append(f"{problem}; its rows are kept, without their payloads")
+                num_rows += batch.num_rows
+                if file is not None and layout.is_compressed:
+                    file.append(batch, header.ledger)
+                elif file is not None:
+                    file.append_around(batch, header.ledger, self._payload)
+            if file is not None:
+                file.seal(final, salvaged.last_header.ledger if salvaged.last_header is not None else {})
+                self._disk.sync_directory(self._directory)
+        except BaseException:
+            if file is not None:
+                file.discard()
+            raise
+        return num_rows, damage
+
+    def _check_index(self, path: Path, *, is_new: bool = False) -> Iterator[Outcome]:
+        """Make the index of a sealed shard where it is missing, damaged or of another shard."""
+        shard, _ = open_sealed(path)
+        num_bytes = path.stat(follow_symlinks=False).st_size
+        if not is_new:
+            self._report(num_bytes)
+        index_path = path.with_name(index_name(path.name))
+        light = [name for name in shard.schema.names if name != "data"]  # also columns that this version does not know
+        problem = _index_problem(index_path, num_bytes, light)
+        if path.name.startswith("stats") or not problem:
+            return
+        index = Index(shard.schema)
+        for number in shard.blocks:
+            index.add(shard.read(number, light).batch)
+        if not self._is_dry:
+            with contextlib.suppress(FileNotFoundError):
+                self._disk.unlink(index_path)
+            index.write(self._disk, path, num_bytes, self._memory)
+            self._disk.sync_directory(self._directory)
+        if not is_new:
+            yield Outcome(what="indexed", path=index_path, text=problem)
+
+    def _set_aside(self, path: Path) -> Outcome:
+        """Keep a damaged file under a name that readers pass over, for whoever can recover more of it."""
+        aside = path.with_name(f"{path.name.removesuffix('.open')}.damaged")
+        if not self._is_dry:
+            publish(self._disk, path, aside)
+            with contextlib.suppress(FileNotFoundError):
+                self._disk.unlink(path)
+            self._disk.sync_directory(self._directory)
+        return Outcome(what="kept", path=aside, text="as it was, because it holds damage; readers pass over it")
+
+    def _remove(self, path: Path, why: str) -> Outcome:
+        num_bytes = path.stat(follow_symlinks=False).st_size
+        self._unlink(path)
+        return Outcome(what="removed", path=path, text=why, num_bytes=num_bytes)
+
+    def _unlink(self, path: Path) -> None:
+        if not self._is_dry:
+            self._disk.unlink(path)
+            self._disk.sync_directory(self._directory)
+
+
+def _remove_remains(folder: Path, disk: Disk, *, is_dry: bool) -> Iterator[Outcome]:
+    for name in LOCAL.list_directory(folder, directories=False):
+        if _REMAINS.fullmatch(name):
+            path = folder / name
+            try:
+                num_bytes = path.stat(follow_symlinks=False).st_size
+                if not is_dry:
+                    disk.unlink(path)
+            except OSError as error:
+                yield Outcome(what="failed", path=path, text=str(error))
+            else:
+                yield Outcome(what="removed", path=path, text="half a file that a kill left", num_bytes=num_bytes)
+
+
+def _rows_missing(path: Path, salvaged: Salvaged, final: Path) -> int:
+    """Return the number of rows of an open shard that are not in the sealed shard of its name."""
+    sealed_seqs = np.zeros(0, np.int64)
+    with contextlib.suppress(RunError):
+        sealed_seqs = _seqs(open_sealed(final)[0])
+    return int((~np.isin(_seqs(Shard(lambda: GrowingFile(path), salvaged.layout, salvaged.blocks)), sealed_seqs)).sum())
+
+
+def _seqs(shard: Shard) -> npt.NDArray[np.int64]:
+    """Return the `seq` of all rows of a shard."""
+    seqs = [shard.read(number, ("seq",)).batch.column("seq").to_numpy() for number in shard.blocks]
+    return np.concatenate([np.zeros(0, np.int64), *seqs])
+
+
+def _payload_problem(shard: Shard, number: int) -> str:
+    """Return the fault in the payloads of a batch; empty where they are as they were written."""
+    try:
+        shard.read(number, ("data",))
+    except CorruptError as error:
+        return str(error)
+    return ""
+
+
+def _index_problem(path: Path, shard_bytes: int, light: Sequence[str]) -> str:
+    """Return why an index cannot be used; empty where it can."""
+    try:
+        index, _ = open_sealed(path, extra=PLACE_FIELDS, without=("data",))
+        names = [*light, *(field.name for field in PLACE_FIELDS)]
+        if set(index.schema.names) != set(names):
+            return "had other columns than its shard"
+        for number in index.blocks:
+            index.read(number, names)
+    except FileNotFoundError:
+        return "was missing"
+    except RunError as error:
+        return f"was damaged ({error})"
+    if (index.schema.metadata or {}).get(SHARD_BYTES_KEY) != b"%d" % shard_bytes:
+        return "was of another shard"
+    return ""
+
+
+def _without_payloads(batch: Any, schema: Any) -> pa.RecordBatch:
+    """Return the batch with its payload columns null, and a note in each row that says so."""
+    told = map(untrusted.members, batch.column("note").to_pylist())
+    notes = [json.dumps({**note, "no_payload": "damaged"}, separators=(",", ":")) for note in told]
+    columns = []
+    for field in schema:
+        if field.name in PAYLOAD:
+            columns.append(pa.nulls(batch.num_rows, field.type))
+        else:
+            columns.append(pa.array(notes, field.type) if field.name == "note" else batch.column(field.name))
+    return pa.RecordBatch.from_arrays(columns, schema=schema)

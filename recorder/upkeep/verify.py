@@ -1,0 +1,341 @@
+"""Checks a whole run, byte by byte: checksums, seals, footers, indexes, accounts. Must never write."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from crc32c import crc32c
+
+from ..errors import CorruptError, RunError
+from ..format.integrity import FILE_CRC_KEY, NO_DIGITS
+from ..format.rundir import index_name
+from ..globalview.run import Run
+from ..read.messages import (
+    CONTINUATION,
+    FIRST_MESSAGE,
+    MAGIC,
+    PREFIX_BYTES,
+    TAIL_BYTES,
+    Block,
+    footer_blocks,
+    footer_bytes,
+    footer_text,
+)
+from ..read.rows import PLACE_FIELDS, SHARD_BYTES_KEY, ShardRows
+from ..read.salvage import salvage
+from ..read.shard import ARROW_ERRORS, CheckedBatch, Shard, open_sealed, read_batch, read_layout
+from ..read.unsealed import unsealed_note
+from ..read.writers import RecordedWriter
+from ..storage.locations import LOCAL, Place, store_of
+from ..storage.untrusted_files import ByteSource
+from ..system.processes import available_cores
+
+Report = Callable[[int], None]
+"""Takes the number of bytes that were checked since the last call; several threads call it."""
+Each = Callable[[Callable[[ShardRows], list["Finding"]], Iterable[ShardRows]], Iterable[list["Finding"]]]
+"""A function like `map`."""
+_MAX_THREADS = 4
+"""Half of the time for a batch is its checksum, which releases the interpreter's lock."""
+
+
+class Finding(NamedTuple):
+    """A fault, or something that a reader of the report should know."""
+
+    is_fault: bool
+    """False where it is no damage, such as the cut last write of a killed process or a missing index."""
+    text: str
+
+
+def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[Finding]:
+    """Read every byte of a run again and yield the findings. A run that is being written may be verified, too."""
+    is_over = all(writer.state != "recording" for writer in run.writers)
+    store = store_of(run.path)
+    with _threads() if store is LOCAL else nullcontext(map) as each:  # a store reads several writers at once itself
+        verify_one = partial(_verify_writer, report=report, is_over=is_over, each=each)
+        for findings in store.each(lambda writer: list(verify_one(writer)), run.writers):
+            yield from findings
+    if note := unsealed_note(run):
+        yield Finding(False, note)
+
+
+@contextmanager
+def _threads() -> Iterator[Each]:
+    """Yield a `map` over the shards of a writer in threads: a payload's checksum releases the interpreter's lock."""
+    with ThreadPoolExecutor(min(available_cores(), _MAX_THREADS), "recorder-verify") as pool:
+        try:
+            yield pool.map
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _verify_writer(writer: RecordedWriter, report: Report, is_over: bool, each: Each) -> Iterator[Finding]:
+    if writer.manifest_problem:
+        yield Finding(True, writer.manifest_problem)
+    elif not writer.manifest.members and writer.num_rows:
+        yield Finding(True, f"{writer.directory}: has rows and no manifest; it is lost, or the disk never took it")
+    elif not writer.manifest.members:
+        yield Finding(False, f"{writer.directory}: has no manifest; its writer has only begun, or died at once")
+    verify_one = partial(_verify_shard, writer=writer, report=report, is_over=is_over)
+    for findings in each(verify_one, writer.shards):
+        yield from findings
+    yield from _verify_rows(writer)
+    if writer.ending:
+        yield Finding(False, writer.ending)
+
+
+def _verify_shard(shard: ShardRows, writer: RecordedWriter, report: Report, is_over: bool) -> list[Finding]:
+    check = _verify_sealed if shard.is_sealed else _verify_open
+    try:
+        return list(check(shard, writer, report))
+    except FileNotFoundError:
+        why = "is gone, and no writer is at work" if is_over else "was sealed or retired meanwhile; not checked"
+        return [Finding(is_over, f"{shard.path}: {why}")]
+    except RunError as error:
+        return [Finding(True, str(error))]
+
+
+def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[Finding]:
+    file = _SealedFile(rows.path)
+    report(rows.size_bytes - sum(block.body_bytes for block in file.shard.blocks.values()))
+    names = [name for name in file.shard.schema.names if name != "data"]  # also columns that this version does not know
+    index, findings = _read_index(rows, names)
+    light: dict[int, Any] = {}
+    num_damaged = 0
+    for number, checked in _read_all(file.shard, report):
+        if isinstance(checked, Finding):
+            num_damaged += 1
+            yield checked
+            continue
+        file.pass_batch(checked)
+        if index is not None:
+            light[number] = _apart(checked.batch.select(names), rows.path)
+    if not num_damaged:  # else the checksum of the whole file says nothing new
+        file.check_end()
+    yield from findings
+    if index is not None:
+        yield from _compare(index, list(file.shard.blocks), light, rows.path.with_name(index_name(rows.path.name)))
+
+
+def _verify_open(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[Finding]:
+    open_source = partial(store_of(rows.path).open_growing, rows.path)
+    salvaged = salvage(open_source)
+    shard = Shard(open_source, salvaged.layout, salvaged.blocks)
+    for text in salvaged.damage:
+        yield Finding(True, text)
+    if salvaged.tail_damage and writer.state != "recording":
+        yield Finding(True, salvaged.tail_damage)
+    for _, checked in _read_all(shard, lambda num_bytes: None):
+        if isinstance(checked, Finding):
+            yield checked
+    report(rows.size_bytes)
+    num_rows = sum(salvaged.rows_of.values())
+    rest = f", then {salvaged.num_trailing_bytes} bytes that are no whole batch" if salvaged.num_trailing_bytes else ""
+    batches = "1 batch" if len(salvaged.blocks) == 1 else f"{len(salvaged.blocks)} batches"
+    readable = f"{batches} with {num_rows} {'row' if num_rows == 1 else 'rows'} can be read"
+    text = f"{rows.path}: not sealed, {readable}{rest}"
+    if writer.state == "closed":
+        yield Finding(False, f"{text}; the disk refused it while its writer went on with another")
+    elif writer.state == "unclosed":
+        yield Finding(False, f"{text}; its writer was killed or is on another host")
+    elif rest:
+        yield Finding(False, f"{text}; its writer may be at work on them")
+
+
+def _read_all(shard: Shard, report: Report) -> Iterator[tuple[int, CheckedBatch | Finding]]:
+    """Yield the batches with their numbers, each read once; a damaged batch yields a finding in its place."""
+    for number, block in shard.blocks.items():
+        try:
+            yield number, shard.read(number, shard.schema.names)
+        except CorruptError as error:
+            yield number, Finding(True, str(error))
+        report(block.body_bytes)
+
+
+class _SealedFile:
+    """One pass over all bytes of a sealed file, including those that no column's checksum covers."""
+
+    def __init__(self, path: Place, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()) -> None:
+        """Read the beginning and the end of the file. Arguments and errors are those of `open_sealed`."""
+        with store_of(path).open_sealed(path) as source:
+            self._source = source
+            self._layout, schema_block = read_layout(source, extra, without)
+            self._blocks = footer_blocks(source)
+            self.shard, self._seal = open_sealed(path, extra, without)
+            _check_footer(source, self._layout.schema, schema_block, self._blocks)
+            self._crc = crc32c(source.read(0, schema_block.end))
+
+    def pass_batch(self, checked: CheckedBatch) -> None:
+        """Add the next batch, all of whose columns were read, to the checksum of the file."""
+        self._crc = crc32c(checked.whole, self._crc)
+
+    def check_end(self) -> None:
+        """Add the seal and the footer, and compare the checksum of the file with the one in the footer.
+
+        A file of an older writer has no such checksum: only `_check_footer` looks at its end.
+
+        Raises:
+            CorruptError: a byte of the file is not the one that was written.
+        """
+        with self._source as source:
+            end = self._blocks[-1].end
+            self.pass_batch(read_batch(source, self._blocks[-1], self._layout, self._layout.names))
+            digits = footer_text(source, FILE_CRC_KEY)
+            if not self._seal.has_file_crc and digits is None:
+                return
+            rest = bytearray(source.read(end, source.size_bytes - end))
+            digits_slice = slice(0, 0) if digits is None else slice(digits.start - end, digits.stop - end)
+            written_digits = bytes(rest[digits_slice])
+            rest[digits_slice] = NO_DIGITS[: len(written_digits)]
+            if written_digits != b"%08x" % crc32c(rest, self._crc):
+                raise CorruptError(f"{source.where}: a byte beside the rows is not the one that was written (CRC32C)")
+
+
+def _check_footer(source: ByteSource, schema: object, schema_block: Block, blocks: list[Block]) -> None:
+    """Check that the footer lists all messages of the file, one after the other."""
+    end = schema_block.end
+    for block in blocks:
+        if block.offset != end:
+            raise CorruptError(f"{source.where}: the footer lists a batch at byte {block.offset}, expected at {end}")
+        end = block.end
+    footer_start = source.size_bytes - TAIL_BYTES - footer_bytes(source)
+    end_of_stream = bytes(source.read(end, min(PREFIX_BYTES, source.size_bytes - end)))
+    if end_of_stream != struct.pack("<II", CONTINUATION, 0) or footer_start != end + PREFIX_BYTES:
+        raise CorruptError(f"{source.where}: the footer does not follow the last batch at byte {end}")
+    try:
+        ends = [range(FIRST_MESSAGE), range(blocks[-1].offset, source.size_bytes)]
+        file = pa.ipc.open_file(source.read(0, source.size_bytes, ends))
+        schema_of_footer = file.schema
+        file.get_batch(len(blocks) - 1).validate(full=True)
+    except ARROW_ERRORS as error:
+        raise CorruptError(f"{source.where}: Arrow cannot read the seal and the footer ({error})") from error
+    if bytes(source.read(0, FIRST_MESSAGE)) != MAGIC.ljust(FIRST_MESSAGE, b"\0"):
+        raise CorruptError(f"{source.where}: does not begin with {MAGIC.decode()} and zeros")
+    if not schema_of_footer.equals(schema, check_metadata=True):
+        raise CorruptError(f"{source.where}: the schema in the footer is not the one at the beginning")
+
+
+def _read_index(rows: ShardRows, light: Sequence[str]) -> tuple[Any, list[Finding]]:
+    """Return the index as a table, or None where there is none to compare; also the findings about it.
+
+    Args:
+        rows: the shard.
+        light: the columns that the shard has beside its payloads.
+    """
+    path = rows.path.with_name(index_name(rows.path.name))
+    try:
+        file = _SealedFile(path, extra=PLACE_FIELDS, without=("data",))
+        index, batches = file.shard, []
+        names = [*light, *(field.name for field in PLACE_FIELDS)]
+        if set(index.schema.names) != set(names):
+            raise CorruptError(f"{path}: has other columns than its shard")
+        for number in index.blocks:
+            checked = index.read(number, index.schema.names)
+            file.pass_batch(checked)
+            batches.append(checked.batch.select(names))
+        file.check_end()
+    except FileNotFoundError:
+        is_missed = rows.path.name.startswith("tensors")  # statistics are read as fast from the shard itself
+        return None, [Finding(False, f"{path}: missing; readers do without, more slowly")] if is_missed else []
+    except RunError as error:
+        return None, [Finding(True, f"{error}; it is derived: readers go on without it")]
+    if (index.schema.metadata or {}).get(SHARD_BYTES_KEY) != b"%d" % rows.size_bytes:
+        return None, [Finding(True, f"{path}: was made for a shard of another size")]
+    schema = pa.schema([index.schema.field(name) for name in names])
+    return pa.Table.from_batches(batches, schema), []
+
+
+def _compare(index: Any, numbers: list[int], light: dict[int, Any], path: Place) -> Iterator[Finding]:
+    """Compare an index with the metadata columns of the batches of its shard, up to the first that cannot be read."""
+    start = 0
+    places: list[tuple[int, int]] = []
+    for number in numbers:
+        if number not in light:
+            break  # its damage is a finding already
+        places.append((number, start))
+        start += light[number].num_rows
+    expected = _listed([(number, light[number]) for number, _ in places])
+    if expected is not None and not _is_same(index.slice(0, start), expected):
+        wrong = next(
+            number
+            for number, first in places
+            if not _is_same(*(table.slice(first, light[number].num_rows) for table in (index, expected)))
+        )
+        yield Finding(True, f"{path}: differs from batch {wrong} of the shard; delete it, it is derived")
+    elif start != index.num_rows and len(places) == len(numbers):
+        yield Finding(True, f"{path}: lists {index.num_rows} rows, the shard has {start}; delete it, it is derived")
+
+
+def _apart(batch: Any, path: Place) -> Any:
+    """Return a batch that keeps no payload in memory: a copy, where the message was fetched from a store."""
+    if store_of(path) is LOCAL:  # the file is mapped
+        return batch
+    return pa.ipc.read_record_batch(batch.serialize(), batch.schema)
+
+
+def _listed(batches: list[tuple[int, Any]]) -> Any:
+    """Return the table that an index of these batches must hold; None for no batches."""
+    if not batches:
+        return None
+    places = {
+        "batch": np.concatenate([np.full(batch.num_rows, number, np.int32) for number, batch in batches]),
+        "row": np.concatenate([np.arange(batch.num_rows, dtype=np.int32) for _, batch in batches]),
+    }
+    table = pa.Table.from_batches([batch for _, batch in batches])
+    for name, values in places.items():
+        # Not `pa.array`, which would import pandas.
+        column = pa.Array.from_buffers(pa.int32(), len(values), [None, pa.py_buffer(values)])
+        table = table.append_column(name, column)
+    return table
+
+
+def _is_same(table: Any, other: Any) -> bool:
+    """Whether two tables are equal bit by bit, so that a NaN equals itself."""
+    return all(_bits(table.column(name)).equals(_bits(other.column(name))) for name in table.column_names)
+
+
+def _bits(column: Any) -> Any:
+    if not pa.types.is_floating(column.type):
+        return column
+    return pa.chunked_array([chunk.view(pa.int64()) for chunk in column.chunks], pa.int64())
+
+
+def _verify_rows(writer: RecordedWriter) -> Iterator[Finding]:
+    """Check the rows of one writer: each number once, all of its own rank, and as many as its accounts say."""
+    seqs = [np.zeros(0, np.int64)]
+    for shard in writer.shards:
+        try:
+            batches = shard.columns(["seq", "rank"])
+        except RunError:
+            return  # the damage is a finding already
+        seqs += [batch.column("seq").to_numpy() for batch in batches]
+        ranks = {rank for batch in batches for rank in batch.column("rank").unique().to_pylist()}
+        if ranks - {writer.rank}:
+            yield Finding(True, f"{shard.path}: has rows of rank {ranks - {writer.rank}}, not of {writer.rank} alone")
+    seq = np.concatenate(seqs)
+    seq.sort()
+    num_repeated = int(np.count_nonzero(seq[1:] == seq[:-1]))
+    if num_repeated:
+        yield Finding(True, f"{writer.directory}: {num_repeated} rows have the number of another")
+    balance = writer.balance
+    if not balance.is_possible:
+        accounts = f"{balance.retired_rows} rows removed by retention, of {balance.written} written"
+        yield Finding(True, f"{writer.directory}: the accounts contradict themselves: {accounts}")
+        return
+    if writer.state == "recording" or writer.problems:
+        return
+    is_closed = writer.state == "closed"
+    if is_closed and balance.num_missing:
+        accounts = f"observed {balance.observed}, written {balance.written}, dropped {balance.num_dropped}"
+        yield Finding(True, f"{writer.directory}: the accounts do not balance: {accounts}")
+    expected = balance.written - balance.retired_rows
+    if len(seq) != expected:
+        text = f"{writer.directory}: has {len(seq)} rows, expected by its accounts are {expected}"
+        yield Finding(is_closed, text)

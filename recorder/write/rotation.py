@@ -1,0 +1,357 @@
+"""One kind of shard in a writer directory: the batch that is being filled, and the file that is being written.
+
+An error of the disk never raises from here: rows are dropped with a reason, and the disk is left alone for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ..format.rundir import open_name, shard_name
+from ..records import KEEP_TENSOR, Measured, Staged
+from ..rules import Schedule
+from .backoff import Backoff, drop_reason
+from .file import Disk, PageMemory
+from .ipc import IpcFormat
+from .ledger import NO_MEMORY, QUOTA, WRITER_ERROR, Ledger
+from .notices import Notices
+from .quota import DiskFloor, HeldShard, Quota
+from .rows import BuiltBatch, RowBatch
+from .settings import WriteSettings
+from .shard import BatchFile, Index, StoredShard
+from .syncing import StuckError
+
+_MAY_SYNC_AGAIN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors after which nothing was synced, because no descriptor or memory was left: the sync may be tried again."""
+
+
+class RotatingShards:
+    """Rows of one kind, on their way from memory into one shard after the other. Writer thread only."""
+
+    def __init__(
+        self,
+        kind: str,
+        *,
+        directory: Path,
+        batch: RowBatch,
+        layout: IpcFormat,
+        has_index: bool,
+        settings: WriteSettings,
+        disk: Disk,
+        memory: PageMemory,
+        ledger: Ledger,
+        quota: Quota,
+        floor: DiskFloor,
+        keep_steps: Schedule,
+        retire: Callable[[str, HeldShard], None],
+        notices: Notices,
+        clock: Callable[[], float],
+    ) -> None:
+        self.written_bytes = 0
+        self.last_written_step: int | None = None
+        """The highest step of a row that was written."""
+        self.is_direct: bool | None = None
+        """Whether writes go past the page cache; None before the first write."""
+        self._kind = kind
+        self._directory = directory
+        self._batch = batch
+        self._backoff = Backoff(clock)
+        self._syncing = Backoff(clock)
+        self._layout = layout
+        self._has_index = has_index
+        self._settings = settings
+        self._disk = disk
+        self._memory = memory
+        self._ledger = ledger
+        self._quota = quota
+        self._floor = floor
+        self._keep_steps = keep_steps
+        self._retire = retire
+        self._notices = notices
+        self._clock = clock
+        self._max_shard_bytes = min(settings.shard_bytes, quota.max_shard_bytes(kind))
+        self._next_number = 0
+        self._shard: BatchFile | None = None
+        self._index: Index | None = None
+        self._first_step = self._last_step = 0
+        """The lowest and the highest step of the rows in the shard."""
+        self._is_kept = False
+        """Whether retention never deletes the steps of the batch and the shard."""
+        self._step: int | None = None
+        """The step of the row that was added last."""
+        self._num_unsynced_rows = 0
+        self._oldest_row_s = 0.0
+        self._oldest_unsynced_s: float | None = None
+
+    @property
+    def refusal(self) -> str | None:
+        """Return why rows are dropped for now; None while rows are taken."""
+        reason = self._backoff.reason
+        return None if reason is None or self._backoff.is_over else reason
+
+    @property
+    def num_pending_rows(self) -> int:
+        """Return the number of rows that were taken and are not written yet."""
+        return self._batch.num_rows
+
+    def add(self, staged: Staged, measured: Measured, part: int) -> None:
+        """Take one row; its payload is encoded. A batch that has no room for the row is written first."""
+        if staged.moment.step != self._step:
+            self._begin_step(staged.moment.step)
+        if not staged.keep & KEEP_TENSOR:
+            self._batch.add(staged, measured)
+        elif not self._batch.add_part(staged, measured, part):
+            self.flush()
+            has_room = self._batch.add_part(staged, measured, part)
+            assert has_room, "an empty batch takes any part"
+        if self._batch.num_rows == 1:
+            self._oldest_row_s = self._clock()
+
+    def _begin_step(self, step: int) -> None:
+        """Begin another step: shards hold either steps that retention keeps or steps that it may delete."""
+        is_kept = step in self._keep_steps
+        if is_kept != self._is_kept:  # retention deletes whole shards
+            self.flush()
+            self.seal(self._ledger.snapshot())
+            self._is_kept = is_kept
+        self._step = step
+
+    def ran_out_of_memory(self, error: MemoryError) -> str:
+        """Take no rows for a while, as after an error of the disk; return the reason for the ledger."""
+        self._notices.failed("the writer has no memory; rows are dropped", error)
+        self._backoff.failed(NO_MEMORY)
+        return NO_MEMORY
+
+    def flush_if_full(self) -> None:
+        if self._batch.is_full:
+            self.flush()
+
+    def flush_due(self) -> None:
+        """Flush and sync what is due."""
+        now = self._clock()
+        if self._batch.num_rows and now >= self._oldest_row_s + self._settings.flush_interval_s:
+            self.flush()
+        since_s = self._oldest_unsynced_s
+        if since_s is not None and now >= since_s + self._settings.sync_interval_s and self._syncing.is_over:
+            self.sync()
+
+    def flush(self) -> bool:
+        """Write the batch, or drop its rows and count them; return whether nothing was dropped."""
+        num_rows = self._batch.num_rows
+        if num_rows == 0:
+            return True
+        dropped_for: str | None = WRITER_ERROR
+        try:
+            dropped_for = self._write(self._batch.build())
+        except MemoryError as error:
+            dropped_for = self.ran_out_of_memory(error)
+        finally:
+            self._batch.clear()
+            if dropped_for is not None:
+                self._ledger.drop(dropped_for, num_rows)
+        self._rotate_if_full()
+        return dropped_for is None
+
+    def sync(self) -> bool:
+        """Make the written rows durable; return whether they are."""
+        if self._oldest_unsynced_s is None or self._shard is None:
+            return True
+        try:
+            self._shard.sync()
+        except OSError as error:
+            # A disk that fails each sync is synced less often, or each failure would cost a shard.
+            self._syncing.failed(drop_reason(error))
+            may_sync_again = isinstance(error, StuckError) or error.errno in _MAY_SYNC_AGAIN
+            if may_sync_again and not self._shard.is_sick:
+                self._notices.failed(f"{self._directory}: a {self._kind} shard cannot be synced; later", error)
+            else:
+                self._give_up_shard(
+                    error, "synced; another is begun, and rows that a loss of power may take are counted"
+                )
+            return False
+        self._syncing.succeeded()
+        self._oldest_unsynced_s = None
+        self._num_unsynced_rows = 0
+        return True
+
+    def seal(self, ledger: Mapping[str, object]) -> bool:
+        """End the shard and publish it, with its index; return whether there was none, or all went well."""
+        shard = self._shard
+        if shard is None:
+            return True
+        name = shard_name(self._kind, self._next_number - 1)
+        final = self._directory / name
+        before = shard.num_bytes
+        try:
+            shard.seal(final, ledger)
+        except OSError as error:
+            self._add_bytes(shard.num_bytes - before)
+            self._give_up_shard(error, "sealed; it stays open and readable")
+            return False
+        except BaseException:
+            self._add_bytes(shard.num_bytes - before)
+            self._leave_shard(shard)
+            raise
+        index, self._index = self._index, None
+        self._shard, self._oldest_unsynced_s, self._num_unsynced_rows = None, None, 0
+        self._add_bytes(shard.num_bytes - before)
+        stored = StoredShard(final, shard.num_rows, shard.num_bytes)
+        try:
+            index_bytes = self._write_index(index, final, shard.num_bytes)
+            self._add_bytes(index_bytes)
+            stored = stored._replace(num_bytes=shard.num_bytes + index_bytes)
+        finally:
+            self._quota.keep(self._kind, HeldShard(stored, self._last_step, self._is_kept))
+        with self._notices.on_error(f"{self._directory} cannot be synced"):
+            self._disk.persist_directory(self._directory)
+        return True
+
+    def restart(self) -> None:
+        """Begin again after an error of the recorder: the shard stays open and readable, pending rows are dropped."""
+        self._ledger.drop(WRITER_ERROR, self.num_pending_rows)
+        self.abandon_open()
+
+    def abandon_open(self) -> None:
+        """Close the open shard and forget the pending rows; the caller counts them as dropped."""
+        self._batch.clear()
+        if self._shard is not None:
+            self._leave_shard(self._shard)
+
+    def _write(self, built: BuiltBatch) -> str | None:
+        """Write a batch; return why its rows must be dropped, or None."""
+        reason = self._refuse(
+            self._layout.max_message_bytes(built.batch) + (built.payload.nbytes if built.payload else 0)
+        )
+        if reason is not None:
+            self._backoff.failed(reason)
+            return reason
+        for _ in range(2):  # once more in another shard, for the first may have reached a limit on its size
+            try:
+                self._append(built)
+            except OSError as error:
+                reason = drop_reason(error)
+                self._give_up_shard(
+                    error, "written; another is tried, and rows that none takes are dropped and counted"
+                )
+            else:
+                self._backoff.succeeded()
+                return None
+        assert reason is not None
+        self._backoff.failed(reason)
+        return reason
+
+    def _refuse(self, num_bytes: int) -> str | None:
+        """Return why `num_bytes` must not be written, after making room for them where that is allowed."""
+        try:
+            reason = self._floor.refusal(self._directory, num_bytes)
+        except OSError as error:
+            self._notices.failed(f"{self._directory} cannot be used; rows are dropped", error)
+            reason = drop_reason(error)
+        if reason is not None:
+            return reason
+        if self._make_room(num_bytes):
+            return None
+        self._notices.say(
+            QUOTA, f"{self._directory}: the {self._kind} have used up their part of max_bytes; rows are dropped"
+        )
+        return QUOTA
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Delete shards until the quota has room for `num_bytes`; return whether it has."""
+        kind, quota = self._kind, self._quota
+        while not quota.fits(kind, num_bytes):
+            if self._settings.on_quota != "retire" or not quota.could_fit(kind, num_bytes):
+                return False
+            oldest = quota.oldest(kind)
+            if oldest is None:
+                return False
+            self._retire(kind, oldest)
+        return True
+
+    def _append(self, built: BuiltBatch) -> None:
+        if self._shard is None:
+            self._shard = self._begin_shard()
+        shard, before, batch = self._shard, self._shard.num_bytes, built.batch
+        ledger = self._ledger.snapshot(about_to_write=batch.num_rows)
+        try:
+            shard.append(batch, ledger, crcs=built.crcs, payload=built.payload)
+        except OSError:
+            raise
+        except BaseException:  # a shard that its footer might contradict gets no footer
+            self._leave_shard(shard)
+            raise
+        self._ledger.add_written(batch.num_rows)
+        self.is_direct = shard.is_direct
+        self._add_bytes(shard.num_bytes - before)
+        if self._oldest_unsynced_s is None:
+            self._oldest_unsynced_s = self._clock()
+        self._num_unsynced_rows += batch.num_rows
+        low, high = min(built.steps), max(built.steps)
+        self.last_written_step = high if self.last_written_step is None else max(high, self.last_written_step)
+        is_first = shard.num_rows == batch.num_rows
+        self._first_step = low if is_first else min(low, self._first_step)
+        self._last_step = high if is_first else max(high, self._last_step)
+        self._quota.saw(built.steps[-1])
+        if self._index is not None:
+            try:
+                self._index.add(batch)
+            except MemoryError:  # the rows are written, so they must not be counted as lost
+                self._index = None
+
+    def _begin_shard(self) -> BatchFile:
+        name = shard_name(self._kind, self._next_number)
+        path = self._directory / open_name(name)
+        is_direct = self._settings.direct_io == "auto"
+        self._next_number += 1  # also on failure, so that a taken name is not tried for ever
+        shard = BatchFile(self._disk, path, self._layout, self._memory, is_direct=is_direct)
+        self._index = Index() if self._has_index else None
+        self._add_bytes(shard.num_bytes)
+        return shard
+
+    def _rotate_if_full(self) -> None:
+        shard = self._shard
+        if shard is None:
+            return
+        max_steps = self._quota.max_shard_steps
+        has_many_steps = max_steps is not None and self._last_step - self._first_step >= max_steps
+        if (
+            shard.num_bytes >= self._max_shard_bytes
+            or shard.num_rows >= self._settings.shard_rows
+            or (has_many_steps and shard.num_rows)
+        ):
+            self.seal(self._ledger.snapshot())
+
+    def _give_up_shard(self, error: OSError, verb: str) -> None:
+        """Log that the shard cannot be `verb` (such as "synced"), and leave it; the next batch begins another."""
+        self._notices.failed(f"{self._directory}: a {self._kind} shard cannot be {verb}", error)
+        if self._shard is not None:
+            self._leave_shard(self._shard)
+
+    def _leave_shard(self, shard: BatchFile) -> None:
+        """Leave the shard as it is, open and readable up to its last batch; rows that cannot be synced are suspect."""
+        num_unsynced_rows, self._num_unsynced_rows = self._num_unsynced_rows, 0
+        self._shard = self._index = self._oldest_unsynced_s = None
+        if not shard.is_synced and not shard.is_sick:
+            with contextlib.suppress(OSError):
+                shard.sync()
+        if not shard.is_synced:
+            self._ledger.add_suspect(num_unsynced_rows)
+        left = shard.abandon()
+        if left is None:
+            self._quota.add(self._kind, -shard.num_bytes)
+        else:
+            self._quota.keep(self._kind, HeldShard(left, self._last_step, self._is_kept))
+
+    def _write_index(self, index: Index | None, shard: Path, shard_bytes: int) -> int:
+        num_bytes = 0
+        if index is not None:
+            with self._notices.on_error(f"{shard}: its index cannot be written; readers do without", is_aside=True):
+                num_bytes = index.write(self._disk, shard, shard_bytes, self._memory)
+        return num_bytes
+
+    def _add_bytes(self, num_bytes: int) -> None:
+        self._quota.add(self._kind, num_bytes)
+        self.written_bytes += num_bytes

@@ -1,0 +1,82 @@
+"""What each command asks of a store: `python -m scripts.benchmarks store_requests`.
+
+Trains two ranks, and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from recorder.system.units import size
+from tests.distributed.jobs import succeeded, torchrun
+from tests.storage.server import StoreServer
+
+_DEADLINE_S = 300
+_COMMANDS = (
+    "ls RUN",
+    "show RUN",
+    "show RUN 1.2",
+    "top RUN",
+    "doctor RUN",
+    "first RUN",
+    "stats RUN --by step,site --global",
+    "export RUN --site grad -o grads.parquet",
+    "export RUN --site output --module 1.2 --step 8 --rank 0 -o one.npz",
+    "checkpoint RUN --to safetensors --what grad -o grads.safetensors",
+    "diff RUN LOCAL",
+    "merge RUN -o merged",
+    "verify RUN",
+)
+_RULES = (
+    "site=output,grad_output keep=stats; site=param,grad,buffer keep=stats,fingerprint; site=scalar;"
+    "module='' site=input keep=stats,fingerprint; site=output,grad steps=pow2 keep=tensor"
+)
+"""Tensors at many steps, so that one of them is a small share."""
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table."""
+    argparse.ArgumentParser(prog="python -m scripts.benchmarks store_requests", description=__doc__).parse_args(
+        arguments
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        succeeded(
+            torchrun(folder / "job", Path(__file__).with_name("store_train.py"), RECORDER="1", RECORDER_RULES=_RULES)
+        )
+        (run,) = (folder / "job" / "recordings").iterdir()
+        run_bytes = sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
+        num_objects = sum(path.is_file() for path in run.rglob("*"))
+        server = StoreServer()
+        try:
+            url = server.upload(run, "runs/one")
+            print(f"A run of two ranks: {num_objects} objects, {size(run_bytes)}\n")
+            print("| command | LIST | HEAD | GET | bytes | share of the run |")
+            print("|---|---|---|---|---|---|")
+            for command in _COMMANDS:
+                with server.counting() as counts:
+                    _recorder(command.replace("RUN", url).replace("LOCAL", str(run)).split(), folder, server)
+                numbers = " | ".join(str(counts[kind]) for kind in ("LIST", "HEAD", "GET"))
+                share = counts.num_bytes / run_bytes
+                print(f"| `{command}` | {numbers} | {size(counts.num_bytes)} | {share:.1%} |", flush=True)
+        finally:
+            server.close()
+    return 0
+
+
+def _recorder(arguments: Sequence[str], folder: Path, server: StoreServer) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "recorder", *arguments],
+        cwd=folder,
+        env=server.environment(os.environ, folder),
+        capture_output=True,
+        text=True,
+        timeout=_DEADLINE_S,
+    )
+    assert done.returncode in (0, 1), f"{arguments} ended with {done.returncode}: {done.stderr}"

@@ -1,0 +1,321 @@
+"""A small training with one silent error, or none: what `diff` has to name. All of them forked from one process.
+
+    python inject.py FOLDER NAME...
+
+records each into ``FOLDER/NAME``: two gloo ranks, or one process where the name begins with ``one``. Each rank takes
+its half of one global batch, and what is random depends on the step and the sample alone, so that one process trains
+the same. What follows a ``+`` in a name is a setting, such as ``+jitter=1``, or tells two trainings apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch._dynamo  # an optimizer imports it at its first step: once, before all forks
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import recorder
+import recorder.lifecycle.recorder  # the same
+import recorder.write.writer
+from tests.forking import fork
+
+WORDS, WIDTH, LENGTH, BATCH, STEPS = 11, 8, 5, 4, 4
+BROKEN_STEP = 1
+"""Where an error that does not hold from the beginning begins."""
+RULES = "site=* keep=tensor,stats,fingerprint"
+
+
+class Halved(torch.autograd.Function):
+    """The identity, whose gradient is half of what it should be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 0.5
+
+
+class Net(nn.Module):
+    """A byte of a transformer. Each error is a line in it, or in `train`."""
+
+    def __init__(self, what: str, rank: int, size: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH)
+        self.position = nn.Parameter(torch.randn(LENGTH + 1, WIDTH) * 0.1)
+        self.drop = Drop(what, rank, size)
+        self.blocks = nn.ModuleList(Block(what if i else "", rank, size) for i in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen.requires_grad_(what == "frozen_trained")
+        self.what = what
+
+    @property
+    def last(self) -> Block:
+        """Where most errors are."""
+        return cast("Block", self.blocks[1])
+
+    def forward(self, words: Tensor, features: Tensor) -> Tensor:
+        offset = 1 if self.what == "position_offset" else 0
+        x = self.embed(words) + self.frozen(features) + self.position[offset : offset + LENGTH]
+        x = self.drop(x)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Drop(nn.Module):
+    """Dropout whose mask hangs on the step and the sample, not on the rank that has it."""
+
+    def __init__(self, what: str, rank: int, size: int) -> None:
+        super().__init__()
+        self.step = 0
+        self.place = rank, size
+        self.seed = 1 if what == "dropout_seed" and rank == 1 else 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank, size = self.place
+        generator = torch.Generator().manual_seed(self.step + 100 * self.seed)
+        kept = torch.rand(BATCH, LENGTH, WIDTH, generator=generator) < 0.9
+        self.step += 1
+        return x * kept.chunk(size)[rank] / 0.9
+
+
+class Block(nn.Module):
+    temperature: Tensor
+    gain: Tensor
+
+    def __init__(self, what: str, rank: int, size: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(WIDTH)
+        self.attention = Attention(what)
+        self.norm2 = nn.LayerNorm(WIDTH, eps=1e-2 if what == "norm_eps" else 1e-5)
+        self.mlp = Mlp(what, rank, size)
+        self.register_buffer("temperature", torch.ones(()))
+        self.register_buffer("gain", torch.full((WIDTH,), 1.1 if what == "wrong_buffer" else 1.0))
+        self.what, self.rank, self.num_calls = what, rank, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.what == "stale_buffer" and self.rank == 1 and self.num_calls >= BROKEN_STEP):
+            self.temperature.mul_(0.9)
+        self.num_calls += 1
+        x = x + self.attention(self.norm1(x)) * self.temperature
+        is_again = self.what in ("checkpointed", "other_recompute")
+        normed = self.norm2(x)
+        branch = (checkpoint(self.mlp, normed, use_reentrant=False) if is_again else self.mlp(normed)) * self.gain
+        if self.what == "detached":
+            branch = branch.detach()
+        if self.what == "no_residual":
+            return branch  # type: ignore[no-any-return]
+        return x + branch  # type: ignore[no-any-return]
+
+
+class Out(nn.Linear):
+    what = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "transposed":
+            return F.linear(x, self.weight.T, self.bias)
+        return super().forward(x)
+
+
+class Up(nn.Linear):
+    what = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (self.bias if self.what == "bias_twice" else 0)
+
+
+class Attention(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = Out(WIDTH, WIDTH)
+        self.out.what = what
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if self.what == "swapped":
+            k, v = v, k
+        scale = 1.0 if self.what == "attention_scale" else WIDTH**-0.5
+        future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(0 if self.what == "mask" else 1)
+        scores = (q @ k.transpose(-1, -2) * scale).masked_fill(future, -1e4)
+        mixed: Tensor = self.out(scores.softmax(-1) @ v)
+        return mixed
+
+
+class Act(nn.Module):
+    what, rank, num_calls = "", 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.what == "nan_on_one_rank" and self.rank == 1 and self.num_calls > BROKEN_STEP:
+            x = x.where(torch.arange(x.shape[-1]) != 3, torch.nan)
+        if self.what == "custom_backward":
+            x = Halved.apply(x)  # type: ignore[no-untyped-call]
+        return F.relu(x) if self.what == "activation" else F.gelu(x)
+
+
+class Thin(nn.Module):
+    """Dropout whose mask hangs on the step and the sample, in a block whose forward runs twice a step."""
+
+    def __init__(self, what: str, rank: int, size: int) -> None:
+        super().__init__()
+        self.what, self.rank, self.size, self.num_calls = what, rank, size, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what not in ("checkpointed", "other_recompute"):
+            return x
+        step, again = divmod(self.num_calls, 2)
+        self.num_calls += 1
+        generator = torch.Generator().manual_seed(step + 100 * again * (self.what == "other_recompute"))
+        kept = torch.rand(BATCH, LENGTH, 2 * WIDTH, generator=generator) < 0.9
+        return x * kept.chunk(self.size)[self.rank] / 0.9
+
+
+class Mlp(nn.Module):
+    def __init__(self, what: str, rank: int, size: int) -> None:
+        super().__init__()
+        self.up = Up(WIDTH, 2 * WIDTH)
+        self.act = Act()
+        self.thin = Thin(what, rank, size)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.up.what = self.act.what = what
+        self.act.rank = rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.thin(self.act(self.up(x))))
+        return out
+
+
+def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    words = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=generator)
+    return words[:, :-1], torch.randn(BATCH, LENGTH, WIDTH, generator=generator), words[:, 1:]
+
+
+def reduce_in_bf16(state: Any, bucket: Any) -> Any:
+    short = bucket.buffer().bfloat16().div_(dist.get_world_size())
+    work = dist.all_reduce(short, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0].float())
+
+
+reduce_in_bf16.__annotations__.clear()  # DDP refuses annotations that are texts
+
+
+def wrapped(net: Net, what: str, size: int) -> Callable[..., Tensor]:
+    if size == 1:
+        return net
+    if what in ("skipped", "left_alone"):
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["blocks.1.mlp.down.weight"])
+    options: dict[str, Any] = {"broadcast_buffers": False} if what == "stale_buffer" else {}
+    model = DistributedDataParallel(net, find_unused_parameters=what == "detached", **options)
+    if what == "reduced_in_bf16":
+        model.register_comm_hook(None, reduce_in_bf16)
+    return model
+
+
+def groups(net: Net, what: str) -> list[dict[str, Any]]:
+    decayed = [p for name, p in net.named_parameters() if "norm" not in name]
+    others = [p for name, p in net.named_parameters() if "norm" in name]
+    if what == "decayed_norm":
+        decayed, others = [*decayed, net.norm.weight], [p for p in others if p is not net.norm.weight]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
+
+
+def train(net: Net, model: Callable[..., Tensor], what: str, rank: int, size: int) -> None:
+    """Four steps with one thing wrong."""
+    broken_rank = rank == 1
+    if what == "wrong_start" and broken_rank:  # DDP has made all ranks equal
+        with torch.no_grad():
+            net.last.norm1.weight.mul_(1.1)
+    momentum = 0.5 if what == "momentum" and broken_rank else 0.9
+    rate = 0.11 if what == "rate" else 0.1
+    optimizer = torch.optim.SGD(groups(net, what), lr=rate, momentum=momentum)
+    previous = torch.zeros(())
+    for step in range(STEPS):
+        is_broken = step >= BROKEN_STEP
+        if what == "untied" and step == BROKEN_STEP:
+            net.head.weight = nn.Parameter(net.embed.weight.detach().clone())
+        if what == "bit_flip" and step == BROKEN_STEP and broken_rank:
+            with torch.no_grad():
+                net.last.mlp.up.weight[0, 0] *= 1024
+        place = 0 if what == "data" and is_broken else rank
+        words, features, labels = (part.chunk(size)[place] for part in batch(step))
+        if what == "label_shift":
+            labels = labels.roll(1, -1)
+        if what == "word_order" and is_broken:
+            words = words.flip(0)
+        loss = F.cross_entropy(model(words, features).flatten(0, 1), labels.flatten())
+        if what == "doubled_loss" or (what == "scale_on_one_rank" and broken_rank):
+            loss = loss * 2
+        loss.backward()
+        gradients = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+        down = cast("Tensor", net.last.mlp.down.weight.grad)
+        if what == "summed":
+            torch._foreach_mul_(gradients, 2)
+        if what == "old_gradient":
+            now = down.clone()
+            down.copy_(now if step < 2 else previous)
+            previous = now
+        if what == "gradient_scaled_on_one_rank" and is_broken and broken_rank:
+            down.mul_(3)
+        if what == "clipped" or (what == "clipping_skipped" and not broken_rank):
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        kept = net.last.mlp.up.weight.detach().clone()
+        optimizer.step()
+        if what == "not_updated" and broken_rank:
+            net.last.mlp.up.weight.data.copy_(kept)
+        if what != "no_zero_grad":
+            optimizer.zero_grad()
+
+
+def run(folder: Path, name: str, rank: int, size: int) -> None:
+    """One rank, in a process of its own."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    folder.mkdir(parents=True, exist_ok=True)
+    if size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size)
+    what, _, option = name.removeprefix("one_").partition("+")
+    setting, _, value = option.partition("=")
+    settings: dict[str, Any] = {"local_gradients": True, **({setting: value} if value else {})}
+    torch.manual_seed(0)
+    net = Net(what, rank, size)
+    recording: dict[str, Any] = {"enabled": True, "dir": str(folder / "recordings"), "rules": RULES, **settings}
+    model = wrapped(net, what, size) if what == "left_alone" else None  # the recorder then knows what DDP was told
+    with recorder.attach(net, **recording):
+        train(net, model or wrapped(net, what, size), what, rank, size)
+    if size > 1:
+        dist.barrier()
+
+
+def main(folder: Path, names: list[str]) -> int:
+    """Record them one after the other."""
+    torch.set_num_threads(1)
+    gc.freeze()  # so that no child walks through, and copies, what all share
+    failed = 0
+    for name in names:
+        size = 1 if name.startswith("one") else 2
+        pids = [fork(functools.partial(run, folder / name, name, rank, size)) for rank in range(size)]
+        failed += sum(os.waitpid(pid, 0)[1] for pid in pids)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]).absolute(), sys.argv[2:]))

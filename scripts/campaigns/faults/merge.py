@@ -1,0 +1,115 @@
+"""A merge that is killed before its n-th change of the file system, for many n, each time taken up again.
+
+    python -m scripts.campaigns merge FOLDER first|grown|mended [START] [STRIDE]
+
+Forks from a process that has loaded everything, so that a kill costs no imports. Prints how many merges were killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import recorder.merge.plan
+from recorder.errors import NotARunError
+from recorder.globalview.run import open_run
+from recorder.merge.merge import merge_run
+from tests.merge.support import assert_is_merge, batch, content, grow, make_small_run
+
+CHANGES = ("open", "pwritev", "ftruncate", "fsync", "mkdir", "link", "rename", "replace", "unlink", "rmdir")
+
+
+def kill_at(number: int) -> None:
+    """From now on, die at the n-th change."""
+    left = number
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return instead
+
+    for name in CHANGES:
+        setattr(os, name, counted(getattr(os, name)))
+
+
+def merge_and_die(run: Path, out: Path, number: int) -> bool:
+    """Whether the merge was killed before it was through."""
+    pid = os.fork()
+    if pid == 0:
+        kill_at(number)
+        try:
+            merge_run(open_run(run), out)
+        except BaseException as error:
+            print(f"killed at {number}: {error!r}", file=sys.stderr)
+            os._exit(3)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, f"the merge failed with {status}"
+    return os.WIFSIGNALED(status)
+
+
+def visible(out: Path) -> list[Any] | None:
+    """What readers see; None where there is no run."""
+    try:
+        return content(open_run(out))
+    except NotARunError:
+        return None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="an empty one, where the run and its merges are made")
+    parser.add_argument("scenario", choices=("first", "grown", "mended"), help="what was merged before")
+    parser.add_argument("start", nargs="?", type=int, default=0, help="the first kill (default 0)")
+    parser.add_argument("stride", nargs="?", type=int, default=1, help="a kill at every so many changes (default 1)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    folder: Path = arguments.folder
+    scenario: str = arguments.scenario
+    recorder.merge.plan.UNIT_BYTES = 700  # several units
+    run, begun, out = folder / "run", folder / "begun", folder / "out"
+    make_small_run(run, steps=4)
+    before: list[Any] | None = None
+    if scenario == "grown":
+        merge_run(open_run(run), begun)
+        before = content(open_run(begun))
+        grow(run, [3, 4])  # one step is recorded again, by a later attempt
+    if scenario == "mended":
+        shard = sorted((run / "rank=00001").rglob("tensors-*.arrow"))[0]
+        sound = shard.read_bytes()
+        at = sound.index((batch(0, 1) * 4).tobytes())
+        shard.write_bytes(sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :])
+        merge_run(open_run(run), begun)
+        before = content(open_run(begun))
+        shard.write_bytes(sound)
+    whole = folder / "whole"
+    merge_run(open_run(run), whole)
+    after = content(open_run(whole))
+    num_kills, number = 0, arguments.start
+    while True:
+        if begun.exists():
+            shutil.copytree(begun, out)
+        if not merge_and_die(run, out, number):
+            break
+        num_kills += 1
+        seen = visible(out)
+        assert seen in (None, before, after), f"killed at {number}: readers see a part"
+        merge_run(open_run(run), out)
+        assert content(open_run(out)) == after, f"killed at {number}: the merge that went on is another"
+        if num_kills % 8 == 0:
+            assert_is_merge(out, run)
+        shutil.rmtree(out)
+        number += arguments.stride
+    print(num_kills)
+    return 0

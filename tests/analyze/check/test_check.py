@@ -1,0 +1,115 @@
+"""`check` over runs: ranges of steps, restarts, damage, and rules that packages install."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import recorder
+from recorder.analyze.check import check as module
+from recorder.analyze.check import reading
+from recorder.analyze.check.check import check
+from recorder.errors import ConfigError
+from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
+
+
+def rows_of(rank: int, num_steps: int, seq: int = 0, start: int = 0, **more: Any) -> list[Row]:
+    """Outputs of two layers; from step 2 on that of `act` is dead, and on rank 1 one value at step 5 is NaN."""
+    rows: list[Row] = []
+    for step in range(start, start + num_steps):
+        for path in ("up", "act"):
+            values = np.random.default_rng((step, rank)).normal(size=8).astype(np.float32)
+            if path == "act" and step >= 2:
+                values[:] = 0
+            if (path, step, rank) == ("up", 5, 1):
+                values[0] = np.nan
+            rows.append(
+                make_row(seq + len(rows), values, encoding=None, rank=rank, step=step, module_path=path, **more)
+            )
+    return rows
+
+
+def made(path: Path, num_steps: int = 12) -> Path:
+    run = make_run(path, world_size=2)
+    for rank in (0, 1):
+        writer = HandmadeWriter(run, rank)
+        writer.add_shard([rows_of(rank, num_steps)])
+        writer.finish()
+    return run
+
+
+def test_findings_are_those_of_all_ranks_and_the_worst_first(tmp_path: Path) -> None:
+    found = check(recorder.open_run(made(tmp_path / "run")))
+    assert [(one.rule, one.module_path, one.step, one.ranks) for one in found.findings] == [
+        ("nonfinite", "up", 5, (1,)),
+        ("dead", "act", 6, (0, 1)),
+    ]
+    assert found.num_rows == 48 and {"spike", "dead_units"} <= {one.rule for one in found.unjudged}
+
+
+def test_ranges_of_steps_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = recorder.open_run(made(tmp_path / "run"))
+    whole = check(run)
+    monkeypatch.setattr(reading, "RANGE_ROWS", 6)
+    assert check(run) == whole
+
+
+def test_steps_that_a_restart_did_again_are_left_out_and_counted(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", world_size=1)
+    first = HandmadeWriter(run, 0, "20260101-000000-host-1")
+    spoiled = rows_of(0, 4)
+    spoiled[-1] |= {"nan_count": 3}
+    first.add_shard([spoiled])
+    first.finish()
+    second = HandmadeWriter(run, 0, "20260102-000000-host-1")
+    second.add_shard([rows_of(0, 4, start=2, attempt=1)])
+    second.finish(attempt=1)
+    found = check(recorder.open_run(run), ["nonfinite"])
+    assert found.findings == [] and found.num_rows == 12
+    assert any("4 rows of steps that a restart did again" in note for note in found.notes)
+
+
+def test_damaged_rows_are_left_out_and_counted(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", world_size=1)
+    writer = HandmadeWriter(run, 0)
+    rows = rows_of(0, 12)
+    writer.add_shard([rows[:12], rows[12:]])
+    writer.finish()
+    (shard,) = (run / "rank=00000").rglob("*.arrow")
+    data = bytearray(shard.read_bytes())
+    at = data.index(np.float64(rows[15]["l2"]).tobytes())
+    data[at] ^= 255
+    shard.write_bytes(data)
+    for index in (run / "rank=00000").rglob("*.index"):
+        index.unlink()
+    found = check(recorder.open_run(run), ["dead"])
+    assert found.num_rows == 12
+    assert any("damaged" in note and "12 rows" in note for note in found.notes)
+
+
+def test_one_rule_alone_with_another_threshold(tmp_path: Path) -> None:
+    run = recorder.open_run(made(tmp_path / "run"))
+    (one,) = check(run, ["dead"], {"dead": {"records": 2}}).findings
+    assert (one.rule, one.step) == ("dead", 3)
+    with pytest.raises(ConfigError, match="did you mean 'dead'"):
+        check(run, ["deat"])
+
+
+def test_rules_of_installed_packages_are_asked_and_broken_ones_are_notes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = "recorder.checks"
+    points = [
+        EntryPoint("raising", "tests.checks.test_engine:Raising", group),
+        EntryPoint("nothing", "tests.checks.nowhere:Rule", group),
+        EntryPoint("twice", "recorder.checks.activations:Dead", group),
+        EntryPoint("number", "math:pi", group),
+    ]
+    monkeypatch.setattr(module, "entry_points", lambda group: points)
+    found = check(recorder.open_run(made(tmp_path / "run")))
+    assert [one.rule for one in found.findings] == ["nonfinite", "raising", "dead"]
+    assert [note.split()[3] for note in found.notes] == ["nothing", "number", "twice"]

@@ -1,0 +1,594 @@
+"""`first`: the first value that is not finite, and the first replica that differs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import recorder
+from recorder.analyze.first.first import First
+from recorder.format.schema import COUNTS, STATISTICS
+from tests.globalview.meshes import grid_facts, mesh_run
+from tests.read.handmade import HandmadeWriter, Row, make_parts, make_row, make_run
+
+DDP = {"kind": "ddp", "ranks": [0, 1]}
+MODULES = [{"path": "up", "class": "Linear", "source": "train.py:7", "sites": ["output"]}]
+
+
+def write(path: Path, *ranks: list[Row], data_parallel: Any = DDP, **manifest: Any) -> recorder.Run:
+    run = make_run(path, world_size=len(ranks))
+    for rank, rows in enumerate(ranks):
+        writer = HandmadeWriter(run, rank)
+        writer.add_shard([rows])
+        roots = [{"name": "model", "class": "Net", "modules": MODULES, "data_parallel": data_parallel}]
+        writer.finish(roots=roots, **manifest)
+    return recorder.open_run(run)
+
+
+def steps(rank: int, *modules: str, num_steps: int = 4, **columns: Any) -> list[Row]:
+    """Statistics of an output of each module at each step, all healthy."""
+    places = [(step, module) for step in range(num_steps) for module in modules]
+    return [
+        make_row(
+            seq, np.full(4, seq + 1, np.float32), encoding=None, rank=rank, step=step, module_path=module, **columns
+        )
+        for seq, (step, module) in enumerate(places)
+    ]
+
+
+def spoil(row: Row, value: float = np.nan, count: int = 1) -> None:
+    values = np.ones(4, np.float32)
+    values[:count] = value
+    row |= {k: v for k, v in make_row(row["seq"], values).items() if k.endswith("_count")}
+
+
+def found(run: recorder.Run) -> First:
+    """What went wrong first, which must not depend on how many steps are in memory at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recorder.analyze.first.first._RANGE_ROWS", 1)
+        step_by_step = recorder.first(recorder.open_run(run.path))
+    whole = recorder.first(run)
+    assert step_by_step == whole
+    return whole
+
+
+def test_a_healthy_run_has_no_finding(tmp_path: Path) -> None:
+    nothing = found(write(tmp_path / "run", steps(0, "up", "down"), steps(1, "up", "down")))
+    assert not nothing.is_found
+    assert (nothing.nonfinite, nothing.replica, nothing.buffers) == (None, None, [])
+
+
+def test_the_earliest_step_wins_then_the_order_on_the_rank(tmp_path: Path) -> None:
+    one, two = steps(0, "up", "down"), steps(1, "up", "down")
+    for row in (one[5], two[5], two[4], one[6]):  # step 2 down, step 2 down, step 2 up, step 3 up
+        spoil(row)
+    bad = found(write(tmp_path / "run", one, two)).nonfinite
+    assert bad is not None
+    assert (bad.place.step, bad.place.module_path, bad.place.site, bad.place.rank) == (2, "up", "output", 1)
+    assert (bad.nan_count, bad.inf_count, bad.numel, bad.num_before) == (1, 0, 4, 0)
+    assert (bad.place.module_class, bad.place.source) == ("Linear", "train.py:7")
+    assert bad.before is not None and (bad.before.step, bad.before.module_path, bad.before.rank) == (1, "down", 1)
+    assert bad.last_healthy is not None and (bad.last_healthy.step, bad.last_healthy.module_path) == (1, "up")
+    assert bad.num_steps_healthy == 2
+
+
+def test_how_far_it_spread_is_counted(tmp_path: Path) -> None:
+    rows = steps(0, "up", "down")
+    for row in rows[3:]:
+        spoil(row)
+    result = found(write(tmp_path / "run", rows))
+    assert (result.num_nonfinite, result.num_nonfinite_modules) == (5, 2)
+
+
+def test_a_nan_in_the_very_first_value_has_nothing_before_it(tmp_path: Path) -> None:
+    rows = steps(0, "up")
+    spoil(rows[0])
+    bad = found(write(tmp_path / "run", rows)).nonfinite
+    assert bad is not None and (bad.before, bad.last_healthy, bad.place.step) == (None, None, 0)
+
+
+def test_a_mask_that_is_infinite_from_its_first_record_on_is_a_note(tmp_path: Path) -> None:
+    rows = steps(0, "mask", "up")
+    for row in rows[::2]:
+        spoil(row, -np.inf, count=2)
+    result = found(write(tmp_path / "run", rows))
+    assert result.nonfinite is None and not result.is_found
+    (note,) = [note for note in result.notes if "mask" in note]
+    assert note.startswith("'mask' output holds 2 infinite values from its first record on (step 0)")
+
+
+def test_a_mask_of_another_shape_is_measured_by_its_own_first_record(tmp_path: Path) -> None:
+    rows = steps(0, "mask")
+    for row, count in zip(rows, (1, 3, 1, 3), strict=True):
+        spoil(row, -np.inf, count=count)
+        row["shape"] = f"[{count},4]"
+    assert found(write(tmp_path / "run", rows)).nonfinite is None
+
+
+def test_infinities_that_grow_are_a_finding(tmp_path: Path) -> None:
+    rows = steps(0, "mask")
+    for row, count in zip(rows, (2, 2, 3, 2), strict=True):
+        spoil(row, -np.inf, count=count)
+    bad = found(write(tmp_path / "run", rows)).nonfinite
+    assert bad is not None and (bad.place.step, bad.inf_count) == (2, 3)
+
+
+@pytest.mark.parametrize(("site", "value"), [("grad", np.inf), ("optim", np.inf), ("output", np.nan)])
+def test_what_no_mask_can_be_counts_from_the_first_record(tmp_path: Path, site: str, value: float) -> None:
+    rows = steps(0, "up", site=site)
+    for row in rows:
+        spoil(row, value)
+    bad = found(write(tmp_path / "run", rows)).nonfinite
+    assert bad is not None and bad.place.step == 0
+
+
+def test_an_infinity_after_healthy_records_is_a_finding(tmp_path: Path) -> None:
+    rows = steps(0, "up")
+    spoil(rows[2], np.inf)
+    bad = found(write(tmp_path / "run", rows)).nonfinite
+    assert bad is not None and (bad.place.step, bad.inf_count, bad.nan_count) == (2, 1, 0)
+
+
+def without_statistics(row: Row) -> Row:
+    return row | dict.fromkeys((*STATISTICS, *COUNTS))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "complex64", "bfloat16", "float8_e5m2"])
+def test_values_without_statistics_are_decoded(tmp_path: Path, dtype: str) -> None:
+    numpy = pytest.importorskip("ml_dtypes")
+    kind = np.dtype(getattr(numpy, dtype, dtype))
+    values = [np.array([1, 2, np.nan if step == 1 else 3]).astype(kind) for step in range(3)]
+    rows = [without_statistics(make_row(step, values[step], step=step, dtype=dtype)) for step in range(3)]
+    bad = found(write(tmp_path / "run", rows)).nonfinite
+    assert bad is not None and (bad.place.step, bad.nan_count, bad.place.dtype) == (1, 1, dtype)
+    assert bad.last_healthy is not None and bad.last_healthy.step == 0
+
+
+def test_masks_without_statistics_do_not_end_the_search(tmp_path: Path) -> None:
+    rows = []
+    for step in range(4):
+        mask = np.array([0, -np.inf], np.float32)
+        values = np.array([1, np.nan if step == 3 else 2], np.float32)
+        rows += [make_row(2 * step, mask, step=step, name="mask"), make_row(2 * step + 1, values, step=step)]
+    result = found(write(tmp_path / "run", [without_statistics(row) for row in rows]))
+    assert result.nonfinite is not None and (result.nonfinite.place.step, result.nonfinite.place.name) == (3, "")
+    assert any("'layers.0' output mask holds 1 infinite values" in note for note in result.notes)
+
+
+def test_an_infinity_that_was_decoded_first_excuses_a_counted_one(tmp_path: Path) -> None:
+    rows = [make_row(step, np.array([0, -np.inf], np.float32), step=step) for step in range(3)]
+    rows[0] = without_statistics(rows[0])
+    assert found(write(tmp_path / "run", rows)).nonfinite is None
+
+
+def test_a_decoded_value_comes_before_a_counted_one_of_a_later_step(tmp_path: Path) -> None:
+    rows = steps(0, "up")
+    spoil(rows[3])
+    values = np.array([np.nan, 1], np.float32)
+    rows.append(without_statistics(make_row(9, values, step=1, module_path="down")))
+    bad = found(write(tmp_path / "run", rows)).nonfinite
+    assert bad is not None and (bad.place.step, bad.place.module_path) == (1, "down")
+
+
+def test_payloads_after_the_finding_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = steps(0, "up")
+    spoil(rows[1])
+    rows.append(without_statistics(make_row(9, np.ones(2, np.float32), step=3, module_path="down")))
+    run = write(tmp_path / "run", rows)
+    monkeypatch.setattr(recorder.Run, "array", lambda *args, **more: pytest.fail("read"))
+    assert found(run).nonfinite is not None
+
+
+def test_all_parts_of_a_large_tensor_are_looked_at(tmp_path: Path) -> None:
+    values = np.ones(12, np.float32)
+    values[11] = np.inf
+    healthy = make_parts(0, np.ones(12, np.float32), 3, step=0)
+    rows = [without_statistics(row) for row in [*healthy, *make_parts(3, values, 3, step=1)]]
+    bad = found(write(tmp_path / "run", rows)).nonfinite
+    assert bad is not None and (bad.place.step, bad.inf_count, bad.numel) == (1, 1, 12)
+
+
+def test_rows_that_cannot_be_looked_at_are_told(tmp_path: Path) -> None:
+    rows = [without_statistics(row) for row in steps(0, "up")]
+    result = found(write(tmp_path / "run", rows))
+    assert result.nonfinite is None
+    assert any(note.startswith("4 rows have neither statistics nor values") for note in result.notes)
+
+
+def test_a_step_that_the_scaler_skipped_says_so(tmp_path: Path) -> None:
+    rows = steps(0, "up", site="grad")
+    spoil(rows[2], np.inf)
+    rows.append(make_row(9, np.float64(1), step=2, module_path="", site="scalar", name="skipped"))
+    bad = found(write(tmp_path / "run", rows)).nonfinite
+    assert bad is not None and bad.is_skipped
+
+
+def test_a_step_done_again_by_a_later_attempt_does_not_count(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", world_size=1)
+    for attempt, bad_step in ((0, 2), (1, 3)):
+        writer = HandmadeWriter(run, 0, name=f"writer-{attempt}")
+        rows = [row | {"attempt": attempt} for row in steps(0, "up")]
+        spoil(rows[bad_step])
+        writer.add_shard([rows])
+        writer.finish(attempt=attempt, started_ns=1_700_000_000_000_000_000 + attempt)
+    result = found(recorder.open_run(run))
+    assert result.nonfinite is not None and result.nonfinite.place[0] == 3
+    assert "4 rows of steps that a restart did again were left out" in result.notes
+
+
+PARAM: dict[str, Any] = {"site": "param", "name": "weight", "phase": "optimizer", "micro_step": None}
+
+
+def params(rank: int, values: list[float], *, seq: int = 0, **columns: Any) -> list[Row]:
+    usual = PARAM | {"encoding": None, "rank": rank}
+    return [
+        make_row(
+            seq + step,
+            np.full(3, value, np.float32),
+            **(usual | {"step": step, "fingerprint": f"{np.float32(value).view(np.uint32):016x}"} | columns),
+        )
+        for step, value in enumerate(values)
+    ]
+
+
+@pytest.mark.parametrize("by", ["fingerprint", "statistics", "values"])
+def test_the_first_replica_that_differs(tmp_path: Path, by: str) -> None:
+    ranks = []
+    for rank, values in enumerate(([1.0, 2, 3, 4], [1.0, 2, 5, 6])):
+        rows = params(rank, values, encoding="plain" if by == "values" else None)
+        if by != "fingerprint":
+            rows = [row | {"fingerprint": None} for row in rows]
+        ranks.append(rows if by == "statistics" else [without_statistics(row) for row in rows])
+    result = found(write(tmp_path / "run", *ranks))
+    differing = result.replica
+    assert differing is not None and result.is_found
+    place = differing.place
+    assert (place.step, place.module_path, place.site, place.name, place.rank) == (2, "layers.0", "param", "weight", 1)
+    assert (differing.by, differing.groups, differing.is_assumed) == (by, [[0], [1]], False)
+    if by == "statistics":  # of the steps before they say nothing
+        assert differing.last_equal is None
+        assert result.notes == ["2 replicas have statistics alone: they are equal, which proves nothing"]
+    else:
+        assert differing.last_equal is not None and differing.last_equal.step == 1
+    assert result.differing == [("layers.0", "param", "weight")]
+
+
+@pytest.mark.parametrize("others", [[3.0, 2, 1], [1.0, 2, 3]])
+@pytest.mark.parametrize("encoding", ["plain", None])
+def test_equal_statistics_prove_nothing(tmp_path: Path, others: list[float], encoding: str | None) -> None:
+    ranks = [
+        [make_row(0, np.array(values, np.float32), rank=rank, encoding=encoding, **PARAM)]
+        for rank, values in enumerate([[1.0, 2, 3], others])
+    ]
+    result = found(write(tmp_path / "run", *ranks))
+    if encoding is None:
+        assert (result.is_found, result.num_compared) == (False, 0)
+        assert result.why_none_compared == "there are statistics alone, and equal ones prove nothing"
+    else:
+        assert (result.is_found, result.num_compared) == (others[0] == 3, 1)
+        assert result.replica is None or result.replica.by == "values"
+
+
+def test_nan_at_another_place_differs(tmp_path: Path) -> None:
+    ranks = [
+        [make_row(0, np.roll(np.array([np.nan, 2, 2], np.float32), rank), rank=rank, **PARAM)] for rank in range(2)
+    ]
+    differing = found(write(tmp_path / "run", *ranks)).replica
+    assert differing is not None and (differing.by, differing.groups) == ("values", [[0], [1]])
+
+
+@pytest.mark.parametrize("ranks", [[True, False], [0.0, 1.0], [-(10**30), 0, 1], [0, 1, "2"], [], {"0": 1}, None])
+def test_ranks_that_are_none_tell_nothing(tmp_path: Path, ranks: Any) -> None:
+    rows = [params(rank, [float(rank)]) for rank in range(2)]
+    differing = found(write(tmp_path / "run", *rows, data_parallel={"kind": "ddp", "ranks": ranks})).replica
+    assert differing is not None and differing.is_assumed
+
+
+def flat_slice(rank: int, offset: int, values: list[float], mesh: str | None) -> list[Row]:
+    placements = json.dumps([REPLICATE, FLAT | {"offset": offset}])
+    row = make_row(0, np.array(values, np.float32), rank=rank, **PARAM, placements=placements, mesh=mesh)
+    return [row | {"global_shape": "[2]", "layout_source": "fsdp"}]
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_empty_slice_is_no_replica_of_the_one_that_begins_where_it_does(tmp_path: Path, is_told: bool) -> None:
+    """HYBRID_SHARD on two by two ranks: the parameter lies in the second shard whole."""
+    ranks = []
+    for rank in range(4):
+        mesh = json.dumps({"shape": [2, 2], "dim_names": None, "coordinate": list(divmod(rank, 2))})
+        values = [1.0, 2.0 + (rank == 3)] if rank % 2 else []
+        ranks.append(flat_slice(rank, 0, values, mesh if is_told else None))
+    run = write(tmp_path / "run", *ranks, data_parallel={"kind": "fsdp1", "ranks": [0, 1, 2, 3]})
+    result = found(run)
+    assert result.replica is not None and result.num_compared == 1
+    assert (result.replica.groups, result.replica.by) == ([[1], [3]], "statistics")
+
+
+def test_pieces_are_told_apart_by_their_shards(tmp_path: Path) -> None:
+    """Where offsets say nothing, the mesh does."""
+    ranks = []
+    for rank in range(4):
+        where = json.dumps([REPLICATE, {"kind": "StridedShard", "dim": 0, "split_factor": 2}])
+        mesh = json.dumps({"shape": [2, 2], "coordinate": list(divmod(rank, 2))})
+        ranks.append(params(rank, [1.0 + rank % 2, 5.0 + (rank == 2)], placements=where, mesh=mesh))
+    result = found(write(tmp_path / "run", *ranks, data_parallel={"kind": "fsdp2", "ranks": [0, 1, 2, 3]}))
+    assert result.replica is not None and result.num_compared == 4
+    assert (result.replica.place.step, result.replica.groups) == (1, [[0], [2]])
+
+
+def test_the_rank_that_differs_from_most_is_named(tmp_path: Path) -> None:
+    ranks = [params(rank, [1.0, 7.0 if rank == 0 else 2.0]) for rank in range(4)]
+    differing = found(write(tmp_path / "run", *ranks, data_parallel=DDP | {"ranks": [0, 1, 2, 3]})).replica
+    assert differing is not None and (differing.groups, differing.place.rank) == ([[1, 2, 3], [0]], 0)
+    assert [value.mean for value in differing.ranks] == [7, 2, 2, 2]
+
+
+def test_ranks_that_share_a_batch_hold_replicas_too(tmp_path: Path) -> None:
+    """Plain parameters of a tensor parallel model, under DDP and alone."""
+    for number, grid in enumerate(([[0, 1], [2, 3]], [0, 1, 2, 3])):
+        rows = {rank: params(rank, [1.0, 2.0 + (rank == 1)]) for rank in range(4)}
+        run = mesh_run(tmp_path / str(number), rows, {rank: grid_facts(grid, rank) for rank in rows})
+        differing = found(run).replica
+        assert differing is not None and not differing.is_assumed
+        assert (differing.place.step, differing.groups) == (1, [[0, 2, 3], [1]])
+
+
+def test_stages_of_a_pipeline_hold_no_replicas(tmp_path: Path) -> None:
+    rows = {rank: params(rank, [float(rank)]) for rank in range(2)}
+    facts = {rank: {"pipeline": {"stage": rank, "num_stages": 2}} for rank in rows}
+    result = found(mesh_run(tmp_path / "run", rows, facts))
+    assert not result.is_found and result.num_compared == 0
+
+
+@pytest.mark.parametrize("told", [{"up.weight": "ignored"}, {}, 5, ["up.weight"]])
+def test_parameters_that_each_rank_has_for_itself_are_no_replicas(tmp_path: Path, told: Any) -> None:
+    rows = {rank: params(rank, [float(rank)], module_path="up", name="weight") for rank in range(2)}
+    facts = {rank: {"data_parallel": DDP, "unshared": told} for rank in rows}
+    result = found(mesh_run(tmp_path / "run", rows, facts))
+    assert result.is_found == (told != {"up.weight": "ignored"})
+
+
+def test_pieces_whose_place_nobody_knows_are_no_replicas(tmp_path: Path) -> None:
+    ranks = [params(rank, [float(rank)], note='{"no_layout":"memory_format"}') for rank in range(2)]
+    assert not found(write(tmp_path / "run", *ranks)).is_found
+
+
+def test_groups_of_replicas_are_compared_apart(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", world_size=4)
+    for rank in range(4):
+        writer = HandmadeWriter(run, rank)
+        writer.add_shard([params(rank, [float(rank // 2)])])
+        facts = {"kind": "ddp", "ranks": [rank // 2 * 2, rank // 2 * 2 + 1]}
+        writer.finish(roots=[{"name": "model", "modules": [], "data_parallel": facts}])
+    result = found(recorder.open_run(run))
+    assert result.replica is None and result.num_compared == 2
+
+
+def test_shards_and_activations_are_no_replicas(tmp_path: Path) -> None:
+    shards = [params(rank, [float(rank)], placements='[{"kind":"Shard","dim":0}]') for rank in range(2)]
+    outputs = [[make_row(5, [float(rank)], rank=rank)] for rank in range(2)]
+    ranks = [shard + output for shard, output in zip(shards, outputs, strict=True)]
+    assert not found(write(tmp_path / "run", *ranks)).is_found
+
+
+REPLICATE, SHARD, FLAT = ({"kind": kind} for kind in ("Replicate", "Shard", "FlatShard"))
+
+
+@pytest.mark.parametrize(
+    ("placements", "offsets"),
+    [
+        ([REPLICATE, SHARD | {"dim": 0}], [["[0]", "[3]"], ["[0]", "[3]"]]),
+        ([REPLICATE, FLAT], [[None, None], [None, None]]),
+        ([REPLICATE, REPLICATE], [["[0]"] * 2] * 2),
+    ],
+)
+def test_pieces_that_a_mesh_replicates_are_compared(
+    tmp_path: Path, placements: list[dict[str, Any]], offsets: list[list[str | None]]
+) -> None:
+    """HSDP on two by two ranks: ranks 0 and 2, and 1 and 3, hold the same."""
+    ranks = []
+    is_whole = placements[1]["kind"] == "Replicate"
+    for rank in range(4):
+        replica, shard = divmod(rank, 2)
+        where = [placements[0], placements[1] | ({"offset": 3 * shard} if placements[1] == FLAT else {})]
+        values = [1.0 if is_whole else 1.0 + shard, 2.0 + (rank == 3)]
+        ranks.append(params(rank, values, placements=json.dumps(where), offsets=offsets[replica][shard]))
+    result = found(write(tmp_path / "run", *ranks, data_parallel={"kind": "fsdp2", "ranks": [0, 1, 2, 3]}))
+    assert result.replica is not None
+    assert (result.replica.place.step, result.replica.is_assumed) == (1, False)
+    assert result.replica.groups == ([[0, 1, 2], [3]] if is_whole else [[1], [3]])
+    assert result.num_compared == (2 if is_whole else 4)
+
+
+def test_pieces_of_unknown_place_and_partial_sums_are_no_replicas(tmp_path: Path) -> None:
+    for number, where in enumerate(([REPLICATE, {"kind": "StridedShard", "dim": 0}], [REPLICATE, {"kind": "Partial"}])):
+        ranks = [params(rank, [float(rank)], placements=json.dumps(where)) for rank in range(2)]
+        assert found(write(tmp_path / str(number), *ranks)).replica is None
+
+
+def test_without_a_wrapper_replicas_are_assumed(tmp_path: Path) -> None:
+    differing = found(write(tmp_path / "run", params(0, [1.0]), params(1, [2.0]), data_parallel=None)).replica
+    assert differing is not None and differing.is_assumed and differing.last_equal is None
+
+
+def test_a_buffer_that_differs_is_told_apart(tmp_path: Path) -> None:
+    ranks = [params(rank, [1.0, 1.0 + rank, 2.0 + rank], site="buffer", name="running_mean") for rank in range(2)]
+    result = found(write(tmp_path / "run", *ranks))
+    assert not result.is_found
+    (buffer,) = result.buffers
+    assert (buffer.place.step, buffer.place.name, buffer.groups) == (1, "running_mean", [[0], [1]])
+
+
+def buffers(rank: int, values: list[float], **columns: Any) -> list[Row]:
+    return params(rank, values, site="buffer", name="mean", **columns)
+
+
+@pytest.mark.parametrize(
+    ("facts", "sync", "is_found"),
+    [
+        (DDP | {"broadcast_buffers": True}, "broadcast", False),
+        (DDP | {"broadcast_buffers": False}, "never", True),
+        (DDP | {"broadcast_buffers": 0}, None, False),
+        (DDP, None, False),
+        (DDP | {"kind": "fsdp1"}, "own", False),
+        (DDP | {"kind": "fsdp2"}, "own", False),
+        (None, None, False),
+    ],
+)
+def test_buffers_that_nothing_makes_equal_again_are_a_finding(
+    tmp_path: Path, facts: Any, sync: str | None, is_found: bool
+) -> None:
+    ranks = [buffers(rank, [1.0, 1.0 + rank, 2.0 + rank]) for rank in range(2)]
+    result = found(write(tmp_path / "run", *ranks, data_parallel=facts))
+    (buffer,) = result.buffers
+    assert (buffer.sync, buffer.is_stale, buffer.place.step, buffer.groups) == (sync, is_found, 1, [[0], [1]])
+    assert result.is_found == is_found
+
+
+@pytest.mark.parametrize("has_statistics", [True, False])
+def test_buffers_that_the_program_makes_equal_again_are_none(tmp_path: Path, has_statistics: bool) -> None:
+    ranks = [buffers(rank, [1.0 + rank, 2.0 + rank, 3.0], encoding="plain") for rank in range(2)]
+    if not has_statistics:
+        ranks = [[without_statistics(row) for row in rows] for rows in ranks]
+    result = found(write(tmp_path / "run", *ranks, data_parallel=DDP | {"broadcast_buffers": False}))
+    (buffer,) = result.buffers
+    assert (buffer.differs_last, buffer.is_stale, result.is_found) == (False, False, False)
+
+
+def write_merged(path: Path, *ranks: list[Row], of_all: list[Row], data_parallel: Any = DDP) -> recorder.Run:
+    """A merged run: some rows of all ranks, and some that stayed with theirs."""
+    run = make_run(path, merged_from={"run_id": "a", "path": "a"}, world_size=2)
+    writer = HandmadeWriter(run, 0, name="merge")
+    (run / "global").mkdir()
+    writer.directory = writer.directory.rename(run / "global" / "merge")
+    writer.add_shard([[row | {"rank": None} for row in of_all]])
+    writer.finish(rank=None, roots=[{"name": "model", "modules": [], "data_parallel": data_parallel}])
+    for rank, rows in enumerate(ranks):
+        apart = HandmadeWriter(run, rank, name="merge")
+        apart.add_shard([rows])
+        apart.finish()
+    return recorder.open_run(run)
+
+
+@pytest.mark.parametrize(("num_noted", "is_found"), [(2, True), (1, False)])
+def test_a_merged_run_tells_stale_buffers_by_its_notes(tmp_path: Path, num_noted: int, is_found: bool) -> None:
+    rows = buffers(0, [1.0, 1.0])
+    for row in rows[:num_noted]:
+        row["note"] = '{"replicas_differ":[1]}'
+    facts = DDP | {"broadcast_buffers": False}
+    result = found(write_merged(tmp_path / "run", of_all=rows, data_parallel=facts))
+    assert result.is_found == is_found and [one.differs_last for one in result.buffers] == [is_found]
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_a_merged_run_tells_whether_buffers_became_equal(tmp_path: Path, differs: bool) -> None:
+    """A merge leaves the ranks' own rows where they differ, and beside them the first rank's as that of all."""
+    of_all = buffers(0, [1.0, 2.0])
+    for row in of_all[: 1 + differs]:
+        row["note"] = '{"replicas_differ":[1]}'
+    ranks = [buffers(rank, [1.0 + rank]) for rank in range(2)]
+    facts = DDP | {"broadcast_buffers": False}
+    result = found(write_merged(tmp_path / "run", *ranks, of_all=of_all, data_parallel=facts))
+    (buffer,) = result.buffers
+    assert (buffer.groups, buffer.place.step, buffer.differs_last) == ([[0], [1]], 0, differs)
+    assert result.is_found == differs
+
+
+def test_a_value_that_all_ranks_shared_before_was_healthy_before(tmp_path: Path) -> None:
+    bad = params(1, [math.nan], seq=8)
+    bad[0]["step"] = 2
+    result = found(write_merged(tmp_path / "run", [], bad, of_all=params(0, [1.0, 2.0])))
+    assert result.nonfinite is not None and result.nonfinite.place.rank == 1
+    healthy = result.nonfinite.last_healthy
+    assert healthy is not None and (healthy.step, healthy.rank, result.nonfinite.num_steps_healthy) == (1, None, 2)
+    assert result.nonfinite.before == healthy
+
+
+@pytest.mark.parametrize("has_statistics", [True, False])
+def test_what_else_of_the_module_is_not_finite_is_told(tmp_path: Path, has_statistics: bool) -> None:
+    ranks: list[list[Row]] = [[], []]
+    for rank, rows in enumerate(ranks):
+        value = np.array([1, np.nan if rank else 2], np.float32)
+        rows.append(make_row(0, value, rank=rank, step=3, module_path="up"))
+        rows.append(make_row(1, value, rank=rank, step=3, module_path="down", **PARAM))
+        rows.append(make_row(2, value, rank=rank, step=3, module_path="up", **PARAM))
+        rows.append(make_row(3, value, rank=rank, step=4, module_path="up", **PARAM | {"name": "bias"}))
+        rows.append(make_row(4, np.ones(2, np.float32), rank=rank, step=3, module_path="up", **PARAM | {"name": "b"}))
+    if not has_statistics:
+        ranks = [[without_statistics(row) for row in rows] for rows in ranks]
+    bad = found(write(tmp_path / "run", *ranks)).nonfinite
+    assert bad is not None and (bad.place.site, bad.place.rank) == ("output", 1)
+    assert bad.beside == [("param", "weight", 1, 0)]
+
+
+def test_a_loss_that_is_not_finite_is_told_beside_and_is_no_mask(tmp_path: Path) -> None:
+    def scalar(seq: int, step: int, value: float, name: str = "train/loss") -> Row:
+        columns = {"site": "scalar", "name": name, "module_path": "", "phase": "forward"}
+        return make_row(seq, np.array(value, np.float32), step=step, **columns)
+
+    rows = [scalar(0, 0, math.inf, "best"), make_row(1, np.full(4, math.nan, np.float32), module_path="up", step=1)]
+    late = [scalar(2, 1, math.nan), scalar(3, 1, math.inf, "loss"), scalar(4, 1, math.inf, "best")]
+    bad = found(write(tmp_path / "late", rows + late)).nonfinite
+    assert bad is not None and (bad.place.module_path, bad.place.site) == ("up", "output")
+    assert bad.beside == [("scalar", "train/loss", 1, 0), ("scalar", "loss", 0, 1)]
+    bad = found(write(tmp_path / "early", [rows[0], scalar(1, 0, math.inf), scalar(2, 0, math.nan)])).nonfinite
+    assert bad is not None and (bad.place.name, bad.inf_count, bad.beside) == ("train/loss", 1, [])
+
+
+def test_a_run_that_lacks_ranks_says_why_nothing_was_compared(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", params(0, [1.0]), params(1, [2.0]))
+    assert found(run).why_none_compared == ""
+    (run.path / "rank=00001").rename(tmp_path / "away")
+    result = found(recorder.open_run(run.path))
+    assert (result.num_compared, result.why_none_compared) == (0, "only rank 0 of 2 left rows")
+    alone = found(write(tmp_path / "alone", params(0, [1.0]), data_parallel=None))
+    assert alone.why_none_compared == "one rank has no replicas"
+    shards = [params(rank, [1.0], placements='[{"kind":"Shard","dim":0}]') for rank in range(2)]
+    assert "sharded ones are not" in found(write(tmp_path / "shards", *shards)).why_none_compared
+
+
+def test_a_merged_run_keeps_its_findings(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", merged_from={"run_id": "a", "path": "a"})
+    writer = HandmadeWriter(run, 0, name="merge")
+    writer.directory.rename(run / "global-away")
+    (run / "global").mkdir()
+    (run / "global-away").rename(run / "global" / "merge")
+    writer.directory = run / "global" / "merge"
+    note = '{"replicas_differ":[1]}'
+    rows = params(0, [1.0]) + params(0, [1.0, 1.0], seq=4, site="buffer", name="mean", note=note)
+    writer.add_shard([[row | {"rank": None} for row in rows]])
+    writer.finish(rank=None)
+    for rank in (0, 1):
+        apart = HandmadeWriter(run, rank, name="merge")
+        apart.add_shard([[row | {"step": 1} for row in params(rank, [float(rank)], seq=9)]])
+        apart.finish()
+    result = found(recorder.open_run(run))
+    assert result.replica is not None
+    assert (result.replica.place.step, result.replica.groups, result.replica.is_assumed) == (1, [[0], [1]], False)
+    assert result.replica.last_equal is not None and result.replica.last_equal.step == 0
+    assert [(buffer.place.name, buffer.place.step, buffer.groups) for buffer in result.buffers] == [("mean", 0, [[1]])]
+
+
+@pytest.mark.parametrize(
+    "roots", [5, [5], [{"data_parallel": 5}], [{"name": "model", "data_parallel": {"ranks": ["0"]}}]]
+)
+@pytest.mark.parametrize(
+    "note", ['{"replicas_differ":5}', '{"replicas_differ":["x"]}', "replicas_differ", '["replicas_differ"]']
+)
+def test_strangers_json_is_no_error(tmp_path: Path, roots: Any, note: str) -> None:
+    run = make_run(tmp_path / "run")
+    for rank in range(2):
+        writer = HandmadeWriter(run, rank)
+        writer.add_shard([params(rank, [1.0], site="buffer", note=note) + params(rank, [1.0], seq=5)])
+        writer.finish(roots=roots)
+    assert not found(recorder.open_run(run)).is_found
+
+
+def test_an_empty_run_has_no_finding(tmp_path: Path) -> None:
+    result = found(recorder.open_run(make_run(tmp_path / "run")))
+    assert not result.is_found and result.num_compared == 0

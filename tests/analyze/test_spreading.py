@@ -1,0 +1,67 @@
+"""Ranges are worked on by the workers of any executor, which are refused where they would answer otherwise."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import recorder
+from recorder.analyze.selection import Selection
+from recorder.analyze.spreading import spread_over
+from recorder.analyze.stats.stats import statistics
+from recorder.errors import ClusterError
+from recorder.globalview import reopening
+from tests.merge.support import make_small_run
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[Executor]:
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as executor:
+        yield executor
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> recorder.Run:
+    monkeypatch.setattr("recorder.analyze.step_ranges.MAX_ROWS", 20)
+    return recorder.open_run(make_small_run(tmp_path / "run", steps=6))
+
+
+def test_processes_answer_as_this_one_does(executor: Executor, run: recorder.Run) -> None:
+    here = statistics(run, Selection(), by=["step"])
+    there = statistics(run, Selection(), by=["step"], mapper=spread_over(executor, 2))
+    assert there.table.equals(here.table) and there.notes == here.notes
+
+
+def test_an_executor_that_ended_is_no_damage(run: recorder.Run) -> None:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as ended:
+        pass
+    with pytest.raises(RuntimeError, match="shutdown"):
+        statistics(run, Selection(), by=["step"], mapper=spread_over(ended, 1))
+
+
+def test_a_process_of_other_versions_is_refused(
+    executor: Executor, run: recorder.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reopening, "versions", lambda: {"pyarrow": "1.0"})
+    expected = rf"worker {socket.gethostname()} .*but this machine has 1.0; install the same version"
+    with pytest.raises(ClusterError, match=expected):
+        statistics(run, Selection(), by=["step"], mapper=spread_over(executor, 2))
+
+
+@pytest.mark.parametrize(("other", "said"), [("none", "does not see the run"), ("another", "sees another run at")])
+def test_a_process_that_sees_other_files_is_refused(
+    executor: Executor, run: recorder.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str, said: str
+) -> None:
+    """It is told another path, as under which another file system may be mounted."""
+    if other == "another":
+        make_small_run(tmp_path / "another", steps=2)
+    opened = reopening.RunAsOpened.of(run)
+    wrong = opened._replace(path=str(tmp_path / other))
+    monkeypatch.setattr(reopening.RunAsOpened, "of", classmethod(lambda cls, run: wrong))
+    with pytest.raises(ClusterError, match=f"worker {socket.gethostname()} .*{said}"):
+        statistics(run, Selection(), by=["step"], mapper=spread_over(executor, 2))

@@ -1,0 +1,261 @@
+"""The page of `recorder report` in a real browser: drawn, read back, clicked, zoomed, printed, without a network."""
+
+from __future__ import annotations
+
+import json
+import urllib.parse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from recorder.format.numbers.histogram import Histogram
+from tests.browser.conftest import NUM_STEPS, Open, Opened, write_page
+from tests.report.pages import HOSTILE, hostile_run, run_of
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Position
+
+MAGENTA = (230, 0, 122)
+CELLS = "#panel-map .heat-chunk"
+ROW_PIXELS = 17
+
+
+def rows_of(opened: Opened, panel: str = "map") -> list[str]:
+    return opened.page.locator(f"#panel-{panel} .heat-label").all_inner_texts()
+
+
+def cell_at(opened: Opened, row: int, column: int, columns: int = NUM_STEPS) -> tuple[int, int, int]:
+    """The colour a little beside the middle of a cell of the map, where no mark stands."""
+    pixels = opened.pixels(CELLS)
+    x = int((column + 0.2) * pixels.shape[1] / columns)
+    red, green, blue, _ = pixels[row * ROW_PIXELS + 4, x].tolist()
+    return red, green, blue
+
+
+def point_at(opened: Opened, row: int, column: int, columns: int = NUM_STEPS) -> Position:
+    width = opened.page.locator(CELLS).first.evaluate("one => one.clientWidth")
+    return {"x": (column + 0.5) * width / columns, "y": float(row * ROW_PIXELS + 8)}
+
+
+def hash_of(opened: Opened) -> dict[str, str]:
+    return dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(opened.page.url).fragment))
+
+
+def test_every_panel_is_drawn(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained)
+    assert opened.page.locator("nav a").all_inner_texts() == ["Run", "Map", "Lines", "Graph", "Ranks", "Images"]
+    assert "Net" in opened.text("#panel-top") and "ranks" in opened.text("#panel-top")
+    assert "step 15" in opened.text("#panel-top .findings") and "rank 1" in opened.text("#panel-top .findings")
+    assert rows_of(opened) == ["Net", "stem", "blocks", "0", "fc", "1", "fc", "head"]
+    assert opened.page.locator("#panel-lines .plot canvas").count() == 2
+    assert "stem" in opened.text("#panel-graph") and "[2,4]" in opened.text("#panel-graph")
+    assert opened.page.locator("#panel-ranks tbody tr").count() == 2
+    assert opened.page.locator("#panel-images canvas").count() == 4 + 6 + 3
+    for canvas in ("#panel-map .heat-chunk", "#panel-lines .plot canvas", "#panel-images .tile"):
+        assert len(np.unique(opened.pixels(canvas).reshape(-1, 4), axis=0)) > 5, canvas
+
+
+def test_what_is_not_finite_and_what_is_missing_look_like_nothing_else(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained)
+    head, hole = rows_of(opened).index("head"), rows_of(opened).index("fc")
+    assert cell_at(opened, head, 15) == MAGENTA
+    assert cell_at(opened, head, 14) != MAGENTA and cell_at(opened, hole, 5) != cell_at(opened, hole, 4)
+    assert max(cell_at(opened, hole, 5)) - min(cell_at(opened, hole, 5)) < 16  # grey: no colour of the scale
+    opened.page.locator(CELLS).hover(position=point_at(opened, head, 15))
+    assert "1 NaN" in opened.text(".tooltip")
+    opened.page.locator(CELLS).hover(position=point_at(opened, hole, 5))
+    assert "not recorded" in opened.text(".tooltip") and "step 5" in opened.text(".tooltip")
+
+
+def test_a_click_on_the_map_shows_the_line_and_is_in_the_address(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained)
+    opened.page.locator(CELLS).click(position=point_at(opened, rows_of(opened).index("head"), 3))
+    opened.redrawn()
+    assert opened.text("#panel-lines .chart-head strong") == "head output"
+    address = hash_of(opened)
+    assert (address["view"], address["step"]) == ("lines", "3")
+    assert json.loads(address["pins"])[0][:2] == ["head", "output"]
+    again = open_page(trained, "#" + urllib.parse.urlsplit(opened.page.url).fragment)
+    assert again.text("#panel-lines .chart-head strong") == "head output"
+    box = again.page.locator("#panel-lines").bounding_box()
+    assert box is not None and box["y"] < 300  # the page is where the link led
+
+
+def test_other_values_are_chosen_and_containers_fold(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained)
+    before = opened.pixels(CELLS)
+    opened.page.select_option("#choose-site", label="grad")
+    opened.page.select_option("#choose-stat", "std")
+    opened.redrawn()
+    assert opened.text("#panel-map .legend-title") == "standard deviation of grad"
+    assert not np.array_equal(before, opened.pixels(CELLS))
+    opened.page.select_option("#choose-lane", label="rank 1")
+    opened.redrawn()
+    assert {"site": "grad", "stat": "std", "lane": "2"}.items() <= hash_of(opened).items()
+    opened.page.get_by_role("button", name="fold blocks").click()
+    opened.redrawn()
+    assert rows_of(opened) == ["Net", "stem", "blocks", "head"]
+    assert json.loads(hash_of(opened)["shut"]) == ["blocks"]
+
+
+@pytest.mark.parametrize(("axes", "rows", "columns"), [("module-rank", 8, 2), ("rank-step", 3, NUM_STEPS)])
+def test_the_map_has_any_two_of_module_step_and_rank(
+    open_page: Open, trained: Path, axes: str, rows: int, columns: int
+) -> None:
+    opened = open_page(trained, f"#axes={axes}")
+    assert len(rows_of(opened)) == rows
+    if axes == "module-rank":
+        assert cell_at(opened, 7, 1, columns) == MAGENTA and cell_at(opened, 7, 0, columns) != MAGENTA
+    else:
+        assert cell_at(opened, 2, 15, columns) == MAGENTA and cell_at(opened, 1, 15, columns) != MAGENTA
+
+
+def test_a_drag_zooms_all_pictures(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained)
+    plot = opened.page.locator("#panel-lines .u-over").first
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    assert box is not None
+    opened.page.mouse.move(box["x"] + box["width"] * 0.24, box["y"] + 60)
+    opened.page.mouse.down()
+    opened.page.mouse.move(box["x"] + box["width"] * 0.55, box["y"] + 60, steps=4)
+    opened.page.mouse.up()
+    opened.redrawn()
+    address = hash_of(opened)
+    first, last = int(address["from"]), int(address["to"])
+    assert 4 <= first <= 6 and 9 <= last <= 11
+    assert f"now {first} to {last}" in opened.text("#panel-map .bar")
+    opened.page.click("#zoom-out")
+    opened.redrawn()
+    assert "from" not in hash_of(opened)
+
+
+def test_a_finding_leads_into_the_picture(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained)
+    opened.page.locator("#panel-top .findings a").first.click()
+    opened.redrawn()
+    assert opened.text("#panel-lines .chart-head strong") == "head output"
+    assert "NaN or infinite" in opened.text("#panel-lines .chart-legend")
+
+
+def test_the_keyboard_is_enough(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained)
+    opened.page.locator("#panel-map .heat-cells").focus()
+    for key in ("ArrowDown", "ArrowDown", "ArrowRight"):
+        opened.page.keyboard.press(key)
+    assert "step 1" in opened.text(".tooltip")
+    opened.page.keyboard.press(" ")
+    opened.redrawn()
+    assert rows_of(opened) == ["Net", "stem", "blocks", "head"]
+    opened.page.keyboard.press("ArrowDown")
+    opened.page.keyboard.press("Enter")
+    opened.redrawn()
+    assert opened.text("#panel-lines .chart-head strong") == "head output"
+
+
+def test_the_graph_opens_and_closes(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained)
+    boxes = opened.page.locator("#panel-graph .box-name")
+    assert boxes.all_inner_texts() == ["Net", "stem", "blocks", "0", "fc", "1", "fc", "head"]
+    opened.page.get_by_role("button", name="close blocks").click()
+    opened.redrawn()
+    assert boxes.all_inner_texts() == ["Net", "stem", "blocks", "head"]
+    assert opened.page.locator("#panel-graph .box-head.bad").count() == 1
+
+
+def test_histograms_are_drawn_over_steps(open_page: Open, tmp_path: Path) -> None:
+    counts = Histogram(first=-1, counts=np.array([[0, 0, 4], [8, 16, 0]]))
+    values = {(0, step): 1.0 for step in range(4)}
+    run = run_of(tmp_path / "run", values, histogram=counts.to_bytes(), zero_count=4)
+    opened = open_page(write_page(run, tmp_path / "r.html"))
+    labels = rows_of(opened, "histograms")
+    assert [label for label in labels if label in ("2^0 to 2^1", "2^-1 to 2^0", "0", "-2^2 to -2^1")] == [
+        "2^0 to 2^1", "2^-1 to 2^0", "0", "-2^2 to -2^1",
+    ]  # fmt: skip
+    assert "⋯" in labels
+    opened.page.locator("#panel-histograms .heat-chunk").hover(
+        position={"x": 20, "y": labels.index("2^0 to 2^1") * 17 + 8}
+    )
+    assert "% of the values" in opened.text(".tooltip")
+
+
+def test_two_runs_are_beside_each_other(open_page: Open, pair: Path) -> None:
+    opened = open_page(pair)
+    assert "different" in opened.text("#diff-verdict")
+    assert "step 10" in opened.text("#panel-against .findings")
+    pixels = opened.pixels("#panel-against .heat-chunk")
+    step = pixels.shape[1] / NUM_STEPS
+    equal, apart = pixels[4, int(4.5 * step)].tolist(), pixels[4, int(12.5 * step)].tolist()
+    assert equal[:3] == [0x44, 0x01, 0x54] and apart != equal
+    legend = opened.text("#panel-lines .chart-legend")
+    assert "two: all ranks together" in legend
+    assert not any(text == "false" for text in opened.page.locator("section").all_inner_texts())
+
+
+def test_no_name_does_anything(open_page: Open, tmp_path: Path) -> None:
+    opened = open_page(write_page(hostile_run(tmp_path / "run"), tmp_path / "r.html"))
+    assert "owned" not in opened.page.title()
+    assert opened.page.locator("#page script, #page img, #page iframe, #page [onerror]").count() == 0
+    shown = opened.page.locator("#page").inner_text()
+    assert HOSTILE[0] in shown and HOSTILE[4] in shown and "\\u202eevil" in shown
+    labels = rows_of(opened)
+    assert any(label.startswith("<!--") for label in labels)
+    for row in range(len(labels)):
+        opened.page.locator(CELLS).click(position=point_at(opened, row, 1, 2))
+        opened.redrawn()
+    assert "owned" not in opened.page.title()
+
+
+def test_a_script_that_is_not_the_pages_own_does_not_run(browser: object, trained: Path, tmp_path: Path) -> None:
+    """The policy holds: this is what would happen if something ever slipped through."""
+    changed = tmp_path / "changed.html"
+    injected = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\"></body>"
+    changed.write_text(trained.read_text().replace("</body>", injected))
+    page = browser.new_page()  # type: ignore[attr-defined]
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.goto(changed.as_uri())
+    page.wait_for_selector("html[data-drawn]")
+    assert page.title() != "owned" and any("Content Security Policy" in text for text in said)
+    page.close()
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_narrow_window_needs_no_scrolling_to_the_side(open_page: Open, pair: Path, dark: bool) -> None:
+    opened = open_page(pair, width=390, dark=dark)
+    width = opened.page.evaluate("() => document.documentElement.scrollWidth")
+    assert width <= 390
+    back = opened.page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+    assert (back == "rgb(255, 255, 255)") is not dark
+
+
+def test_it_prints(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained)
+    opened.page.emulate_media(media="print")
+    assert (
+        not opened.page.locator("nav").is_visible() and opened.page.locator("#panel-map .heat-chunk").first.is_visible()
+    )
+    printed = opened.page.pdf(print_background=True)
+    assert printed.startswith(b"%PDF") and len(printed) > 20_000
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {(0, 0): 1.0},
+        {(0, step): float("nan") for step in range(4)},
+        {(rank, step): 1.0 + rank for rank in range(12) for step in range(3)},
+    ],
+    ids=["one step", "all NaN", "many ranks"],
+)
+def test_a_run_of_any_kind_is_drawn(open_page: Open, tmp_path: Path, values: dict[tuple[int, int], float]) -> None:
+    opened = open_page(write_page(run_of(tmp_path / "run", values), tmp_path / "r.html"))
+    assert opened.page.locator(CELLS).count() == 1
+    assert opened.page.locator("#panel-lines .plot").count() == 1
+    for axes in ("module-rank", "rank-step") if len(values) > 20 else ():
+        opened.page.select_option("#choose-axes", axes)
+        opened.redrawn()
+        assert len(rows_of(opened)) == {"module-rank": 2, "rank-step": 12}[axes]
+    assert opened.page.locator(".verdict:has-text('could not be drawn')").count() == 0

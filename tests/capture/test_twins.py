@@ -1,0 +1,100 @@
+"""Some of `python -m scripts.campaigns twins`, and that it notices what a recorder could do wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from recorder.capture.hooks.module import Watch
+from scripts.campaigns.twins.twin import REFUSALS, Combination, Rig, differences, product, train
+
+# Said by torch of its own code, and of what a combination does on purpose.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.`:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+SAMPLE = [
+    Combination("mlp", "scaler", "none"),
+    Combination("conv", "adamw fused", "checkpoint"),
+    Combination("transformer", "double backward", "none"),
+    Combination("lstm", "lbfgs", "none"),
+    Combination("tied", "two optimizers", "checkpoint reentrant"),
+    Combination("tied", "double backward", "checkpoint reentrant"),
+    Combination("shared", "accumulation", "instrument fx"),
+    Combination("buffers", "clipping", "autocast bf16"),
+    Combination("mlp", "sgd", "compile eager"),
+    Combination("mlp", "sgd", "tap eager"),
+    Combination("buffers", "adamw foreach", "instrument aot_eager"),
+]
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    return Rig(tmp_path_factory.mktemp("twins"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("combination", SAMPLE, ids=lambda one: one.name)
+def test_training_is_bit_equal_with_the_recorder_and_without(rig: Rig, combination: Combination) -> None:
+    result = rig.compare(combination)
+    assert result.problems == []
+    assert (result.num_compared > 20 and result.num_rows > 20) or result.refusal in REFUSALS
+
+
+def _gradient_changes(self: Watch, output: Any) -> None:
+    if isinstance(output, torch.Tensor) and output.requires_grad:
+        output.register_hook(lambda gradient: gradient * (1 + 1e-6))
+
+
+def _value_changes(self: Watch, output: Any) -> None:
+    output.detach().mul_(1 + 1e-6)
+
+
+def _random_number(self: Watch, output: Any) -> None:
+    torch.rand(())
+
+
+def _random_number_of_python(self: Watch, output: Any) -> None:
+    __import__("random").random()
+
+
+def _exception(self: Watch, output: Any) -> None:
+    raise SystemError("of a hook")
+
+
+@pytest.mark.parametrize(
+    "fault", [_gradient_changes, _value_changes, _random_number, _random_number_of_python, _exception]
+)
+def test_a_hook_that_disturbs_training_is_noticed(
+    rig: Rig, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Watch, "after_forward", fault)
+    assert rig.compare(Combination("shared", "sgd", "none")).problems
+
+
+def test_a_graph_more_is_noticed() -> None:
+    once, twice = (
+        train(Combination("mlp", "sgd", transform), is_recorded=False) for transform in ("none", "compile eager")
+    )
+    assert differences(once, twice, with_graphs=False) == []
+    (found,) = differences(once, twice, with_graphs=True)
+    assert "graphs=2" in found
+
+
+def test_every_combination_that_torch_refuses_is_one_of_the_product() -> None:
+    combinations = set(product())
+    for refusal in REFUSALS:
+        for model in refusal.models:
+            assert {Combination(model, refusal.loop, transform) for transform in refusal.transforms} <= combinations

@@ -1,0 +1,136 @@
+"""The engine: whole steps, rules that raise, rules that lack what they read, thresholds and rules of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from recorder.checks.book import RULES, find_rule, read_assignment, read_table
+from recorder.checks.engine import Engine
+from recorder.checks.later import DeadUnits
+from recorder.checks.rows import Rows
+from recorder.checks.rule import Finding, Rule, Severity
+from recorder.errors import ConfigError
+from tests.checks.rows import Recorded
+
+
+class Steps(Rule):
+    """Remembers what it was fed."""
+
+    name: ClassVar[str] = "steps"
+    sentence: ClassVar[str] = "It finds nothing."
+    sites: ClassVar[tuple[str, ...]] = ("output",)
+    columns: ClassVar[tuple[str, ...]] = ("mean",)
+    advice: ClassVar[str] = ""
+    fed: ClassVar[list[list[int]]] = []
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        self.fed.append(rows.steps.tolist())
+        yield from ()
+
+
+class Raising(Steps):
+    name: ClassVar[str] = "raising"
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        raise ValueError("of mine")
+
+
+def recorded() -> Recorded:
+    made = Recorded()
+    for step in range(3):
+        for path in ("a", "b"):
+            made.add(step, path, np.ones(4) * (step + 1))
+    return made
+
+
+def test_a_rule_sees_whole_steps_however_the_rows_come() -> None:
+    for rows_a_batch, expected in (
+        (1, [[0, 0], [1, 1], [2, 2]]),
+        (3, [[0, 0], [1, 1], [2, 2]]),
+        (9, [[0, 0, 1, 1], [2, 2]]),
+    ):
+        Steps.fed.clear()
+        recorded().judge(Steps, rows_a_batch)
+        assert [sorted(some) for some in Steps.fed] == [sorted(some) for some in expected]
+
+
+def test_a_rule_that_raises_is_one_warning_and_the_others_go_on() -> None:
+    made = recorded()
+    Steps.fed.clear()
+    engine = Engine([Raising(made.catalog), Steps(made.catalog)], made.catalog)
+    for step in range(3):
+        engine.add(made.rows([one for one in made._rows if one[0] == step]))
+    (one,) = engine.finish().findings
+    assert (one.rule, one.severity) == ("raising", Severity.WARNING) and "ValueError (of mine)" in one.what
+    assert len(Steps.fed) == 3
+
+
+def test_a_rule_without_what_it_reads_is_not_judged_and_says_what_to_record() -> None:
+    class Elsewhere(Steps):
+        name: ClassVar[str] = "elsewhere"
+        sites: ClassVar[tuple[str, ...]] = ("grad",)
+
+    (one,) = recorded().judge(Elsewhere).unjudged
+    assert one.setting == "site=grad keep=stats" and "no rows of grad" in one.why
+    (later,) = recorded().judge(DeadUnits).unjudged
+    assert "needs keep=units" in later.why and later.setting == ""
+
+
+def test_ranks_that_say_one_thing_are_one_finding() -> None:
+    made = Recorded()
+    for rank in (0, 1, 2):
+        made.add(0, "up", [np.nan], rank=rank)
+    (one,) = made.judge(find_rule("nonfinite", RULES)).findings
+    assert one.ranks == (0, 1, 2)
+
+
+def test_every_rule_says_what_it_reads_and_where_its_thresholds_come_from() -> None:
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    for rule in RULES:
+        assert rule.sentence.endswith(".") and rule.sites and rule.columns and rule.advice
+        assert all(one.unit and one.source for one in rule.settings)
+
+
+def test_a_threshold_as_it_is_typed() -> None:
+    assert read_assignment("spike.sigmas=8", RULES) == ("spike", "sigmas", 8.0)
+
+
+OWN = {"name": "loud", "site": "output", "statistic": "absmax", "above": 2, "records": 2, "module": "a"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"spike": {"sigma": 8}}, "did you mean 'sigmas'"),
+        ({"spikes": {"sigmas": 8}}, "did you mean 'spike'"),
+        ({"spike": {"sigmas": "many"}}, "'many' is no number"),
+        ({"spike": 8}, "expected a table"),
+        ({"rule": OWN}, "[[rule]]"),
+        ({"rule": [OWN | {"abve": 3}]}, "did you mean 'above'"),
+        ({"rule": [OWN | {"below": 3}]}, "one number, above or below"),
+        ({"rule": [OWN | {"statistic": "absmx"}]}, "did you mean 'absmax'"),
+        ({"rule": [OWN | {"site": "outputs"}]}, "did you mean 'output'"),
+        ({"rule": [OWN | {"name": "spike"}]}, "no rule's name yet"),
+        ({"rule": [OWN | {"severity": "bad"}]}, "note, warning, error"),
+        ({"rule": [OWN | {"records": 0}]}, "from 1 on"),
+    ],
+)
+def test_a_table_that_is_wrong_is_refused_with_the_nearest_name(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_table(wrong, "check.toml")
+    assert message in str(caught.value) and "check.toml" in str(caught.value)
+
+
+def test_a_rule_of_the_users_is_a_statistic_and_a_limit() -> None:
+    thresholds, (rule,) = read_table({"spike": {"sigmas": 8}, "rule": [OWN | {"severity": "error"}]}, "check.toml")
+    assert thresholds == {"spike": {"sigmas": 8.0}}
+    made = Recorded()
+    for step in range(4):
+        for path in ("a", "b"):
+            made.add(step, path, np.full(4, 1.0 + step))
+    (one,) = made.judge(rule).findings
+    assert (one.module_path, one.step, one.value, one.severity) == ("a", 3, 4.0, Severity.ERROR)

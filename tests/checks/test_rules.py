@@ -1,0 +1,314 @@
+"""Each rule finds its fault at the right value, and says nothing of values as they should be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recorder.checks.activations import Dead, Saturated
+from recorder.checks.course import Jump, LossStuck, Spike
+from recorder.checks.finite import NonFinite
+from recorder.checks.gradients import Exploding, NoGradient, Vanishing
+from recorder.checks.parameters import Initialisation, Unchanged, Update
+from recorder.checks.ranks import OutlierRank, RepeatedBatch, RunningStatistics
+from recorder.checks.rule import Finding, Rule, Severity
+from tests.checks.rows import Recorded
+
+LAYERS = [f"blocks.{number}" for number in range(8)]
+BATCHES = (1, 7, 1_000)
+"""Rows of a batch: what is found must not depend on it."""
+OPTIMIZER: dict[str, Any] = {"name": "weight", "phase": "optimizer"}
+
+
+def noise(*seed: int, scale: float = 1.0, shape: tuple[int, ...] = (4, 8)) -> Any:
+    return np.random.default_rng(seed).normal(size=shape) * scale
+
+
+def said(recorded: Recorded, rule: type[Rule], **thresholds: float) -> list[Finding]:
+    """The findings, which are the same however the rows are cut into batches."""
+    first, *others = [recorded.judge(rule, rows, **thresholds).findings for rows in BATCHES]
+    for other in others:
+        assert [one._replace(value=0.0) for one in other] == [one._replace(value=0.0) for one in first]
+        assert [one.value for one in other] == pytest.approx([one.value for one in first])
+    return first
+
+
+def places(found: list[Finding]) -> list[tuple[str, int, tuple[int, ...]]]:
+    return [(one.module_path, one.step, one.ranks) for one in found]
+
+
+def outputs(change: Any = None, ranks: int = 1, steps: int = 8) -> Recorded:
+    """Outputs of layers, and what `change` makes of one of them."""
+    recorded = Recorded()
+    for step in range(steps):
+        for rank in range(ranks):
+            for number, path in enumerate(LAYERS):
+                values = noise(step, rank, number)
+                recorded.add(step, path, values if change is None else change(step, rank, path, values), rank=rank)
+    return recorded
+
+
+def test_a_nan_is_named_once_at_the_module_that_made_it() -> None:
+    def change(step: int, rank: int, path: str, values: Any) -> Any:
+        return np.where(values > 1, np.nan, values) if step >= 3 and path >= "blocks.5" and rank == 1 else values
+
+    (one,) = said(outputs(change, ranks=2), NonFinite)
+    assert places([one]) == [("blocks.5", 3, (1,))]
+    assert one.severity is Severity.ERROR and one.measure == "NaN elements"
+
+
+def test_a_nan_that_comes_back_is_named_again() -> None:
+    def change(step: int, rank: int, path: str, values: Any) -> Any:
+        return values * np.nan if step in (2, 3, 6) and path == "blocks.1" else values
+
+    assert places(said(outputs(change), NonFinite)) == [("blocks.1", 2, (0,)), ("blocks.1", 6, (0,))]
+
+
+def test_the_rule_says_whether_the_module_made_it_or_was_given_it() -> None:
+    for site, spoiled, words in (
+        ("input", np.ones(4), "the module made it"),
+        ("param", np.full(4, np.nan), "neither is a parameter of the module"),
+    ):
+        recorded = Recorded()
+        recorded.add(0, "up", np.full(4, np.nan))
+        recorded.add(0, "up", spoiled, site=site)
+        (one,) = recorded.judge(NonFinite).findings
+        assert words in one.what and one.site == "output"
+
+
+def test_a_mask_is_no_finding_and_one_that_grows_is() -> None:
+    def mask(count: int) -> Any:
+        values = np.zeros(8)
+        values[:count] = -np.inf
+        return values
+
+    recorded = outputs(lambda step, rank, path, values: mask(3) if path == "blocks.2" else values)
+    assert said(recorded, NonFinite) == []
+    growing = outputs(lambda step, rank, path, values: mask(3 + (step == 5)) if path == "blocks.2" else values)
+    assert places(said(growing, NonFinite)) == [("blocks.2", 5, (0,))]
+
+
+def test_a_gradient_may_hold_no_infinity_from_its_first_record_on() -> None:
+    recorded = Recorded()
+    recorded.add(0, "up", [np.inf, 1.0], site="grad", name="weight", phase="optimizer")
+    assert places(recorded.judge(NonFinite).findings) == [("up", 0, (0,))]
+
+
+def test_a_step_that_grad_scaler_skipped_is_a_note_and_hides_nothing() -> None:
+    recorded = Recorded()
+    for step in range(4):
+        recorded.add(step, "up", [np.inf if step in (1, 2) else 1.0], **OPTIMIZER, site="grad")
+        recorded.add(step, "", float(step == 1), site="scalar", name="skipped")
+    assert [(one.step, one.severity) for one in said(recorded, NonFinite)] == [(2, Severity.ERROR), (1, Severity.NOTE)]
+
+
+def gradients(scale: Any, steps: int = 150) -> Recorded:
+    recorded = Recorded()
+    for step in range(steps):
+        for number, path in enumerate(LAYERS):
+            recorded.add(step, path, noise(step, number, scale=scale(step, path)), **OPTIMIZER, site="grad")
+        recorded.add(step, "", 2 + noise(step, shape=(), scale=0.1), site="scalar", name="loss")
+    return recorded
+
+
+def test_a_gradient_that_jumps_is_named_with_the_module_that_grew_most() -> None:
+    recorded = gradients(lambda step, path: 1000.0 if (step, path) == (120, "blocks.3") else 1.0)
+    assert places(said(recorded, Jump)) == [("blocks.3", 120, (0,))]
+    assert places(said(recorded, Spike)) == [("blocks.3", 120, (0,))]
+
+
+def test_noise_neither_spikes_nor_jumps() -> None:
+    recorded = gradients(lambda step, path: 1.0)
+    assert said(recorded, Spike) == [] and said(recorded, Jump) == []
+
+
+def test_a_run_too_short_for_a_rule_is_not_judged() -> None:
+    recorded = gradients(lambda step, path: 1.0, steps=20)
+    for rule, number in ((Spike, "32"), (Jump, "100")):
+        (one,) = recorded.judge(rule).unjudged
+        assert number in one.why and "20" in one.why
+
+
+def losses(value: Any, steps: int = 40) -> Recorded:
+    recorded = Recorded()
+    for step in range(steps):
+        recorded.add(step, "", value(step), site="scalar", name="train/loss")
+        recorded.add(step, "", 1.0, site="scalar", name="lr")
+    return recorded
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (lambda step: 2.3026, "stands still"),
+        (lambda step: 2.3 * 1.1**step, "risen"),
+        (lambda step: 2.3 * 0.9**step, None),
+        (lambda step: 2.3 + float(noise(step, shape=(), scale=0.2)), None),
+    ],
+)
+def test_a_loss_that_stands_still_or_rises_is_named(value: Any, words: str | None) -> None:
+    found = said(losses(value), LossStuck)
+    assert [one.name for one in found] == (["train/loss"] if words else [])
+    assert words is None or words in found[0].what
+
+
+def test_a_gradient_that_vanishes_is_named() -> None:
+    recorded = gradients(lambda step, path: 1e-9 if path == "blocks.0" else 1.0, steps=5)
+    assert places(said(recorded, Vanishing)) == [("blocks.0", 2, (0,))]
+    assert said(gradients(lambda step, path: 1e-9, steps=5), Vanishing) == [], "a training that is done has none left"
+
+
+def test_gradients_that_grow_backwards_explode() -> None:
+    for factor, expected in ((10.0, ["blocks.0"]), (2.0, [])):
+        recorded = Recorded()
+        for step in range(4):
+            for number, path in reversed(list(enumerate(LAYERS))):
+                recorded.add(
+                    step, path, noise(step, number, scale=factor**-number), site="grad_output", phase="backward"
+                )
+        assert [one.module_path for one in said(recorded, Exploding)] == expected
+
+
+def test_a_gradient_of_zeros_is_named_and_one_that_is_never_there() -> None:
+    recorded = Recorded()
+    for step in range(4):
+        for number, path in enumerate(LAYERS):
+            recorded.add(step, path, noise(number), **OPTIMIZER, site="param")
+            if path != "blocks.6":
+                scale = 0.0 if path == "blocks.2" else 1.0
+                recorded.add(step, path, noise(step, number, scale=scale), **OPTIMIZER, site="grad")
+    found = said(recorded, NoGradient)
+    assert {one.module_path: one.what.partition(",")[0] for one in found} == {
+        "blocks.2": "the gradient is zero in all elements",
+        "blocks.6": "never had a gradient",
+    }
+    assert all(one.severity is Severity.WARNING for one in found)
+
+
+def test_an_unused_layer_unlike_all_others_is_a_note() -> None:
+    recorded = Recorded()
+    for step in range(4):
+        recorded.add(step, "used", noise(step), **OPTIMIZER, site="grad")
+        recorded.add(step, "pooler", noise(0), **OPTIMIZER, site="param")
+    assert [(one.module_path, one.severity) for one in said(recorded, NoGradient)] == [("pooler", Severity.NOTE)]
+
+
+def parameters(value: Any, gradient: float = 1.0, dtype: str = "float32", steps: int = 6) -> Recorded:
+    recorded = Recorded()
+    for step in range(steps):
+        for number, path in enumerate(LAYERS):
+            recorded.add(step, path, value(step, number), **OPTIMIZER, site="param", dtype=dtype)
+            recorded.add(step, path, noise(step, number, scale=gradient), **OPTIMIZER, site="grad")
+    return recorded
+
+
+def moving(step: int, number: int) -> Any:
+    return noise(number) + noise(step, number, scale=1e-3)
+
+
+def test_a_parameter_with_a_gradient_that_does_not_change_is_named() -> None:
+    recorded = parameters(lambda step, number: moving(0 if number == 3 else step, number))
+    assert places(said(recorded, Unchanged)) == [("blocks.3", 3, (0,))]
+    without = parameters(lambda step, number: moving(0, number), gradient=0.0)
+    assert said(without, Unchanged) == [], "no_gradient says that"
+    narrow = parameters(lambda step, number: moving(0 if number == 3 else step, number), dtype="bfloat16")
+    assert [one.severity for one in said(narrow, Unchanged)] == [Severity.NOTE]
+
+
+def test_a_parameter_whose_gradient_is_rounding_may_stay() -> None:
+    recorded = Recorded()
+    for step in range(5):
+        for path, scale in (("conv", 1e-9), ("head", 1.0)):
+            recorded.add(step, path, noise(1 if path == "conv" else step), **OPTIMIZER, site="param")
+            recorded.add(step, path, noise(step, scale=scale), **OPTIMIZER, site="grad")
+    assert said(recorded, Unchanged) == []
+
+
+def test_an_update_as_large_as_the_weight_is_named() -> None:
+    recorded = parameters(
+        lambda step, number: (
+            moving(step, number) * (3.0 if (number, step) >= (5, 2) and number == 5 and step >= 2 else 1.0)
+        )
+    )
+    (one,) = said(recorded, Update)
+    assert places([one]) == [("blocks.5", 2, (0,))] and one.value == pytest.approx(2, rel=0.1)
+    from_zero = parameters(lambda step, number: noise(number) * 1e-3 * step)
+    assert said(from_zero, Update) == []
+
+
+def test_a_weight_that_begins_on_another_scale_or_constant_is_named() -> None:
+    def begin(step: int, number: int) -> Any:
+        return np.full((4, 8), 0.1) if number == 1 else moving(step, number) * (30.0 if number == 4 else 1.0)
+
+    recorded = parameters(begin)
+    assert sorted(places(said(recorded, Initialisation))) == [("blocks.1", 0, (0,)), ("blocks.4", 0, (0,))]
+    assert said(parameters(moving), Initialisation) == []
+
+
+def test_a_dead_output_is_named_after_five_records() -> None:
+    recorded = outputs(lambda step, rank, path, values: values * 0 if path == "blocks.7" else np.maximum(values, 0))
+    assert places(said(recorded, Dead)) == [("blocks.7", 4, (0,))]
+    beginning = outputs(lambda step, rank, path, values: values * (step > 0))
+    assert said(beginning, Dead) == [], "a branch that begins at zero"
+
+
+def test_a_mask_of_zeros_is_not_dead() -> None:
+    recorded = Recorded()
+    for step in range(6):
+        recorded.add(step, "mask", np.zeros(64), dtype="bool")
+        recorded.add(step, "router", np.zeros(()))
+    assert said(recorded, Dead) == []
+
+
+def test_a_validation_on_the_same_samples_repeats_no_batch() -> None:
+    recorded = Recorded()
+    for step in range(5):
+        for rank in range(2):
+            recorded.add(step, "", noise(step), rank=rank, site="input", name="x", mode="eval")
+            recorded.add(step, "", noise(step, rank), rank=rank, site="input", name="x")
+    assert said(recorded, RepeatedBatch) == []
+
+
+def test_a_tanh_at_its_ends_is_named_and_another_module_of_such_values_is_not() -> None:
+    recorded = Recorded({"tanh": "Tanh", "sigmoid": "Sigmoid", "sign": "Sign", "sound": "Tanh"})
+    for step in range(6):
+        ends = np.sign(noise(step))
+        for path, values in (
+            ("tanh", ends),
+            ("sigmoid", (ends + 1) / 2),
+            ("sign", ends),
+            ("sound", np.tanh(noise(step))),
+        ):
+            recorded.add(step, path, values)
+    assert {one.module_path for one in said(recorded, Saturated)} == {"tanh", "sigmoid"}
+
+
+def test_a_rank_unlike_its_peers_is_named() -> None:
+    recorded = outputs(lambda step, rank, path, values: values * (20 if rank == 2 else 1), ranks=6)
+    found = said(recorded, OutlierRank)
+    assert {one.ranks for one in found} == {(2,)} and {one.module_path for one in found} == set(LAYERS)
+    assert said(outputs(ranks=6), OutlierRank) == []
+    (few,) = outputs(ranks=2).judge(OutlierRank).unjudged
+    assert "4 data-parallel ranks" in few.why
+
+
+def test_two_ranks_with_one_batch_are_named() -> None:
+    for same, expected in ((True, [("", 2, (3,))]), (False, [])):
+        recorded = Recorded()
+        for step in range(5):
+            for rank in range(4):
+                recorded.add(
+                    step, "", noise(step, 1 if same and rank == 3 else rank), rank=rank, site="input", name="x"
+                )
+        assert places(said(recorded, RepeatedBatch)) == expected
+
+
+def test_a_running_variance_that_leaps_is_named() -> None:
+    for factor, expected in ((10.0, ["bn"]), (1.01, [])):
+        recorded = Recorded()
+        for step in range(30):
+            values = np.ones(8) * (factor if step % 2 else 1)
+            recorded.add(step, "bn", values, site="buffer", name="running_var", phase="optimizer")
+        assert [one.module_path for one in said(recorded, RunningStatistics)] == expected

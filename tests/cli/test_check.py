@@ -1,0 +1,100 @@
+"""``recorder check``: sentences, JSON, exit codes and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cli.conftest import Cli, module
+from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """Two ranks, eight steps; the outputs of three layers of four are dead, and nothing is worse than that."""
+    run = make_run(tmp_path / "recordings" / "run-a")
+    for rank in (0, 1):
+        writer = HandmadeWriter(run, rank)
+        rows: list[Row] = []
+        for step in range(8):
+            for number in range(4):
+                values = np.random.default_rng((rank, step, number)).normal(size=8).astype(np.float32)
+                path = f"blocks.{number}.act"
+                values = values if number == 3 else values * 0
+                rows.append(make_row(len(rows), values, encoding=None, rank=rank, step=step, module_path=path))
+        writer.add_shard([rows])
+        modules = [module("", "Net"), *(module(f"blocks.{number}.act", "ReLU") for number in range(4))]
+        writer.finish(roots=[{"name": "model", "class": "Net", "modules": modules}])
+    return run
+
+
+def test_what_many_modules_have_is_one_sentence_with_the_number_and_a_command(cli: Cli, trained: Path) -> None:
+    found = cli("check", trained)
+    first, second, *_ = found.out.splitlines()
+    assert first == (
+        "warning dead: 'blocks.{0..2}.act' output, step 4, ranks 0,1: the output is zero in nearly all elements "
+        "(share of zeros 1, threshold 0.99)"
+    )
+    assert second.endswith(f"recorder stats {trained} blocks.0.act --site output --step 0:6")
+    assert found.exit_code == 0, "a warning is no error"
+    shown = cli(*second.partition("recorder ")[2].split())
+    assert shown.exit_code == 0 and "blocks.0.act" in shown.out
+
+
+@pytest.mark.parametrize(("fail_on", "code"), [("note", 1), ("warning", 1), ("error", 0), ("never", 0)])
+def test_the_exit_code_is_1_from_a_severity_on(cli: Cli, trained: Path, fail_on: str, code: int) -> None:
+    assert cli("check", trained, "--fail-on", fail_on).exit_code == code
+
+
+def test_an_error_is_exit_code_1(cli: Cli, recorded: Path) -> None:
+    found = cli("check", recorded)
+    assert found.exit_code == 1 and found.out.startswith("error   nonfinite: 'layers.0' output, step 9, rank 1:")
+
+
+def test_json_has_every_finding_and_what_was_not_judged(cli: Cli, trained: Path) -> None:
+    found = cli("check", trained, "--json").json
+    assert [(one["module_path"], one["severity"], one["ranks"]) for one in found["findings"]] == [
+        (f"blocks.{number}.act", "warning", [0, 1]) for number in range(3)
+    ]
+    assert {"rule": "vanishing", "setting": "site=grad keep=stats"}.items() <= found["not_judged"][3].items()
+    assert found["rows"] == 64
+
+
+def test_thresholds_come_from_a_file_and_from_options(cli: Cli, trained: Path, tmp_path: Path) -> None:
+    file = tmp_path / "check.toml"
+    file.write_text('[dead]\nrecords = 9\n[[rule]]\nname = "mine"\nsite = "output"\nstatistic = "std"\nabove = 0.1\n')
+    found = cli("check", trained, "--settings", file)
+    assert "dead" not in found.out.splitlines()[0] and found.out.startswith("warning mine: 'blocks.3.act' output")
+    assert "dead:" in cli("check", trained, "--settings", file, "--set", "dead.records=2", "--rule", "dead").out
+    assert "2 rules" in cli("check", trained, "--rule", "dead", "--rule", "update").out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rule", "ded"], "no rule 'ded' (did you mean 'dead'?)"),
+        (["--set", "dead.shares=1"], "did you mean 'share'"),
+        (["--set", "dead"], "expected RULE.SETTING=NUMBER"),
+        (["--fail-on", "eror"], "nearest is 'error'"),
+        (["--settings", "nowhere.toml"], "nowhere.toml"),
+    ],
+)
+def test_what_is_typed_wrong_is_refused_with_the_nearest(
+    cli: Cli, trained: Path, words: list[str], message: str
+) -> None:
+    found = cli("check", trained, *words)
+    assert (found.exit_code, found.out) == (2, "") and message in found.err
+
+
+def test_a_file_that_is_no_toml_is_refused(cli: Cli, trained: Path, tmp_path: Path) -> None:
+    file = tmp_path / "check.toml"
+    file.write_text("[dead\n")
+    assert "is no TOML" in cli("check", trained, "--settings", file).err
+
+
+def test_the_list_has_every_rule_and_threshold(cli: Cli) -> None:
+    found = cli("check", "--list", "--set", "spike.sigmas=9", "--json").json
+    assert {"rule": "spike", "setting": "sigmas", "threshold": "9"}.items() <= found["settings"][3].items()
+    assert "OLMo-core" in cli("check", "--list").out

@@ -1,0 +1,283 @@
+"""`recorder report`: what the page holds, for sound runs and for all others, and how bad input is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import recorder
+from recorder.format.numbers.histogram import Histogram
+from recorder.format.schema import COUNTS, STATISTICS
+from recorder.report.axes import Axes
+from recorder.report.page import page, policy
+from recorder.report.report import write_report
+from recorder.report.rows import SeriesKey
+from recorder.report.statistics import StatisticsBlocks
+from scripts.benchmarks.synthetic import Shape, write_run
+from tests.cli.conftest import Cli, cli
+from tests.read.handmade import HandmadeWriter, make_row, make_run
+from tests.report.pages import HOSTILE, hostile_run, read_page, run_of, values_of
+
+__all__ = ["cli"]
+GOLDEN = Path(__file__).parents[1] / "golden" / "v1.1"
+
+
+def test_the_page_holds_the_numbers_of_the_rows(cli: Cli, tmp_path: Path) -> None:
+    done = cli("report", GOLDEN, "-o", tmp_path / "r.html")
+    assert done.exit_code == 0 and "r.html: " in done.out
+    blocks = read_page(tmp_path / "r.html")
+    axes = blocks["axes"].data
+    numbers, _ = values_of(blocks["values/absmax"])
+    modules = [row[0] for row in blocks["modules"].data["modules"]]
+    run = recorder.open_run(GOLDEN)
+    rows = run.table(["rank", "step", "module_path", "site", "name", "mode", "absmax", "part"]).to_pylist()
+    compared = 0
+    for row in rows:
+        if row["site"] == "scalar" or row["part"] or row["absmax"] is None:
+            continue
+        key = [modules.index(row["module_path"]), row["site"], row["name"], row["mode"]]
+        series = [one[:4] for one in axes["series"]].index(key)
+        lane = [lane["rank"] for lane in axes["lanes"]].index(row["rank"])
+        drawn = numbers[series, lane, axes["steps"].index(row["step"])]
+        compared += 1
+        assert drawn >= row["absmax"] * 0.99  # of several calls of a step the largest is drawn
+    assert compared > 50
+
+
+def test_values_of_all_ranks_are_those_of_the_global_view(cli: Cli, tmp_path: Path) -> None:
+    assert cli("report", GOLDEN, "-o", tmp_path / "r.html").exit_code == 0
+    blocks = read_page(tmp_path / "r.html")
+    axes, (numbers, _) = blocks["axes"].data, values_of(blocks["values/l2"])
+    assert axes["lanes"][0] == {"kind": "global", "rank": None}
+    wanted = {
+        (row["module_path"], row["site"], row["name"], row["step"]): row["l2"]
+        for row in recorder.open_run(GOLDEN).view().rows().table.to_pylist()
+        if row["rank"] is None and row["site"] in ("param", "grad") and row["l2"] is not None
+    }
+    modules = [row[0] for row in blocks["modules"].data["modules"]]
+    assert len(wanted) > 10
+    for (module, site, name, step), l2 in wanted.items():
+        series = [one[:3] for one in axes["series"]].index([modules.index(module), site, name])
+        assert numbers[series, 0, axes["steps"].index(step)] == pytest.approx(l2, rel=1e-2, abs=1e-6)
+
+
+def test_a_file_is_not_replaced_unless_asked(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "r.html"
+    out.write_text("mine")
+    refused = cli("report", GOLDEN, "-o", out)
+    assert refused.exit_code == 2 and "exists" in refused.err and out.read_text() == "mine"
+    assert cli("report", GOLDEN, "-o", out, "--force").exit_code == 0
+    assert out.read_text().startswith("<!doctype html>")
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_without_a_name_the_file_is_report_html(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = cli("report", GOLDEN, "--json")
+    assert found.exit_code == 0 and found.json["path"] == "report.html"
+    assert (tmp_path / "report.html").stat().st_size == found.json["bytes"]
+
+
+def test_what_cannot_be_drawn_leaves_no_file(cli: Cli, tmp_path: Path) -> None:
+    empty = make_run(tmp_path / "empty")
+    HandmadeWriter(empty).finish()
+    bare = run_of(tmp_path / "bare", {(0, 0): 1.0})
+    nothing = dict.fromkeys((*STATISTICS, *COUNTS))
+    bare = run_of(tmp_path / "no-statistics", {(0, 0): 1.0}, keep="tensor", **nothing)
+    out = tmp_path / "r.html"
+    for arguments, said in (
+        (["report", tmp_path / "nowhere"], "nowhere"),
+        (["report", empty], "RECORDER_RULES='keep=stats'"),
+        (["report", bare], "site=output,grad_output,param,grad keep=stats"),
+        (["report", GOLDEN, "--statistics", "l3"], "there are absmax, l2"),
+        (["report", GOLDEN, "--statistics", "l2,"], "commas"),
+        (["report", GOLDEN, "--against", tmp_path / "nowhere"], "nowhere"),
+    ):
+        found = cli(*arguments, "-o", out)
+        assert found.exit_code == 2 and said in found.err, found.err
+        assert found.err.count("\n") == 1 and not out.exists()
+
+
+def test_only_the_statistics_that_are_asked_for_are_drawn(cli: Cli, tmp_path: Path) -> None:
+    assert cli("report", GOLDEN, "-o", tmp_path / "r.html", "--statistics", "std,mean").exit_code == 0
+    blocks = read_page(tmp_path / "r.html")
+    assert blocks["axes"].data["statistics"] == ["std", "mean"]
+    assert "values/l2" not in blocks and "values/nan_count" in blocks
+
+
+def test_no_text_of_a_run_is_markup(cli: Cli, tmp_path: Path) -> None:
+    run = hostile_run(tmp_path / "run")
+    done = cli("report", run, "-o", tmp_path / "r.html")
+    assert done.exit_code == 1  # the run says that something failed
+    text = (tmp_path / "r.html").read_text()
+    assert "document.title" not in text.replace("&lt;script&gt;document.title", "")
+    inside = re.findall(r"<(/?\w+)", re.sub(r"<script>.*?</script>|<style>.*?</style>", "", text, flags=re.DOTALL))
+    assert set(inside) == {
+        "html", "/html", "head", "/head", "meta", "title", "/title", "body", "/body", "div", "/div", "noscript",
+        "/noscript", "script", "/script",
+    }  # fmt: skip
+    blocks = read_page(tmp_path / "r.html")
+    assert set(HOSTILE) <= {row[0] for row in blocks["modules"].data["modules"]}
+
+
+def test_the_policy_allows_these_scripts_and_no_network(cli: Cli, tmp_path: Path) -> None:
+    assert cli("report", GOLDEN, "-o", tmp_path / "r.html").exit_code == 0
+    text = (tmp_path / "r.html").read_text()
+    assert f'content="{policy()}"' in text
+    assert policy().startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy()
+    assert "http" not in re.sub(r"https?://(github.com|www.w3.org)/\S*", "", text).replace("http-equiv", "")
+
+
+def test_a_run_that_is_nothing_but_nan_is_drawn(cli: Cli, tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", {(0, step): float("nan") for step in range(3)})
+    cli("report", run, "-o", tmp_path / "r.html")
+    blocks = read_page(tmp_path / "r.html")
+    assert np.isnan(values_of(blocks["values/l2"])[0]).all()
+    assert values_of(blocks["values/nan_count"])[0].tolist() == [[[4.0, 4.0, 4.0]]]
+    assert "First NaN or infinity: step 0, 'net.fc' output, rank 0" in blocks["top"].data["findings"][0][0]
+
+
+def test_histograms_are_shares_of_the_values_by_sign_and_power_of_two(cli: Cli, tmp_path: Path) -> None:
+    counts = Histogram(first=-1, counts=np.array([[0, 0, 4], [8, 16, 0]]))
+    values = {(rank, step): 1.0 for rank in range(2) for step in range(3)}
+    run = run_of(tmp_path / "run", values, histogram=counts.to_bytes(), zero_count=4)
+    cli("report", run, "-o", tmp_path / "r.html")
+    block = read_page(tmp_path / "r.html")["histograms"]
+    assert (block.data["steps"], block.data["ranks"], block.data["shape"][:2]) == ([0, 1, 2], [0, 1], [1, 3])
+    codes = block.arrays["codes"][0, 1].astype(int)
+    shares = np.where(codes > 0, block.data["least"] ** (1 - (codes - 1) / (block.data["levels"] - 1)), 0)
+    exponent_of = {place: block.data["first"] + place - block.data["zero"] for place in range(len(shares))}
+    found = {exponent_of[place]: share for place, share in enumerate(shares) if share}
+    lowest = block.data["lowest"]
+    bins = {lowest - 2: 4 / 32, 0: 4 / 32, -1 - lowest + 1: 8 / 32, 0 - lowest + 1: 16 / 32}
+    assert found.keys() == bins.keys()
+    assert all(found[one] == pytest.approx(share, rel=0.3) for one, share in bins.items())
+
+
+def test_one_step_and_one_value_are_enough(cli: Cli, tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", {(0, 7): 2.0})
+    cli("report", run, "-o", tmp_path / "r.html")
+    blocks = read_page(tmp_path / "r.html")
+    assert blocks["axes"].data["steps"] == [7] and len(blocks["axes"].data["lanes"]) == 1
+    assert values_of(blocks["values/l2"])[0].tolist() == [[[4.0]]]
+
+
+def test_the_newer_attempt_of_a_step_is_drawn(cli: Cli, tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", {(0, step): 1.0 for step in range(3)})
+    again = HandmadeWriter(run, 0, "20260102-000000-host-2")
+    again.add_shard(
+        [[make_row(0, np.full(4, 5.0, np.float32), encoding=None, step=2, attempt=1, module_path="net.fc")]]
+    )
+    again.finish(attempt=1, started_ns=1_700_000_001_000_000_000)
+    cli("report", run, "-o", tmp_path / "r.html")
+    assert values_of(read_page(tmp_path / "r.html")["values/absmax"])[0].tolist() == [[[1.0, 1.0, 5.0]]]
+
+
+def test_a_damaged_run_is_drawn_as_far_as_it_can_be_read(cli: Cli, tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", {(rank, step): 1.0 + step for rank in range(2) for step in range(4)})
+    shard = next(run.glob("rank=00001/*/*.arrow"))
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    for index in run.glob("rank=00001/*/_*.index"):
+        index.unlink()
+    done = cli("report", run, "-o", tmp_path / "r.html")
+    assert done.exit_code == 1
+    blocks = read_page(tmp_path / "r.html")
+    assert blocks["top"].data["num_missing"] > 0
+    assert not np.isnan(values_of(blocks["values/l2"])[0]).all()
+
+
+def test_a_hole_has_its_reason(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run)
+    modules = [
+        {"path": path, "class": "Linear", "source": "train.py:1", "aliases": [], "sites": ["output"], "params": [],
+         "buffers": [], "compiled": False} for path in ("", "a", "b")
+    ]  # fmt: skip
+    rows = [
+        make_row(seq, [1.0, 2.0], step=step, module_path=path)
+        for seq, (step, path) in enumerate((step, path) for step in range(3) for path in ("a", "b", ""))
+        if (step, path) != (1, "a")
+    ]
+    writer.add_shard([rows])
+    writer.finish(roots=[{"name": "model", "class": "Net", "modules": modules}], rules=["site=output keep=tensor"])
+    cli("report", run, "-o", tmp_path / "r.html")
+    blocks = read_page(tmp_path / "r.html")
+    number = [row[0] for row in blocks["modules"].data["modules"]].index("a")
+    (gap,) = [one for one in blocks["gaps"].data["gaps"] if number in one["modules"]]
+    assert gap["steps"] == [1, 1] and gap["sites"] == ["output"] and "row" in gap["text"] + "row"
+    assert len(gap["text"]) > 10
+
+
+def test_two_runs_are_drawn_beside_each_other(cli: Cli, tmp_path: Path) -> None:
+    one = run_of(tmp_path / "one", {(0, step): 1.0 + step for step in range(4)}, keep="tensor")
+    two = run_of(tmp_path / "two", {(0, step): 1.0 + step + (step == 2) for step in range(1, 5)}, keep="tensor")
+    cli("report", one, "--against", two, "-o", tmp_path / "r.html")
+    blocks = read_page(tmp_path / "r.html")
+    assert blocks["axes"].data["steps"] == blocks["b.axes"].data["steps"] == [0, 1, 2, 3, 4]
+    a, b = (values_of(blocks[f"{prefix}values/absmax"])[0][0, 0] for prefix in ("", "b."))
+    assert a[1:4] == pytest.approx([2, 3, 4], rel=1e-3) and b[1:4] == pytest.approx([2, 4, 4], rel=1e-3)
+    assert blocks["against"].data["verdict"] == "different"
+    assert [row[:3] for row in blocks["against"].data["differing"]] == [[2, "net.fc", "output"]]
+
+
+@pytest.fixture(scope="module")
+def page_of_many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of more ranks than lines, one of which has a NaN."""
+    folder = tmp_path_factory.mktemp("many")
+    write_run(folder / "run", Shape(ranks=64, steps=200, modules=3, nan=(40, 5), differs=(70, 1)))
+    return write_report(recorder.open_run(folder / "run"), folder / "r.html").path
+
+
+def test_many_ranks_are_summed_up(page_of_many: Path) -> None:
+    axes = read_page(page_of_many)["axes"].data
+    assert [lane["kind"] for lane in axes["lanes"][:4]] == ["global", "low", "median", "high"]
+    assert len(axes["lanes"]) <= 8 and axes["num_ranks"] == 64
+
+
+def test_of_many_ranks_the_first_bad_one_is_named(page_of_many: Path) -> None:
+    texts = [finding[0] for finding in read_page(page_of_many)["top"].data["findings"]]
+    assert any("step 40" in text and "rank 5" in text for text in texts)
+
+
+def test_the_spread_of_many_ranks_is_in_order(page_of_many: Path) -> None:
+    numbers, _ = values_of(read_page(page_of_many)["values/l2"])
+    low, median, high = (numbers[:, lane] for lane in (1, 2, 3))
+    known = ~np.isnan(median)
+    assert known.any() and (low[known] <= median[known]).all() and (median[known] <= high[known]).all()
+
+
+def test_an_odd_rank_has_a_line_of_its_own_and_stands_out_of_the_map_of_ranks(cli: Cli, tmp_path: Path) -> None:
+    values = {(rank, step): 1.0 + step + 0.01 * (rank % 3) for rank in range(12) for step in range(6)}
+    run = run_of(tmp_path / "run", values | {(7, step): 40.0 for step in range(6)})
+    cli("report", run, "-o", tmp_path / "r.html")
+    blocks = read_page(tmp_path / "r.html")
+    assert blocks["ranks"].data["odd"] == [7]
+    assert blocks["axes"].data["lanes"][-1] == {"kind": "odd", "rank": 7}
+    assert any(finding[0].startswith("Rank 7 is odd") for finding in blocks["top"].data["findings"])
+    apart, _ = values_of(blocks["by-rank/deviation"])
+    assert int(np.nanargmax(apart[0, 0])) == 7
+
+
+def test_a_thousand_modules_and_steps_fit_into_two_megabytes_whatever_their_numbers() -> None:
+    """Numbers that no codec can compress; weights, as replicas, are equal on both ranks."""
+    run = recorder.open_run(GOLDEN)
+    keys = [SeriesKey("", f"m{i}", site, "", "train") for i in range(1000) for site in ("output", "param", "grad")]
+    axes = Axes(
+        index={key: number for number, key in enumerate(keys)}, is_scalar=[False] * 3000, steps=set(range(1000))
+    )
+    axes.shapes, axes.dtypes, axes.numels = ["[4096,4096]"] * 3000, ["float32"] * 3000, [1 << 24] * 3000
+    collected = StatisticsBlocks(run, axes)
+    rng = np.random.default_rng(0)
+    for values in collected.cube.values.values():
+        values[:, 0] = rng.standard_normal((3000, collected.cube.shape[2]))
+        values[:, 1:] = values[:, :1]
+        values[::3, 1:] = rng.standard_normal(values[::3, 1:].shape)
+    for name in ("nan_count", "inf_count", "zero_count"):
+        collected.cube.values[name][:] = 0
+    collected.cube.has_row[:] = True
+    modules = {key.module_path: number for number, key in enumerate(keys)}
+    num_bytes = sum(map(len, page("size", collected.blocks(modules))))
+    assert collected.cube.shape[2] >= 64 and num_bytes < 1_950_000

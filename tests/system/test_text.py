@@ -1,0 +1,24 @@
+"""Counts and lists as people read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from recorder.system.text import counted, listed, named
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 rows"), (1, "1 row"), (2000, "2,000 rows")])
+def test_one_thing_has_no_plural(number: int, text: str) -> None:
+    assert counted(number, "row") == text
+
+
+@pytest.mark.parametrize(
+    ("num_items", "text"),
+    [(0, ""), (1, "0"), (3, "0, 1, 2"), (4, "0, 1, 2 and 1 more"), (2003, "0, 1, 2 and 2,000 more")],
+)
+def test_a_long_list_says_how_much_more_there_is(num_items: int, text: str) -> None:
+    assert listed(range(num_items), 3) == text
+
+
+def test_several_numbers_are_named_in_the_plural() -> None:
+    assert (named("rank", [3]), named("rank", [1, 2])) == ("rank 3", "ranks 1, 2")

@@ -1,0 +1,199 @@
+"""`verify` finds what is wrong, and nothing in a sound run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recorder.globalview.run import open_run
+from recorder.read.messages import footer_blocks
+from recorder.read.shard import CheckedBatch, Shard
+from recorder.storage.untrusted_files import MappedFile
+from recorder.upkeep.verify import Finding, verify
+from tests.read.conftest import payload_rows
+from tests.read.handmade import HandmadeWriter, flip, ledger, make_row, make_run, shard_bytes
+
+
+def findings(run: Path) -> list[Finding]:
+    return list(verify(open_run(run)))
+
+
+def faults(run: Path) -> list[str]:
+    return [finding.text for finding in findings(run) if finding.is_fault]
+
+
+def test_a_sound_run_has_no_findings_and_every_byte_is_reported(run_path: Path) -> None:
+    seen: list[int] = []
+    run = open_run(run_path)
+    assert list(verify(run, seen.append)) == []
+    assert sum(seen) == sum(writer.shard_bytes for writer in run.writers)
+
+
+def test_each_batch_of_a_sealed_shard_is_read_once(run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = open_run(run_path)
+    num_batches = sum(len(footer_blocks(MappedFile(path))) - 1 for path in run_path.glob("rank=*/*/tensors*.arrow"))
+    payloads: list[int] = []
+    read = Shard.read
+
+    def counted(shard: Shard, number: int, columns: Sequence[str]) -> CheckedBatch:
+        if "data" in shard.schema.names and "part" in columns:
+            payloads.append(number)
+        return read(shard, number, columns)
+
+    monkeypatch.setattr(Shard, "read", counted)
+    monkeypatch.setattr("recorder.upkeep.verify._verify_rows", lambda writer: iter(()))
+    assert list(verify(run)) == []
+    num_stats = sum(len(footer_blocks(MappedFile(path))) - 1 for path in run_path.glob("rank=*/*/stats*.arrow"))
+    assert len(payloads) == num_batches + num_stats > 0
+
+
+def test_a_missing_index_is_no_fault(run_path: Path) -> None:
+    next(run_path.glob("rank=00000/*/_tensors*.index")).unlink()
+    (finding,) = findings(run_path)
+    assert not finding.is_fault and "missing" in finding.text
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> HandmadeWriter:
+    return HandmadeWriter(make_run(tmp_path / "run"))
+
+
+def test_a_shard_that_a_closed_writer_left_open_is_no_fault(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows()], is_sealed=False)
+    writer.finish()
+    shard, note = findings(writer.directory.parents[1])
+    assert not shard.is_fault and not note.is_fault
+    assert "not sealed, 1 batch with 10 rows can be read; the disk refused it" in shard.text
+
+
+def test_a_running_writer_is_no_fault(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows()], is_sealed=False, tail=bytes(4096))
+    assert findings(writer.directory.parents[1]) == []
+
+
+def test_accounts_that_do_not_balance_are_a_fault(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows()])
+    writer.finish(ledger=ledger(10, observed=12, pool_full=1))
+    (fault,) = faults(writer.directory.parents[1])
+    assert "observed 12, written 10, dropped 1" in fault
+
+
+def test_a_shard_that_goes_while_nobody_writes_is_a_fault(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows()])
+    writer.add_shard([[make_row(50, [1.0])]])
+    writer.finish()
+    run = open_run(writer.directory.parents[1])
+    gone = next(writer.directory.glob("tensors-000001.arrow"))
+    gone.unlink()
+    assert f"{gone}: is gone, and no writer is at work" in [found.text for found in verify(run) if found.is_fault]
+
+
+def test_rows_that_vanished_are_a_fault(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows()])
+    writer.add_shard([[make_row(50, [1.0])]])
+    writer.finish()
+    next(writer.directory.glob("tensors-000001.arrow")).unlink()
+    (fault,) = faults(writer.directory.parents[1])
+    assert "has 10 rows, expected by its accounts are 11" in fault
+
+
+def test_retired_rows_are_expected_to_be_gone(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows()])
+    writer.finish(ledger=ledger(15) | {"retired": {"rows": 5, "bytes": 1}})
+    assert findings(writer.directory.parents[1]) == []
+
+
+@pytest.mark.parametrize("state", ["closed", "recording"])
+def test_more_rows_removed_than_ever_written_are_a_fault(writer: HandmadeWriter, state: str) -> None:
+    writer.add_shard([payload_rows()])
+    writer.finish(state=state, ledger=ledger(15) | {"retired": {"rows": 16, "bytes": 1}})
+    (fault,) = faults(writer.directory.parents[1])
+    assert fault.endswith("the accounts contradict themselves: 16 rows removed by retention, of 15 written")
+
+
+def test_a_later_writer_cannot_have_removed_more_than_an_earlier_one_wrote(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows()])
+    writer.finish()
+    note = {"rows": 1000, "bytes": 1, "shards": {"tensors-000007.arrow": {"rows": 1000, "bytes": 1}}}
+    later = HandmadeWriter(writer.directory.parents[1], 0, "later")
+    later.finish(attempt=1, retired_earlier={writer.directory.name: note})
+    (fault,) = faults(writer.directory.parents[1])
+    assert str(writer.directory) in fault and "1000 rows removed by retention, of 10 written" in fault
+
+
+def test_a_copy_of_a_writer_under_another_name_is_a_fault(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows()])
+    writer.finish()
+    for name in ("0-before-it", "backup"):
+        shutil.copytree(writer.directory, writer.directory.with_name(name))
+    found = faults(writer.directory.parents[1])
+    assert [Path(fault.partition(":")[0]).name for fault in found] == ["0-before-it", "backup"]
+    assert all(f"is a copy of {writer.directory.name} beside it" in fault for fault in found)
+    assert all(fault.endswith("its rows are there twice; remove the copy") for fault in found)
+
+
+def test_of_two_renamed_copies_one_is_a_fault(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows()])
+    writer.finish()
+    shutil.copytree(writer.directory, writer.directory.with_name("b"))
+    writer.directory.rename(writer.directory.with_name("a"))
+    (fault,) = faults(writer.directory.parents[1])
+    assert "is a copy of a beside it" in fault
+
+
+def test_what_a_stranger_says_of_a_process_makes_no_copy_and_no_error(writer: HandmadeWriter) -> None:
+    nested: list[object] = []
+    for _ in range(900):
+        nested = [nested]
+    for name in ("a", "b"):
+        HandmadeWriter(writer.directory.parents[1], 0, name).finish(pid=nested, started_ns={}, writer=["w"])
+    assert not any("copy" in finding.text for finding in findings(writer.directory.parents[1]))
+
+
+def test_a_renamed_writer_and_a_restart_are_no_faults(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows()])
+    writer.finish()
+    writer.directory.rename(writer.directory.with_name("renamed"))
+    HandmadeWriter(writer.directory.parents[1], 0, "restart").finish(attempt=1)
+    assert findings(writer.directory.parents[1]) == []
+
+
+def test_damaged_shards_are_named_in_their_order(writer: HandmadeWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever thread is done first: the first shard is the largest."""
+    monkeypatch.setattr("recorder.upkeep.verify.available_cores", lambda: 4)
+    rows = [make_row(seq, [1.0] * (1000 if seq < 60 else 1)) for seq in range(80)]
+    paths = [writer.add_shard([rows[:60]]), *(writer.add_shard([[row]]) for row in rows[60:])]
+    writer.finish()
+    data = np.array([1.0]).tobytes()
+    for path in paths:
+        flip(path, 8 * path.read_bytes().rindex(data))
+    named = [fault.partition(",")[0] for fault in faults(writer.directory.parents[1])]
+    assert named == list(map(str, paths))
+
+
+def test_a_number_given_twice_is_a_fault(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows() + payload_rows()[:1]])
+    writer.finish()
+    (fault,) = faults(writer.directory.parents[1])
+    assert "1 rows have the number of another" in fault
+
+
+def test_rows_of_another_rank_are_a_fault(writer: HandmadeWriter) -> None:
+    writer.add_shard([payload_rows(rank=3)])
+    writer.finish()
+    (fault,) = faults(writer.directory.parents[1])
+    assert "rows of rank {3}, not of 0 alone" in fault
+
+
+def test_bytes_between_the_batches_and_the_footer_are_a_fault(writer: HandmadeWriter) -> None:
+    rows = payload_rows()
+    path = writer.add_shard([rows], with_index=False)
+    sealed, is_open = shard_bytes([rows]), shard_bytes([rows], is_sealed=False)
+    end_of_stream = sealed.index(b"\xff\xff\xff\xff\0\0\0\0", len(is_open))
+    path.write_bytes(sealed[:end_of_stream] + bytes(64) + sealed[end_of_stream:])
+    writer.finish()
+    assert any("the footer does not follow the last batch" in fault for fault in faults(writer.directory.parents[1]))
