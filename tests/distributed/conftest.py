@@ -15,7 +15,7 @@ TRAIN = SCRIPTS / "train.py"
 SETTINGS = {
     "off": {},
     "everything": jobs.recording(),
-    "default": {"RECORDER": "1", **jobs.PATIENT},
+    "default": {"RECORDER": "1"},
     "rank 0": jobs.recording(f"{jobs.EVERYTHING} rank=0"),
 }
 OPTIONS = {

@@ -22,7 +22,7 @@ import recorder
 SCRIPTS = Path(__file__).parent / "scripts"
 EVERYTHING = "site=* keep=tensor,stats,fingerprint"
 PATIENT = {"RECORDER_CLOSE_DEADLINE_S": "60"}
-"""A disk that others keep busy may take longer than the seconds that a program waits at its end."""
+"""A disk that others keep busy may take longer than the seconds for which a program waits at its end."""
 DEADLINE_S = 90.0
 _OURS = ("RECORDER", "_RECORDER", "TORCH", "SLURM", "OMPI", "PMI", "MASTER_", "PYTHON", "COV")
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
@@ -31,12 +31,12 @@ _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", 
 def environment(settings: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without what would steer a recorder or a launcher, with these variables on top."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_OURS) and k not in _RANKS}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **settings}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **PATIENT, **settings}
 
 
 def recording(rules: str = EVERYTHING, **more: str) -> dict[str, str]:
     """The environment that records, into ``recordings`` where the process runs."""
-    return {"RECORDER": "1", "RECORDER_RULES": rules, **PATIENT, **{f"RECORDER_{k.upper()}": v for k, v in more.items()}}
+    return {"RECORDER": "1", "RECORDER_RULES": rules, **{f"RECORDER_{k.upper()}": v for k, v in more.items()}}
 
 
 @dataclass(frozen=True, kw_only=True)

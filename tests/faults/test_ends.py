@@ -220,7 +220,7 @@ def test_a_second_interrupt_costs_no_row_and_a_third_ends_the_wait(
         time.sleep(0.4)
         impatient.send(signal.SIGINT)
     finished = impatient.wait()
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 20
     assert finished.lines("Exception ignored") == finished.lines("Traceback") == []
     assert len(finished.lines("what was not written yet is lost")) == 1
 
@@ -310,7 +310,7 @@ def test_a_main_thread_that_is_stuck_in_c_does_not_keep_the_rows(twins: Twins, r
         training.send(number)
     sent_s = time.monotonic()
     without, recorded = (training.wait() for training in pair)
-    assert time.monotonic() - sent_s < 10
+    assert time.monotonic() - sent_s < 20
     assert recorded.returncode == without.returncode == -number
     assert_steps(recorded, 20, rows_of_a_step)
     assert [writer.state for writer in recorded.run.writers] == ["closed"]
@@ -355,7 +355,7 @@ def test_a_disk_that_is_gone_holds_the_end_no_longer_than_the_deadline_and_the_l
     ends[1].until(lambda text: len(text) > 25).send(signal.SIGTERM)
     began_s = time.monotonic()
     finished = [training.wait() for training in ends]
-    assert time.monotonic() - began_s < 8
+    assert time.monotonic() - began_s < 20
     assert [one.returncode for one in finished] == [1, -signal.SIGTERM]
     for one in finished:
         assert one.lines("Fatal Python error") == []
@@ -369,7 +369,7 @@ def test_a_process_stuck_in_a_collective_on_a_disk_that_is_gone_still_goes(train
     time.sleep(0.3)
     began_s = time.monotonic()
     finished = training.send(signal.SIGTERM).send(signal.SIGTERM).wait()
-    assert time.monotonic() - began_s < 8
+    assert time.monotonic() - began_s < 20
     assert finished.returncode == -signal.SIGTERM
 
 

