@@ -67,7 +67,7 @@ def on_write(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[],
     return replace  # type: ignore[return-value]
 
 
-# What stands still stands for HANG_S; what waits for it in vain fails, and what a busy machine holds up for SLACK_S does not.
+# A disk hangs for HANG_S: what waits for it in vain fails, and what a busy machine holds up for SLACK_S passes.
 HANG_S = 60
 SLACK_S = 10
 
