@@ -217,7 +217,7 @@ def test_a_writer_whose_syncs_hang_has_closed_within_its_deadline(tmp_path: Path
     assert rig.drain()
     disk.stalled.add("sync")
     rig.put(KILOBYTE)
-    report = rig.writer.close(2.0)
+    report = rig.writer.close(6.0)
     manifest = rig.manifest()
     disk.recover()
     assert manifest["state"] == "closed"
