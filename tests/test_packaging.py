@@ -41,7 +41,7 @@ def test_the_wheel_holds_the_package_and_the_startup_hook_beside_it(wheel: Path)
         for path in (ROOT / "recorder").rglob("*")
         if path.is_file() and not {"__pycache__", "startup"} & set(path.parts)
     }
-    assert {n for n in names if ".dist-info/" not in n} == source | {"recorder_autoload.py"}
+    assert {n for n in names if ".dist-info/" not in n} == source | {"recorder_autoload.py", "recorder_probe.py"}
 
 
 def python(installed: Path, code: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..format.proof import CHANGED, UNCHANGED, Proof
 from ..globalview.run import Run
 
 
@@ -10,3 +11,8 @@ def jitter_note(run: Run) -> str:
     if run.jitter_moved == ():
         return f"note: jitter = {run.jitter} was asked for, and nothing of the model was moved: this run is no twin"
     return f"note: the model's inputs were moved by a last place on purpose (jitter = {run.jitter})"
+
+
+def proof_state(proof: Proof) -> str:
+    """Return the state of the line that tells a verdict of `recorder prove`."""
+    return {UNCHANGED: "ok", CHANGED: "missing"}.get(proof.verdict, "note")

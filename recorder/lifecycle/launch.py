@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import NoReturn
 
@@ -23,19 +24,39 @@ anything else is a program.
 
 def launch(arguments: list[str]) -> NoReturn:
     """Replace this process by the command. Exit code 2: nothing to run, or a wrong setting."""
+    environ, rest = split_assignments(arguments)
+    if not rest or rest[0] in ("-h", "--help"):
+        print(USAGE, end="", file=sys.stdout if rest else sys.stderr)
+        sys.exit(0 if rest else 2)
+    try:
+        command = prepare(environ, rest)
+    except ConfigError as error:
+        _stop(str(error))
+    sys.stdout.flush()
+    try:
+        os.execvpe(command[0], command, environ)
+    except OSError as error:
+        _stop(f"cannot run {command[0]!r}: {error.strerror or error}")
+
+
+def split_assignments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return this process's environment with the leading ``NAME=VALUE``, and the words after them."""
     environ = dict(os.environ)
     rest = list(arguments)
     while rest and "=" in rest[0] and rest[0].partition("=")[0].isidentifier():
         name, _, value = rest.pop(0).partition("=")
         environ[name] = value
-    if not rest or rest[0] in ("-h", "--help"):
-        print(USAGE, end="", file=sys.stdout if rest else sys.stderr)
-        sys.exit(0 if rest else 2)
+    return environ, rest
+
+
+def prepare(environ: dict[str, str], words: Sequence[str]) -> list[str]:
+    """Change `environ` so that it records, and return the command that the words mean.
+
+    Raises:
+        ConfigError: a setting is wrong, or torch could not start the recorder.
+    """
     environ[config.FLAG] = "1"
-    try:
-        config.check_dir(config.load_settings(environ=environ))
-    except ConfigError as error:
-        _stop(str(error))
+    config.check_dir(config.load_settings(environ=environ))
     if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
         print(
             "recorder: TORCH_DEVICE_BACKEND_AUTOLOAD=0 would keep the recorder from starting; "
@@ -44,13 +65,10 @@ def launch(arguments: list[str]) -> NoReturn:
         )
         environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
     if not any(point.value.startswith("recorder_autoload:") for point in entry_points(group="torch.backends")):
-        _stop("the package is not installed (its entry point is missing), so torch cannot start it; pip install it")
-    command = [sys.executable, *rest] if rest[0].endswith(".py") or rest[0] == "-m" else rest
-    sys.stdout.flush()
-    try:
-        os.execvpe(command[0], command, environ)
-    except OSError as error:
-        _stop(f"cannot run {command[0]!r}: {error.strerror or error}")
+        raise ConfigError(
+            "the package is not installed (its entry point is missing), so torch cannot start it; pip install it"
+        )
+    return [sys.executable, *words] if words[0].endswith(".py") or words[0] == "-m" else list(words)
 
 
 def _stop(message: str) -> NoReturn:

@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ..errors import CorruptError, LookupFailedError
+from ..errors import CorruptError, LookupFailedError, RunError
 from ..format.dtypes import item_bytes
 from ..format.manifest import RunManifest
+from ..format.proof import PROOF, PROOF_BYTES, UNKNOWN, Proof
 from ..format.roots import Jitter, Module
 from ..format.rundir import RUN_MANIFEST
 from ..format.schema import METADATA_COLUMNS, SCHEMA
@@ -115,6 +116,15 @@ class RecordedRun:
     def jitter_eps(self) -> float:
         """By which share of its value `jitter` moved an element at most; 0 where no manifest says it."""
         return max((fact.eps for fact in self._jitter_facts), default=0.0)
+
+    @cached_property
+    def proof(self) -> Proof | None:
+        """What `recorder prove` found of its program; None where it was not asked."""
+        store, path = store_of(self.path), self.path / PROOF
+        try:
+            return Proof.read(store.read_json(path, PROOF_BYTES)) if store.is_file(path) else None
+        except RunError as error:
+            return Proof(verdict=UNKNOWN, text=f"{UNKNOWN}: {error}")
 
     @cached_property
     def _jitter_facts(self) -> list[Jitter]:

@@ -123,6 +123,8 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     states = [writer.state for writer in run.writers]
     yield "state", ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     yield "rows", f"{run.num_rows:,}, {size(sum(writer.shard_bytes for writer in run.writers))}"
+    if run.proof is not None:
+        yield "recorder prove", run.proof.text
     hosts = list(dict.fromkeys(manifest.host for manifest in manifests if manifest.host))
     if hosts:
         yield "hosts", listed(hosts, _MAX_LISTED)

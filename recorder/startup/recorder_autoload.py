@@ -16,6 +16,13 @@ def start() -> None:
     Raises:
         SystemExit: code 2, a setting is wrong; it passes through ``import torch`` and stops the launch.
     """
+    if "_RECORDER_PROBE" in os.environ:  # `recorder prove` compares this run with another
+        try:
+            import importlib
+
+            importlib.import_module("recorder_probe").start()
+        except Exception as error:
+            print(f"recorder: prove does not see this process: {type(error).__name__}: {error}", file=sys.stderr)
     is_off = os.environ.get("RECORDER", "").strip().lower() in ("", "0", "false", "no", "off")
     if is_off and "recorder" not in sys.modules:
         return

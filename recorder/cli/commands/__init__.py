@@ -16,6 +16,7 @@ COMMANDS = {
     "diff": "Compare two runs value by value, whatever their layouts.",
     "report": "Draw a run as one HTML file: maps, lines, graph, ranks.",
     "export": "Write statistics as Parquet, tensors as npz or safetensors.",
+    "prove": "Show that a program trains with the recorder as without.",
     "top": "Watch a run while it records, one line a rank.",
     "verify": "Check every byte of a run.",
     "repair": "Seal what killed processes left open.",

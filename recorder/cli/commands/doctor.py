@@ -32,6 +32,7 @@ from ...read.writers import load_balances
 from ...system.text import counted, listed
 from ...system.units import size
 from ..module_names import grouped
+from ..notes import proof_state
 from ..options import Json, complete_run
 from ..output import print_json, printable, say_state, span
 
@@ -171,6 +172,7 @@ def checks_of(run: Run) -> Iterator[Check]:
     ranks, steps = span(run.ranks) or ("together" if run.is_merged else "none"), span(run.steps) or "none"
     yield Check(state, f"{run.name}: {counted(run.num_rows, 'row')}, ranks {ranks}, steps {steps}")
     yield from _recorded_settings(run)
+    yield from _proof(run)
     yield from _filters(expected)
     yield from _recorded_modules(run, expected)
     if listed := listed_hooks(run.modules.values()):
@@ -226,6 +228,14 @@ def _recorded_settings(run: Run) -> Iterator[Check]:
     start = f"{FLAG}=1" if manifest.autoload else "attach()"
     steps = _STEP_SOURCES.get(manifest.step_source or "", "of a source that this version does not know")
     yield Check("ok", f"started by {start}; steps are {steps}")
+
+
+def _proof(run: Run) -> Iterator[Check]:
+    """Yield what `recorder prove` found; a program that nobody has asked about has no line."""
+    if (proof := run.proof) is not None:
+        for note in proof.notes:
+            yield Check("ok", f"recorder prove: {note}")
+        yield Check(proof_state(proof), f"recorder prove: {proof.text}", members={"proof": proof.verdict})
 
 
 def _filters(expected: Expectation) -> Iterator[Check]:

@@ -110,6 +110,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "state": next((state for state in _STATES if state in states), "empty"),
         "jitter": run.jitter,
         "jitter_moved": run.jitter_moved,
+        "proof": None if run.proof is None else {"verdict": run.proof.verdict, "text": run.proof.text},
         "problems": run.problems,
         "endings": run.endings,
     }
@@ -156,6 +157,8 @@ def _list_writers(run: Run, *, as_json: bool) -> int:
     Table(columns, rows, title=f"{printable(run.name)}: {', '.join(totals)}").print()
     if run.jitter:
         say(jitter_note(run))
+    if run.proof is not None:
+        say(f"recorder prove: {run.proof.text}")
     if note := unsealed_note(run):
         say(note)
     for ending in run.endings:
@@ -164,6 +167,8 @@ def _list_writers(run: Run, *, as_json: bool) -> int:
 
 
 def _state(summary: dict[str, Any]) -> str:
+    if summary["proof"]:
+        return f"{summary['state']}, proved {summary['proof']['verdict']}"
     if not summary["jitter"]:
         return str(summary["state"])
     effect = " (nothing moved)" if summary["jitter_moved"] == () else ""

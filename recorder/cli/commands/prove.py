@@ -1,0 +1,73 @@
+"""``recorder prove``: shows on the user's own program whether it trains under the recorder as it does without."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from ...analyze.prove.launching import prove
+from ...errors import ConfigError, LookupFailedError
+from ...format.proof import CHANGED, UNCHANGED, UNKNOWN
+from ...lifecycle.launch import prepare, split_assignments
+from ...read.finding import typed_for
+from ..notes import proof_state
+from ..options import Json
+from ..output import print_json, printable, say, say_state
+
+EPILOG = "Example: recorder prove --steps 20 -- torchrun --nproc-per-node 2 train.py"
+SETTINGS: dict[str, Any] = {
+    "context_settings": {"help_option_names": ["-h", "--help"], "allow_interspersed_args": False}
+}
+_EXIT_CODES = {UNCHANGED: 0, CHANGED: 1, UNKNOWN: 2}
+
+
+def command(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="[NAME=VALUE]... COMMAND...", help="What starts the training, after settings if any."),
+    ],
+    steps: Annotated[int, typer.Option(min=1, max=100_000, help="Optimizer steps of each launch.")] = 10,
+    as_json: Json = False,
+) -> int:
+    """Show that a program trains with the recorder as without.
+
+    It launches the program twice without the recorder and once with it, each for some optimizer steps, and compares
+    parameters, gradients, buffers, optimizer state, random states and printed lines bit by bit on every rank. The
+    program must begin each time from the same state: no checkpoint that a launch leaves may be loaded by the next.
+
+    The verdict is kept with the run; ls, doctor and report show it.
+
+    Exit code 0: unchanged. 1: changed. 2: it cannot be told, because the program differs by itself, or takes no step.
+    """
+    environ, rest = split_assignments(words)
+    if rest[:1] == ["--"]:
+        del rest[0]
+    if not rest:
+        raise LookupFailedError("prove needs a command: recorder prove -- torchrun --nproc-per-node 2 train.py")
+    launched = prepare(environ, rest)
+    if shutil.which(launched[0], path=environ.get("PATH")) is None:
+        raise ConfigError(f"cannot run {launched[0]!r}: no such program")
+    found = prove(launched, environ, num_steps=steps, report=_say_launch)
+    proof = found.proof
+    if as_json:
+        runs = [str(run.path) for run in found.runs]
+        members = {name: getattr(proof, name) for name in ("verdict", "text", "steps", "ranks", "first_step", "notes")}
+        print_json({**members, "runs": runs, "said": found.said})
+        return _EXIT_CODES.get(proof.verdict, 2)
+    if found.said:
+        for line in found.said.splitlines():
+            say(f"  | {printable(line)}")
+    for note in proof.notes:
+        say_state("note", note)
+    say_state(proof_state(proof), proof.text)
+    for run in found.runs:
+        say(f"kept with {printable(run.name)}; recorder doctor {shlex.quote(typed_for(run.path, run.name))} shows it")
+    return _EXIT_CODES.get(proof.verdict, 2)
+
+
+def _say_launch(text: str) -> None:
+    print(f"recorder: launch {text}", file=sys.stderr, flush=True)

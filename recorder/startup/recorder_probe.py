@@ -1,0 +1,228 @@
+"""Watches a program for ``recorder prove``: digests of its whole state after each optimizer step, and what it prints.
+
+It is loaded by the start-up hook in all runs that are compared, with the recorder and without, so that its own effect
+cancels out. It imports nothing of the package, puts no hook on a module, asks no collective, and changes no state of
+the program. It ends the program, with exit code 0, after the steps that were asked for.
+"""
+
+import gc
+import hashlib
+import json
+import os
+import random
+import socket
+import sys
+import time
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+FOLDER = "_RECORDER_PROBE"
+"""The environment variable that names the folder which takes what was seen; `analyze.prove.launching` sets both."""
+STEPS = "_RECORDER_PROBE_STEPS"
+_WAIT_S = 60.0
+"""The longest wait of a rank for the others at the end: one that leaves early ends what the others wait for."""
+_TRANSPARENT = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"))
+_WRAPPERS = frozenset(("DistributedDataParallel", "DataParallel"))
+
+
+def start() -> None:
+    """Begin to watch this process, whose standard output goes to a file from now on."""
+    folder, num_steps = os.environ[FOLDER], int(os.environ[STEPS])
+    descriptor = os.open(os.path.join(folder, f"{os.getpid()}.out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    sys.stdout.flush()
+    os.dup2(descriptor, 1)
+    os.close(descriptor)
+    _Probe(folder, num_steps)
+
+
+class _Probe:
+    """Counts the steps of the first optimizer that steps, and writes a line after each step of any."""
+
+    def __init__(self, folder: str, num_steps: int) -> None:
+        self._folder = folder
+        self._num_steps = num_steps
+        self._pid = os.getpid()
+        self._file: Any = None
+        self._first: int | None = None
+        """The identity of the optimizer that counts the steps."""
+        self._num_done = 0
+        self._models: list[weakref.ref[Any]] = []
+        """Held weakly: a DDP module that outlives its process group can block the end of the process."""
+        self._names: dict[int, str] = {}
+        self._handle = register_optimizer_step_post_hook(self._after_step)
+        register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Make the hook after the step the last one, so that it sees what others leave and ends what they have done."""
+        if not torch.compiler.is_compiling():
+            self._handle.remove()
+            self._handle = register_optimizer_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or os.getpid() != self._pid:  # a forked child does not count
+            return
+        if self._first is None:
+            self._first = id(optimizer)
+        counts = id(optimizer) == self._first
+        rank, world_size = _rank()
+        step = self._num_done if counts else max(self._num_done - 1, 0)
+        with torch.no_grad():
+            seen = self._digests(optimizer)
+        if self._file is None:
+            path = os.path.join(self._folder, f"{self._pid}.jsonl")
+            self._file = open(path, "x", encoding="utf-8")  # noqa: SIM115 - open until the process ends
+            self._write({"rank": rank, "pid": self._pid, "host": socket.gethostname()})
+        self._write({"step": step, "optimizer": type(optimizer).__name__, "digests": seen})
+        self._num_done += counts
+        if counts and self._num_done >= self._num_steps:
+            self._end(rank, world_size)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def _end(self, rank: int, world_size: int) -> None:
+        """Wait until all ranks are here, and end the program."""
+        open(os.path.join(self._folder, f"{rank}.done"), "w").close()
+        until_s = time.monotonic() + _WAIT_S
+        while time.monotonic() < until_s:
+            if all(os.path.exists(os.path.join(self._folder, f"{one}.done")) for one in range(world_size)):
+                break
+            time.sleep(0.01)
+        raise SystemExit(0)
+
+    def _digests(self, optimizer: Any) -> dict[str, str]:
+        """Return a digest of each value, by its kind and its name with a space between."""
+        seen: dict[str, str] = {}
+        places = [(g, i, p) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])]
+        if any(id(parameter) not in self._names for _, _, parameter in places):
+            self._find_models(places)
+        for number, reference in enumerate(self._models):
+            if (model := reference()) is None:
+                continue
+            for name, buffer in model.named_buffers():
+                seen[f"buffer {_prefix(number)}{_canonical(model, name)}"] = _digest(buffer)
+            for name, parameter in model.named_parameters():
+                _see_parameter(seen, f"{_prefix(number)}{_canonical(model, name)}", parameter)
+        for group, index, parameter in places:
+            name = self._names.get(id(parameter)) or f"(parameter {index} of group {group})"
+            _see_parameter(seen, name, parameter)
+            _see(seen, f"optim {name}", optimizer.state.get(parameter, {}))
+        for group, settings in enumerate(optimizer.param_groups):
+            for key, value in settings.items():
+                if key == "lr":
+                    _see(seen, f"optim lr of group {group}", value)
+        seen["rng cpu"] = _digest(torch.get_rng_state())
+        seen["rng python"] = _hash(repr(random.getstate()).encode())
+        if "numpy" in sys.modules:
+            seen["rng numpy"] = _hash(repr([_plain(part) for part in sys.modules["numpy"].random.get_state()]).encode())
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            seen["rng cuda"] = _digest(torch.cuda.get_rng_state())
+        return seen
+
+    def _find_models(self, places: list[tuple[int, int, Any]]) -> None:
+        """Find the outermost modules that hold the optimizer's parameters, and name those parameters."""
+        # Not isinstance: that asks a proxy for its class, which may load what it stands for.
+        found = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
+        modules = [module for module in found if "_modules" in vars(module)]  # and not one that is being made
+        inner = {id(child) for module in modules for child in module._modules.values()}
+        outer = [module for module in modules if id(module) not in inner]
+        held = [{id(parameter): name for name, parameter in module.named_parameters()} for module in outer]
+        for _, _, parameter in places:
+            if id(parameter) in self._names:
+                continue
+            candidates = [number for number, names in enumerate(held) if id(parameter) in names]
+            if candidates:
+                best = max(candidates, key=lambda number: len(held[number]))
+                model, place = outer[best], len(self._models)
+                self._models.append(weakref.ref(model))
+                for identity, name in held[best].items():
+                    self._names.setdefault(identity, _prefix(place) + _canonical(model, name))
+            else:
+                self._names[id(parameter)] = ""
+
+
+def _rank() -> tuple[int, int]:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _prefix(number: int) -> str:
+    return f"model_{number}." if number else ""
+
+
+def _canonical(model: Any, name: str) -> str:
+    """Return a name without what wrappers add to it."""
+    parts = name.split(".")
+    if type(model).__name__ in _WRAPPERS:
+        parts = parts[1:]
+    return ".".join(part for part in parts if part not in _TRANSPARENT)
+
+
+def _see_parameter(seen: dict[str, str], name: str, parameter: Any) -> None:
+    if f"param {name}" not in seen:
+        seen[f"param {name}"] = _digest(parameter)
+        if parameter.grad is not None:
+            seen[f"grad {name}"] = _digest(parameter.grad)
+
+
+def _see(seen: dict[str, str], name: str, value: Any) -> None:
+    """Add a value of the optimizer's state, which may be nested."""
+    if isinstance(value, torch.Tensor):
+        seen[name] = _digest(value)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            _see(seen, f"{name}.{key}", inner)
+    elif isinstance(value, (list, tuple)):
+        for key, inner in enumerate(value):
+            _see(seen, f"{name}.{key}", inner)
+    elif isinstance(value, (bool, int, float, str)):
+        seen[name] = _hash(repr(value).encode())
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Return 128 bits that stand for a tensor's type, shape and bits; of what has no bits to read, why."""
+    try:
+        digest = hashlib.blake2b(digest_size=16)
+        _add(digest, tensor.detach())
+        return digest.hexdigest()
+    except Exception as error:
+        return f"unread: {type(error).__name__}"
+
+
+def _add(digest: Any, tensor: Any) -> None:
+    if hasattr(tensor, "to_local"):  # a DTensor: this rank's part
+        tensor = tensor.to_local()
+    if hasattr(tensor, "wait"):  # an AsyncCollectiveTensor
+        tensor = tensor.wait()
+    digest.update(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}".encode())
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            _add(digest, getattr(tensor, name))
+        return
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        _add(digest, tensor.indices())
+        _add(digest, tensor.values())
+        return
+    if tensor.is_meta or not tensor.numel():
+        return
+    needed = tensor.element_size() * (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)))
+    if tensor.untyped_storage().size() < needed:  # freed by its owner; reading it would end the process
+        return
+    tensor = tensor.resolve_conj().resolve_neg().contiguous().cpu()
+    digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def _hash(text: bytes) -> str:
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def _plain(part: Any) -> Any:
+    return part.tolist() if hasattr(part, "tolist") else part
