@@ -22,6 +22,8 @@ KEEP_FINGERPRINT = 4
 """The fingerprint column is written."""
 KEEP_HISTOGRAM = 8
 """The histogram column is written, and the statistics, which say how many values are zero or NaN."""
+KEEP_REPLAY = 16
+"""What a call of the module needs to be run again is written at site ``call``, with its values and gradients."""
 KEEP_NUMBERS = KEEP_STATS | KEEP_HISTOGRAM
 """What says something of the values, and so nothing of a sum of which a value is one summand."""
 

@@ -19,14 +19,15 @@ from operator import or_
 from typing import Any, ClassVar, NamedTuple
 
 from .errors import ConfigError
-from .records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_TENSOR
-from .sites import SITES
+from .records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_REPLAY, KEEP_STATS, KEEP_TENSOR
+from .sites import OF_REPLAY, SITES
 
 KEEPS = {
     "tensor": KEEP_TENSOR,
     "stats": KEEP_STATS,
     "fingerprint": KEEP_FINGERPRINT,
     "histogram": KEEP_STATS | KEEP_HISTOGRAM,
+    "replay": KEEP_TENSOR | KEEP_REPLAY,
 }
 """The bits of each word that a rule's ``keep`` may hold."""
 ON = ("1", "true", "yes", "on")
@@ -336,6 +337,8 @@ def _rule_from_table(table: Mapping[str, object], grammar: _Grammar) -> Rule:
                     key, f"unknown {key} {word!r}{did_you_mean(word, offered)}; allowed: {', '.join(offered)}"
                 )
         chosen[key] = named if key == "site" else reduce(or_, (KEEPS[word] for word in named))
+    if chosen.get("keep", 0) & KEEP_REPLAY and chosen.setdefault("site", OF_REPLAY) != OF_REPLAY:
+        raise problem("site", f"keep=replay is of {', '.join(OF_REPLAY)}; leave site out, or write a rule for each")
     return Rule(**chosen)
 
 

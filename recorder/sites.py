@@ -55,6 +55,8 @@ class Site:
     """True where the program hands its values in, so that no module has made them."""
     is_of_optimizer: bool = False
     """True where the optimizer holds its values, and not the module: without an optimizer there are none."""
+    is_selectable: bool = True
+    """False where rules do not name it: its rows come with what a rule keeps."""
     since: int = 0
     """The minor version of the format that added it."""
 
@@ -91,10 +93,24 @@ ALL_SITES = (
     ),
     Site(name="tap", kind=Kind.ACTIVATION, phase="forward", expected=Expected.NOTHING, gradient="tap"),
     Site(name="scalar", kind=Kind.NUMBER, phase="forward", expected=Expected.NOTHING, is_given=True),
+    Site(
+        name="call",
+        kind=Kind.ACTIVATION,
+        phase="forward",
+        expected=Expected.NOTHING,
+        is_given=True,
+        is_selectable=False,
+        since=3,
+    ),
 )
 """All sites, in the order in which people see them."""
 
-SITES = tuple(site.name for site in ALL_SITES)
+SITES = tuple(site.name for site in ALL_SITES if site.is_selectable)
+"""The sites that rules and questions name."""
+CALL = "call"
+"""The site of what a call needs besides its arguments, for a replay: facts as JSON text, parameters, buffers."""
+OF_REPLAY = ("input", "output", "grad_input", "grad_output", "grad")
+"""The sites whose tensors a replay is made of and compared with."""
 SITE_OF: Mapping[str, Site] = {site.name: site for site in ALL_SITES}
 
 ACTIVATIONS = tuple(site.name for site in ALL_SITES if site.kind is Kind.ACTIVATION)

@@ -19,7 +19,7 @@ from ..format.schema import FORMAT_VERSION
 from ..globalview.plan.overrides import check_overrides
 from ..globalview.run import Run
 from ..rules import ANY, Schedule, choose, hint, parse_patterns
-from ..sites import SITES
+from ..sites import CALL, SITES
 from ..system.text import listed
 
 PER_RANK = ("*=per_rank",)
@@ -74,6 +74,8 @@ class Selection:
             tests.append(("module_path", self.modules))
         if self.site is not None:
             tests.append(("site", partial(_within, self._sites)))
+        elif "site" in table.column_names:
+            tests.append(("site", lambda sites: [site for site in sites if site != CALL]))
         if self.name is not None:
             tests.append(("name", partial(choose, _patterns("name", self.name))))
         for column, value in (("step", self.step), ("rank", self.rank)):

@@ -14,6 +14,11 @@ class _Hidden:
             raise ModuleNotFoundError("the command line does without pandas", name=name)
 
 
+def show_pandas() -> None:
+    """Undo `hide_pandas`, before something is imported that wants to know whether pandas is there, as torch does."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _Hidden]
+
+
 def hide_pandas() -> None:
     """Keep pyarrow from importing pandas, whose types it looks for in its arguments: that costs each command 0.4 s."""
     if "pandas" not in sys.modules:

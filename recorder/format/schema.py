@@ -16,7 +16,7 @@ import pyarrow as pa
 from ..records import PART_BYTES
 
 FORMAT_NAME = "recorder"
-FORMAT_VERSION = (1, 2)
+FORMAT_VERSION = (1, 3)
 """Major, minor. Readers refuse another major and accept any minor."""
 VERSION_KEY = b"recorder_format"
 """Key of the schema's metadata; its value is the version of the file, such as ``1.2``."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_TRANSPARENT = {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"}
+TRANSPARENT = {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"}
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "AveragedModel"}
 _NO_CONTAINERS = (str, bytes, int, float, complex)
 _MAX_DEPTH = 32
@@ -92,7 +92,7 @@ def _hidden(module: nn.Module, above: Node | None) -> str | None:
 
 def _inner_name(module: nn.Module) -> str | None:
     """Return the name of the child that a wrapper stands for, or None where the module is no wrapper."""
-    for name in _TRANSPARENT:
+    for name in TRANSPARENT:
         if name in module._modules:
             return name
     if "module" in module._modules and any(cls.__name__ in _WRAPPERS for cls in type(module).__mro__):
@@ -233,6 +233,11 @@ class Signature:
                 self._rest = parameter.name
         self._first = self._positional[0] if self._positional else f"{self._rest}.0"
 
+    def name_at(self, place: int) -> str:
+        """Return the name of the positional argument at a place."""
+        known = len(self._positional)
+        return self._positional[place] if place < known else f"{self._rest}.{place - known}"
+
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
         """Return every tensor among the arguments with its name and path."""
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # as most modules are called
@@ -240,9 +245,8 @@ class Signature:
         return self._all_leaves(args, kwargs)
 
     def _all_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        known = len(self._positional)
         for i, value in enumerate(args):
-            name = self._positional[i] if i < known else f"{self._rest}.{i - known}"
+            name = self.name_at(i)
             if isinstance(value, torch.Tensor):
                 yield name, value
             else:

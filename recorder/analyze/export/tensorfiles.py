@@ -26,7 +26,7 @@ _NO_TIME = (1980, 1, 1, 0, 0, 0)
 """The same tensors make the same file."""
 _MAX_HEADER_BYTES = 100_000_000
 """What the readers of safetensors accept."""
-_SAFETENSORS: dict[str, str] = {
+SAFETENSORS_TYPES: dict[str, str] = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
     "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
@@ -122,4 +122,4 @@ def _npy_dtype(dtype: str) -> tuple[np.dtype[Any], bool]:
 def _safetensors_type(entry: Entry) -> tuple[str, list[int]]:
     if entry.dtype in _AS_PARTS:
         return _AS_PARTS[entry.dtype], [*entry.shape, 2]
-    return _SAFETENSORS.get(entry.dtype, "U8"), list(entry.shape)
+    return SAFETENSORS_TYPES.get(entry.dtype, "U8"), list(entry.shape)

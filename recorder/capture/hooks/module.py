@@ -18,13 +18,14 @@ from torch import nn
 from ...observe import module_hooks, tree
 from ...observe.clock import Slice
 from ...observe.selection import NOTHING
-from ...records import Chunk, Moment, Origin
-from ...sites import GRADIENT_OF, OF_CALLS
+from ...records import KEEP_REPLAY, Chunk, Moment, Origin
+from ...sites import CALL, GRADIENT_OF, OF_CALLS
 from ..parallel.aliases import Waiting, chunk_of_gradient, has_owner
 from ..parallel.groups import ModelParallel
 from ..tensors.dtensors import is_dtensor
 from ..tensors.local_values import requires_gradient
 from . import callbacks
+from .calls import record_call
 from .gradients import watch_argument_gradient, watch_gradient
 from .recording import Recording
 
@@ -191,9 +192,18 @@ class Watch:
             if module is None:
                 return
             self._signature = tree.Signature(module)
+        if value_mask & KEEP_REPLAY and phase == "forward":
+            self._record_call(slice_.moment, call, args, kwargs)
         with_grad = bool(gradient_mask) and self._has_new_graph(slice_, phase)
         for name, tensor in self._signature.leaves(args, kwargs):
             self._see("input", name, tensor, slice_.moment, phase, call, value_mask, with_grad)
+
+    def _record_call(self, moment: Moment, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record what this call needs to be run again, where the rules ask for it at this call."""
+        module = self._owner()
+        if module is not None and self._signature and self.capture.keep_of(self.rule_sets["input"], call) & KEEP_REPLAY:
+            origin = Origin(self.root.name, self.node_path, CALL, "")
+            record_call(self.capture, origin, moment, call, module, self._signature, args, kwargs)
 
     def _await_local_gradients(self, slice_: Slice) -> None:
         """Record the gradients that this backward adds to the module's own parameters, before any reduction."""

@@ -17,6 +17,7 @@ COMMANDS = {
     "report": "Draw a run as one HTML file: maps, lines, graph, ranks.",
     "export": "Write statistics as Parquet, tensors as npz or safetensors.",
     "prove": "Show that a program trains with the recorder as without.",
+    "replay": "Run a recorded call of a module again, alone.",
     "top": "Watch a run while it records, one line a rank.",
     "verify": "Check every byte of a run.",
     "repair": "Seal what killed processes left open.",

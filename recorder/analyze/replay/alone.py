@@ -1,0 +1,477 @@
+"""Runs one recorded call of a module again, and compares what comes out with what was recorded.
+
+This file lies in the folder that `recorder replay` writes, as replay.py, and needs nothing but torch:
+
+    python replay.py                                  # a module of torch.nn
+    python replay.py --factory my_model:make          # a class of your own, or a whole model that holds the module
+    python replay.py --dtype float64                  # the arbiter: how far from the exact result was the recorded one?
+    python replay.py --device cuda --compile          # elsewhere, or compiled
+
+Exit code 0: everything was had again, bit by bit or within rounding. 1: something differs. 2: it cannot be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import hashlib
+import importlib
+import inspect
+import json
+import struct
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+VERSION = 1
+ROUNDING = 64
+"""Steps of the last place of the largest value, within which a difference counts as rounding."""
+EQUAL, ROUNDED, TOTAL, DIFFERENT = "bit-equal", "within rounding", "not judged", "different"
+_TYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
+}  # fmt: skip
+
+
+class CannotReplay(Exception):
+    """Why the call cannot be run here, and what to do."""
+
+
+class Compared(NamedTuple):
+    """One tensor that came out, beside the recorded one."""
+
+    name: str
+    verdict: str
+    largest: float
+    """The largest difference."""
+    scale: float
+    """The largest recorded value."""
+    num_differing: int
+    numel: int
+
+
+class Options(NamedTuple):
+    """How the call is run."""
+
+    factory: str = ""
+    anyway: bool = False
+    dtype: str = ""
+    device: str = ""
+    compile: bool = False
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the call of the folder that this file lies in, and print the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--factory", default="", metavar="MODULE:FUNCTION", help="makes the module, or the whole model")
+    parser.add_argument("--anyway", action="store_true", help="run it although the class's code has changed")
+    parser.add_argument("--dtype", default="", choices=["float64", "float32", "bfloat16", "float16"])
+    parser.add_argument("--device", default="", help="such as cuda or cuda:1; without: cpu")
+    parser.add_argument("--compile", action="store_true", help="under torch.compile")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    given = parser.parse_args(words)
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        options = Options(given.factory, given.anyway, given.dtype, given.device, given.compile)
+        compared, notes = replay(Path(__file__).parent, options)
+    except CannotReplay as error:
+        sys.stderr.write(f"replay: {error}\n")
+        return 2
+    is_different = any(one.verdict == DIFFERENT for one in compared)
+    if given.json:
+        sys.stdout.write(json.dumps({"compared": [one._asdict() for one in compared], "notes": notes}) + "\n")
+        return int(is_different)
+    for note in notes:
+        sys.stdout.write(f"note: {note}\n")
+    width = max(len(one.name) for one in compared)
+    for one in compared:
+        line = f"{one.name:{width}}  {one.verdict}"
+        if one.verdict != EQUAL:
+            line += f": {one.num_differing} of {one.numel} elements, by {one.largest:.3g} at most, of {one.scale:.3g}"
+        sys.stdout.write(line + "\n")
+    return int(is_different)
+
+
+def replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
+    """Run a call again and compare; return also what should be known of the comparison.
+
+    Raises:
+        CannotReplay: the folder is damaged, or the module cannot be made or run here.
+    """
+    try:
+        bundle = json.loads((folder / "bundle.json").read_text(encoding="utf-8"))
+        tensors = _read_tensors(folder / "tensors.safetensors")
+        facts = bundle["facts"]
+        if bundle["bundle"] != VERSION:
+            raise CannotReplay(f"{folder}: a bundle of version {bundle['bundle']}; write it anew with this recorder")
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise CannotReplay(f"{folder}: cut short or damaged ({type(error).__name__}: {error}); write it anew") from None
+    if bundle["lacks"]:
+        raise CannotReplay("cannot be run, something is missing: " + "; ".join(bundle["lacks"][:4]))
+    odd = [name for name, about in facts["tensors"].items() if "dtensor" in about or "layout" in about]
+    if odd:
+        raise CannotReplay(f"{', '.join(odd[:4])}: a part of a distributed or sparse tensor, which is not replayed")
+    notes = list(_other_versions(facts))
+    device = torch.device(options.device or "cpu")
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    with _settings(facts):
+        module = make_module(bundle, options, notes).to(device)
+        if dtype is not None:
+            module = module.to(dtype)
+        _load(module, facts, tensors, device, dtype)
+        inputs = _inputs(facts, tensors, device, dtype)
+        args = [_value(node, inputs) for node in facts["args"]]
+        kwargs = {key: _value(node, inputs) for key, node in facts["kwargs"]}
+        called = torch.compile(module) if options.compile else module
+        _seed(facts, device, notes)
+        try:
+            found = dict(_run(called, args, kwargs, facts, tensors, inputs, dtype))
+        except Exception as error:
+            raise CannotReplay(f"the call fails here: {type(error).__name__}: {error}") from error
+    found |= {f"grad.{name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
+    compared = [_compare(name, tensors[name], found[name]) for name in tensors if name in found]
+    missing = [name for name in tensors if name.startswith("output.") and name not in found]
+    if missing or not compared:
+        raise CannotReplay(f"the module returned something else than was recorded: no {', '.join(missing) or 'output'}")
+    return sorted(compared, key=lambda one: (not one.name.startswith("output"), one.name)), notes
+
+
+def make_module(bundle: Mapping[str, Any], options: Options, notes: list[str]) -> nn.Module:
+    """Make the module: of torch.nn from its settings, any other with the factory."""
+    facts = bundle["facts"]
+    where, _, qualified = facts["class"].partition(":")
+    if options.factory:
+        made = _from_factory(options.factory)
+        names = {name.partition(".")[2] for name in facts["tensors"] if name.startswith("param.")}
+        is_itself = type(made).__qualname__ == qualified and names <= {name for name, _ in made.named_parameters()}
+        if not is_itself:
+            try:
+                made = made.get_submodule(bundle["module"])
+            except AttributeError:
+                raise CannotReplay(
+                    f"{options.factory} made a {type(made).__name__}, which is no {qualified} and has no submodule "
+                    f"{bundle['module']!r}"
+                ) from None
+        if type(made).__qualname__ != qualified:
+            raise CannotReplay(
+                f"{options.factory}: {bundle['module']!r} is a {type(made).__qualname__}, not {qualified}"
+            )
+        code = code_digest(type(made))
+        if facts["python"].split(".")[:2] != sys.version.split()[0].split(".")[:2]:
+            notes.append(
+                f"whether the code of {qualified} has changed cannot be told: it ran in Python {facts['python']}"
+            )
+        elif code != facts["code"]:
+            changed = f"the code of {type(made).__qualname__} is not that which was recorded ({facts['source']})"
+            if not options.anyway:
+                raise CannotReplay(f"{changed}; --anyway runs it all the same")
+            notes.append(changed)
+        return made
+    if facts["constructor"] is None or not where.startswith("torch.nn.modules."):
+        raise CannotReplay(
+            f"{qualified} is no module that can be made from its settings: give --factory MODULE:FUNCTION"
+        )
+    settings = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in facts["constructor"].items()
+    }
+    try:
+        made = getattr(importlib.import_module(where), qualified)(**settings)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise CannotReplay(f"this torch makes no {qualified} of {settings}: {error}; give --factory") from None
+    if not isinstance(made, nn.Module):
+        raise CannotReplay(f"{facts['class']} is no module")
+    return made
+
+
+def _from_factory(text: str) -> nn.Module:
+    where, _, name = text.partition(":")
+    try:
+        made = getattr(importlib.import_module(where), name)()
+    except Exception as error:
+        raise CannotReplay(f"--factory {text}: {type(error).__name__}: {error}; expected MODULE:FUNCTION") from error
+    if not isinstance(made, nn.Module):
+        raise CannotReplay(f"--factory {text}: made a {type(made).__name__}, expected a torch.nn.Module")
+    return made
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    data = path.read_bytes()
+    (num_bytes,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + num_bytes])
+    body = memoryview(bytearray(data[8 + num_bytes :]))
+    found = {}
+    for name, one in header.items():
+        if name == "__metadata__":
+            continue
+        start, stop = one["data_offsets"]
+        if not 0 <= start <= stop <= len(body):
+            raise ValueError(f"{name} ends behind the end of {path.name}")
+        dtype = getattr(torch, _TYPES[one["dtype"]])
+        flat = torch.frombuffer(body[start:stop], dtype=dtype) if stop > start else torch.empty(0, dtype=dtype)
+        found[name] = flat.reshape(one["shape"])
+    return found
+
+
+def _other_versions(facts: Mapping[str, Any]) -> Iterator[str]:
+    if facts["torch"] != torch.__version__:
+        yield f"recorded with torch {facts['torch']}, run with {torch.__version__}: the last bits may differ"
+    devices = sorted({about["device"] for about in facts["tensors"].values() if "device" in about} - {"cpu"})
+    if devices:
+        yield f"recorded on {', '.join(devices)}: on another device the last bits differ"
+
+
+@contextlib.contextmanager
+def _settings(facts: Mapping[str, Any]) -> Iterator[None]:
+    """Have torch's settings as the call had them, until the block ends."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_num_threads(),
+        torch.get_rng_state(),
+    )
+    if before[0] != facts["deterministic"]:  # the call imports torch's compiler, which takes seconds
+        torch.use_deterministic_algorithms(facts["deterministic"], warn_only=True)
+    torch.set_float32_matmul_precision(facts["matmul_precision"])
+    torch.set_num_threads(facts["num_threads"])
+    try:
+        yield
+    finally:
+        if before[0] != facts["deterministic"]:
+            torch.use_deterministic_algorithms(before[0])
+        torch.set_float32_matmul_precision(before[1])
+        torch.set_num_threads(before[2])
+        torch.set_rng_state(before[3])
+
+
+def _load(
+    module: nn.Module,
+    facts: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> None:
+    """Give the module the parameters, buffers and modes that the call found."""
+    held: dict[str, torch.Tensor] = {}
+    held |= {f"param.{name}": value for name, value in module.named_parameters(remove_duplicate=False)}
+    held |= {f"buffer.{name}": value for name, value in module.named_buffers(remove_duplicate=False)}
+    wanted = [name for name in facts["tensors"] if not name.startswith("input.")]
+    if sorted(held) != sorted(wanted):
+        differing = sorted(set(held) ^ set(wanted))
+        raise CannotReplay(f"the module that was made has other parameters or buffers: {', '.join(differing[:4])}")
+    made: dict[str, torch.Tensor] = {}
+    for name in wanted:
+        about = facts["tensors"][name]
+        source = about.get("same_as", name)
+        if source not in made:
+            made[source] = _strided(tensors[source].to(device, _type_of(tensors[source], dtype)), about)
+        kind, _, path = name.partition(".")
+        owner_path, _, own = path.rpartition(".")
+        owner = module.get_submodule(owner_path)
+        if kind == "param":
+            if not isinstance(made[source], nn.Parameter):
+                made[source] = nn.Parameter(made[source], requires_grad=about["requires_grad"])
+            owner._parameters[own] = made[source]  # type: ignore[assignment]
+        else:
+            owner._buffers[own] = made[source]
+    module.train(facts["training"])
+    for path in facts["other_mode"]:
+        module.get_submodule(path).training = not facts["training"]
+
+
+def _type_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _strided(tensor: torch.Tensor, about: Mapping[str, Any]) -> torch.Tensor:
+    """Return a tensor of these values that lies in memory as the recorded one did."""
+    strides = about["stride"]
+    if not tensor.numel() or len(strides) != tensor.dim():
+        return tensor.clone()
+    offset = about["offset"] % 64  # of more only the alignment matters
+    needed = offset + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    if needed > 16 * tensor.numel() + 64:  # a view of a small part of something large
+        return tensor.clone()
+    storage = torch.zeros(needed, dtype=tensor.dtype, device=tensor.device)
+    once = tensor
+    for dim, stride in enumerate(strides):
+        if stride == 0:
+            once = once.narrow(dim, 0, 1)
+    storage.as_strided(once.shape, strides, offset).copy_(once)
+    # No view, which a module may not change in place where a function of our own has made it.
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        storage.untyped_storage(), offset, tensor.shape, strides
+    )
+
+
+class _Enter(torch.autograd.Function):
+    """Gives a leaf to the module as a tensor that is no leaf, so that it may change it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, about: Mapping[str, Any]) -> torch.Tensor:
+        return _strided(leaf, about)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+def _inputs(
+    facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return each argument by name: the leaf that takes its gradient, and the tensor that the module gets."""
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, about in facts["tensors"].items():
+        if not name.startswith("input."):
+            continue
+        source = about.get("same_as", name)
+        if source in found:
+            found[name] = found[source]
+            continue
+        leaf = tensors[name].to(device, _type_of(tensors[name], dtype))
+        if about["requires_grad"] and facts["grad"] and not facts["inference"]:
+            leaf = leaf.clone().requires_grad_()
+            found[name] = leaf, _Enter.apply(leaf, about)  # type: ignore[no-untyped-call]
+        else:
+            found[name] = leaf, _strided(leaf, about)
+    return found
+
+
+def _value(node: Mapping[str, Any], inputs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """Return the argument that a tree means."""
+    (kind, content), *_ = node.items()
+    if kind == "tensor":
+        return inputs[f"input.{content}"][1]
+    if kind == "value":
+        return content
+    if kind == "float":
+        return float.fromhex(content)
+    if kind == "dtype":
+        return getattr(torch, content)
+    if kind == "device":
+        return torch.device("cpu")
+    if kind in ("tuple", "list"):
+        items = [_value(item, inputs) for item in content]
+        return tuple(items) if kind == "tuple" else items
+    if kind == "dict":
+        return {key: _value(item, inputs) for key, item in content}
+    raise CannotReplay(f"an argument is a {content}, which is not recorded")
+
+
+def _seed(facts: Mapping[str, Any], device: torch.device, notes: list[str]) -> None:
+    for kind, text in facts["rng"].items():
+        state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        if kind == "cpu":
+            torch.set_rng_state(state)
+        elif device.type == kind:
+            torch.cuda.set_rng_state(state, device)
+
+
+def _run(
+    module: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    dtype: torch.dtype | None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Run forward and backward; yield outputs and gradients of inputs by the names of the recorded ones."""
+    with contextlib.ExitStack() as stack:
+        if dtype is None:
+            for kind, name in facts["autocast"].items():
+                stack.enter_context(torch.autocast(kind, dtype=getattr(torch, name)))
+        stack.enter_context(torch.set_grad_enabled(facts["grad"]))
+        if facts["inference"]:
+            stack.enter_context(torch.inference_mode())
+        outputs = dict(_leaves(module(*args, **kwargs), "output."))
+    yield from ((name, output.detach().clone()) for name, output in outputs.items())
+    pairs = [
+        (output, tensors[gradient].to(output.device, output.dtype))
+        for name, output in outputs.items()
+        if (gradient := f"grad_{name}") in tensors and output.requires_grad
+    ]
+    if pairs:
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        for name, (leaf, _) in inputs.items():
+            if leaf.grad is not None:
+                yield f"grad_{name}", leaf.grad
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of an output with the names that their rows have."""
+    join = "" if name.endswith(".") else "."
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for key, item in zip(value._fields, value, strict=True):
+            yield from _leaves(item, f"{name}{join}{key}")
+    elif isinstance(value, (tuple, list)):
+        for place, item in enumerate(value):
+            yield from _leaves(item, f"{name}{join}{place}")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, f"{name}{join}{key}")
+
+
+def _compare(name: str, recorded: torch.Tensor, found: torch.Tensor) -> Compared:
+    found = found.detach().cpu()
+    if tuple(found.shape) != tuple(recorded.shape):
+        return Compared(name, DIFFERENT, float("nan"), float("nan"), recorded.numel(), recorded.numel())
+    is_equal = found.dtype == recorded.dtype and torch.equal(_bits(found), _bits(recorded))
+    if is_equal or not recorded.numel():
+        return Compared(name, EQUAL, 0.0, 0.0, 0, recorded.numel())
+    if not (recorded.is_floating_point() or recorded.is_complex()):
+        num_differing = int((recorded != found).sum())
+        return Compared(
+            name, DIFFERENT if num_differing else EQUAL, float("nan"), float("nan"), num_differing, recorded.numel()
+        )
+    wide = torch.complex128 if recorded.is_complex() else torch.float64
+    a, b = recorded.to(wide), found.to(wide)
+    is_finite = a.isfinite() & b.isfinite()
+    apart = (a - b).abs()[is_finite]
+    largest, scale = (float(x.max()) if x.numel() else 0.0 for x in (apart, a.abs()[is_finite]))
+    is_same_elsewhere = bool(((a == b) | (a.isnan() & b.isnan()))[~is_finite].all())
+    narrowest = max(torch.finfo(recorded.dtype).eps, torch.finfo(found.dtype).eps)
+    is_rounding = is_same_elsewhere and largest <= ROUNDING * narrowest * scale
+    verdict = ROUNDED if is_rounding else TOTAL if name.startswith("grad_input") else DIFFERENT
+    num_differing = int((a != b).sum()) - int((a.isnan() & b.isnan()).sum())
+    return Compared(name, verdict, largest, scale, num_differing, recorded.numel())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def code_digest(cls: type[Any]) -> str:
+    """Return the digest of a class's code as the recorder makes it (`recorder/capture/hooks/calls.py`)."""
+    digest = hashlib.sha256()
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc"):
+            continue
+        for name, member in sorted(vars(base).items()):
+            function = inspect.unwrap(getattr(member, "__func__", getattr(member, "fget", None) or member))
+            if isinstance(function, types.FunctionType):
+                for part in _parts(function.__code__):
+                    digest.update(f"{name} {part}\n".encode())
+    return digest.hexdigest()
+
+
+def _parts(code: types.CodeType) -> Iterator[str]:
+    yield f"{code.co_code.hex()} {code.co_names} {code.co_varnames}"
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _parts(constant)
+        else:
+            yield repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

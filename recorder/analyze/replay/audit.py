@@ -1,0 +1,88 @@
+"""Runs all recorded calls of a step again, each from its own inputs: `audit`.
+
+A call whose output cannot be had again from its recorded inputs was computed wrongly then, or here: by a broken machine
+or a race. One that can be had again is what the program makes. torch is loaded when an audit is asked for.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+from ...globalview.run import Run
+from .bundle import RecordedCall, fill_bundle, recorded_calls
+
+HAD_AGAIN, WITHIN_ROUNDING, NOT_HAD_AGAIN, CANNOT_TELL = (
+    "had again",
+    "had again within rounding",
+    "not had again",
+    "cannot tell",
+)
+
+
+class Audited(NamedTuple):
+    """What came of one call."""
+
+    module: str
+    step: int
+    rank: int
+    micro_step: int
+    call: int
+    verdict: str
+    why: str
+
+
+def audit(
+    run: Run, *, step: int, module: str | None = None, rank: int | None = None, factory: str = ""
+) -> list[Audited]:
+    """Run the recorded calls of a step again.
+
+    Args:
+        run: a run with a rule ``keep=replay``.
+        step: the step.
+        module: one module's path; None: all.
+        rank: one rank; None: all.
+        factory: ``MODULE:FUNCTION`` that makes the whole model, for classes that are not of torch.nn.
+
+    Raises:
+        LookupFailedError: nothing was recorded for a replay.
+    """
+    calls = recorded_calls(run, step=step, module=module, rank=rank)
+    with tempfile.TemporaryDirectory(prefix="recorder-audit-") as temporary:
+        return [_audited(run, call, Path(temporary) / str(number), factory) for number, call in enumerate(calls)]
+
+
+def _audited(run: Run, call: RecordedCall, folder: Path, factory: str) -> Audited:
+    from .alone import DIFFERENT, EQUAL, TOTAL, CannotReplay, Options, replay
+
+    folder.mkdir()
+    fill_bundle(run, call, folder)
+
+    def tell(verdict: str, why: str) -> Audited:
+        place = (call.key["micro_step"] or 0, call.key["call"])
+        return Audited(call.module_path, call.step, call.rank, *place, verdict, why)
+
+    try:
+        # A module of torch.nn is made from its settings: a factory may make a large model each time.
+        try:
+            compared, notes = replay(folder, Options())
+        except CannotReplay:
+            if not factory:
+                raise
+            compared, notes = replay(folder, Options(factory=factory))
+    except CannotReplay as error:
+        return tell(CANNOT_TELL, str(error))
+    counts = Counter(one.verdict for one in compared)
+    wrong = [one for one in compared if one.verdict == DIFFERENT]
+    if wrong:
+        first = wrong[0]
+        elements = (
+            f"{first.num_differing} of {first.numel} elements differ, by {first.largest:.3g} of {first.scale:.3g}"
+        )
+        said = f"{first.name}: {elements}; then or here a machine or a race was at fault"
+        return tell(NOT_HAD_AGAIN, "; ".join([said, *notes]))
+    told = f"{counts[EQUAL]} of {len(compared) - counts[TOTAL]} tensors bit by bit"
+    is_exact = counts[EQUAL] + counts[TOTAL] == len(compared)
+    return tell(HAD_AGAIN if is_exact else WITHIN_ROUNDING, "; ".join([told, *notes]))

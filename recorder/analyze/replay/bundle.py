@@ -1,0 +1,204 @@
+"""Finds what a rule with ``keep=replay`` has kept of a call, and writes it as a folder that runs alone: `write_bundle`.
+
+Must never import torch, nor a class that a run names: the folder's own script does, when its reader starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+
+from ...errors import CorruptError, LookupFailedError
+from ...format.members import parse_object
+from ...globalview.run import Run
+from ...rules import hint
+from ...sites import CALL, OF_REPLAY
+from ...system.text import listed
+from ..export.publishing import published_folder
+from ..export.tensorfiles import SAFETENSORS_TYPES
+
+VERSION = 1
+"""Of the folder's form; the script that lies in it reads no other."""
+BUNDLE, TENSORS, SCRIPT = "bundle.json", "tensors.safetensors", "replay.py"
+_KEY = ("attempt", "root", "micro_step", "call", "mode")
+"""What the rows of one call share besides module, step and rank."""
+_COLUMNS = (*_KEY, "site", "name", "phase", "scope", "repeat", "rank", "module_path", "dtype", "shape", "encoding")
+_ALONE = Path(__file__).with_name("alone.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedCall:
+    """One call of a module that can be replayed, as its rows are found; no value is read."""
+
+    module_path: str
+    step: int
+    rank: int
+    key: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+    gradients: Sequence[Mapping[str, Any]]
+    """Rows of gradients that this call alone has given to parameters of the module and of those in it."""
+
+
+def recorded_calls(run: Run, *, step: int, module: str | None = None, rank: int | None = None) -> list[RecordedCall]:
+    """Return the calls of a step that a rule with ``keep=replay`` has recorded, by module and rank.
+
+    Of several attempts at a step the newest counts.
+
+    Raises:
+        LookupFailedError: there is none; the message says what there is, or which rule to record with.
+    """
+    table = run.table(["module_path", "step", "rank"], pc.field("site") == CALL)
+    if not table.num_rows:
+        raise LookupFailedError(
+            f"{run.name}: nothing to replay; record with a rule such as 'module=blocks.3.mlp steps=100 keep=replay'"
+        )
+    for column, asked in (("step", step), ("module_path", module), ("rank", rank)):
+        there = sorted(table.column(column).unique().to_pylist())
+        if asked is not None and asked not in there:
+            name = column.removesuffix("_path")
+            choices = hint(str(asked), [str(one) for one in there], otherwise=f"; there is {listed(map(repr, there))}")
+            raise LookupFailedError(f"{run.name}: no call with {name}={asked!r} was recorded for a replay{choices}")
+        if asked is not None:
+            table = table.filter(pc.field(column) == asked)
+    places = sorted({(row["module_path"], row["rank"]) for row in table.to_pylist()})
+    return [call for path, its_rank in places for call in _calls_of(run, path, step, its_rank)]
+
+
+def _calls_of(run: Run, path: str, step: int, rank: int) -> list[RecordedCall]:
+    wanted = (pc.field("module_path") == path) & (pc.field("rank") == rank)
+    rows = run.table(_COLUMNS, wanted, steps=(step, step + 1)).to_pylist()
+    heads = [row for row in rows if row["site"] == CALL and not row["name"]]
+    below = pc.field("module_path") == path
+    if path:
+        below |= pc.starts_with(pc.field("module_path"), path + ".")
+    else:
+        below |= pc.field("module_path") != path
+    of_rank = (pc.field("rank") == rank) & (pc.field("site") == "grad") & (pc.field("scope") == "local")
+    local = run.table(_COLUMNS, below & of_rank, steps=(step, step + 1)).to_pylist()
+    tied = {name for info in run.modules.values() for name in info.tied.values()}
+    local = [row for row in local if not row["repeat"] and _full_name(row) not in tied]
+    newest = max((row["attempt"] for row in heads), default=0)
+    found = []
+    for head in heads:
+        if head["attempt"] != newest:
+            continue
+        key = {column: head[column] for column in _KEY}
+        of_call = [row for row in rows if all(row[column] == value for column, value in key.items())]
+        slice_ = {column: head[column] for column in _KEY if column != "call"}
+        is_alone = sum(all(other[column] == value for column, value in slice_.items()) for other in heads) == 1
+        of_slice = [row for row in local if all(row[column] == value for column, value in slice_.items())]
+        found.append(
+            RecordedCall(
+                module_path=path, step=step, rank=rank, key=key, rows=of_call, gradients=of_slice if is_alone else ()
+            )
+        )
+    return sorted(found, key=lambda call: (call.key["micro_step"] or 0, call.key["call"]))
+
+
+def _full_name(row: Mapping[str, Any]) -> str:
+    return ".".join(filter(None, (row["module_path"], row["name"])))
+
+
+def write_bundle(run: Run, call: RecordedCall, path: Path) -> list[str]:
+    """Write the folder of one call, and return what it lacks.
+
+    Raises:
+        WriteError: there is something at the path already, or it cannot be written.
+        CorruptError: the bytes are not those that were written.
+    """
+    with published_folder(path) as folder:
+        return fill_bundle(run, call, folder)
+
+
+def fill_bundle(run: Run, call: RecordedCall, folder: Path) -> list[str]:
+    """Write the files of a folder that exists."""
+    head = next(row for row in call.rows if row["site"] == CALL and not row["name"])
+    facts = parse_object(_array(run, call, head).tobytes(), f"{run.name}: site call of {call.module_path!r}")
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    lacks = []
+    of_call = [row for row in call.rows if row["site"] in (CALL, *OF_REPLAY) and row["site"] != "grad"]
+    for row in (*of_call, *call.gradients):
+        if row["repeat"] or row["phase"] not in ("forward", "backward") or (row["site"] == CALL and not row["name"]):
+            continue
+        name = row["name"] if row["site"] == CALL else f"{row['site']}.{row['name']}"
+        if row["site"] == "grad":
+            inside = f"{call.module_path}." if call.module_path else ""
+            name = f"grad.{_full_name(row).removeprefix(inside)}"
+        if row["encoding"] is None or row["dtype"] not in SAFETENSORS_TYPES:
+            lacks.append(
+                f"{name}: its values are not recorded" if row["encoding"] is None else f"{name}: {row['dtype']}"
+            )
+            continue
+        arrays[name] = _array(run, call, row)
+        tensors[name] = {"dtype": row["dtype"], "shape": list(arrays[name].shape)}
+    about = facts.get("tensors")
+    if not isinstance(about, dict):
+        raise CorruptError(f"{run.name}: site call of {call.module_path!r} does not say which tensors it has")
+    for name, one in about.items():
+        if name not in arrays and "same_as" not in one:
+            lacks.append(f"{name}: no row of it")
+    if not any(name.startswith("output.") for name in arrays):
+        lacks.append("output: no row of it")
+    document = {
+        "bundle": VERSION,
+        "run": run.name,
+        "module": call.module_path,
+        "step": call.step,
+        "rank": call.rank,
+        **{column: call.key[column] for column in _KEY},
+        "lacks": lacks,
+        "tensors": tensors,
+        "facts": facts,
+    }
+    (folder / TENSORS).write_bytes(_safetensors(arrays, tensors))
+    (folder / BUNDLE).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    shutil.copyfile(_ALONE, folder / SCRIPT)
+    (folder / "README").write_text(_readme(document), encoding="utf-8")
+    return lacks
+
+
+def _array(run: Run, call: RecordedCall, row: Mapping[str, Any]) -> npt.NDArray[Any]:
+    """Read the values of one row."""
+    key = {column: row[column] for column in ("site", "name", "micro_step", "call", "mode", "phase", "root", "attempt")}
+    if row["scope"] is not None:
+        key["scope"] = row["scope"]
+    return run.array(row["module_path"], step=call.step, rank=call.rank, repeat=0, **key)
+
+
+def _safetensors(arrays: Mapping[str, npt.NDArray[Any]], tensors: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """Return a safetensors file; `write_safetensors` streams rows of runs, and a call's tensors fit into memory."""
+    header: dict[str, Any] = {"__metadata__": {"writer": "recorder"}}
+    pieces, end = [], 0
+    for name, array in sorted(arrays.items(), key=lambda item: -item[1].itemsize):  # each at a multiple of its size
+        data = np.ascontiguousarray(array).tobytes()
+        kind = SAFETENSORS_TYPES[tensors[name]["dtype"]]
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [end, end + len(data)]}
+        pieces.append(data)
+        end += len(data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join((struct.pack("<Q", len(text)), text, *pieces))
+
+
+def _readme(document: Mapping[str, Any]) -> str:
+    facts = document["facts"]
+    where = f"module {document['module']!r}, step {document['step']}, rank {document['rank']}"
+    needs = "" if facts.get("constructor") is not None else " --factory my_module:make_model"
+    return (
+        f"One call of a module, recorded in the run {document['run']}: {where}.\n\n"
+        f"    python {SCRIPT}{needs}\n\n"
+        f"runs it again with torch {facts.get('torch')} or another, without any other package, and compares outputs\n"
+        "and gradients with what was recorded. Exit code 0: all had again; 1: something differs; 2: it cannot be run.\n"
+        f"`python {SCRIPT} --help` lists the options. {BUNDLE} says how the call was made, {TENSORS} holds its\n"
+        "tensors.\n"
+    )

@@ -1,0 +1,211 @@
+"""What a call of a module needs to be run again, besides its tensor arguments: `record_call`, where a rule asks for it.
+
+Rows of site ``call``: one named ``""`` is a JSON document (FORMAT.md), the others are the parameters and buffers as the
+call finds them. Must never open a file, run a module, or change a random state.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import inspect
+import json
+import math
+import platform
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...observe import tree
+from ...records import KEEP_TENSOR, Moment, Origin
+from ..tensors.dtensors import is_dtensor
+from .recording import Recording
+
+_MAX_DEPTH = 16
+_NO_SETTINGS = frozenset(("self", "device", "dtype", "args", "kwargs", "mode", "_weight", "_freeze"))
+_PLAIN = (bool, int, str, type(None))
+_OF_PARAMETERS = {"bias": ("bias", "in_proj_bias"), "add_bias_kv": ("bias_k",)}
+"""Arguments of torch.nn's constructors that say whether there is a parameter, with its names."""
+
+
+def record_call(
+    capture: Recording,
+    origin: Origin,
+    moment: Moment,
+    call: int,
+    module: nn.Module,
+    signature: tree.Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Record the facts of a call that is about to begin, and the module's parameters and buffers."""
+    try:
+        held: dict[str, torch.Tensor] = {}
+        held |= {f"param.{_canonical(name)}": value for name, value in module.named_parameters(remove_duplicate=False)}
+        held |= {f"buffer.{_canonical(name)}": value for name, value in module.named_buffers(remove_duplicate=False)}
+        tensors: dict[str, Any] = {}
+        first: dict[int, str] = {}
+        for name, tensor in [
+            *((f"input.{name}", leaf) for name, leaf in signature.leaves(args, kwargs)),
+            *held.items(),
+        ]:
+            tensors[name] = _about(tensor)
+            if (same := first.setdefault(id(tensor), name)) != name:
+                tensors[name]["same_as"] = same
+        facts = {**_facts(module), **signature_tree(signature, args, kwargs), "tensors": tensors}
+        text = json.dumps(facts, separators=(",", ":"), allow_nan=False).encode()
+        document = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    except Exception as error:
+        capture.site_failed(origin, error)
+        return
+    capture.observe(origin, moment, "forward", call, 0, KEEP_TENSOR, document)
+    for name, tensor in held.items():
+        if "same_as" not in tensors[name]:
+            capture.observe(origin._replace(name=name), moment, "forward", call, 0, KEEP_TENSOR, tensor.detach())
+
+
+def signature_tree(signature: tree.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments as trees, whose leaves name the tensors as their rows of site ``input`` are named."""
+    return {
+        "args": [_tree(value, signature.name_at(i), 0) for i, value in enumerate(args)],
+        "kwargs": [[key, _tree(value, key, 0)] for key, value in kwargs.items()],
+    }
+
+
+def _tree(value: Any, name: str, depth: int) -> dict[str, Any]:
+    if isinstance(value, torch.Tensor):
+        return {"tensor": name}
+    if type(value) in _PLAIN:
+        return {"value": value}
+    if type(value) is float:
+        return {"float": value.hex()}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if type(value) in (tuple, list, torch.Size) and depth < _MAX_DEPTH:
+        kind = "list" if type(value) is list else "tuple"
+        return {kind: [_tree(item, f"{name}.{i}", depth + 1) for i, item in enumerate(value)]}
+    if type(value) is dict and depth < _MAX_DEPTH and all(type(key) in (str, int) for key in value):
+        return {"dict": [[key, _tree(item, f"{name}.{key}", depth + 1)] for key, item in value.items()]}
+    return {"unknown": f"{type(value).__module__}.{type(value).__qualname__}"}
+
+
+def _about(tensor: torch.Tensor) -> dict[str, Any]:
+    if is_dtensor(tensor):
+        return {"dtensor": True}
+    if tensor.layout is not torch.strided:
+        return {"layout": str(tensor.layout)}
+    return {
+        "stride": list(tensor.stride()),
+        "offset": tensor.storage_offset(),
+        "requires_grad": tensor.requires_grad,
+        "device": tensor.device.type,
+    }
+
+
+def _facts(module: nn.Module) -> dict[str, Any]:
+    cls = _own_class(module)
+    generators = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        generators["cuda"] = torch.cuda.get_rng_state()
+    return {
+        "class": f"{cls.__module__}:{cls.__qualname__}",
+        "source": tree.source_line(module),
+        "code": code_digest(cls),
+        "constructor": _constructor(module, cls),
+        "training": module.training,
+        "other_mode": [name for name, inner in module.named_modules() if inner.training != module.training],
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": {
+            kind: str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+            for kind in ("cpu", "cuda")
+            if torch.is_autocast_enabled(kind)
+        },
+        "rng": {kind: base64.b64encode(bytes(state.tolist())).decode() for kind, state in generators.items()},
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "num_threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+
+
+def _own_class(module: nn.Module) -> type[Any]:
+    """Return the class that the user wrote; `fully_shard` makes one of it."""
+    cls = type(module)
+    is_sharded = cls.__name__.startswith("FSDP") and len(cls.__bases__) == 2
+    return cls.__bases__[1] if is_sharded and cls.__bases__[0].__name__ == "FSDPModule" else cls
+
+
+def _constructor(module: nn.Module, cls: type[Any]) -> dict[str, Any] | None:
+    """Return the arguments that make such a module of torch.nn; None where only its program can make one.
+
+    Those of them that are kept as attributes are asked of the module, and whether there is a bias of its parameters.
+    """
+    is_made_of_others = bool(module._modules) and cls is not nn.MultiheadAttention
+    if not cls.__module__.startswith("torch.nn.modules.") or is_made_of_others:
+        return None
+    held = {name for name, _ in module.named_parameters(recurse=False)}
+    found: dict[str, Any] = {}
+    parameters = list(inspect.signature(cls.__init__).parameters.values())
+    if issubclass(cls, nn.RNNBase):
+        parameters = list(inspect.signature(nn.RNNBase.__init__).parameters.values())
+    for parameter in parameters:
+        name = parameter.name
+        if name in _NO_SETTINGS:
+            continue
+        if name in _OF_PARAMETERS and not isinstance(getattr(module, name, None), bool):
+            found[name] = not held.isdisjoint(_OF_PARAMETERS[name])
+        elif hasattr(module, name) and (node := _setting(getattr(module, name))) is not None:
+            found[name] = node
+        elif parameter.default is parameter.empty:
+            return None
+    if cls is nn.RNN:
+        found["nonlinearity"] = module.nonlinearity
+    if cls in (nn.RNN, nn.GRU):  # which refuse it
+        del found["proj_size"]
+    return found
+
+
+def _setting(value: Any) -> Any:
+    """Return a setting as JSON has it; None where it is none of those (a setting of None is left at its default)."""
+    if type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+        return value
+    if isinstance(value, (tuple, list)) and all(type(item) in (bool, int, float, str) for item in value):
+        return list(value)
+    return None
+
+
+def code_digest(cls: type[Any]) -> str:
+    """Return a digest of the code of a class and of those that it inherits from, but for torch's own and Python's."""
+    digest = hashlib.sha256()
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc"):
+            continue
+        for name, member in sorted(vars(base).items()):
+            function = inspect.unwrap(getattr(member, "__func__", getattr(member, "fget", None) or member))
+            if isinstance(function, types.FunctionType):
+                for part in _parts(function.__code__):
+                    digest.update(f"{name} {part}\n".encode())
+    return digest.hexdigest()
+
+
+def _parts(code: types.CodeType) -> Iterator[str]:
+    yield f"{code.co_code.hex()} {code.co_names} {code.co_varnames}"
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _parts(constant)
+        else:
+            yield repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant)
+
+
+def _canonical(name: str) -> str:
+    """Return a name without what wrappers inside the module add to it."""
+    return ".".join(part for part in name.split(".") if part not in tree.TRANSPARENT)

@@ -1,0 +1,85 @@
+"""``recorder replay``: writes one recorded call of a module as a folder that runs alone, or audits a step."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...analyze.replay.audit import CANNOT_TELL, NOT_HAD_AGAIN, audit
+from ...analyze.replay.bundle import SCRIPT, recorded_calls, write_bundle
+from ...errors import LookupFailedError
+from ...globalview.run import open_run
+from ...system.text import counted
+from ..imports import show_pandas
+from ..options import Json, RunOrModule
+from ..output import print_json, printable, say, say_state
+from ..paths import local_path
+
+EPILOG = "Example: recorder replay recordings blocks.3.mlp --step 100 -o bundle && python bundle/replay.py"
+_STATES = {NOT_HAD_AGAIN: "missing", CANNOT_TELL: "note"}
+
+
+def command(
+    path: RunOrModule = None,
+    module: Annotated[str | None, typer.Argument(metavar="MODULE", help="A module's path; '' is the root.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="The step.")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="The rank; needed where several recorded the call.")] = None,
+    micro_step: Annotated[int, typer.Option("--micro-step", min=0, help="The micro-batch within the step.")] = 0,
+    call: Annotated[int, typer.Option(min=0, help="The number of the call within the micro-batch.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="PATH", help="The folder to write.", parser=local_path)
+    ] = None,
+    is_audit: Annotated[bool, typer.Option("--audit", help="Run all recorded calls of the step again, here.")] = False,
+    factory: Annotated[
+        str, typer.Option(metavar="MODULE:FUNCTION", help="Of an audit: makes the model, for classes not of torch.nn.")
+    ] = "",
+    as_json: Json = False,
+) -> int:
+    """Run a recorded call of a module again, alone.
+
+    It needs a recording with a rule such as 'module=blocks.3.mlp steps=100 keep=replay', and writes a folder with the
+    call's tensors, how it was made, and a script, replay.py, that runs it and compares. With --audit it runs the calls
+    of all modules and ranks of a step here, and names those whose output cannot be had again.
+
+    Exit code 1: with --audit, the output or a gradient of a call cannot be had again.
+    """
+    if step is None:
+        raise LookupFailedError("replay needs --step N")
+    run = open_run(path)
+    if is_audit:
+        if out is not None:
+            raise LookupFailedError("--audit writes no folder; leave -o out, or --audit")
+        show_pandas()
+        sys.path.insert(0, os.getcwd())  # where a factory is
+        results = audit(run, step=step, module=module, rank=rank, factory=factory)
+        if as_json:
+            print_json([one._asdict() for one in results])
+        else:
+            for one in sorted(results, key=lambda one: (one.verdict in _STATES, one.verdict == NOT_HAD_AGAIN)):
+                where = f"{printable(repr(one.module))}, rank {one.rank}"
+                say_state(_STATES.get(one.verdict, "ok"), f"{where}: {one.verdict}: {printable(one.why)}")
+        return int(any(one.verdict == NOT_HAD_AGAIN for one in results))
+    if module is None or out is None:
+        raise LookupFailedError("replay needs a run, a MODULE, --step N and -o PATH, or --audit")
+    calls = recorded_calls(run, step=step, module=module, rank=rank)
+    ranks = sorted({one.rank for one in calls})
+    if len(ranks) > 1:
+        raise LookupFailedError(
+            f"{counted(len(ranks), 'rank')} recorded this call: name one with --rank, such as {ranks[0]}"
+        )
+    chosen = [one for one in calls if (one.key["micro_step"] or 0, one.key["call"]) == (micro_step, call)]
+    if not chosen:
+        there = ", ".join(f"{one.key['micro_step']}/{one.key['call']}" for one in calls[:8])
+        raise LookupFailedError(f"no call {call} of micro-step {micro_step}; recorded (micro-step/call): {there}")
+    lacks = write_bundle(run, chosen[0], out)
+    if as_json:
+        print_json({"run": str(run.path), "path": str(out), "lacks": lacks})
+        return 0
+    for text in lacks:
+        say_state("note", f"the call cannot be run, something is missing: {printable(text)}")
+    say(f"{out}: python {out / SCRIPT}")
+    return 0
