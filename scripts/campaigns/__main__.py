@@ -46,6 +46,7 @@ EVIDENCE = {
         "check.check",
         "faults in trainings and which rule of `check` names them; sound trainings it is quiet on",
     ),
+    "audit": ("replay.audit", "flipped bits in outputs of modules, and whether `replay --audit` names module and rank"),
     "sanitize": ("sanitize", "the compiled loops under the address and undefined behaviour sanitizers"),
 }
 """Module and purpose, by name; each has options of its own."""

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+from ...errors import RunError
 from ...globalview.run import Run
 from .bundle import RecordedCall, fill_bundle, recorded_calls
 
@@ -57,32 +58,35 @@ def audit(
 def _audited(run: Run, call: RecordedCall, folder: Path, factory: str) -> Audited:
     from .alone import DIFFERENT, EQUAL, TOTAL, CannotReplay, Options, replay
 
-    folder.mkdir()
-    fill_bundle(run, call, folder)
-
     def tell(verdict: str, why: str) -> Audited:
         place = (call.key["micro_step"] or 0, call.key["call"])
         return Audited(call.module_path, call.step, call.rank, *place, verdict, why)
 
+    folder.mkdir()
     try:
+        fill_bundle(run, call, folder)
         # A module of torch.nn is made from its settings: a factory may make a large model each time.
+        options = Options()
         try:
-            compared, notes = replay(folder, Options())
+            compared, notes = replay(folder, options)
         except CannotReplay:
             if not factory:
                 raise
-            compared, notes = replay(folder, Options(factory=factory))
-    except CannotReplay as error:
+            options = Options(factory=factory)
+            compared, notes = replay(folder, options)
+        wrong = next((one for one in compared if one.verdict == DIFFERENT), None)
+        is_repeatable = wrong is None or replay(folder, options)[0] == compared
+    except (CannotReplay, RunError) as error:
         return tell(CANNOT_TELL, str(error))
+    if wrong is not None:
+        elements = f"{wrong.num_differing} of {wrong.numel} elements differ"
+        said = f"{wrong.name}: {elements}, by {wrong.largest:.3g} of {wrong.scale:.3g}"
+        if not is_repeatable:
+            return tell(CANNOT_TELL, f"{said}, and another time by something else: it does not repeat itself here")
+        if notes:
+            return tell(CANNOT_TELL, "; ".join([said, *notes]))
+        return tell(NOT_HAD_AGAIN, f"{said}, twice alike here: at the time, or here, a machine or a race was at fault")
     counts = Counter(one.verdict for one in compared)
-    wrong = [one for one in compared if one.verdict == DIFFERENT]
-    if wrong:
-        first = wrong[0]
-        elements = (
-            f"{first.num_differing} of {first.numel} elements differ, by {first.largest:.3g} of {first.scale:.3g}"
-        )
-        said = f"{first.name}: {elements}; then or here a machine or a race was at fault"
-        return tell(NOT_HAD_AGAIN, "; ".join([said, *notes]))
     told = f"{counts[EQUAL]} of {len(compared) - counts[TOTAL]} tensors bit by bit"
     is_exact = counts[EQUAL] + counts[TOTAL] == len(compared)
     return tell(HAD_AGAIN if is_exact else WITHIN_ROUNDING, "; ".join([told, *notes]))

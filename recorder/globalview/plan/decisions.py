@@ -21,13 +21,14 @@ from ...layout.rules import (
     decide_state,
     mixed,
 )
-from ...sites import NUMBERS, SITES, STATES
+from ...sites import CALL, NUMBERS, SITES, STATES
 from ..infer.comparison import Comparison, UnrecordedValue
 from ..topology.data_parallel import DataParallelGroup
 
 LOCAL_GRADIENT = "local_grad"
 """Stands for site `grad` of phase `backward`: before any reduction."""
 KNOWN_SITES = frozenset((*SITES, LOCAL_GRADIENT))
+_OF_A_CALL = "it is of the call of one rank, which a replay runs again as that rank ran it"
 _UNKNOWN_SITE = "this version does not know what stands at the site: it may be of a later one"
 Infer = Callable[[Sequence[RankChunk]], "int | NoPlan"]
 """Along which dim plain chunks of ranks that share a batch are cut."""
@@ -87,7 +88,7 @@ def decide(question: Question, batch_groups: tuple[BatchGroup, ...] | NoPlan | N
     if unplaced is not None and is_strange and is_one_of_several and question.override is None:
         return NoPlan("per_rank", UNPLACED[unplaced]), question.batches[0]
     if site not in KNOWN_SITES and chunks[0].global_shape is None and is_one_of_several and question.override is None:
-        return NoPlan("per_rank", _UNKNOWN_SITE), question.batches[0]
+        return NoPlan("per_rank", _OF_A_CALL if site == CALL else _UNKNOWN_SITE), question.batches[0]
     if isinstance(batch_groups, NoPlan):
         if question.override is None:
             return batch_groups, question.batches[0]

@@ -18,6 +18,7 @@ from recorder.analyze.prove.verdict import judge
 from recorder.format.proof import PROOF, Proof
 from tests.cli.conftest import Cli, cli, recorded
 from tests.distributed import jobs
+from tests.report.pages import read_page
 
 __all__ = ["cli", "recorded"]
 HERE = Path(__file__).parent
@@ -146,6 +147,9 @@ def test_a_damaged_verdict_is_no_verdict(recorded: Path, cli: Cli) -> None:
     text = Proof(verdict="unchanged", text="unchanged: so it is").encode()
     (recorded / PROOF).write_bytes(text)
     assert "closed, proved unchanged" in cli("ls", recorded.parent).out
+    page = recorded.parent / "report.html"
+    cli("report", recorded, "-o", page)
+    assert ["recorder prove", "unchanged: so it is"] in read_page(page)["top"].data["facts"]
     (recorded / PROOF).write_bytes(text.replace(b"so it is", b"so it was"))
     proof = recorder.open_run(recorded).proof
     assert proof is not None

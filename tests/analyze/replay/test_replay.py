@@ -91,6 +91,14 @@ def test_a_flipped_bit_in_an_output_is_named_with_its_module(tmp_path: Path, mon
     assert "output.: 1 of 96 elements differ" in next(one.why for one in found if one.module == "down")
 
 
+def test_what_does_not_repeat_itself_here_is_not_judged(zoo: recorder.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, noise = nn.functional.linear, iter((0.5, 0.25, 0.125, 0.0625))
+    monkeypatch.setattr(nn.functional, "linear", lambda *args: right(*args) + next(noise))
+    (one,) = audit(zoo, step=1, module="down")
+    assert one.verdict == "cannot tell"
+    assert "it does not repeat itself here" in one.why
+
+
 def test_a_bundle_runs_alone(bundle: Path, tmp_path: Path) -> None:
     assert {path.name for path in bundle.iterdir()} == {"README", "bundle.json", "replay.py", "tensors.safetensors"}
     elsewhere = shutil.copytree(bundle, tmp_path / "elsewhere")
