@@ -9,6 +9,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,9 +74,9 @@ def prove(
             proof, recorded = judge(plain, plain, plain, num_steps=num_steps), plain
         said = launches.said
     runs = _runs_of(folder, before, recorded) if proof.ranks else []
-    if proof.verdict == UNCHANGED and not runs:
-        text = f"{UNKNOWN}: the program left no run in {folder}, so nothing was recorded that could have changed it"
-        proof = Proof(verdict=UNKNOWN, text=text, time_ns=proof.time_ns)
+    if proof.verdict == UNCHANGED and not any(run.num_rows for run in runs):
+        text = f"{UNKNOWN}: the program left no row in a run in {folder}, and nothing shows what recording would do"
+        proof = replace(proof, verdict=UNKNOWN, text=text)
     for run in runs:
         _keep(proof, run.path)
     return Proven(proof, tuple(runs), said)

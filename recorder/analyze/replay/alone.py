@@ -107,6 +107,15 @@ def replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
         CannotReplay: the folder is damaged, or the module cannot be made or run here.
     """
     try:
+        return _replay(folder, options)
+    except CannotReplay:
+        raise
+    except Exception as error:  # what a damaged folder says may be anything
+        raise CannotReplay(f"{folder}: {type(error).__name__}: {error}; write it anew") from error
+
+
+def _replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
+    try:
         bundle = json.loads((folder / "bundle.json").read_text(encoding="utf-8"))
         tensors = _read_tensors(folder / "tensors.safetensors")
         facts = bundle["facts"]
@@ -123,9 +132,9 @@ def replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
     device = torch.device(options.device or "cpu")
     dtype = getattr(torch, options.dtype) if options.dtype else None
     with _settings(facts):
-        module = make_module(bundle, options, notes).to(device)
-        if dtype is not None:
-            module = module.to(dtype)
+        module = make_module(bundle, options, notes)
+        if options.factory:  # others have no memory yet
+            module = module.to(device, dtype)
         _load(module, facts, tensors, device, dtype)
         inputs = _inputs(facts, tensors, device, dtype)
         args = [_value(node, inputs) for node in facts["args"]]
@@ -183,12 +192,13 @@ def make_module(bundle: Mapping[str, Any], options: Options, notes: list[str]) -
         name: tuple(value) if isinstance(value, list) else value for name, value in facts["constructor"].items()
     }
     try:
-        made = getattr(importlib.import_module(where), qualified)(**settings)
+        cls = getattr(importlib.import_module(where), qualified)
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise CannotReplay(f"{facts['class']} is no module")
+        with torch.device("meta"):  # what the recording holds takes the place of its parameters
+            return cls(**settings)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise CannotReplay(f"this torch makes no {qualified} of {settings}: {error}; give --factory") from None
-    if not isinstance(made, nn.Module):
-        raise CannotReplay(f"{facts['class']} is no module")
-    return made
 
 
 def _from_factory(text: str) -> nn.Module:

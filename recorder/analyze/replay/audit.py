@@ -75,7 +75,7 @@ def _audited(run: Run, call: RecordedCall, folder: Path, factory: str) -> Audite
             options = Options(factory=factory)
             compared, notes = replay(folder, options)
         wrong = next((one for one in compared if one.verdict == DIFFERENT), None)
-        is_repeatable = wrong is None or replay(folder, options)[0] == compared
+        is_repeatable = wrong is None or str(replay(folder, options)[0]) == str(compared)
     except (CannotReplay, RunError) as error:
         return tell(CANNOT_TELL, str(error))
     if wrong is not None:

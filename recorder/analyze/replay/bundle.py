@@ -145,7 +145,7 @@ def fill_bundle(run: Run, call: RecordedCall, folder: Path) -> list[str]:
     if not isinstance(about, dict):
         raise CorruptError(f"{run.name}: site call of {call.module_path!r} does not say which tensors it has")
     for name, one in about.items():
-        if name not in arrays and "same_as" not in one:
+        if name not in arrays and not (isinstance(one, dict) and "same_as" in one):
             lacks.append(f"{name}: no row of it")
     if not any(name.startswith("output.") for name in arrays):
         lacks.append("output: no row of it")

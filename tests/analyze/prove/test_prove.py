@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 import recorder
+from recorder.analyze.prove import launching
 from recorder.analyze.prove.observed import Look, Observed, RankSeen
 from recorder.analyze.prove.verdict import judge
 from recorder.format.proof import PROOF, Proof
 from tests.cli.conftest import Cli, cli, recorded
 from tests.distributed import jobs
+from tests.read.handmade import HandmadeWriter, make_run
 from tests.report.pages import read_page
 
 __all__ = ["cli", "recorded"]
@@ -84,6 +86,22 @@ def test_a_program_without_a_step_is_no_proof() -> None:
     proof = judge(nothing, nothing, nothing, num_steps=4)
     assert proof.verdict == "cannot tell"
     assert "no step of an optimizer was seen before the program ended with exit code 3" in proof.text
+
+
+@pytest.mark.parametrize("has_run", [True, False])
+def test_a_program_that_records_nothing_proves_nothing(
+    has_run: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(self: object, what: str, environ: object) -> Observed:
+        if what == "with the recorder" and has_run:
+            HandmadeWriter(make_run(tmp_path / "run"), 0).finish(pid=1)
+        return PLAIN
+
+    monkeypatch.setattr(launching._Launches, "launch", launch)
+    found = launching.prove(["program"], {"RECORDER_DIR": str(tmp_path)}, num_steps=4, report=print)
+    assert found.proof.verdict == "cannot tell"
+    assert "left no row" in found.proof.text
+    assert [run.proof for run in found.runs] == [found.proof] * has_run
 
 
 def run_prove(folder: Path, *words: str, code: int) -> Any:

@@ -154,6 +154,27 @@ def test_another_class_changed_code_and_a_cut_bundle_are_refused(
         alone.replay(bundle, alone.Options())
 
 
+@pytest.mark.parametrize(
+    ("member", "value"),
+    [
+        ("class", "os:system"),
+        ("class", "torch.nn.modules.module:namedtuple"),
+        ("constructor", {"in_features": "all"}),
+        ("args", [{"tensor": "no such"}]),
+        ("args", 7),
+        ("rng", {"cpu": "?"}),
+        ("tensors", {"input.input": {"stride": [1 << 60, 1], "offset": 0, "requires_grad": False}}),
+    ],
+)
+def test_a_bundle_that_contradicts_itself_is_refused(bundle: Path, member: str, value: object) -> None:
+    path = bundle / "bundle.json"
+    document = json.loads(path.read_text())
+    document["facts"][member] = value
+    path.write_text(json.dumps(document))
+    with pytest.raises(alone.CannotReplay):
+        alone.replay(bundle, alone.Options())
+
+
 def test_the_command_writes_a_bundle_and_refuses_in_one_line(zoo: recorder.Run, tmp_path: Path, cli: Cli) -> None:
     out = tmp_path / "b"
     assert cli("replay", zoo.path, "up", "--step", 1, "-o", out).exit_code == 0
