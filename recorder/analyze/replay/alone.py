@@ -276,6 +276,11 @@ def _load(
     if sorted(held) != sorted(wanted):
         differing = sorted(set(held) ^ set(wanted))
         raise CannotReplay(f"the module that was made has other parameters or buffers: {', '.join(differing[:4])}")
+    parts = [name for name in tensors if name in held and tensors[name].shape != held[name].shape]
+    if parts:
+        raise CannotReplay(
+            f"{', '.join(parts[:4])}: another shape than the module has; a part of it, as FSDP leaves it?"
+        )
     made: dict[str, torch.Tensor] = {}
     for name in wanted:
         about = facts["tensors"][name]

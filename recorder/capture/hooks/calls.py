@@ -25,6 +25,7 @@ from ..tensors.dtensors import is_dtensor
 from .recording import Recording
 
 _MAX_DEPTH = 16
+_FREED = "freed"
 _NO_SETTINGS = frozenset(("self", "device", "dtype", "args", "kwargs", "mode", "_weight", "_freeze"))
 _PLAIN = (bool, int, str, type(None))
 _OF_PARAMETERS = {"bias": ("bias", "in_proj_bias"), "add_bias_kv": ("bias_k",)}
@@ -63,7 +64,7 @@ def record_call(
         return
     capture.observe(origin, moment, "forward", call, 0, KEEP_TENSOR, document)
     for name, tensor in held.items():
-        if "same_as" not in tensors[name]:
+        if "same_as" not in tensors[name] and tensors[name].get("layout") != _FREED:
             capture.observe(origin._replace(name=name), moment, "forward", call, 0, KEEP_TENSOR, tensor.detach())
 
 
@@ -99,6 +100,8 @@ def _about(tensor: torch.Tensor) -> dict[str, Any]:
         return {"dtensor": True}
     if tensor.layout is not torch.strided:
         return {"layout": str(tensor.layout)}
+    if tensor.numel() and not tensor.is_meta and not tensor.untyped_storage().size():
+        return {"layout": _FREED}  # by FSDP; reading it would end the process
     return {
         "stride": list(tensor.stride()),
         "offset": tensor.storage_offset(),

@@ -175,6 +175,28 @@ def test_a_bundle_that_contradicts_itself_is_refused(bundle: Path, member: str, 
         alone.replay(bundle, alone.Options())
 
 
+def test_parts_of_parameters_are_not_replayed(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "make", lambda: nn.ModuleDict({"down": nn.Linear(16, 9)}))
+    with pytest.raises(alone.CannotReplay, match=r"param.bias.*another shape"):
+        alone.replay(bundle, alone.Options(factory=FACTORY))
+
+
+def test_freed_memory_is_never_read(tmp_path: Path) -> None:
+    class Freed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.bias
+
+    model = Freed(4, 4)
+    optimizer = torch.optim.SGD([model.bias], lr=0.1)
+    model.weight.requires_grad_(False).untyped_storage().resize_(0)
+    with recorder.attach(model, enabled=True, rules="keep=replay", dir=tmp_path, close_deadline_s=60):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    (one,) = audit(recorder.open_run(tmp_path), step=0)
+    assert one.verdict == "cannot tell"
+    assert "param.weight: no row of it" in one.why
+
+
 def test_the_command_writes_a_bundle_and_refuses_in_one_line(zoo: recorder.Run, tmp_path: Path, cli: Cli) -> None:
     out = tmp_path / "b"
     assert cli("replay", zoo.path, "up", "--step", 1, "-o", out).exit_code == 0
