@@ -16,6 +16,7 @@ from .errors import RecorderError as RecorderError
 if TYPE_CHECKING:
     from torch import nn
 
+    from .analyze.check.check import check as check
     from .analyze.diff.diff import diff as diff
     from .analyze.export.export import export as export
     from .analyze.first.first import first as first
@@ -34,6 +35,7 @@ __all__ = [
     "RecorderError",
     "Run",
     "attach",
+    "check",
     "decode",
     "diff",
     "errors",
@@ -55,6 +57,7 @@ _active: Any = None
 _LAZY = {
     "open_run": "globalview.run",
     "Run": "globalview.run",
+    "check": "analyze.check.check",
     "decode": "read.decode",
     "diff": "analyze.diff.diff",
     "export": "analyze.export.export",

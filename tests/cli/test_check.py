@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from recorder.checks.rule import Finding, Severity
+from recorder.cli.commands.check import fold
 from tests.cli.conftest import Cli, module
 from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
 
@@ -41,6 +43,20 @@ def test_what_many_modules_have_is_one_sentence_with_the_number_and_a_command(cl
     assert found.exit_code == 0, "a warning is no error"
     shown = cli(*second.partition("recorder ")[2].split())
     assert shown.exit_code == 0 and "blocks.0.act" in shown.out
+
+
+def test_each_name_in_a_sentence_holds_of_each_of_its_modules() -> None:
+    def finding(path: str, name: str) -> Finding:
+        where = {"root": "model", "module_path": path, "site": "grad", "name": name, "ranks": (0,)}
+        said = {"what": "w", "measure": "m", "value": 1.0, "threshold": 2.0, "advice": "a"}
+        return Finding(rule="no_gradient", severity=Severity.WARNING, step=3, **where, **said)  # type: ignore[arg-type]
+
+    pairs = [("up", "weight"), ("up", "bias"), ("down", "weight"), ("out", "weight")]
+    folded = fold([finding(*pair) for pair in pairs])
+    assert [(one.paths, one.names) for one in folded] == [
+        (["up"], ["weight", "bias"]),
+        (["down", "out"], ["weight"]),
+    ]
 
 
 @pytest.mark.parametrize(("fail_on", "code"), [("note", 1), ("warning", 1), ("error", 0), ("never", 0)])

@@ -142,7 +142,7 @@ def fold(findings: Sequence[Finding]) -> list[Folded]:
     for one in findings:
         groups.setdefault((one.rule, one.severity, one.what, one.site, one.measure), []).append(one)
     found = []
-    for some in groups.values():
+    for some in (some for group in groups.values() for some in _with_equal_names(group)):
         found.append(
             Folded(
                 worst=some[0],
@@ -154,6 +154,17 @@ def fold(findings: Sequence[Finding]) -> list[Folded]:
             )
         )
     return found
+
+
+def _with_equal_names(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """Findings apart by the names that their module has, so that each name holds of each module of a sentence."""
+    names: dict[str, set[str]] = {}
+    for one in findings:
+        names.setdefault(one.module_path, set()).add(one.name)
+    groups: dict[frozenset[str], list[Finding]] = {}
+    for one in findings:
+        groups.setdefault(frozenset(names[one.module_path]), []).append(one)
+    return list(groups.values())
 
 
 def sentence(one: Folded) -> str:

@@ -43,7 +43,7 @@ def made(path: Path, num_steps: int = 12) -> Path:
 
 
 def test_findings_are_those_of_all_ranks_and_the_worst_first(tmp_path: Path) -> None:
-    found = check(recorder.open_run(made(tmp_path / "run")))
+    found = recorder.check(recorder.open_run(made(tmp_path / "run")))
     assert [(one.rule, one.module_path, one.step, one.ranks) for one in found.findings] == [
         ("nonfinite", "up", 5, (1,)),
         ("dead", "act", 6, (0, 1)),
