@@ -74,4 +74,4 @@ def layout_problems(run: Run) -> list[str] | None:
 
 
 def _unknown(*_: object) -> None:
-    """Of payloads, which nobody reads here but where the layout hangs on them."""
+    """Stands for payloads, which nobody reads here except where the layout depends on them."""

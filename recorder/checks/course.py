@@ -15,7 +15,7 @@ _GROWTH = 64
 
 
 class _Courses:
-    """Of what each course is, by its number."""
+    """What each course is of, by its number."""
 
     def __init__(self) -> None:
         self.numbers: dict[tuple[str, int, str], int] = {}

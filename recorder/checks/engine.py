@@ -47,7 +47,7 @@ class Engine:
         self._wanted: dict[str, Flags] = {rule.name: np.zeros(0, np.bool_) for rule in rules}
         """By rule and number of the series."""
         self._pending: list[Rows] = []
-        """Of the last step, which may not be complete."""
+        """Rows of the last step, which may not be complete."""
         self._has_rows: set[str] = set()
         self._lacking: dict[str, set[str]] = {rule.name: set(rule.columns) for rule in rules}
         """By rule, the columns of which there was no value yet."""

@@ -15,7 +15,7 @@ from .rule import Finding, Rule, Setting, Severity, StreakRule
 _NARROW = ("bfloat16", "float16", "float8")
 """Types in which a small update rounds away; that is known, and no mistake of the program's."""
 _LEAST_ELEMENTS = 16
-"""Of a smaller weight the statistics are those of a few numbers."""
+"""The statistics of a smaller weight are those of a few numbers."""
 _MAX_SKIPPED = 10_000
 _EXACT = ("sum", "sum_sq", "min", "max")
 """Statistics that are all equal where two tensors are; two that differ in one element hardly ever agree in all."""

@@ -14,7 +14,7 @@ _DATA = ("mean", "std", "absmax", "l2")
 """Statistics of which two different batches hardly ever have all alike."""
 _PRIMES = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
 _LEAST_SPREAD = 0.01
-"""Of logarithms: peers that agree better than to 1 % do so by chance."""
+"""Least spread of logarithms: peers that agree better than to 1 % do so by chance."""
 
 
 class OutlierRank(StreakRule):

@@ -76,7 +76,7 @@ class Encoding:
     check: Callable[[memoryview, int, int], None]
     """Raises CorruptError where what the payload says of its own sizes cannot come to `payload_bytes`."""
     target: Callable[[memoryview], int] | None = None
-    """Of a reference: the `seq` of the earlier row of the same shard that has the content."""
+    """For a reference, reads the `seq` of the earlier row of the same shard that has the content."""
     join: Callable[[Pieces, int], list[memoryview]] | None = None
     """Payloads to one of their contents end to end, piece by piece; None where they must be decoded for that."""
     write: Callable[[PayloadWriter, Bytes, int, Bytes, Kernels | None], int] | None = None

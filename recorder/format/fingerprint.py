@@ -23,7 +23,7 @@ _BLOCK_ITEMS = 1 << 15
 """Elements multiplied at once: values and weights together stay in the second-level cache."""
 
 _COMPILED_BLOCK_ITEMS = 1 << 12
-"""The same for the compiled loops, whose weights stay in the first-level cache."""
+"""Items of a block of the compiled loops, whose weights stay in the first-level cache."""
 
 _UInt64s = npt.NDArray[np.uint64]
 

@@ -175,7 +175,7 @@ class ColumnKind(NamedTuple):
     """How many bytes a column's values need of its buffers."""
 
     bit_width: int
-    """Of values of fixed width; 0 for texts and bytes."""
+    """Bits of a value of fixed width; 0 for texts and bytes."""
     offset_bytes: int
     """Width of an offset of texts and bytes; 0 for others."""
 

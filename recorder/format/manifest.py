@@ -65,7 +65,7 @@ class Balance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedFrom:
-    """Of which run a merged one is."""
+    """The run that a merged run was made from."""
 
     run_id: str
     path: str
@@ -185,7 +185,7 @@ class WriterManifest(Lifetime):
     local_rank: int | None = None
     node_rank: int | None = None
     world_size: int = 0
-    """Of its launch; 0 where it does not say."""
+    """Ranks of the writer's launch; 0 where the manifest does not say."""
     step_source: str | None = None
     balance: Balance = field(default_factory=Balance)
     retired_earlier: Mapping[str, RetiredEarlier] = field(default_factory=dict)
@@ -196,7 +196,7 @@ class WriterManifest(Lifetime):
     rules: tuple[str, ...] = ()
     settings: Mapping[str, Setting] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of the package, of Python and of torch."""
+    """Versions of the package, of Python and of torch."""
     events: tuple[Event, ...] = ()
     autoload: bool = False
     """Whether the environment asked for the recording, and not the program."""

@@ -32,7 +32,7 @@ class InTheMaking(Protocol):
     """Statistics of one tensor in the making, in Python or as the compiled loops have them."""
 
     count: int
-    """Of the finite values, as all that follows but the counts."""
+    """How many values are finite. All that follows is over finite values, except the counts."""
     mean: float
     deviations: float
     """The sum of the squared differences from the mean."""

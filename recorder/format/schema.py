@@ -83,11 +83,11 @@ class Column:
     """The least that a whole number may be; None where it is no count."""
     highest: int = MAX_COUNT - 1
     degree: int = 1
-    """Of a statistic: where all elements are multiplied with a factor, it grows with this power of the factor."""
+    """Where all elements are multiplied with a factor, a statistic grows with this power of the factor."""
     has_sign: bool = True
-    """Of a statistic: whether a negative factor changes its sign."""
+    """Whether a negative factor changes the sign of a statistic."""
     is_nonfinite: bool = False
-    """Of a count: the statistics are over the other elements."""
+    """Whether a count is of elements that the statistics leave out."""
 
     @property
     def bounds(self) -> tuple[int, int] | None:

@@ -54,7 +54,7 @@ class LayoutChunk:
     is_copy: bool
     """Whether another rank's chunk was taken in its stead."""
     reduce_op: str = ""
-    """Of a summand by what it is reduced with the others of its place, such as ``sum``; else empty."""
+    """How a summand is reduced with the others of its place, such as ``sum``; empty for any other value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ class RunAsOpened(NamedTuple):
 
 
 def digest(run: Run) -> str:
-    """Of what an opening of a run has found: its writers, what they say, and their files."""
+    """A digest of what the opening of a run has found: its writers, what they say, and their files."""
     found = [
         [one.rank, one.name, one.manifest.members, [[s.path.name, s.is_sealed, s.size_bytes] for s in one.shards]]
         for one in run.writers

@@ -48,7 +48,7 @@ class MoreQualifiers(TypedDict, total=False):
     scope: str | None
     attempt: int | None
     stage: int | None
-    """Of a pipeline, which stage's, from 0: where modules of several stages have the same path, as their roots do."""
+    """The stage of a pipeline, from 0, where modules of several stages have the same path, as their roots do."""
     partial: bool
     """With ``rank=None``: answer also where some ranks have no such row, with what there is."""
 
@@ -111,7 +111,7 @@ class Run(RecordedRun):
         call: int | None = None,
         **more: Unpack[MoreQualifiers],
     ) -> torch.Tensor:
-        """The same as `array`, as a torch tensor of the very dtype that training had, on the CPU."""
+        """A value as a torch tensor on the CPU, of the very dtype that training had; arguments as for `array`."""
         import torch
 
         question = {"site": site, "step": step, "name": name, "rank": rank, "micro_step": micro_step, "call": call}
@@ -280,7 +280,7 @@ class ModuleView:
     def to_pandas(
         self, columns: Sequence[str] | None = None, filter: Any = None, *, recurse: bool = True
     ) -> pandas.DataFrame:
-        """The same as `table`, as a pandas frame."""
+        """Metadata rows as a pandas frame; the arguments are those of `table`."""
         return self.run.to_pandas(columns, self._and(filter, recurse))
 
     def to_long(
@@ -312,7 +312,7 @@ class ModuleView:
         call: int | None = None,
         **more: Unpack[MoreQualifiers],
     ) -> torch.Tensor:
-        """The same as `array`, as `Run.tensor` gives it."""
+        """A value as `Run.tensor` gives it; the arguments are those of `array`."""
         return self.run.tensor(self.path, site, step, name, rank, micro_step, call, **more)
 
     def histogram(
@@ -435,5 +435,5 @@ def open_run(path: str | PathLike[str] | Place | None = None) -> Run:
 
 
 def open_place(path: str | PathLike[str] | Place | None) -> Run:
-    """The same, by what is known of a store already."""
+    """A run at a path, or at a place whose store is known already."""
     return Run(*find_run(path))

@@ -41,7 +41,7 @@ class TensorRows(NamedTuple):
     what: str
     """The question, for messages."""
     is_micro_batch: bool = False
-    """Of a pipeline, one micro-batch is asked for; `related` is of that one too."""
+    """Whether one micro-batch of a pipeline is asked for; `related` then belongs to that micro-batch too."""
 
 
 def find_tensor(

@@ -21,7 +21,7 @@ from .rows import ShardRows
 _COLUMNS = ("seq", "dtype", "shape", "encoding", "payload_bytes", "data")
 _SPARE_BATCHES = 8
 _MAX_REMOTE_BYTES = 1 << 30
-"""Of batches out of a store, which are memory; those of a disk are mapped."""
+"""Most bytes of batches out of a store, which take memory; batches of a disk are mapped."""
 _AT_ONCE = 16
 """Batches that are asked for before a look at how large they were."""
 _BATCH_BYTES = 8 << 20
@@ -103,7 +103,7 @@ class Payloads:
             raise self._named(error, position, source) from error
 
     def _named(self, error: RunError, position: int, source: dict[str, Any]) -> RunError:
-        """The same error, with the row that it is about."""
+        """The error with the row that it is about."""
         return type(error)(f"{self._rows.shard_of(position)[0].path}, row seq={source['seq']}: {error}")
 
     def column(self, positions: npt.NDArray[np.int64]) -> list[Any]:
@@ -152,7 +152,7 @@ class Payloads:
         return self._fields_at(shard, position, batch, row, seq)
 
     def _fields_at(self, shard: ShardRows, position: int, batch: int, row: int, seq: int) -> dict[str, Any]:
-        """The same by place; `position` is that of any row of the shard."""
+        """Fields of the row at a place in a shard; `position` is that of any row of the shard."""
         found = self._batch(shard, position, batch)
         if not 0 <= row < found.num_rows or found.column("seq")[row].as_py() != seq:
             raise CorruptError(f"{shard.path}: batch {batch} row {row} is not the row that its index names")

@@ -202,7 +202,7 @@ class RecordedRun:
         return pa.Table.from_arrays([columns_of[name] for name in names], schema=schema)
 
     def to_pandas(self, columns: Sequence[str] | None = None, filter: Any = None) -> pandas.DataFrame:
-        """The same as `table`, as a pandas frame.
+        """Metadata rows as a pandas frame; the arguments are those of `table`.
 
         Raises:
             ImportError: pandas is not installed.

@@ -50,7 +50,7 @@ class Salvaged:
     rows_of: dict[int, int]
     """Rows of each of them."""
     last_header: BatchHeader | None
-    """Of the last of them, or of the seal."""
+    """The header of the last batch, or of the seal."""
     num_trailing_bytes: int
     """Bytes behind the last whole batch that are no zeros and no batch: a write that was cut, or `tail_damage`."""
     damage: list[str]

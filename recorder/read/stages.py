@@ -60,7 +60,7 @@ def stages_of_rows(rows: MetadataRows, positions: Positions, stages: Mapping[tup
 
 
 class MicroBatches:
-    """Of some rows, the stage of each and the micro-batch that it is of."""
+    """For each of some rows, its stage and its micro-batch."""
 
     def __init__(self, rows: MetadataRows, chosen: Positions, stages: Mapping[tuple[int, str], Stage]) -> None:
         self.stage: Ints = np.full(len(chosen), NONE)
@@ -83,7 +83,7 @@ class MicroBatches:
 
 
 class Times(NamedTuple):
-    """Of some rows, what tells when they were seen; of each row a number."""
+    """What tells when some rows were seen, as one number for each row."""
 
     step: Ints
     mode: Ints
@@ -95,7 +95,7 @@ class Times(NamedTuple):
     stage: Ints
     """`NONE` for a row of no pipeline."""
     micro_step: Ints
-    """Of values of a pipeline that are each of one micro-batch; else 0."""
+    """The micro-batch of each value of a pipeline that belongs to one micro-batch; else 0."""
     rank: Ints
 
     def order(self) -> Ints:

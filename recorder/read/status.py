@@ -22,7 +22,7 @@ from .writers import list_writers, writer_folders
 _MAX_REASONS = 64
 _MAX_TEXT = 300
 _MAX_SMALL_MANIFEST_BYTES = 1 << 20
-"""Of a writer without a status, a larger manifest is not looked at: thousands of them would take minutes."""
+"""A larger manifest of a writer without a status is not looked at: thousands of them would take minutes."""
 _GRACE_S = 3.0
 """How much later than due a status may be before its writer counts as silent."""
 _BEGIN_S = 60.0
@@ -49,7 +49,7 @@ class Status(Lifetime):
     """On the disk now: less than was written where retention has removed some."""
     max_bytes: int = 0
     free_bytes: int | None = None
-    """Of the file system."""
+    """Bytes that the file system has free."""
     pool_bytes: int = 0
     pool_used_bytes: int = 0
     pool_peak_bytes: int = 0

@@ -24,7 +24,7 @@ class Axes:
     """By series its number, in the order in which each was first seen."""
     is_scalar: list[bool] = field(default_factory=list)
     shapes: list[str] = field(default_factory=list)
-    """Of the whole tensor where rows name it, else as a rank held it; as of the first row."""
+    """Shapes of the whole tensors where rows name them, else as a rank held them, by the first row of each series."""
     dtypes: list[str] = field(default_factory=list)
     numels: list[int] = field(default_factory=list)
     first_steps: list[int] = field(default_factory=list)

@@ -24,7 +24,7 @@ _MAX_FILTERS, _MAX_MAPS, _MAX_HEADS = 64, 10, 8
 _MAX_SIDE, _MAX_ATTENTION_SIDE = 40, 64
 _MAX_TENSOR_BYTES = 64 << 20
 _MAX_BYTES = 150_000
-"""Of all tiles, before they are deflated."""
+"""Most bytes of all tiles, before they are deflated."""
 _NOT_FINITE = 255
 _KINDS = ("filters", "input", "feature maps", "attention")
 

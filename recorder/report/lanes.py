@@ -26,7 +26,7 @@ _FAR = 8.0
 _LEAST_SHARE = 1e-3
 """What quartiles are apart at least, as a share of the median's magnitude: ranks that agree differ by roundings."""
 _MIN_RANKS = 3
-"""Of two that differ nobody can say which is odd."""
+"""Fewest ranks: where two differ, nobody can say which of them is odd."""
 
 
 class Lanes:

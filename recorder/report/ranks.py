@@ -17,7 +17,7 @@ from .statistics import StatisticsBlocks
 _MAX_LAYOUTS = 24
 _MAX_CHUNKS = 128
 _MAX_ROWS = 1_000_000
-"""Of a run with more rows, who had which chunk takes long to say; `recorder show --where` does."""
+"""Who had which chunk takes long to say for a run with more rows; `recorder show --where` says it."""
 _SHOWN_SITES = ("param", "grad", "output", "grad_output")
 
 

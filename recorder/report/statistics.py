@@ -24,7 +24,7 @@ from .rows import SeriesKey, StepRows, Values, values_of
 DRAWN = ("absmax", "l2", "mean", "std", "min", "max")
 """The statistics that a page holds, the most telling first; counts it always holds."""
 _LEAST_DRAWN = 3
-"""Of a large run a page holds so many, to show more of its steps."""
+"""A page holds so many statistics of a large run, to show more of its steps."""
 _OF_SCALARS = ("mean", *COUNTS)
 _JUDGED_BY = ("l2", "absmax", "mean", "std", "min", "max")
 """By which of them ranks are compared: by the first that there is."""
@@ -101,11 +101,11 @@ class StatisticsBlocks:
         self.reasons: dict[tuple[int, bool], str] = {}
         """By series and whether it is of all ranks, why it has no statistics, or stays with its ranks."""
         self.global_steps: int | None = None
-        """Of how many steps there are values of all ranks, where that is not all of them."""
+        """Number of steps with values of all ranks, where that is not all steps."""
         self._make_rank_cubes()
 
     def _make_rank_cubes(self) -> None:
-        """Of many ranks: how far each is from the others, by series, and by site over steps."""
+        """Make the cubes of how far each of many ranks is from the others, by series, and by site over steps."""
         ranks, num_bins = self.lanes.ranks, min(len(self.lanes.ranks), _MAX_RANK_BINS)
         self._sites = list(dict.fromkeys(key.site for key in self.series))
         self._site_of = np.array([self._sites.index(key.site) for key in self.series] or [0], np.int64)

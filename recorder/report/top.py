@@ -24,7 +24,7 @@ _MAX_GAPS = 500
 _SPIKE = 30.0
 """A value so many times the median of its series is told."""
 _MIN_STEPS = 8
-"""Of fewer nobody says what is usual."""
+"""Fewest steps: nobody can say what is usual with fewer."""
 _MAX_SPIKES = 4
 
 
@@ -35,7 +35,7 @@ class Told(NamedTuple):
     """``ok``, ``note`` or ``missing``."""
     text: str
     facts: Mapping[str, Any]
-    """Of a gap its sites, modules, steps, ranks and reason."""
+    """Sites, modules, steps, ranks and reason of a gap."""
 
 
 class Finding(NamedTuple):

@@ -109,7 +109,7 @@ class RunRows:
         return Rows(self.catalog, steps[order], lanes, columns)
 
     def _described(self, table: Any, ranks: Integers) -> tuple[Integers, Integers, Integers]:
-        """Of each row the number of its series, the part of the batch of its rank, and its piece of the model."""
+        """Three numbers for each row: its series, its rank's part of the batch, and its rank's piece of the model."""
         coded = {name: encode(table.column(name)) for name in _KEY}
         groups = group([ids + 1 for ids, _ in coded.values()])
         first = table.select(["dtype", "shape"]).take(pa.array(groups.firsts))

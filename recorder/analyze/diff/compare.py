@@ -63,7 +63,7 @@ class Distance(NamedTuple):
     max_ulp: int | None
     """Largest distance in units in the last place; None where the types differ or are no floats of 16 bits or more."""
     cosine: float | None
-    """Of the two as vectors; None where one is zero."""
+    """The cosine between the two values as vectors; None where one of them is zero."""
     nonfinite_a: int
     nonfinite_b: int
 

@@ -44,7 +44,7 @@ class Suspect(NamedTuple):
     num_params: int = 1
     """Parameters that are touched, where `path` is None; 0 where it is not known how many of them are."""
     stages: tuple[int, ...] = ()
-    """Of a pipeline, whose parameters are touched alike, where those of other stages are not."""
+    """In a pipeline, the stages whose parameters are touched alike, where those of other stages are not."""
     why: str = ""
 
 
@@ -118,7 +118,7 @@ class _Forward:
     def __init__(self, events: Sequence[Event]) -> None:
         self.called = {event.path for event in events}
         self.stage_of = {event.path: event.stage for event in events if event.path}
-        """Of a pipeline."""
+        """The stage of each module path, in a pipeline."""
         self.wrong = _Paths(event for event in events if event.differs)
         self.has_inputs = any(event.site == "input" and event.path for event in events)
         self._outputs = [event for event in events if event.site == "output"]
@@ -195,7 +195,7 @@ class CulpritSearch:
         return fresh
 
     def _without_groups(self, step: int, found: list[Suspect]) -> list[Suspect]:
-        """The same without updates that the learning rate of one group explains: what differs is what it holds."""
+        """The suspects without updates that the learning rate of one group explains: its parameters differ."""
         for rate in self.found:
             if (rate.step, rate.why) != (step - 1, _OF_A_GROUP) or rate.root not in {one.root for one in found}:
                 continue

@@ -60,16 +60,16 @@ class Culprit(NamedTuple):
     rank: int | None
     """None: of several ranks, or not known."""
     ranks: list[int]
-    """Of the second run, whose value or whose part of it differs; empty where that is not known."""
+    """The ranks of the second run whose value, or part of the value, differs; empty where that is not known."""
     why: str
     alone_in: str | None
     """``a`` or ``b`` where that run alone has the value."""
     num_params: int
     """Parameters that are touched, where all are alike; 0 where it is not known how many of them are."""
     stages: list[int]
-    """Of a pipeline: where it is, or whose parameters are touched alike; empty where those of all stages are."""
+    """In a pipeline, the culprit's stages, or those whose parameters are touched alike; empty where all are."""
     micro_batches: list[int]
-    """Of a pipeline: whose part of the value differs, where not all do."""
+    """In a pipeline, the micro-batches whose part of the value differs, where not all of them differ."""
     hint: str
     """What a person would guess of it, where the arithmetic fits to rounding; empty where nothing does."""
     factor: float | None
@@ -165,7 +165,7 @@ class RangeSteps(NamedTuple):
     paired: list[int]
     """Those with pairs, ascending."""
     roots: list[str]
-    """Of the first run."""
+    """Names of the roots of the first run."""
     has_alone: bool
     """Whether one run alone has something that may be a culprit."""
 
@@ -235,7 +235,7 @@ def _factor(row: dict[str, Any]) -> float | None:
 
 
 def _factor_of_norms(row: dict[str, Any]) -> float | None:
-    """The same also where there are no values: then norm and largest magnitude must be multiples alike."""
+    """The factor between two values that were not recorded: norm and largest magnitude must be multiples alike."""
     if row["cosine"] is not None:
         return _factor(row)
     (one, two), (top, other_top) = ((row[f"{name}_a"], row[f"{name}_b"]) for name in ("l2", "absmax"))
@@ -260,7 +260,7 @@ def _owners(a: Side, b: Side, row_a: int, row_b: int) -> tuple[list[int], list[i
 
 
 def _distances_of_statistics(a: Side, b: Side, row_a: int, row_b: int) -> dict[tuple[int, int], float]:
-    """The same where there are no values to compare: infinite for a part that has more NaN or infinities than others.
+    """Distances by statistics, without recorded values: infinite for a part with more NaN or infinities than others.
 
     Where the one run has the parts as the other has, it says by how much their statistics are apart.
     """

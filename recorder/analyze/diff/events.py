@@ -46,13 +46,13 @@ class Event(NamedTuple):
     """Equal where two values of a step are equal, as far as the rows say; None where they say nothing."""
     differs: bool
     ranks: tuple[int, ...]
-    """Of the second run, whose own values differ; empty where the value is of all ranks."""
+    """The ranks of the second run whose own values differ; empty where the value belongs to all ranks."""
     pair: int
     """Number of the pair that differs; -1 where there is none."""
     alone: str = ""
     """``a`` or ``b``: the other run has no such value."""
     stage: int | None = None
-    """Of a pipeline, in the second run where it is one."""
+    """The stage of a pipeline, of the second run where that run is a pipeline."""
     is_handed_on: bool = False
     """What this stage is handed by another one, or hands on; of one micro-batch."""
     is_open: bool = False

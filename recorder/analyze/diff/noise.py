@@ -32,7 +32,7 @@ _MIN_FACTOR = 1e-3
 _MAX_REST = 0.02
 """What a factor leaves unexplained, of what it explains: a tensor that was moved is no multiple of what it was."""
 _MIN_ITEMS = 16
-"""Of fewer elements any tensor may be nearly a multiple of any other, and what noise does to them is left to chance."""
+"""With fewer elements, any tensor may be nearly a multiple of any other, and what noise does to it is chance."""
 _ROUNDINGS = 8
 """Roundings of the largest magnitude that are never more than noise."""
 _ALIKE_SHARE = 0.5
@@ -136,7 +136,7 @@ class BeyondNoise:
         return Drifted(self._first_drift, self._drift.num_params, self._drift.share(), factor)
 
     def of(self, judged: Verdicts, measured: Measured | None, compared: Callable[[], PairedSteps]) -> Verdicts:
-        """The same without the pairs that are apart by no more than noise; the others have a column `noise`.
+        """The verdicts without the pairs that are apart by no more than noise; the others get a column `noise`.
 
         Args:
             judged: exactly, or by a tolerance.
@@ -408,7 +408,7 @@ def _lifted(values: Floats, scales: Floats, table: Any) -> Floats:
 
 
 def _steadied(values: Floats, table: Any) -> Floats:
-    """The same; of few elements the most that they have of it at any of these steps: at one it hangs on chance."""
+    """The noise of each value. A tensor of few elements takes the most of these steps, since one step is chance."""
     groups = group_rows(table, ("root", "module_path", "site", "name"))
     most = np.full(groups.num_groups, np.nan)
     np.fmax.at(most, groups.ids, values)

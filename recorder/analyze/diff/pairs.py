@@ -63,7 +63,7 @@ class Side(NamedTuple):
         return cls(rows, selection.narrow(table.filter(pa.array(~_is_found(table)))))
 
     def payload_bytes(self, rows: Integers) -> int:
-        """Of some rows of `table`, each once."""
+        """Bytes of the payloads of some rows of `table`, each counted once."""
         return int(self.rows.payload_bytes[integers(self.table.column("at"))[np.unique(rows)]].sum())
 
     def array(self, row: int) -> npt.NDArray[Any]:
@@ -87,7 +87,7 @@ def _parts_of_batch(view: Any, table: Any) -> Any:
 
 
 class PairedSteps(NamedTuple):
-    """The same steps of two runs."""
+    """Steps that two runs have in common, in pairs."""
 
     a: Side
     b: Side

@@ -70,7 +70,7 @@ class UnpairedModules:
 
     @property
     def sites(self) -> set[str]:
-        """Of all of them."""
+        """The sites of all modules."""
         return {site for tensors in self._tensors.values() for site, _, _ in tensors}
 
     def by_look(self, sites: set[str]) -> dict[frozenset[Any], list[str]]:

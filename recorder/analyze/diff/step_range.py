@@ -34,7 +34,7 @@ class Seen:
         self.num_rows = 0
         self.num_selected = 0
         self.steps: set[int] = set()
-        """Of what is selected."""
+        """The steps of the selected values."""
         self._values: dict[str, dict[Any, None]] = {name: {} for name in ("step", *VALUE)}
 
     def add(self, side: Side) -> None:

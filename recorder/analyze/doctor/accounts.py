@@ -21,7 +21,7 @@ class DroppedTail(NamedTuple):
 
     rank: int | None
     step: int
-    """Of that last one."""
+    """The step of the last recorded row."""
     num_rows: int
 
 

@@ -30,7 +30,7 @@ _MAX_STEPS = 4_000_000
 _MAX_SELECTED_STEPS = 500_000
 """Above, only steps with rows are looked at: somebody named them far apart."""
 _MAX_CELLS = 1 << 30
-"""The same for steps x rules x ranks, of each of which memory takes a byte where nothing is shared."""
+"""Most cells of steps x rules x ranks. Where ranks share nothing, each cell takes a byte of memory."""
 _MAX_ABSENT = 1 << 20
 
 
@@ -41,13 +41,13 @@ class SiteTotal(NamedTuple):
     expected: int
     found: int
     explained: int
-    """Of those that are not there: there was no such value."""
+    """Values that are not there because the training had none."""
     dropped: int
-    """Of those that are not there: the accounts say that they were dropped."""
+    """Values that are not there and that the accounts call dropped."""
     retired: int
-    """And that retention removed them."""
+    """Values that are not there because retention removed them."""
     perhaps_dropped: int
-    """Of those that are not there: they were dropped, or there was no such value. The accounts know of drops at these
+    """Values that are not there because they were dropped or never existed. The accounts know of drops at these
     steps, but not of so many."""
 
 
@@ -89,7 +89,7 @@ class Expectation(NamedTuple):
     partial: list[Partial]
     reaches: list[RuleReach]
     tails: list[DroppedTail]
-    """Of ranks whose record ends last: what they dropped behind its end, where the table does not reach."""
+    """What ranks whose record ends last dropped behind the end of that record, where the table does not reach."""
     problems: list[str]
     """What of the manifests could not be used."""
     unknown: dict[tuple[str, str], int]
@@ -101,7 +101,7 @@ class Expectation(NamedTuple):
     num_selected: int
     """Modules of which a rule selects anything that can exist."""
     num_filtered: int
-    """Of these, modules of which nothing is expected at the steps, names and calls that the rules want."""
+    """Selected modules of which nothing is expected at the steps, names and calls that the rules want."""
     last_steps: dict[int | None, int | None]
     """By rank, the last step of its rows."""
     silent: dict[str, list[tuple[str, str]]]

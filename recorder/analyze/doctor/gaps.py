@@ -177,7 +177,7 @@ class Gaps:
     def silent(
         self, wanted: Flags, has_rows: Flags, called: Flags, writer_slots: Sequence[WriterSlots]
     ) -> dict[str, list[tuple[str, str]]]:
-        """Of the modules of which something is expected, those that left no row on any rank, by the reason."""
+        """Modules of which rows are expected and that left none on any rank, by the reason."""
         slots = self._slots
         hidden = np.zeros(len(slots.modules), np.int64)
         for one in writer_slots:
@@ -317,7 +317,7 @@ def _reasons(
     view: RankView, slots: Slots, block: tuple[int, int], columns: Integers, found: Flags,
     module_reason: Integers, rows: Integers,
 ) -> npt.NDArray[np.uint8]:  # fmt: skip
-    """Of some slots x steps, why there is no value, were nothing lost."""
+    """Why some slots x steps would have no value even if nothing had been lost."""
     low, high = block
     site, module = slots.site[low:high][rows], slots.module[low:high][rows]
     root = slots.root_of[module]

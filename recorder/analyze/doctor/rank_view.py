@@ -48,7 +48,7 @@ class RankView:
         self.untapped = untapped
         """For each slot, whether graphs alone show its module, and at other sites."""
         self.tied = tied
-        """Of slots of a parameter that has another name, under which it is recorded, that name."""
+        """For each slot of a tied parameter, the other name under which that parameter is recorded."""
         self.code = code
         """For each slot a row of `when`."""
         self.when = when

@@ -36,7 +36,7 @@ HIDDEN = ("fused", "inlined", "tapped", "dtensor", "scripted", "compiled", "late
 """Why hooks see no call of a module, as its manifest says; keys of `gaps.REASONS`. The last three hold below it."""
 _HOLDS_BELOW = HIDDEN.index("scripted") + 1
 _MAX_RULES = 1000
-"""Of one writer. Each is judged for every module and step, whoever wrote them."""
+"""Most rules of one writer. Each rule is judged for every module and step, whoever wrote the rules."""
 
 
 class Module(NamedTuple):
@@ -62,7 +62,7 @@ class WriterSlots(NamedTuple):
     untapped: Flags
     """For each slot: graphs alone show its module, and at other sites than this."""
     tied: dict[int, str]
-    """Of slots of a parameter that has another name, under which it is recorded, that name."""
+    """For each slot of a tied parameter, the other name under which that parameter is recorded."""
 
 
 class Slots:

@@ -172,7 +172,7 @@ class _Counting:
         self._wins = np.array([winners[step] for step in self._steps.tolist()], np.int64)
 
     def select(self, writers: Integers, steps: Integers) -> npt.NDArray[np.bool_]:
-        """Of rows, by their writers' numbers and steps, those that count."""
+        """Which rows count, by the numbers of their writers and their steps."""
         counts = ~self._is_stranger[writers]
         if len(self._steps):
             at = np.minimum(np.searchsorted(self._steps, steps), len(self._steps) - 1)

@@ -36,7 +36,7 @@ CHUNK_BYTES = 16 << 20
 _DATA = "__0_0.distcp"
 _METADATA = ".metadata"
 _VERSION = "1.0.0"
-"""Of the format; readers of versions that do not know the member ignore it."""
+"""The version of the member's format; readers that do not know the member ignore it."""
 
 
 def write_checkpoint(folder: Path, tensors: HasPieces, entries: Sequence[Entry], report: Callable[[int], None]) -> None:

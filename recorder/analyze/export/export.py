@@ -40,9 +40,9 @@ class Exported(NamedTuple):
     num_bytes: int
     """Size of the file."""
     notes: list[str]
-    """Of which values ranks are missing."""
+    """Names of the values of which some ranks are missing."""
     problems: list[str]
-    """Of the global tensors: what contradicts itself in the ranks' rows, so that these stand in the file instead. Of
+    """Global tensors of which the ranks' rows contradict each other, so that those rows stand in the file instead. For
     all: values that cannot be read, and so are not in it."""
     is_whole: bool
     """False where something is damaged, or values lack ranks."""

@@ -210,7 +210,7 @@ def _is_part(name: str, taken: set[str]) -> bool:
 
 
 def _last_of(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Of several rows of a name the one that the update used; the global one before the ranks' own."""
+    """The row that the update used among several rows of a name; the global row comes before the ranks' own."""
     if not rows:
         return None
     return max(rows, key=lambda row: (row["repeat"], row["scope"] in (None, "final"), row["rank"] is None))

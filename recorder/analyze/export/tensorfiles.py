@@ -23,7 +23,7 @@ from .tensors import Entry, Piece
 Report = Callable[[int], None]
 _INDEX = "index.json"
 _NO_TIME = (1980, 1, 1, 0, 0, 0)
-"""The same tensors make the same file."""
+"""A fixed time in the archive, so that equal tensors make equal files."""
 _MAX_HEADER_BYTES = 100_000_000
 """What the readers of safetensors accept."""
 SAFETENSORS_TYPES: dict[str, str] = {

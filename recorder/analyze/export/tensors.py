@@ -43,7 +43,7 @@ class Piece(NamedTuple):
     data: npt.NDArray[np.uint8]
     """At most 32 MiB, little-endian."""
     flat_offset: int
-    """Of the first element, in the flattened tensor."""
+    """Where the chunk's first element lies in the flattened tensor, in elements."""
 
 
 class Entry(NamedTuple):

@@ -65,7 +65,7 @@ class Differing(NamedTuple):
     """A value of which replicas differ."""
 
     place: Place
-    """Of the lowest rank that differs from most; of equal numbers, from the lowest rank."""
+    """The place of the lowest rank that differs from most ranks; in a tie, from the lowest rank."""
     groups: list[list[int]]
     """Ranks that agree, the most of them first."""
     by: str
@@ -76,9 +76,9 @@ class Differing(NamedTuple):
     last_equal: Place | None
     """The last record of this very value, at an earlier step, at which all ranks agreed."""
     sync: str | None = None
-    """Of a buffer: `BROADCAST`, `NEVER`, `OWN`, or None where nothing says it."""
+    """How ranks keep a buffer equal: `BROADCAST`, `NEVER`, `OWN`, or None where nothing says it."""
     differs_last: bool = True
-    """Of a buffer: whether ranks also differ in its last record; else the program made it equal again."""
+    """Whether ranks also differ in the last record of a buffer; else the program made the buffer equal again."""
 
     @property
     def is_stale(self) -> bool:
@@ -90,7 +90,7 @@ class ReplicaSearch(NamedTuple):
     """What was found, and what the search says beside it."""
 
     first: Differing | None
-    """Of parameters, gradients and optimizer state."""
+    """The first difference of parameters, gradients and optimizer state."""
     values: list[tuple[str, str, str]]
     """Module, site and name of all of these that ever differ, in the order in which they first did."""
     buffers: list[Differing]
@@ -274,7 +274,7 @@ class _Replicas:
         return np.asarray(numbers[values.firsts])
 
     def first_rows(self, asked: npt.NDArray[np.bool_]) -> Integers:
-        """The same as rows of the timeline."""
+        """The first difference of each asked value, as rows of the timeline."""
         return np.asarray(self._rows[self._groups.firsts[self.first_numbers(asked)]])
 
     def describe(self, number: int) -> Differing:
@@ -301,7 +301,7 @@ class _Replicas:
         )
 
     def describe_buffer(self, number: int) -> Differing:
-        """The same of a buffer, and whether it differs in its last record, too."""
+        """The first difference of a buffer, and whether the buffer differs in its last record, too."""
         found = self.describe(number)
         return _with_last(found, self.differs_last(_name(found.place)))
 

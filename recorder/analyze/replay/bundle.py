@@ -27,7 +27,7 @@ from ..export.publishing import published_folder
 from ..export.tensorfiles import SAFETENSORS_TYPES
 
 VERSION = 1
-"""Of the folder's form; the script that lies in it reads no other."""
+"""The version of the folder's form; the script in the folder reads no other version."""
 BUNDLE, TENSORS, SCRIPT = "bundle.json", "tensors.safetensors", "replay.py"
 _KEY = ("attempt", "root", "micro_step", "call", "mode")
 """What the rows of one call share besides module, step and rank."""

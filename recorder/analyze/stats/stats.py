@@ -264,7 +264,7 @@ def as_long(table: Any) -> Any:
 
 
 def inner_leaves(table: Any) -> Any:
-    """Of rows with `name` and `note`, which tensor inside of a composite one each is: ``indices``, say; else null."""
+    """Which tensor inside a composite one each row with `name` and `note` is, such as ``indices``; else null."""
     is_inner = holds(table.column("note"), lambda note: "inner_of" in untrusted.members(note))
     leaves = pc.replace_substring_regex(table.column("name").cast(pa.string()), pattern=r"^.*\.", replacement="")
     return pc.if_else(pa.array(is_inner), leaves, pa.scalar(None, pa.string()))

@@ -39,7 +39,7 @@ class Folded(NamedTuple):
     worst: Finding
     paths: list[str]
     names: list[str]
-    """Of values at the site."""
+    """Names of the values at the site."""
     first_step: int
     last_step: int
     ranks: list[int]

@@ -55,7 +55,7 @@ class Histogram:
 
     @property
     def exponents(self) -> Counts:
-        """Of each bin, in their order."""
+        """The exponent of each bin, in the order of the bins."""
         return np.arange(self.first, self.first + self.counts.shape[1])
 
     @property
@@ -230,12 +230,12 @@ def _packed(first: int, negative: Counts, positive: Counts, infinite: Counts) ->
 
 
 def _width_of(number: int) -> int:
-    """Of how many bytes a whole number is."""
+    """How many bytes a whole number takes."""
     return 1 if number < 1 << 8 else 2 if number < 1 << 16 else 4 if number < 1 << 32 else 8
 
 
 def _bounds(exponent: int) -> Bounds:
-    """Of the magnitudes in a bin."""
+    """The bounds of the magnitudes in a bin."""
     return Bounds(math.ldexp(1.0, _SUBNORMAL.get(exponent, exponent)), _power(exponent + 1))
 
 

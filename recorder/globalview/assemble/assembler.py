@@ -51,7 +51,7 @@ class Tensor(NamedTuple):
     dtype: str
     shape: Ints
     positions: tuple[int, ...]
-    """Of its parts, in order."""
+    """Positions of the rows of the value's parts, in order."""
     ends: tuple[int, ...]
     """Elements of the flattened tensor up to the end of each part."""
 
@@ -92,7 +92,7 @@ class Assembler:
         return positions[chunk]
 
     def dtype(self, plan: Plan, positions: Sequence[int]) -> str:
-        """Of the global tensor."""
+        """The dtype of the global tensor."""
         return plan.dtype or self._rows.text("dtype", positions[0]) or ""
 
     def array(self, plan: Plan, positions: Sequence[int]) -> npt.NDArray[np.uint8]:

@@ -22,7 +22,7 @@ from ...sites import ACTIVATIONS, VALUE_OF
 from .packing import NULL, POSITIVE, Ints, bits_of, digest, pack
 
 FORWARD_OF = {gradient: site for gradient, site in VALUE_OF.items() if gradient in ACTIVATIONS}
-"""Of the gradients of activations, the site of the values."""
+"""For each site of gradients of activations, the site of the values."""
 LABELS = ("root", "module_path", "site", "name", "mode", "phase")
 _CHUNK = ("dtype", "shape", "global_shape", "offsets", "placements", "mesh", "note")
 COLUMNS = (
@@ -56,11 +56,11 @@ class GroupedRows(NamedTuple):
     """Whether all rows of a value have statistics."""
     fingerprints: Ints
     statistics: Ints
-    """Of each row, a number that is equal where all statistics are; `NONE` without any."""
+    """For each row, a number that is equal where all statistics are equal; `NONE` without statistics."""
     labels: dict[str, Keys]
-    """Of each value, the texts that name it."""
+    """For each value, the texts that name it."""
     writers: Ints
-    """Of each value, the number of its first row's writer."""
+    """For each value, the number of the writer of its first row."""
 
     def equal_of(self, number: int) -> bool | None:
         return None if self.equal[number] == NONE else bool(self.equal[number])
@@ -71,9 +71,9 @@ class GroupedValues(NamedTuple):
 
     rows: GroupedRows
     keys: Ints
-    """Of each value a number that stands for its key: root, module, site, name, mode, phase, step and so on."""
+    """For each value, a number that stands for its key: root, module, site, name, mode, phase, step and so on."""
     forward_keys: Ints
-    """Of each value that is a gradient the key of the value that it is the gradient of; else -1."""
+    """For each value that is a gradient, the key of the value whose gradient it is; else -1."""
     order: Ints
     """The values' numbers in the order of execution."""
 
@@ -102,7 +102,7 @@ class RowGrouper:
         return GroupedValues(grouped, keys[starts], forward_keys[starts], sequence)
 
     def _number_keys(self, chosen: Positions, micro_batches: MicroBatches) -> tuple[Ints, Ints]:
-        """Of each row a number for its key, and for the key of the value that it is the gradient of (-1: none)."""
+        """For each row, a number for its key, and one for the key of the value whose gradient it is (-1: none)."""
         keys = {name: self._rows.keys(name, chosen) for name in KEY}
         columns = {name: key.codes.copy() for name, key in keys.items()}
         columns |= {"micro_step": micro_batches.key, "stage": micro_batches.stage}

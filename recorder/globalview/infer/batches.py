@@ -36,7 +36,7 @@ class _Call(NamedTuple):
     """One call of a root on one rank."""
 
     seq: int
-    """Of its first argument."""
+    """The `seq` of the first argument of the call."""
     leaves: dict[str, _Leaf]
 
 

@@ -17,7 +17,7 @@ class AcrossSteps(Protocol):
     """What all steps say of one value; see `leaves.Leaves`."""
 
     def replication(self, numbers: Sequence[int] | None) -> Replication:
-        """Of all its chunks, or of some by their numbers."""
+        """How all chunks of the value, or those with some numbers, are replicated."""
 
     def batch_dim(self) -> int | None:
         """See `layout.rules.Values`."""
@@ -36,7 +36,7 @@ class Comparison:
         *,
         is_float: bool,
     ) -> None:
-        """Of a value.
+        """Hold what is known of one value.
 
         Args:
             grouped: rows grouped by value.
@@ -147,5 +147,5 @@ class UnrecordedValue(Unequal):
         return self._across_steps.batch_dim()
 
     def among(self, numbers: Sequence[int]) -> UnrecordedValue:
-        """Of some of its chunks."""
+        """The value with some of its chunks alone."""
         return UnrecordedValue(self._across_steps, numbers)

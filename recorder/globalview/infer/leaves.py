@@ -33,7 +33,7 @@ class Leaf(NamedTuple):
 
     root: str
     stage: int
-    """Of a pipeline; `NONE` in none."""
+    """The stage of a pipeline; `NONE` where there is no pipeline."""
     module_path: str
     site: str
     name: str
@@ -61,7 +61,7 @@ class BatchDims(NamedTuple):
     """What is known of a leaf at one moment, where its batch is known."""
 
     sizes: tuple[int, ...]
-    """Of the ranks' batches."""
+    """Sizes of the ranks' batches."""
     dims: frozenset[int]
     """Along which the ranks' tensors have just these sizes; 0 also for a multiple of them."""
 

@@ -39,7 +39,7 @@ class _ShardedDim(NamedTuple):
 
     dim: int
     size: int
-    """Of this rank's chunk along the dim, if no other axis cut it."""
+    """Size of this rank's chunk along the dim, if no other axis cut the tensor."""
     ranks: Ints
     """Along the axis, this one included; none where its row does not tell."""
 
@@ -62,7 +62,7 @@ class ShardingInference:
         self._counts = counts
         self._of_step: dict[int, tuple[dict[object, set[_ShardedDim]], dict[object, set[_ShardedDim]]]] = {}
         self._whole: set[object] = set()
-        """Of that step, root, rank and shape of values that are whole on every rank."""
+        """Root, rank and shape of the values of the step that are whole on every rank."""
 
     def infer(self, wanted: Wanted, chunks: Sequence[RankChunk], known: Set[int] = frozenset()) -> int | NoPlan:
         """The dim along which chunks of ranks that share a batch lie end to end, or why that is not known.
@@ -93,7 +93,7 @@ class ShardingInference:
         return NoPlan("per_rank", f"{why}; {more}; --layout '...=shard(DIM)' can")
 
     def _step(self, step: int) -> tuple[dict[object, set[_ShardedDim]], dict[object, set[_ShardedDim]]]:
-        """Of a step, cuts by root, module and rank of parameters, and by root, rank and shape of other values."""
+        """The cuts of a step: of parameters by root, module and rank, of other values by root, rank and shape."""
         if step not in self._of_step:
             parameters: dict[object, set[_ShardedDim]] = {}
             neighbours: dict[object, set[_ShardedDim]] = {}
@@ -128,7 +128,7 @@ class ShardingInference:
         return found
 
     def _equal(self, step: int) -> set[object]:
-        """The same of plain values that several ranks have alike, to the last bit; not of constants, nor of NaN."""
+        """Root, rank and shape of plain values that several ranks have alike to the last bit; no constants, no NaN."""
         rows = self._rows
         positions: Positions = np.flatnonzero(self._counts & (rows.numbers("step") == step))
         columns = {name: rows.keys(name, positions) for name in ("root", "site", "shape", "fingerprint", "placements")}

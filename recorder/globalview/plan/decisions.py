@@ -58,7 +58,7 @@ class Question(NamedTuple):
     """Likeliest first."""
     forward: Plan | NoPlan | None
     unrecorded: UnrecordedValue | None
-    """Of the value that this is the gradient of, where it was not recorded; it has the same chunks."""
+    """The value whose gradient this is, where that value was not recorded; both have the same chunks."""
     is_gradient: bool
     loss: str
     infer: Infer

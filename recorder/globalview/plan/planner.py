@@ -39,7 +39,7 @@ class GlobalValue(NamedTuple):
     """Rows of several ranks that are one value, in data-parallel order."""
 
     positions: tuple[int, ...]
-    """Of each rank's part 0."""
+    """Positions of the rows of each rank's part 0."""
     plan: Plan | NoPlan
     present: tuple[int, ...]
     expected: tuple[int, ...]
@@ -50,7 +50,7 @@ class GlobalValue(NamedTuple):
     leads: tuple[int, ...] = ()
     """The ranks whose batches `batch` is of; one of each part of the batch."""
     stage: Stage | None = None
-    """Of a pipeline, which ran it."""
+    """The stage of a pipeline that ran the module."""
 
     @property
     def is_refused(self) -> bool:

@@ -31,7 +31,7 @@ MAX_ROWS = 50_000
 _COLUMNS = ("step", "site", "mode", "payload_bytes", "min", "max", "nan_count")
 _SITES = tuple(site for site in ACTIVATIONS if site not in GRADIENTS)
 _NUM_STEPS = 4
-"""Of each site in each mode."""
+"""Steps of the sample for each site in each mode."""
 _MAX_STEPS = 12
 
 
@@ -62,7 +62,7 @@ def choose_steps(writers: Sequence[RecordedWriter]) -> list[int] | None:
 def _choose(
     steps: npt.NDArray[np.int64], is_telling: npt.NDArray[np.bool_], has_values: npt.NDArray[np.bool_]
 ) -> list[int]:
-    """Of the steps with the most values that tell something: two with most payloads, the first and the last of all."""
+    """Steps for the sample, from those with the most telling values: two with most payloads, first and last."""
     known, places = np.unique(steps[is_telling], return_inverse=True)
     if not len(known):
         return []
@@ -74,7 +74,7 @@ def _choose(
 
 
 _MIN_BITS = 10
-"""Of whole numbers; fewer are equal by chance, as the classes of a few samples are."""
+"""Least bits of whole numbers; with fewer, values are equal by chance, as the classes of a few samples are."""
 
 
 class Content(Enum):

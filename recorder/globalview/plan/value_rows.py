@@ -45,9 +45,9 @@ class ValueRows(NamedTuple):
     """Number of the first row's writer."""
     group: DataParallelGroup
     indices: list[int]
-    """Of its rows among the grouped ones."""
+    """Indices of the value's rows among the grouped rows."""
     codes: tuple[int, ...]
-    """Of each row the number that stands for its chunk."""
+    """For each row, the number that stands for its chunk."""
     chunks: list[RankChunk]
     positions: tuple[int, ...]
     expected: tuple[int, ...]

@@ -39,7 +39,7 @@ class DataParallelGroup(NamedTuple):
     """Ranks that share a part of the batch, in data-parallel order; none where each rank has a part of its own."""
 
     def of(self, ranks: Ranks) -> DataParallelGroup:
-        """The same, of some of its ranks alone."""
+        """The group with some of its ranks alone."""
         if ranks == self.ranks:
             return self
         wanted = set(ranks)

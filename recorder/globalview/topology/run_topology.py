@@ -20,7 +20,7 @@ class Launch(NamedTuple):
 
     attempt: int
     number: int
-    """Of several starts of the same attempt."""
+    """The number of the launch among several starts of one attempt."""
 
 
 class Topology:
@@ -218,7 +218,7 @@ class Topology:
         return known is None or not module_path or (root, module_path) in known
 
     def _find_launches(self) -> list[Launch]:
-        """Of one attempt with as many ranks, the n-th writers of all ranks are one launch; launches by their start."""
+        """Launches by their start. In one attempt with as many ranks, the n-th writers of all ranks are one launch."""
         seen: dict[tuple[int | None, int, int], int] = {}
         keys = []
         starts: dict[tuple[int, int, int], int] = {}
