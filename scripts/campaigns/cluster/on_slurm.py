@@ -26,9 +26,9 @@ from scripts.campaigns.cluster.nodes import Slurm, command, wait_for
 
 ROOT = Path(__file__).parents[3]
 SLURM = ROOT / "deploy" / "slurm"
-TRAIN = ROOT / "tests" / "cluster" / "train.py"
+TRAIN = Path(__file__).with_name("train.py")
 SWITCH = (("off", 0), ("on", 1))
-PROGRAMS = ROOT / "tests" / "cluster" / "programs.py"
+PROGRAMS = Path(__file__).with_name("programs.py")
 ACTIVATE = f". {sys.prefix}/bin/activate; export PYTHONPATH={ROOT} OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1"
 
 
