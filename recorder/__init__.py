@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .globalview.run import Run as Run
     from .globalview.run import open_run as open_run
     from .lifecycle.attachment import Attachment
-    from .read.decode import decode as decode
+    from .read.shards.decode import decode as decode
     from .taps.instrument import instrument as instrument
     from .taps.instrument import strip as strip
     from .taps.module_taps import tap as tap
@@ -58,7 +58,7 @@ _LAZY = {
     "open_run": "globalview.run",
     "Run": "globalview.run",
     "check": "analyze.check.check",
-    "decode": "read.decode",
+    "decode": "read.shards.decode",
     "diff": "analyze.diff.diff",
     "export": "analyze.export.export",
     "first": "analyze.first.first",

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recorder.records import KEEP_STATS, KEEP_TENSOR, PART_BYTES, Chunk, Measured, Moment, Origin, Staged
-from recorder.write.file import Disk
+from recorder.write.files.file import Disk
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ..read import untrusted
+from ..read.shards import untrusted
 from ..read.stages import HANDED_ON
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..format.schema import OF_FIRST_PART
-from ..read import untrusted
+from ..read.shards import untrusted
 from ..system.text import named
 from .keys import encode
 from .moments import integers

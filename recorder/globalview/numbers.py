@@ -10,9 +10,9 @@ import numpy as np
 from ..errors import CorruptError, LookupFailedError
 from ..format.numbers.histogram import Histogram
 from ..format.schema import METADATA_COLUMNS
-from ..read import untrusted
 from ..read.lookup import TensorRows
 from ..read.metadata import MetadataRows
+from ..read.shards import untrusted
 from .assemble.columns import GlobalColumns
 from .tensor import plan_of, value_of
 from .view import GlobalView

@@ -18,10 +18,10 @@ import pyarrow.compute as pc
 
 from ..errors import LookupFailedError, UnsupportedError
 from ..format.numbers.histogram import Histogram
-from ..read.decode import as_array, check_bytes
 from ..read.finding import find_run
 from ..read.lookup import QUALIFIERS, TensorRows, find_tensor
 from ..read.run import RecordedRun
+from ..read.shards.decode import as_array, check_bytes
 from ..rules import hint
 from ..storage.locations import Place
 from ..storage.objects import ObjectPath

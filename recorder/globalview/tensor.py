@@ -8,9 +8,9 @@ import numpy.typing as npt
 from ..errors import LookupFailedError, RunError
 from ..format.dtypes import item_bytes
 from ..layout.plans import Plan
-from ..read import untrusted
 from ..read.lookup import TensorRows, several_stages
 from ..read.metadata import MetadataRows, Positions
+from ..read.shards import untrusted
 from ..system.text import listed
 from .plan.planner import GlobalValue
 from .view import GlobalView

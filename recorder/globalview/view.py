@@ -18,8 +18,8 @@ from ..format.schema import COLUMN_OF, METADATA_COLUMNS, Combine
 from ..layout.rules import LOSSES
 from ..read.metadata import NONE, MetadataRows, Positions
 from ..read.payload import Payloads, is_same
-from ..read.rows import ShardRows
 from ..read.run import RecordedRun
+from ..read.shards.rows import ShardRows
 from ..read.stages import whole_roots
 from .assemble.assembler import Assembler, as_items
 from .assemble.rows import GlobalRows

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from ..read.rows import ShardRows
+from ..read.shards.rows import ShardRows
 
 Ints = npt.NDArray[np.int64]
 

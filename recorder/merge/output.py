@@ -30,8 +30,8 @@ from ..read.finding import find_run_around
 from ..read.writers import GLOBAL_DIR
 from ..system.folder_lock import locked_folder
 from ..system.text import listed
-from ..write.file import Disk
-from ..write.manifest import create_manifest, replace_manifest
+from ..write.files.file import Disk
+from ..write.files.manifest import create_manifest, replace_manifest
 from .plan import is_unit_name
 
 _MERGING = "_merging"

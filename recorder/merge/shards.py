@@ -21,10 +21,10 @@ from ..format.schema import FORMAT_NAME, FORMAT_VERSION, OF_FIRST_PART, SCHEMA
 from ..globalview.assemble.assembler import PayloadPart
 from ..globalview.assemble.columns import NO_VALUES, with_member
 from ..sites import NUMBERS
-from ..write.file import Disk, PageMemory
-from ..write.ipc import IpcFormat, Payload
-from ..write.manifest import replace_manifest
-from ..write.shard import BatchFile, Index
+from ..write.files.file import Disk, PageMemory
+from ..write.files.ipc import IpcFormat, Payload
+from ..write.files.manifest import replace_manifest
+from ..write.files.shard import BatchFile, Index
 
 BATCH_BYTES = 8 << 20
 """Payload at which a batch is written."""

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..format.schema import SCHEMA
-from .rows import Ranges, ShardRows, Steps, each_of
+from .shards.rows import Ranges, ShardRows, Steps, each_of
 from .writers import RecordedWriter
 
 Positions = npt.NDArray[np.int64]

@@ -11,12 +11,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ..errors import CorruptError, RunError
-from ..format.codec import Payload
-from ..format.encodings import encoding_of, target_of
+from ..format.payload.codec import Payload
+from ..format.payload.encodings import encoding_of, target_of
 from ..storage.locations import LOCAL, store_of
-from .decode import check_payload, decode_payload
 from .metadata import MetadataRows
-from .rows import ShardRows
+from .shards.decode import check_payload, decode_payload
+from .shards.rows import ShardRows
 
 _COLUMNS = ("seq", "dtype", "shape", "encoding", "payload_bytes", "data")
 _SPARE_BATCHES = 8

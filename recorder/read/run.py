@@ -26,11 +26,11 @@ from ..format.roots import Jitter, Module
 from ..format.rundir import RUN_MANIFEST
 from ..format.schema import METADATA_COLUMNS, SCHEMA
 from ..storage.locations import OpenPlace, Place, store_of
-from .decode import parse_shape
 from .long_form import LONG_KEY, choose_statistics, to_long
 from .metadata import NONE, PLACE_COLUMNS, TIME_ORDER, MetadataRows, Positions
 from .modules import list_paths, read_modules
 from .payload import Payloads
+from .shards.decode import parse_shape
 from .writers import RecordedWriter, as_problem, find_writers
 
 if TYPE_CHECKING:

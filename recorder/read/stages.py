@@ -15,8 +15,8 @@ import numpy.typing as npt
 from ..format.roots import MAX_STAGES, Stage
 from ..sites import NUMBERS
 from ..system.text import listed
-from . import untrusted
 from .metadata import NONE, MetadataRows, Positions
+from .shards import untrusted
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]

@@ -24,7 +24,7 @@ from ..format.rundir import WRITER_MANIFEST, parse_rank_dir, parse_shard_name, s
 from ..format.schema import SCHEMA
 from ..format.status import STATUS, STATUS_BYTES
 from ..storage.locations import OpenPlace, Place, store_of
-from .rows import ShardRows, each_of, load_open, load_sealed
+from .shards.rows import ShardRows, each_of, load_open, load_sealed
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from ..analyze.diff.diff import diff
 from ..analyze.diff.result import Diff
 from ..analyze.first.first import first
 from ..globalview.run import Run
-from .apart import apart_blocks, pairs_of
 from .axes import Axes, modules_block
 from .blocks import Block
 from .images import ImageFinder
 from .ranks import ranks_block
 from .rows import SeriesKey, StepRows, step_rows
-from .statistics import StatisticsBlocks, check_statistics
+from .series.apart import apart_blocks, pairs_of
+from .series.statistics import StatisticsBlocks, check_statistics
 from .top import Told, gaps_block, top_block
 
 _MAX_DIFFERING = 200

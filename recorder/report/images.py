@@ -15,7 +15,7 @@ from ..analyze.keys import encode
 from ..analyze.moments import integers
 from ..errors import RunError
 from ..globalview.run import Run
-from ..read.decode import parse_shape
+from ..read.shards.decode import parse_shape
 from .blocks import Block
 from .rows import keys_of
 

@@ -12,7 +12,7 @@ from ..system.text import counted
 from .axes import Axes, is_number
 from .blocks import Block
 from .rows import SeriesKey
-from .statistics import StatisticsBlocks
+from .series.statistics import StatisticsBlocks
 
 _MAX_LAYOUTS = 24
 _MAX_CHUNKS = 128

@@ -16,7 +16,7 @@ from ..system.text import counted, listed
 from ..system.units import size
 from .blocks import Block
 from .rows import SeriesKey
-from .statistics import StatisticsBlocks
+from .series.statistics import StatisticsBlocks
 
 _MAX_LISTED = 8
 _MAX_CHECKS = 200

@@ -26,17 +26,17 @@ from ..errors import CorruptError, RunError
 from ..format.rundir import index_name, open_name, parse_shard_name, shard_name
 from ..format.schema import PAYLOAD
 from ..globalview.run import Run
-from ..read import untrusted
-from ..read.rows import PLACE_FIELDS, SHARD_BYTES_KEY
-from ..read.salvage import Salvaged, salvage
-from ..read.shard import Shard, open_sealed
+from ..read.shards import untrusted
+from ..read.shards.rows import PLACE_FIELDS, SHARD_BYTES_KEY
+from ..read.shards.salvage import Salvaged, salvage
+from ..read.shards.shard import Shard, open_sealed
 from ..read.writers import RecordedWriter
 from ..storage.locations import LOCAL
 from ..storage.untrusted_files import GrowingFile
 from ..system.folder_lock import locked_folder
-from ..write.file import Disk, PageMemory, publish
-from ..write.ipc import IpcFormat
-from ..write.shard import BatchFile, Index
+from ..write.files.file import Disk, PageMemory, publish
+from ..write.files.ipc import IpcFormat
+from ..write.files.shard import BatchFile, Index
 
 _REMAINS = re.compile(r"_.*\.tmp|__.*\.index\.open")
 """Names of half files that a killed writer or repair leaves beside whole ones."""

@@ -17,7 +17,7 @@ from ..errors import CorruptError, RunError
 from ..format.integrity import FILE_CRC_KEY, NO_DIGITS
 from ..format.rundir import index_name
 from ..globalview.run import Run
-from ..read.messages import (
+from ..read.shards.messages import (
     CONTINUATION,
     FIRST_MESSAGE,
     MAGIC,
@@ -28,9 +28,9 @@ from ..read.messages import (
     footer_bytes,
     footer_text,
 )
-from ..read.rows import PLACE_FIELDS, SHARD_BYTES_KEY, ShardRows
-from ..read.salvage import salvage
-from ..read.shard import ARROW_ERRORS, CheckedBatch, Shard, open_sealed, read_batch, read_layout
+from ..read.shards.rows import PLACE_FIELDS, SHARD_BYTES_KEY, ShardRows
+from ..read.shards.salvage import salvage
+from ..read.shards.shard import ARROW_ERRORS, CheckedBatch, Shard, open_sealed, read_batch, read_layout
 from ..read.unsealed import unsealed_note
 from ..read.writers import RecordedWriter
 from ..storage.locations import LOCAL, Place, store_of

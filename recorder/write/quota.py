@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from ..format.rundir import SHARD_KINDS
 from .earlier import EarlierShard
-from .file import Disk
+from .files.file import Disk
+from .files.shard import StoredShard
 from .ledger import DISK_FLOOR
 from .notices import Notices
-from .shard import StoredShard
 
 _SHARDS_PER_QUOTA = 8
 """The least number of shards of a kind within its quota, so that there is something to retire."""

@@ -14,15 +14,15 @@ from ..format.rundir import open_name, shard_name
 from ..records import KEEP_TENSOR, Measured, Staged
 from ..rules import Schedule
 from .backoff import Backoff, drop_reason
-from .file import Disk, PageMemory
-from .ipc import IpcFormat
+from .files.file import Disk, PageMemory
+from .files.ipc import IpcFormat
+from .files.shard import BatchFile, Index, StoredShard
+from .files.syncing import StuckError
 from .ledger import NO_MEMORY, QUOTA, WRITER_ERROR, Ledger
 from .notices import Notices
 from .quota import DiskFloor, HeldShard, Quota
 from .rows import BuiltBatch, RowBatch
 from .settings import WriteSettings
-from .shard import BatchFile, Index, StoredShard
-from .syncing import StuckError
 
 _MAY_SYNC_AGAIN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors after which nothing was synced, because no descriptor or memory was left: the sync may be tried again."""

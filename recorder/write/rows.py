@@ -16,12 +16,12 @@ import numpy.typing as npt
 import pyarrow as pa
 from crc32c import crc32c
 
-from ..format.codec import Encoder, max_encoded_bytes
 from ..format.integrity import Crcs, column_crcs
+from ..format.payload.codec import Encoder, max_encoded_bytes
 from ..format.schema import SCHEMA
 from ..records import PART_BYTES, Chunk, Measured, Moment, Origin, Staged
-from .file import PageMemory
-from .ipc import Payload
+from .files.file import PageMemory
+from .files.ipc import Payload
 
 NOT_MEASURED = Measured()
 _LAYOUT_COLUMNS = ("global_shape", "offsets", "placements", "mesh", "layout_source")

@@ -16,8 +16,8 @@ from typing import Any
 
 from .. import native
 from ..errors import RunError, WriteError
-from ..format.codec import Encoder
 from ..format.manifest import RunManifest
+from ..format.payload.codec import Encoder
 from ..format.rundir import (
     RUN_MANIFEST,
     WRITER_MANIFEST,
@@ -30,17 +30,17 @@ from ..format.schema import FORMAT_NAME, FORMAT_VERSION, SCHEMA
 from ..rules import Schedule
 from .backoff import Backoff, drop_reason
 from .earlier import EarlierShard, find_earlier
-from .file import Disk, PageMemory
-from .ipc import IpcFormat
+from .files.file import Disk, PageMemory
+from .files.ipc import IpcFormat
+from .files.manifest import create_manifest, replace_manifest
+from .files.shard import StoredShard
+from .files.status import StatusFile
 from .ledger import Ledger
-from .manifest import create_manifest, replace_manifest
 from .notices import Notices
 from .quota import DiskFloor, HeldShard, Quota
 from .rotation import RotatingShards
 from .rows import MAX_ROWS, RowBatch
 from .settings import WriteSettings
-from .shard import StoredShard
-from .status import StatusFile
 
 _FORMAT = {"format": FORMAT_NAME, "version": list(FORMAT_VERSION)}
 _BATCHES_PER_SHARD = 4

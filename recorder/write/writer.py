@@ -18,13 +18,13 @@ from typing import Any
 from ..errors import WriteError
 from ..records import KEEP_FINGERPRINT, KEEP_STATS, LostError, Measure, Measured, Ready, Staged, kind_of
 from ..system.log import can_say, say
-from .file import FILE_MODES, Disk
+from .files.file import FILE_MODES, Disk
+from .files.syncing import SyncThread
 from .ledger import ABANDONED, CLOSED, INTERRUPTED, WRITER_DEAD, WRITER_ERROR, Ledger
 from .notices import Notices
 from .rows import NOT_MEASURED
 from .settings import WriteSettings
 from .store import RunTarget, Store
-from .syncing import SyncThread
 
 __all__ = ["CloseReport", "RunTarget", "WriteSettings", "Writer", "WriterStats"]
 

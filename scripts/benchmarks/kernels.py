@@ -21,9 +21,9 @@ import numpy as np
 
 from recorder import native
 from recorder.capture.staging.measure import measure
-from recorder.format.codec import Encoder, max_encoded_bytes
 from recorder.format.dtypes import item_bytes
-from recorder.format.encodings import PayloadWriter
+from recorder.format.payload.codec import Encoder, max_encoded_bytes
+from recorder.format.payload.encodings import PayloadWriter
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS
 
 _BYTES = 16 << 20

@@ -30,10 +30,10 @@ from recorder import __version__
 from recorder.format.rundir import RUN_MANIFEST, WRITER_MANIFEST, open_name, rank_dir, shard_name
 from recorder.format.schema import COUNTS, FORMAT_NAME, FORMAT_VERSION, SCHEMA, STATISTICS
 from recorder.format.status import STATUS, encode_status
-from recorder.write.file import Disk, PageMemory
-from recorder.write.ipc import IpcFormat
-from recorder.write.manifest import create_manifest, replace_manifest
-from recorder.write.shard import BatchFile
+from recorder.write.files.file import Disk, PageMemory
+from recorder.write.files.ipc import IpcFormat
+from recorder.write.files.manifest import create_manifest, replace_manifest
+from recorder.write.files.shard import BatchFile
 
 SITES = (
     ("output", "", "forward", None),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recorder.cli.module_names import grouped
+from recorder.cli.drawing.module_names import grouped
 from tests.analyze.doctor.test_expected import RULE, record, renumbered, root, step_rows, training
 from tests.cli.conftest import Cli, Result, on_a_terminal
 from tests.distributed import jobs

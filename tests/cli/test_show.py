@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recorder.cli.drawing.spark import spark_line
 from recorder.cli.output import number
-from recorder.cli.spark import spark_line
 from recorder.globalview.run import open_run
 from tests.cli.conftest import Cli, module, on_a_terminal
 from tests.read.handmade import HandmadeWriter, make_row, make_run

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from recorder.format import fingerprint as module
-from recorder.format.fingerprint import MODULUS, fingerprint, to_text
+from recorder.format.payload import fingerprint as module
+from recorder.format.payload.fingerprint import MODULUS, fingerprint, to_text
 
 from . import independent
 

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pytest
 
 from recorder.format import dtypes, schema
-from recorder.format.codec import Encoder, max_encoded_bytes
-from recorder.format.encodings import ALL_ENCODINGS, ENCODINGS
-from recorder.format.fingerprint import fingerprint, to_text
 from recorder.format.integrity import batch_metadata, seal_metadata
+from recorder.format.payload.codec import Encoder, max_encoded_bytes
+from recorder.format.payload.encodings import ALL_ENCODINGS, ENCODINGS
+from recorder.format.payload.fingerprint import fingerprint, to_text
 from recorder.format.schema import SCHEMA
 from recorder.sites import ALL_SITES, SITE_OF
 

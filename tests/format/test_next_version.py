@@ -18,7 +18,7 @@ import pytest
 
 import recorder
 from recorder.errors import UnsupportedError
-from recorder.format.encodings import ENCODINGS
+from recorder.format.payload.encodings import ENCODINGS
 from recorder.format.rundir import open_name
 from recorder.format.schema import COLUMN_OF, FORMAT_VERSION, METADATA_COLUMNS
 from recorder.sites import SITES

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recorder.format.fingerprint import fingerprint, to_text
+from recorder.format.payload.fingerprint import fingerprint, to_text
 from recorder.globalview.run import Run, open_run
 from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
 

@@ -15,9 +15,9 @@ import pyarrow.compute as pc
 import pytest
 
 from recorder.errors import LookupFailedError
-from recorder.format.codec import decode
 from recorder.format.dtypes import item_bytes
-from recorder.format.fingerprint import fingerprint, to_text
+from recorder.format.payload.codec import decode
+from recorder.format.payload.fingerprint import fingerprint, to_text
 from recorder.format.schema import STATISTICS
 from recorder.globalview.assemble.rows import GlobalRows
 from recorder.globalview.run import Run, open_run

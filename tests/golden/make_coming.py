@@ -17,14 +17,14 @@ import numpy as np
 import pyarrow as pa
 
 from recorder.capture.staging.measure import measure
-from recorder.format.encodings import PLAIN
-from recorder.format.fingerprint import to_text
+from recorder.format.payload.encodings import PLAIN
+from recorder.format.payload.fingerprint import to_text
 from recorder.format.rundir import encode_manifest, index_name, open_name, read_json
 from recorder.format.schema import FORMAT_VERSION, SCHEMA, VERSION_KEY
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, Chunk
-from recorder.write.file import Disk, PageMemory
-from recorder.write.ipc import IpcFormat
-from recorder.write.shard import BatchFile, Index
+from recorder.write.files.file import Disk, PageMemory
+from recorder.write.files.ipc import IpcFormat
+from recorder.write.files.shard import BatchFile, Index
 
 from .coming import COLUMN, ENCODING, MINOR, MIRRORED, RUN, SITE, negative_count, updates
 from .values import Array, values

@@ -10,11 +10,11 @@ import pyarrow.dataset as ds
 import pytest
 
 from recorder.errors import CorruptError
-from recorder.format.codec import Encoder, Payload, concatenate, decode, max_encoded_bytes
+from recorder.format.payload.codec import Encoder, Payload, concatenate, decode, max_encoded_bytes
 from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
 from recorder.merge.plan import Inputs
-from recorder.read.shard import CheckedBatch, Shard
+from recorder.read.shards.shard import CheckedBatch, Shard
 from tests.merge.support import (
     add_steps,
     assert_is_merge,

@@ -21,10 +21,10 @@ from hypothesis.extra import numpy as hnp
 
 from recorder import native
 from recorder.capture.staging.measure import measure
-from recorder.format import fingerprint as fingerprints
-from recorder.format.codec import Encoder, decode, max_encoded_bytes
 from recorder.format.dtypes import ITEM_BYTES, item_bytes
-from recorder.format.fingerprint import flat_fingerprint
+from recorder.format.payload import fingerprint as fingerprints
+from recorder.format.payload.codec import Encoder, decode, max_encoded_bytes
+from recorder.format.payload.fingerprint import flat_fingerprint
 from recorder.records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, Chunk, Measured
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ import pytest
 from recorder.errors import CorruptError, LookupFailedError, UnsupportedError
 from recorder.format.schema import SCHEMA
 from recorder.globalview.run import open_run
-from recorder.read.decode import decode
+from recorder.read.shards.decode import decode
 from tests.read.handmade import make_parts, make_ref, make_row
 
 VALUES = np.arange(6, dtype=np.float32).reshape(2, 3)

@@ -15,8 +15,8 @@ import zstandard
 from recorder.errors import CorruptError, NotARunError, RunError
 from recorder.format.schema import SCHEMA
 from recorder.globalview.run import open_run
-from recorder.read.messages import MAX_BATCH_BYTES, block_at, footer_blocks, footer_bytes
-from recorder.read.shard import open_sealed
+from recorder.read.shards.messages import MAX_BATCH_BYTES, block_at, footer_blocks, footer_bytes
+from recorder.read.shards.shard import open_sealed
 from recorder.storage.untrusted_files import MappedFile
 from recorder.upkeep.verify import verify
 from tests.read.conftest import payload_rows

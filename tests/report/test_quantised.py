@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from recorder.report.cube import Cube
-from recorder.report.quantised import COARSE, FINE, quantise
+from recorder.report.series.cube import Cube
+from recorder.report.series.quantised import COARSE, FINE, quantise
 from tests.report.pages import Read, values_of
 
 

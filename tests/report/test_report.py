@@ -15,7 +15,7 @@ from recorder.report.axes import Axes
 from recorder.report.page import page, policy
 from recorder.report.report import write_report
 from recorder.report.rows import SeriesKey
-from recorder.report.statistics import StatisticsBlocks
+from recorder.report.series.statistics import StatisticsBlocks
 from scripts.benchmarks.synthetic import Shape, write_run
 from tests.cli.conftest import Cli, cli
 from tests.read.handmade import HandmadeWriter, make_row, make_run

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from recorder.globalview.run import open_run
-from recorder.read.messages import footer_blocks
-from recorder.read.shard import CheckedBatch, Shard
+from recorder.read.shards.messages import footer_blocks
+from recorder.read.shards.shard import CheckedBatch, Shard
 from recorder.storage.untrusted_files import MappedFile
 from recorder.upkeep.verify import Finding, verify
 from tests.read.conftest import payload_rows

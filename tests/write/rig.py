@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from recorder.format.integrity import BatchHeader, check_batch
 from recorder.records import Measured, Staged
-from recorder.write.file import Disk
+from recorder.write.files.file import Disk
 from recorder.write.writer import CloseReport, RunTarget, Writer, WriteSettings
 from tests.fakes import FakeBlock, fake_measure, fake_staged
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from recorder.records import KEEP_STATS
-from recorder.write import syncing
-from recorder.write.file import Disk
+from recorder.write.files import syncing
+from recorder.write.files.file import Disk
 from tests.fakes import FaultyDisk
 from tests.write.rig import Rig, wait_until
 

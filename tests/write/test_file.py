@@ -12,9 +12,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pytest
 
-from recorder.write.file import GRAIN_BYTES, AppendFile, Disk, PageMemory
-from recorder.write.ipc import IpcFormat
-from recorder.write.shard import BatchFile
+from recorder.write.files.file import GRAIN_BYTES, AppendFile, Disk, PageMemory
+from recorder.write.files.ipc import IpcFormat
+from recorder.write.files.shard import BatchFile
 from tests.fakes import FaultyDisk
 from tests.write.rig import read_open, read_sealed
 

@@ -10,8 +10,8 @@ import pytest
 
 from recorder.records import KEEP_STATS
 from recorder.write import backoff
+from recorder.write.files.shard import StoredShard
 from recorder.write.quota import HeldShard, Quota
-from recorder.write.shard import StoredShard
 from tests.fakes import FaultyDisk
 from tests.write.rig import Rig
 

@@ -14,9 +14,9 @@ from crc32c import crc32c
 
 from recorder.format.schema import SCHEMA
 from recorder.upkeep.verify import _SealedFile
-from recorder.write.file import Disk, PageMemory
-from recorder.write.ipc import FooterBlock, IpcFormat
-from recorder.write.shard import BatchFile
+from recorder.write.files.file import Disk, PageMemory
+from recorder.write.files.ipc import FooterBlock, IpcFormat
+from recorder.write.files.shard import BatchFile
 from tests.read.handmade import make_row
 from tests.write.rig import read_open, read_sealed
 

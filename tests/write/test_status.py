@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from recorder.format.rundir import read_json
 from recorder.format.status import STATUS, STATUS_BYTES, encode_status
-from recorder.write.file import Disk
-from recorder.write.status import StatusFile
+from recorder.write.files.file import Disk
+from recorder.write.files.status import StatusFile
 from tests.fakes import FaultyDisk
 from tests.write.rig import Rig, wait_until
 

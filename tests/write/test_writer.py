@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recorder.format.codec import decode
 from recorder.format.dtypes import item_bytes
+from recorder.format.payload.codec import decode
 from recorder.format.rundir import index_name
 from recorder.format.schema import FORMAT_VERSION, METADATA_COLUMNS, SCHEMA
 from recorder.records import (
@@ -32,8 +32,8 @@ from recorder.records import (
     LostError,
     Measured,
 )
-from recorder.write import shard as shard_module
-from recorder.write.file import PageMemory
+from recorder.write.files import shard as shard_module
+from recorder.write.files.file import PageMemory
 from recorder.write.writer import RunTarget
 from tests.fakes import FaultyDisk, fake_staged
 from tests.write.rig import PATIENCE_S, Rig, read_open, read_sealed, wait_until

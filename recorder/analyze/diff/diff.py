@@ -22,12 +22,12 @@ from ...system.text import listed
 from ..problems import Problems
 from ..selection import GlobalOptions, Selection
 from ..step_ranges import MAX_ROWS, Mapper, global_step_ranges, map_serially
-from .compare import Tolerance
-from .culprits import CulpritFinder
-from .noise import BeyondNoise
-from .pairs import PairedSteps
-from .rename_hints import RenameHint, UnpairedModules, rename_hints
-from .renames import NO_RENAMES, Renames
+from .culprits.findings import CulpritFinder
+from .pairing.compare import Tolerance
+from .pairing.noise import BeyondNoise
+from .pairing.pairs import PairedSteps
+from .pairing.rename_hints import RenameHint, UnpairedModules, rename_hints
+from .pairing.renames import NO_RENAMES, Renames
 from .result import Diff, LeftOut, Partial, by_module, first_difference, join_ranges
 from .step_range import PayloadReport, RangeComparer, RangeResult, Seen
 

@@ -11,9 +11,9 @@ import pyarrow as pa
 from ...format.moments import Floats
 from ..keys import Integers, group_rows
 from ..moments import integers, numbers
-from .culprits import Culprit
-from .noise import Drifted, LoudNoise
-from .rename_hints import RenameHint
+from .culprits.findings import Culprit
+from .pairing.noise import Drifted, LoudNoise
+from .pairing.rename_hints import RenameHint
 
 MODULE = ["root", "module_path"]
 VALUE = [*MODULE, "site", "name"]

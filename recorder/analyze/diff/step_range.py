@@ -16,14 +16,14 @@ from ...globalview.run import Run
 from ..keys import VALUE_KEY, group_rows
 from ..problems import Problems
 from ..selection import GlobalOptions, Selection
-from .align import align
-from .boundaries import comparable, without_recomputed
-from .compare import Tolerance
-from .culprits import RangeSteps
-from .noise import Measured, measure
-from .pairs import PairedSteps, Side, Verdicts, judge, moved_roots
-from .rename_hints import UnpairedModules
-from .renames import Renames
+from .culprits.findings import RangeSteps
+from .pairing.align import align
+from .pairing.boundaries import comparable, without_recomputed
+from .pairing.compare import Tolerance
+from .pairing.noise import Measured, measure
+from .pairing.pairs import PairedSteps, Side, Verdicts, judge, moved_roots
+from .pairing.rename_hints import UnpairedModules
+from .pairing.renames import Renames
 from .result import MODULE, VALUE, by_value
 
 

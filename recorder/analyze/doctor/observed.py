@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...format.dtypes import item_bytes
-from ...format.encodings import ENCODING_OF
+from ...format.payload.encodings import ENCODING_OF
 from ...read.writers import RecordedWriter
 from ...sites import OF_CALLS, SITE_OF
 from .sequence_gaps import ANYTIME, WHEN_OF_SITES, NumberedRows

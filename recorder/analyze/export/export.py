@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ...errors import LookupFailedError, RunError
-from ...format.encodings import PLAIN
+from ...format.payload.encodings import PLAIN
 from ...format.schema import METADATA_COLUMNS, OF_FIRST_PART, SCHEMA
 from ...globalview.run import Run
 from ..partial import Partial, missing_ranks, without_numbers

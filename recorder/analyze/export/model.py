@@ -19,8 +19,8 @@ from ...format.dtypes import item_bytes
 from ...globalview.assemble.rows import GlobalRows
 from ...globalview.plan.overrides import check_overrides
 from ...globalview.run import Run
-from ...read import untrusted
-from ...read.decode import parse_shape
+from ...read.shards import untrusted
+from ...read.shards.decode import parse_shape
 from ...sites import GRADIENT_OF, HELD_BY_MODULES
 from ...system.text import counted, listed
 from .state_dict import StateDict, full_name, roots_of, stages_of, state_dict_of

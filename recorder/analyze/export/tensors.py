@@ -19,7 +19,7 @@ from ...errors import CorruptError, LookupFailedError, RunError
 from ...format.dtypes import item_bytes
 from ...globalview.run import Run
 from ...globalview.view import GlobalView
-from ...read.decode import decode_payload, parse_shape
+from ...read.shards.decode import decode_payload, parse_shape
 from ..partial import Partial, missing_ranks, without_numbers
 from ..problems import Problems
 from ..selection import PER_RANK, GlobalOptions, Selection

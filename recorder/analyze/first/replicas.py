@@ -20,9 +20,9 @@ from ...format.schema import COUNTS, STATISTICS
 from ...globalview.run import Run
 from ...globalview.topology.run_topology import Topology
 from ...layout.placement import kinds_of
-from ...read import untrusted
+from ...read.shards import untrusted
 from ...sites import STATES
-from ..diff.events import differing_ranks
+from ..diff.culprits.events import differing_ranks
 from ..keys import SERIES_KEY, VALUE_KEY, Integers, codes, group, holds
 from ..moments import integers, numbers
 from .timeline import PLACE_COLUMNS, Place, Timeline, is_equal

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...layout.placement import reduce_op
-from ...read import untrusted
+from ...read.shards import untrusted
 from ...system.text import listed
 from ..keys import codes, group
 

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from ...errors import LookupFailedError
 from ...format.schema import COUNTS, STATISTICS
 from ...globalview.run import Run
-from ...read import untrusted
+from ...read.shards import untrusted
 from ...system.text import listed
 from ..keys import VALUE_KEY, group_rows, holds
 from ..moments import combine

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...format.fingerprint import MODULUS, constant, moved
 from ...format.moments import Moments, measured
+from ...format.payload.fingerprint import MODULUS, constant, moved
 from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, Chunk, Measured
 
 _BOX_ITEMS = 1 << 22

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...format.dtypes import item_bytes, numpy_dtype
-from ...format.fingerprint import compiled_weights, fingerprint, flat_fingerprint, moved
 from ...format.moments import Moments, measured
 from ...format.numbers.histogram import NUM_BINS, of_bins
+from ...format.payload.fingerprint import compiled_weights, fingerprint, flat_fingerprint, moved
 from ...native import KINDS, TABLE_KINDS, Kernels
 from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, Chunk, Measured
 from .counting import count

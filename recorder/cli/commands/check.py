@@ -18,7 +18,7 @@ from ...errors import LookupFailedError
 from ...globalview.run import Run, open_run
 from ...rules import hint
 from ...system.text import counted
-from ..module_names import grouped
+from ..drawing.module_names import grouped
 from ..options import Json, RunPath
 from ..output import Column, Table, number, print_json, say, say_state
 from ..paths import local_path

@@ -8,9 +8,9 @@ import typer
 
 from ...config import load_settings
 from ...native import in_force
+from ..drawing.units import bytes_of_setting
 from ..options import Json
 from ..output import Column, Table, print_json
-from ..units import bytes_of_setting
 
 EPILOG = "Example: RECORDER_MAX_BYTES=4GB recorder config --show"
 

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 import pyarrow.compute as pc
 import typer
 
-from ...analyze.diff.compare import Tolerance
-from ...analyze.diff.culprits import Culprit
+from ...analyze.diff.culprits.findings import Culprit
 from ...analyze.diff.diff import compare_runs, payload_bytes
-from ...analyze.diff.noise import Drifted
-from ...analyze.diff.rename_hints import RenameHint
-from ...analyze.diff.renames import NO_RENAMES, Renames, read_renames
+from ...analyze.diff.pairing.compare import Tolerance
+from ...analyze.diff.pairing.noise import Drifted
+from ...analyze.diff.pairing.rename_hints import RenameHint
+from ...analyze.diff.pairing.renames import NO_RENAMES, Renames, read_renames
 from ...analyze.diff.result import Diff, Difference
 from ...analyze.selection import GlobalOptions, Selection
 from ...globalview.run import Run, open_run

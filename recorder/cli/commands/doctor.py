@@ -31,7 +31,7 @@ from ...read.unsealed import unsealed_note
 from ...read.writers import load_balances
 from ...system.text import counted, listed
 from ...system.units import size
-from ..module_names import grouped
+from ..drawing.module_names import grouped
 from ..notes import proof_state
 from ..options import Json, complete_run
 from ..output import print_json, printable, say_state, span

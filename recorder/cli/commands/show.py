@@ -17,6 +17,8 @@ from ...format.schema import COUNTS, STATISTICS
 from ...globalview.run import Run
 from ...rules import hint
 from ...system.text import counted
+from ..drawing.spark import NOT_FINITE, spark_line
+from ..drawing.where import show_where
 from ..notes import jitter_note
 from ..options import (
     Json,
@@ -32,8 +34,6 @@ from ..options import (
 from ..output import Column, Table, number, print_json, say, span
 from ..paths import run_and_module
 from ..selected import explain_nothing, modules_meant, rows_of, site_order
-from ..spark import NOT_FINITE, spark_line
-from ..where import show_where
 
 EPILOG = "Examples: recorder show layers.0.mlp    recorder show @-2 'layers.*' --statistic l2"
 

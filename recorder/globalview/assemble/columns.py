@@ -15,12 +15,12 @@ import pyarrow as pa
 
 from ...errors import CorruptError
 from ...format.dtypes import ITEM_BYTES, numpy_dtype
-from ...format.encodings import PLAIN
 from ...format.numbers.histogram import Histogram, added
+from ...format.payload.encodings import PLAIN
 from ...format.schema import COLUMN_OF, COUNTS, DETAILS, NONFINITE, STATISTICS, Combine
 from ...layout.plans import Plan, Term
-from ...read import untrusted
 from ...read.metadata import MetadataRows
+from ...read.shards import untrusted
 from ..plan.planner import GlobalValue
 from .assembler import Assembler
 from .statistics import combine, combine_fingerprints

@@ -20,10 +20,10 @@ from ...format.schema import COUNTS, METADATA_COLUMNS, SCHEMA, STATISTICS
 from ...layout.plans import NoPlan, Plan
 from ...layout.regions import Region
 from ...layout.rules import AS_ASKED
-from ...read import untrusted
-from ...read.decode import as_array, parse_shape
 from ...read.metadata import NONE, MetadataRows, Positions, text_keys
 from ...read.payload import Payloads
+from ...read.shards import untrusted
+from ...read.shards.decode import as_array, parse_shape
 from ...read.stages import mark_stage
 from ..grouping.findings import Finding
 from ..plan.planner import GlobalValue

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...format.fingerprint import MODULUS, moved, to_text
 from ...format.moments import join, merge
+from ...format.payload.fingerprint import MODULUS, moved, to_text
 from ...format.schema import COUNTS, MEASURED, NONFINITE, STATISTIC_COLUMNS, STATISTICS, Combine
 from ...layout.regions import Ints as Shape
 

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from ...format.roots import Stage
 from ...format.schema import COUNTS, KEY, MEASURED, STATISTICS
 from ...layout.plans import UNPLACED, RankChunk
-from ...read import untrusted
-from ...read.decode import parse_shape
 from ...read.metadata import NONE, Keys, MetadataRows, Positions
+from ...read.shards import untrusted
+from ...read.shards.decode import parse_shape
 from ...read.stages import MicroBatches, in_order
 from ...sites import ACTIVATIONS, VALUE_OF
 from .packing import NULL, POSITIVE, Ints, bits_of, digest, pack

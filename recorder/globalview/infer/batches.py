@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from ...format.schema import COUNTS, MEASURED, STATISTICS
 from ...layout.rules import Batch
-from ...read.decode import parse_shape
 from ...read.metadata import NONE, Keys, MetadataRows
+from ...read.shards.decode import parse_shape
 from ..grouping.packing import NULL, bits_of, digest
 
 NO_BATCH: tuple[Batch, ...] = (Batch(None),)

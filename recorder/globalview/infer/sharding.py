@@ -17,8 +17,8 @@ import pyarrow.compute as pc
 from ...layout.placement import mesh_of, parse_placements
 from ...layout.plans import NoPlan, RankChunk
 from ...layout.regions import Ints
-from ...read.decode import parse_shape
 from ...read.metadata import NONE, MetadataRows, Positions
+from ...read.shards.decode import parse_shape
 from ...sites import ACTIVATIONS, STATES, values_of
 from .batches import text_of
 

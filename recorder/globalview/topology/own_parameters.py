@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...format.schema import COUNTS, MEASURED, STATISTICS
-from ...read.decode import parse_shape
+from ...read.shards.decode import parse_shape
 from ...read.writers import RecordedWriter
 
 _IGNORED = "ignored"

@@ -31,12 +31,12 @@ from typing import Any
 import numpy as np
 
 from recorder.errors import NotARunError, RunError
-from recorder.format.codec import decode
+from recorder.format.payload.codec import decode
 from recorder.globalview.run import Run, open_run
 from recorder.records import KEEP_STATS, KEEP_TENSOR
 from recorder.upkeep.repair import repair_run
 from recorder.upkeep.verify import verify
-from recorder.write.file import Disk
+from recorder.write.files.file import Disk
 from tests.write.rig import Rig, wait_until
 
 from .support import Progress

@@ -27,7 +27,7 @@ import numpy as np
 
 from recorder.read.status import RunWatch
 from recorder.records import KEEP_STATS, KEEP_TENSOR
-from recorder.write.file import Disk
+from recorder.write.files.file import Disk
 from recorder.write.writer import RunTarget
 from tests.write.rig import Rig
 

@@ -31,7 +31,7 @@ from recorder.cli import app as command_line
 from recorder.errors import RecorderError, RunError
 from recorder.globalview.assemble.rows import GlobalRows
 from recorder.globalview.run import Run, open_run
-from recorder.read.decode import decode
+from recorder.read.shards.decode import decode
 from recorder.upkeep.verify import verify
 from scripts.campaigns.fuzz.child import reaching
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from recorder.format.encodings import ENCODINGS
+from recorder.format.payload.encodings import ENCODINGS
 from recorder.format.schema import COUNTS, SCHEMA, STATISTICS
 from scripts.campaigns.fuzz.recipe import Step, messages, read_rows
 

@@ -22,7 +22,7 @@ from recorder.errors import RunError
 from recorder.format.integrity import METADATA_CRC_KEY, METADATA_KEY
 from recorder.format.rundir import CHECKSUM, index_name
 from recorder.format.schema import SCHEMA
-from recorder.read.messages import PREFIX_BYTES, Block, Message, block_at
+from recorder.read.shards.messages import PREFIX_BYTES, Block, Message, block_at
 from recorder.storage.untrusted_files import MappedFile
 from tests.read.handmade import Row, index_bytes, shard_bytes
 

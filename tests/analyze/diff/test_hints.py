@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import recorder
 from recorder.analyze.diff.diff import diff
-from recorder.analyze.diff.rename_hints import RenameHint, UnpairedModules, rename_hints
-from recorder.analyze.diff.renames import NO_RENAMES, Rename, Renames, read_renames
+from recorder.analyze.diff.pairing.rename_hints import RenameHint, UnpairedModules, rename_hints
+from recorder.analyze.diff.pairing.renames import NO_RENAMES, Rename, Renames, read_renames
 from recorder.errors import LookupFailedError
 
 from .test_diff import row, write

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import recorder
-from recorder.analyze.diff.compare import Tolerance
+from recorder.analyze.diff.pairing.compare import Tolerance
 from recorder.analyze.selection import GlobalOptions, Selection
 from recorder.cli.commands.diff import show_diff
 from scripts.campaigns.diff import injected_pipeline as injected

@@ -17,7 +17,7 @@ from recorder.capture.staging import measure as module
 from recorder.capture.staging.measure import measure
 from recorder.errors import UnsupportedError
 from recorder.format.dtypes import ITEM_BYTES
-from recorder.format.fingerprint import MODULUS
+from recorder.format.payload.fingerprint import MODULUS
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR, Chunk, Measured
 from tests.format import independent
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 import recorder
 from recorder.format.dtypes import item_bytes
-from recorder.format.fingerprint import fingerprint
+from recorder.format.payload.fingerprint import fingerprint
 from tests.capture.support import Recording, Tiny, batch, flagged
 
 pytestmark = [

@@ -1,0 +1,187 @@
+"""The pairs of a step as events in the order of execution: which values differ, and of which ranks.
+
+Rows of one value, one for each rank where the ranks make no single tensor, are one event. Never reads a payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ....read.shards import untrusted
+from ....sites import GRADIENTS
+from ...keys import VALUE_KEY, Integers, holds
+from ...moments import integers
+from ...notes import stage_of
+from ..pairing.align import Alignment
+
+Flags = npt.NDArray[np.bool_]
+"""Sites at which it is an error that one run alone has a value: no gradient came, or one came where none should."""
+_SIGNATURE = ("shape", "dtype", "mean", "std", "min", "max", "l2")
+_COLUMNS = (*VALUE_KEY, "scope", "rank", "fingerprint", "note", *_SIGNATURE)
+
+
+class Event(NamedTuple):
+    """One value of a step, in both runs or in one alone."""
+
+    order: float
+    """Its place in the order of execution of the first run."""
+    step: int
+    root: str
+    path: str
+    site: str
+    name: str
+    phase: str
+    mode: str
+    micro_step: int | None
+    call: int
+    scope: str | None
+    signature: Any
+    """Equal where two values of a step are equal, as far as the rows say; None where they say nothing."""
+    differs: bool
+    ranks: tuple[int, ...]
+    """The ranks of the second run whose own values differ; empty where the value belongs to all ranks."""
+    pair: int
+    """Number of the pair that differs; -1 where there is none."""
+    alone: str = ""
+    """``a`` or ``b``: the other run has no such value."""
+    stage: int | None = None
+    """The stage of a pipeline, of the second run where that run is a pipeline."""
+    is_handed_on: bool = False
+    """What this stage is handed by another one, or hands on; of one micro-batch."""
+    is_open: bool = False
+    """It differs from what only some ranks, or each for itself, have: whether it is an error is not known."""
+    is_constant: bool = False
+    """A buffer that is the same at all these steps of the first run: no forward writes it."""
+
+
+def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> dict[int, list[Event]]:
+    """The events of each step of which both runs have rows.
+
+    Args:
+        a: rows of the one run.
+        b: of the other.
+        pairs: which belong together.
+        differs: of each pair.
+        is_open: of each pair that does not differ, whether nobody knows if it should be equal.
+    """
+    left, ranks_b = a.take(pa.array(pairs.a)), integers(b.column("rank").take(pa.array(pairs.b)))
+    notes_b = b.column("note").take(pa.array(pairs.b)).to_pylist()
+    found: dict[tuple[Any, ...], Event] = {}
+    constant = _constant_buffers(a)
+    for number, row in enumerate(_rows(left)):
+        event = _event(float(pairs.a[number]), row)
+        if event.site == "buffer" and (event.root, event.path, event.name) in constant:
+            event = event._replace(is_constant=True)
+        if (stage := stage_of(notes_b[number])[0]) is not None:
+            event = event._replace(stage=stage)
+        rank = int(ranks_b[number]) if ranks_b[number] >= 0 else row["rank"]
+        if differs[number]:
+            event = event._replace(differs=True, ranks=() if rank is None else (rank,), pair=number)
+        event = event._replace(is_open=bool(is_open[number]))
+        _join(found, row, event)
+    for event, row in _alone(a, b, pairs):
+        _join(found, row, event)
+    steps: dict[int, list[Event]] = {}
+    for key, event in found.items():
+        steps.setdefault(key[VALUE_KEY.index("step")], []).append(event)
+    return {step: sorted(steps[step], key=lambda event: event.order) for step in sorted(steps)}
+
+
+@lru_cache(maxsize=4096)
+def differing_ranks(note: str | None) -> tuple[int, ...]:
+    """The ranks that do not have what others have of a value which stays per rank for that."""
+    ranks = untrusted.members(note).get("replicas_differ")
+    return tuple(rank for rank in ranks if type(rank) is int) if isinstance(ranks, list) else ()
+
+
+def differing_steps(a: Any, b: Any, pairs: Alignment, differs: Flags) -> list[int]:
+    """Common steps at which something differs, or one run alone has a gradient."""
+    steps = integers(a.column("step"))
+    found = set(steps[pairs.a[differs]].tolist())
+    for table, places in ((a, pairs.only_a), (b, pairs.only_b)):
+        alone = table.select(["step", "site", "note"]).take(pa.array(places))
+        came_apart = pa.array(holds(alone.column("note"), lambda note: "replicas_differ" in untrusted.members(note)))
+        alone = alone.filter(pc.or_(pc.is_in(alone.column("site"), pa.array(GRADIENTS)), came_apart))
+        found.update(alone.column("step").unique().to_pylist())
+    return sorted(found & set(steps[pairs.a].tolist()))
+
+
+def of_steps(pairs: Alignment, a: Any, b: Any, steps: list[int]) -> tuple[Alignment, Integers]:
+    """The part of an alignment that is of some steps, and which pairs these are."""
+    is_a, is_b = (np.isin(integers(table.column("step")), steps) for table in (a, b))
+    kept = np.flatnonzero(is_a[pairs.a])
+    only_a, only_b = pairs.only_a[is_a[pairs.only_a]], pairs.only_b[is_b[pairs.only_b]]
+    return Alignment(pairs.a[kept], pairs.b[kept], only_a, only_b), kept
+
+
+def _rows(table: Any) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = table.select(list(_COLUMNS)).to_pylist()
+    return rows
+
+
+def _event(order: float, row: dict[str, Any]) -> Event:
+    stage, is_handed_on = stage_of(row["note"])
+    signature = row["fingerprint"] or (row["l2"] is not None and tuple(row[name] for name in _SIGNATURE)) or None
+    return Event(
+        order, row["step"], row["root"], row["module_path"], row["site"], row["name"], row["phase"], row["mode"],
+        row["micro_step"], row["call"], row["scope"], signature, differs=False, ranks=(), pair=-1,
+        stage=stage, is_handed_on=is_handed_on,
+    )  # fmt: skip
+
+
+def _constant_buffers(table: Any) -> set[tuple[str, str, str]]:
+    """Buffers, by root, module and name, that have one value alone."""
+    known: dict[tuple[str, str, str], set[Any]] = {}
+    for row in _rows(table.filter(pc.equal(table.column("site"), "buffer"))):
+        event = _event(0.0, row)
+        known.setdefault((event.root, event.path, event.name), set()).add((event.signature, row["rank"]))
+    return {name for name, values in known.items() if len(values) == len({rank for _, rank in values})}
+
+
+def _join(found: dict[tuple[Any, ...], Event], row: dict[str, Any], event: Event) -> None:
+    key = (*(row[name] for name in VALUE_KEY), event.stage if event.is_handed_on else None)
+    known = found.get(key)
+    if known is None or (event.differs and not known.differs):
+        found[key] = event if known is None else event._replace(order=known.order)
+    elif event.differs:
+        found[key] = known._replace(ranks=tuple(dict.fromkeys((*known.ranks, *event.ranks))))
+
+
+def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[Event, dict[str, Any]]]:
+    """Gradients that one run alone has, at steps and sites that are recorded in both.
+
+    And what is one tensor in the first run, and in the second differs between ranks that should have the same.
+    """
+    common = set(zip(*(a.column(name).take(pa.array(pairs.a)).to_pylist() for name in ("step", "site")), strict=True))
+    order = np.argsort(pairs.b, kind="stable")
+    alone_a = a.select([*VALUE_KEY, "rank"]).take(pa.array(pairs.only_a)).to_pylist()
+    keys_a = {tuple(row[name] for name in VALUE_KEY) for row in alone_a}
+    whole = {tuple(row[name] for name in VALUE_KEY) for row in alone_a if row["rank"] is None}
+    alone_b = b.select(list(VALUE_KEY)).take(pa.array(pairs.only_b)).to_pylist()
+    in_both = keys_a & {tuple(row[name] for name in VALUE_KEY) for row in alone_b}  # in the one whole, say
+    for side, table, places in (("a", a, pairs.only_a), ("b", b, pairs.only_b)):
+        for place, row in zip(places.tolist(), _rows(table.take(pa.array(places))), strict=True):
+            key = tuple(row[name] for name in VALUE_KEY)
+            came_apart = differing_ranks(row["note"]) if side == "b" and key in whole else ()
+            if not came_apart and (
+                key in in_both or row["site"] not in GRADIENTS or (row["step"], row["site"]) not in common
+            ):
+                continue
+            if row["scope"] == "local":  # of sharded parameters these are not recorded; the final one tells
+                continue
+            when = float(place)
+            if side == "b":  # right behind what comes before it there
+                at = int(np.searchsorted(pairs.b[order], place)) - 1
+                when = float(pairs.a[order[at]]) + 0.5 if at >= 0 else -0.5
+            ranks = () if row["rank"] is None else (row["rank"],)
+            yield (
+                _event(when, row)._replace(differs=True, ranks=came_apart or ranks, alone="" if came_apart else side),
+                row,
+            )

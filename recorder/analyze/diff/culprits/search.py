@@ -1,0 +1,465 @@
+"""Which stages of a training are culprits: where something differs although all that it is made from agrees.
+
+Everything else that differs inherits. A stage is a module's forward, its recomputation, its backward, the way of
+gradients from a backward to the update (reduction, accumulation, clipping), or the update of a parameter. Never reads a
+payload, never prints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ....sites import LASTING, NUMBERS, OF_CALLS, OF_PARAMETERS, values_of
+from .events import Event
+
+FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START = (
+    "forward", "recompute", "backward", "reduction", "update", "start"
+)  # fmt: skip
+_OF_A_GROUP = "the learning rate of one group alone"
+PHASES = (FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START)
+_ALIKE_SHARE = 0.9
+_MIN_ALIKE = 3
+"""Parameters that must be wrong at once, and which share of all, for an error that is of none of them."""
+MAX_STEPS = 32
+"""Steps with differences that are looked at: after the first ones everything inherits."""
+_MAX_FOLLOWING = 256
+"""Outputs among which the module that ran next is looked for, where no inputs tell."""
+
+Value = tuple[str, str, str, str]
+"""Root, module path, site, name."""
+
+
+class Suspect(NamedTuple):
+    """A stage that differs although what it is made from agrees."""
+
+    step: int
+    phase: str
+    root: str
+    path: str | None
+    """The module at fault; None where all parameters are touched alike."""
+    event: Event
+    """The first value that shows it."""
+    num_params: int = 1
+    """Parameters that are touched, where `path` is None; 0 where it is not known how many of them are."""
+    stages: tuple[int, ...] = ()
+    """In a pipeline, the stages whose parameters are touched alike, where those of other stages are not."""
+    why: str = ""
+
+
+class _Paths:
+    """Events by module: at it, and below it. Adding and asking take time by the depth of a path alone."""
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self.at: dict[str, int] = {}
+        """How many are at a module."""
+        self.below: dict[str, int] = {}
+        """How many are below it."""
+        self.last_below: dict[str, float] = {}
+        for event in events:
+            self.add(event)
+
+    def add(self, event: Event) -> None:
+        path = event.path
+        self.at[path] = self.at.get(path, 0) + 1
+        while path:
+            path = path.rpartition(".")[0]
+            self.below[path] = self.below.get(path, 0) + 1
+            self.last_below[path] = event.order
+
+    def has(self, path: str, *, below: bool = True) -> bool:
+        """Whether there is one at a module, or below it."""
+        return path in self.at or (below and path in self.below)
+
+    def has_below(self, path: str, *, but: str | None) -> bool:
+        """Whether there is one below a module, and not at or below another one."""
+        count = self.below.get(path, 0)
+        if but is not None and _is_below(but, path):
+            count -= self.at.get(but, 0) + self.below.get(but, 0)
+        return count > 0
+
+
+class _Step:
+    """The events of one step of one root."""
+
+    def __init__(self, root: str, events: Sequence[Event]) -> None:
+        self.root = root
+        self.events = events
+        self.known = {_value(event) for event in events}
+        wrong = [event for event in events if event.differs]
+        self.differing = {_value(event) for event in wrong}
+        self._wrong = {site: _Paths(e for e in wrong if e.site == site) for site in {event.site for event in wrong}}
+        self.has_params = any(event.site == "param" for event in events)
+        self.open_state = _Paths(e for e in events if e.is_open and e.site in OF_PARAMETERS)
+        """What parameters are, or are made from, where nobody knows whether it should be equal."""
+        self.wrong_constants = _Paths(event for event in wrong if event.is_constant)
+        """Buffers that no forward changes."""
+        self.recomputed_from = min((e.order for e in wrong if e.phase == RECOMPUTE), default=math.inf)
+        """When the first recomputed value that differs was made."""
+
+    def differs(self, sites: Sequence[str], path: str, *, below: bool = True) -> bool:
+        """Whether one of these sites differs at a module, or below it."""
+        return any(site in self._wrong and self._wrong[site].has(path, below=below) for site in sites)
+
+    def slices(self, phase: str) -> Iterator[list[Event]]:
+        """The events of a phase, micro-step by micro-step."""
+        found: dict[Any, list[Event]] = {}
+        for event in self.events:
+            if event.phase == phase and event.site != "scalar":
+                # Of a pipeline, micro-step 0 has the whole batch; only what goes between stages has its own.
+                found.setdefault((event.mode, 0 if event.is_handed_on else event.micro_step), []).append(event)
+        yield from found.values()
+
+
+class _Forward:
+    """One forward of a root: who was called, and who was given what."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.called = {event.path for event in events}
+        self.stage_of = {event.path: event.stage for event in events if event.path}
+        """The stage of each module path, in a pipeline."""
+        self.wrong = _Paths(event for event in events if event.differs)
+        self.has_inputs = any(event.site == "input" and event.path for event in events)
+        self._outputs = [event for event in events if event.site == "output"]
+        self._output_at = {(event.path, event.name, event.call): n for n, event in enumerate(self._outputs)}
+        self._takers: dict[Any, list[Event]] = {}
+        for event in events:
+            if event.site == "input" and event.signature is not None:
+                self._takers.setdefault(event.signature, []).append(event)
+
+    def caller(self, path: str) -> str | None:
+        """The module whose code calls another: the nearest above it that was itself called; None above the root."""
+        while path:
+            path = path.rpartition(".")[0]
+            if path in self.called or not path:
+                return path
+        return None
+
+    def consumer(self, event: Event) -> str:
+        """The module in whose backward the gradient of an output was made.
+
+        It is the one that was given the output, if that is known; else the one whose code called the module.
+        """
+        caller = self.caller(event.path) or ""
+        number = self._output_at.get((event.path, event.name, event.call))
+        if number is None:
+            return caller
+        output = self._outputs[number]
+        given = self._takers.get(output.signature, []) if output.signature is not None else []
+        takers = [one.path for one in given if one.order > output.order and not _at(event.path, one.path)]
+        if takers:
+            return next((path for path in reversed(takers) if _is_below(path, takers[0])), takers[0])
+        if self.has_inputs:
+            return caller
+        following = self._outputs[number + 1 : number + 1 + _MAX_FOLLOWING]
+        later = (one.path for one in following if not _at(event.path, one.path))
+        return next((path for path in later if self.caller(path) == caller), caller)
+
+
+class CulpritSearch:
+    """Goes through the steps in order; what it needs of a step at the next one it keeps."""
+
+    def __init__(self) -> None:
+        self.found: list[Suspect] = []
+        self.groups: list[tuple[Suspect, Suspect]] = []
+        """Learning rates of one group alone: as they were found, and with the parameters that showed to be of it."""
+        self._previous: dict[str, tuple[int, _Step | None]] = {}
+        """By root: the last step, and its events where something differed."""
+        self._num_steps = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether more steps would tell nothing new."""
+        return self._num_steps >= MAX_STEPS
+
+    def equal_step(self, step: int, roots: Iterable[str]) -> None:
+        """A step at which nothing differs."""
+        for root in roots:
+            self._previous[root] = step, None
+
+    def step(self, step: int, events: Sequence[Event]) -> list[Suspect]:
+        """The culprits of a step."""
+        self._num_steps += 1
+        found: list[Suspect] = []
+        for root in dict.fromkeys(event.root for event in events):
+            now = _Step(root, [event for event in events if event.root == root])
+            before = self._previous.get(root)
+            of_root = [*_states(step, now, before), *_forward(step, now, before), *_recompute(step, now)]
+            of_root += _backward(step, now)
+            found += _collapsed([*self._without_groups(step, of_root), *_gradients(step, now)], now)
+            self._previous[root] = step, now
+        known = {(one.root, one.path, one.phase, one.event.alone) for one in self.found}
+        fresh = [one for one in found if (one.root, one.path, one.phase, one.event.alone) not in known]
+        self.found += fresh
+        return fresh
+
+    def _without_groups(self, step: int, found: list[Suspect]) -> list[Suspect]:
+        """The suspects without updates that the learning rate of one group explains: its parameters differ."""
+        for rate in self.found:
+            if (rate.step, rate.why) != (step - 1, _OF_A_GROUP) or rate.root not in {one.root for one in found}:
+                continue
+            held = [one for one in found if (one.step, one.phase, one.event.site) == (rate.step, UPDATE, "param")]
+            paths = {one.path for one in held}
+            if held:
+                path = held[0].path if len(paths) == 1 else None
+                self.groups.append((rate, rate._replace(path=path, num_params=len(held))))
+                found = [one for one in found if one not in held]
+        return found
+
+
+def _forward(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> Iterator[Suspect]:
+    old = before[1] if before else None
+    is_first = before is None or before[0] != step - 1
+    for events in now.slices("forward"):
+        forward = _Forward(events)
+        begins: dict[tuple[str, int], float] = {}
+        for event in events:
+            if event.site == "input":
+                begins.setdefault((event.path, event.call), event.order)
+        bad, bad_inputs = _Paths(), _Paths()
+        is_handed_wrong = False
+        for event in events:
+            if not event.differs:
+                continue
+            if event.is_handed_on and event.site == "input":
+                if not bad.at:
+                    yield Suspect(step, FORWARD, now.root, "", event, why=_handed(event))
+                is_handed_wrong = True
+            if is_handed_wrong:
+                bad.add(event)
+                continue
+            is_input = event.site == "input"
+            owner = forward.caller(event.path) if is_input else event.path
+            if owner is None:
+                if not bad.at:
+                    yield Suspect(step, FORWARD, now.root, "", event, why="the root was given something else")
+            elif not (
+                _inherits_forward(bad, bad_inputs, owner, begins.get((owner, event.call)), is_input=is_input)
+                or now.differs(("param",), owner, below=not is_input)
+                or (old is not None and old.differs(("buffer",), owner, below=not is_input))
+                or any(one is not None and one.open_state.has(owner, below=not is_input) for one in (old, now))
+                or (
+                    old is not None and not now.has_params and old.differs(("grad", "optim"), owner, below=not is_input)
+                )
+                or (is_first and now.wrong_constants.has(owner, below=not is_input))
+            ):
+                yield Suspect(step, FORWARD, now.root, owner, event)
+            bad.add(event)
+            if is_input:
+                bad_inputs.add(event)
+
+
+def _recompute(step: int, now: _Step) -> Iterator[Suspect]:
+    """Values that a checkpointed block made again for the backward, and otherwise than in its forward."""
+    wrong_before = {_call(event) for event in now.events if event.phase == FORWARD and event.differs}
+    for events in now.slices(RECOMPUTE):
+        again = _Forward(events)
+        bad = _Paths()
+        for event in events:
+            if not event.differs:
+                continue
+            is_input = event.site == "input"
+            owner = again.caller(event.path) if is_input else event.path
+            why = ""
+            if owner is None or (is_input and owner not in again.called):  # the outermost: it has what was saved for it
+                owner, why = event.path, "it was given something else than in its forward"
+            inherits = bool(bad.at) if is_input or not again.has_inputs else bad.has(owner)
+            if not inherits and _call(event) not in wrong_before:
+                yield Suspect(step, RECOMPUTE, now.root, owner, event, why=why)
+            bad.add(event)
+
+
+def _call(event: Event) -> tuple[str, str, str, int | None, int]:
+    return event.path, event.site, event.name, event.micro_step, event.call
+
+
+def _inherits_forward(bad: _Paths, bad_inputs: _Paths, owner: str, begins: float | None, *, is_input: bool) -> bool:
+    """Whether something that a call is made from differs: its own inputs, or what ran inside it before.
+
+    Args:
+        bad: what differs so far.
+        bad_inputs: inputs among it.
+        owner: whose call it is.
+        begins: when its inputs were seen; None where they were not recorded, so that all before it may be its input.
+        is_input: whether it is the input of a module that the owner calls.
+    """
+    if begins is None and not (owner == "" and is_input):
+        return bool(bad.at)
+    if owner in bad_inputs.at or (is_input and owner in bad.at):
+        return True
+    return owner in bad.last_below and (begins is None or bad.last_below[owner] >= begins)
+
+
+def _backward(step: int, now: _Step) -> Iterator[Suspect]:
+    forwards = {(events[0].mode, events[0].micro_step): events for events in now.slices("forward")}
+    for events in now.slices("backward"):
+        forward = _Forward(forwards.get((events[0].mode, events[0].micro_step), []))
+        gradients = [event for event in events if event.site == "grad_output" and not event.is_handed_on]
+        of_output = {event.path for event in gradients}
+        wrong_output = {event.path for event in gradients if event.differs}
+        bad = _Paths()
+        is_handed_wrong = False
+        for event in events:
+            if not event.differs or event.alone == "b":  # which parameters have gradients now, these say themselves
+                continue
+            if event.is_handed_on and event.site == "grad_output":
+                if not bad.at and not forward.wrong.at:
+                    yield Suspect(step, BACKWARD, now.root, "", event, why=_handed(event))
+                is_handed_wrong = True
+            if is_handed_wrong:
+                bad.add(event)
+                continue
+            is_loss = event.path == "" and event.site == "grad_output"
+            owner = forward.consumer(event) if event.site == "grad_output" and event.path else event.path
+            if is_loss:
+                inherits = "" in bad.at
+            elif bad.has_below(owner, but=event.path if event.path != owner else None):  # not what is made from it
+                inherits = True
+            else:
+                inherits = owner in wrong_output if owner in of_output else bool(bad.at)
+            if not inherits and not forward.wrong.has(owner) and event.order < now.recomputed_from:
+                why = "the loss" if is_loss else ""
+                if owner and event.stage != forward.stage_of.get(owner, event.stage):
+                    owner, why = "", _handed(event)  # what that module made came from another stage
+                yield Suspect(step, BACKWARD, now.root, owner, event, why=why)
+            bad.add(event)
+
+
+def _handed(event: Event) -> str:
+    stage = event.stage or 0
+    return f"stage {stage} was handed something else by stage {stage + (1 if event.phase == BACKWARD else -1)}"
+
+
+def _gradients(step: int, now: _Step) -> Iterator[Suspect]:
+    """Final gradients that are wrong although the backward was right, or is not known to be wrong."""
+    of_local = [event for event in now.events if event.site == "grad" and event.scope == "local"]
+    local = {(event.path, event.name) for event in of_local}
+    wrong_local = {(event.path, event.name) for event in of_local if event.differs}
+    has_flow = {event.path for event in now.events if values_of(event.site) == "output"}
+    any_flow = any(event.differs and event.phase in (FORWARD, RECOMPUTE, BACKWARD) for event in now.events)
+    is_again = now.recomputed_from < math.inf
+    for event in now.events:
+        if event.site != "grad" or event.phase != "optimizer" or not event.differs:
+            continue
+        if event.alone == "b":
+            yield Suspect(step, BACKWARD, now.root, event.path, event, why="it had no gradient")
+        elif now.differs(("param",), event.path, below=False):
+            continue
+        elif (event.path, event.name) in local:
+            if (event.path, event.name) not in wrong_local:
+                yield Suspect(step, REDUCTION, now.root, event.path, event)
+        elif not any_flow or (
+            event.path in has_flow
+            and event.path != ""
+            and not is_again
+            and not now.differs(OF_CALLS, event.path, below=False)
+        ):
+            yield Suspect(step, REDUCTION if event.ranks else BACKWARD, now.root, event.path, event)
+
+
+def _states(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> Iterator[Suspect]:
+    """Parameters, buffers and optimizer state that differ although they did not before, nor what they are made from."""
+    old = before[1] if before else None
+    is_next = before is not None and before[0] == step - 1
+    for event in now.events:
+        if not event.differs or event.site not in (*LASTING, *NUMBERS):
+            continue
+        if old is not None and _value(event) in old.differing:
+            continue
+        if event.site == "scalar":
+            if event.name.startswith("lr."):
+                is_of_all = {value for value in now.known if _is_rate(value)} <= now.differing
+                why, num_params = ("the learning rate", 1) if is_of_all else (_OF_A_GROUP, 0)
+                yield Suspect(step, UPDATE, now.root, None, event, num_params, why=why)
+        elif event.site == "buffer":
+            is_made = not is_next and not event.is_constant and now.differs(("output",), event.path, below=False)
+            is_given = is_made or now.differs(("input", "param"), event.path)
+            if not is_given or (event.is_constant and not is_next):
+                yield Suspect(step, FORWARD if is_next else START, now.root, event.path, event)
+        elif event.site == "optim":
+            made_from = [(now.root, event.path, site, event.name.partition(".")[0]) for site in ("grad", "param")]
+            if not any(one in now.differing for one in made_from):
+                yield Suspect(step, UPDATE, now.root, event.path, event)
+        elif not is_next:
+            yield Suspect(step, START, now.root, event.path, event)
+        elif old is None or not _inherits_update(event, old):
+            yield Suspect(step - 1, UPDATE, now.root, event.path, event)
+
+
+def _inherits_update(event: Event, old: _Step) -> bool:
+    """Whether what a parameter was updated with differed."""
+    if (event.root, event.path, "grad", event.name) in old.known:
+        if any((event.root, event.path, site, event.name) in old.differing for site in ("grad", "param")):
+            return True
+        return old.differs(("optim",), event.path, below=False) and any(
+            (path, site) == (event.path, "optim") and name.startswith(f"{event.name}.")
+            for _, path, site, name in old.differing
+        )
+    return bool(old.differing)
+
+
+def _collapsed(found: list[Suspect], now: _Step) -> list[Suspect]:
+    """One suspect for each module and phase, and one for all parameters, or all of a stage, that are touched alike."""
+    stage_of = {(event.path, event.name): event.stage for event in now.events if values_of(event.site) == "param"}
+    params = {(path, name) for _, path, site, name in now.known if site == "grad"}
+    params = params or {(path, name) for _, path, site, name in now.known if site == "param"}
+    has_way = any(event.site == "grad_output" for event in now.events)
+    result: list[Suspect] = []
+    for phase in (REDUCTION, BACKWARD, UPDATE, START):
+        of_params = [one for one in found if one.phase == phase and one.event.site in OF_PARAMETERS]
+        touched = {(one.path or "", one.event.name.partition(".")[0]) for one in of_params}
+        stages: tuple[int, ...] = ()
+        if not _are_alike(touched, params):
+            stages = _stages_alike(touched, params, stage_of)
+            of_params = [one for one in of_params if one.event.stage in stages]
+            touched = {param for param in touched if param in stage_of and stage_of[param] in stages}
+        if of_params:
+            found = [one for one in found if one not in of_params]
+            if not any(one.path is None and one.phase == phase for one in found):
+                # What no gradient on the way shows is no backward: it does not go wrong in all modules at once.
+                is_behind = has_way and phase == BACKWARD and not any(one.event.alone for one in of_params)
+                shown = REDUCTION if is_behind and of_params[0].event.phase == "optimizer" else phase
+                result.append(of_params[0]._replace(path=None, phase=shown, num_params=len(touched), stages=stages))
+    seen: set[tuple[str | None, str]] = set()
+    for one in found:
+        if (one.path, one.phase) not in seen:
+            seen.add((one.path, one.phase))
+            result.append(one)
+    return sorted(result, key=lambda one: (one.step, _time(one)))
+
+
+def _are_alike(touched: set[tuple[str, str]], params: set[tuple[str, str]]) -> bool:
+    return len(touched) >= max(_MIN_ALIKE, _ALIKE_SHARE * len(params))
+
+
+def _stages_alike(
+    touched: set[tuple[str, str]], params: set[tuple[str, str]], stage_of: Mapping[tuple[str, str], int | None]
+) -> tuple[int, ...]:
+    """The stages of a pipeline of which all parameters are touched."""
+    found = []
+    for stage in sorted({stage for stage in stage_of.values() if stage is not None}):
+        own = {param for param in params if stage_of.get(param) == stage}
+        if _are_alike(touched & own, own):
+            found.append(stage)
+    return tuple(found)
+
+
+def _time(one: Suspect) -> tuple[int, float]:
+    return PHASES.index(one.phase) if one.phase != START else -1, one.event.order
+
+
+def _value(event: Event) -> Value:
+    return event.root, event.path, event.site, event.name
+
+
+def _is_rate(value: Value) -> bool:
+    return value[2] == "scalar" and value[3].startswith("lr.")
+
+
+def _at(path: str, owner: str) -> bool:
+    return path == owner or _is_below(path, owner)
+
+
+def _is_below(path: str, owner: str) -> bool:
+    return path.startswith(f"{owner}.") if owner else path != ""

@@ -1,0 +1,209 @@
+"""Parameters that rounding alone drives apart: where a gradient is near zero, its sign, and with it an update.
+
+Of a rounding in such an element Adam makes a whole step (its first update is the gradient's sign), and a twin need not
+hit the same element. So an update is judged by what it was made from, element by element; and a step that begins with
+parameters that are so far apart by how much farther that is than what the twin shows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ....errors import RunError
+from ....sites import values_of
+from ...keys import Integers
+from ...moments import integers, numbers
+from .align import Alignment
+from .pairs import Flags, PairedSteps, Side
+
+MARGIN = 10.0
+"""How many times the noise a difference may be: a twin is one sample of it, at one place."""
+_CHUNK_ITEMS = 1 << 18
+_COLUMNS = ("root", "module_path", "site", "name", "phase")
+
+Parameter = tuple[str, str, str, int | None]
+"""Root, module path, name, rank of the second run; None where it is of all."""
+
+
+class Pairs:
+    """Pairs of a range of steps."""
+
+    def __init__(self, compared: Callable[[], PairedSteps], differs: Flags) -> None:
+        """Nothing is read yet.
+
+        Args:
+            compared: gives the rows; only called where they are looked at.
+            differs: by more than noise; what is not judged yet does.
+        """
+        self._compared = compared
+        self.differs = differs
+
+    @property
+    def a(self) -> Side:
+        return self._compared().a
+
+    @property
+    def b(self) -> Side:
+        return self._compared().b
+
+    @property
+    def aligned(self) -> Alignment:
+        return self._compared().pairs
+
+    def of_step(self, step: int) -> Integers:
+        """Which of them are of a step."""
+        return np.flatnonzero(integers(self.a.table.column("step"))[self.aligned.a] == step)
+
+    def arrays(self, number: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
+        """The two tensors of a pair as vectors; None where one cannot be had, or is of complex halves."""
+        both = [(self.a, int(self.aligned.a[number])), (self.b, int(self.aligned.b[number]))]
+        if any(side.table.column("encoding")[row].as_py() is None for side, row in both):
+            return None
+        try:
+            one, two = (side.array(row).reshape(-1) for side, row in both)
+        except RunError:
+            return None
+        return None if one.dtype.names or two.dtype.names else (one, two)
+
+
+class Drift:
+    """Follows the parameters whose differences are noise although a twin does not show it, from step to step."""
+
+    def __init__(self) -> None:
+        self._apart: dict[Parameter, tuple[float, float]] = {}
+        """Norm of the difference, and its share of the parameter's."""
+        self._before: tuple[int, Pairs] | None = None
+        self._numbers: Integers | None = None
+        """Which pairs are of that step, once somebody asked."""
+        self._wrong: dict[str, set[Parameter]] = {}
+        """By root: what differed by more than noise at the last step of it."""
+
+    def share(self, root: str | None = None) -> float:
+        """How far apart the parameters of a root, or of all, are by now: the largest share of a parameter's norm."""
+        return max((share for (of, *_), (_, share) in self._apart.items() if root in (None, of)), default=0.0)
+
+    @property
+    def num_params(self) -> int:
+        """How many have drifted."""
+        return len(self._apart)
+
+    def begin(self, step: int, root: str, pairs: Pairs, lines: list[dict[str, Any]]) -> list[bool]:
+        """Whether the difference of each parameter is noise after all.
+
+        Args:
+            step: the next step of both runs.
+            root: whose parameters.
+            pairs: of its range of steps.
+            lines: parameters that differ there by more than the twin: the columns of `Verdicts.differing`, `number` of
+                the pair, and `allowed`, how far noise and roundings may move an element.
+        """
+        of = [(root, line["module_path"], line["name"], line["rank_b"]) for line in lines]
+        wrong = self._wrong.get(root, set())
+        size = _typical_size(step, root, pairs) if lines else 0.0
+        found = [
+            p not in wrong and self._is_noise(step, pairs, p, line, size) for p, line in zip(of, lines, strict=True)
+        ]
+        self._wrong[root] = {p for p, is_noise in zip(of, found, strict=True) if not is_noise}
+        return found
+
+    def end(self, step: int, pairs: Pairs) -> None:
+        """Keep what the parameters of the next step are made from."""
+        self._before, self._numbers = (step, pairs), None
+
+    def _is_noise(self, step: int, pairs: Pairs, parameter: Parameter, line: dict[str, Any], size: float) -> bool:
+        known = self._apart[parameter][0] if parameter in self._apart else 0.0
+        if line["kind"] == "values":
+            found = self._is_made_from_noise(step, pairs, parameter, line["number"], line["allowed"])
+            if found is None:  # of what it was made from not enough was kept
+                found = bool(line["l2_apart"] <= MARGIN * known)
+            if found:
+                own = line["l2_a"] or line["max_abs"] / line["of_max"]
+                norm = max(own, size * float(np.sqrt(line["numel"])))
+                self._apart[parameter] = line["l2_apart"], line["l2_apart"] / norm
+            return found
+        one, two = line["statistic_a"], line["statistic_b"]  # none moves by more than the norm of the difference
+        return one is not None and two is not None and bool(abs(two - one) <= MARGIN * known)
+
+    def _is_made_from_noise(
+        self, step: int, pairs: Pairs, parameter: Parameter, number: int, allowed: float
+    ) -> bool | None:
+        """Whether what an update was made from leaves it as open as it is; None where that was not kept.
+
+        In each element the update may differ as much, relatively, as the gradient and the state do there.
+        """
+        if self._before is None or self._before[0] != step - 1:
+            return None
+        before = self._before[1]
+        if self._numbers is None:
+            self._numbers = before.of_step(step - 1)
+        sources = _sources(self._numbers, before, parameter)
+        if before.differs[list(sources.values())].any():
+            return False
+        kept = {value: arrays for value, place in sources.items() if (arrays := before.arrays(place)) is not None}
+        now, old = pairs.arrays(number), kept.pop(("param", parameter[2]), None)
+        if now is None or old is None or old[0].size != now[0].size or ("grad", parameter[2]) not in kept:
+            return None
+        made_from = [both for both in kept.values() if both[0].size == both[1].size == now[0].size]
+        parts = [slice(at, at + _CHUNK_ITEMS) for at in range(0, now[0].size, _CHUNK_ITEMS)]
+        # Where weight decay cancels a step, what is left says little of it.
+        least = sum(float(np.nansum(_update(now, old, part))) for part in parts) / max(1, now[0].size)
+        return all(_is_open(now, old, made_from, part, least, allowed) for part in parts)
+
+
+Vectors = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+
+
+def _update(now: Vectors, old: Vectors, part: slice) -> npt.NDArray[Any]:
+    """How far an update moves the elements of a part, in the run in which that is more."""
+    (now_a, now_b), (old_a, old_b) = _wide(now, part), _wide(old, part)
+    return np.asarray(np.maximum(np.abs(now_a - old_a), np.abs(now_b - old_b)))
+
+
+def _is_open(now: Vectors, old: Vectors, made_from: list[Vectors], part: slice, least: float, allowed: float) -> bool:
+    """Whether a part of a parameter differs by no more than before, and than its update, `least` at least, may."""
+    (now_a, now_b), (old_a, old_b) = _wide(now, part), _wide(old, part)
+    share = np.zeros(now_a.shape)
+    for both in made_from:
+        one, two = _wide(both, part)
+        size = np.maximum(np.abs(one), np.abs(two))
+        np.maximum(share, np.divide(np.abs(two - one), size, out=np.zeros_like(share), where=size > 0), out=share)
+    update = np.maximum(_update(now, old, part), least)
+    is_open = np.abs(now_b - now_a) <= np.abs(old_b - old_a) + MARGIN * share * update + allowed
+    return bool((is_open | (np.isnan(now_a) & np.isnan(now_b))).all())
+
+
+def _wide(both: Vectors, part: slice) -> Vectors:
+    one, two = (of[part].astype(np.complex128 if of.dtype.kind == "c" else np.float64) for of in both)
+    return one, two
+
+
+def _sources(numbers_of: Integers, pairs: Pairs, parameter: Parameter) -> dict[tuple[str, str], int]:
+    """A parameter, its gradient and its state at a step: the number of the pair of each, by site and name."""
+    root, path, name, rank = parameter
+    rows = pairs.a.table.select(list(_COLUMNS)).take(pa.array(pairs.aligned.a[numbers_of]))
+    ranks = pairs.b.table.column("rank").take(pa.array(pairs.aligned.b[numbers_of]))
+    wanted = pc.and_(pc.equal(rows.column("root"), root), pc.equal(rows.column("module_path"), path))
+    wanted = pc.and_(wanted, pc.equal(rows.column("phase"), "optimizer"))
+    found = {}
+    for place in np.flatnonzero(wanted.to_numpy()).tolist():
+        site, of = (rows.column(column)[place].as_py() for column in ("site", "name"))
+        is_its = of == name if values_of(site) == "param" else site == "optim" and of.startswith(f"{name}.")
+        if is_its and ranks[place].as_py() in (None, rank):
+            found[site, of] = int(numbers_of[place])
+    return found
+
+
+def _typical_size(step: int, root: str, pairs: Pairs) -> float:
+    """How large an element of a parameter is at a step: the root of the mean square of all; 0 where nothing says it."""
+    rows = pairs.a.table.select(["step", "root", "site", "l2", "numel"])
+    wanted = pc.and_(pc.equal(rows.column("step"), step), pc.equal(rows.column("root"), root))
+    rows = rows.filter(pc.and_(wanted, pc.equal(rows.column("site"), "param")))
+    rows = rows.filter(rows.column("l2").is_valid())
+    num = numbers(rows.column("numel")).sum()
+    return float(np.sqrt(np.square(numbers(rows.column("l2"))).sum() / num)) if num else 0.0

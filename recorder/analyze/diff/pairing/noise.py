@@ -1,0 +1,419 @@
+"""Which differences noise alone would make: where a repeat of the first run, or a perturbed twin, differs as much.
+
+Noise is looked up tensor by tensor and step by step; where there is hardly any, by chance or because a perturbation did
+not reach the tensor, the median of the same site and step stands for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ....format.moments import Floats
+from ...keys import Integers, group_rows
+from ...moments import integers, numbers
+from .align import Alignment, align
+from .compare import Tolerance
+from .drift import MARGIN, Drift, Pairs
+from .pairs import Flags, PairedSteps, Side, Verdicts, judge
+
+_BITS = {
+    "float64": -52, "float32": -23, "float16": -10, "bfloat16": -7, "complex128": -52, "complex64": -23,
+    "complex32": -10, "float8_e4m3fn": -3, "float8_e4m3fnuz": -3, "float8_e5m2": -2, "float8_e5m2fnuz": -2,
+}  # fmt: skip
+"""How far the number after 1 is away, as a power of two."""
+_MIN_FACTOR = 1e-3
+"""A tensor is a multiple of another one from so far from 1 on."""
+_MAX_REST = 0.02
+"""What a factor leaves unexplained, of what it explains: a tensor that was moved is no multiple of what it was."""
+_MIN_ITEMS = 16
+"""With fewer elements, any tensor may be nearly a multiple of any other, and what noise does to it is chance."""
+_ROUNDINGS = 8
+"""Roundings of the largest magnitude that are never more than noise."""
+_ALIKE_SHARE = 0.5
+_MIN_ALIKE = 3
+"""Gradients that one factor must explain at once, and which share of all, to be a factor of their common norm."""
+
+
+class _Noise:
+    """How far noise moves the rows of the first run; NaN where that is not known."""
+
+    def __init__(self, a: Side, rows: Integers, sides: Sequence[Side]) -> None:
+        num_rows = a.table.num_rows
+        self.values: Floats = np.full(num_rows, np.nan)
+        """Largest absolute distance."""
+        self.norms: Floats = np.full(num_rows, np.nan)
+        """Norm of the difference."""
+        self.statistics: Floats = np.full(num_rows, np.nan)
+        """How far the statistic that is farthest apart is, of the largest magnitude."""
+        self.has_other_print = np.zeros(num_rows, np.bool_)
+        for side in sides:
+            pairs = align(a.table, side.table)
+            kept = np.isin(pairs.a, rows)
+            if kept.any():
+                self._add(a, side, pairs._replace(a=pairs.a[kept], b=pairs.b[kept]))
+
+    def _add(self, a: Side, side: Side, pairs: Alignment) -> None:
+        judged = judge(a, side, pairs, Tolerance(), lambda num_bytes: None)
+        is_equal = judged.kinds == ""
+        for known in (self.values, self.norms, self.statistics):
+            known[pairs.a[is_equal]] = np.fmax(known[pairs.a[is_equal]], 0.0)
+        rows = pairs.a[~is_equal]
+        columns = (self.values, "max_abs"), (self.norms, "l2_apart"), (self.statistics, "statistic_rel")
+        for known, column in columns:
+            np.fmax.at(known, rows, numbers(judged.differing.column(column)))
+        self.has_other_print[rows] = True
+
+
+class Drifted(NamedTuple):
+    """Parameters that rounding alone drove farther apart than the twins show."""
+
+    step: int
+    """The first at which they are."""
+    num_params: int
+    of_norm: float
+    """How far apart they are at the end, as a share of a parameter's norm: the largest."""
+    times_noise: float
+    """How many times as far apart as a twin what is made from them may be at most, and is still noise."""
+
+
+class LoudNoise(NamedTuple):
+    """Noise runs that are farther from the first run than roundings drive them in a step."""
+
+    step: int
+    """The first at which the two runs differ."""
+    of_norm: float
+    """How far apart the values of its forward are, as a share of their norm: the median."""
+
+
+def measure(judged: Verdicts, compared: PairedSteps, sides: Sequence[Side]) -> Measured | None:
+    """What noise does to the pairs that differ; None where none does, or there are no noise runs.
+
+    Args:
+        judged: exactly, or by a tolerance.
+        compared: what was judged.
+        sides: the same steps of runs that differ from the first by noise alone.
+    """
+    rows = compared.pairs.a[judged.kinds != ""]
+    if not sides or not len(rows):
+        return None
+    return Measured(judged.differing, _Noise(compared.a, rows, sides), rows)
+
+
+class BeyondNoise:
+    """Tells differences from noise, range by range of steps in their order.
+
+    Args:
+        eps: by which share the inputs of the noise runs were moved, as far as their manifests say.
+    """
+
+    def __init__(self, eps: float = 0.0) -> None:
+        self._eps = eps
+        self._drift = Drift()
+        self._factors: dict[str, float] = {}
+        """By root: how many times farther apart than the twin a step began, at most."""
+        self._shown: dict[str, tuple[float, float]] = {}
+        """By root, of the last step: the share by which parameters had drifted, and how many times the noise the values
+        of the forward were apart."""
+        self._first_drift: int | None = None
+        self._off: dict[str, float] = {}
+        """By root: how far from 1 the factor of all gradients of a step was that rounding made, at most."""
+        self._is_begun = False
+        self.loud: LoudNoise | None = None
+        """That the noise runs are none, most likely: what they hide is not only noise."""
+
+    @property
+    def drifted(self) -> Drifted | None:
+        """What hides errors smaller than itself; None where the twins show all noise."""
+        if self._first_drift is None:
+            return None
+        factor = max(self._factors.values(), default=1.0)
+        return Drifted(self._first_drift, self._drift.num_params, self._drift.share(), factor)
+
+    def of(self, judged: Verdicts, measured: Measured | None, compared: Callable[[], PairedSteps]) -> Verdicts:
+        """The verdicts without the pairs that are apart by no more than noise; the others get a column `noise`.
+
+        Args:
+            judged: exactly, or by a tolerance.
+            measured: what `measure` found of it.
+            compared: gives the rows; only called where they are looked at.
+        """
+        table = judged.differing
+        if measured is None:
+            return judged._replace(differing=table.append_column("noise", pa.nulls(table.num_rows, pa.float64())))
+        places = np.flatnonzero(judged.kinds != "")
+        is_noise = measured.are_noise()
+        differs = judged.kinds != ""
+        differs[places[is_noise]] = False
+        self._follow(Pairs(compared, differs), measured, places)
+        is_noise = ~differs[places]
+        kinds = np.where(differs, judged.kinds, "")
+        shown = np.where(measured.kinds == "statistics", measured.noise_of_statistics, measured.noise)
+        table = table.append_column("noise", pa.array(shown, mask=np.isnan(shown)))
+        alone = int((is_noise & (measured.kinds == "fingerprint")).sum())
+        return judged._replace(kinds=kinds, differing=table.filter(pa.array(~is_noise)), by_print_alone=alone)
+
+    def _follow(self, pairs: Pairs, measured: Measured, places: Integers) -> None:
+        """Take out what else is noise, because parameters drifted apart."""
+        steps = np.unique(measured.steps)
+        order = np.argsort(measured.steps, kind="stable")
+        parts = np.split(order, np.searchsorted(measured.steps[order], steps[1:]))
+        for step, of_step in zip(steps.tolist(), parts, strict=True):
+            if not self._is_begun:
+                self._is_begun = True
+                share, limit = measured.typical_share(of_step), measured.loudness(of_step, self._eps)
+                self.loud = LoudNoise(step, share) if share > limit else None
+            for root in dict.fromkeys(measured.roots[of_step].tolist()):
+                self._follow_step(step, root, of_step[measured.roots[of_step] == root], pairs, measured, places)
+            self._drift.end(step, pairs)
+
+    def _follow_step(
+        self, step: int, root: str, rows: Integers, pairs: Pairs, measured: Measured, places: Integers
+    ) -> None:
+        """Take out what of the rows of a step is noise: its parameters first, then what is made from them."""
+        self._unscale(step, root, rows, pairs, measured, places)
+        left = rows[pairs.differs[places[rows]]]
+        is_param = measured.sites[left] == "param"
+        params = left[is_param & measured.is_finite[left] & np.isin(measured.kinds[left], ("values", "statistics"))]
+        excused = self._drift.begin(step, root, pairs, measured.lines(params, places))
+        pairs.differs[places[params[excused]]] = False
+        if self._first_drift is None and any(excused):
+            self._first_drift = step
+        share = self._drift.share(root)
+        if not share:
+            return
+        factor = share / measured.typical_share(rows)
+        if root in self._shown:  # what the forward showed of it so far: what drifts need not reach much
+            share_before, times = self._shown[root]
+            factor = min(factor, MARGIN * times * share / share_before)
+        factor = max(1.0, factor)
+        self._shown[root] = share, measured.typical_times(rows)
+        self._factors[root] = max(factor, self._factors.get(root, 1.0))
+        rest = left[~is_param]
+        rest = rest[~measured.are_multiples(rest)]
+        factors = np.where(measured.sites[rest] == "optim", self._factors[root], factor)
+        pairs.differs[places[rest[measured.are_noise_farther(rest, factors)]]] = False
+
+    def _unscale(
+        self, step: int, root: str, rows: Integers, pairs: Pairs, measured: Measured, places: Integers
+    ) -> None:
+        """Take out gradients that differ by a factor of all alike which rounding makes, and state made from them.
+
+        Gradients are clipped by the norm of all: each layout adds up its squares in another order, which no twin shows.
+        """
+        gradients = rows[measured.are_final_gradients(rows)]
+        wrong = gradients[pairs.differs[places[gradients]]]
+        if len(wrong):
+            factor = measured.typical_factor(gradients)
+            is_scaled = measured.are_scaled(gradients, factor)
+            num_pairs, numel = _final_gradients(pairs, step, root)
+            is_common = is_scaled.sum() >= max(_MIN_ALIKE, _ALIKE_SHARE * num_pairs)
+            if is_common and abs(factor - 1) <= measured.rounding_of_sum(gradients, numel):
+                pairs.differs[places[gradients[is_scaled]]] = False
+                self._off[root] = max(abs(factor - 1), self._off.get(root, 0.0))
+        if off := self._off.get(root):
+            made = rows[pairs.differs[places[rows]]]
+            is_made = (measured.sites[made] == "optim") | (
+                (measured.sites[made] == "param") & (measured.kinds[made] == "statistics")  # else the drift tells more
+            )
+            made = made[is_made]
+            # Of squares the factor counts twice.
+            pairs.differs[places[made[measured.are_noise_farther(made, np.ones(len(made)), 2 * off)]]] = False
+
+
+def _final_gradients(pairs: Pairs, step: int, root: str) -> tuple[int, int]:
+    """How many pairs are of gradients that an update of a step used and that are not zero; elements of all of them."""
+    columns = ["root", "site", "phase", "l2", "numel"]
+    table = pairs.a.table.select(columns).take(pa.array(pairs.aligned.a[pairs.of_step(step)]))
+    wanted = pc.and_(pc.equal(table.column("site"), "grad"), pc.equal(table.column("phase"), "optimizer"))
+    table = table.filter(pc.and_(wanted, pc.equal(table.column("root"), root)))
+    is_any = pc.fill_null(pc.not_equal(table.column("l2"), 0.0), True)
+    return int(pc.sum(is_any).as_py() or 0), int(pc.sum(table.column("numel")).as_py() or 0)
+
+
+class Measured:
+    """Pairs that differ exactly, row by row beside what noise does to them."""
+
+    def __init__(self, table: Any, noise: _Noise, rows: Integers) -> None:
+        self._table = table
+        self.steps = integers(table.column("step"))
+        self.roots, self.sites, self.kinds, self._phases = (
+            np.array(table.column(name).to_pylist(), object) for name in ("root", "site", "kind", "phase")
+        )
+        self._max_abs, self._l2_apart, self._statistic = (
+            numbers(table.column(name)) for name in ("max_abs", "l2_apart", "statistic_rel")
+        )
+        self._cosine, self._l2_a, self._l2_b = (numbers(table.column(name)) for name in ("cosine", "l2_a", "l2_b"))
+        self._scales, self._eps = _scales(table), _roundings(table)
+        self._norms = _norms(table, self._scales)
+        self.is_finite = _counts(table, "nonfinite_a") == _counts(table, "nonfinite_b")
+        self._has_other_print = noise.has_other_print[rows]
+        self.noise = _steadied(_lifted(noise.values[rows], self._scales, table), table)
+        self.noise_of_statistics = noise.statistics[rows]
+        self._lifted_statistics = _lifted(self.noise_of_statistics, np.ones(len(rows)), table)
+        self._noise_of_norms = _steadied(_lifted(noise.norms[rows], self._norms, table), table)
+        with np.errstate(invalid="ignore"):
+            self._allowed = np.where(self._eps > 0, MARGIN * self.noise + self._eps * self._scales, self.noise)
+
+    def are_noise(self) -> Flags:
+        """Whether each differs by no more than the twin, or in its type alone."""
+        with np.errstate(invalid="ignore"):
+            by_values = self._max_abs <= self._allowed
+            by_statistics = self._statistic <= MARGIN * self.noise_of_statistics + self._eps
+        found = (self.kinds == "values") & by_values & self.is_finite
+        found |= (self.kinds == "statistics") & by_statistics & self.is_finite
+        found |= (self.kinds == "fingerprint") & self._has_other_print
+        return np.asarray(found | (self.kinds == "dtype"))
+
+    def are_noise_farther(self, rows: Integers, factors: Floats, off: float = 0.0) -> Flags:
+        """Whether rows differ by no more than the twin would if it began the step so many times farther apart.
+
+        By the norm, since what is far apart in one element at first is so in a few of all others. `off` is a share of
+        the norm by which they may differ besides.
+        """
+        kinds, eps = self.kinds[rows], self._eps[rows] + off
+        with np.errstate(invalid="ignore"):
+            limit = MARGIN * factors * self._noise_of_norms[rows] + eps * self._norms[rows]
+            by_norm = (self._l2_apart[rows] <= limit) & (eps > 0)
+            by_statistics = self._statistic[rows] <= MARGIN * factors * self._lifted_statistics[rows] + eps
+        found = ((kinds == "values") & by_norm) | ((kinds == "statistics") & by_statistics)
+        return np.asarray((found & self.is_finite[rows]) | (kinds == "fingerprint"))
+
+    def are_multiples(self, rows: Integers) -> Flags:
+        """Whether the one tensor is a multiple of the other, which rounding does not make of it."""
+        num = numbers(self._table.column("numel"))[rows]
+        return np.asarray(
+            (num >= _MIN_ITEMS) & ~np.isnan(multiples(self._cosine[rows], self._l2_a[rows], self._l2_b[rows]))
+        )
+
+    def are_final_gradients(self, rows: Integers) -> Flags:
+        """Whether rows are gradients as an update uses them."""
+        return np.asarray((self.sites[rows] == "grad") & (self._phases[rows] == "optimizer"))
+
+    def typical_factor(self, rows: Integers) -> float:
+        """By what the second tensors are nearest to the first: the median; NaN where norms were not kept."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            factors = np.where(np.isnan(self._cosine[rows]), 1.0, self._cosine[rows]) * self._l2_b[rows]
+            factors /= self._l2_a[rows]
+        known = factors[np.isfinite(factors)]
+        return float(np.median(known)) if len(known) else np.nan
+
+    def are_scaled(self, rows: Integers, factor: float) -> Flags:
+        """Whether the second tensors are the first times a factor, but for what the twin shows: see `are_noise`."""
+        kinds, eps, off = self.kinds[rows], self._eps[rows], factor - 1
+        one, two, apart = self._l2_a[rows], self._l2_b[rows], self._l2_apart[rows]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            along = one * (self._cosine[rows] * two - one)  # the first tensor times the difference
+            rest = np.sqrt(np.maximum(0.0, apart**2 - 2 * off * along + (off * one) ** 2))
+            by_norm = rest <= MARGIN * self._noise_of_norms[rows] + eps * self._norms[rows]
+            noise = MARGIN * self._lifted_statistics[rows] + eps
+            by_statistics = (self._statistic[rows] <= abs(off) + noise) & (np.abs(two / one - factor) <= noise)
+        found = ((kinds == "values") & by_norm) | ((kinds == "statistics") & by_statistics)
+        return np.asarray(found & self.is_finite[rows] & (eps > 0))
+
+    def rounding_of_sum(self, rows: Integers, numel: int) -> float:
+        """How far from 1 rounding may take the ratio of two norms of as many elements, added up in other orders.
+
+        A sum of n numbers is off by lambda sqrt(n) times the unit roundoff, as a share (Higham and Mary 2019, "A New
+        Approach to Probabilistic Rounding Error Analysis"), its root by half of that, and two of them by twice a half.
+        Lambda is 2: torch's own norm of 10 million elements on one thread is off by 1.6. Sums of shorter types are kept
+        in float32. What counts as a multiple is never rounding.
+        """
+        unit = min(float(self._eps[rows].max()) / _ROUNDINGS, 2.0 ** _BITS["float32"]) / 2
+        return min(2 * float(np.sqrt(numel)) * unit, _MIN_FACTOR / 2)
+
+    def typical_times(self, rows: Integers) -> float:
+        """How many times as far apart as in the twin the values of a forward are: the median."""
+        forward = rows[self._phases[rows] == "forward"]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            times = self._l2_apart[forward] / self._noise_of_norms[forward]
+        known = times[np.isfinite(times)]
+        return max(1.0, float(np.median(known))) if len(known) else np.inf
+
+    def typical_share(self, rows: Integers) -> float:
+        """How far noise moves the values of a forward, as a share of their norm: the median; at least a rounding."""
+        forward = rows[self._phases[rows] == "forward"]
+        chosen = forward if len(forward) else rows
+        with np.errstate(invalid="ignore", divide="ignore"):
+            norms = self._norms[chosen]
+            shares = np.where(norms > 0, self._noise_of_norms[chosen] / norms, np.nan)
+        shares = np.where(np.isnan(shares), self.noise_of_statistics[chosen], shares)
+        least = float(np.median(self._eps[chosen])) / _ROUNDINGS or 2.0 ** _BITS["float32"]
+        known = shares[~np.isnan(shares)]
+        return max(float(np.median(known)), least) if len(known) else least
+
+    def loudness(self, rows: Integers, eps: float) -> float:
+        """The share beyond which noise of a first step is none: far more than roundings, less than another dropout.
+
+        Under autocast the values have a longer type than the model computes with; `eps` is that of the shorter one.
+        """
+        return 8 * float(np.sqrt(max(np.median(self._eps[rows]) / _ROUNDINGS, eps)))
+
+    def lines(self, rows: Integers, places: Integers) -> list[dict[str, Any]]:
+        """Rows with all that is known of them, the number of the pair, and how far an element may be apart."""
+        lines = self._table.take(pa.array(rows)).to_pylist()
+        known = zip(lines, places[rows].tolist(), np.nan_to_num(self._allowed[rows]).tolist(), strict=True)
+        return [{**line, "number": number, "allowed": allowed} for line, number, allowed in known]
+
+
+def multiples(cosine: Floats, one: Floats, two: Floats) -> Floats:
+    """By what tensors are multiples of others, from the cosine and the norms of both; NaN where they are none."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found = np.where(cosine > 0, 1.0, -1.0) * two / one
+        off, rest = np.abs(found - 1), np.sqrt(np.maximum(0.0, 1 - cosine * cosine))
+        is_one = (two > 0) & np.isfinite(found) & (off > _MIN_FACTOR) & (rest <= _MAX_REST * off)
+    return np.where(is_one, found, np.nan)
+
+
+def _scales(table: Any) -> Floats:
+    """The largest magnitude of each pair's two tensors."""
+    far, of_max = (numbers(table.column(name)) for name in ("max_abs", "of_max"))
+    return np.divide(far, of_max, out=np.zeros_like(far), where=of_max > 0)
+
+
+def _norms(table: Any, scales: Floats) -> Floats:
+    """The norm of each pair's first tensor; where no statistics were kept the most that it can be."""
+    found = numbers(table.column("l2_a"))
+    return np.where(np.isnan(found), scales * np.sqrt(numbers(table.column("numel"))), found)
+
+
+def _roundings(table: Any) -> Floats:
+    """How far roundings move a number of each pair's coarser type, relatively; 0 of whole numbers."""
+    pairs = zip(*(table.column(f"dtype_{side}").to_pylist() for side in "ab"), strict=True)
+    known: dict[tuple[str, str], float] = {}
+    return np.array([known.setdefault(pair, max(map(_eps, pair))) for pair in pairs], np.float64)
+
+
+def _eps(dtype: str) -> float:
+    return _ROUNDINGS * 2.0 ** _BITS[dtype] if dtype in _BITS else 0.0
+
+
+def _lifted(values: Floats, scales: Floats, table: Any) -> Floats:
+    """Noise, or what the median tensor of the same step and site has of it where that is more; NaN stays."""
+    groups = group_rows(table, ("step", "root", "site"))
+    relative = np.divide(values, scales, out=np.full_like(values, np.nan), where=scales > 0)
+    order = np.argsort(groups.ids, kind="stable")
+    bounds = np.searchsorted(groups.ids[order], np.arange(groups.num_groups + 1))
+    medians = np.zeros(groups.num_groups)
+    for number in range(groups.num_groups):
+        known = relative[order[bounds[number] : bounds[number + 1]]]
+        known = known[~np.isnan(known)]
+        medians[number] = np.median(known) if len(known) else 0.0
+    return np.maximum(values, medians[groups.ids] * scales)
+
+
+def _steadied(values: Floats, table: Any) -> Floats:
+    """The noise of each value. A tensor of few elements takes the most of these steps, since one step is chance."""
+    groups = group_rows(table, ("root", "module_path", "site", "name"))
+    most = np.full(groups.num_groups, np.nan)
+    np.fmax.at(most, groups.ids, values)
+    return np.where(numbers(table.column("numel")) < _MIN_ITEMS, most[groups.ids], values)
+
+
+def _counts(table: Any, name: str) -> npt.NDArray[np.float64]:
+    return np.nan_to_num(numbers(table.column(name)))

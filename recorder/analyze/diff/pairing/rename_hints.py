@@ -1,0 +1,183 @@
+"""Which modules that two runs have alone look like one another, and the lines that would say they are the same.
+
+Must never rename anything: what looks alike need not be the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ....errors import LookupFailedError
+from ....sites import GRADIENT_OF, HELD_BY_MODULES
+from .renames import Rename, Renames
+
+_ARGUMENTS = ("input", GRADIENT_OF["input"])
+"""Sites whose names are those of a forward's arguments, which a rewritten module may call otherwise."""
+_MAX_MODULES = 5_000
+
+
+class RenameHint(NamedTuple):
+    """A line for the file of renamed modules."""
+
+    old: str
+    """A path of the first run, or the beginning of paths."""
+    new: str
+    """What it may be in the second."""
+    num_modules: int
+    """Modules that it pairs, which have tensors of the same shapes."""
+    num_same: int
+    """Those of them whose first parameters and buffers are equal to the last bit."""
+
+    @property
+    def line(self) -> str:
+        """As the file has it."""
+        return " = ".join(path or "''" for path in (self.old, self.new))
+
+
+class UnpairedModules:
+    """The modules that one run has alone, by what their rows look like."""
+
+    def __init__(self, own_names: Mapping[str, str]) -> None:
+        self.own_names = own_names
+        """What the run itself calls each of them."""
+        self._tensors: dict[str, set[tuple[str, str, str]]] = {}
+        """By module, in the order of execution: site, name and shape of each tensor."""
+        self._prints: dict[str, dict[tuple[str, str], str]] = {}
+
+    def add(self, table: Any) -> None:
+        """Rows of the global view under common names, in the order of execution."""
+        if not self.own_names:
+            return
+        rows = table.filter(pc.is_in(table.column("module_path"), pa.array(list(self.own_names), pa.string())))
+        kinds = rows.group_by(["module_path", "site", "name", "shape"], use_threads=False)
+        for row in kinds.aggregate([("fingerprint", "first")]).to_pylist():
+            path, site, name = row["module_path"], row["site"], row["name"]
+            self._tensors.setdefault(path, set()).add((site, "" if site in _ARGUMENTS else name, row["shape"]))
+            if site in HELD_BY_MODULES and row["fingerprint_first"] is not None:
+                self._prints.setdefault(path, {}).setdefault((site, name), row["fingerprint_first"])
+
+    def join(self, other: UnpairedModules) -> None:
+        """What was added to another one, after what was added here."""
+        for path, tensors in other._tensors.items():
+            self._tensors.setdefault(path, set()).update(tensors)
+        for path, prints in other._prints.items():
+            self._prints[path] = prints | self._prints.get(path, {})
+
+    @property
+    def sites(self) -> set[str]:
+        """The sites of all modules."""
+        return {site for tensors in self._tensors.values() for site, _, _ in tensors}
+
+    def by_look(self, sites: set[str]) -> dict[frozenset[Any], list[str]]:
+        """Those that look alike at these sites, in the order of execution; none that has nothing there."""
+        found: dict[frozenset[Any], list[str]] = {}
+        for path, tensors in self._tensors.items():
+            if look := frozenset(tensor for tensor in tensors if tensor[0] in sites):
+                found.setdefault(look, []).append(path)
+        return found
+
+    def state(self, path: str) -> frozenset[Any]:
+        """Fingerprints of a module's own first parameters and buffers."""
+        return frozenset(self._prints.get(path, {}).items())
+
+
+def rename_hints(
+    a: UnpairedModules, b: UnpairedModules, renames: Renames, paths_b: Mapping[str, str]
+) -> list[RenameHint]:
+    """Lines that would pair what looks alike, as many of each look as there are in the other run; few, none twice.
+
+    Args:
+        a: of the first run.
+        b: of the second, under common names.
+        renames: that are in force.
+        paths_b: what the modules of the second run are called in the first, by their own names.
+    """
+    pairs = {b.own_names[new]: old for old, new in _pairs(a, b) if not set("=#") & set(old + new)}
+    if not pairs or len(pairs) > _MAX_MODULES:
+        return []
+    unpaired = set(b.own_names.values())
+    fixed = {own: name for own, name in paths_b.items() if own not in unpaired}
+    for lines in (_in_few_lines(pairs, fixed, renames), [Rename(old, new, "") for new, old in pairs.items()]):
+        if _are_sound(lines, pairs, fixed, paths_b, renames):
+            break
+    else:
+        return []
+    common = {own: name for name, own in b.own_names.items()}
+    hints = []
+    for line in lines:
+        chosen = [new for new in pairs if Renames(lines).line_of(new) == line]
+        same = sum(b.state(common[new]) == a.state(pairs[new]) != frozenset() for new in chosen)
+        hints.append(RenameHint(line.old, line.new, len(chosen), same))
+    return hints
+
+
+def _pairs(a: UnpairedModules, b: UnpairedModules) -> Iterator[tuple[str, str]]:
+    """Modules that look alike: by equal state where there is some, the others in the order of execution."""
+    sites = a.sites & b.sites
+    of_b = b.by_look(sites)
+    for look, olds in a.by_look(sites).items():
+        news = of_b.get(look, [])
+        if len(olds) != len(news):
+            continue
+        states = Counter(b.state(new) for new in news)
+        by_state = {b.state(new): new for new in news if b.state(new) and states[b.state(new)] == 1}
+        taken = {old: by_state.pop(state) for old in olds if (state := a.state(old)) in by_state}
+        others = iter([new for new in news if new not in taken.values()])
+        yield from ((old, taken[old] if old in taken else next(others)) for old in olds)
+
+
+def _in_few_lines(pairs: Mapping[str, str], fixed: Mapping[str, str], renames: Renames) -> list[Rename]:
+    """Beginnings of paths that stand for most pairs first, whole paths for what is left."""
+    lines: list[Rename] = []
+    told, left = dict(fixed), dict(pairs)
+    while left:
+        votes = Counter(line for new, old in left.items() for line in _beginnings(old, new))
+        exact = next((Rename(old, new, "") for new, old in left.items()))
+        wide = (
+            line for line, count in votes.most_common()
+            if count > 1 and all(renames.with_lines([*lines, line]).old(path) == told[path]
+                                 for path in told if line.fits(path))
+        )  # fmt: skip
+        line = next(wide, exact)
+        lines.append(line)
+        done = {new: old for new, old in left.items() if Renames([line]).old(new) == old and line.fits(new)}
+        told |= done
+        left = {new: old for new, old in left.items() if new not in done}
+    return lines
+
+
+def _beginnings(old: str, new: str) -> Iterator[Rename]:
+    """Two paths without the same ends, the shortest first."""
+    one, two = old.split("."), new.split(".")
+    same = 0
+    while same < min(len(one), len(two)) and one[-1 - same] == two[-1 - same]:
+        same += 1
+    for cut in range(same, -1, -1):
+        yield Rename(".".join(one[: len(one) - cut]), ".".join(two[: len(two) - cut]), "")
+
+
+def _are_sound(
+    lines: Sequence[Rename],
+    pairs: Mapping[str, str],
+    fixed: Mapping[str, str],
+    paths_b: Iterable[str],
+    renames: Renames,
+) -> bool:
+    """Whether the lines are a file that pairs all of these, changes no name that is fixed, and makes one of no two."""
+    for name in ("old", "new"):
+        told = [getattr(line, name) for line in (*lines, *renames.lines)]
+        if len(set(told)) < len(told):
+            return False
+    together = renames.with_lines(lines)
+    if any(together.old(path) != name for path, name in (*pairs.items(), *fixed.items())):
+        return False
+    try:
+        together.check_used(paths_b)
+    except LookupFailedError:
+        return False
+    return True

@@ -1,0 +1,251 @@
+"""The registry of encodings: of each its version, how a payload is read, joined with others, and written.
+
+Whoever reads or writes payloads asks here. An encoding that a minor version adds is one entry of `ALL_ENCODINGS` and
+one line of FORMAT.md; when the package is to write it, `codec.Encoder` chooses it. Never knows of dtypes, rows or
+files, and allocates nothing before the sizes agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...errors import CorruptError, UnsupportedError
+from ...native import Kernels
+from . import planes
+from .frames import FRAME_BYTES, Bytes, check_frames, compressor, expect_bytes, measure_frame, read_frames
+
+PLAIN, RAW, PLANES, PLANES_PLAIN, REF = "plain", "raw", "planes", "planes_plain", "ref"
+
+Pieces = Sequence[tuple[memoryview, int]]
+"""Payloads of one encoding, none of them empty, each with its `payload_bytes`."""
+
+
+class PayloadWriter:
+    """What payloads are written with: zstd at a level, scratch, and the compiled loops. Not thread-safe."""
+
+    def __init__(self, level: int, kernels: Kernels | None) -> None:
+        self.kernels = kernels
+        self.compress: Callable[[Any], bytes] = compressor(level).compress
+        self.scratch = np.empty(FRAME_BYTES, np.uint8)
+        """1 MiB; what is in it is valid until the next call."""
+
+    def copy(self, data: Bytes, out: Bytes) -> int:
+        """Write bytes as they are to the front of `out`; their number is returned, as by all that follow."""
+        out[: len(data)] = data
+        return len(data)
+
+    def put_frames(self, data: Bytes, out: Bytes) -> int:
+        """Write bytes as Zstandard content."""
+        num_written = 0
+        for start in range(0, len(data), FRAME_BYTES):
+            frame = np.frombuffer(self.compress(data[start : start + FRAME_BYTES]), np.uint8)
+            out[num_written : num_written + len(frame)] = frame
+            num_written += len(frame)
+        return num_written
+
+    def put_plane(self, data: Bytes, item_bytes: int, plane: int, out: Bytes) -> int:
+        """Write one plane as Zstandard content."""
+        num_written = 0
+        for start in range(0, len(data), item_bytes * FRAME_BYTES):
+            piece = data[start : start + item_bytes * FRAME_BYTES]
+            scratch = self.scratch[: len(piece) // item_bytes]
+            planes.split(piece, item_bytes, range(plane, plane + 1), scratch, self.kernels)
+            num_written += self.put_frames(scratch, out[num_written:])
+        return num_written
+
+    def put_plain_planes(self, data: Bytes, item_bytes: int, first: int, out: Bytes) -> int:
+        """Write the planes from `first` on as they are."""
+        planes.split(data, item_bytes, range(first, item_bytes), out, self.kernels)
+        return (item_bytes - first) * (len(data) // item_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """One encoding of payloads."""
+
+    name: str
+    """The word in the column `encoding`."""
+    since: int = 0
+    """The minor version of the format that added it."""
+    read: Callable[[memoryview, int, int], Bytes] | None
+    """Payload, `payload_bytes` and bytes of an element to the decoded bytes, new and writable; None of a reference."""
+    check: Callable[[memoryview, int, int], None]
+    """Raises CorruptError where what the payload says of its own sizes cannot come to `payload_bytes`."""
+    target: Callable[[memoryview], int] | None = None
+    """For a reference, reads the `seq` of the earlier row of the same shard that has the content."""
+    join: Callable[[Pieces, int], list[memoryview]] | None = None
+    """Payloads to one of their contents end to end, piece by piece; None where they must be decoded for that."""
+    write: Callable[[PayloadWriter, Bytes, int, Bytes, Kernels | None], int] | None = None
+    """The tensor's bytes to the front of a buffer, by zstd or by the compiled Huffman code where it is given, and how
+    many bytes they took; None where the package never writes it."""
+
+
+def _read_plain(source: memoryview, payload_bytes: int, item_bytes: int) -> Bytes:
+    expect_bytes("plain payload", len(source), payload_bytes)
+    return np.frombuffer(source, np.uint8).copy()
+
+
+def _check_plain(source: memoryview, payload_bytes: int, item_bytes: int) -> None:
+    expect_bytes("plain payload", len(source), payload_bytes)
+
+
+def _lay_end_to_end(pieces: Pieces, item_bytes: int) -> list[memoryview]:
+    return [source for source, _ in pieces]
+
+
+def _write_plain(writer: PayloadWriter, data: Bytes, item_bytes: int, out: Bytes, huffman: Kernels | None) -> int:
+    return writer.copy(data, out)
+
+
+def _read_raw(source: memoryview, payload_bytes: int, item_bytes: int) -> Bytes:
+    return read_frames(source, payload_bytes)
+
+
+def _check_content(source: memoryview, payload_bytes: int, item_bytes: int) -> None:
+    check_frames(source, payload_bytes)
+
+
+def _write_raw(writer: PayloadWriter, data: Bytes, item_bytes: int, out: Bytes, huffman: Kernels | None) -> int:
+    if huffman is not None:
+        return huffman.encode(data, item_bytes, item_bytes, out)
+    return writer.put_frames(data, out)
+
+
+def _read_planes(source: memoryview, payload_bytes: int, item_bytes: int) -> Bytes:
+    return planes.join([read_frames(source, payload_bytes)], payload_bytes // item_bytes, item_bytes)
+
+
+def _join_planes(pieces: Pieces, item_bytes: int) -> list[memoryview]:
+    found = [_find_planes(source, payload_bytes, item_bytes) for source, payload_bytes in pieces]
+    return [of_one[k] for k in range(item_bytes) for of_one in found]
+
+
+def _find_planes(source: memoryview, payload_bytes: int, item_bytes: int) -> list[memoryview]:
+    """The frames of each plane: every plane begins a frame."""
+    found: list[memoryview] = []
+    num_items = payload_bytes // item_bytes
+    begin = position = total = 0
+    while position < len(source) and total < payload_bytes:
+        frame = measure_frame(source[position:])
+        position += frame.frame_bytes
+        total += frame.content_bytes
+        if total == num_items * (len(found) + 1):
+            found.append(source[begin:position])
+            begin = position
+    expect_bytes("zstd content", total, payload_bytes)
+    expect_bytes("payload", len(source), position)
+    if len(found) != item_bytes:
+        raise CorruptError(f"payload of {len(found)} planes that begin a frame: expected {item_bytes}")
+    return found
+
+
+def _write_planes(writer: PayloadWriter, data: Bytes, item_bytes: int, out: Bytes, huffman: Kernels | None) -> int:
+    if huffman is not None:
+        return huffman.encode(data, item_bytes, item_bytes, out)
+    num_written = 0
+    for plane in range(item_bytes):
+        num_written += writer.put_plane(data, item_bytes, plane, out[num_written:])
+    return num_written
+
+
+def _top_and_rest(source: memoryview, payload_bytes: int, item_bytes: int) -> tuple[memoryview, memoryview]:
+    """The frames of plane 0, and the other planes as they are."""
+    top_bytes, num_items = int.from_bytes(source[:8], "little"), payload_bytes // item_bytes
+    expect_bytes("payload", len(source), 8 + top_bytes + payload_bytes - num_items)
+    return source[8 : 8 + top_bytes], source[8 + top_bytes :]
+
+
+def _read_planes_plain(source: memoryview, payload_bytes: int, item_bytes: int) -> Bytes:
+    num_items = payload_bytes // item_bytes
+    top, rest = _top_and_rest(source, payload_bytes, item_bytes)
+    runs = [read_frames(top, num_items), np.frombuffer(rest, np.uint8)]
+    return planes.join(runs, num_items, item_bytes)
+
+
+def _check_planes_plain(source: memoryview, payload_bytes: int, item_bytes: int) -> None:
+    top, _ = _top_and_rest(source, payload_bytes, item_bytes)
+    check_frames(top, payload_bytes // item_bytes)
+
+
+def _join_planes_plain(pieces: Pieces, item_bytes: int) -> list[memoryview]:
+    tops, rests = [], []
+    for source, payload_bytes in pieces:
+        num_items = payload_bytes // item_bytes
+        top, rest = _top_and_rest(source, payload_bytes, item_bytes)
+        tops.append(top)
+        rests.append([rest[k * num_items :][:num_items] for k in range(item_bytes - 1)])
+    head = memoryview(sum(map(len, tops)).to_bytes(8, "little"))
+    return [head, *tops, *(rest[k] for k in range(item_bytes - 1) for rest in rests)]
+
+
+def _write_planes_plain(
+    writer: PayloadWriter, data: Bytes, item_bytes: int, out: Bytes, huffman: Kernels | None
+) -> int:
+    if huffman is not None:
+        return huffman.encode(data, item_bytes, 1, out)
+    top_bytes = writer.put_plane(data, item_bytes, 0, out[8:])
+    out[:8] = np.frombuffer(top_bytes.to_bytes(8, "little"), np.uint8)
+    return 8 + top_bytes + writer.put_plain_planes(data, item_bytes, 1, out[8 + top_bytes :])
+
+
+def _check_ref(source: memoryview, payload_bytes: int, item_bytes: int) -> None:
+    expect_bytes("ref payload", len(source), 8)
+
+
+def _target_of_ref(source: memoryview) -> int:
+    expect_bytes("ref payload", len(source), 8)
+    return int.from_bytes(source, "little")
+
+
+ALL_ENCODINGS = (
+    Encoding(name=PLAIN, read=_read_plain, check=_check_plain, join=_lay_end_to_end, write=_write_plain),
+    Encoding(name=RAW, read=_read_raw, check=_check_content, join=_lay_end_to_end, write=_write_raw),
+    Encoding(name=PLANES, read=_read_planes, check=_check_content, join=_join_planes, write=_write_planes),
+    Encoding(
+        name=PLANES_PLAIN,
+        read=_read_planes_plain,
+        check=_check_planes_plain,
+        join=_join_planes_plain,
+        write=_write_planes_plain,
+    ),
+    Encoding(name=REF, read=None, check=_check_ref, target=_target_of_ref),
+)
+"""In the order of FORMAT.md, which says what each means."""
+
+ENCODINGS = tuple(encoding.name for encoding in ALL_ENCODINGS)
+ENCODING_OF: Mapping[str, Encoding] = {encoding.name: encoding for encoding in ALL_ENCODINGS}
+
+
+def encoding_of(name: str) -> Encoding:
+    """The encoding of a payload.
+
+    Raises:
+        UnsupportedError: it is unknown to this version.
+    """
+    found = ENCODING_OF.get(name)
+    if found is None:
+        raise UnsupportedError(
+            f"payload encoding {name!r} is unknown to this version of recorder, which reads {', '.join(ENCODINGS)}; "
+            "a later version reads it, and all other columns of the row can be read"
+        )
+    return found
+
+
+def target_of(name: str, payload: object) -> int | None:
+    """The `seq` of the row that a payload refers to; None where the payload is the content itself, or is unknown.
+
+    Raises:
+        CorruptError: it is a reference to nothing.
+    """
+    encoding = ENCODING_OF.get(name)
+    if encoding is None or encoding.target is None:
+        return None
+    try:
+        source = memoryview(payload)  # type: ignore[arg-type]
+    except TypeError:
+        raise CorruptError(f"data is of type {type(payload).__name__}, but encoding {name!r} wants bytes") from None
+    return encoding.target(source.cast("B"))

@@ -1,0 +1,216 @@
+"""64 bits of a tensor's value that add up over the pieces of a tensor; never depends on how it was cut.
+
+F = sum over elements of (bits as a signed integer) * product over dims of C_d ** (index along d), modulo 2**64, where d
+counts from the last dim and indices are those in the whole tensor. FORMAT.md, section "Fingerprint", is the norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...native import Kernels, Weights
+
+MODULUS = 1 << 64
+_WORD_BYTES = 4
+"""Wider elements count as words: in one 64-bit sum the sign bits of a whole negated tensor would cancel."""
+_BLOCK_ITEMS = 1 << 15
+"""Elements multiplied at once: values and weights together stay in the second-level cache."""
+
+_COMPILED_BLOCK_ITEMS = 1 << 12
+"""Items of a block of the compiled loops, whose weights stay in the first-level cache."""
+
+_UInt64s = npt.NDArray[np.uint64]
+
+
+def fingerprint(
+    data: npt.NDArray[np.uint8],
+    item_bytes: int,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...] | None = None,
+    kernels: Kernels | None = None,
+) -> int:
+    """The fingerprint of a tensor, or of a chunk of one, as an unsigned 64-bit integer.
+
+    Args:
+        data: its little-endian C-order bytes, contiguous.
+        item_bytes: bytes of one element.
+        shape: the shape of what `data` holds.
+        offsets: where that lies in the whole tensor, in elements; None for at its origin.
+        kernels: the compiled loops, where they are to be used.
+    """
+    if kernels is not None and len(data):
+        weights = compiled_weights(item_bytes, shape)
+        words = len(data) // weights.word_bytes
+        if words != weights.num_words:
+            raise ValueError(f"{len(data)} bytes are no tensor of shape {shape} with {item_bytes} bytes an element")
+        at_origin = kernels.measure(data, words, None, None, weights).fingerprint
+    else:
+        word_bytes = min(item_bytes, _WORD_BYTES)
+        at_origin = _fingerprint_at_origin(data.view(np.dtype(f"<i{word_bytes}")), _word_shape(item_bytes, shape))
+    return moved(at_origin, item_bytes, offsets) if offsets else at_origin
+
+
+@lru_cache(maxsize=128)
+def compiled_weights(item_bytes: int, shape: tuple[int, ...]) -> Weights:
+    """How the compiled loops weigh the words of a tensor that is not empty, at its origin; 4 MiB in all, mostly."""
+    plan = _plan(_word_shape(item_bytes, shape), _COMPILED_BLOCK_ITEMS)
+    return Weights(
+        _weights(plan.block_shape, 0),
+        _weights(plan.outer_shape, plan.first_outer_dim),
+        run_words=plan.run_items,
+        block_step=plan.block_step,
+        word_bytes=min(item_bytes, _WORD_BYTES),
+    )
+
+
+def _word_shape(item_bytes: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape if item_bytes <= _WORD_BYTES else (*shape, item_bytes // _WORD_BYTES)
+
+
+def moved(value: int, item_bytes: int, offsets: tuple[int, ...]) -> int:
+    """The fingerprint of a chunk at `offsets` of a tensor, out of the one that it has at the origin."""
+    if item_bytes > _WORD_BYTES:
+        offsets = (*offsets, 0)
+    return value * _product_of_powers(offsets) % MODULUS
+
+
+def to_text(value: int) -> str:
+    """How the column `fingerprint` spells it: 16 lowercase hexadecimal digits."""
+    return f"{value % MODULUS:016x}"
+
+
+@lru_cache(maxsize=128)
+def constant(dim: int) -> int:
+    """C_d, for dim d counted from the last: the finaliser of splitmix64 (Steele et al., 2014), made 5 modulo 8.
+
+    Such constants have the longest cycle of powers, and the sum of n powers is divisible by 2 no more often than n is,
+    so that a change of one high bit in all elements still shows.
+    """
+    z = (dim + 1) * 0x9E3779B97F4A7C15 % MODULUS
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % MODULUS
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % MODULUS
+    z ^= z >> 31
+    return z & ~7 | 5
+
+
+class _Plan(NamedTuple):
+    """How a tensor is cut: runs, one for each index of the outer dims, of blocks of whole rows of the dims inside."""
+
+    block_shape: tuple[int, ...]
+    outer_shape: tuple[int, ...]
+    first_outer_dim: int
+    """The last outer dim, counted from the last of the tensor."""
+    run_items: int
+    block_step: int
+    """What a block's weights are multiplied by for those of the next in the run."""
+
+
+def _plan(shape: tuple[int, ...], block_items: int) -> _Plan:
+    num_inner_dims = 0
+    while num_inner_dims < len(shape) and math.prod(shape[len(shape) - num_inner_dims - 1 :]) <= block_items:
+        num_inner_dims += 1
+    if num_inner_dims == len(shape):
+        return _Plan(shape, (), num_inner_dims, math.prod(shape), 1)
+    split = len(shape) - num_inner_dims - 1
+    inner_shape = shape[split + 1 :]
+    num_rows = block_items // math.prod(inner_shape)
+    block_step = pow(constant(num_inner_dims), num_rows, MODULUS)
+    return _Plan(
+        (num_rows, *inner_shape), shape[:split], num_inner_dims + 1, shape[split] * math.prod(inner_shape), block_step
+    )
+
+
+def _fingerprint_at_origin(words: npt.NDArray[np.signedinteger], shape: tuple[int, ...]) -> int:
+    """Sum blocks of consecutive words: some whole rows along one dim, with everything of the dims after it."""
+    if not words.size:
+        return 0
+    plan = _plan(shape, _BLOCK_ITEMS)
+    scratch = np.empty(min(words.size, _BLOCK_ITEMS), np.int64)
+    weights = _block_weights(plan.block_shape)
+    total = 0
+    outer_weights = _weights(plan.outer_shape, plan.first_outer_dim)
+    for outer_weight, run in zip(outer_weights.tolist(), words.reshape(len(outer_weights), -1), strict=True):
+        for start in range(0, len(run), len(weights)):
+            total += outer_weight * _dot(run[start : start + len(weights)], weights, scratch)
+            outer_weight = outer_weight * plan.block_step % MODULUS
+    return total % MODULUS
+
+
+def _dot(words: npt.NDArray[np.signedinteger], weights: _UInt64s, scratch: npt.NDArray[np.int64]) -> int:
+    wide = scratch[: len(words)]
+    np.copyto(wide, words)
+    return int(np.einsum("i,i->", wide.view(np.uint64), weights[: len(words)]))
+
+
+@lru_cache(maxsize=32)
+def _block_weights(shape: tuple[int, ...]) -> _UInt64s:
+    """Weights of a block of at most `_BLOCK_ITEMS`, kept per shape: 8 MiB in all."""
+    return _weights(shape, 0)
+
+
+def _weights(shape: tuple[int, ...], first_dim: int) -> _UInt64s:
+    """The weight of each element of `shape` in C order; its last dim is dim `first_dim` counted from the last."""
+    weights = np.ones(1, np.uint64)
+    for dim, length in enumerate(reversed(shape), first_dim):
+        powers = np.full(length, constant(dim), np.uint64)
+        powers[:1] = 1
+        np.multiply.accumulate(powers, out=powers)
+        weights = np.multiply.outer(powers, weights).reshape(-1)
+    return weights
+
+
+def _product_of_powers(indices: tuple[int, ...]) -> int:
+    product = 1
+    for dim, index in enumerate(reversed(indices)):
+        product = product * pow(constant(dim), index, MODULUS) % MODULUS
+    return product
+
+
+def flat_fingerprint(
+    data: npt.NDArray[np.uint8],
+    item_bytes: int,
+    global_shape: tuple[int, ...],
+    start: int,
+    kernels: Kernels | None = None,
+) -> int:
+    """The fingerprint of a run of elements of the flattened (C order) tensor, each weighed by its place in the whole.
+
+    Args:
+        data: the run's little-endian bytes, contiguous.
+        item_bytes: bytes of one element.
+        global_shape: the shape of the whole tensor.
+        start: the run's first element, counted in the flattened tensor.
+        kernels: the compiled loops, where they are to be used.
+    """
+    total = done = 0
+    for shape, offsets in _boxes(global_shape, start, len(data) // item_bytes):
+        num_bytes = math.prod(shape) * item_bytes
+        total += fingerprint(data[done : done + num_bytes], item_bytes, shape, offsets, kernels)
+        done += num_bytes
+    return total % MODULUS
+
+
+def _boxes(shape: tuple[int, ...], start: int, count: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Shape and offsets of the boxes that a run of elements consists of, in order; at most 2 x dims - 1."""
+    if not count:
+        return
+    if not shape:
+        yield (), ()
+        return
+    inner = shape[1:]
+    row_items = math.prod(inner)
+    row, begin = divmod(start, row_items)
+    if begin or count < row_items:  # a row that is not whole
+        in_row = min(count, row_items - begin)
+        yield from (((1, *box), (row, *at)) for box, at in _boxes(inner, begin, in_row))
+        yield from _boxes(shape, start + in_row, count - in_row)
+        return
+    num_rows = count // row_items
+    yield (num_rows, *inner), (row,) + (0,) * len(inner)
+    yield from _boxes(shape, start + num_rows * row_items, count % row_items)

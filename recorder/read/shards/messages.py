@@ -1,0 +1,243 @@
+"""The framing of Arrow IPC: where each message lies and what sizes it declares, looked at before Arrow allocates.
+
+pyarrow shows neither the place of a batch in a file, nor its declared sizes, nor its metadata without decoding it.
+The tables are flatbuffers, laid out by Arrow's Message.fbs and File.fbs (format version 5). Must never trust an offset.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from ...errors import CorruptError
+from ...storage.untrusted_files import ByteSource
+
+MAGIC = b"ARROW1"
+TAIL_BYTES = 4 + len(MAGIC)
+"""The size of the footer and the magic, at the very end of a sealed file."""
+FIRST_MESSAGE = 8
+"""Offset of the first message in an IPC file: the magic and two bytes of padding."""
+PREFIX_BYTES = 8
+CONTINUATION = 0xFFFFFFFF
+
+MAX_METADATA_BYTES = 1 << 20
+"""Bound on what stands before the body of one message; ours take less than 20 KiB."""
+MAX_BATCH_BYTES = 1 << 30
+"""Bound on one batch in memory. Ours hold at most 40 MiB of payload, and their metadata columns."""
+
+_MAX_RATIO = 128
+"""Bytes of a compressed batch for each on disk: columns that are all constants come to 13. A bomb has thousands."""
+_MIN_DECLARED_BYTES = 1 << 20
+_MAX_PAIRS = 64
+"""Pairs of custom metadata in one message; ours have two. Many could share their bytes, and take long to read."""
+
+_VERSION_5 = 4
+"""Message.fbs counts from V1 = 0. Before V5 a batch could be compressed, and say so in its custom metadata alone."""
+SCHEMA_MESSAGE = 1
+BATCH_MESSAGE = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Where one message lies in its file."""
+
+    offset: int
+    metadata_bytes: int
+    """Prefix and padding included: the body begins this far behind `offset`."""
+    body_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.metadata_bytes + self.body_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What a message says of itself; nothing of it is verified yet but that it lies within its own bytes."""
+
+    kind: int
+    body_bytes: int
+    nodes: tuple[tuple[int, int], ...]
+    """Rows of each column of a batch, and how many of them are null."""
+    buffers: tuple[tuple[int, int], ...]
+    """Offset in the body and length of each buffer of a batch, in Arrow's order."""
+    is_compressed: bool
+    custom_metadata: dict[bytes, bytes]
+
+
+class _Table:
+    """A flatbuffers table inside untrusted bytes."""
+
+    def __init__(self, data: memoryview, position: int) -> None:
+        self.data = data
+        self.position = position
+        self.vtable = position - self.unpack("<i", position)
+        self.vtable_bytes = self.unpack("<H", self.vtable)
+
+    def unpack(self, layout: str, position: int) -> int:
+        if position < 0:
+            raise struct.error("offset below the message")
+        value: int = struct.unpack_from(layout, self.data, position)[0]
+        return value
+
+    def field(self, index: int) -> int:
+        """Position of a field's value, 0 where the field is absent."""
+        entry = 4 + 2 * index
+        offset = self.unpack("<H", self.vtable + entry) if entry < self.vtable_bytes else 0
+        return self.position + offset if offset else 0
+
+    def number(self, index: int, layout: str) -> int:
+        position = self.field(index)
+        return self.unpack(layout, position) if position else 0
+
+    def table(self, index: int) -> _Table | None:
+        position = self.field(index)
+        return _Table(self.data, position + self.unpack("<I", position)) if position else None
+
+    def vector(self, index: int, item_bytes: int) -> memoryview:
+        """The items of a vector of scalars or structs, as bytes."""
+        position = self.field(index)
+        if not position:
+            return self.data[:0]
+        start = position + self.unpack("<I", position)
+        num_bytes = self.unpack("<I", start) * item_bytes
+        if start + 4 + num_bytes > len(self.data):
+            raise struct.error("vector beyond the message")
+        return self.data[start + 4 : start + 4 + num_bytes]
+
+    def tables(self, index: int) -> list[_Table]:
+        position = self.field(index)
+        if not position:
+            return []
+        start = position + self.unpack("<I", position) + 4
+        num_items = len(self.vector(index, 4)) // 4
+        places = [start + 4 * item for item in range(num_items)]
+        return [_Table(self.data, place + self.unpack("<I", place)) for place in places]
+
+
+def _root(data: memoryview) -> _Table:
+    return _Table(data, struct.unpack_from("<I", data, 0)[0])
+
+
+def parse_message(metadata: pa.Buffer, where: str) -> Message:
+    """Read the flatbuffer of one message (`metadata` without its prefix)."""
+    try:
+        root = _root(memoryview(metadata))
+        header = root.table(2)
+        if root.number(0, "<h") != _VERSION_5:
+            raise struct.error("not of Arrow's format version 5")
+        kind = root.number(1, "<B")
+        nodes: tuple[tuple[int, int], ...] = ()
+        buffers: tuple[tuple[int, int], ...] = ()
+        is_compressed = False
+        if kind == BATCH_MESSAGE and header is not None:
+            nodes = tuple(struct.iter_unpack("<qq", header.vector(1, 16)))
+            buffers = tuple(struct.iter_unpack("<qq", header.vector(2, 16)))
+            is_compressed = header.table(3) is not None
+        if len(root.vector(4, 4)) > 4 * _MAX_PAIRS:
+            raise struct.error("too many pairs")
+        texts = [(pair.vector(0, 1), pair.vector(1, 1)) for pair in root.tables(4)]
+        if sum(len(key) + len(value) for key, value in texts) > len(root.data):
+            raise struct.error("pairs that share their bytes")  # many could point at one long text
+        pairs = {bytes(key): bytes(value) for key, value in texts}
+        return Message(
+            kind=kind,
+            body_bytes=root.number(3, "<q"),
+            nodes=nodes,
+            buffers=buffers,
+            is_compressed=is_compressed,
+            custom_metadata=pairs,
+        )
+    except struct.error as error:
+        raise CorruptError(f"{where}: message metadata is damaged ({error})") from error
+
+
+def padding_of(metadata: pa.Buffer) -> memoryview:
+    """What stands in the metadata of a batch that `parse_message` has read behind all that it says: zeros."""
+    root = _root(memoryview(metadata))
+    header = root.table(2)
+    vectors = [vector for pair in root.tables(4) for vector in ((pair, 0, 1), (pair, 1, 1))]
+    vectors += [(header, 1, 16), (header, 2, 16)] if header is not None else []
+    ends = [0]
+    for table, index, item_bytes in vectors:
+        if place := table.field(index):
+            ends.append(place + table.unpack("<I", place) + 4 + len(table.vector(index, item_bytes)))
+    return root.data[max(ends) :]
+
+
+def block_at(source: ByteSource, offset: int) -> tuple[Block, Message] | None:
+    """The message that begins at `offset`; None at a clean end (end-of-stream mark, or the end of the file)."""
+    if offset == source.size_bytes:
+        return None
+    mark, metadata_bytes = struct.unpack("<II", source.read(offset, PREFIX_BYTES))
+    if mark == CONTINUATION and metadata_bytes == 0:
+        return None
+    if mark != CONTINUATION or not 0 < metadata_bytes <= MAX_METADATA_BYTES:
+        raise CorruptError(f"{source.where}: no message begins at byte {offset}")
+    message = parse_message(source.read(offset + PREFIX_BYTES, metadata_bytes), source.where)
+    block = Block(offset=offset, metadata_bytes=PREFIX_BYTES + metadata_bytes, body_bytes=message.body_bytes)
+    if not 0 <= message.body_bytes <= MAX_BATCH_BYTES or block.end > source.size_bytes:
+        raise CorruptError(f"{source.where}: the message at byte {offset} ends beyond the file")
+    return block, message
+
+
+def footer_bytes(source: ByteSource) -> int:
+    """Size of the footer of a sealed file, which stands in front of its last 10 bytes."""
+    if source.size_bytes < FIRST_MESSAGE + TAIL_BYTES:
+        raise CorruptError(f"{source.where}: {source.size_bytes} bytes are too few for a sealed shard")
+    num_bytes, magic = struct.unpack("<i6s", source.read(source.size_bytes - TAIL_BYTES, TAIL_BYTES))
+    if magic != MAGIC or not 0 < num_bytes <= source.size_bytes - FIRST_MESSAGE - TAIL_BYTES:
+        raise CorruptError(f"{source.where}: has no footer, so it was cut or never sealed")
+    return int(num_bytes)
+
+
+def footer_blocks(source: ByteSource) -> list[Block]:
+    """Where the footer of a sealed file says that its batches lie; each is checked only when it is read."""
+    try:
+        items = list(struct.iter_unpack("<qi4xq", _footer(source).vector(3, 24)))
+    except struct.error as error:
+        raise CorruptError(f"{source.where}: the footer is damaged ({error})") from error
+    return [Block(offset=offset, metadata_bytes=meta, body_bytes=body) for offset, meta, body in items]
+
+
+def footer_text(source: ByteSource, key: bytes) -> range | None:
+    """Where in a sealed file the value lies that its footer's `custom_metadata` has for a key; None without one."""
+    try:
+        footer = _footer(source)
+        for pair in footer.tables(4):
+            if bytes(pair.vector(0, 1)) == key:
+                start = pair.field(1) + pair.unpack("<I", pair.field(1)) + 4
+                start += source.size_bytes - TAIL_BYTES - len(footer.data)
+                return range(start, start + len(pair.vector(1, 1)))
+    except struct.error as error:
+        raise CorruptError(f"{source.where}: the footer is damaged ({error})") from error
+    return None
+
+
+def _footer(source: ByteSource) -> _Table:
+    num_bytes = footer_bytes(source)
+    return _root(memoryview(source.read(source.size_bytes - TAIL_BYTES - num_bytes, num_bytes)))
+
+
+def check_block(block: Block, source: ByteSource) -> None:
+    """Refuse a block of a footer that does not lie within the file or is larger than any of ours."""
+    is_sane = block.offset >= FIRST_MESSAGE and PREFIX_BYTES < block.metadata_bytes <= MAX_METADATA_BYTES
+    if not is_sane or not 0 <= block.body_bytes <= MAX_BATCH_BYTES or block.end > source.size_bytes:
+        raise CorruptError(f"{source.where}: the footer lists a batch at byte {block.offset} that cannot be there")
+
+
+def check_declared_sizes(buffers: Sequence[tuple[int, int]], body: pa.Buffer, where: str) -> None:
+    """Refuse compressed buffers that declare more than `MAX_BATCH_BYTES` together, or than `body` can honestly hold."""
+    total_bytes = 0
+    for offset, length in buffers:
+        if 0 < length < 8:
+            raise CorruptError(f"{where}: a compressed buffer of {length} bytes has no room for its length")
+        if length:
+            (declared_bytes,) = struct.unpack("<q", body.slice(offset, 8))
+            total_bytes += max(declared_bytes, 0)  # -1 marks a buffer that is stored as it is
+    max_bytes = min(MAX_BATCH_BYTES, max(_MIN_DECLARED_BYTES, _MAX_RATIO * body.size))
+    if total_bytes > max_bytes:
+        raise CorruptError(f"{where}: declares {total_bytes} bytes, more than the {max_bytes} a batch may have")

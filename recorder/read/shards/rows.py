@@ -1,0 +1,290 @@
+"""The metadata rows of one shard (everything but payloads) and the way from a row to its batch.
+
+They come from the index where it fits the shard, else from the shard itself. Must never answer a column unchecked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ...errors import CorruptError, NotARunError, RunError, UnsupportedError
+from ...format.integrity import BatchHeader
+from ...format.rundir import index_name, open_name
+from ...format.schema import COLUMN_OF, SCHEMA
+from ...storage.locations import OpenPlace, Place, store_of
+from ...storage.protocol import Found
+from ...storage.untrusted_files import ByteSource
+from .salvage import salvage
+from .shard import Layout, Shard, open_sealed
+
+logger = logging.getLogger(__name__)
+
+PLACE_FIELDS = (pa.field("batch", pa.int32(), nullable=False), pa.field("row", pa.int32(), nullable=False))
+"""Columns of an index behind the light ones: number of the batch in the shard, and of the row in the batch."""
+_PLACE_NAMES = tuple(field.name for field in PLACE_FIELDS)
+SHARD_BYTES_KEY = b"recorder_shard_bytes"
+Steps = tuple[int, int]
+"""From the first up to, but not including, the last."""
+Ranges = tuple[Steps, ...]
+"""Several such."""
+_MAX_CHUNKS = 32
+"""Above, the chunks of a column are joined: large tensors make a batch each, and Arrow pays for every chunk."""
+
+
+class ShardRows:
+    """The metadata rows of one shard, in file order, read by column. `num_rows` shrinks where damage is found."""
+
+    def __init__(self, path: Place, *, is_sealed: bool, size_bytes: int) -> None:
+        self.path: OpenPlace = path
+        self.is_sealed = is_sealed
+        self.size_bytes = size_bytes
+        self.num_trailing_bytes = 0
+        """Bytes behind the last whole batch of a shard without footer; zeros not counted."""
+        self.tail_damage = ""
+        """Why they are no write that was cut; empty where they are, or the writer may be at work on them."""
+        self.damage: list[str] = []
+        """What could not be read, and so is missing from the rows; grows as columns are read."""
+        self._index: Shard | None = None
+        self._shard: Shard | None = None
+        self._last_header: BatchHeader | None = None
+        self._rows_of: dict[int, int] = {}
+        """Rows by number of the batch, of the index or the shard, whichever is read."""
+        self._spans: dict[int, Steps | None] = {}
+        """Steps by number of the batch; None for one that cannot be read."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self._rows_of.values())
+
+    @property
+    def is_indexed(self) -> bool:
+        return self._index is not None
+
+    def read(self, number: int, columns: Sequence[str]) -> Any:
+        """Columns of one batch of the shard itself, payloads too, as checked Arrow batch.
+
+        Raises:
+            CorruptError: the bytes are not those that were written, or there is no such batch.
+            NotARunError: the shard went, by its writer's retention, after the run was opened.
+        """
+        with self._said_if_gone():
+            return self._itself().read(number, columns).batch
+
+    def num_rows_of(self, steps: Steps | Ranges | None) -> int:
+        """Rows of the batches that `columns` gives for the same steps."""
+        return self.num_rows if steps is None else sum(self._rows_of[number] for number in self._batches_of(steps))
+
+    def place_of(self, seq: int) -> tuple[int, int] | None:
+        """Batch and row of the row of that number; None where there is none, or several."""
+        for batch in self.columns(("seq", "batch", "row")):
+            (at,) = np.nonzero(batch.column("seq").to_numpy() == seq)
+            if len(at):
+                batches, rows = (batch.column(name).to_numpy()[at] for name in ("batch", "row"))
+                return (int(batches[0]), int(rows[0])) if len(at) == 1 else None
+        return None
+
+    def columns(self, names: Sequence[str], steps: Steps | Ranges | None = None) -> list[Any]:
+        """Metadata columns (or `batch` or `row`) as checked Arrow batches. Batches that are damaged in one of them go.
+
+        Args:
+            names: the columns.
+            steps: only batches that may hold a row of these, in the order in which they stand.
+
+        Raises:
+            NotARunError: the shard went, by its writer's retention, after the run was opened.
+        """
+        with self._said_if_gone():
+            if self._index is not None:
+                try:
+                    return [self._index.read(number, names).batch for number in self._batches_of(steps)]
+                except CorruptError as error:
+                    logger.warning("%s; the rows are read from the shard instead", error)
+                    self._use_shard()
+            found = []
+            for number in self._batches_of(steps):
+                try:
+                    found.append(self._metadata_batch(number, names))
+                except CorruptError as error:
+                    self._rows_of.pop(number)
+                    self._note(str(error))
+        if len(found) <= _MAX_CHUNKS:
+            return found
+        return pa.Table.from_batches(found).combine_chunks().to_batches()  # type: ignore[no-any-return]
+
+    def unknown_columns(self) -> list[str]:
+        """Columns that this version does not know, and passes over.
+
+        Raises:
+            NotARunError: the shard went, by its writer's retention, after the run was opened.
+        """
+        with self._said_if_gone():
+            names = (self._index or self._itself()).schema.names
+        return [name for name in names if name not in COLUMN_OF and name not in _PLACE_NAMES]
+
+    def let_go(self) -> None:
+        """Unmap a sealed shard until it is read again: mapped pages that were read count as memory of the process."""
+        if self.is_sealed:
+            self._shard = None
+
+    def last_ledger(self) -> dict[str, Any]:
+        """The writer's accounts at the end of this shard; empty where they cannot be read."""
+        if self._last_header is None and self.is_sealed:
+            try:
+                self._last_header = open_sealed(self.path)[1]
+            except (RunError, FileNotFoundError):
+                return {}
+        return self._last_header.ledger if self._last_header else {}
+
+    def find_sealed(self) -> None:
+        """Find the rows of a sealed shard. FileNotFoundError: it is gone."""
+        why = ""
+        try:
+            self._index = _open_index(self.path, self.size_bytes)
+            if self._index is not None:
+                self._rows_of = {number: self._index.read(number, ()).batch.num_rows for number in self._index.blocks}
+                return
+        except RunError as error:
+            why = str(error)
+        self._use_shard()
+        if why and not self.damage:  # an index does not fit a shard that was cut: that is one fault, and not two
+            logger.warning("%s; the rows are read from the shard instead", why)
+
+    def find_open(self, final: Place) -> None:
+        """Find the rows of an open shard whose name will be `final`. FileNotFoundError: it is not open any more."""
+        store = store_of(self.path)
+
+        def open_source() -> ByteSource:
+            try:
+                return store.open_growing(self.path)
+            except FileNotFoundError:
+                return store.open_growing(final)  # sealed since: the batches stand where they stood
+
+        found = salvage(lambda: store.open_growing(self.path))
+        self._shard = Shard(open_source, found.layout, found.blocks)
+        self._rows_of = found.rows_of
+        self._last_header = found.last_header
+        self.num_trailing_bytes = found.num_trailing_bytes
+        self.tail_damage = found.tail_damage
+        self._note(*found.damage)
+
+    def note_tail(self, is_at_work: bool) -> None:
+        """Judge what follows the last whole batch, now that it is known whether the writer may be at work on it."""
+        if self.tail_damage and is_at_work:
+            self.tail_damage = ""
+        elif self.tail_damage:
+            self._note(self.tail_damage)
+
+    def _batches_of(self, steps: Steps | Ranges | None) -> list[int]:
+        """Numbers of the batches with rows of some steps; also of those of which that cannot be said."""
+        if steps is None:
+            return list(self._rows_of)
+        ranges: Ranges = (steps,) if isinstance(steps[0], int) else steps
+        spans = {number: self._span(number) for number in self._rows_of}
+        return [
+            number
+            for number, span in spans.items()
+            if span is None or any(span[0] < last and first < span[1] for first, last in ranges)
+        ]
+
+    def _span(self, number: int) -> Steps | None:
+        if number not in self._spans:
+            try:
+                found = (self._index or self._itself()).read(number, ("step",)).batch.column("step")
+                extremes = pc.min_max(found).as_py()
+                self._spans[number] = (extremes["min"], extremes["max"] + 1) if len(found) else (0, 0)
+            except CorruptError:
+                self._spans[number] = None
+        return self._spans[number]
+
+    def _metadata_batch(self, number: int, names: Sequence[str]) -> Any:
+        """Columns out of the shard itself, and the place of its rows."""
+        found = self._itself().read(number, [name for name in names if name not in _PLACE_NAMES]).batch
+        places = {"batch": np.full(found.num_rows, number, np.int32), "row": np.arange(found.num_rows, dtype=np.int32)}
+        arrays = [pa.array(places[name]) if name in _PLACE_NAMES else found.column(name) for name in names]
+        return pa.RecordBatch.from_arrays(arrays, list(names))
+
+    def _use_shard(self) -> None:
+        """From now on, read the rows from the shard itself."""
+        self._index = None
+        self._rows_of, self._spans = {}, {}
+        shard = self._itself()
+        for number in shard.blocks:
+            try:
+                self._rows_of[number] = shard.read(number, ()).batch.num_rows
+            except CorruptError as error:
+                self._note(str(error))
+
+    def _itself(self) -> Shard:
+        """The shard; where its footer is damaged, what can be salvaged of it."""
+        if self._shard is None:
+            open_source = partial(store_of(self.path).open_sealed, self.path)
+            try:
+                self._shard = open_sealed(self.path)[0]
+            except UnsupportedError as error:
+                self._shard = Shard(open_source, Layout(SCHEMA), {})
+                self._note(str(error))
+            except CorruptError as error:
+                found = salvage(open_source)
+                self._shard = Shard(open_source, found.layout, found.blocks)
+                self.num_trailing_bytes = found.num_trailing_bytes
+                rest = f"; {found.num_trailing_bytes} bytes follow the last whole batch and are none"
+                first = f"{error}{rest if found.num_trailing_bytes else ''}"
+                self._note(first, *(each for each in found.damage if each != str(error)))
+        return self._shard
+
+    def _note(self, *damage: str) -> None:
+        for text in damage:
+            if text not in self.damage:  # a shard that is mapped again is found damaged again
+                logger.warning("%s", text)
+                self.damage.append(text)
+
+    @contextmanager
+    def _said_if_gone(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise NotARunError(f"{self.path}: is gone (retired) since the run was opened; open it again") from None
+
+
+def each_of(shards: Sequence[ShardRows], function: Callable[[ShardRows], Found]) -> Iterable[Found]:
+    """What a function makes of each shard, in order; of several at once where each waits for a store."""
+    return store_of(shards[0].path).each(function, shards) if shards else ()
+
+
+def load_sealed(path: Place) -> ShardRows:
+    """The rows of a sealed shard. FileNotFoundError: it is gone."""
+    rows = ShardRows(path, is_sealed=True, size_bytes=store_of(path).look_at(path).size_bytes)
+    rows.find_sealed()
+    return rows
+
+
+def load_open(path: Place) -> ShardRows:
+    """The rows of a shard that is not sealed; `path` is its final name. FileNotFoundError: it is sealed or gone."""
+    open_path = path.with_name(open_name(path.name))
+    rows = ShardRows(open_path, is_sealed=False, size_bytes=store_of(open_path).look_at(open_path).size_bytes)
+    rows.find_open(path)
+    return rows
+
+
+def _open_index(shard: Place, shard_bytes: int) -> Shard | None:
+    """The index of a sealed shard; None where it is missing.
+
+    Raises:
+        RunError: it is damaged, or of another file.
+    """
+    path = shard.with_name(index_name(shard.name))
+    try:
+        index = open_sealed(path, extra=PLACE_FIELDS, without=("data",))[0]
+    except FileNotFoundError:
+        return None
+    if (index.schema.metadata or {}).get(SHARD_BYTES_KEY) != b"%d" % shard_bytes:
+        raise CorruptError(f"{path}: belongs to another file")
+    return index

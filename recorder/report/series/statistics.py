@@ -1,0 +1,304 @@
+"""The statistics of a run as cubes: every series over steps, for each lane. Never reads a payload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ...analyze.keys import Integers
+from ...analyze.stats.reasons import WHY, with_why
+from ...errors import LookupFailedError
+from ...format.schema import COUNTS, MEASURED
+from ...globalview.run import Run
+from ..axes import Axes, is_number
+from ..blocks import Block
+from ..rows import SeriesKey, StepRows, Values, values_of
+from .cube import Cube
+from .histograms import HistogramCollector
+from .lanes import Lanes, OddRanks, spread_of
+
+DRAWN = ("absmax", "l2", "mean", "std", "min", "max")
+"""The statistics that a page holds, the most telling first; counts it always holds."""
+_LEAST_DRAWN = 3
+"""A page holds so many statistics of a large run, to show more of its steps."""
+_OF_SCALARS = ("mean", *COUNTS)
+_JUDGED_BY = ("l2", "absmax", "mean", "std", "min", "max")
+"""By which of them ranks are compared: by the first that there is."""
+_DEVIATION = "deviation"
+_MAX_CELLS = 1_400_000
+"""Cells of a page whose numbers differ; each is a byte. Bounds the page at 2 MB."""
+_MAX_FINE_CELLS = 250_000
+"""Up to so many, a cell has two bytes."""
+_MIN_COLUMNS, _MAX_COLUMNS = 32, 1000
+_MAX_SCALAR_COLUMNS = 2000
+_ENOUGH_COLUMNS = 160
+"""Statistics are left out where this gives each of the others so many columns, or brings them closer to it."""
+_MAX_RANK_BINS = 64
+_MAX_GLOBAL_ROWS = 120_000
+"""Rows of which values of all ranks are made; of a run with more, those of some steps are."""
+_MAX_GLOBAL_STEP_ROWS = 20_000
+"""A step with more, of thousands of ranks, takes minutes and gigabytes to put together: such a run has ranks alone."""
+_MAX_REASONS = 2000
+
+
+class StatisticsBlocks:
+    """Collects the statistics of one run."""
+
+    def __init__(
+        self,
+        run: Run,
+        axes: Axes,
+        *,
+        asked: Sequence[str] = (),
+        steps: Sequence[int] | None = None,
+        share: float = 1.0,
+        prefix: str = "",
+    ) -> None:
+        """Room for all of it.
+
+        Args:
+            run: whose rows.
+            axes: what there is in it.
+            asked: statistics; by default as many as there is room for.
+            steps: those of the columns, where another run has others than this one.
+            share: of the page that there is room for.
+            prefix: of the names of its blocks.
+
+        Raises:
+            LookupFailedError: there is no such statistic.
+        """
+        self._run, self._axes, self._prefix = run, axes, prefix
+        a_step = axes.num_rows / max(len(axes.steps | axes.scalar_steps), 1)
+        self.lanes = Lanes(run, can_have_global=a_step <= _MAX_GLOBAL_STEP_ROWS)
+        for name in asked:
+            if name not in DRAWN:
+                raise LookupFailedError(f"no statistic {name!r} to draw; there are {', '.join(DRAWN)}")
+        self.series = [key for key in axes.index if not is_number(key.site)]
+        self.scalars = [key for key in axes.index if is_number(key.site)]
+        self._number = np.full(len(axes.index) + 1, -1, np.int64)
+        for keys in (self.series, self.scalars):
+            for number, key in enumerate(keys):
+                self._number[axes.index[key]] = number
+        self._is_scalar = np.array([*axes.is_scalar, False])
+        steps = sorted(axes.steps) if steps is None else steps
+        self.names, num_columns = _fit(len(self.series), len(self.lanes), len(steps), asked, share)
+        self.cube = Cube(
+            steps=steps, num_columns=num_columns, num_series=len(self.series), num_lanes=len(self.lanes),
+            statistics=(*self.names, *COUNTS),
+        )  # fmt: skip
+        scalar_steps = sorted(axes.scalar_steps)
+        self.scalar_cube = Cube(
+            steps=scalar_steps, num_columns=min(len(scalar_steps), _MAX_SCALAR_COLUMNS),
+            num_series=len(self.scalars), num_lanes=len(self.lanes), statistics=_OF_SCALARS,
+        )  # fmt: skip
+        self.odd = OddRanks(self.lanes.ranks)
+        self._judged_by = next((name for name in _JUDGED_BY if name in self.names), None)
+        self.histograms = HistogramCollector(list(steps), self.lanes.ranks, len(self.series))
+        self.reasons: dict[tuple[int, bool], str] = {}
+        """By series and whether it is of all ranks, why it has no statistics, or stays with its ranks."""
+        self.global_steps: int | None = None
+        """Number of steps with values of all ranks, where that is not all steps."""
+        self._make_rank_cubes()
+
+    def _make_rank_cubes(self) -> None:
+        """Make the cubes of how far each of many ranks is from the others, by series, and by site over steps."""
+        ranks, num_bins = self.lanes.ranks, min(len(self.lanes.ranks), _MAX_RANK_BINS)
+        self._sites = list(dict.fromkeys(key.site for key in self.series))
+        self._site_of = np.array([self._sites.index(key.site) for key in self.series] or [0], np.int64)
+        names = (_DEVIATION, "nan_count", "inf_count")
+        self.by_rank: Cube | None = None
+        self.rank_steps: Cube | None = None
+        if self.lanes.has_spread:
+            self.by_rank = Cube(
+                steps=ranks, num_columns=num_bins, num_series=len(self.series), num_lanes=1, statistics=names
+            )
+            self.rank_steps = Cube(
+                steps=self.cube.steps.tolist(), num_columns=min(self.cube.shape[2], 200),
+                num_series=len(self._sites), num_lanes=num_bins, statistics=names,
+            )  # fmt: skip
+
+    def collect(self, rows: StepRows, report: Callable[[int], None]) -> None:
+        """Read all rows, and those of all ranks together; `report` is called with how many rows are done."""
+        for table in rows:
+            self._add(table)
+            report(table.num_rows)
+        if self.lanes.has_spread:
+            self.lanes.set_odd(self.odd.found())
+            for table in rows if self.lanes.odd else ():
+                self._put_ranks(table.filter(pc.is_in(table.column("rank"), pa.array(self.lanes.odd, pa.int32()))))
+        if self.lanes.has_global and not self.lanes.is_merged:
+            self._add_global(rows)
+
+    def _add(self, table: Any) -> None:
+        """The rows of a range of steps, as ranks recorded them."""
+        self._note_reasons(table, is_global=False)
+        self.histograms.add(table, self._numbers_of)
+        for values, cube in self._split(table):
+            own = self.lanes.of_ranks(values.ranks)
+            _put(cube, values, own, np.flatnonzero(own >= 0))
+            if len(self.lanes.ranks) < 3:
+                continue
+            spread = spread_of(values, self._judged_by if cube is self.cube else None)
+            if cube is self.cube:
+                self.odd.add(values, spread)
+            if self.lanes.has_spread:
+                for place, lane in enumerate(self.lanes.spread_lanes):
+                    numbers = {name: found[place] for name, found in spread.numbers.items()}
+                    cube.put(spread.series, np.full(len(spread.series), lane), spread.steps, numbers)
+                if cube is self.cube:
+                    self._put_deviations(values, spread.deviation)
+
+    def _numbers_of(self, table: Any) -> Integers:
+        """For each row the number of its series; -1 for a number of the step."""
+        ids = self._axes.numbers_of(table)
+        return np.asarray(np.where(self._is_scalar[ids], -1, self._number[ids]), np.int64)
+
+    def _put_ranks(self, table: Any) -> None:
+        for values, cube in self._split(table):
+            own = self.lanes.of_ranks(values.ranks)
+            _put(cube, values, own, np.flatnonzero(own >= 0))
+
+    def _put_deviations(self, values: Values, deviation: Any) -> None:
+        assert self.by_rank is not None and self.rank_steps is not None
+        is_own = values.ranks >= 0
+        numbers = {name: values.numbers[name][is_own] for name in ("nan_count", "inf_count")}
+        numbers[_DEVIATION] = deviation[is_own]
+        series, ranks, steps = values.series[is_own], values.ranks[is_own], values.steps[is_own]
+        self.by_rank.put(series, np.zeros(len(series), np.int64), ranks, numbers)
+        self.rank_steps.put(self._site_of[series], self.by_rank.columns_of(ranks), steps, numbers)
+
+    def _split(self, table: Any) -> Iterator[tuple[Values, Cube]]:
+        """The values of a table that are tensors, and those that are numbers of the step."""
+        ids = self._axes.numbers_of(table)
+        for is_scalar, cube in ((False, self.cube), (True, self.scalar_cube)):
+            is_of_it = (ids >= 0) & (self._is_scalar[ids] == is_scalar)
+            if is_of_it.any():
+                own = table.filter(pa.array(is_of_it))
+                yield values_of(own, self._number[ids[is_of_it]], list(cube.values)), cube
+
+    def _add_global(self, rows: StepRows) -> None:
+        """Values of all ranks together, as the global view makes them."""
+        view = self._run.view()
+        steps = sorted(self._axes.steps | self._axes.scalar_steps)
+        a_step = max(self._axes.num_rows / max(len(steps), 1), 1.0)
+        num_steps = max(int(_MAX_GLOBAL_ROWS / a_step), 2)
+        ranges = list(view.windows())
+        if num_steps < len(steps):
+            chosen = np.unique(np.linspace(0, len(steps) - 1, num_steps).astype(int))
+            ranges = [(steps[place], steps[place] + 1) for place in chosen.tolist()]
+            self.global_steps = len(ranges)
+        known = set(steps)
+        for first, last in ranges:
+            table = view.rows(first, last).table
+            table = table.filter(pc.not_equal(table.column("phase"), "recompute"))
+            at = table.column("step").to_numpy()
+            table = table.filter(pa.array(np.isin(at, [step for step in known if first <= step < last])))
+            self._note_reasons(table, is_global=True)
+            whole = table.filter(pc.is_null(table.column("rank")))
+            for values, cube in self._split(whole):
+                cube.put(values.series, np.zeros(len(values.series), np.int64), values.steps, values.numbers)
+
+    def _note_reasons(self, table: Any, *, is_global: bool) -> None:
+        """Why series have no numbers; of several reasons the first."""
+        lacks = pc.is_null(table.column(MEASURED))
+        if is_global:
+            lacks = pc.or_(lacks, pc.is_valid(table.column("rank")))
+        lacking = table.filter(pc.or_(lacks, pc.is_null(table.column("mean"))))
+        if not lacking.num_rows or len(self.reasons) >= _MAX_REASONS:
+            return
+        ids = self._axes.numbers_of(lacking)
+        whys = with_why(lacking).column(WHY).to_pylist()
+        for number, why in dict.fromkeys(zip(ids.tolist(), whys, strict=True)):
+            if number >= 0 and why and not self._is_scalar[number]:
+                self.reasons.setdefault((int(self._number[number]), is_global), why)
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether any series has any of the statistics that are drawn, or counts at least: it may be all NaN."""
+        return any(bool((~np.isnan(self.cube.values[name])).any()) for name in (*self.names, MEASURED))
+
+    def blocks(self, modules: Mapping[str, int]) -> Iterator[Block]:
+        """What was collected."""
+        axes = self._axes
+        yield Block(
+            name=f"{self._prefix}axes",
+            data={
+                "lanes": self.lanes.described(),
+                "statistics": list(self.names),
+                "steps": self.cube.first_steps,
+                "num_steps": len(self.cube.steps),
+                "last_step": int(self.cube.steps[-1]) if len(self.cube.steps) else None,
+                "scalar_steps": self.scalar_cube.first_steps,
+                "num_scalar_steps": len(self.scalar_cube.steps),
+                "global_steps": self.global_steps,
+                "has_global": self.lanes.has_global,
+                "series": [_described(axes, modules, key) for key in self.series],
+                "scalars": [_described(axes, modules, key) for key in self.scalars],
+                "reasons": [[number, int(whole), why] for (number, whole), why in self.reasons.items()],
+                "ranks": self.lanes.ranks[:: max(len(self.lanes.ranks) // _MAX_RANK_BINS, 1)],
+                "num_ranks": len(self.lanes.ranks),
+                "sites": self._sites,
+            },
+        )
+        num_lanes = len(self.lanes.described())
+        for cube in (self.cube, self.scalar_cube):
+            cube.keep_lanes(num_lanes)
+        yield from self.cube.blocks(f"{self._prefix}values", _MAX_FINE_CELLS)
+        if self.scalars:
+            yield from self.scalar_cube.blocks(f"{self._prefix}scalars", _MAX_FINE_CELLS)
+        if (histograms := self.histograms.block(f"{self._prefix}histograms")) is not None:
+            yield histograms
+        if self.by_rank is not None and self.rank_steps is not None:
+            yield from self.by_rank.blocks(f"{self._prefix}by-rank", 0)
+            yield from self.rank_steps.blocks(f"{self._prefix}rank-steps", 0)
+
+
+def check_statistics(run: Run, axes: Axes, collected: StatisticsBlocks) -> None:
+    """Refuse a run of which there is nothing to draw.
+
+    Raises:
+        LookupFailedError: with what to record the next time.
+    """
+    if not axes.index:
+        raise LookupFailedError(
+            f"{run.name} has no rows to draw; `recorder doctor` says why, and RECORDER_RULES='keep=stats' records "
+            "statistics of everything"
+        )
+    if not collected.has_numbers and not collected.scalars:
+        names = ", ".join(collected.names)
+        raise LookupFailedError(
+            f"{run.name} has no statistics to draw ({names}): its rules kept none; the next time add the rule "
+            "'site=output,grad_output,param,grad keep=stats'"
+        )
+
+
+def _described(axes: Axes, modules: Mapping[str, int], key: SeriesKey) -> list[Any]:
+    number = axes.index[key]
+    numel = axes.numels[number]
+    shown = [modules[key.module_path], key.site, key.name, key.mode, key.root]
+    return [*shown, axes.shapes[number], axes.dtypes[number], numel]
+
+
+def _put(cube: Cube, values: Values, lanes: Integers, chosen: Integers) -> None:
+    numbers = {name: found[chosen] for name, found in values.numbers.items()}
+    cube.put(values.series[chosen], lanes[chosen], values.steps[chosen], numbers)
+
+
+def _fit(
+    num_series: int, num_lanes: int, num_steps: int, asked: Sequence[str], share: float
+) -> tuple[tuple[str, ...], int]:
+    """Which statistics a page has room for, and into how many columns the steps go."""
+    names = tuple(dict.fromkeys(asked)) or DRAWN
+    a_column = max(num_series, 1) * (1 + (num_lanes - 1) / 2)  # ranks are replicas in part, and those cost nothing
+
+    def columns(num_names: int) -> int:
+        fitting = int(_MAX_CELLS * share / (a_column * num_names))
+        return min(max(fitting, _MIN_COLUMNS), _MAX_COLUMNS, num_steps)
+
+    while not asked and len(names) > _LEAST_DRAWN and columns(len(names)) < min(num_steps, _ENOUGH_COLUMNS):
+        names = names[:-1]
+    return names, columns(len(names))

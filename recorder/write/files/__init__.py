@@ -1,0 +1,1 @@
+"""The files that a writer makes: system calls, syncs, IPC files with checked batches, manifests and status."""

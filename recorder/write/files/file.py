@@ -1,0 +1,394 @@
+"""Makes the system calls on files that are being written, and holds the memory that they write from.
+
+Nothing above this module opens, writes, syncs or renames a shard: tests replace `Disk` to make a disk slow, full or
+sick. Nothing here may copy more than a part of a block of a payload, or write into the memory where a payload lies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ...native import address
+from ...system.descriptors import Descriptor, require_ours
+from ...system.memory import private_memory
+from .syncing import StuckError, SyncThread
+
+GRAIN_BYTES = 4096
+"""Addresses, lengths and offsets of direct writes are multiples of this; no common disk asks for more."""
+HEAD_BYTES = 2 * GRAIN_BYTES
+"""Room in front of an appended part: the schema that Arrow writes before each message lands there, then the tail."""
+FILE_MODES = {"owner": 0o600, "group": 0o640, "all": 0o644}
+"""The mode of a new file by the setting `permissions`."""
+_NO_PROGRESS_LIMIT = 3
+_AT_CWD, _NO_REPLACE = -100, 1
+
+
+class Disk:
+    """The disk as the writer sees it. Every method may raise OSError, and may block.
+
+    A descriptor that somebody else has closed raises EBADF, whatever its number means by now.
+    """
+
+    file_mode = 0o600
+    """The mode of new files; whoever may read them may also enter new directories."""
+    keeps_reserve = False
+    """Whether to hold a descriptor in reserve, for when the process has no other left; see `release_reserve`."""
+    syncs: SyncThread | None = None
+    """The thread on which `persist` syncs, so that it waits a bounded time; None to wait as long as a sync takes."""
+    _reserve: Descriptor | None = None
+
+    def make_directory(self, path: Path) -> None:
+        """Create a directory; raises FileExistsError where it exists."""
+        mode = self.file_mode | (self.file_mode & 0o444) >> 2
+        os.mkdir(path, mode)
+        if self.file_mode != Disk.file_mode:
+            with contextlib.suppress(OSError):  # the setting `permissions` overrules the umask
+                os.chmod(path, mode)
+
+    def remove_directory(self, path: Path) -> None:
+        """Remove an empty directory."""
+        os.rmdir(path)
+
+    def create(self, path: Path) -> int:
+        """Create a file, never through a link; raises FileExistsError where it exists."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = self._open(path, flags)
+        if self.file_mode != Disk.file_mode:
+            with contextlib.suppress(OSError):
+                os.fchmod(descriptor, self.file_mode)
+        return descriptor
+
+    def set_direct(self, descriptor: int, wanted: bool) -> bool:
+        """Switch writes past the page cache on or off; return False where the file system cannot."""
+        try:
+            require_ours(descriptor)
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
+        except OSError:
+            return False
+        return True
+
+    def write(self, descriptor: int, data: memoryview, offset: int, *behind: memoryview) -> int:
+        """Write `data` and the buffers `behind` it, perhaps less than all; return the number of bytes written."""
+        require_ours(descriptor)
+        return os.pwritev(descriptor, [data, *behind], offset)
+
+    def truncate(self, descriptor: int, nbytes: int) -> None:
+        require_ours(descriptor)
+        os.ftruncate(descriptor, nbytes)
+
+    def sync(self, descriptor: int) -> None:
+        require_ours(descriptor)
+        os.fsync(descriptor)
+
+    def persist(self, descriptor: int) -> None:
+        """Sync a file, and wait for as long as `syncs` allows."""
+        if self.syncs is None:
+            self.sync(descriptor)
+        else:
+            self.syncs.do(partial(self.sync, descriptor))
+
+    def persist_directory(self, path: Path) -> None:
+        """Sync a directory, and wait for as long as `syncs` allows."""
+        if self.syncs is None:
+            self.sync_directory(path)
+        else:
+            self.syncs.do(partial(self.sync_directory, path))
+
+    def close(self, descriptor: int) -> None:
+        require_ours(descriptor)
+        os.close(descriptor)
+        if self.keeps_reserve and self._reserve is None:
+            with contextlib.suppress(OSError):  # unlike /dev/null, nobody else can have it open
+                self._reserve = Descriptor.of(os.memfd_create("recorder-reserve", os.MFD_CLOEXEC))
+
+    def release_reserve(self) -> None:
+        """Close the descriptor that is held in reserve."""
+        reserve, self._reserve = self._reserve, None
+        if reserve is not None and reserve.is_ours:
+            with contextlib.suppress(OSError):
+                os.close(reserve)
+
+    def _open(self, path: Path, flags: int) -> Descriptor:
+        try:
+            return Descriptor.of(os.open(path, flags, self.file_mode))
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or self._reserve is None:
+                raise
+        self.release_reserve()
+        return Descriptor.of(os.open(path, flags, self.file_mode))
+
+    def is_linked(self, descriptor: int) -> bool:
+        """Whether the file still has a name: a file in a removed directory takes writes without an error."""
+        require_ours(descriptor)
+        return os.fstat(descriptor).st_nlink > 0
+
+    def link(self, path: Path, final: Path) -> None:
+        """Give a file a second name; raises FileExistsError where the name is taken."""
+        os.link(path, final, follow_symlinks=False)
+
+    def rename(self, path: Path, final: Path) -> None:
+        """Rename a file; raises FileExistsError where the name is taken."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(libc, "renameat2"):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path), None, str(final))
+        if libc.renameat2(_AT_CWD, os.fsencode(path), _AT_CWD, os.fsencode(final), _NO_REPLACE) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(path), None, str(final))
+
+    def replace(self, path: Path, final: Path) -> None:
+        """Give a file its final name, even if another file has it; a crash leaves one of the two."""
+        os.replace(path, final)
+
+    def is_same(self, path: Path, final: Path) -> bool:
+        """Whether two names belong to one file."""
+        return os.path.samestat(os.lstat(path), os.lstat(final))
+
+    def sync_directory(self, path: Path) -> None:
+        """Make the names in a directory durable, where the file system can."""
+        descriptor = self._open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        finally:
+            with contextlib.suppress(OSError):  # an error on closing a directory means nothing
+                Disk.close(self, descriptor)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def free_bytes(self, path: Path) -> int:
+        """Return the bytes that an unprivileged user may still write to the file system of `path`."""
+        status = os.statvfs(path)
+        return status.f_bavail * status.f_frsize
+
+
+class PageMemory:
+    """Page-aligned private memory that is empty in forked children; untouched pages cost nothing."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = self._map(nbytes)
+
+    def reserve(self, nbytes: int) -> None:
+        """Make `data` at least this long; its content is lost where it has to grow."""
+        if len(self.data) < nbytes:
+            self.data = self._map(nbytes)
+
+    @staticmethod
+    def _map(nbytes: int) -> npt.NDArray[np.uint8]:
+        region = private_memory(_round_up(nbytes, mmap.PAGESIZE))
+        return np.frombuffer(region, np.uint8)
+
+
+class AppendFile:
+    """A file that grows part by part, past the page cache where it can; each part is laid out in shared memory first.
+
+    A direct write covers whole blocks: the last block is filled up with zeros, and written again with the next part.
+    Only values are written from where they lie, and that memory is never written to.
+    """
+
+    def __init__(self, disk: Disk, path: Path, memory: PageMemory, *, is_direct: bool) -> None:
+        self.path = path
+        self.end = 0
+        """The number of bytes that were appended and written; zeros may follow them."""
+        self.synced_end = 0
+        """The number of bytes that a successful sync has covered."""
+        self.is_sick = False
+        """True after a failed sync, which must not be repeated: the kernel may have dropped pages, and say yes."""
+        self._disk = disk
+        self._memory = memory
+        self._descriptor = disk.create(path)
+        self._grain = GRAIN_BYTES if is_direct and disk.set_direct(self._descriptor, True) else 1
+        self._tail = b""
+        self._is_name_durable = False
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether writes go past the page cache."""
+        return self._grain > 1
+
+    def next_start(self, nbytes: int) -> int:
+        """Return where to lay out the next part, of at most `nbytes`; `append` overwrites bytes before it."""
+        self._memory.reserve(HEAD_BYTES + nbytes + 2 * GRAIN_BYTES)
+        return HEAD_BYTES + len(self._tail)
+
+    def append(self, nbytes: int) -> None:
+        """Write the `nbytes` that lie at `next_start`. After an OSError the part counts as never appended."""
+        self._require_linked()
+        data, tail_bytes = self._memory.data, len(self._tail)
+        start = HEAD_BYTES + tail_bytes
+        stop, padded = start + nbytes, HEAD_BYTES + _round_up(tail_bytes + nbytes, self._grain)
+        data[HEAD_BYTES:start] = np.frombuffer(self._tail, np.uint8)
+        data[stop:padded] = 0
+        self._write(self.end - tail_bytes, data[HEAD_BYTES:padded].data)
+        self._tail = data[stop - (tail_bytes + nbytes) % self._grain : stop].tobytes()
+        self.end += nbytes
+
+    def gap(self, lead_bytes: int) -> int:
+        """Return the bytes to put behind `lead_bytes` of the next part, to reach a multiple of `GRAIN_BYTES`."""
+        return -(self.end + lead_bytes) % GRAIN_BYTES
+
+    def append_bytes(self, data: bytes) -> None:
+        """Append a few bytes that exist already."""
+        start = self.next_start(len(data))
+        self._memory.data[start : start + len(data)] = np.frombuffer(data, np.uint8)
+        self.append(len(data))
+
+    def append_around(self, lead: bytes, values: npt.NDArray[np.uint8], trail: bytes) -> None:
+        """Append a part with values in its middle, which are written from where they lie.
+
+        Args:
+            lead: the bytes before the values, with the `gap`: values begin at a multiple of `GRAIN_BYTES` of the file.
+            values: the values, which also begin at a multiple of it in memory.
+            trail: the bytes behind the values.
+        """
+        assert address(values) % GRAIN_BYTES == 0, "direct writes refuse such values"
+        self._require_linked()
+        rest = len(values) - len(values) % self._grain
+        head, foot = self._tail + lead, values[rest:].tobytes() + trail
+        stop, padded = len(head) + len(foot), len(head) + _round_up(len(foot), self._grain)
+        self._memory.reserve(padded)
+        data = self._memory.data
+        data[:stop] = np.frombuffer(head + foot, np.uint8)
+        data[stop:padded] = 0
+        self._write(
+            self.end - len(self._tail), data[: len(head)].data, values[:rest].data, data[len(head) : padded].data
+        )
+        self._tail = foot[len(foot) - len(foot) % self._grain :]
+        self.end += len(lead) + len(values) + len(trail)
+
+    def sync(self) -> None:
+        """Make the appended bytes survive a loss of power; the first call also makes the name of the file durable."""
+        self._sync_content()
+        if not self._is_name_durable:
+            self._disk.persist_directory(self.path.parent)
+            self._is_name_durable = True
+        self.synced_end = self.end
+
+    def publish(self, final: Path) -> None:
+        """Cut off the zeros, sync, close, and give the file its final name; raises FileExistsError if that is taken."""
+        self._disk.truncate(self._descriptor, self.end)
+        self._sync_content()
+        self.synced_end = self.end
+        self.close()
+        publish(self._disk, self.path, final)
+
+    def cut_back(self) -> None:
+        """Remove bytes that a failed append may have left."""
+        self._disk.truncate(self._descriptor, self.end)
+
+    def close(self) -> None:
+        """Close once; a second call does nothing, also after an error."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            self._disk.close(descriptor)
+
+    def _require_linked(self) -> None:
+        if not self._disk.is_linked(self._descriptor):
+            raise FileNotFoundError(errno.ENOENT, "the file was removed while it was being written", str(self.path))
+
+    def _sync_content(self) -> None:
+        self.is_sick = True
+        try:
+            self._disk.persist(self._descriptor)
+        except StuckError:
+            self.is_sick = False
+            raise
+        self.is_sick = False
+
+    def _write(self, offset: int, *buffers: memoryview) -> None:
+        while True:
+            try:
+                return write_all(self._disk, self._descriptor, buffers, offset, self.path)
+            except OSError as error:
+                if error.errno != errno.EINVAL or self._grain == 1:
+                    raise
+                # The disk has larger blocks, or a write was cut short within a block: try again through the page cache.
+                self._disk.set_direct(self._descriptor, False)
+                self._grain = 1
+
+
+def write_all(disk: Disk, descriptor: int, buffers: Iterable[memoryview], offset: int, path: Path) -> None:
+    """Write all buffers one behind the other, in as many writes as the disk needs.
+
+    Raises:
+        OSError: the disk refused, perhaps after it took some bytes.
+    """
+    left = [buffer for buffer in buffers if buffer]
+    num_stalls = 0
+    while left:
+        num_written = disk.write(descriptor, left[0], offset, *left[1:])
+        num_stalls = 0 if num_written else num_stalls + 1
+        if num_stalls == _NO_PROGRESS_LIMIT:
+            raise OSError(errno.EIO, "writes make no progress", str(path))
+        offset += num_written
+        while left and num_written >= len(left[0]):
+            num_written -= len(left.pop(0))
+        if left:
+            left[0] = left[0][num_written:]
+
+
+def publish(disk: Disk, path: Path, final: Path) -> None:
+    """Move a synced file from its open name to its final one, and never over another file.
+
+    Raises:
+        FileExistsError: the final name is taken.
+        OSError: the disk refused; the file has its open name.
+    """
+    try:
+        has_both_names = name_newly(disk, path, final)
+    except FileExistsError:
+        raise
+    except OSError:
+        if os.path.lexists(final):
+            raise
+        disk.replace(path, final)  # nobody else writes in this directory
+        return
+    if has_both_names:
+        # With both names it is readable, and readers prefer the final one: the old name goes once the new is durable.
+        with contextlib.suppress(OSError):
+            disk.persist_directory(path.parent)
+            disk.unlink(path)
+
+
+def name_newly(disk: Disk, path: Path, final: Path) -> bool:
+    """Give a file a name that no other has, by a link or, where the file system has none, by a rename.
+
+    Returns:
+        Whether the file still has its old name, too.
+
+    Raises:
+        FileExistsError: the name is taken.
+        OSError: the disk can do neither.
+    """
+    try:
+        disk.link(path, final)
+    except FileExistsError:
+        if not disk.is_same(path, final):  # NFS may repeat a request that has succeeded
+            raise
+    except OSError as refusal:
+        try:
+            disk.rename(path, final)
+        except FileExistsError:
+            raise
+        except OSError:
+            raise refusal from None
+        return False
+    return True
+
+
+def _round_up(nbytes: int, grain: int) -> int:
+    return -(-nbytes // grain) * grain
