@@ -1,4 +1,7 @@
-"""Compiles the loops of `recorder/native` where a compiler is there; where none is, the wheel is pure Python."""
+"""Compiles the loops of `recorder/native` where a compiler is there; where none is, the wheel is pure Python.
+
+RECORDER_PURE=1 in the environment makes the pure wheel where there is a compiler, too.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,9 @@ class NativeBuildHook(BuildHookInterface[Any]):
     """Runs before hatchling builds a wheel, an editable one among them."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        if compile_kernels(Path(self.root)) is not None:
+        if os.environ.get("RECORDER_PURE"):
+            (Path(self.root) / "recorder" / "native" / NAME).unlink(missing_ok=True)
+        elif compile_kernels(Path(self.root)) is not None:
             build_data["pure_python"] = False
             build_data["tag"] = wheel_tag()
             build_data["artifacts"].append(f"/recorder/native/{NAME}")

@@ -76,3 +76,8 @@ class UnsupportedError(RunError):
 
 class LookupFailedError(RunError, LookupError):
     """No row, or more than one, answers the question; the message lists what there is to choose from."""
+
+
+def not_installed(what: str, package: str, extra: str) -> str:
+    """Return the message that `what` needs a package of one of the extras, with the line to type."""
+    return f"{what} needs {package}, which is not installed: pip install 'torch-recorder[{extra}]' (or {package} alone)"

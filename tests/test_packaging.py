@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 
 
-def pip(*args: str | Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "pip", "-q", *map(str, args)], capture_output=True, text=True)
+SOURCES = ("LICENSE", "README.md", "hatch_build.py", "pyproject.toml", "recorder")
+
+
+def pip(*args: str | Path, env: Mapping[str, str] = MappingProxyType({})) -> None:
+    words = [sys.executable, "-m", "pip", "-q", *map(str, args)]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | env)
     assert done.returncode == 0, done.stderr
 
 
@@ -22,7 +29,7 @@ def pip(*args: str | Path) -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", out, ROOT)
-    (path,) = out.glob("recorder-*.whl")
+    (path,) = out.glob("torch_recorder-*.whl")
     return path
 
 
@@ -42,6 +49,19 @@ def test_the_wheel_holds_the_package_and_the_startup_hook_beside_it(wheel: Path)
         if path.is_file() and not {"__pycache__", "startup"} & set(path.parts)
     }
     assert {n for n in names if ".dist-info/" not in n} == source | {"recorder_autoload.py", "recorder_probe.py"}
+
+
+def test_the_wheel_is_small(wheel: Path) -> None:
+    """It has 1.0 MB; what nobody meant to ship is larger."""
+    assert wheel.stat().st_size < 2 << 20
+
+
+def test_there_is_a_pure_wheel_where_it_is_asked_for(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(ROOT, source, ignore=lambda _, names: {*names} - {*SOURCES} if _ == str(ROOT) else set())
+    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", tmp_path, source, env={"RECORDER_PURE": "1"})
+    (wheel,) = tmp_path.glob("torch_recorder-*-py3-none-any.whl")
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
 
 
 def python(installed: Path, code: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:

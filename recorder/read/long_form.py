@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from ..errors import LookupFailedError
+from ..errors import LookupFailedError, not_installed
 from ..format.schema import COUNTS, STATISTICS
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def choose_statistics(names: Sequence[str] | None) -> tuple[str, ...]:
             hint = f"; did you mean {near[0]!r}?" if near else f"; choose of {', '.join(_MEASURES)}"
             raise LookupFailedError(f"no statistic {name!r}{hint}")
     if importlib.util.find_spec("pandas") is None:
-        raise ImportError("to_long needs pandas, and it is not installed: pip install pandas")
+        raise ImportError(not_installed("to_long", "pandas", "analysis"))
     return chosen
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ..errors import CorruptError, LookupFailedError, RunError
+from ..errors import CorruptError, LookupFailedError, RunError, not_installed
 from ..format.dtypes import item_bytes
 from ..format.manifest import RunManifest
 from ..format.proof import PROOF, PROOF_BYTES, UNKNOWN, Proof
@@ -208,7 +208,7 @@ class RecordedRun:
             ImportError: pandas is not installed.
         """
         if importlib.util.find_spec("pandas") is None:
-            raise ImportError("Run.to_pandas needs pandas, and it is not installed: pip install pandas")
+            raise ImportError(not_installed("Run.to_pandas", "pandas", "analysis"))
         frame: pandas.DataFrame = self.table(columns, filter).to_pandas()
         return frame
 

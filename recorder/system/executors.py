@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-from ..errors import ClusterError
+from ..errors import ClusterError, not_installed
 
 _CONNECT_S = 10.0
 _WORKERS_S = 10.0
@@ -95,7 +95,7 @@ def open_dask(address: str) -> Iterator[tuple[Executor, int]]:
         ClusterError: there is no cluster, it has no workers, or they are of other versions.
     """
     if find_spec("distributed") is None:
-        raise ClusterError("--scheduler needs Dask, which is not installed: pip install '.[dask]' (or distributed)")
+        raise ClusterError(not_installed("--scheduler", "distributed", "dask"))
     with _quiet():
         client = _connect(address)
         try:

@@ -199,7 +199,7 @@ def test_without_dask_it_is_said_how_to_get_it(cli: Cli, run: Path, monkeypatch:
     monkeypatch.setattr("recorder.system.executors.find_spec", lambda name: None)
     result = cli("stats", run, "--scheduler", "tcp://127.0.0.1:1")
     assert result.exit_code == 2
-    assert "pip install '.[dask]'" in result.err
+    assert "pip install 'torch-recorder[dask]'" in result.err
 
 
 @pytest.mark.parametrize("options", [["--jobs", 2], ["--to", "dcp"]])

@@ -179,5 +179,5 @@ class TestCommands:
 
 def test_a_frame_without_pandas_is_an_import_error(run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match="pip install pandas"):
+    with pytest.raises(ImportError, match=r"pip install 'torch-recorder\[analysis\]'"):
         open_run(run_path).to_pandas()

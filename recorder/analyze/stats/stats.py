@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...errors import LookupFailedError
+from ...errors import LookupFailedError, not_installed
 from ...format.schema import COUNTS, STATISTICS
 from ...globalview.run import Run
 from ...read.shards import untrusted
@@ -104,7 +104,7 @@ def stats(
         ImportError: pandas is not installed.
     """
     if importlib.util.find_spec("pandas") is None:
-        raise ImportError("stats gives a pandas frame, and pandas is not installed: pip install pandas")
+        raise ImportError(not_installed("stats", "pandas", "analysis"))
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
     options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layouts, partial=partial)
     found = statistics(run, selection, options, by=(by,) if isinstance(by, str) else by)
