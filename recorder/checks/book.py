@@ -14,15 +14,15 @@ import numpy as np
 from ..errors import ConfigError
 from ..rules import did_you_mean, matches, parse_patterns
 from ..sites import SITES
-from .activations import Dead, Saturated
-from .course import Jump, LossStuck, Spike
-from .finite import NonFinite
-from .gradients import Exploding, NoGradient, Vanishing
-from .later import DeadUnits, OutlierUnits
-from .parameters import Initialisation, Unchanged, Update
-from .ranks import OutlierRank, RepeatedBatch, RunningStatistics
 from .rows import Catalog, Flags, Floats, Rows, SeriesKey
 from .rule import Rule, Setting, Severity, StreakRule
+from .rules.activations import Dead, Saturated
+from .rules.course import Jump, LossStuck, Spike
+from .rules.finite import NonFinite
+from .rules.gradients import Exploding, NoGradient, Vanishing
+from .rules.later import DeadUnits, OutlierUnits
+from .rules.parameters import Initialisation, Unchanged, Update
+from .rules.ranks import OutlierRank, RepeatedBatch, RunningStatistics
 
 RULES: tuple[type[Rule], ...] = (
     NonFinite, Jump, Spike, LossStuck, Vanishing, Exploding, NoGradient, Unchanged, Update, Initialisation,

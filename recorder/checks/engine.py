@@ -51,7 +51,7 @@ class Engine:
         self._has_rows: set[str] = set()
         self._lacking: dict[str, set[str]] = {rule.name: set(rule.columns) for rule in rules}
         """By rule, the columns of which there was no value yet."""
-        self._failed: dict[str, Finding] = {}
+        self._failed: set[str] = set()
         self._findings: dict[str, list[Finding]] = {rule.name: [] for rule in rules}
         self._num_more: dict[str, int] = {}
 
@@ -70,14 +70,24 @@ class Engine:
 
     def finish(self) -> Verdict:
         """There are no more rows: what was found."""
-        if self._pending:
-            self._feed(concatenate(self._pending))
-            self._pending = []
+        self.flush()
         for rule in self._rules:
             if rule.name not in self._failed and not self._lacking[rule.name]:
                 self._ask(rule, rule.finish)
-        found = [one for some in self._findings.values() for one in some] + list(self._failed.values())
-        return Verdict(merged(found), list(self._unjudged()), self._num_more)
+        return Verdict(self.take(), list(self._unjudged()), self._num_more)
+
+    def flush(self) -> None:
+        """The rows of the last step are all there: rules may judge it."""
+        if self._pending:
+            self._feed(concatenate(self._pending))
+            self._pending = []
+
+    def take(self) -> list[Finding]:
+        """What was found since this was last asked, the worst first."""
+        found = [one for some in self._findings.values() for one in some]
+        for some in self._findings.values():
+            some.clear()
+        return merged(found)
 
     def _feed(self, rows: Rows) -> None:
         series = rows.series
@@ -104,7 +114,12 @@ class Engine:
                 else:
                     self._num_more[rule.name] = self._num_more.get(rule.name, 0) + 1
         except Exception as error:  # a rule of a user's may raise anything, and the others go on
-            self._failed[rule.name] = _failure(rule, error)
+            self._fail(rule, error)
+
+    def _fail(self, rule: Rule, error: Exception) -> None:
+        if rule.name not in self._failed:
+            self._failed.add(rule.name)
+            self._findings[rule.name].append(_failure(rule, error))
 
     def _wanted_by(self, rule: Rule) -> Flags:
         known, keys = self._wanted[rule.name], self._catalog.series
@@ -114,7 +129,7 @@ class Engine:
                 try:
                     new.append(bool(rule.wants(key)))
                 except Exception as error:  # as above
-                    self._failed[rule.name] = _failure(rule, error)
+                    self._fail(rule, error)
                     new.append(False)
             known = self._wanted[rule.name] = np.r_[known, np.array(new, np.bool_)]
         return known

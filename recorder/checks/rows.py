@@ -6,7 +6,7 @@ remembers by lane, so that memory grows with the model and the ranks, and never 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -74,6 +74,7 @@ class Catalog:
         """By root and path, as far as it is known."""
         self.series: list[SeriesKey] = []
         self.about: list[About] = []
+        self._marks: dict[str, Flags] = {}
         self._number_of: dict[SeriesKey, int] = {}
         self._lane_of: dict[int, int] = {}
         self.series_of: Integers = np.zeros(0, np.int64)
@@ -88,6 +89,14 @@ class Catalog:
     @property
     def num_lanes(self) -> int:
         return len(self.series_of)
+
+    def mark(self, name: str, is_one: Callable[[SeriesKey], bool]) -> Flags:
+        """By series, whether it is one of a kind. Each series is asked once for each name of a kind."""
+        known = self._marks.get(name, np.zeros(0, np.bool_))
+        if len(known) < len(self.series):
+            new = [is_one(key) for key in self.series[len(known) :]]
+            known = self._marks[name] = np.append(known, np.array(new, np.bool_))
+        return known
 
     def find(self, key: SeriesKey, rank: int) -> int | None:
         """The lane of a series on a rank, if it was met."""

@@ -10,9 +10,9 @@ import pytest
 
 from recorder.checks.book import RULES, find_rule, read_assignment, read_table
 from recorder.checks.engine import Engine
-from recorder.checks.later import DeadUnits
 from recorder.checks.rows import Rows
 from recorder.checks.rule import Finding, Rule, Severity
+from recorder.checks.rules.later import DeadUnits
 from recorder.errors import ConfigError
 from tests.checks.rows import Recorded
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from recorder.checks import later
 from recorder.checks.book import RULES
+from recorder.checks.rules import later
 from recorder.rules import KEEPS
 
 

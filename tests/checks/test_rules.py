@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recorder.checks.activations import Dead, Saturated
-from recorder.checks.course import Jump, LossStuck, Spike
-from recorder.checks.finite import NonFinite
-from recorder.checks.gradients import Exploding, NoGradient, Vanishing
-from recorder.checks.parameters import Initialisation, Unchanged, Update
-from recorder.checks.ranks import OutlierRank, RepeatedBatch, RunningStatistics
 from recorder.checks.rule import Finding, Rule, Severity
+from recorder.checks.rules.activations import Dead, Saturated
+from recorder.checks.rules.course import Jump, LossStuck, Spike
+from recorder.checks.rules.finite import NonFinite
+from recorder.checks.rules.gradients import Exploding, NoGradient, Vanishing
+from recorder.checks.rules.parameters import Initialisation, Unchanged, Update
+from recorder.checks.rules.ranks import OutlierRank, RepeatedBatch, RunningStatistics
 from tests.checks.rows import Recorded
 
 LAYERS = [f"blocks.{number}" for number in range(8)]

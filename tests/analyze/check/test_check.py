@@ -106,7 +106,7 @@ def test_rules_of_installed_packages_are_asked_and_broken_ones_are_notes(
     points = [
         EntryPoint("raising", "tests.checks.test_engine:Raising", group),
         EntryPoint("nothing", "tests.checks.nowhere:Rule", group),
-        EntryPoint("twice", "recorder.checks.activations:Dead", group),
+        EntryPoint("twice", "recorder.checks.rules.activations:Dead", group),
         EntryPoint("number", "math:pi", group),
     ]
     monkeypatch.setattr(module, "entry_points", lambda group: points)

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..sites import SITES
-from .rows import Catalog, Flags, Floats, Memory, Rows, SeriesKey, begins
-from .rule import Finding, Rule, Setting, Severity
+from ...sites import SITES
+from ..rows import Catalog, Flags, Floats, Memory, Rows, SeriesKey, begins
+from ..rule import Finding, Rule, Setting, Severity
 
 _SKIPPED = "skipped"
 
@@ -54,7 +54,7 @@ class NonFinite(Rule):
         firsts = firsts[self._is_known[rows.lanes[firsts]] == 0]
         began_infinite = (inf[firsts] > 0) & (nan[firsts] == 0)
         self._is_known[rows.lanes[firsts]] = np.where(began_infinite, 2.0, 1.0)
-        may_mask = np.array([key.may_mask for key in self.catalog.series], np.bool_)
+        may_mask = self.catalog.mark("may_mask", lambda key: key.may_mask)
         candidates = (inf > 0) & (nan == 0) & may_mask[rows.series] & (self._is_known[rows.lanes] == 2)
         for place in np.flatnonzero(candidates).tolist():
             known = self._masks.setdefault((int(rows.lanes[place]), float(rows["numel"][place])), float(inf[place]))

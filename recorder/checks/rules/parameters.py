@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, begins, previous
+from ..rule import Finding, Rule, Setting, Severity, StreakRule
 from .gradients import is_weight, template
-from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, begins, previous
-from .rule import Finding, Rule, Setting, Severity, StreakRule
 
 _NARROW = ("bfloat16", "float16", "float8")
 """Types in which a small update rounds away; that is known, and no mistake of the program's."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from .rows import Rows
-from .rule import Finding, Rule, Setting
+from ..rows import Rows
+from ..rule import Finding, Rule, Setting
 
 
 class _Waiting(Rule):

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, ends, grouped
-from .rule import Finding, Rule, Setting, Severity, StreakRule
+from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, ends, grouped
+from ..rule import Finding, Rule, Setting, Severity, StreakRule
 
 
 def is_weight(catalog: Catalog, rows: Rows) -> Flags:

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, grouped, previous, streaks
-from .rule import Finding, Rule, Setting, StreakRule
+from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, grouped, previous, streaks
+from ..rule import Finding, Rule, Setting, StreakRule
 
 _DATA = ("mean", "std", "absmax", "l2")
 """Statistics of which two different batches hardly ever have all alike."""

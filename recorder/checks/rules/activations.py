@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from .rows import Flags, Floats, Rows
-from .rule import Setting, StreakRule
+from ..rows import Flags, Floats, Rows
+from ..rule import Setting, StreakRule
 
 _LEAST_ELEMENTS = 8
 _TANH = ("Tanh", "Hardtanh", "Softsign")

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, grouped, previous
-from .rule import Finding, Rule, Setting, Severity
+from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, grouped, previous
+from ..rule import Finding, Rule, Setting, Severity
 
 _LOSS, _NORM = "loss", "norm of all gradients"
 _GROWTH = 64
@@ -43,6 +43,8 @@ class CourseRule(Rule):
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
         super().__init__(catalog, thresholds)
         self._courses = _Courses()
+        self._number = Memory()
+        """By lane, the number of its course."""
         self._before = Memory()
         """By lane of a gradient, its sum of squares at its last record."""
         self.most = 0
@@ -74,15 +76,8 @@ class CourseRule(Rule):
 
     def _samples(self, rows: Rows) -> tuple[Integers, Integers, Floats, Floats]:
         """Number of the course, step and value of each sample; and by row, how much a gradient's square has grown."""
-        keys = self.catalog.series
-        is_loss = np.array([key.is_loss for key in keys], np.bool_)[rows.series]
-        lanes, firsts = np.unique(rows.lanes, return_index=True)
-        of_lane = np.zeros(int(lanes.max(initial=-1)) + 1, np.int64)
-        for lane, first in zip(lanes.tolist(), firsts.tolist(), strict=True):
-            key, rank = keys[int(self.catalog.series_of[lane])], int(self.catalog.rank_of[lane])
-            what = (_LOSS, rank, f"{key.name} {key.mode}") if is_loss[first] else (_NORM, rank, key.scope)
-            of_lane[lane] = self._courses.number(what, lane)
-        course_of = of_lane[rows.lanes]
+        is_loss = self.catalog.mark("loss", lambda key: key.is_loss)[rows.series]
+        course_of = self._course_of(rows.lanes)
         ids, starts = grouped(course_of, rows.steps)
         squares, means = np.nan_to_num(rows["sum_sq"]), np.nan_to_num(rows["mean"])
         num = np.bincount(ids)
@@ -91,6 +86,15 @@ class CourseRule(Rule):
         shares = np.zeros(len(rows))
         shares[order] = squares[order] - np.nan_to_num(previous(rows.lanes[order], squares[order], self._before))
         return course_of[starts], rows.steps[starts], values, shares
+
+    def _course_of(self, lanes: Integers) -> Integers:
+        """The course that each row belongs to."""
+        found = self._number[lanes]
+        for lane in np.unique(lanes[np.isnan(found)]).tolist():
+            key, rank = self.catalog.series[int(self.catalog.series_of[lane])], int(self.catalog.rank_of[lane])
+            what = (_LOSS, rank, f"{key.name} {key.mode}") if key.is_loss else (_NORM, rank, key.scope)
+            self._number[np.array([lane])] = np.array([self._courses.number(what, lane)], np.float64)
+        return self._number[lanes].astype(np.int64)
 
     def _blamed(self, rows: Rows, course: int, step: int, shares: Floats) -> int:
         """The lane that a finding names: of a norm the gradient that grew most."""

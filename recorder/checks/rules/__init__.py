@@ -1,0 +1,1 @@
+"""The rules that the recorder brings, by what they look at."""

@@ -1,0 +1,129 @@
+"""Rules over what a writer measures, one record at a time, while the training runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recorder.checks.book import read_table
+from recorder.checks.live import LiveChecks
+from recorder.checks.rule import Finding, Severity
+from recorder.records import Measured
+from tests.checks.test_engine import Raising
+from tests.fakes import fake_staged
+
+
+class Fed:
+    """Live rules, and what they said with the step in which it was said."""
+
+    def __init__(self, **more: Any) -> None:
+        self.said: list[tuple[int, Finding]] = []
+        self.step = 0
+        self.checks = LiveChecks(rank=3, on_finding=lambda one: self.said.append((self.step, one)), **more)
+
+    def see(self, step: int, values: Any, module_path: str = "up", *, has_statistics: bool = True, **more: Any) -> None:
+        array = np.asarray(values, np.float64)
+        finite = array[np.isfinite(array)]
+        measured = Measured(
+            mean=float(finite.mean()) if finite.size else None,
+            absmax=float(np.abs(finite).max(initial=0)),
+            sum_sq=float((finite**2).sum()),
+            nan_count=int(np.isnan(array).sum()),
+            inf_count=int(np.isinf(array).sum()),
+            zero_count=int((array == 0).sum()),
+        )
+        self.step = step
+        staged = fake_staged(array, step=step, module_path=module_path, **more)
+        self.checks.saw(staged, measured if has_statistics else Measured(fingerprint=1))
+
+
+def sound(fed: Fed, step: int, loss: float = 1.0) -> None:
+    noise = np.random.default_rng(step).normal(size=8)
+    fed.see(step, noise)
+    fed.see(step, loss + noise[0] / 100, "", site="scalar", name="loss")
+    fed.see(step, noise, site="grad", name="weight", phase="optimizer")
+
+
+def test_a_value_that_is_not_finite_is_told_at_the_first_record_of_the_next_step() -> None:
+    fed = Fed()
+    for step in range(6):
+        sound(fed, step)
+        if step == 3:
+            fed.see(3, [1.0, np.nan], "down")
+    ((at, one),) = fed.said
+    assert at == 4
+    assert (one.rule, one.severity, one.step, one.module_path, one.ranks) == (
+        "nonfinite", Severity.ERROR, 3, "down", (3,),
+    )  # fmt: skip
+
+
+def test_the_last_step_is_judged_at_the_end() -> None:
+    fed = Fed()
+    fed.see(0, [np.nan])
+    assert fed.said == []
+    fed.checks.finish()
+    assert [one.rule for _, one in fed.said] == ["nonfinite"]
+
+
+def test_a_spike_of_the_loss_and_a_jump_of_the_gradients_are_told_once() -> None:
+    fed = Fed()
+    for step in range(130):
+        sound(fed, step, 30.0 if step == 60 else 1.0)
+        if step == 120:
+            fed.see(step, np.full(8, 1e6), "down", site="grad", name="weight", phase="optimizer")
+    assert [(one.rule, one.step, one.module_path) for _, one in fed.said] == [
+        ("spike", 60, ""),
+        ("jump", 120, "down"),
+        ("spike", 120, "down"),
+    ]
+
+
+def test_rules_and_thresholds_of_a_table_are_judged_live() -> None:
+    table = {
+        "spike": {"least": 4, "sigmas": 3},
+        "rule": [{"name": "loud", "site": "output", "module": "up", "statistic": "absmax", "above": 50, "records": 2}],
+    }
+    thresholds, own = read_table(table, "check.toml")
+    fed = Fed(thresholds=thresholds, own=own)
+    for step in range(10):
+        sound(fed, step, 9.0 if step == 6 else 1.0)
+        fed.see(step, [60.0], "up", name="1")
+        fed.see(step, [60.0], "down")
+    assert [(one.rule, one.step, one.name) for _, one in fed.said] == [("loud", 1, "1"), ("spike", 6, "loss")]
+
+
+def test_a_rule_that_raises_is_told_once_and_the_others_go_on() -> None:
+    fed = Fed(own=[Raising])
+    for step in range(5):
+        sound(fed, step)
+        if step == 3:
+            fed.see(3, [np.inf], "down", site="grad", name="weight", phase="optimizer")
+    assert [(one.rule, one.severity) for _, one in fed.said] == [
+        ("raising", Severity.WARNING),
+        ("nonfinite", Severity.ERROR),
+    ]
+
+
+def test_records_without_statistics_recomputed_and_late_ones_are_left_out() -> None:
+    fed = Fed()
+    fed.see(1, [np.nan], has_statistics=False)
+    fed.see(1, [np.nan], phase="recompute")
+    sound(fed, 2)
+    fed.see(1, [np.nan])
+    sound(fed, 3)
+    fed.checks.finish()
+    assert fed.said == []
+
+
+def test_an_error_in_who_is_told_ends_the_checks_and_not_the_recording(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(one: Finding) -> None:
+        raise OSError("of mine")
+
+    fed = Fed()
+    fed.checks = LiveChecks(rank=0, on_finding=fails)
+    for step in range(3):
+        fed.see(step, [np.nan])
+    fed.checks.finish()
+    assert len(caplog.records) == 1 and "OSError: of mine" in caplog.text
