@@ -37,6 +37,7 @@ _COUNTED = (
 _SUMMANDS = "the values are sums over ranks, whose values were not kept, and which have no statistics of their own"
 _PRINTS = "the values have fingerprints alone, which noise changes: statistics or tensors would tell"
 _ON_OTHER_PARTS = "the values are of single ranks, which worked on other parts of the batch"
+_IN_OTHER_MICRO_STEPS = "the runs divide the same batch into other numbers of micro-steps (gradient accumulation)"
 _MAX_LISTED = 6
 
 
@@ -225,7 +226,7 @@ class _Comparison:
         self._beyond_noise = BeyondNoise(comparer.jitter_eps)
         self._moved: list[set[str]] = []
         self._unread: Counter[str] = Counter()
-        self._num_apart = 0
+        self._num_apart = self._num_in_other_micro_steps = 0
 
     def add(self, result: RangeResult) -> None:
         """The next range. Of rows that were read elsewhere those are read again that a culprit, or a drift, is in."""
@@ -239,6 +240,7 @@ class _Comparison:
         self._handed_on += result.handed_on
         self._recomputed += result.recomputed
         self._num_apart += result.num_on_other_parts
+        self._num_in_other_micro_steps += result.num_in_other_micro_steps
         if result.judged is None or result.steps is None:
             return
 
@@ -268,7 +270,7 @@ class _Comparison:
         for run, seen in zip((a, b), self._seen, strict=True):
             if not seen.num_rows:
                 raise LookupFailedError(f"{run.path}: has no rows, so there is nothing to compare")
-            if not seen.num_selected:
+            if not seen.num_selected and not self._num_in_other_micro_steps:
                 raise selection.explain_nothing(seen.table(), f"{run.path}")
         lines = ", ".join(hint.line for hint in hints[:_MAX_LISTED])
         renamed = f"; if modules were renamed, --rename takes a file, such as of these lines: {lines}" if hints else ""
@@ -296,6 +298,8 @@ class _Comparison:
                 return f"{what} are {listed(map(repr, one))} in the one, {listed(map(repr, two))} in the other"
         if self._num_apart:
             return f"of what both have, {_ON_OTHER_PARTS}"
+        if self._num_in_other_micro_steps:
+            return f"{_IN_OTHER_MICRO_STEPS}, and what does not depend on it was not recorded, such as parameters"
         return "no step has the same module, site, name, phase and mode in both"
 
     def result(self, *, common: bool, damage: list[str]) -> Diff:
@@ -305,7 +309,8 @@ class _Comparison:
         only = [join_ranges(found) for found in self._only]
         lacks = sum(found.num_rows for found in only)
         counts = dict(zip(_COUNTED, map(int, self._counts), strict=True))
-        why = {_SUMMANDS: counts["summands"], _PRINTS: counts["by_print_alone"], _ON_OTHER_PARTS: self._num_apart}
+        not_paired = {_ON_OTHER_PARTS: self._num_apart, _IN_OTHER_MICRO_STEPS: self._num_in_other_micro_steps}
+        why = {_SUMMANDS: counts["summands"], _PRINTS: counts["by_print_alone"], **not_paired}
         by_nothing, still = counts["by_nothing"], set(table.column("root").to_pylist()).difference(*self._moved)
         left_out = [LeftOut(num, text) for text, num in why.items() if num]
         differs = bool(table.num_rows or (lacks and not common))
@@ -320,7 +325,7 @@ class _Comparison:
             modules=by_module(table, pa.concat_tables(self._compared)),
             only_a=only[0],
             only_b=only[1],
-            num_compared=counts["num_pairs"] + self._num_apart,
+            num_compared=counts["num_pairs"] + sum(not_paired.values()),
             num_by_fingerprint=counts["by_fingerprint"],
             num_by_values=counts["by_values"],
             num_by_statistics=counts["by_statistics"],

@@ -18,7 +18,7 @@ from ..problems import Problems
 from ..selection import GlobalOptions, Selection
 from .culprits.findings import RangeSteps
 from .pairing.align import align
-from .pairing.boundaries import comparable, without_recomputed
+from .pairing.boundaries import comparable, without_other_micro_steps, without_recomputed
 from .pairing.compare import Tolerance
 from .pairing.noise import Measured, measure
 from .pairing.pairs import PairedSteps, Side, Verdicts, judge, moved_roots
@@ -101,6 +101,8 @@ class RangeResult:
     """How many pairs of each module there are."""
     num_on_other_parts: int
     """Values of single ranks that both runs have and that are of other parts of the batch."""
+    num_in_other_micro_steps: int
+    """Values of the first run in micro-steps of a batch that the second divides into other numbers of them."""
     rows: PairedSteps | None
     """Where they were read in this process."""
 
@@ -136,7 +138,7 @@ class RangeComparer:
 
     def __call__(self, first: int | None, last: int | None) -> RangeResult:
         before = self._report.num_bytes
-        compared, handed_on, recomputed = self._read(first, last)
+        compared, handed_on, recomputed, num_in_other_micro_steps = self._read(first, last)
         a, b, pairs = compared
         problems = Problems(self._selection), Problems(self._selection)
         seen, only = (Seen(), Seen()), []
@@ -175,13 +177,15 @@ class RangeComparer:
             measured=measured,
             moved=moved,
             num_on_other_parts=group_rows(a.table.take(pa.array(pairs.on_other_parts)), VALUE_KEY).num_groups,
+            num_in_other_micro_steps=num_in_other_micro_steps,
             compared=counts,
             rows=compared,
         )
 
-    def _read(self, first: int | None, last: int | None) -> tuple[PairedSteps, tuple[int, int], tuple[int, int]]:
+    def _read(self, first: int | None, last: int | None) -> tuple[PairedSteps, tuple[int, int], tuple[int, int], int]:
         a = Side.read(self._views[0], self._selection, first, last)
         b = Side.read(self._views[1], self._selection, first, last, self._renames)
         a, b, handed_on = comparable(a, b)
         a, b, recomputed = without_recomputed(a, b)
-        return PairedSteps(a, b, align(a.table, b.table)), handed_on, recomputed
+        a, b, num_in_other_micro_steps = without_other_micro_steps(a, b)
+        return PairedSteps(a, b, align(a.table, b.table)), handed_on, recomputed, num_in_other_micro_steps

@@ -80,13 +80,13 @@ PAIRS = (
     ("one-adamw", "one-adamw-fused"),
     ("one-nadam", "one-nadam-loop"),
     ("one-nesterov", "one-nesterov-channels"),
-    ("one-nesterov", "one-nesterov-halves"),
+    ("one-nesterov-still", "one-nesterov-still-halves"),
     ("ddp-radam", "ddp-radam-static-views"),
     ("ddp-adagrad", "ddp-adagrad-unused-zeros"),
     ("one-nadam-bf16", "ddp-nadam-bf16"),
     ("one-radam-checkpointed", "fsdp2-radam-checkpointed"),
     ("one-nadam-clipped", "fsdp2-nadam-clipped"),
-    ("one-adamax", "one-adamax-tapped"),
+    ("one-adamax-reduced", "one-adamax-reduced-tapped"),  # compiled modules have no local gradients
     ("one-lion", "ddp-lion"),
 )
 """What differs by rounding alone."""

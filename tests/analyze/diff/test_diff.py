@@ -559,6 +559,21 @@ def test_a_root_that_no_noise_run_moves_is_said(tmp_path: Path) -> None:
     assert diff(a, b).still_roots == ()
 
 
+@pytest.mark.parametrize("kept", [{}, {"encoding": None}])
+def test_a_gradient_that_one_run_took_behind_the_module_may_differ_by_noise(
+    tmp_path: Path, kept: dict[str, Any]
+) -> None:
+    def run(name: str, apart: float, note: str | None = None) -> recorder.Run:
+        values = values_of(0, 0) * np.float32(1 + apart)
+        return write(tmp_path / name, [row(0, values, site="grad_output", phase="backward", note=note, **kept)])
+
+    tapped = '{"grad":"after_tap"}'
+    a, twin = run("a", 0), run("twin", 3e-7)
+    rounded, wrong = (diff(a, run(str(apart), apart, tapped), noise=[twin]) for apart in (6e-7, 1e-3))
+    assert rounded.verdict == "equal"
+    assert wrong.table.column("kind").to_pylist() == ["after_tap"]
+
+
 def local_gradients(path: Path, num_ranks: int, **kept: Any) -> recorder.Run:
     """Gradients of a mean loss over 4 samples, of which each rank has a part, and each rank's own output."""
     of_samples = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
@@ -582,6 +597,33 @@ def test_local_gradients_of_other_parts_of_the_batch_are_not_compared(tmp_path: 
     assert apart.is_equal and apart.verdict == "equal as far as compared"
     with pytest.raises(LookupFailedError, match="worked on other parts of the batch"):
         diff(two, four, site="grad", layouts=["up:grad:*=per_rank"])
+
+
+def accumulated(path: Path, num_micro_steps: int, num_lost: int = 0, **of_weight: Any) -> recorder.Run:
+    """One step of 4 samples in micro-steps, and the gradient of the step."""
+    samples = values_of(0, 0)
+    rows = [row(9, values_of(0, 1), module_path="up", site="grad", phase="optimizer", micro_step=None, **of_weight)]
+    for number, part in enumerate(np.split(samples, num_micro_steps)[num_lost:]):
+        rows += [
+            row(number, part * factor, module_path=path, micro_step=number) for factor, path in ((1, "up"), (2, ""))
+        ]
+    return write(path, rows)
+
+
+def test_micro_steps_of_a_batch_that_is_divided_otherwise_are_left_out_and_said(tmp_path: Path) -> None:
+    whole, halves, again = (accumulated(tmp_path / str(n), num) for n, num in enumerate((1, 2, 2)))
+    found = diff(whole, halves)
+    assert (found.num_compared, found.num_left_out, found.table.num_rows, found.only_b.num_rows) == (3, 2, 0, 0)
+    assert found.is_equal and found.verdict == "equal as far as compared"
+    assert [one.num_values for one in found.left_out] == [2] and "accumulation" in found.left_out[0].why
+    assert diff(halves, again).verdict == "equal"
+    with pytest.raises(LookupFailedError, match="into other numbers of micro-steps"):
+        diff(whole, halves, site="output")
+
+
+def test_a_micro_batch_that_one_run_lost_is_a_difference(tmp_path: Path) -> None:
+    found = diff(accumulated(tmp_path / "a", 4), accumulated(tmp_path / "b", 4, num_lost=1))
+    assert not found.is_equal and found.only_a.num_rows == 2 and not found.left_out
 
 
 def test_sums_over_ranks_without_values_are_left_out_and_said(tmp_path: Path) -> None:

@@ -248,6 +248,10 @@ class Measured:
         self._max_abs, self._l2_apart, self._statistic = (
             numbers(table.column(name)) for name in ("max_abs", "l2_apart", "statistic_rel")
         )
+        # A gradient that one run took elsewhere counts by how it was compared: it may differ by rounding alone.
+        compared_by = np.where(table.column("statistic").is_valid().to_numpy(), "statistics", "fingerprint")
+        compared_by = np.where(np.isnan(self._max_abs), compared_by, "values")
+        self.kinds = np.where(self.kinds == "after_tap", compared_by, self.kinds)
         self._cosine, self._l2_a, self._l2_b = (numbers(table.column(name)) for name in ("cosine", "l2_a", "l2_b"))
         self._scales, self._eps = _scales(table), _roundings(table)
         self._norms = _norms(table, self._scales)

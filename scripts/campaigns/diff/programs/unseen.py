@@ -40,11 +40,12 @@ LAYOUTS = {"one": 1, "ddp": 2, "ddp4": 4, "fsdp2": 2, "fsdp1": 2, "hsdp": 4}
 """The number of ranks of each layout."""
 VARIANTS = (
     "halves", "bf16", "checkpointed", "static", "views", "unused", "fused", "loop", "channels", "zeros", "tapped",
-    "clipped", "dealt", "reduced",
+    "clipped", "dealt", "reduced", "still",
 )  # fmt: skip
 """``halves``: two micro-batches a step. ``dealt``: those of one process have the samples of two ranks' micro-batches.
 ``views``: gradients are views of DDP's buckets. ``zeros``: gradients are set to zero, not to None. ``tapped``: compiled
-with taps. ``reduced``: gradients are recorded after their reduction alone. The others say themselves."""
+with taps. ``reduced``: gradients are recorded after their reduction alone. ``still``: buffers do not move, which
+otherwise move once a micro-batch. The others say themselves."""
 
 
 class Lion(torch.optim.Optimizer):
@@ -117,13 +118,14 @@ class Track(nn.Module):
 
     running: Tensor
     error = ""
+    is_still = False
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("running", torch.zeros(CHANNELS))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and torch.is_grad_enabled():
+        if self.training and torch.is_grad_enabled() and not self.is_still:
             rate = 0.3 if self.error == "running_rate" else 0.1
             self.running = self.running.lerp(torch.full((CHANNELS,), 0.5), rate)
         return x - self.running[:, None, None]
@@ -170,6 +172,9 @@ class Sight(nn.Module):
         self.rows = nn.GRUCell(CHANNELS * SIDE, 2 * CHANNELS)
         self.head = nn.Linear(2 * CHANNELS, CLASSES)
         self.doubt = nn.Linear(2 * CHANNELS, 1)
+        for module in self.modules():
+            if isinstance(module, Track):
+                module.is_still = "still" in training.variants
         self.error = error
         self.is_checkpointed = "checkpointed" in training.variants
         self.memory: Tensor | None = None
