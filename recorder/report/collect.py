@@ -18,7 +18,7 @@ from .ranks import ranks_block
 from .rows import SeriesKey, StepRows, step_rows
 from .series.apart import apart_blocks, pairs_of
 from .series.statistics import StatisticsBlocks, check_statistics
-from .top import Told, gaps_block, top_block
+from .top import Finding, Told, gaps_block, of_first, top_block
 
 _MAX_DIFFERING = 200
 Report = Callable[[int], None]
@@ -35,6 +35,7 @@ def collect(
     against: Run | None = None,
     statistics: Sequence[str] = (),
     checks: Sequence[Told] = (),
+    judged: Sequence[Finding] = (),
     report: Report = lambda num_rows: None,
 ) -> Iterator[Block]:
     """The blocks of a page.
@@ -44,6 +45,7 @@ def collect(
         against: another run, to be drawn beside it.
         statistics: those that are drawn; by default as many as there is room for.
         checks: what `recorder doctor` says of the run.
+        judged: what `recorder check` says of it.
         report: called with how many rows were looked at, `num_looks` in all.
 
     Raises:
@@ -64,7 +66,8 @@ def collect(
         check_statistics(run, axes, collected)
         found = first(run)
         told: dict[str, Any] = {"version": __version__, "against": None if against is None else against.name}
-        yield top_block(run, checks, found, collected, told)
+        stands_out = [*of_first(found), *judged]
+        yield top_block(run, checks, stands_out, found.notes, collected, told)
         keys: list[SeriesKey] = [*axes.index, *other_axes.index]
         block, modules = modules_block(run, keys)
         yield block

@@ -10,7 +10,7 @@ from ..analyze.export.publishing import published_file
 from ..globalview.run import Run
 from .collect import Report, collect
 from .page import page
-from .top import Told
+from .top import Finding, Told
 
 
 class Written(NamedTuple):
@@ -27,6 +27,7 @@ def write_report(
     against: Run | None = None,
     statistics: Sequence[str] = (),
     checks: Sequence[Told] = (),
+    judged: Sequence[Finding] = (),
     force: bool = False,
     report: Report = lambda num_rows: None,
 ) -> Written:
@@ -38,6 +39,7 @@ def write_report(
         against: another run, to be drawn beside it.
         statistics: those that are drawn; by default as many as there is room for.
         checks: what `recorder doctor` says of the run.
+        judged: what `recorder check` says of it.
         force: replace a file that exists.
         report: called with how many rows were looked at.
 
@@ -47,7 +49,7 @@ def write_report(
     """
     num_bytes = 0
     title = f"{run.name} against {against.name}" if against is not None else run.name
-    blocks = collect(run, against=against, statistics=statistics, checks=checks, report=report)
+    blocks = collect(run, against=against, statistics=statistics, checks=checks, judged=judged, report=report)
     with published_file(path, force=force) as file:
         for piece in page(f"{title} - recorder", blocks):
             num_bytes += file.write(piece)

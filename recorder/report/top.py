@@ -49,10 +49,15 @@ class Finding(NamedTuple):
 
 
 def top_block(
-    run: Run, checks: Sequence[Told], found: First, collected: StatisticsBlocks, numbers: Mapping[str, Any]
+    run: Run,
+    checks: Sequence[Told],
+    stands_out: Sequence[Finding],
+    notes: Sequence[str],
+    collected: StatisticsBlocks,
+    numbers: Mapping[str, Any],
 ) -> Block:
     """The block of the head; `numbers` are facts of the page itself."""
-    listed = [*_of_first(found), *_of_ranks(collected), *_of_series(collected)]
+    listed = [*stands_out, *_of_ranks(collected), *_of_series(collected)]
     missing = [check for check in checks if check.state == "missing"]
     return Block(
         name="top",
@@ -62,7 +67,7 @@ def top_block(
             "checks": [[check.state, check.text] for check in [*missing, *checks] if check.text][:_MAX_CHECKS],
             "num_missing": len(missing),
             "findings": [[one.text, dict(one.link), one.mark] for one in listed],
-            "notes": found.notes[:_MAX_CHECKS],
+            "notes": list(notes[:_MAX_CHECKS]),
             **numbers,
         },
     )
@@ -136,7 +141,8 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
         yield "rule", rule
 
 
-def _of_first(found: First) -> Iterator[Finding]:
+def of_first(found: First) -> Iterator[Finding]:
+    """What `recorder first` says."""
     if (bad := found.nonfinite) is not None:
         place = bad.place
         what = " and ".join(f"{n} {word}" for n, word in ((bad.nan_count, "NaN"), (bad.inf_count, "infinite")) if n)

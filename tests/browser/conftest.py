@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import recorder
-from recorder.cli.commands.report import told_by_doctor
+from recorder.analyze.check.check import check
+from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.report.report import write_report
 from tests.cli.conftest import module
 from tests.read.handmade import HandmadeWriter, make_row, make_run
@@ -107,9 +108,9 @@ def open_page(browser: Browser) -> Iterator[Open]:
 def write_page(run: Path, path: Path, against: Path | None = None) -> Path:
     """A page as the command writes it."""
     opened = recorder.open_run(run)
-    checks = told_by_doctor(opened)
+    checks, judged = told_by_doctor(opened), told_by_check(check(opened).findings)
     other = None if against is None else recorder.open_run(against)
-    return write_report(opened, path, against=other, checks=checks).path
+    return write_report(opened, path, against=other, checks=checks, judged=judged).path
 
 
 MODULES = ["", "stem", "blocks", "blocks.0", "blocks.0.fc", "blocks.1", "blocks.1.fc", "head"]

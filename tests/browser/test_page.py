@@ -259,3 +259,12 @@ def test_a_run_of_any_kind_is_drawn(open_page: Open, tmp_path: Path, values: dic
         opened.redrawn()
         assert len(rows_of(opened)) == {"module-rank": 2, "rank-step": 12}[axes]
     assert opened.page.locator(".verdict:has-text('could not be drawn')").count() == 0
+
+
+def test_what_check_says_is_told_with_a_link_to_the_lines(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained)
+    told = opened.page.locator("#panel-top .findings a", has_text="nonfinite: 'head' output, step 15")
+    told.click()
+    opened.redrawn()
+    assert opened.text("#panel-lines .chart-head strong") == "head output"
+    assert hash_of(opened)["step"] == "15"

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ...analyze.check.check import check
+from ...checks.rule import Finding as Judgement
+from ...checks.rule import Severity
 from ...errors import LookupFailedError
 from ...globalview.run import Run, open_run
 from ...read.writers import load_balances
 from ...report.collect import num_looks
 from ...report.report import write_report
-from ...report.top import Told
+from ...report.top import Finding, Told
 from ...system.units import size
 from ..options import Json, RunPath, complete_run
 from ..output import print_json, progress, say
 from ..paths import local_path
+from .check import fold, sentence
 from .doctor import checks_of
 
 EPILOG = "Example: recorder report recordings -o report.html"
+
+_MAX_JUDGED = 12
 
 
 def command(
@@ -56,9 +63,17 @@ def command(
     if "" in names:
         raise LookupFailedError(f"--statistics {statistics}: expected names with commas between")
     checks = told_by_doctor(run)
+    judged = told_by_check(check(run).findings)
     with progress("report", num_looks(run, other), unit="rows") as report:
         done = write_report(
-            run, out or Path("report.html"), against=other, statistics=names, checks=checks, force=force, report=report
+            run,
+            out or Path("report.html"),
+            against=other,
+            statistics=names,
+            checks=checks,
+            judged=judged,
+            force=force,
+            report=report,
         )
     num_missing = sum(check.state == "missing" for check in checks)
     if as_json:
@@ -72,3 +87,18 @@ def told_by_doctor(run: Run) -> list[Told]:
     """What `recorder doctor` says of a run."""
     load_balances(run.writers)
     return [Told(check.state, check.text, check.members) for check in checks_of(run)]
+
+
+def told_by_check(findings: Sequence[Judgement]) -> list[Finding]:
+    """What `recorder check` says of a run, with a link to the lines of the worst value of each sentence."""
+    folded = fold(findings)
+    told = []
+    for one in folded[:_MAX_JUDGED]:
+        worst = one.worst
+        link = {"view": "lines", "module": worst.module_path, "site": worst.site, "name": worst.name}
+        at_step = {"step": worst.step} if worst.step >= 0 else {}
+        mark = "note" if worst.severity is Severity.NOTE else "wrong"
+        told.append(Finding(f"{sentence(one)}. {worst.advice}", link | at_step if worst.site else {}, mark))
+    if len(folded) > _MAX_JUDGED:
+        told.append(Finding(f"and {len(folded) - _MAX_JUDGED} more findings: `recorder check` says them", {}, "note"))
+    return told
