@@ -124,7 +124,7 @@ class Settings:
     join_deadline_s: float = _setting(10.0, "longest wait of the writer for a run name agreed by all ranks, seconds")
 
     def __post_init__(self) -> None:
-        for name, low, high in _RANGES:
+        for name, low, high in RANGES:
             value = getattr(self, name)
             if not low <= value <= high:
                 shown = [f"{end:g}" if isinstance(end, float) else f"{end}" for end in (low, high)]
@@ -135,7 +135,7 @@ class Settings:
             raise ConfigError(f"keep_steps = {self.keep_steps!r}: {error}") from None
 
 
-_RANGES: tuple[tuple[str, float, float], ...] = (
+RANGES: tuple[tuple[str, float, float], ...] = (
     ("jitter", 0, 1 << 62),
     ("pool_bytes", 0, 1 << 44),
     ("device_pool_bytes", 0, 1 << 44),
@@ -153,6 +153,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("status_interval_s", 0, 3600),
     ("join_deadline_s", 0, 3600),
 )
+"""The smallest and the largest value of settings that are numbers."""
 _LONGEST_LOOK_S = 2.0
 _SMALLEST_POOL_BYTES = 1 << 20
 _STORE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")

@@ -322,6 +322,7 @@ def test_the_table_of_settings_names_every_setting_and_its_choices() -> None:
     from dataclasses import fields
 
     from recorder.config import Settings
+    from scripts.website.reference import default_of
 
     rows = dict(
         re.findall(r"^\| `(\w+)` (\|.*)$", find_table("| setting | default | what it does |"), flags=re.MULTILINE)
@@ -329,9 +330,12 @@ def test_the_table_of_settings_names_every_setting_and_its_choices() -> None:
     assert list(rows) == [item.name for item in fields(Settings)]
     for item in fields(Settings):
         assert all(f"`{choice}`" in rows[item.name] for choice in item.metadata["choices"]), item.name
-        default = str(item.default).lower()
-        if isinstance(item.default, (bool, float)) and item.default:
-            assert rows[item.name].startswith(f"| {default} |"), item.name
+        if not isinstance(item.default, (str, tuple)):
+            assert re.match(rf"\| {re.escape(default_of(item).removesuffix('.0'))}(\.0)?[ :]", rows[item.name]), (
+                item.name
+            )
+        elif item.default and isinstance(item.default, str):
+            assert rows[item.name].startswith(f"| `{item.default}` |"), item.name
 
 
 def test_settings_that_the_pages_state_are_the_defaults() -> None:

@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
 from ..errors import RecorderError
-from .commands import COMMANDS
+from .commands import BETWEEN_EXAMPLES, COMMANDS
 from .old_spelling import new_spelling
 from .output import LineHandler, print_json, printable_line
 
@@ -49,16 +49,22 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Replace the placeholder of a command, which has a summary only, by the command of its file."""
         name, _, rest = super().resolve_command(ctx, args)
-        return name, None if name is None else _load(name), rest
+        return name, None if name is None else load_command(name), rest
 
 
-def _load(name: str) -> Any:
+def load_command(name: str) -> Any:
     """Import a command's file and make a typer command of it."""
     module = import_module(f".commands.{name}", __package__)
     single = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
     settings = _SETTINGS | getattr(module, "SETTINGS", {})
-    single.command(name, epilog=module.EPILOG, **settings)(module.command)
+    single.command(name, epilog=_lines_of(module.EPILOG), **settings)(module.command)
     return typer.main.get_command(single)
+
+
+def _lines_of(examples: str) -> str:
+    """Return the examples of a command as lines, one a command; the first line keeps them from being filled."""
+    title, _, typed = examples.partition(": ")
+    return "\n".join(["\b", f"{title}:", *(f"  {line}" for line in typed.split(BETWEEN_EXAMPLES))])
 
 
 app = typer.Typer(

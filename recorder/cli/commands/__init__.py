@@ -1,8 +1,9 @@
 """One file for each command, named after the command: its options, its help, and what it prints.
 
 A file of a command holds a function `command`, whose signature is the command's options and whose docstring is its
-help; it returns the exit code. `EPILOG` is the last line of the help. `SETTINGS`, where there are any, are handed to
-typer. A file is imported when its command is called.
+help; it returns the exit code. `EPILOG` is "Examples: " and two or more commands that a reader may type, with four
+spaces between them; `tests/cli/test_help_examples.py` runs them. `SETTINGS`, where there are any, are handed to typer.
+A file is imported when its command is called.
 """
 
 from __future__ import annotations
@@ -31,3 +32,5 @@ COMMANDS = {
     "run": "Run a training command with recording on.",
 }
 """Every command with the first line of its help, in the order of ``recorder --help``."""
+BETWEEN_EXAMPLES = "    "
+"""What stands between the examples of an `EPILOG`."""

@@ -16,7 +16,7 @@ from ..options import Json, RunPath
 from ..output import print_json, printable_line, progress, say
 from ..paths import local_path
 
-EPILOG = "Example: recorder catalog recordings -o rows.parquet"
+EPILOG = "Examples: recorder catalog recordings -o rows.parquet    recorder catalog @-2 -o before.parquet --json"
 
 
 def command(

@@ -23,7 +23,7 @@ from ..options import Json, RunPath
 from ..output import Column, Table, number, print_json, say, say_state
 from ..paths import local_path
 
-EPILOG = "Example: recorder check recordings --set spike.sigmas=8"
+EPILOG = "Examples: recorder check recordings --set spike.sigmas=8    recorder check --list"
 
 _NEVER = "never"
 _FAIL_ON = (*(severity.word for severity in Severity), _NEVER)

@@ -17,7 +17,10 @@ from ..options import Json, LayoutOption, RunPath
 from ..output import print_json, printable_line, progress, say
 from ..paths import local_path
 
-EPILOG = "Example: recorder checkpoint recordings --to dcp -o checkpoint"
+EPILOG = (
+    "Examples: recorder checkpoint recordings --to dcp -o checkpoint    "
+    "recorder checkpoint recordings --to safetensors --what grad --step 0 -o gradients.safetensors"
+)
 
 _MAX_SHOWN = 20
 _WHAT = {"param": "parameters and buffers", "grad": "gradients"}

@@ -12,7 +12,7 @@ from ..drawing.units import bytes_of_setting
 from ..options import Json
 from ..output import Column, Table, print_json
 
-EPILOG = "Example: RECORDER_MAX_BYTES=4GB recorder config --show"
+EPILOG = "Examples: recorder config --show    RECORDER_MAX_BYTES=4GB recorder config --json"
 
 
 def command(

@@ -36,7 +36,7 @@ from ..output import Column, Table, number, plain, print_json, progress, say, sp
 from ..paths import local_path
 from ..scheduler import mapper_for
 
-EPILOG = "Example: recorder diff run-ddp run-fsdp --rtol 1e-4 --atol 1e-6"
+EPILOG = "Examples: recorder diff run-ddp run-fsdp --rtol 1e-4 --atol 1e-6    recorder diff @-2 @-1 --site grad --brief"
 
 _FEW = 5
 """The number of lines of each table, and of culprits, where nobody asks for more."""

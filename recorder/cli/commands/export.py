@@ -30,7 +30,10 @@ from ..output import print_json, printable_line, progress, say
 from ..paths import local_path
 from ..scheduler import mapper_for
 
-EPILOG = "Example: recorder export recordings -o grads.parquet --site grad"
+EPILOG = (
+    "Examples: recorder export recordings -o grads.parquet --site grad    "
+    "recorder export recordings -o outputs.npz --site output --step 0 --global"
+)
 
 
 def command(

@@ -14,7 +14,7 @@ from ...system.text import counted
 from ..options import Json, RunPath
 from ..output import Column, Table, number, plain, print_json, say
 
-EPILOG = "Example: recorder first recordings"
+EPILOG = "Examples: recorder first recordings    recorder first @-2 --json"
 
 _LIBRARY = "site-packages/torch/"
 _MAX_LISTED = 5

@@ -8,7 +8,7 @@ import typer
 
 from . import COMMANDS
 
-EPILOG = "Example: recorder help diff"
+EPILOG = "Examples: recorder help diff    recorder help"
 
 
 def complete_command(incomplete: str) -> list[str]:

@@ -20,7 +20,7 @@ from ..notes import jitter_note
 from ..options import Json, complete_run
 from ..output import Column, Table, print_json, printable, say, span
 
-EPILOG = "Example: recorder ls recordings"
+EPILOG = "Examples: recorder ls recordings    recorder ls @-1 --json"
 
 _STATES = ("unclosed", "recording", "closed")
 """States of writers, the worst first: a run has the state of its worst writer."""

@@ -32,7 +32,9 @@ from ..options import Json, LayoutOption, LossOption, RunPath, SchedulerOption, 
 from ..output import print_json, progress, say
 from ..paths import local_path
 
-EPILOG = "Example: recorder merge recordings -o merged"
+EPILOG = (
+    "Examples: recorder merge recordings -o merged    recorder merge recordings -o alone --layout 'blocks.1.*=per_rank'"
+)
 
 _MAX_SHOWN = 3
 _KINDS = {

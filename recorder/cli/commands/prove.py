@@ -18,7 +18,10 @@ from ..notes import proof_state
 from ..options import Json
 from ..output import print_json, printable, say, say_state
 
-EPILOG = "Example: recorder prove --steps 20 -- torchrun --nproc-per-node 2 train.py"
+EPILOG = (
+    "Examples: recorder prove --steps 20 -- torchrun --nproc-per-node 2 train.py    "
+    "recorder prove RECORDER_PRESET=full -- python train.py"
+)
 SETTINGS: dict[str, Any] = {
     "context_settings": {"help_option_names": ["-h", "--help"], "allow_interspersed_args": False}
 }

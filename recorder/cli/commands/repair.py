@@ -16,7 +16,7 @@ from ...upkeep.repair import Outcome, repair_run
 from ..options import Json, RunPath
 from ..output import Column, Table, print_json, progress, say
 
-EPILOG = "Example: recorder repair recordings --dry-run"
+EPILOG = "Examples: recorder repair recordings --dry-run    recorder repair @-1"
 
 _COLUMNS = (
     Column(title="what"),

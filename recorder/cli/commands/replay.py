@@ -19,7 +19,10 @@ from ..options import Json, RunOrModule
 from ..output import print_json, printable, say, say_state
 from ..paths import local_path
 
-EPILOG = "Example: recorder replay recordings blocks.3.mlp --step 100 -o bundle && python bundle/replay.py"
+EPILOG = (
+    "Examples: recorder replay recordings blocks.0.mlp.up --step 3 -o bundle    "
+    "recorder replay recordings --step 3 --audit"
+)
 _STATES = {NOT_HAD_AGAIN: "missing", CANNOT_TELL: "note"}
 
 

@@ -24,7 +24,7 @@ from ..paths import local_path
 from .check import fold, sentence
 from .doctor import checks_of
 
-EPILOG = "Example: recorder report recordings -o report.html"
+EPILOG = "Examples: recorder report recordings -o report.html    recorder report @-2 --against @-1 -o against.html"
 
 _MAX_JUDGED = 12
 

@@ -8,7 +8,9 @@ import typer
 
 from ...lifecycle.launch import launch
 
-EPILOG = "Example: recorder run torchrun --nproc-per-node 2 train.py"
+EPILOG = (
+    "Examples: recorder run torchrun --nproc-per-node 2 train.py    recorder run RECORDER_PRESET=light python train.py"
+)
 SETTINGS: dict[str, Any] = {
     "add_help_option": False,
     "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True},

@@ -35,7 +35,7 @@ from ..output import Column, Table, number, print_json, say, span
 from ..paths import run_and_module
 from ..selected import explain_nothing, modules_meant, rows_of, site_order
 
-EPILOG = "Examples: recorder show layers.0.mlp    recorder show @-2 'layers.*' --statistic l2"
+EPILOG = "Examples: recorder show blocks.0.mlp.up    recorder show @-2 'blocks.*' --statistic l2"
 
 _KEY = ("site", "name", "root", "scope", "phase", "mode", "rank")
 """Columns whose values are the same in all rows of a series."""

@@ -32,7 +32,10 @@ from ..output import Column, Table, number, print_json, say
 from ..paths import run_and_module
 from ..scheduler import mapper_for
 
-EPILOG = "Example: recorder stats 'layers.*' --site grad --by module --sort -absmax --top 10"
+EPILOG = (
+    "Examples: recorder stats recordings 'blocks.*' --site grad --by module --sort -absmax --top 10    "
+    "recorder stats recordings --site scalar --last 20"
+)
 
 _KEYS = (
     "step", "micro_step", "call", "repeat", "attempt", "rank", "root", "module_path", "site", "name", INNER, "mode",

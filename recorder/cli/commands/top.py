@@ -23,7 +23,7 @@ from ...system.units import size
 from ..options import Json, RunPath
 from ..output import Column, Table, print_json, printable
 
-EPILOG = "Example: recorder top recordings"
+EPILOG = "Examples: recorder top recordings    recorder top @-1 --once"
 
 _REFRESH_S = 1.0
 _OVER_AFTER_S = 15.0

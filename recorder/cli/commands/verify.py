@@ -9,7 +9,7 @@ from ...upkeep.verify import verify
 from ..options import Json, RunPath
 from ..output import print_json, progress, say
 
-EPILOG = "Example: recorder verify recordings"
+EPILOG = "Examples: recorder verify recordings    recorder verify @-2 --json"
 
 
 def command(path: RunPath = None, as_json: Json = False) -> int:
