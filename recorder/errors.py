@@ -7,6 +7,7 @@ RecorderError
 │   └── TraceKeyError        it has no such value, or several
 ├── TapError             a model cannot be instrumented or stripped, or a tap has a wrong name
 ├── WriteError           the run directory cannot be used, or the writer gave up
+├── CommandError         a run under way cannot be told this, or a command's file holds none
 ├── StoreError           an object store cannot be reached, refuses, or has other objects than it listed
 ├── ClusterError         a Dask cluster cannot be used, or was lost
 └── RunError             a recorded run cannot be read
@@ -48,6 +49,10 @@ class TraceKeyError(TraceError, KeyError):
 
 class WriteError(RecorderError):
     """The run directory cannot be used, or the writer thread gave up; what was committed stays readable."""
+
+
+class CommandError(RecorderError):
+    """A command cannot be sent to a run that is under way, or a file in the place of one holds none."""
 
 
 class StoreError(RecorderError):

@@ -13,6 +13,7 @@ from typing import Any
 from ..config import RUN_NAME
 from ..errors import CorruptError, NotARunError, UnsupportedError
 from ..system.processes import runs
+from .answers import Answer
 from .members import Members, Shared
 from .roots import Root
 from .schema import FORMAT_NAME, FORMAT_VERSION
@@ -198,6 +199,8 @@ class WriterManifest(Lifetime):
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the package, of Python and of torch."""
     events: tuple[Event, ...] = ()
+    commands: tuple[Answer, ...] = ()
+    """What became of the commands that the run was sent while it was under way, by number."""
     autoload: bool = False
     """Whether the environment asked for the recording, and not the program."""
     merged_writers: tuple[MergedWriter, ...] = ()
@@ -243,6 +246,7 @@ class WriterManifest(Lifetime):
                 Event(kind=one.text("kind"), message=one.text("message"), members=one.raw)
                 for one in found.list_inner("events")
             ),
+            commands=tuple(map(Answer.read, found.list_inner("commands"))),
             autoload=found.flag("autoload"),
             merged_writers=tuple(map(_merged_writer, found.list_inner("merged_writers"))),
             members=raw,

@@ -13,6 +13,7 @@ STATUS_BYTES = 4096
 OTHER_REASONS = "other"
 """What drops are called whose reasons have no room."""
 _MAX_REASONS = 24
+_MAX_ANSWERS = 8
 _MAX_TEXT = 200
 
 
@@ -20,7 +21,9 @@ def encode_status(facts: Mapping[str, object]) -> bytes:
     """The whole file: the JSON of a manifest with its checksum in front, made up to its size by a member of blanks."""
     facts = {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in facts.items()}
     dropped = facts.get("dropped")
-    for num_reasons in (_MAX_REASONS, 1, 0):
+    for num_reasons, num_commands in ((_MAX_REASONS, _MAX_ANSWERS), (1, _MAX_ANSWERS), (1, 1), (0, 0)):
+        if answers := facts.get("commands"):
+            facts["commands"] = list(answers)[-num_commands:] if num_commands else []  # type: ignore[call-overload]
         if isinstance(dropped, dict) and len(dropped) > num_reasons:
             facts["dropped"] = _largest(dropped, num_reasons)
         members = {"format": FORMAT_NAME, "version": list(FORMAT_VERSION), **facts, "padding": ""}

@@ -23,6 +23,7 @@ from ..capture.parallel.topology import Topology
 from ..config import Loaded
 from ..native import in_force
 from ..system.events import Events
+from .commands import Commands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,9 @@ class Description:
             "asked": {item.name: item.value for item in self.loaded.explain() if item.source != "default"},
         }
 
-    def writer(self, capture: Capture, optimizers: OptimizerWatch | None, events: Events) -> dict[str, Any]:
+    def writer(
+        self, capture: Capture, optimizers: OptimizerWatch | None, events: Events, commands: Commands
+    ) -> dict[str, Any]:
         """Return the content of `_writer.json`, to which the writer adds its own members."""
         topology = self.topology
         return {
@@ -68,10 +71,11 @@ class Description:
             "roots": [_describe_root(root) for root in capture.past_roots + capture.roots],
             "optimizers": optimizers.names() if optimizers is not None else [],
             "events": events.as_list(),
+            "commands": [answer.members() for answer in commands.answers()],
             "autoload": self.by_flag,
         }
 
-    def status(self, capture: Capture) -> dict[str, Any]:
+    def status(self, capture: Capture, commands: Commands) -> dict[str, Any]:
         """Return the content of `_status.json`, to which the writer adds its own members."""
         pool = capture.pool
         return {
@@ -83,6 +87,8 @@ class Description:
             "pool_peak_bytes": pool.peak_bytes,
             "waited_s": round(pool.waited_s, 3),
             "longest_wait_s": round(pool.longest_wait_s, 3),
+            "commands": [answer.short_members() for answer in commands.newest_answers()],
+            "commands_refused": commands.num_refused,
         }
 
     def _identity(self) -> dict[str, Any]:

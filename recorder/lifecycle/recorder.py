@@ -39,6 +39,7 @@ from ..system import log
 from ..system.events import Events
 from ..system.interrupts import comes_from_signal_handler
 from ..system.processes import own_process
+from .commands import Commands
 from .description import Description
 from .estimate import Estimate
 from .graph_taps import GraphTaps, is_data_worker
@@ -83,6 +84,8 @@ class Recorder:
         self._dir = Path(loaded.settings.dir).absolute()  # the program may change its working directory later
         self.events = Events()
         self.capture: Capture | None = None
+        self.commands: Commands | None = None
+        """What the run is told while it is under way; from the start of the recording on."""
         self._pid = os.getpid()
         self._on_change = on_change
         self._lock = threading.RLock()
@@ -239,6 +242,7 @@ class Recorder:
             self._estimate = Estimate(
                 self.settings.rules, rank=0, world_size=own_topology.world_size, max_bytes=self.settings.max_bytes
             )
+        self.commands = Commands(own_topology, self.events)
         capacity = self.settings.pool_bytes or default_capacity_bytes(own_topology.local_world_size)
         writer = Writer(
             settings=_write_settings(self.settings),
@@ -327,8 +331,8 @@ class Recorder:
         )
 
     def _manifest(self) -> dict[str, Any]:
-        assert self.capture is not None and self._description is not None
-        return self._description.writer(self.capture, self._optimizers, self.events)
+        assert self.capture is not None and self._description is not None and self.commands is not None
+        return self._description.writer(self.capture, self._optimizers, self.events, self.commands)
 
     def _saw(self, staged: Staged, measured: Measured) -> None:
         """Look at a record that has its statistics. Called on the writer thread."""
@@ -343,12 +347,17 @@ class Recorder:
         try:
             self.events.say()
             capture = self.capture
-            if capture is None or self._is_closed:
+            if capture is None or self.commands is None or self._is_closed:
                 return None
+            self.commands.poll(self.run_dir())
             capture.nonfinite.look(self._how_to_learn_more())
             if self._estimate is not None and (line := self._estimate.look(capture.clock.step)) is not None:
                 log.tell(_logger, lambda: (line,), 0.0)
             roots = tuple((root, *(work is None for work in root.shared_work.values())) for root in capture.roots)
+            if self.commands.has_changed:
+                self.commands.has_changed = False
+                self.events.has_changed = True  # the manifest has the answers, too
+                self._next_status_s = 0.0
             key = (self.events.has_changed, capture.clock.source, roots)
             if key != self._manifest_key:
                 self.events.has_changed = False
@@ -362,8 +371,8 @@ class Recorder:
         return manifest
 
     def _show_status(self, capture: Capture) -> None:
-        assert self._description is not None
-        self._writer.set_status(self._description.status(capture))
+        assert self._description is not None and self.commands is not None
+        self._writer.set_status(self._description.status(capture, self.commands))
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -556,6 +565,8 @@ class Recorder:
         if self.settings.status_interval_s:
             self._show_status(self.capture)
         self.capture.close()
+        if self.commands is not None:
+            self.commands.close()
         report = self._writer.close(self.settings.close_deadline_s)
         log.log(_logger, logging.DEBUG, "closed: %s", report)
         self.capture.nonfinite.look(self._how_to_learn_more(), is_last=True)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import RunError
+from ..format.answers import Answer
 from ..format.manifest import Balance, Lifetime
 from ..format.members import Members
 from ..format.rundir import WRITER_MANIFEST, parse_shard_name
@@ -20,6 +21,7 @@ from ..storage.locations import Place, store_of
 from .writers import list_writers, writer_folders
 
 _MAX_REASONS = 64
+_MAX_ANSWERS = 64
 _MAX_TEXT = 300
 _MAX_SMALL_MANIFEST_BYTES = 1 << 20
 """A larger manifest of a writer without a status is not looked at: thousands of them would take minutes."""
@@ -60,6 +62,10 @@ class Status(Lifetime):
     """The last steps and bytes are of this many seconds."""
     recent_steps: int = 0
     recent_bytes: int = 0
+    commands: tuple[Answer, ...] = ()
+    """What became of the newest commands."""
+    num_commands_refused: int = 0
+    """How many files in the place of commands held none."""
 
     @property
     def num_dropped(self) -> int:
@@ -223,6 +229,8 @@ def _parse(writer: str, raw: dict[str, Any]) -> Status:
         recent_s=recent.number("seconds"),
         recent_steps=recent.count("steps"),
         recent_bytes=recent.count("bytes"),
+        commands=tuple(map(Answer.read, found.list_inner("commands")[:_MAX_ANSWERS])),
+        num_commands_refused=found.count("commands_refused"),
     )
 
 

@@ -1,0 +1,188 @@
+"""The form of a command to a run that is under way: one small immutable file, ``_commands/000001.json``.
+
+A command names the steps that it is for, and they lie ahead when it is sent, so that all ranks do it at the same steps
+without talking to each other. It selects what is recorded, and nothing else: a command never holds a path, a size or
+code. Nothing here touches a file; `storage.commands` sends and finds them.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+from os import urandom
+from typing import Any
+
+from ..errors import CommandError, ConfigError, RunError
+from ..rules import EXPRESSION, Rule, parse_rules
+from .manifest import check_version
+from .members import Members
+from .rundir import encode_manifest
+from .schema import FORMAT_NAME, FORMAT_VERSION
+
+COMMANDS = "_commands"
+"""The directory of a run that holds its commands."""
+COMMAND_BYTES = 4096
+"""A larger file is no command."""
+MAX_COMMANDS = 4096
+"""The highest number; a run that has had so many takes no more."""
+
+SET, UNDO, PAUSE, RESUME, DUMP = "set", "undo", "pause", "resume", "dump"
+KINDS = (SET, UNDO, PAUSE, RESUME, DUMP)
+
+_MAX_RULES = 16
+_MAX_STEP = 1 << 53
+_MAX_TEXT = 200
+_ID = re.compile(r"[0-9a-f]{16}")
+_NAME = re.compile(r"([0-9]{6})\.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One thing that a run under way is told."""
+
+    kind: str
+    """``set``: capture rules that are in force beside the run's own. ``undo``: a command is not in force any more.
+    ``pause``: nothing is recorded. ``resume``: the end of a pause. ``dump``: what memory holds of these steps is kept.
+    """
+    from_step: int
+    """The first step that it is for."""
+    to_step: int | None = None
+    """The last step that it is for; None: until further notice."""
+    rules: tuple[str, ...] = ()
+    """Of ``set``: rules, each as `rules.parse_rules` reads it."""
+    undoes: int | None = None
+    """Of ``undo``: the number of the command that ends before `from_step`."""
+    reason: str = ""
+    """Why it was sent, for people."""
+    by: str = ""
+    """Who sent it, for people: a user and a host, or a rank."""
+    attempt: int = 0
+    """The highest attempt of the job when it was sent: a ``dump`` is not done again after a restart."""
+    created_ns: int = field(default_factory=time.time_ns)
+    """When it was made, by the clock of whoever sent it."""
+    id: str = field(default_factory=lambda: urandom(8).hex())
+    """The same command under two numbers, as when it was carried twice, is done once."""
+    number: int = 0
+    """Its number in the run, which its file's name says; 0 until it is sent."""
+
+    def includes(self, step: int) -> bool:
+        """Whether a step is one of those that the command is for."""
+        return self.from_step <= step and (self.to_step is None or step <= self.to_step)
+
+    def encode(self) -> bytes:
+        """Return the text of the file.
+
+        Raises:
+            CommandError: the command is none that a writer would take, or its text is too long.
+        """
+        if (problem := problem_of(self)) is not None:
+            raise CommandError(problem)
+        members = {
+            "format": FORMAT_NAME,
+            "version": list(FORMAT_VERSION),
+            "kind": self.kind,
+            "from_step": self.from_step,
+            "to_step": self.to_step,
+            **({"rules": list(self.rules)} if self.rules else {}),
+            **({} if self.undoes is None else {"undoes": self.undoes}),
+            "reason": self.reason[:_MAX_TEXT],
+            "by": self.by[:_MAX_TEXT],
+            "attempt": self.attempt,
+            "created_ns": self.created_ns,
+            "id": self.id,
+        }
+        text = encode_manifest(members)
+        if len(text) > COMMAND_BYTES:
+            raise CommandError(
+                f"the command takes {len(text)} bytes; at most {COMMAND_BYTES} are read: shorten its rules"
+            )
+        return text
+
+
+def command_name(number: int) -> str:
+    """`000001.json`: the command of a number."""
+    return f"{number:06d}.json"
+
+
+def parse_command_name(name: str) -> int | None:
+    """The number of the command in a file named by `command_name`; None for any other name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match is not None and match[1].isascii() and 0 < int(match[1]) <= MAX_COMMANDS else None
+
+
+def read_command(raw: dict[str, Any], where: str, number: int) -> Command:
+    """The command in an object of unknown origin.
+
+    Raises:
+        CommandError: it is none that can be done; the message begins with `where`.
+    """
+    try:
+        check_version(raw, where)
+    except RunError as error:
+        raise CommandError(str(error)) from None
+    problems: list[str] = []
+    found = Members(raw, problems)
+    to_step = found.optional_count("to_step")
+    command = Command(
+        kind=found.text("kind"),
+        from_step=_whole(found, "from_step"),
+        to_step=to_step,
+        rules=found.texts("rules"),
+        undoes=found.optional_count("undoes"),
+        reason=found.text("reason")[:_MAX_TEXT],
+        by=found.text("by")[:_MAX_TEXT],
+        attempt=found.count("attempt"),
+        created_ns=found.count("created_ns"),
+        id=found.text("id"),
+        number=number,
+    )
+    problem = problems[0] if problems else problem_of(command)
+    if problem is not None:
+        raise CommandError(f"{where}: {problem}")
+    return command
+
+
+def problem_of(command: Command) -> str | None:
+    """Return why no writer would take a command; None where it would."""
+    if command.kind not in KINDS:
+        return f"unknown kind {command.kind[:40]!r}; this version knows {', '.join(KINDS)}"
+    if not 0 <= command.from_step < _MAX_STEP or (command.to_step is not None and command.to_step >= _MAX_STEP):
+        return f"steps go from 0 to {_MAX_STEP - 1}; it has from_step {command.from_step}, to_step {command.to_step}"
+    if command.to_step is not None and command.to_step < command.from_step:
+        return f"its last step, {command.to_step}, lies before its first, {command.from_step}"
+    if not _ID.fullmatch(command.id):
+        return f"its id is {command.id[:40]!r}, expected 16 hexadecimal digits"
+    if command.kind == DUMP and command.to_step is None:
+        return "a dump has a last step"
+    if (command.kind == UNDO) != (command.undoes is not None):
+        return "an undo names the command that it undoes" if command.kind == UNDO else "only an undo has 'undoes'"
+    if command.kind == SET:
+        return _problem_of_rules(command)
+    return "only a set has rules" if command.rules else None
+
+
+def rules_of(command: Command) -> tuple[Rule, ...]:
+    """The rules of a command that `problem_of` has nothing against."""
+    return parse_rules(list(command.rules))
+
+
+def _problem_of_rules(command: Command) -> str | None:
+    if not 0 < len(command.rules) <= _MAX_RULES:
+        return f"a set has 1 to {_MAX_RULES} rules; this one has {len(command.rules)}"
+    try:
+        rules = rules_of(command)
+    except ConfigError as error:
+        return str(error)
+    for rule in rules:
+        patterns = (*rule.module, *rule.cls, *rule.name)
+        if any(pattern.removeprefix("!").startswith(EXPRESSION) for pattern in patterns):
+            # Python's own may take for ever with some expressions, and it would be training that waits.
+            return f"{rule.text!r} has a regular expression; in a run under way rules have names and * ? [] alone"
+    return None
+
+
+def _whole(found: Members, key: str) -> int:
+    """Return a count that must be there, or -1, which no step is."""
+    value = found.optional_count(key)
+    return -1 if value is None else value

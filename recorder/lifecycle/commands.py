@@ -1,0 +1,244 @@
+"""What a run under way is told, as one rank hears it: `Commands`.
+
+A command is a small immutable file in the run's directory (`format.commands` says what it holds). Whoever sends one
+(`recorder set`, `recorder dump`, or the writer thread of any rank) names steps that lie ahead. Each rank's writer
+thread finds the file, does what it says through the callback of its kind, and answers in its manifest and its status.
+No collective is issued, and training waits for nothing.
+
+To take commands of a kind, register a callback before the first poll, and answer::
+
+    commands.on("dump", take)            # take(command) runs on the writer thread, once for each command
+    commands.answer(command, "ended", since=96, until=102, why="700 rows")  # any thread, as often as the state changes
+
+To send one from a rank, on its writer thread, and so hear it at once::
+
+    commands.send(Command(kind="dump", from_step=96, to_step=102, reason="NaN in the loss", by="rank 3"))
+
+One rank of each node looks into the run's directory, and tells the others of its node by a mark in the node's own
+memory: an empty file, whose time says that the rank looks, and whose length says how many commands it has seen. So
+4,096 ranks of 512 nodes make 250 system calls a second on the shared file system, and 40 on each node's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ..capture.parallel.topology import Topology
+from ..errors import CommandError
+from ..format.answers import ENDED, REFUSED, WAITING, Answer
+from ..format.commands import DUMP, Command
+from ..storage.commands import CommandFolder, Refusal, send
+from ..system.events import Events
+
+_LOOK_S = 0.2
+_MAX_LOOKS_PER_S = 250
+"""Looks of all nodes together into the run's directory; 512 nodes look every two seconds."""
+_ALONE_S = 2.0
+"""How often a rank looks for itself, where nobody on its node does; more seldom in a job of more than 500 ranks."""
+_LEADER_GONE_S = 3.0
+"""How old, beyond the time between two looks, the mark of a node may be before nobody is taken to look."""
+_MAX_SHOWN = 8
+"""The newest answers, for which a status has room."""
+
+
+class Commands:
+    """The commands of one run as one rank hears them. Writer thread only, but for `answer` and what only reads."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        events: Events,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        marks: Path | None = None,
+    ) -> None:
+        """Look at nothing yet.
+
+        Args:
+            topology: this rank among all of the job.
+            events: takes a line for each file that is refused.
+            clock: a monotonic clock in seconds.
+            marks: where the node's mark lies; None for the node's own memory.
+        """
+        self.num_refused = 0
+        """How many files in the place of commands held none."""
+        self.has_changed = False
+        """Whether there is an answer that was not shown yet; whoever shows it sets this back."""
+        self._topology = topology
+        self._events = events
+        self._clock = clock
+        self._marks = marks or _node_memory()
+        self._takers: dict[str, Callable[[Command], None]] = {}
+        self._answers: dict[int, Answer] = {}
+        self._ids: set[str] = set()
+        self._folder: CommandFolder | None = None
+        self._run_dir: Path | None = None
+        self._mark: _NodeMark | None = None
+        self._next_look_s = 0.0
+        self._num_told = 0
+        num_nodes = -(-topology.world_size // max(topology.local_world_size, 1))
+        self._look_s = max(_LOOK_S, num_nodes / _MAX_LOOKS_PER_S)
+        self._alone_s = max(_ALONE_S, topology.world_size / _MAX_LOOKS_PER_S)
+
+    def on(self, kind: str, take: Callable[[Command], None]) -> None:
+        """Have commands of a kind given to `take`, on the writer thread, each once; what it raises refuses the command.
+
+        A command that `take` gives no answer is ``waiting``.
+        """
+        self._takers[kind] = take
+
+    def answer(
+        self, command: Command, state: str, *, since: int | None = None, until: int | None = None, why: str = ""
+    ) -> None:
+        """Say what became of a command, in place of what was said of it before. Any thread, never waits."""
+        self._answers[command.number] = Answer(
+            number=command.number,
+            id=command.id,
+            kind=command.kind,
+            state=state,
+            since=since,
+            until=until,
+            why=why,
+            by=command.by,
+            rules=command.rules,
+        )
+        self.has_changed = True
+
+    def answers(self) -> list[Answer]:
+        """Return all answers by number. Any thread."""
+        return [self._answers[number] for number in sorted(self._answers)]
+
+    def newest_answers(self) -> list[Answer]:
+        """Return as many answers as a status has room for. Any thread."""
+        return self.answers()[-_MAX_SHOWN:]
+
+    def send(self, command: Command) -> Command:
+        """Send a command to all ranks of the run, this one among them, and return it with its number.
+
+        Raises:
+            CommandError: the disk refuses, or the run has no directory yet; nothing was sent.
+        """
+        if self._run_dir is None:
+            raise CommandError("the run has no directory yet, so that no rank could be told")
+        sent = send(self._run_dir, replace(command, attempt=max(command.attempt, self._topology.attempt)))
+        self._look(is_told=True)
+        return sent
+
+    def poll(self, run_dir: Path | None) -> None:
+        """Look for new commands, if it is time to, and do them.
+
+        Args:
+            run_dir: the run's directory; None while there is none.
+        """
+        if run_dir is None:
+            return
+        if self._folder is None:
+            self._run_dir, self._folder = run_dir, CommandFolder(run_dir, self._clock)
+            if self._topology.local_world_size > 1:
+                self._mark = _NodeMark(self._marks, run_dir, self._topology)
+        now = self._clock()
+        if self._mark is not None and self._topology.local_rank != 0:
+            known = self._mark.read(self._look_s + _LEADER_GONE_S)
+            if known is not None:
+                if known > self._num_told:
+                    self._look(is_told=True)
+                    self._num_told = known if not self._folder.has_unfinished else self._num_told
+                return
+            look_s = self._alone_s
+        else:
+            look_s = self._look_s
+        if now >= self._next_look_s:
+            self._next_look_s = now + look_s
+            self._look(is_told=False)
+            if self._mark is not None and self._topology.local_rank == 0:
+                self._mark.write(self._folder.num_seen)
+
+    def close(self) -> None:
+        """Remove the node's mark, if it is this rank's."""
+        if self._mark is not None and self._topology.local_rank == 0:
+            self._mark.remove()
+
+    def _look(self, *, is_told: bool) -> None:
+        assert self._folder is not None
+        for found in self._folder.look(is_told=is_told):
+            if isinstance(found, Refusal):
+                self.num_refused += 1
+                self.has_changed = True
+                self._events.add("command_refused", f"a command is not done: {found.why}", key=str(found.number))
+            elif found.id in self._ids:
+                self.answer(found, ENDED, why="it has the id of a command before it, and is done once")
+            else:
+                self._ids.add(found.id)
+                self._take(found)
+
+    def _take(self, command: Command) -> None:
+        take = self._takers.get(command.kind)
+        if command.kind == DUMP and command.attempt < self._topology.attempt:
+            self.answer(command, ENDED, why="it was for a launch before this one")
+        elif take is None:
+            self.answer(command, REFUSED, why=f"this run keeps nothing that a {command.kind} could take")
+        else:
+            self.answer(command, WAITING)
+            try:
+                take(command)
+            except Exception as error:
+                self.answer(command, REFUSED, why=str(error) or type(error).__name__)
+        answer = self._answers[command.number]
+        if answer.state == REFUSED:
+            who = f" from {command.by}" if command.by else ""
+            text = f"command {command.number} ({command.kind}{who}) is refused: {answer.why}"
+            self._events.add("command_refused", text, key=str(command.number))
+
+
+class _NodeMark:
+    """The mark by which one rank tells the others of its node what it has seen. An error means that nobody looks."""
+
+    def __init__(self, folder: Path, run_dir: Path, topology: Topology) -> None:
+        digest = hashlib.blake2b(os.fsencode(run_dir), digest_size=8).hexdigest()
+        self._path = folder / f"recorder-{os.geteuid()}-{digest}-{topology.attempt}"
+        self._length = -1
+
+    def write(self, length: int) -> None:
+        """Say that this rank looks, and how many commands it has seen."""
+        with contextlib.suppress(OSError):
+            if length != self._length:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                descriptor = os.open(self._path, flags, 0o600)
+                try:
+                    if _is_ours(os.fstat(descriptor)):
+                        os.ftruncate(descriptor, length)
+                        self._length = length
+                finally:
+                    os.close(descriptor)
+            os.utime(self._path, follow_symlinks=False)
+
+    def read(self, patience_s: float) -> int | None:
+        """Return how many commands the rank that looks has seen; None where none has looked for so long."""
+        try:
+            found = os.stat(self._path, follow_symlinks=False)
+        except OSError:
+            return None
+        is_alive = _is_ours(found) and abs(time.time() - found.st_mtime) < patience_s
+        return found.st_size if is_alive else None
+
+    def remove(self) -> None:
+        with contextlib.suppress(OSError):
+            if _is_ours(os.stat(self._path, follow_symlinks=False)):
+                os.unlink(self._path)
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _node_memory() -> Path:
+    memory = Path("/dev/shm")
+    return memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())

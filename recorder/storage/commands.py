@@ -1,0 +1,212 @@
+"""The files of commands in a run's directory: sends one, and finds those that are new.
+
+A command is published whole under the next free number and never changed. Whoever may write to the run's directory may
+send one; what is found there is untrusted input all the same. Nothing here judges what a command is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import CommandError, CorruptError, RecorderError
+from ..format.commands import (
+    COMMAND_BYTES,
+    COMMANDS,
+    MAX_COMMANDS,
+    Command,
+    command_name,
+    parse_command_name,
+    read_command,
+)
+from ..format.rundir import read_json
+
+_MAX_ENTRIES = 2 * MAX_COMMANDS
+"""Names of a directory that are looked at; more were not made by us."""
+_UNFINISHED_S = 5.0
+"""How long a file may be damaged before it is refused: where a disk has no links, a command is briefly not whole."""
+_FRESH_S = 2.5
+"""How long after a change the names are listed at each look: times of files may be as coarse as two seconds."""
+_RELIST_S = 5.0
+"""How often the names are listed though nothing seems to have changed, as where a network file system remembers."""
+
+
+def send(run_dir: Path, command: Command) -> Command:
+    """Write a command for all ranks of a run, and return it with its number. Any process, any thread; it may wait.
+
+    Raises:
+        CommandError: it is none that a writer would take, or the disk refuses; nothing is left behind.
+    """
+    text = command.encode()
+    folder = run_dir / COMMANDS
+    try:
+        _make_folder(folder)
+        with _written_beside(folder, command.id, text) as temporary:
+            for number in range(max(_numbers(folder), default=0) + 1, MAX_COMMANDS + 1):
+                if _publish(temporary, folder / command_name(number), text):
+                    _sync_directory(folder)
+                    return replace(command, number=number)
+        raise CommandError(f"{folder}: the run has had {MAX_COMMANDS} commands, and takes no more")
+    except OSError as error:
+        hint = "; send it as the user who trains" if error.errno in (errno.EACCES, errno.EPERM) else ""
+        raise CommandError(f"{folder}: the command cannot be written ({error.strerror}){hint}") from error
+
+
+def _make_folder(folder: Path) -> None:
+    above = os.stat(folder.parent)
+    try:
+        os.mkdir(folder, stat.S_IMODE(above.st_mode))
+    except FileExistsError:
+        if not stat.S_ISDIR(os.lstat(folder).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "it is no directory", str(folder)) from None
+    else:
+        os.chmod(folder, stat.S_IMODE(above.st_mode))  # as the run's directory, whatever the umask
+        _give_to_owner(folder, above)
+        _sync_directory(folder.parent)
+
+
+def _give_to_owner(path: Path, above: os.stat_result) -> None:
+    """Let the user who trains read what root has written."""
+    if (os.geteuid(), os.getegid()) != (above.st_uid, above.st_gid):
+        with contextlib.suppress(OSError):
+            os.chown(path, above.st_uid, above.st_gid, follow_symlinks=False)
+
+
+@contextlib.contextmanager
+def _written_beside(folder: Path, name: str, text: bytes) -> Iterator[Path]:
+    """Yield a temporary file with the text, whole and synced; it is gone afterwards."""
+    temporary = folder / f"{name}-{os.urandom(4).hex()}.tmp"
+    try:
+        _create(temporary, text)
+        yield temporary
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+
+
+def _create(path: Path, text: bytes) -> None:
+    """Create a file, which was not there before, and sync it; it is whole, or it is not there."""
+    above = os.stat(path.parent)
+    mode = 0o600 | (stat.S_IMODE(above.st_mode) & 0o044)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    try:
+        try:
+            if os.write(descriptor, text) != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            os.fchmod(descriptor, mode)
+            _give_to_owner(path, above)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+
+
+def _publish(temporary: Path, final: Path, text: bytes) -> bool:
+    """Give the file its name; return False where another command has it."""
+    try:
+        os.link(temporary, final, follow_symlinks=False)
+    except FileExistsError:
+        # NFS may repeat a request that has succeeded.
+        return os.path.samestat(os.lstat(temporary), os.lstat(final))
+    except OSError:
+        if os.path.lexists(final):
+            return False
+        try:
+            _create(final, text)  # a file system without links: a reader waits until it is whole
+        except FileExistsError:
+            return False
+    return True
+
+
+def _sync_directory(path: Path) -> None:
+    """Make names durable, where the file system can; a command that power takes away was sent in vain, and no more."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _numbers(folder: Path) -> list[int]:
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry, _ in zip(entries, range(_MAX_ENTRIES), strict=False)]
+    return sorted(number for name in names if (number := parse_command_name(name)) is not None)
+
+
+class Refusal(NamedTuple):
+    """A file in the place of a command that cannot be one."""
+
+    number: int
+    why: str
+
+
+class CommandFolder:
+    """The commands of one run, found one after the other. One thread; a look is one system call while none is new."""
+
+    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = run_dir / COMMANDS
+        self._clock = clock
+        self._seen: set[int] = set()
+        self._damaged_since_s: dict[int, float] = {}
+        self._changed_ns = -1
+        self._changed_s = self._listed_s = float("-inf")
+
+    @property
+    def num_seen(self) -> int:
+        """Return how many files were found so far, refused ones among them."""
+        return len(self._seen)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a file was found that may not be whole yet."""
+        return bool(self._damaged_since_s)
+
+    def look(self, *, is_told: bool = False) -> list[Command | Refusal]:
+        """Return what is new since the last look, by number.
+
+        Args:
+            is_told: True where it is known from elsewhere that there is something new.
+        """
+        now = self._clock()
+        try:
+            found = os.stat(self._folder, follow_symlinks=False)
+            if not stat.S_ISDIR(found.st_mode):
+                return []
+            if found.st_mtime_ns != self._changed_ns:
+                self._changed_ns, self._changed_s = found.st_mtime_ns, now
+            is_fresh = now - self._changed_s < _FRESH_S or now - self._listed_s >= _RELIST_S
+            if not (is_told or is_fresh or self._damaged_since_s):
+                return []
+            self._listed_s = now
+            new = [number for number in _numbers(self._folder) if number not in self._seen]
+        except OSError:  # none was sent yet, or the disk is gone, as the writer finds out
+            return []
+        return [one for number in new if (one := self._read(number, now)) is not None]
+
+    def _read(self, number: int, now: float) -> Command | Refusal | None:
+        """Read one file; None where it may not be whole yet."""
+        name = f"{COMMANDS}/{command_name(number)}"
+        found: Command | Refusal
+        try:
+            found = read_command(read_json(self._folder / command_name(number), COMMAND_BYTES), name, number)
+        except CommandError as error:
+            found = Refusal(number, str(error))
+        except (RecorderError, OSError) as error:
+            since_s = self._damaged_since_s.setdefault(number, now)
+            if isinstance(error, CorruptError | OSError) and now - since_s < _UNFINISHED_S:
+                return None
+            found = Refusal(number, str(error))
+        self._damaged_since_s.pop(number, None)
+        self._seen.add(number)
+        return found
