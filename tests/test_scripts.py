@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-DEMO = Path(__file__).parents[1] / "scripts" / "demo"
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "scripts" / "demo"
 
 
 def demo(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -73,3 +75,12 @@ def test_where_several_machines_cannot_be_made_the_reason_is_said(tmp_path: Path
     done = subprocess.run([DEMO.with_name("test-cluster")], env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr == "test-cluster: cannot run here: this is not root\n"
+
+
+def test_every_test_that_the_oldest_torch_is_spared_is_one() -> None:
+    spared = re.findall(
+        r"--deselect='?([\w/.]+)::(\w+)", (ROOT / "scripts" / "test-oldest").read_text(encoding="utf-8")
+    )
+    assert spared
+    for file, name in spared:
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), (file, name)
