@@ -56,7 +56,11 @@ class LossWatch:
         def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             if watch._capture.is_open:
                 look(outputs, accumulates=kwargs.get("accumulate_grad", False))
-            return plain(outputs, *args, **kwargs)
+            try:
+                return plain(outputs, *args, **kwargs)
+            except BaseException as error:
+                _leave_own_frame_out(error)
+                raise
 
         def look(outputs: Any, *, accumulates: bool) -> None:
             try:
@@ -72,7 +76,11 @@ class LossWatch:
         watch = self
 
         def scale(scaler: Any, outputs: Any) -> Any:
-            result = plain(scaler, outputs)
+            try:
+                result = plain(scaler, outputs)
+            except BaseException as error:
+                _leave_own_frame_out(error)
+                raise
             if not _is_compiling() and watch._capture.is_open:
                 try:
                     watch._note(result, outputs)
@@ -113,6 +121,12 @@ class LossWatch:
                 setattr(owner, name, plain)
         self._wrapped.clear()
         self._scaled = []
+
+
+def _leave_own_frame_out(error: BaseException) -> None:
+    """Take the frame that caught an error of training out of its traceback; a bare `raise` does not put it back."""
+    trace = error.__traceback__
+    error.__traceback__ = None if trace is None else trace.tb_next
 
 
 def _leave_uncompiled(function: Any, *, with_callees: bool) -> None:

@@ -169,6 +169,30 @@ def test_an_error_of_ours_there_is_counted_and_does_not_reach_training(
     assert [writer.balance.dropped for writer in run.writers] == [{"hook_error": 6}]
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no gradient today")
+
+
+def test_an_error_in_the_backward_has_no_frame_of_ours(tmp_path: Path, model: nn.Module) -> None:
+    fails: Any = Fails
+
+    def functions() -> list[str]:
+        with pytest.raises(ValueError, match="no gradient today") as raised:
+            fails.apply(model(inputs(0)).sum()).backward()
+        return [entry.name for entry in raised.traceback]
+
+    plain = functions()
+    with recorder.attach(model, enabled=True, dir=str(tmp_path), rules=RULES):
+        recorded = functions()
+    assert recorded == plain and recorded[-1] == "backward"
+
+
 def test_a_run_with_losses_equals_one_from_before_there_were_any(
     tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
