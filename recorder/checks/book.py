@@ -14,19 +14,25 @@ import numpy as np
 from ..errors import ConfigError
 from ..rules import did_you_mean, matches, parse_patterns
 from ..sites import SITES
+from .normal import Normal
 from .rows import Catalog, Flags, Floats, Rows, SeriesKey
 from .rule import Rule, Setting, Severity, StreakRule
 from .rules.activations import Dead, Saturated
-from .rules.course import Jump, LossStuck, Spike
-from .rules.finite import NonFinite
+from .rules.attention import Attention
+from .rules.baseline import Invariant, Unusual
+from .rules.course import Jump, LossStuck, Overfitting, Spike
+from .rules.data import Data
+from .rules.finite import NonFinite, Skipped
 from .rules.gradients import Exploding, NoGradient, Vanishing
 from .rules.later import DeadUnits, OutlierUnits
+from .rules.norms import RunningStatistics
 from .rules.parameters import Initialisation, Unchanged, Update
-from .rules.ranks import OutlierRank, RepeatedBatch, RunningStatistics
+from .rules.ranks import OutlierRank
 
 RULES: tuple[type[Rule], ...] = (
-    NonFinite, Jump, Spike, LossStuck, Vanishing, Exploding, NoGradient, Unchanged, Update, Initialisation,
-    Dead, Saturated, OutlierRank, RepeatedBatch, RunningStatistics, DeadUnits, OutlierUnits,
+    NonFinite, Skipped, Jump, Spike, LossStuck, Overfitting, Vanishing, Exploding, NoGradient, Unchanged, Update,
+    Initialisation, Dead, Saturated, Attention, OutlierRank, Data, RunningStatistics, DeadUnits, OutlierUnits,
+    Unusual, Invariant,
 )  # fmt: skip
 """All that the recorder brings."""
 ENTRY_POINTS = "recorder.checks"
@@ -108,9 +114,14 @@ def find_rule(name: str, rules: Iterable[type[Rule]], where: str = "") -> type[R
     return known[name]
 
 
-def make_rules(rules: Iterable[type[Rule]], catalog: Catalog, thresholds: Thresholds) -> list[Rule]:
-    """Rules that have seen nothing yet."""
-    return [rule(catalog, thresholds.get(rule.name)) for rule in rules]
+def make_rules(
+    rules: Iterable[type[Rule]], catalog: Catalog, thresholds: Thresholds, normal: Normal | None = None
+) -> list[Rule]:
+    """Rules that have seen nothing yet, and that know what was normal in sound runs."""
+    made = [rule(catalog, thresholds.get(rule.name)) for rule in rules]
+    for rule in made:
+        rule.normal = normal
+    return made
 
 
 def _number(where: str, rule: type[Rule], setting: str, value: object) -> float:

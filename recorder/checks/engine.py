@@ -54,6 +54,8 @@ class Engine:
         self._failed: set[str] = set()
         self._findings: dict[str, list[Finding]] = {rule.name: [] for rule in rules}
         self._num_more: dict[str, int] = {}
+        self.last_step = -1
+        """The last step that rules have judged."""
 
     def add(self, rows: Rows) -> None:
         """The next rows, by step; those of the last step wait until a later step is seen."""
@@ -90,6 +92,7 @@ class Engine:
         return merged(found)
 
     def _feed(self, rows: Rows) -> None:
+        self.last_step = int(rows.steps[-1])
         series = rows.series
         for rule in self._rules:
             if rule.name in self._failed:
@@ -139,7 +142,9 @@ class Engine:
             if rule.name in self._failed:
                 continue
             lacking = sorted(self._lacking[rule.name])
-            if lacking:
+            if rule.needs and rule.name not in self._has_rows:
+                yield Unjudged(rule.name, rule.needs, "")
+            elif lacking:
                 where = ",".join(rule.sites)
                 what = (
                     f"there is no {', '.join(lacking)}"

@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from .normal import Normal
 from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, begins, streaks
 
 
@@ -62,6 +63,8 @@ class Finding(NamedTuple):
     threshold: float
     advice: str
     """What to do next."""
+    detail: str = ""
+    """Numbers in words that make the finding plainer."""
 
 
 class Rule:
@@ -77,6 +80,8 @@ class Rule:
     """What it reads of them."""
     keep: ClassVar[str] = "stats"
     """What a rule of recording has to keep for these columns."""
+    needs: ClassVar[str] = ""
+    """What has to be there, in words, where `sites` and `keep` do not say it."""
     settings: ClassVar[tuple[Setting, ...]] = ()
     advice: ClassVar[str]
     """What to do next."""
@@ -90,6 +95,8 @@ class Rule:
         """
         self.catalog = catalog
         self.thresholds = {one.name: one.default for one in self.settings} | dict(thresholds or {})
+        self.normal: Normal | None = None
+        """What was normal in sound runs, where there are any."""
         self.why_not_judged = ""
         """Why the rule judged nothing although there was what it reads, for example too few records."""
 
@@ -196,3 +203,31 @@ class StreakRule(Rule):
             counts = np.diff(np.r_[starts, len(lanes)]) + self._counts[lanes[starts]]
             self._counts[lanes[starts]] = counts
             self._most = int(counts.max(initial=self._most))
+
+
+class PartsRule(Rule):
+    """A rule that finds one thing in several ways, each of which is a rule of the same name and settings."""
+
+    parts: ClassVar[tuple[type[StreakRule], ...]]
+
+    def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
+        super().__init__(catalog, thresholds)
+        self._parts = [part(catalog, thresholds) for part in self.parts]
+
+    def wants(self, key: SeriesKey) -> bool:
+        """What any of the parts reads."""
+        return any(part.wants(key) for part in self._parts)
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        """Hand each part its rows."""
+        for number, part in enumerate(self._parts):
+            own = rows.take(self.catalog.mark(f"{self.name} {number}", part.wants)[rows.series])
+            if len(own):
+                yield from part.add(own)
+
+    def finish(self) -> Iterator[Finding]:
+        """Say why no part could judge, where none could."""
+        for part in self._parts:
+            yield from part.finish()
+        why = [part.why_not_judged for part in self._parts]
+        self.why_not_judged = why[0] if all(why) else ""

@@ -9,11 +9,14 @@ import pytest
 
 from recorder.checks.rule import Finding, Rule, Severity
 from recorder.checks.rules.activations import Dead, Saturated
-from recorder.checks.rules.course import Jump, LossStuck, Spike
-from recorder.checks.rules.finite import NonFinite
+from recorder.checks.rules.attention import Attention
+from recorder.checks.rules.course import Jump, LossStuck, Overfitting, Spike
+from recorder.checks.rules.data import Data
+from recorder.checks.rules.finite import NonFinite, Skipped
 from recorder.checks.rules.gradients import Exploding, NoGradient, Vanishing
+from recorder.checks.rules.norms import RunningStatistics
 from recorder.checks.rules.parameters import Initialisation, Unchanged, Update
-from recorder.checks.rules.ranks import OutlierRank, RepeatedBatch, RunningStatistics
+from recorder.checks.rules.ranks import OutlierRank
 from tests.checks.rows import Recorded
 
 LAYERS = [f"blocks.{number}" for number in range(8)]
@@ -268,7 +271,7 @@ def test_a_validation_on_the_same_samples_repeats_no_batch() -> None:
         for rank in range(2):
             recorded.add(step, "", noise(step), rank=rank, site="input", name="x", mode="eval")
             recorded.add(step, "", noise(step, rank), rank=rank, site="input", name="x")
-    assert said(recorded, RepeatedBatch) == []
+    assert said(recorded, Data) == []
 
 
 def test_a_tanh_at_its_ends_is_named_and_another_module_of_such_values_is_not() -> None:
@@ -302,7 +305,7 @@ def test_two_ranks_with_one_batch_are_named() -> None:
                 recorded.add(
                     step, "", noise(step, 1 if same and rank == 3 else rank), rank=rank, site="input", name="x"
                 )
-        assert places(said(recorded, RepeatedBatch)) == expected
+        assert places(said(recorded, Data)) == expected
 
 
 def test_a_running_variance_that_leaps_is_named() -> None:
@@ -312,3 +315,89 @@ def test_a_running_variance_that_leaps_is_named() -> None:
             values = np.ones(8) * (factor if step % 2 else 1)
             recorded.add(step, "bn", values, site="buffer", name="running_var", phase="optimizer")
         assert [one.module_path for one in said(recorded, RunningStatistics)] == expected
+
+
+def test_a_running_variance_of_one_rank_alone_is_named() -> None:
+    for factor, expected in ((3.0, [("bn", 22, (2,))]), (1.2, [])):
+        recorded = Recorded()
+        for step in range(30):
+            for rank in range(3):
+                values = np.ones(8) * (factor if rank == 2 else 1)
+                recorded.add(step, "bn", values, rank=rank, site="buffer", name="running_var", phase="optimizer")
+        assert places(said(recorded, RunningStatistics)) == expected
+
+
+def test_a_validation_that_rises_far_above_the_training_is_named() -> None:
+    for name, more in (("validation/loss", {}), ("val_loss", {}), ("loss", {"mode": "eval"})):
+        for rise, expected in ((0.02, [70]), (-0.02, [])):
+            recorded = Recorded()
+            for step in range(100):
+                recorded.add(step, "", 2 * 0.98**step, site="scalar", name="train/loss")
+                if step % 10 == 0:
+                    recorded.add(step, "", 1 + rise * max(step - 20, 0) / 2, site="scalar", name=name, **more)
+            assert [one.step for one in said(recorded, Overfitting)] == expected
+
+
+def test_overfitting_needs_a_validation() -> None:
+    (one,) = losses(lambda step: 1.0).judge(Overfitting).unjudged
+    assert "validation loss" in one.why
+
+
+def test_steps_that_are_skipped_one_after_the_other_are_named() -> None:
+    recorded = Recorded()
+    for step in range(60):
+        recorded.add(step, "", float(step < 16 or step > 30), site="scalar", name="skipped")
+    assert [(one.step, one.severity) for one in said(recorded, Skipped)] == [(50, Severity.ERROR)]
+
+
+def attention(weights: Any, logits: Any, path: str = "layers.0.attention.softmax") -> list[str]:
+    recorded = Recorded({path: "Softmax"})
+    for step in range(5):
+        recorded.add(step, path, logits, site="input", name="input")
+        recorded.add(step, path, weights)
+    return [one.measure for one in said(recorded, Attention)]
+
+
+def test_attention_on_single_places_and_logits_that_are_too_large_are_named() -> None:
+    even, sharp = np.full((4, 8), 1 / 8), np.eye(8)[:4]
+    masked = np.where(np.eye(8) > 0, -np.inf, 3.0)
+    assert attention(even, masked) == []
+    assert attention(sharp, masked) == ["entropy of order 2"]
+    assert attention(even, np.full((4, 8), 120.0)) == ["largest logit"]
+    assert attention(sharp, masked, "classifier.softmax") == [], "a classifier may well be sure"
+
+
+def test_taps_of_attention_are_judged_by_their_names() -> None:
+    recorded = Recorded()
+    for step in range(5):
+        recorded.add(step, "layers.0", np.eye(8), site="tap", name="attention")
+        recorded.add(step, "layers.0", np.full(8, 200.0), site="tap", name="attn_logits")
+        recorded.add(step, "layers.0", np.eye(8) * 200, site="tap", name="other")
+    assert {one.name for one in said(recorded, Attention)} == {"attention", "attn_logits"}
+
+
+def test_a_run_without_attention_is_not_judged() -> None:
+    (one,) = outputs().judge(Attention).unjudged
+    assert "recorder.tap" in one.why and not one.setting
+
+
+def test_a_spike_says_what_moved_before_it() -> None:
+    recorded = Recorded()
+    for step in range(60):
+        recorded.add(step, "", 2 + noise(step, shape=(), scale=0.05) + (step == 50), site="scalar", name="loss")
+        for path in LAYERS:
+            scale = 20.0 if step in (48, 49, 50) and path >= "blocks.5" else 1.0
+            recorded.add(step, path, noise(step, 1, scale=scale))
+    (one,) = said(recorded, Spike)
+    assert one.step == 50 and one.detail == "'blocks.5' output moved first, at step 48"
+
+
+def test_a_local_gradient_that_jumps_on_one_rank_is_named_there() -> None:
+    recorded = Recorded()
+    for step in range(120):
+        for rank in range(2):
+            scale = 50.0 if (step, rank) == (110, 1) else 1.0
+            for scope in ("local", "global"):
+                values = noise(step, rank, scale=scale if scope == "local" else 1.0)
+                recorded.add(step, "up", values, rank=rank, site="grad", name="weight", scope=scope)
+    assert [(one.step, one.ranks) for one in said(recorded, Jump)] == [(110, (1,))]

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from ...checks.book import ENTRY_POINTS, RULES, find_rule, make_rules
 from ...checks.engine import Engine, Unjudged
-from ...checks.rule import Finding, Rule
+from ...checks.normal import Normal
+from ...checks.rule import Finding, Rule, Severity
 from ...globalview.run import Run
 from .reading import RunRows
 
@@ -38,6 +39,7 @@ def check(
     rules: Sequence[str] = (),
     thresholds: Mapping[str, Mapping[str, float]] | None = None,
     own: Sequence[type[Rule]] = (),
+    baselines: Sequence[Run] = (),
 ) -> Checked:
     """What is wrong with a training, by the statistics of its values.
 
@@ -46,6 +48,8 @@ def check(
         rules: names of those that are asked; by default all.
         thresholds: by rule and setting, in place of the defaults.
         own: rules beside those of the recorder and of entry points.
+        baselines: runs of the same training that went well. They say what is normal here: `unusual` and `invariant`
+            judge by them, and what a rule says of them, too, is a note.
 
     Raises:
         ConfigError: there is no rule of a name; the message names the nearest.
@@ -55,10 +59,15 @@ def check(
     chosen = [find_rule(name, known) for name in dict.fromkeys(rules)] or known
     rows = RunRows(run, [name for rule in chosen for name in rule.columns])
     settings = {name: dict(of) for name, of in (thresholds or {}).items()}
-    engine = Engine(make_rules(chosen, rows.catalog, settings), rows.catalog)
+    normal = _learnt(baselines, chosen, settings) if baselines else None
+    engine = Engine(make_rules(chosen, rows.catalog, settings, normal), rows.catalog)
     for some in rows:
         engine.add(some)
     verdict = engine.finish()
+    findings = verdict.findings
+    if normal is not None:
+        findings = _excused(findings, normal)
+        notes += _notes_on(baselines, normal, engine.last_step)
     notes += [
         f"{num} more findings of {name} were counted and are not listed" for name, num in verdict.num_more.items()
     ]
@@ -67,7 +76,48 @@ def check(
     if run.problems:
         lost = f" ({num_lost} rows)" if (num_lost := _num_lost(run)) else ""
         notes.append(f"the run is damaged, and what cannot be read{lost} was left out; recorder verify says where")
-    return Checked(verdict.findings, verdict.unjudged, len(chosen), rows.num_rows, notes)
+    return Checked(findings, verdict.unjudged, len(chosen), rows.num_rows, notes)
+
+
+def _learnt(baselines: Sequence[Run], rules: Sequence[type[Rule]], settings: Mapping[str, dict[str, float]]) -> Normal:
+    """What was normal in sound runs, and what rules say of them."""
+    normal = Normal()
+    for run in baselines:
+        rows = RunRows(run, [name for rule in rules for name in rule.columns])
+        learner = normal.learner(rows.catalog)
+        engine = Engine(make_rules(rules, rows.catalog, dict(settings)), rows.catalog)
+        for some in rows:
+            learner.add(some)
+            engine.add(some)
+        said = [one for one in engine.finish().findings if one.severity > Severity.NOTE]
+        normal.said |= {_place(one) for one in said}
+    return normal
+
+
+def _excused(findings: Sequence[Finding], normal: Normal) -> list[Finding]:
+    """What a rule says of a sound run, too, is a note here."""
+    found = [
+        one._replace(severity=Severity.NOTE, what=f"{one.what}; so it is in a sound run")
+        if one.severity > Severity.NOTE and _place(one) in normal.said
+        else one
+        for one in findings
+    ]
+    return sorted(found, key=lambda one: -one.severity)
+
+
+def _place(one: Finding) -> tuple[str, str, str, str, str]:
+    return one.rule, one.root, one.module_path, one.site, one.name
+
+
+def _notes_on(baselines: Sequence[Run], normal: Normal, last_step: int) -> list[str]:
+    notes = [
+        f"the sound run {run.name} is damaged, and what cannot be read was left out"
+        for run in baselines
+        if run.problems
+    ]
+    if last_step > normal.last_step >= 0:
+        notes.append(f"the sound runs end at step {normal.last_step}: later steps have little to be compared with")
+    return notes
 
 
 def _num_lost(run: Run) -> int:

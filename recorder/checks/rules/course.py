@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import numpy as np
 
-from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, grouped, previous
+from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, concatenate, grouped, previous
 from ..rule import Finding, Rule, Setting, Severity
 
 _LOSS, _NORM = "loss", "norm of all gradients"
 _GROWTH = 64
+_VALIDATION = re.compile(r"(.*[./_])?(val|valid|validation|eval|evaluation|test|dev)[./_]loss", re.IGNORECASE)
+_KEPT_STEPS = 8
+_MAX_KEPT_ROWS = 400_000
+_MAX_DETAILS = 20
+_MAY_MOVE = ("input", "output", "grad_output", "param", "grad")
+_MOVED = math.log(2)
 
 
 class _Courses:
@@ -76,7 +85,7 @@ class CourseRule(Rule):
 
     def _samples(self, rows: Rows) -> tuple[Integers, Integers, Floats, Floats]:
         """Number of the course, step and value of each sample; and by row, how much a gradient's square has grown."""
-        is_loss = self.catalog.mark("loss", lambda key: key.is_loss)[rows.series]
+        is_loss = self.catalog.mark("scalar", lambda key: key.site == "scalar")[rows.series]
         course_of = self._course_of(rows.lanes)
         ids, starts = grouped(course_of, rows.steps)
         squares, means = np.nan_to_num(rows["sum_sq"]), np.nan_to_num(rows["mean"])
@@ -92,7 +101,7 @@ class CourseRule(Rule):
         found = self._number[lanes]
         for lane in np.unique(lanes[np.isnan(found)]).tolist():
             key, rank = self.catalog.series[int(self.catalog.series_of[lane])], int(self.catalog.rank_of[lane])
-            what = (_LOSS, rank, f"{key.name} {key.mode}") if key.is_loss else (_NORM, rank, key.scope)
+            what = (_LOSS, rank, f"{key.name} {key.mode}") if key.site == "scalar" else (_NORM, rank, key.scope)
             self._number[np.array([lane])] = np.array([self._courses.number(what, lane)], np.float64)
         return self._number[lanes].astype(np.int64)
 
@@ -111,6 +120,51 @@ class CourseRule(Rule):
         return "the loss" if self.kind(course) == _LOSS else "the norm of all gradients, most of it here,"
 
 
+class _Recent:
+    """The sizes of values over the last few steps, by which one sees what moved first."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._kept: deque[Rows] = deque()
+        """Rows of batches, oldest first."""
+
+    def add(self, rows: Rows) -> None:
+        """Keep the batches of the last steps, and no more rows than a bound."""
+        self._kept.append(rows)
+        first = int(rows.steps[-1]) - _KEPT_STEPS
+        while len(self._kept) > 1 and (
+            int(self._kept[0].steps[-1]) < first or sum(map(len, self._kept)) > _MAX_KEPT_ROWS
+        ):
+            self._kept.popleft()
+
+    def first_moved(self, one: Finding) -> str:
+        """The value that was the first to leave what it was, up to the step of a finding, in words."""
+        rank = one.ranks[0] if one.ranks else -1
+        parts = []
+        for rows in self._kept:
+            start, end = np.searchsorted(rows.steps, [one.step - _KEPT_STEPS, one.step + 1])
+            near = rows.take(slice(start, end))
+            parts.append(near.take((near.ranks == rank) & ~np.isnan(near.rms) & (near.rms > 0)))
+        rows = concatenate(parts)
+        if not len(rows):
+            return ""
+        lanes, columns = np.unique(rows.lanes, return_inverse=True)
+        steps, lines = np.unique(rows.steps, return_inverse=True)
+        sizes = np.full((len(steps), len(lanes)), np.nan)
+        sizes[lines, columns] = np.log(rows.rms)
+        for line in range(2, len(steps)):
+            before = sizes[:line]
+            middle = np.median(before, axis=0)
+            usual = np.abs(before - middle).max(axis=0)
+            is_moved = np.abs(sizes[line] - middle) > np.fmax(_MOVED, 3 * usual)
+            places = np.flatnonzero((lines == line) & is_moved[columns])
+            if len(places):
+                key = self._catalog.series[int(rows.series[places[0]])]
+                name = f" {key.name}" if key.name else ""
+                return f"'{key.module_path}' {key.site}{name} moved first, at step {int(steps[line])}"
+        return ""
+
+
 class Spike(CourseRule):
     """A loss or a norm of gradients far outside what the last records were."""
 
@@ -120,17 +174,35 @@ class Spike(CourseRule):
         Setting(name="sigmas", default=6, unit="standard deviations", source="OLMo-core's stability monitor"),
         Setting(name="window", default=128, unit="records", source="OLMo-core's stability monitor"),
         Setting(name="least", default=32, unit="records", source="calibrated on sound trainings"),
-        Setting(name="ratio", default=2, unit="times the mean", source="calibrated on sound trainings"),
+        Setting(name="ratio", default=3, unit="times the largest of them", source="calibrated on sound trainings"),
+        Setting(name="loss_ratio", default=1.3, unit="times the largest of them", source="as above, for a loss"),
     )
     advice: ClassVar[str] = "look at the batch and at the learning rate of this step, and at what moved first"
 
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
         super().__init__(catalog, thresholds)
+        self._recent = _Recent(catalog)
+        self._num_details = 0
+        self._loss: Flags = np.zeros(0, np.bool_)
+        """By course, whether it is of a loss."""
         self._window = max(int(self.thresholds["window"]), 2)
         self._last: Floats = np.full((0, self._window), np.nan)
         self._num: Integers = np.zeros(0, np.int64)
         self._total: Floats = np.zeros(0)
         """By course, the sum of what is in its ring."""
+
+    def wants(self, key: SeriesKey) -> bool:
+        """A loss or a gradient, and what may have moved before them."""
+        return super().wants(key) or key.site in _MAY_MOVE
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        """Judge the courses, and say what moved before one that spikes."""
+        self._recent.add(rows)
+        is_course = self.catalog.mark("loss or grad", lambda key: key.is_loss or key.site == "grad")[rows.series]
+        for one in super().add(rows.take(is_course)) if is_course.any() else ():
+            self._num_details += 1
+            moved = self._recent.first_moved(one) if self._num_details <= _MAX_DETAILS else ""
+            yield one._replace(detail=moved)
 
     def judge(self, courses: Integers, values: Floats) -> Iterator[tuple[int, str, str, float, float]]:
         """Judge each sample by the ring of those before it."""
@@ -141,11 +213,12 @@ class Spike(CourseRule):
             self._last = np.append(self._last, np.full((missing + _GROWTH, self._window), np.nan), axis=0)
         num = self._num[courses]
         mean = self._total[courses] / np.clip(num, 1, self._window)
-        least = np.abs(mean) * self.thresholds["ratio"]
-        # The spread is worked out only where the ratio alone does not say that all is well: it takes the most time.
-        for place in np.flatnonzero((num >= self.thresholds["least"]) & (values > least)).tolist():
-            spread = float(np.nanstd(self._last[courses[place]]))
-            limit = max(float(mean[place]) + self.thresholds["sigmas"] * spread, float(least[place]))
+        ratio = np.where(self._is_loss(courses), self.thresholds["loss_ratio"], self.thresholds["ratio"])
+        # What the ring holds is looked at only where its mean does not say that all is well: it takes the most time.
+        for place in np.flatnonzero((num >= self.thresholds["least"]) & (values > np.abs(mean) * ratio)).tolist():
+            ring = self._last[courses[place]]
+            least = float(np.nanmax(np.abs(ring))) * float(ratio[place])
+            limit = max(float(mean[place]) + self.thresholds["sigmas"] * float(np.nanstd(ring)), least)
             if values[place] > limit:
                 what = f"{self.words(int(courses[place]))} spikes over the mean of the records before"
                 yield place, what, self.kind(int(courses[place])), float(values[place]), limit
@@ -154,6 +227,11 @@ class Spike(CourseRule):
         self._last[courses, slots] = values
         self._num[courses] += 1
         self.most = max(self.most, int(self._num.max()))
+
+    def _is_loss(self, courses: Integers) -> Flags:
+        for course in range(len(self._loss), int(courses.max()) + 1):
+            self._loss = np.append(self._loss, self.kind(course) == _LOSS)
+        return self._loss[courses]
 
     def finish(self) -> Iterator[Finding]:
         """Say where there were too few records."""
@@ -231,38 +309,149 @@ class LossStuck(CourseRule):
 
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
         super().__init__(catalog, thresholds)
-        self._first: dict[int, list[float]] = {}
-        self._last: dict[int, list[float]] = {}
-        self._said: set[tuple[int, str]] = set()
+        self._window = max(int(self.thresholds["records"]), 2)
+        self._rings = Rings(self._window)
+        self._began: Floats = np.zeros(0)
+        """By course, the mean of its first records."""
+        self._is_said: Flags = np.zeros((0, 2), np.bool_)
 
     def judge(self, courses: Integers, values: Floats) -> Iterator[tuple[int, str, str, float, float]]:
         """Compare the last records of each loss with its first."""
-        records = max(int(self.thresholds["records"]), 2)
-        for place, (course, value) in enumerate(zip(courses.tolist(), values.tolist(), strict=True)):
-            first, last = self._first.setdefault(course, []), self._last.setdefault(course, [])
-            if len(first) < records:
-                first.append(value)
-                continue
-            last.append(value)
-            del last[:-records]
-            self.most = max(self.most, records + len(last))
-            if len(last) < records:
-                continue
-            began, now = sum(first) / records, sum(last) / records
-            spread = (max(last) - min(last)) / abs(now) if now else 0.0
-            if now > began * self.thresholds["rise"] > 0 and (course, "rise") not in self._said:
-                self._said.add((course, "rise"))
-                limit = began * self.thresholds["rise"]
-                yield place, "the loss has risen far above where it began", "mean of the last", now, limit
-            is_down = now < began - abs(began) * self.thresholds["drop"]
-            if not is_down and spread < self.thresholds["spread"] and (course, "stuck") not in self._said:
-                self._said.add((course, "stuck"))
-                limit = self.thresholds["spread"]
-                yield place, "the loss stands still where it began", "spread over the last records", spread, limit
+        num, ring = self._rings.add(courses, values)
+        missing = len(self._rings.num) - len(self._began)
+        self._began = np.append(self._began, np.zeros(missing))
+        self._is_said = np.append(self._is_said, np.zeros((missing, 2), np.bool_), axis=0)
+        self.most = max(self.most, int(num.max()))
+        is_begun = num == self._window
+        now = ring.mean(axis=1)
+        self._began[courses[is_begun]] = now[is_begun]
+        began = self._began[courses]
+        with np.errstate(all="ignore"):
+            spread = np.nan_to_num((ring.max(axis=1) - ring.min(axis=1)) / np.abs(now), posinf=0.0)
+        is_late = num >= 2 * self._window
+        limit = began * self.thresholds["rise"]
+        is_risen = is_late & (now > limit) & (limit > 0)
+        is_down = now < began - np.abs(began) * self.thresholds["drop"]
+        is_stuck = is_late & ~is_down & (spread < self.thresholds["spread"])
+        for place in np.flatnonzero(is_risen & ~self._is_said[courses, 0]).tolist():
+            self._is_said[courses[place], 0] = True
+            what = "the loss has risen far above where it began"
+            yield place, what, "mean of the last", float(now[place]), float(limit[place])
+        for place in np.flatnonzero(is_stuck & ~self._is_said[courses, 1]).tolist():
+            self._is_said[courses[place], 1] = True
+            what, measure = "the loss stands still where it began", "spread over the last records"
+            yield place, what, measure, float(spread[place]), self.thresholds["spread"]
 
     def finish(self) -> Iterator[Finding]:
         """Say where there were too few records."""
-        needed = 2 * int(self.thresholds["records"])
+        needed = 2 * self._window
         if self.most < needed:
             self.why_not_judged = f"it needs {needed} records of a loss, and there are fewer"
         yield from ()
+
+
+class Overfitting(CourseRule):
+    """A validation loss that rises while it is far above the loss in training."""
+
+    name: ClassVar[str] = "overfitting"
+    sentence: ClassVar[str] = "The validation loss rises from its best, far above the loss in training."
+    sites: ClassVar[tuple[str, ...]] = ("scalar",)
+    columns: ClassVar[tuple[str, ...]] = ("mean",)
+    reads_norm: ClassVar[bool] = False
+    settings: ClassVar[tuple[Setting, ...]] = (
+        Setting(name="gap", default=0.5, unit="of the loss in training", source="smdebug's Overfit has 0.1"),
+        Setting(name="rise", default=0.1, unit="of the best validation loss", source="calibrated on sound trainings"),
+        Setting(name="records", default=3, unit="validations", source="calibrated on sound trainings"),
+    )
+    needs: ClassVar[str] = "needs losses: recorder.scalar('train/loss', loss), recorder.scalar('validation/loss', loss)"
+    advice: ClassVar[str] = "stop at the best validation, or use more data, dropout or weight decay"
+
+    def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
+        super().__init__(catalog, thresholds)
+        self._facts: Integers = np.zeros((0, 2), np.int64)
+        """By course, its rank, and 1 if it is of a validation."""
+        self._total: Floats = np.zeros(_GROWTH)
+        """By rank, the sum of its losses in training since its last validation."""
+        self._num: Floats = np.zeros(_GROWTH)
+        self._last_trained: dict[int, float] = {}
+        """By rank, the mean of these."""
+        self._best: dict[int, float] = {}
+        """By course of a validation."""
+        self._num_above: dict[int, int] = {}
+        self._has_validation = False
+
+    def wants(self, key: SeriesKey) -> bool:
+        """A loss, also one that is called ``validation_loss``."""
+        return key.is_loss or is_validation(key)
+
+    def judge(self, courses: Integers, values: Floats) -> Iterator[tuple[int, str, str, float, float]]:
+        """Hold each validation against its best and against the losses in training since the last one."""
+        new = [self._facts_of(course) for course in range(len(self._facts), int(courses.max()) + 1)]
+        if new:
+            self._facts = np.concatenate([self._facts, np.array(new, np.int64)])
+        ranks, is_valid = self._facts[courses, 0] + 1, self._facts[courses, 1] == 1
+        missing = int(ranks.max()) + 1 - len(self._num)
+        if missing > 0:
+            self._num, self._total = (np.append(some, np.zeros(missing)) for some in (self._num, self._total))
+        self._num += np.bincount(ranks[~is_valid], minlength=len(self._num))
+        self._total += np.bincount(ranks[~is_valid], values[~is_valid], len(self._num))
+        for place in np.flatnonzero(is_valid).tolist():
+            self._has_validation = True
+            yield from self._validated(place, int(courses[place]), int(ranks[place]), float(values[place]))
+        self._num[ranks[is_valid]] = self._total[ranks[is_valid]] = 0
+
+    def _facts_of(self, course: int) -> tuple[int, int]:
+        lane = self._courses.lanes[course]
+        key = self.catalog.series[int(self.catalog.series_of[lane])]
+        return int(self.catalog.rank_of[lane]), int(is_validation(key))
+
+    def _validated(
+        self, place: int, course: int, rank: int, value: float
+    ) -> Iterator[tuple[int, str, str, float, float]]:
+        if self._num[rank]:
+            self._last_trained[rank] = float(self._total[rank] / self._num[rank])
+        trained = self._last_trained.get(rank)
+        best = self._best[course] = min(value, self._best.get(course, value))
+        if trained is None or trained <= 0:
+            return
+        gap = (value - trained) / trained
+        is_above = gap > self.thresholds["gap"] and value > best * (1 + self.thresholds["rise"])
+        self._num_above[course] = self._num_above.get(course, 0) + 1 if is_above else 0
+        if self._num_above[course] == self.thresholds["records"]:
+            what = "the validation loss has risen from its best, and the loss in training has not"
+            yield place, what, "validation over training, less 1", gap, self.thresholds["gap"]
+
+    def finish(self) -> Iterator[Finding]:
+        """Say where there is nothing to compare."""
+        if not self._has_validation:
+            self.why_not_judged = "needs a validation loss: recorder.scalar('validation/loss', loss)"
+        elif not self._last_trained:
+            self.why_not_judged = "needs a loss in training: recorder.scalar('train/loss', loss)"
+        yield from ()
+
+
+def is_validation(key: SeriesKey) -> bool:
+    """Whether a scalar is the loss of a validation."""
+    return key.site == "scalar" and (
+        _VALIDATION.fullmatch(key.name) is not None or (key.is_loss and key.mode in ("eval", "no_grad"))
+    )
+
+
+class Rings:
+    """The last values of each course."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._values: Floats = np.full((0, size), np.nan)
+        self.num: Integers = np.zeros(0, np.int64)
+        """By course, its values so far."""
+
+    def add(self, courses: Integers, values: Floats) -> tuple[Integers, Floats]:
+        """Take in a value of each course; how many each has now, and its last ones, NaN where there are fewer."""
+        missing = int(courses.max()) + 1 - len(self.num)
+        if missing > 0:
+            self.num = np.append(self.num, np.zeros(missing + _GROWTH, np.int64))
+            self._values = np.append(self._values, np.full((missing + _GROWTH, self._size), np.nan), axis=0)
+        self._values[courses, self.num[courses] % self._size] = values
+        self.num[courses] += 1
+        return self.num[courses], self._values[courses]

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...sites import SITES
 from ..rows import Catalog, Flags, Floats, Memory, Rows, SeriesKey, begins
-from ..rule import Finding, Rule, Setting, Severity
+from ..rule import Finding, Rule, Setting, Severity, StreakRule
 
 _SKIPPED = "skipped"
 
@@ -113,3 +113,29 @@ class NonFinite(Rule):
 
 def _at_site(keys: Iterable[SeriesKey], site: str) -> Flags:
     return np.array([key.site == site for key in keys], np.bool_)
+
+
+class Skipped(StreakRule):
+    """Steps that `GradScaler` skips one after the other."""
+
+    name: ClassVar[str] = "skipped"
+    sentence: ClassVar[str] = "GradScaler skips one step after the other: the parameters stay as they are."
+    severity: ClassVar[Severity] = Severity.ERROR
+    sites: ClassVar[tuple[str, ...]] = ("scalar",)
+    columns: ClassVar[tuple[str, ...]] = ("mean",)
+    settings: ClassVar[tuple[Setting, ...]] = (
+        Setting(name="records", default=20, unit="records", source="a scale of 2^16 is halved to 1 by then"),
+    )
+    needs: ClassVar[str] = "there is no GradScaler that says which steps it skips"
+    what: ClassVar[str] = "GradScaler skips one step after the other"
+    measure: ClassVar[str] = "records in a row"
+    limit: ClassVar[str] = "records"
+    advice: ClassVar[str] = "begin with a smaller scale, and look for what overflows at any scale"
+
+    def wants(self, key: SeriesKey) -> bool:
+        """Whether a step was skipped."""
+        return (key.site, key.name) == ("scalar", _SKIPPED)
+
+    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
+        """By the scalar alone."""
+        return rows["mean"] > 0, np.full(len(rows), float(self.records))

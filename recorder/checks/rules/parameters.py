@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from ..movement import EXACT, Movement
 from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, begins, previous
 from ..rule import Finding, Rule, Setting, Severity, StreakRule
 from .gradients import is_weight, template
@@ -17,8 +18,6 @@ _NARROW = ("bfloat16", "float16", "float8")
 _LEAST_ELEMENTS = 16
 """The statistics of a smaller weight are those of a few numbers."""
 _MAX_SKIPPED = 10_000
-_EXACT = ("sum", "sum_sq", "min", "max")
-"""Statistics that are all equal where two tensors are; two that differ in one element hardly ever agree in all."""
 
 
 class Update(StreakRule):
@@ -42,22 +41,15 @@ class Update(StreakRule):
 
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
         super().__init__(catalog, thresholds)
-        self._norm, self._sum, self._step, self._began = Memory(), Memory(), Memory(), Memory()
+        self._movement, self._began = Movement(), Memory()
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """By how far norm and sum moved: the update is no smaller than that, and two records of them are enough."""
-        lanes, steps = rows.lanes, rows.steps.astype(np.float64)
-        is_finite = np.nan_to_num(rows["nan_count"]) + np.nan_to_num(rows["inf_count"]) == 0
-        norm, total, rms = np.where(is_finite, np.sqrt(rows["sum_sq"]), np.nan), rows["sum"], np.nan_to_num(rows.rms)
-        before = previous(lanes, norm, self._norm)
-        by_sum = np.abs(total - previous(lanes, total, self._sum)) / np.sqrt(np.maximum(rows["numel"], 1))
-        moved = np.fmax(np.abs(norm - before), by_sum)
-        gap = np.fmax(steps - previous(lanes, steps, self._step), 1)
+        lanes, rms = rows.lanes, np.nan_to_num(rows.rms)
         firsts = np.flatnonzero(begins(lanes))
         new = firsts[np.isnan(self._began[lanes[firsts]])]
         self._began[lanes[new]] = rms[new]
-        with np.errstate(all="ignore"):
-            ratio = np.nan_to_num(moved / gap / before, posinf=0.0)
+        ratio = np.nan_to_num(self._movement.ratio(rows), posinf=0.0)
         is_large = (ratio > self.thresholds["ratio"]) & (self._began[lanes] >= self.thresholds["began"])
         return is_large & is_weight(self.catalog, rows) & (rows["numel"] >= _LEAST_ELEMENTS), ratio
 
@@ -68,7 +60,7 @@ class Unchanged(StreakRule):
     name: ClassVar[str] = "unchanged"
     sentence: ClassVar[str] = "A parameter has a gradient, and its values stay as they are."
     sites: ClassVar[tuple[str, ...]] = ("param", "grad", "scalar")
-    columns: ClassVar[tuple[str, ...]] = _EXACT
+    columns: ClassVar[tuple[str, ...]] = EXACT
     settings: ClassVar[tuple[Setting, ...]] = (
         Setting(name="records", default=3, unit="records", source="smdebug's UnchangedTensor; TrainCheck"),
         Setting(name="share", default=1e-4, unit="of the largest gradient", source="below it are roundings"),
@@ -80,7 +72,7 @@ class Unchanged(StreakRule):
 
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
         super().__init__(catalog, thresholds)
-        self._values = {name: Memory() for name in _EXACT}
+        self._values = {name: Memory() for name in EXACT}
         self._gradient = Memory(0.0)
         """By lane of a gradient, its largest root mean square so far."""
         self._largest = 0.0

@@ -58,6 +58,10 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help="A TOML file of thresholds and of rules of your own.", parser=local_path),
     ] = None,
+    baselines: Annotated[
+        list[str] | None,
+        typer.Option("--baseline", metavar="SOUND_RUN", help="A run of this training that went well. Repeatable."),
+    ] = None,
     fail_on: Annotated[
         str, typer.Option(metavar="SEVERITY", help=f"From where on the exit code is 1: {', '.join(_FAIL_ON)}.")
     ] = Severity.ERROR.word,
@@ -83,7 +87,7 @@ def command(
     if list_rules:
         return _list(known, thresholds, as_json=as_json)
     run = open_run(path)
-    checked = check(run, rule or [], thresholds, own)
+    checked = check(run, rule or [], thresholds, own, _sound_runs(baselines or [], run))
     worst = max((one.severity for one in checked.findings), default=-1)
     is_failure = fail_on != _NEVER and (worst >= _FAIL_ON.index(fail_on) or bool(run.problems))
     if as_json:
@@ -91,6 +95,14 @@ def command(
     else:
         _print(run, checked, path or run.name)
     return int(is_failure)
+
+
+def _sound_runs(paths: Sequence[str], run: Run) -> list[Run]:
+    found = [open_run(path) for path in dict.fromkeys(paths)]
+    for path, one in zip(dict.fromkeys(paths), found, strict=True):
+        if str(one.path) == str(run.path):
+            raise LookupFailedError(f"--baseline {path}: is the run that is checked: expected another one")
+    return found
 
 
 def _read(path: Path | None) -> tuple[Thresholds, list[type[Rule]]]:
@@ -177,6 +189,7 @@ def sentence(one: Folded) -> str:
     names = f" {', '.join(one.names[:_MAX_MODULES])}" if one.names else ""
     steps = f"step {one.first_step}" + (f" to {one.last_step}" if one.last_step > one.first_step else "")
     against = f"{worst.measure} {number(worst.value)}, threshold {number(worst.threshold)}"
+    against += f"; {worst.detail}" if worst.detail else ""
     where = f"{', '.join(paths[:_MAX_MODULES])}{more} {worst.site}{names}"
     return f"{worst.rule}: {where}, {steps}{_ranks(one.ranks)}: {worst.what} ({against})"
 

@@ -1,6 +1,7 @@
 """What `check` says of trainings with a fault, and of sound ones: `python -m scripts.campaigns check` prints the table.
 
-Of each fault the right rule has to name the right module. Of a sound training nothing may be said above a note.
+Of each fault the right rule has to name the right module, alone or beside two sound trainings of its kind. Of a sound
+training nothing may be said above a note, neither alone nor beside two others of its kind.
 """
 
 from __future__ import annotations
@@ -17,51 +18,109 @@ from recorder.analyze.check.check import Checked, check
 from recorder.checks.rule import Severity
 from tests.distributed import jobs
 
-from .programs.train import FAULTS, SOUND
+from .programs.cases import BASE, FAULTS, SOUND
 
 SCRIPT = Path(__file__).parent / "programs" / "train.py"
 ANY = "*"
+SEEDS = (1, 2)
+"""Of the sound trainings beside which others are judged."""
 
 
 class Named(NamedTuple):
     """What has to be said of a fault."""
 
     rule: str
-    module: str
+    module: str = ANY
     """`ANY` where all of the model has it."""
     ranks: tuple[int, ...] = (0,)
+    needs_baseline: bool = False
+    """Whether nobody can know without sound trainings."""
 
 
 EXPECTED = {
     "nan_gradient": Named("nonfinite", "blocks.2.down"),
     "nan_weight": Named("nonfinite", "blocks.1.up"),
-    "loud_batch": Named("spike", ANY),
+    "nan_on_one_rank": Named("nonfinite", "blocks.1.up", (1,)),
+    "float16_overflow": Named("nonfinite"),
+    "scale_too_high": Named("skipped", ""),
+    "loud_batch": Named("spike"),
+    "loud_batch_later": Named("spike"),
+    "rate_burst": Named("spike"),
     "one_huge_gradient": Named("jump", "blocks.1.up"),
-    "rate_of_zero": Named("unchanged", ANY),
-    "rate_far_too_high": Named("update", ANY),
-    "rate_too_high_sgd": Named("update", ANY),
+    "large_gradient": Named("jump", "blocks.3.up"),
+    "jump_on_one_rank": Named("jump", ranks=(1,)),
+    "weight_shaken": Named("update", "blocks.3.down"),
+    "rate_of_zero": Named("unchanged"),
+    "rate_tiny": Named("unchanged"),
+    "group_without_rate": Named("unchanged", "blocks.1.down"),
+    "rate_far_too_high": Named("update"),
+    "rate_too_high_sgd": Named("update"),
+    "group_rate_too_high": Named("update", "blocks.2.up"),
     "deep_sigmoids": Named("vanishing", "blocks.0.up"),
-    "weights_too_large": Named("exploding", ANY),
+    "vanishing_deep": Named("vanishing", "blocks.0.up"),
+    "weights_too_large": Named("exploding"),
+    "missing_norm_deep": Named("exploding"),
     "detached_block": Named("no_gradient", "blocks.0.up"),
     "zeroed_gradient": Named("no_gradient", "blocks.2.up"),
-    "group_without_rate": Named("unchanged", "blocks.1.down"),
     "frozen_layer": Named("no_gradient", "blocks.2.up"),
+    "frozen_head": Named("invariant", "head", (), needs_baseline=True),
+    "frozen_embedding": Named("invariant", "embed", (), needs_baseline=True),
     "dead_by_bias": Named("dead", "blocks.1.act"),
     "dead_first": Named("dead", "blocks.0.act"),
+    "rate_kills_units": Named("dead"),
     "saturated_tanh": Named("saturated", "blocks.2.act"),
+    "saturated_by_bias": Named("saturated", "blocks.0.act"),
+    "saturated_sigmoid": Named("saturated", "blocks.1.act"),
     "one_layer_scaled": Named("initialisation", "blocks.3.down"),
+    "one_layer_tiny": Named("initialisation", "blocks.0.up"),
     "constant_weight": Named("initialisation", "blocks.2.up"),
+    "one_layer_doubled": Named("unusual", "blocks.3.down", needs_baseline=True),
     "odd_rank": Named("outlier_rank", "blocks.0.up", (2,)),
-    "same_batches": Named("repeated_batch", "", (1,)),
+    "odd_rank_mild": Named("outlier_rank", "blocks.0.up", (3,)),
+    "odd_rank_shifted": Named("outlier_rank", "blocks.0.up", (1,)),
+    "odd_rank_of_two": Named("unusual", "blocks.0.up", (1,), needs_baseline=True),
+    "same_batches": Named("data", "", (1,)),
+    "same_batches_of_two": Named("data", "", (1,)),
+    "repeating_loader": Named("data", ""),
+    "short_cycle": Named("data", ""),
+    "constant_input": Named("data", ""),
+    "labels_never_change": Named("data", ""),
+    "labels_all_alike": Named("data", ""),
     "momentum_of_one": Named("running_statistics", "bn1"),
+    "norms_apart": Named("running_statistics", "bn1"),
+    "norm_in_eval": Named("invariant", "bn2", needs_baseline=True),
+    "overfitting": Named("overfitting", ""),
+    "overfitting_later": Named("overfitting", ""),
+    "attention_logits": Named("attention", "attention.1.softmax"),
+    "attention_sharp": Named("attention", "attention.0.softmax"),
+    "replica_apart": Named("invariant", "blocks.2.down", (0, 1), needs_baseline=True),
+    "rate_of_three": Named("unusual", needs_baseline=True),
+    "shuffled_labels": Named("unusual", "", needs_baseline=True),
+    "one_label": Named("unusual", needs_baseline=True),
+    "missing_norm": Named("unusual", needs_baseline=True),
+    "loss_scaled": Named("unusual", needs_baseline=True),
+    "no_decay_but_l2": Named("unusual", needs_baseline=True),
+    "scaled_input": Named("unusual", "blocks.0.up", needs_baseline=True),
 }
-"""By the name in `programs/train.py`."""
+"""By the name in `programs/cases.py`."""
 
 
 def record(folder: Path, names: list[str]) -> None:
-    """Record trainings of these names."""
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), *names]
-    subprocess.run(command, check=True, env=jobs.environment({}), capture_output=True, timeout=1200)
+    """Record trainings of these names, where they are not there yet."""
+    new = [name for name in dict.fromkeys(names) if not (folder / name).exists()]
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), *new]
+    subprocess.run(command, check=True, env=jobs.environment({}), capture_output=True, timeout=3600)
+
+
+def judged(folder: Path, name: str, baselines: list[str]) -> Checked:
+    """What is said of a training, beside sound ones where there are any."""
+    run, *others = (recorder.open_run(folder / one / "recordings") for one in (name, *baselines))
+    return check(run, baselines=others)
+
+
+def loud(checked: Checked) -> list[str]:
+    """The rules that say something above a note."""
+    return sorted({one.rule for one in checked.findings if one.severity > Severity.NOTE})
 
 
 def is_named(checked: Checked, wanted: Named) -> bool:
@@ -74,28 +133,41 @@ def is_named(checked: Checked, wanted: Named) -> bool:
     )
 
 
+def twins(name: str) -> list[str]:
+    """The sound trainings beside which one is judged."""
+    return [f"{BASE.get(name, name)}@{seed}" for seed in SEEDS]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", help="trainings; by default all")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="record here, and use what is there already")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the table; 1 where a fault is not named, or something is said of a sound training."""
     names: list[str] = arguments.names or [*SOUND, *FAULTS]
-    num_bad = 0
-    for name in names:
-        with tempfile.TemporaryDirectory() as scratch:
-            record(Path(scratch), [name])
-            checked = check(recorder.open_run(Path(scratch) / name / "recordings"))
-        loud = sorted({one.rule for one in checked.findings if one.severity > Severity.NOTE})
-        if name in SOUND:
-            is_right, what = not loud, "quiet" if not loud else "FALSE ALARM"
-        else:
-            wanted = EXPECTED[name]
-            is_right = is_named(checked, wanted)
-            module = "any module" if wanted.module == ANY else repr(wanted.module)
-            what = f"{'found' if is_right else 'MISSED'}: {wanted.rule} at {module}"
-        num_bad += not is_right
-        kind = "sound" if name in SOUND else "fault"
-        print(f"{kind}  {name:20} {what:46} said: {', '.join(loud) or '-'}", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.keep or Path(scratch)
+        num_bad = sum(not _line(folder, name) for name in names)
     print(f"{len(names) - num_bad} of {len(names)} as they have to be")
     return int(num_bad > 0)
+
+
+def _line(folder: Path, name: str) -> bool:
+    """Print what is said of a training; whether that is what has to be."""
+    record(folder, [name, *twins(name)])
+    alone, beside = judged(folder, name, []), judged(folder, name, twins(name))
+    if name in SOUND:
+        is_right = not loud(alone) and not loud(beside)
+        what = "quiet" if is_right else "FALSE ALARM"
+    else:
+        wanted = EXPECTED[name]
+        is_right = is_named(beside if wanted.needs_baseline else alone, wanted)
+        module = "any module" if wanted.module == ANY else repr(wanted.module)
+        beside_words = " beside sound runs" if wanted.needs_baseline else ""
+        what = f"{'found' if is_right else 'MISSED'}: {wanted.rule} at {module}{beside_words}"
+    kind = "sound" if name in SOUND else "fault"
+    more = sorted(set(loud(beside)) - set(loud(alone)))
+    print(f"{kind}  {name:20} {what:60} said: {', '.join(loud(alone)) or '-'}", end="")
+    print(f"; beside sound runs also {', '.join(more)}" if more else "", flush=True)
+    return is_right

@@ -1,0 +1,174 @@
+"""Rules that hold a training against sound ones: what is far from normal there, and what always held there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+import numpy as np
+
+from ..normal import HELD, STATISTICS, Measures, Numbers, Ranges, phase_of, steps_of
+from ..rows import Catalog, Floats, Integers, Memory, Rows, SeriesKey, begins, streaks
+from ..rule import Finding, Rule, Setting, Severity
+
+_NEEDED = "needs --baseline SOUND_RUN: a run of the same training that went well"
+_SEVERITIES = (Severity.ERROR, Severity.WARNING, Severity.WARNING, Severity.WARNING)
+"""By what held: replicas that part company are an error."""
+_LEAST_STEPS = 3
+
+
+class BaselineRule(Rule):
+    """The base of rules that know what was normal."""
+
+    def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
+        super().__init__(catalog, thresholds)
+        self.measures = Measures(catalog)
+        self._series: Integers = np.zeros(0, np.int64)
+        self._is_known = False
+
+    def numbers(self, rows: Rows) -> Integers:
+        """By row, the number that its series has in what was normal."""
+        assert self.normal is not None
+        new = self.catalog.series[len(self._series) :]
+        if new:
+            self._series = np.append(self._series, self.normal.numbers(new))
+        found = self._series[rows.series]
+        self._is_known |= bool((found >= 0).any())
+        return found
+
+    def finish(self) -> Iterator[Finding]:
+        """Say where there is nothing to compare with."""
+        if self.normal is None:
+            self.why_not_judged = _NEEDED
+        elif not self._is_known:
+            self.why_not_judged = "no value of this run is in the sound runs: not the same model, or not the same sites"
+        yield from ()
+
+
+class Unusual(BaselineRule):
+    """A statistic that is far from what it was at this phase of sound trainings."""
+
+    name: ClassVar[str] = "unusual"
+    sentence: ClassVar[str] = "A statistic is far outside what it was at these steps of the sound runs."
+    sites: ClassVar[tuple[str, ...]] = ("output", "grad_output", "param", "grad", "buffer", "scalar", "tap")
+    columns: ClassVar[tuple[str, ...]] = ("sum_sq", "numel")
+    settings: ClassVar[tuple[Setting, ...]] = (
+        Setting(name="spreads", default=3, unit="spreads outside the range", source="calibrated on sound trainings"),
+        Setting(name="records", default=3, unit="records", source="calibrated on sound trainings"),
+    )  # fmt: skip
+    advice: ClassVar[str] = "compare this value with that of the sound run"
+
+    def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
+        super().__init__(catalog, thresholds)
+        self._streaks = [Memory(0.0) for _ in STATISTICS]
+        self._said = [Memory(0.0) for _ in STATISTICS]
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        """Hold each statistic against its range, and count how long it is outside."""
+        if self.normal is None:
+            return
+        rows = rows.by_lane()
+        series = self.numbers(rows)
+        for numbers in self.measures.numbers(rows):
+            order = np.argsort(rows.lanes[numbers.rows], kind="stable")
+            own = Numbers(numbers.statistic, numbers.rows[order], numbers.values[order])
+            if len(own.rows):
+                ranges = self.normal.ranges(series[own.rows], own, rows.steps[own.rows], rows["numel"][own.rows])
+                yield from self._judge(rows, own, ranges)
+
+    def _judge(self, rows: Rows, own: Numbers, ranges: Ranges) -> Iterator[Finding]:
+        statistic = STATISTICS[own.statistic]
+        above, below = (own.values - ranges.high) / ranges.spread, (ranges.low - own.values) / ranges.spread
+        far = above if statistic.only_above else np.fmax(above, below)
+        lanes, said = rows.lanes[own.rows], self._said[own.statistic]
+        with np.errstate(invalid="ignore"):
+            flags = far > self.thresholds["spreads"]
+        found = streaks(lanes, flags, self._streaks[own.statistic])
+        reached = np.flatnonzero((found >= self.thresholds["records"]) & (said[lanes] == 0))
+        for place in reached[begins(lanes[reached])].tolist():
+            said[lanes[place : place + 1]] = np.ones(1)
+            side = "above" if above[place] > 0 else "below"
+            step = int(rows.steps[own.rows[place]])
+            one = self.finding(
+                int(lanes[place]), step, f"{statistic.name} is {side} what it was in the sound runs",
+                "spreads", far[place], self.thresholds["spreads"],
+            )  # fmt: skip
+            low, high = steps_of(int(phase_of(np.array([step]))[0]))
+            here, least, most = (
+                _plain(number, is_log=statistic.is_log)
+                for number in (own.values[place], ranges.low[place], ranges.high[place])
+            )
+            yield one._replace(detail=f"{here} here, {least} to {most} there at steps {low} to {high}")
+
+
+class Invariant(BaselineRule):
+    """What held in each record of every sound run, and does not hold here."""
+
+    name: ClassVar[str] = "invariant"
+    sentence: ClassVar[str] = (
+        "What always held in the sound runs does not hold: equal replicas, batches of their own, values that change."
+    )
+    sites: ClassVar[tuple[str, ...]] = ("input", "param", "buffer", "optim", "grad", "grad_output")
+    columns: ClassVar[tuple[str, ...]] = ("sum", "sum_sq", "min", "max")
+    settings: ClassVar[tuple[Setting, ...]] = (
+        Setting(name="records", default=3, unit="records", source="calibrated on sound trainings; TrainCheck"),
+    )
+    advice: ClassVar[str] = "it held in every record of the sound runs"
+
+    def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
+        super().__init__(catalog, thresholds)
+        self._streaks = [Memory(0.0) for _ in HELD]
+        self._said = [Memory(0.0) for _ in HELD]
+        self._steps: set[int] = set()
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        """Look whether what always held holds, and count for how long it does not."""
+        if self.normal is None:
+            return
+        if len(self._steps) < _LEAST_STEPS:
+            self._steps |= set(np.unique(rows.steps).tolist())
+        rows = rows.by_lane()
+        series = self.numbers(rows)
+        for what, places, holds in self.measures.held(rows):
+            lanes, said = rows.lanes[places], self._said[what]
+            is_broken = self.normal.always(series[places], what) & ~holds
+            found = streaks(lanes, is_broken, self._streaks[what])
+            reached = np.flatnonzero((found >= self.thresholds["records"]) & (said[lanes] == 0))
+            for place in reached[begins(lanes[reached])].tolist():
+                said[lanes[place : place + 1]] = np.ones(1)
+                yield self.finding(
+                    int(lanes[place]), int(rows.steps[places[place]]), f"in the sound runs it {_words(what)}",
+                    "records in which it does not", float(found[place]), self.thresholds["records"], _SEVERITIES[what],
+                )  # fmt: skip
+
+    def finish(self) -> Iterator[Finding]:
+        """Name gradients that every sound run has, that the recording asks for, and that are not here."""
+        yield from super().finish()
+        if self.normal is None or len(self._steps) < _LEAST_STEPS:
+            return
+        here = set(self.catalog.series)
+        for key in self.normal.in_every_run():
+            facts = self.catalog.modules.get((key.root, key.module_path))
+            if (
+                key not in here
+                and key.site in ("grad", "grad_output")
+                and facts is not None
+                and key.site in facts.sites
+            ):
+                yield self._missing(key)
+
+    def _missing(self, key: SeriesKey) -> Finding:
+        return Finding(
+            rule=self.name, severity=Severity.WARNING, step=0, root=key.root, module_path=key.module_path,
+            site=key.site, name=key.name, ranks=(), what="in the sound runs it is there, and here it never is",
+            measure="records", value=0.0, threshold=1.0, advice=self.advice,
+        )  # fmt: skip
+
+
+def _words(what: int) -> str:
+    """What held, as the end of a sentence."""
+    return HELD[what] if HELD[what].startswith(("changes", "never")) else f"is {HELD[what]}"
+
+
+def _plain(value: Floats, *, is_log: bool) -> str:
+    return f"{10 ** float(value) if is_log else float(value):.4g}"

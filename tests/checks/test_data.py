@@ -1,0 +1,50 @@
+"""The rule on batches: of two ranks alike, the same again and again, of one value; labels that stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recorder.checks.rules.data import Data
+from tests.checks.rows import Recorded
+from tests.checks.test_rules import noise, places, said
+
+
+def batches(make: Any, ranks: int = 1, steps: int = 40, **more: Any) -> Recorded:
+    recorded = Recorded()
+    for step in range(steps):
+        for rank in range(ranks):
+            for name, values in make(step, rank).items():
+                recorded.add(step, "", values, rank=rank, site="input", name=name, **more)
+    return recorded
+
+
+@pytest.mark.parametrize("period", [1, 3])
+def test_a_batch_that_comes_again_and_again_is_named(period: int) -> None:
+    found = said(batches(lambda step, rank: {"x": noise(step % period, rank)}, ranks=2), Data)
+    step = 19 + period
+    assert places(found) == [("", step, (0, 1))]
+    assert f"that of {period} records before" in found[0].what
+
+
+def test_a_longer_cycle_is_a_training_set() -> None:
+    assert said(batches(lambda step, rank: {"x": noise(step % 6, rank)}), Data) == []
+
+
+def test_an_input_of_equal_elements_is_named() -> None:
+    found = said(batches(lambda step, rank: {"x": np.full(8, float(step)), "mask": np.ones(4)}), Data)
+    assert [(one.name, one.step, one.what) for one in found] == [("x", 19, "all elements of the input are equal")]
+
+
+def test_labels_that_never_change_or_are_all_alike_are_named() -> None:
+    for make, words in (
+        (lambda step: np.arange(8) % 4, "the labels never change"),
+        (lambda step: np.full(8, step % 4), "all labels of a batch are equal"),
+        (lambda step: noise(step, 1).ravel() > 0, None),
+    ):
+        found = said(
+            batches(lambda step, rank, make=make: {"x": noise(step), "labels": make(step)}, dtype="int64"), Data
+        )
+        assert [(one.name, one.what) for one in found] == ([("labels", words)] if words else [])
