@@ -328,7 +328,8 @@ def test_a_running_variance_of_one_rank_alone_is_named() -> None:
 
 
 def test_a_validation_that_rises_far_above_the_training_is_named() -> None:
-    for name, more in (("validation/loss", {}), ("val_loss", {}), ("loss", {"mode": "eval"})):
+    kinds: list[tuple[str, dict[str, Any]]] = [("validation/loss", {}), ("val_loss", {}), ("loss", {"mode": "eval"})]
+    for name, more in kinds:
         for rise, expected in ((0.02, [70]), (-0.02, [])):
             recorded = Recorded()
             for step in range(100):
