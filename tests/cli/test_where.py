@@ -57,6 +57,8 @@ def test_values_that_differ_in_more_than_their_moment_are_drawn_each(cli: Cli, t
     found = cli("show", mesh_run(tmp_path / "run", rows, {0: {}}).path, "layers.0", "--where")
     heads = [line for line in found.out.splitlines() if line.startswith("'layers.0'")]
     assert heads == [f"'layers.0' site='param' step=0 name='{name}' call=0: [6, 8]" for name in "wb"]
+    found = cli("show", tmp_path / "run", "layers.0", "--where", "--name", "b")
+    assert found.out.splitlines()[0] == "'layers.0' site='param' step=0 name='b' call=0: [6, 8]", found.err
 
 
 def test_a_layout_can_be_tried(cli: Cli, run: Run) -> None:

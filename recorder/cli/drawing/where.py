@@ -42,7 +42,7 @@ def show_where(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: in
     table = table.filter(pc.field("step") == step)
     drawn = [
         run.layout(module_path, site, step, layouts=layouts, stage=stage, **question)
-        for question in _questions(table, has_slices=run.view().has_pipeline)
+        for question in _questions(table, has_slices=run.view().has_pipeline, is_named=wanted.name is not None)
     ]
     if as_json:
         print_json({"run": str(run.path), "module": module_path, "layouts": [asdict(layout) for layout in drawn]})
@@ -53,12 +53,16 @@ def show_where(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: in
     return int(bool(run.problems) or any(map(_is_wrong, drawn)))
 
 
-def _questions(table: Any, *, has_slices: bool) -> list[dict[str, Any]]:
-    """Return, for each value of a table at its first moment, the columns that tell it from the others."""
+def _questions(table: Any, *, has_slices: bool, is_named: bool) -> list[dict[str, Any]]:
+    """Return, for each value of a table at its first moment, the columns that tell it from the others.
+
+    `is_named`: the table has only values of some names, and the site has others.
+    """
     of_value = [name for name in _VALUE if not (has_slices and name in _OF_STAGES)]
     of_moment = [name for name in _MOMENT if not (has_slices and name in _OF_STAGES)]
     rows = table.group_by([*of_value, *of_moment], use_threads=False).aggregate([]).to_pylist()
     differing = {name for name in (*of_value, *of_moment) if len({row[name] for row in rows}) > 1}
+    differing |= {"name"} if is_named else set()
     firsts: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: [row[name] or 0 for name in of_moment]):
         firsts.setdefault(tuple(row[name] for name in of_value), row)
