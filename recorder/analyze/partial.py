@@ -36,7 +36,7 @@ def without_numbers(table: Any) -> Any:
 
 
 def _missing(note: str) -> str:
-    """What a stranger's note says of missing ranks."""
+    """What an untrusted note says of missing ranks."""
     ranks = untrusted.members(note).get("partial")
     if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
         return ""

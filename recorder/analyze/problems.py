@@ -59,12 +59,12 @@ def layout_problems(run: Run) -> list[str] | None:
     if run.is_merged:
         return []
     view = run.view()
-    light, positions = view.sampled()
-    if light.num_rows > _MAX_LOADED_ROWS:
+    metadata, positions = view.sampled()
+    if metadata.num_rows > _MAX_LOADED_ROWS:
         return None
     facts = Topology(run.writers, run.run_id, run.world_size)
     values = GlobalValues(
-        light, facts, loss="mean", overrides=[], is_same=_unknown, items_of=_unknown, leaves=view.leaves
+        metadata, facts, loss="mean", overrides=[], is_same=_unknown, items_of=_unknown, leaves=view.leaves
     )
     for _ in values.values(positions):
         pass

@@ -1,6 +1,6 @@
 """What `_run.json` and `_writer.json` say, each read once: `RunManifest`, `WriterManifest`. Never opens a file.
 
-Whoever wrote a manifest may be a stranger. So what a member says is looked at here and nowhere else: one of another
+A manifest is untrusted input. So what a member says is looked at here and nowhere else: one of another
 kind than FORMAT.md wants counts as missing, and `problems` says so.
 """
 

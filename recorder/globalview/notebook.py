@@ -59,12 +59,12 @@ def in_order_of_sites(sites: Iterable[str]) -> list[str]:
 
 
 def _shown(text: object) -> str:
-    """A text of a stranger as HTML: nothing in it is markup."""
+    """Return an untrusted text as HTML in which nothing is markup."""
     return html.escape(plain(text), quote=True)
 
 
 def plain(text: object) -> str:
-    """A text of a stranger, on one line, of bounded length, with nothing in it that a terminal would obey."""
+    """Return an untrusted text on one line, of bounded length, with nothing in it that a terminal would obey."""
     plain = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text))
     return plain if len(plain) <= _MAX_TEXT else plain[: _MAX_TEXT - 3] + "..."
 

@@ -161,7 +161,7 @@ class UnitBuilder:
     def _unmap_shards(self, unit: Unit) -> None:
         """Unmap the shards of a unit, whose pages count as this process's memory as long as they are mapped."""
         for shard in self._inputs.shards_of(unit.window):
-            shard.let_go()
+            shard.release()
 
 
 def report_fields(report: UnitReport) -> dict[str, Any]:

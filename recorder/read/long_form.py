@@ -45,14 +45,14 @@ def choose_statistics(names: Sequence[str] | None) -> tuple[str, ...]:
 
 def to_long(wide: Any, statistics: Sequence[str]) -> pandas.DataFrame:
     """A frame of `LONG_KEY`, `statistic` and `value`, out of a table with these columns and a column a statistic."""
-    pieces = []
+    tables = []
     for name in statistics:
         some = wide.filter(wide.column(name).is_valid())
         value = some.column(name).cast(pa.float64())
         statistic = pa.array([name], pa.string()).take(pa.array([0] * some.num_rows, pa.int32()))
-        pieces.append(some.select(LONG_KEY).append_column("statistic", statistic).append_column("value", value))
-    if not pieces:
-        pieces = [wide.select(LONG_KEY).slice(0, 0).append_column("statistic", pa.array([], pa.string()))]
-        pieces[0] = pieces[0].append_column("value", pa.array([], pa.float64()))
-    frame: pandas.DataFrame = pa.concat_tables(pieces).to_pandas()
+        tables.append(some.select(LONG_KEY).append_column("statistic", statistic).append_column("value", value))
+    if not tables:
+        tables = [wide.select(LONG_KEY).slice(0, 0).append_column("statistic", pa.array([], pa.string()))]
+        tables[0] = tables[0].append_column("value", pa.array([], pa.float64()))
+    frame: pandas.DataFrame = pa.concat_tables(tables).to_pandas()
     return frame

@@ -1,6 +1,6 @@
 """What a run shows of itself while it is under way: the newest `_status.json` of each rank.
 
-Opens no shard. What a status says comes from a stranger: what is no number in range is 0, what is no text is empty.
+Opens no shard. What a status says is untrusted input: what is no number in range is 0, what is no text is empty.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class ByteSource(Protocol):
 
 
 def open_regular(path: Path) -> int:
-    """Open for reading and return the descriptor, which the caller owns.
+    """Open for reading and return the descriptor, which the caller closes.
 
     Raises:
         FileNotFoundError: the file is gone, or NFS says that its handle is stale (ESTALE): list again.

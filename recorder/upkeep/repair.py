@@ -263,13 +263,15 @@ class _Repair:
         if not is_new:
             self._report(num_bytes)
         index_path = path.with_name(index_name(path.name))
-        light = [name for name in shard.schema.names if name != "data"]  # also columns that this version does not know
-        problem = _index_problem(index_path, num_bytes, light)
+        metadata = [
+            name for name in shard.schema.names if name != "data"
+        ]  # also columns that this version does not know
+        problem = _index_problem(index_path, num_bytes, metadata)
         if path.name.startswith("stats") or not problem:
             return
         index = Index(shard.schema)
         for number in shard.blocks:
-            index.add(shard.read(number, light).batch)
+            index.add(shard.read(number, metadata).batch)
         if not self._is_dry:
             with contextlib.suppress(FileNotFoundError):
                 self._disk.unlink(index_path)
@@ -336,11 +338,11 @@ def _payload_problem(shard: Shard, number: int) -> str:
     return ""
 
 
-def _index_problem(path: Path, shard_bytes: int, light: Sequence[str]) -> str:
+def _index_problem(path: Path, shard_bytes: int, metadata: Sequence[str]) -> str:
     """Return why an index cannot be used; empty where it can."""
     try:
         index, _ = open_sealed(path, extra=PLACE_FIELDS, without=("data",))
-        names = [*light, *(field.name for field in PLACE_FIELDS)]
+        names = [*metadata, *(field.name for field in PLACE_FIELDS)]
         if set(index.schema.names) != set(names):
             return "had other columns than its shard"
         for number in index.blocks:

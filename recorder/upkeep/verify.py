@@ -107,7 +107,7 @@ def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> I
     report(rows.size_bytes - sum(block.body_bytes for block in file.shard.blocks.values()))
     names = [name for name in file.shard.schema.names if name != "data"]  # also columns that this version does not know
     index, findings = _read_index(rows, names)
-    light: dict[int, Any] = {}
+    metadata: dict[int, Any] = {}
     num_damaged = 0
     for number, checked in _read_all(file.shard, report):
         if isinstance(checked, Finding):
@@ -116,12 +116,12 @@ def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> I
             continue
         file.pass_batch(checked)
         if index is not None:
-            light[number] = _apart(checked.batch.select(names), rows.path)
+            metadata[number] = _apart(checked.batch.select(names), rows.path)
     if not num_damaged:  # else the checksum of the whole file says nothing new
         file.check_end()
     yield from findings
     if index is not None:
-        yield from _compare(index, list(file.shard.blocks), light, rows.path.with_name(index_name(rows.path.name)))
+        yield from _compare(index, list(file.shard.blocks), metadata, rows.path.with_name(index_name(rows.path.name)))
 
 
 def _verify_open(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[Finding]:
@@ -222,18 +222,18 @@ def _check_footer(source: ByteSource, schema: object, schema_block: Block, block
         raise CorruptError(f"{source.where}: the schema in the footer is not the one at the beginning")
 
 
-def _read_index(rows: ShardRows, light: Sequence[str]) -> tuple[Any, list[Finding]]:
+def _read_index(rows: ShardRows, metadata: Sequence[str]) -> tuple[Any, list[Finding]]:
     """Return the index as a table, or None where there is none to compare; also the findings about it.
 
     Args:
         rows: the shard.
-        light: the columns that the shard has beside its payloads.
+        metadata: the columns that the shard has beside its payloads.
     """
     path = rows.path.with_name(index_name(rows.path.name))
     try:
         file = _SealedFile(path, extra=PLACE_FIELDS, without=("data",))
         index, batches = file.shard, []
-        names = [*light, *(field.name for field in PLACE_FIELDS)]
+        names = [*metadata, *(field.name for field in PLACE_FIELDS)]
         if set(index.schema.names) != set(names):
             raise CorruptError(f"{path}: has other columns than its shard")
         for number in index.blocks:
@@ -252,21 +252,21 @@ def _read_index(rows: ShardRows, light: Sequence[str]) -> tuple[Any, list[Findin
     return pa.Table.from_batches(batches, schema), []
 
 
-def _compare(index: Any, numbers: list[int], light: dict[int, Any], path: Place) -> Iterator[Finding]:
+def _compare(index: Any, numbers: list[int], metadata: dict[int, Any], path: Place) -> Iterator[Finding]:
     """Compare an index with the metadata columns of the batches of its shard, up to the first that cannot be read."""
     start = 0
     places: list[tuple[int, int]] = []
     for number in numbers:
-        if number not in light:
+        if number not in metadata:
             break  # its damage is a finding already
         places.append((number, start))
-        start += light[number].num_rows
-    expected = _listed([(number, light[number]) for number, _ in places])
+        start += metadata[number].num_rows
+    expected = _listed([(number, metadata[number]) for number, _ in places])
     if expected is not None and not _is_same(index.slice(0, start), expected):
         wrong = next(
             number
             for number, first in places
-            if not _is_same(*(table.slice(first, light[number].num_rows) for table in (index, expected)))
+            if not _is_same(*(table.slice(first, metadata[number].num_rows) for table in (index, expected)))
         )
         yield Finding(True, f"{path}: differs from batch {wrong} of the shard; delete it, it is derived")
     elif start != index.num_rows and len(places) == len(numbers):

@@ -144,7 +144,7 @@ def measure_floor(run: Path, into: Path) -> dict[str, float]:
     for writer in open_run(run).writers:
         for shard in writer.shards:
             num_bytes += decode_shard(shard)
-            shard.let_go()
+            shard.release()
     decoded = time.perf_counter()
     shutil.copytree(run, into)
     copied, cpu_s = time.perf_counter(), time.process_time() - begin_cpu
@@ -168,7 +168,7 @@ def decode_share(run: Path, number: int, of: int, ready: Barrier, took: SimpleQu
     begin = time.perf_counter()
     for shard in shards[number::of]:
         decode_shard(shard)
-        shard.let_go()
+        shard.release()
     took.put(time.perf_counter() - begin)
 
 

@@ -138,7 +138,7 @@ def _is_number(name: str) -> bool:
 
 
 def _shape(text: str | None) -> tuple[int, ...]:
-    """A shape as a stranger's row has it; of one that is none, no dims."""
+    """Return the shape that an untrusted row names; no dims where it names none."""
     with suppress(ValueError, TypeError, RecursionError):
         found = json.loads(text or "")
         if isinstance(found, list) and all(type(size) is int for size in found):

@@ -30,7 +30,7 @@ WHEN_OF_SITES = np.array([_WHEN_OF_PHASE[SITE_OF[site].phase] for site in SLOT_S
 TOTAL = 3
 """Index of all three together in `LostRows.room`."""
 _MANY = 1 << 40
-"""More numbers than this are never missing at once, whatever a stranger's file says."""
+"""More numbers than this are never missing at once, whatever an untrusted file says."""
 
 
 class NumberedRows(NamedTuple):

@@ -1,6 +1,6 @@
 """What manifests promise: a slot for each module's value at a site, and the rules that select it.
 
-Never looks at rows, and never raises over a stranger's JSON or rules.
+Never looks at rows, and never raises over untrusted JSON or rules.
 """
 
 from __future__ import annotations

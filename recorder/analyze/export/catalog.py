@@ -132,19 +132,19 @@ def _rows(
     run: Run, writers: Sequence[RecordedWriter], counting: _Counting, numbers: Sequence[int], first: int, last: int
 ) -> Any:
     """The rows of some writers and steps that count, in order."""
-    light = MetadataRows(writers, None if first == _FIRST_STEP and last == _LAST_STEP else (first, last))
-    light.load(METADATA_COLUMNS)
-    positions = light.in_order()
-    steps = light.numbers("step")[positions]
+    metadata = MetadataRows(writers, None if first == _FIRST_STEP and last == _LAST_STEP else (first, last))
+    metadata.load(METADATA_COLUMNS)
+    positions = metadata.in_order()
+    steps = metadata.numbers("step")[positions]
     within = (steps >= first) & (steps < last)
     positions, steps = positions[within], steps[within]
-    of_block = light.writer_numbers(positions)
+    of_block = metadata.writer_numbers(positions)
     counts = counting.select(np.asarray(numbers, np.int64)[of_block], steps)
     positions, of_block = positions[counts], of_block[counts]
     names = pa.DictionaryArray.from_arrays(pa.array(of_block), [writer.name for writer in writers])
     run_ids = pa.DictionaryArray.from_arrays(pa.array(np.zeros(len(positions), np.int32)), [run.run_id])
     columns = [run_ids.cast(pa.string()), names.cast(pa.string())]
-    columns += [light.take(name, positions) for name in METADATA_COLUMNS]
+    columns += [metadata.take(name, positions) for name in METADATA_COLUMNS]
     return pa.Table.from_arrays(columns, list(_COLUMNS))
 
 

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from ...errors import UnsupportedError
 from ...format.dtypes import item_bytes
-from .tensorfiles import HasPieces
-from .tensors import Entry, Piece
+from .tensorfiles import HasSpans
+from .tensors import Entry, Span
 
 CHUNK_BYTES = 16 << 20
 """At most so much of a tensor in one chunk, of which a rank that loads reads what it needs."""
@@ -39,7 +39,7 @@ _VERSION = "1.0.0"
 """The version of the member's format; readers that do not know the member ignore it."""
 
 
-def write_checkpoint(folder: Path, tensors: HasPieces, entries: Sequence[Entry], report: Callable[[int], None]) -> None:
+def write_checkpoint(folder: Path, tensors: HasSpans, entries: Sequence[Entry], report: Callable[[int], None]) -> None:
     """Write tensors into an empty folder, the file that makes it a checkpoint last.
 
     Raises:
@@ -52,7 +52,7 @@ def write_checkpoint(folder: Path, tensors: HasPieces, entries: Sequence[Entry],
         for entry in entries:
             chunks = list(boxes(entry.shape, CHUNK_BYTES // item_bytes(entry.dtype)))
             sizes = [math.prod(sizes) * item_bytes(entry.dtype) for _, sizes in chunks]
-            data = regrouped(tensors.pieces(entry), sizes)
+            data = regrouped(tensors.spans(entry), sizes)
             for number, ((offsets, shape), values) in enumerate(zip(chunks, data, strict=True)):
                 tensor = _as_tensor(values, dtypes[entry.name], shape)
                 places[MetadataIndex(entry.name, offsets, number)] = _save(file, tensor)
@@ -85,21 +85,21 @@ def boxes(shape: tuple[int, ...], max_numel: int) -> Iterator[tuple[tuple[int, .
             yield (*outer, start, *(0,) * rest), (*(1,) * (dim - 1), size, *shape[dim:])
 
 
-def regrouped(pieces: Iterable[Piece], sizes: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
-    """The bytes of some pieces, end to end, in arrays of these sizes; each is good until the next one comes.
+def regrouped(spans: Iterable[Span], sizes: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
+    """The bytes of some spans, end to end, in arrays of these sizes; each is good until the next one comes.
 
     All lie in the same memory, for what `torch.save` was given may live until a garbage collection (torch 2.9).
     """
-    source = iter(pieces)
-    piece, used = np.empty(0, np.uint8), 0
+    source = iter(spans)
+    span, used = np.empty(0, np.uint8), 0
     buffer = np.empty(max(sizes, default=0), np.uint8)
     for size in sizes:
         out, done = buffer[:size], 0
         while done < size:
-            if used == len(piece):
-                piece, used = next(source).data, 0
-            num = min(size - done, len(piece) - used)
-            out[done : done + num] = piece[used : used + num]
+            if used == len(span):
+                span, used = next(source).data, 0
+            num = min(size - done, len(span) - used)
+            out[done : done + num] = span[used : used + num]
             done, used = done + num, used + num
         yield out
     for _ in source:  # to its end, where it says so if there were too many

@@ -21,7 +21,7 @@ from ..selection import GlobalOptions, Selection
 from ..step_ranges import Mapper, attempt_step_ranges, map_serially
 from .publishing import published_file
 from .tensorfiles import widest_first, write_npz, write_safetensors
-from .tensors import BATCH_BYTES, Entry, Place, Rows, Tensors, batched, row_pieces
+from .tensors import BATCH_BYTES, Entry, Place, Rows, Tensors, batched, row_spans
 
 FORMATS = ("parquet", "npz", "safetensors")
 _ROWS_A_GROUP = 65_536
@@ -61,7 +61,7 @@ class Export:
         payload: bool = False,
         mapper: Mapper = map_serially,
     ) -> None:
-        """Find what is to be written; `mapper` works on the pieces, of this and of what is written.
+        """Find what is to be written; `mapper` works on ranges of steps, here and in `write`.
 
         Raises:
             LookupFailedError: nothing is selected or has values, or there is no such format.
@@ -138,8 +138,8 @@ class Export:
         schema = pa.schema([SCHEMA.field(name).with_nullable(True) for name in names], metadata=metadata)
         # Payloads hardly compress as they lie, and are nothing to look up.
         compression = {name: "NONE" if name == "data" else "ZSTD" for name in names}
-        light = [name for name in names if name != "data"]
-        options = {"compression": compression, "use_dictionary": light, "write_statistics": light}
+        without_data = [name for name in names if name != "data"]
+        options = {"compression": compression, "use_dictionary": without_data, "write_statistics": without_data}
         with pq.ParquetWriter(file, schema, **options) as writer:
             for table in self._with_payload() if self._payload else self._light():
                 writer.write_table(table.cast(schema), row_group_size=_ROWS_A_GROUP)
@@ -304,15 +304,15 @@ def _parts(row: dict[str, Any], rows: Any, at: int, *, has_bytes: bool) -> Itera
     if row["encoding"] is None or not has_bytes:
         yield row | {"encoding": None, "payload_bytes": None, "data": None}
         return
-    for part, piece in enumerate(row_pieces(rows, at, row["dtype"])):
+    for part, span in enumerate(row_spans(rows, at, row["dtype"])):
         values = {
             "part": part,
-            "flat_offset": piece.flat_offset,
+            "flat_offset": span.flat_offset,
             "encoding": PLAIN,
-            "payload_bytes": piece.data.nbytes,
+            "payload_bytes": span.data.nbytes,
         }
         rest = dict.fromkeys(OF_FIRST_PART) if part else {}
-        yield row | rest | values | {"data": piece.data.tobytes()}
+        yield row | rest | values | {"data": span.data.tobytes()}
 
 
 def _as_table(rows: list[dict[str, Any]]) -> Any:

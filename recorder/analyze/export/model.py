@@ -1,6 +1,6 @@
 """A model's tensors at one step of a run: under which names, what keeps some of them out, and their bytes.
 
-Must never give a tensor of which a piece is missing, or whose replicas differ, and never hold more than one.
+Must never give a tensor of which a chunk is missing, or whose replicas differ, and never hold more than one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...read.shards.decode import parse_shape
 from ...sites import GRADIENT_OF, HELD_BY_MODULES
 from ...system.text import counted, listed
 from .state_dict import StateDict, full_name, roots_of, stages_of, state_dict_of
-from .tensors import Entry, Piece, row_pieces, whole
+from .tensors import Entry, Span, row_spans, whole
 
 SITES = {"param": HELD_BY_MODULES, "grad": (GRADIENT_OF["param"],)}
 """By what is asked for, the sites that make it up; the first one decides which steps there are."""
@@ -75,13 +75,13 @@ class Model:
         self._judge()
         self.total_bytes = sum(entry.payload_bytes for entry in self.entries)
 
-    def pieces(self, entry: Entry) -> Iterator[Piece]:
+    def spans(self, entry: Entry) -> Iterator[Span]:
         """The bytes of one tensor, at most 32 MiB at once.
 
         Raises:
             CorruptError: the bytes are not those that were written.
         """
-        return whole(entry, row_pieces(self._rows, entry.row, entry.dtype))
+        return whole(entry, row_spans(self._rows, entry.row, entry.dtype))
 
     def _find_rows(self, step: int | None) -> tuple[int, GlobalRows]:
         """The rows of the step that is asked for, or of the last one that has what is asked for."""
@@ -205,8 +205,8 @@ def _names(known: StateDict, rows: dict[str, Any], *, with_ties: bool) -> dict[s
 
 def _is_part(name: str, taken: set[str]) -> bool:
     """Whether a row is of a part of a parameter, such as ``weight._scale``."""
-    pieces = name.split(".")
-    return any(".".join(pieces[:i]) in taken for i in range(1, len(pieces)))
+    parts = name.split(".")
+    return any(".".join(parts[:i]) in taken for i in range(1, len(parts)))
 
 
 def _last_of(rows: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -25,20 +25,20 @@ def tensor_name(row: Mapping[str, Any]) -> str:
     Args:
         row: the columns of `NAMING`.
     """
-    pieces = [f"step={row['step']}", _text(row["module_path"]) or _ROOT, _text(row["site"])]
+    levels = [f"step={row['step']}", _text(row["module_path"]) or _ROOT, _text(row["site"])]
     if row["name"]:
-        pieces.append(_text(row["name"]))
+        levels.append(_text(row["name"]))
     for column, usual in _DEFAULTS.items():
         # Of gradients and parameters the final ones are usual.
         if row[column] not in (usual, None) and (column, row[column]) != ("scope", "final"):
-            pieces.append(f"{column}={_text(row[column])}")
+            levels.append(f"{column}={_text(row[column])}")
     if row["site"] not in SITE_OF or row["phase"] != SITE_OF[row["site"]].phase:
-        pieces.append(f"phase={_text(row['phase'])}")
-    return "/".join(pieces)
+        levels.append(f"phase={_text(row['phase'])}")
+    return "/".join(levels)
 
 
 def _text(value: Any) -> str:
-    """A stranger's text without anything that separates or climbs; a long one ends with its digest."""
+    """Return an untrusted text without anything that separates or climbs; a long one ends with its digest."""
     text = quote(str(value), safe="", errors="surrogatepass")
     if text.strip(".") == "":
         text = text.replace(".", "%2E")

@@ -10,7 +10,7 @@ from ...format.roots import Root
 from ...globalview.run import Run
 
 _MAX_NAMES = 1_000_000
-"""Most names of a model. A stranger's manifest may say that modules are shared in ways that make no end of names."""
+"""Most names of a model. An untrusted manifest may say that modules are shared in ways that make no end of names."""
 
 
 class StateDict(NamedTuple):

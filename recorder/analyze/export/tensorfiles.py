@@ -1,4 +1,4 @@
-"""Tensors as npz and as safetensors: written piece by piece, so that no tensor is ever whole in memory.
+"""Tensors as npz and as safetensors: written span by span, so that no tensor is ever whole in memory.
 
 Both formats are written here: their own libraries want every tensor in memory at once.
 """
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ...errors import UnsupportedError
 from ...format.dtypes import item_bytes, numpy_dtype
-from .tensors import Entry, Piece
+from .tensors import Entry, Span
 
 Report = Callable[[int], None]
 _INDEX = "index.json"
@@ -40,14 +40,14 @@ _AS_BYTES = ("float4_e2m1fn_x2",)
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
-class HasPieces(Protocol):
+class HasSpans(Protocol):
     """Where tensors come from."""
 
-    def pieces(self, entry: Entry) -> Iterator[Piece]:
+    def spans(self, entry: Entry) -> Iterator[Span]:
         """The bytes of one tensor, in order."""
 
 
-def write_npz(file: BinaryIO, tensors: HasPieces, entries: Sequence[Entry], report: Report) -> None:
+def write_npz(file: BinaryIO, tensors: HasSpans, entries: Sequence[Entry], report: Report) -> None:
     """Write a file for `numpy.load`.
 
     numpy has no bfloat16 and no 8-bit floats: they become float32, which holds every one of them exactly. What each
@@ -60,18 +60,18 @@ def write_npz(file: BinaryIO, tensors: HasPieces, entries: Sequence[Entry], repo
             with archive.open(zipfile.ZipInfo(f"{entry.name}.npy", _NO_TIME), "w", force_zip64=True) as member:
                 header = {"descr": npy.dtype_to_descr(kind), "fortran_order": False, "shape": entry.shape}
                 npy.write_array_header_2_0(member, header)
-                for piece in tensors.pieces(entry):
-                    data: npt.NDArray[Any] = piece.data
+                for span in tensors.spans(entry):
+                    data: npt.NDArray[Any] = span.data
                     if is_widened:
                         data = data.view(numpy_dtype(entry.dtype)).astype(kind).view(np.uint8)
                     member.write(data.data)
-                    report(piece.data.nbytes)
+                    report(span.data.nbytes)
         index = [{"tensor": entry.name, "dtype": entry.dtype, **entry.place, **entry.origin} for entry in entries]
         archive.writestr(zipfile.ZipInfo(_INDEX, _NO_TIME), json.dumps(index))
 
 
 def write_safetensors(
-    file: BinaryIO, tensors: HasPieces, entries: Sequence[Entry], report: Report, about: Mapping[str, str] = _NOTHING
+    file: BinaryIO, tensors: HasSpans, entries: Sequence[Entry], report: Report, about: Mapping[str, str] = _NOTHING
 ) -> None:
     """Write a safetensors file: 8 bytes of length, a JSON header, then the bytes, without a gap.
 
@@ -102,9 +102,9 @@ def write_safetensors(
         )
     file.write(struct.pack("<Q", len(text)) + text)
     for entry in in_file_order:
-        for piece in tensors.pieces(entry):
-            file.write(piece.data.data)
-            report(piece.data.nbytes)
+        for span in tensors.spans(entry):
+            file.write(span.data.data)
+            report(span.data.nbytes)
 
 
 def widest_first(entries: Sequence[Entry]) -> list[Entry]:

@@ -1,6 +1,6 @@
-"""The tensors of a run one after the other: which are selected, and their bytes in bounded pieces.
+"""The tensors of a run one after the other: which are selected, and their bytes in bounded spans.
 
-What is large is read here, in pieces; the rest may be read elsewhere, some tensors at once.
+What is large is read here, span by span; the rest may be read elsewhere, some tensors at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Place = tuple[tuple[int, int], int]
 """A range of steps, and the number of a row among all rows of it."""
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """Consecutive elements of one tensor."""
 
     data: npt.NDArray[np.uint8]
@@ -103,7 +103,7 @@ class Chosen(NamedTuple):
     problems: Problems
     """What contradicts itself in the global view."""
     is_damaged: bool
-    """What was read of the run is damaged, as whoever works on a piece has found: a worker, perhaps."""
+    """What was read of the run is damaged, as this process or a worker has found."""
 
 
 class Choosing:
@@ -150,10 +150,10 @@ class Reading:
     def __init__(self, run: Run, selection: Selection, options: GlobalOptions) -> None:
         self._rows = Rows(run, selection, options)
 
-    def __call__(self, first: int, last: int, wanted: Sequence[tuple[int, str]]) -> list[list[Piece]]:
+    def __call__(self, first: int, last: int, wanted: Sequence[tuple[int, str]]) -> list[list[Span]]:
         """The bytes of rows, by their places and types."""
         rows = self._rows.all_of(first, last)
-        return [list(row_pieces(rows, at, dtype)) for at, dtype in wanted]
+        return [list(row_spans(rows, at, dtype)) for at, dtype in wanted]
 
 
 class Tensors:
@@ -188,8 +188,8 @@ class Tensors:
             with_values: leave out rows without, and those that lack ranks unless the options take them.
         """
         arguments = (self._run, self._selection, self._options, tuple(columns), with_values)
-        pieces = global_step_ranges(view_of(self._run, self._options))
-        for one in self._mapper(Choosing, arguments, pieces):
+        step_ranges = global_step_ranges(view_of(self._run, self._options))
+        for one in self._mapper(Choosing, arguments, step_ranges):
             partial.join(one.partial)
             self.problems.join(one.problems)
             self.is_damaged |= one.is_damaged
@@ -244,7 +244,7 @@ class Tensors:
         found: dict[Place, str] = {}
         for first, last, at, dtype in rows:
             try:
-                for _ in row_pieces(self._large.all_of(first, last), at, dtype):
+                for _ in row_spans(self._large.all_of(first, last), at, dtype):
                     pass
             except RunError as error:
                 found[(first, last), at] = str(error)
@@ -253,27 +253,27 @@ class Tensors:
     def in_turn(self, entries: Sequence[Entry]) -> InTurn:
         """The bytes of tensors that are asked for in this very order."""
         batches = [list(batch) for batch in batched(entries, lambda entry: (entry.steps, entry.payload_bytes))]
-        pieces = [
+        ranges = [
             (*batch[0].steps, [(entry.row, entry.dtype) for entry in batch])
             for batch in batches
             if batch[0].payload_bytes <= BATCH_BYTES
         ]
-        read = self._mapper(Reading, (self._run, self._selection, self._options), pieces)
+        read = self._mapper(Reading, (self._run, self._selection, self._options), ranges)
         return InTurn(read, self._read_large)
 
-    def _read_large(self, entry: Entry) -> Iterator[Piece]:
-        return row_pieces(self._large.all_of(*entry.steps), entry.row, entry.dtype)
+    def _read_large(self, entry: Entry) -> Iterator[Span]:
+        return row_spans(self._large.all_of(*entry.steps), entry.row, entry.dtype)
 
 
 class InTurn:
-    """The bytes of tensors in an order that is known: small ones some at once, large ones piece by piece."""
+    """The bytes of tensors in an order that is known: small ones some at once, large ones span by span."""
 
-    def __init__(self, read: Iterator[list[list[Piece]]], read_large: Callable[[Entry], Iterator[Piece]]) -> None:
+    def __init__(self, read: Iterator[list[list[Span]]], read_large: Callable[[Entry], Iterator[Span]]) -> None:
         self._read = read
         self._read_large = read_large
-        self._waiting: deque[list[Piece]] = deque()
+        self._waiting: deque[list[Span]] = deque()
 
-    def pieces(self, entry: Entry) -> Iterator[Piece]:
+    def spans(self, entry: Entry) -> Iterator[Span]:
         """The bytes of the next tensor.
 
         Raises:
@@ -286,12 +286,12 @@ class InTurn:
         return whole(entry, self._waiting.popleft())
 
 
-def whole(entry: Entry, pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The pieces of a tensor, which must be all of it. CorruptError: they are not."""
+def whole(entry: Entry, spans: Iterable[Span]) -> Iterator[Span]:
+    """Hand on the spans of a tensor. Raises CorruptError where they are not all of it."""
     num_bytes = 0
-    for piece in pieces:
-        num_bytes += piece.data.nbytes
-        yield piece
+    for span in spans:
+        num_bytes += span.data.nbytes
+        yield span
     if num_bytes != entry.payload_bytes:
         raise CorruptError(f"{entry.name}: {num_bytes} bytes are not a {entry.dtype} tensor of {list(entry.shape)}")
 
@@ -317,7 +317,7 @@ def batched(items: Iterable[T], size_of: Callable[[T], tuple[Any, int]]) -> Iter
 
 
 def _read(column: str, text: str | None) -> Any:
-    """A column of JSON as what it says; a stranger's that is none as it is."""
+    """Return what a column of JSON says; a text that is no JSON comes back as it is."""
     if text is None or column in ("scale", "layout_source"):
         return text
     try:
@@ -326,8 +326,8 @@ def _read(column: str, text: str | None) -> Any:
         return text
 
 
-def row_pieces(rows: Any, row: int, dtype: str) -> Iterator[Piece]:
+def row_spans(rows: Any, row: int, dtype: str) -> Iterator[Span]:
     """The bytes of one row of `GlobalRows`, decoded."""
     for part in rows.parts(row):
         data = part.data[0] if len(part.data) == 1 else b"".join(part.data)
-        yield Piece(decode_payload(part.encoding, data, part.payload_bytes, dtype), part.flat_offset)
+        yield Span(decode_payload(part.encoding, data, part.payload_bytes, dtype), part.flat_offset)

@@ -210,7 +210,7 @@ class _Replicas:
         is_plain = table.column("placements").is_null().to_numpy() & ~holds(table.column("note"), _is_apart)
         shards = _shards(table)
         has_offsets = table.column("offsets").is_valid().to_numpy()
-        # Without offsets, equal placements do not mean equal pieces.
+        # Without offsets, equal placements do not mean equal chunks.
         is_placed = has_offsets | ~holds(table.column("placements"), _is_boxed)
         is_placed |= (shards > 0) & holds(table.column("placements"), _has_replicas)
         is_placed &= table.column("placements").is_valid().to_numpy() & ~holds(table.column("placements"), _is_summand)
@@ -222,8 +222,8 @@ class _Replicas:
         self.own: set[_Name] = timeline.texts(_NAME, counted[of_own.firsts])
         """Values that are each rank's own."""
         self._rows = np.flatnonzero(is_candidate & (leaders >= 0) & ((is_plain & ~is_own) | is_placed))
-        pieces = [codes(table.column(name)) for name in ("offsets", "placements")]
-        keys = [*(timeline.codes[name] for name in VALUE_KEY), leaders, shards, *pieces]
+        chunks = [codes(table.column(name)) for name in ("offsets", "placements")]
+        keys = [*(timeline.codes[name] for name in VALUE_KEY), leaders, shards, *chunks]
         self._groups = group([key[self._rows] for key in keys])
         self._sizes = np.bincount(self._groups.ids, minlength=self._groups.num_groups)
         self._table = table.take(pa.array(self._rows))
@@ -408,7 +408,7 @@ class _Replicas:
 
 
 def _has_replicas(placements: str) -> bool:
-    """Whether ranks along some axis of the mesh hold the same piece."""
+    """Whether ranks along some axis of the mesh hold the same chunk."""
     return "Replicate" in kinds_of(placements)
 
 
@@ -417,7 +417,7 @@ def _is_summand(placements: str) -> bool:
 
 
 def _is_apart(note: str) -> bool:
-    """Whether it is a piece whose place nobody knows."""
+    """Whether it is a chunk whose place nobody knows."""
     return "no_layout" in untrusted.members(note)
 
 
@@ -433,7 +433,7 @@ def _are_own(timeline: Timeline, facts: Topology) -> npt.NDArray[np.bool_]:
 
 
 def _is_boxed(placements: str) -> bool:
-    """Whether a piece's place is in its offsets; a slice of the flattened tensor has it in its placements."""
+    """Whether a chunk's place is in its offsets; a slice of the flattened tensor has it in its placements."""
     kinds = kinds_of(placements)
     return "FlatShard" not in kinds and any(kind.endswith("Shard") for kind in kinds)
 
@@ -448,7 +448,7 @@ def _shards(table: Any) -> Integers:
 
 
 def _shard(placements: str | None, mesh: str | None) -> tuple[int, ...] | None:
-    """What a stranger's JSON says of it."""
+    """What untrusted JSON says of it."""
     try:
         kinds, place = json.loads(placements or "null"), json.loads(mesh or "null")
     except (ValueError, RecursionError):

@@ -123,7 +123,7 @@ def statistics(
 ) -> Statistics:
     """The statistics of values, or combined over all values that agree in `by`, as `pa.Table`.
 
-    `mapper` works on the pieces: groups of groups combine like groups of rows.
+    `mapper` works on ranges of steps: groups of groups combine like groups of rows.
 
     Raises:
         LookupFailedError: nothing is selected, or a word in `by` or an option is none.
@@ -137,13 +137,13 @@ def statistics(
     selection.check(run)
     options.check(run)
     keys = _keys(words if options.across_ranks else [*words, "rank"])
-    pieces: list[tuple[int, ...]]
+    ranges: list[tuple[int, ...]]
     if options.across_ranks:
-        pieces = list(global_step_ranges(run.view(loss=options.loss, layouts=options.layouts)))
-        found = _joined(mapper(_GlobalPieces, (run, selection, options, words, keys), pieces), selection)
+        ranges = list(global_step_ranges(run.view(loss=options.loss, layouts=options.layouts)))
+        found = _joined(mapper(_GlobalStatistics, (run, selection, options, words, keys), ranges), selection)
     else:
-        pieces = list(attempt_step_ranges(run))
-        found = _joined(mapper(_OwnPieces, (run, selection, options, words, keys), pieces), selection)
+        ranges = list(attempt_step_ranges(run))
+        found = _joined(mapper(_RankStatistics, (run, selection, options, words, keys), ranges), selection)
     if not found.num_rows:
         raise selection.explain_nothing(run.table(["module_path", "site", "name", "step", "rank"]), _named(run))
     notes, problems = found.partial.notes(is_taken=options.partial), found.problems.texts()
@@ -160,7 +160,7 @@ def statistics(
     return Statistics(_without_empty_inner(table), notes, problems, is_whole, damage)
 
 
-class _Piece(NamedTuple):
+class _RangeStatistics(NamedTuple):
     """What some steps of a run, or all of them, come to."""
 
     tables: list[Any]
@@ -173,10 +173,10 @@ class _Piece(NamedTuple):
     partial: Partial
     problems: Problems
     damage: tuple[str, ...] = ()
-    """What is damaged of what was read, as whoever works on a piece has found: a worker, perhaps."""
+    """What is damaged of what was read, as this process or a worker has found."""
 
 
-class _OwnPieces:
+class _RankStatistics:
     """Statistics of the ranks' own rows, or of a merged run."""
 
     def __init__(
@@ -185,7 +185,7 @@ class _OwnPieces:
         self._run, self._selection, self._words, self._keys = run, selection, words, keys
         self._takes_partial = options.partial
 
-    def __call__(self, attempt: int, first: int, last: int) -> _Piece:
+    def __call__(self, attempt: int, first: int, last: int) -> _RangeStatistics:
         wanted = (pc.field("part") == 0) & (pc.field("attempt") == attempt)
         rows = self._run.table([*_VALUE, *_NUMBERS, *_TOLD], wanted, steps=(first, last))
         table = self._selection.narrow(rows)
@@ -200,10 +200,10 @@ class _OwnPieces:
             without = count_without(with_why(table))
             found = _combined(_with_inner(table), self._keys)
         problems, damage = Problems(self._selection), tuple(self._run.problems)
-        return _Piece([found], [], without, table.num_rows, partial, problems, damage)
+        return _RangeStatistics([found], [], without, table.num_rows, partial, problems, damage)
 
 
-class _GlobalPieces:
+class _GlobalStatistics:
     """Statistics of the global tensors."""
 
     def __init__(
@@ -213,7 +213,7 @@ class _GlobalPieces:
         self._selection, self._words, self._keys = selection, words, keys
         self._takes_partial = options.partial
 
-    def __call__(self, first: int, last: int) -> _Piece:
+    def __call__(self, first: int, last: int) -> _RangeStatistics:
         rows = self._view.rows(first, last)
         problems, partial = Problems(self._selection), Partial()
         problems.add(rows.findings)
@@ -224,24 +224,24 @@ class _GlobalPieces:
             table = without_numbers(table)
         damage = tuple(self._run.problems)
         if not self._words:
-            return _Piece([_told(table)], [], Counter(), num_rows, partial, problems, damage)
+            return _RangeStatistics([_told(table)], [], Counter(), num_rows, partial, problems, damage)
         table, stays = _without_rank_rows(with_why(table))
         without = count_without(table)
         combined = _combined(_with_inner(table), self._keys)
-        return _Piece([combined], [stays], without, num_rows, partial, problems, damage)
+        return _RangeStatistics([combined], [stays], without, num_rows, partial, problems, damage)
 
 
-def _joined(pieces: Iterable[_Piece], selection: Selection) -> _Piece:
-    """All pieces in their order."""
-    total = _Piece([], [], Counter(), 0, Partial(), Problems(selection))
-    for piece in pieces:
-        total.tables.extend(piece.tables)
-        total.left_out.extend(piece.left_out)
-        total.without.update(piece.without)
-        total.partial.join(piece.partial)
-        total.problems.join(piece.problems)
-        damage = tuple(dict.fromkeys([*total.damage, *piece.damage]))
-        total = total._replace(num_rows=total.num_rows + piece.num_rows, damage=damage)
+def _joined(ranges: Iterable[_RangeStatistics], selection: Selection) -> _RangeStatistics:
+    """Put the ranges together in their order."""
+    total = _RangeStatistics([], [], Counter(), 0, Partial(), Problems(selection))
+    for one_range in ranges:
+        total.tables.extend(one_range.tables)
+        total.left_out.extend(one_range.left_out)
+        total.without.update(one_range.without)
+        total.partial.join(one_range.partial)
+        total.problems.join(one_range.problems)
+        damage = tuple(dict.fromkeys([*total.damage, *one_range.damage]))
+        total = total._replace(num_rows=total.num_rows + one_range.num_rows, damage=damage)
     return total
 
 
@@ -253,14 +253,16 @@ def as_long(table: Any) -> Any:
     """One row a number, without those that are null."""
     keys = [name for name in table.column_names if name in (*LONG_COLUMNS, *_NEVER_MIXED, INNER)]
     keys += [name for name in ("micro_step", "call", "repeat") if name in table.column_names]
-    pieces = []
+    tables = []
     for statistic in _NUMBERS:
         known = table.filter(pc.field(statistic).is_valid())
         values = known.column(statistic).cast(pa.float64())
         named = pa.chunked_array([pa.DictionaryArray.from_arrays(np.zeros(known.num_rows, np.int32), [statistic])])
-        piece = known.select(keys).append_column("statistic", named.cast(pa.string())).append_column("value", values)
-        pieces.append(piece)
-    return pa.concat_tables(pieces)
+        table_of_one = (
+            known.select(keys).append_column("statistic", named.cast(pa.string())).append_column("value", values)
+        )
+        tables.append(table_of_one)
+    return pa.concat_tables(tables)
 
 
 def inner_leaves(table: Any) -> Any:

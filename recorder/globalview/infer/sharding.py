@@ -72,14 +72,14 @@ class ShardingInference:
             chunks: of the ranks.
             known: the dims that were found at the steps that tell of this value; none where no step does.
         """
-        parameters, neighbours = self._step(wanted.step)
+        parameters, dims_beside = self._step(wanted.step)
         ranks = tuple(chunk.rank for chunk in chunks)
         found: set[int] = {*known}
         if not found and all(chunk.shape for chunk in chunks) and self._is_linear(wanted.root, wanted.module_path):
             found = _common([_by_parameters(parameters, wanted, chunk, ranks) for chunk in chunks])
         if not found:
             places = [(wanted.root, chunk.rank, chunk.shape) for chunk in chunks]
-            cuts = [neighbours.get(place, set()) if place not in self._whole else set() for place in places]
+            cuts = [dims_beside.get(place, set()) if place not in self._whole else set() for place in places]
             found = _common([{cut.dim for cut in some if _is_of(cut, ranks)} for some in cuts])
             if len(found) == 1 and any(chunk.shape.count(chunk.shape[min(found)]) > 1 for chunk in chunks):
                 found = set()  # a copy of such a value that is turned round has the same shape
@@ -96,14 +96,14 @@ class ShardingInference:
         """The cuts of a step: of parameters by root, module and rank, of other values by root, rank and shape."""
         if step not in self._of_step:
             parameters: dict[object, set[_ShardedDim]] = {}
-            neighbours: dict[object, set[_ShardedDim]] = {}
+            dims_beside: dict[object, set[_ShardedDim]] = {}
             self._whole = set()
             for site, root, path, rank, shape, cut in self._cuts(step):
                 if site in STATES:
                     parameters.setdefault((root, path, rank), set()).add(cut)
                 else:
-                    neighbours.setdefault((root, rank, shape), set()).add(cut)
-            self._of_step = {step: (parameters, neighbours)}  # values come in the order of steps
+                    dims_beside.setdefault((root, rank, shape), set()).add(cut)
+            self._of_step = {step: (parameters, dims_beside)}  # values come in the order of steps
             self._whole |= self._equal(step)
         return self._of_step[step]
 

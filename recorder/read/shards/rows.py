@@ -28,7 +28,7 @@ from .shard import Layout, Shard, open_sealed
 logger = logging.getLogger(__name__)
 
 PLACE_FIELDS = (pa.field("batch", pa.int32(), nullable=False), pa.field("row", pa.int32(), nullable=False))
-"""Columns of an index behind the light ones: number of the batch in the shard, and of the row in the batch."""
+"""Columns of an index behind the metadata: number of the batch in the shard, and of the row in the batch."""
 _PLACE_NAMES = tuple(field.name for field in PLACE_FIELDS)
 SHARD_BYTES_KEY = b"recorder_shard_bytes"
 Steps = tuple[int, int]
@@ -129,7 +129,7 @@ class ShardRows:
             names = (self._index or self._itself()).schema.names
         return [name for name in names if name not in COLUMN_OF and name not in _PLACE_NAMES]
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Unmap a sealed shard until it is read again: mapped pages that were read count as memory of the process."""
         if self.is_sealed:
             self._shard = None

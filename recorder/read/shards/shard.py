@@ -209,7 +209,7 @@ def read_layout(source: ByteSource, extra: tuple[Any, ...] = (), without: tuple[
 def _parse_layout(message: bytes, extra: tuple[Any, ...], without: tuple[str, ...]) -> Layout:
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(message))
-        schema.names  # noqa: B018 (text of a stranger, which may be no text)
+        schema.names  # noqa: B018 (untrusted input, which may be no text)
     except ARROW_ERRORS as error:
         raise CorruptError(f"the schema is damaged ({error})") from error
     for field in [*(field for field in SCHEMA if field.name not in without), *extra]:

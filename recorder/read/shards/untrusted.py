@@ -1,4 +1,4 @@
-"""What is taken of the notes of rows, which a stranger may have written."""
+"""What is taken of the notes of rows, which are untrusted input."""
 
 from __future__ import annotations
 

@@ -378,13 +378,13 @@ def test_what_comes_while_it_is_written_is_kept(
     run: recorder.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "out.npz"
-    real = tensors.row_pieces
+    real = tensors.row_spans
 
     def meanwhile(*args: Any) -> Any:
         path.write_text("theirs")
         return real(*args)
 
-    monkeypatch.setattr(tensors, "row_pieces", meanwhile)
+    monkeypatch.setattr(tensors, "row_spans", meanwhile)
     with pytest.raises(WriteError, match="exists by now"):
         export(run, path)
     assert path.read_text() == "theirs" and sorted(os.listdir(tmp_path)) == ["out.npz", "run"]

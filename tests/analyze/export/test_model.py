@@ -26,7 +26,7 @@ import recorder
 from recorder.analyze.export import checkpoint, state_dict
 from recorder.analyze.export.model import Model
 from recorder.analyze.export.model_files import write_model
-from recorder.analyze.export.tensors import Entry, Piece
+from recorder.analyze.export.tensors import Entry, Span
 from recorder.errors import CorruptError, LookupFailedError, UnsupportedError, WriteError
 from recorder.format.dtypes import ITEM_BYTES, numpy_dtype
 from recorder.globalview.assemble import assembler
@@ -159,10 +159,10 @@ class Torn:
         self.model = Model(run, "param")
         self.error = error
 
-    def pieces(self, entry: Entry) -> Iterator[Piece]:
+    def spans(self, entry: Entry) -> Iterator[Span]:
         if entry is self.model.entries[-1]:
             raise self.error
-        yield from Model.pieces(self.model, entry)
+        yield from Model.spans(self.model, entry)
 
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])
@@ -170,7 +170,7 @@ class Torn:
 def test_a_failure_leaves_nothing(tmp_path: Path, to: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write(tmp_path / "run", [state_row(i, f"w{i}", np.ones(3)) for i in range(3)])
     torn = Torn(run, error)
-    monkeypatch.setattr(torn.model, "pieces", torn.pieces)
+    monkeypatch.setattr(torn.model, "spans", torn.spans)
     with pytest.raises(WriteError if isinstance(error, OSError) else type(error)):
         write_model(torn.model, tmp_path / "out", to)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -195,13 +195,13 @@ import os, signal, sys
 from recorder.analyze.export import model, model_files
 from recorder.globalview.run import open_run
 found = model.Model(open_run("run"), "param")
-pieces, seen = found.pieces, []
+spans, seen = found.spans, []
 def torn(entry):
     seen.append(entry)
     if len(seen) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    return pieces(entry)
-found.pieces = torn
+    return spans(entry)
+found.spans = torn
 model_files.write_model(found, model_files.Path("out"), sys.argv[1])
 """
     done = subprocess.run([sys.executable, "-c", code, to], cwd=tmp_path, timeout=60)
