@@ -58,7 +58,7 @@ PRESETS = {
         "site=output,grad_output,param,grad,buffer,optim,tap keep=stats; module='' site=input keep=stats;"
         "site=scalar keep=stats"
     ),
-    "full": parse_rules("site=* keep=tensor,stats,fingerprint,histogram"),
+    "full": parse_rules("site=* keep=tensor,stats,fingerprint,histogram,units"),
     "twin": parse_rules("site=* steps=0:4 keep=tensor,stats,fingerprint; site=scalar keep=stats"),
 }
 """Rules by name: the fewest, those that find the first NaN at its step, all, and those that `diff` is surest with."""

@@ -24,7 +24,9 @@ KEEP_HISTOGRAM = 8
 """The histogram column is written, and the statistics, which say how many values are zero or NaN."""
 KEEP_REPLAY = 16
 """What a call of the module needs to be run again is written at site ``call``, with its values and gradients."""
-KEEP_NUMBERS = KEEP_STATS | KEEP_HISTOGRAM
+KEEP_UNITS = 32
+"""The column of sums for each unit is written, and the statistics."""
+KEEP_NUMBERS = KEEP_STATS | KEEP_HISTOGRAM | KEEP_UNITS
 """What says something of the values, and so nothing of a sum of which a value is one summand."""
 
 PART_BYTES = 32 << 20
@@ -72,6 +74,8 @@ class Origin(NamedTuple):
     module_path: str
     site: str
     name: str
+    unit_dim: int = -1
+    """The dim along which the units of the value lie; a negative one counts from the last."""
 
 
 class Moment(NamedTuple):
@@ -150,6 +154,8 @@ class Measured(NamedTuple):
     """The reason why statistics are missing, such as ``no_statistics:complex64``."""
     histogram: bytes | None = None
     """As the column has it."""
+    units: bytes | None = None
+    """As the column has it."""
 
 
 class Measure(Protocol):
@@ -162,4 +168,5 @@ class Measure(Protocol):
         shape: tuple[int, ...],
         chunk: Chunk | None,
         keep: int,
+        unit_dim: int = -1,
     ) -> Measured: ...

@@ -19,7 +19,7 @@ from operator import or_
 from typing import Any, ClassVar, NamedTuple
 
 from .errors import ConfigError
-from .records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_REPLAY, KEEP_STATS, KEEP_TENSOR
+from .records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_REPLAY, KEEP_STATS, KEEP_TENSOR, KEEP_UNITS
 from .sites import OF_REPLAY, SITES
 
 KEEPS = {
@@ -27,6 +27,7 @@ KEEPS = {
     "stats": KEEP_STATS,
     "fingerprint": KEEP_FINGERPRINT,
     "histogram": KEEP_STATS | KEEP_HISTOGRAM,
+    "units": KEEP_STATS | KEEP_UNITS,
     "replay": KEEP_TENSOR | KEEP_REPLAY,
 }
 """The bits of each word that a rule's ``keep`` may hold."""
@@ -200,10 +201,12 @@ class Rule:
     call: Schedule = EVERY
     """Numbers of a module's calls within a micro-step; an evaluation loop is many calls of one step."""
     keep: int = KEEP_STATS
+    unit_dim: int | None = None
+    """The dim along which units lie, where ``keep=units`` is not to take the one that the module's class has."""
     written: str = field(default="", compare=False, repr=False)
     """The rule as its user wrote it, for messages; empty where it was not text."""
 
-    KEYS: ClassVar = ("module", "class", "leaf", "site", "name", "rank", "steps", "call", "keep")
+    KEYS: ClassVar = ("module", "class", "leaf", "site", "name", "rank", "steps", "call", "keep", "unit_dim")
 
     def matches_module(
         self, module_path: str, class_name: str, is_leaf: bool, expressions: Expressions = matches_expression
@@ -236,6 +239,8 @@ class Rule:
             if schedule != EVERY:
                 parts.append(f"{key}={schedule.text}")
         parts.append("keep=" + ",".join(word for word, bits in KEEPS.items() if self.keep & bits == bits))
+        if self.unit_dim is not None:
+            parts.append(f"unit_dim={self.unit_dim}")
         return " ".join(parts)
 
 
@@ -319,6 +324,11 @@ def _rule_from_table(table: Mapping[str, object], grammar: _Grammar) -> Rule:
         if key == "leaf":
             chosen[key] = read_boolean("rules: leaf", value)
             continue
+        if key == "unit_dim":
+            if not re.fullmatch(r"-?\d{1,2}", str(value)):
+                raise problem(key, "expected the number of a dim, such as 1, or -1 for the last")
+            chosen[key] = int(str(value))
+            continue
         if key in ("module", "class", "name"):
             try:
                 patterns = checked(map(str, value)) if isinstance(value, (list, tuple)) else parse_patterns(str(value))
@@ -339,6 +349,8 @@ def _rule_from_table(table: Mapping[str, object], grammar: _Grammar) -> Rule:
         chosen[key] = named if key == "site" else reduce(or_, (KEEPS[word] for word in named))
     if chosen.get("keep", 0) & KEEP_REPLAY and chosen.setdefault("site", OF_REPLAY) != OF_REPLAY:
         raise problem("site", f"keep=replay is of {', '.join(OF_REPLAY)}; leave site out, or write a rule for each")
+    if "unit_dim" in chosen and not chosen.get("keep", 0) & KEEP_UNITS:
+        raise problem("unit_dim", "it says which units keep=units sums, which this rule does not ask for")
     return Rule(**chosen)
 
 

@@ -73,7 +73,9 @@ def fake_staged(
     )
 
 
-def fake_measure(data: Bytes, dtype: str, shape: tuple[int, ...], chunk: Chunk | None, keep: int) -> Measured:
+def fake_measure(
+    data: Bytes, dtype: str, shape: tuple[int, ...], chunk: Chunk | None, keep: int, unit_dim: int = -1
+) -> Measured:
     """Numbers that a test can foresee: the mean is the number of bytes, the fingerprint their sum."""
     return Measured(mean=float(len(data)), zero_count=int((data == 0).sum()), fingerprint=int(data.sum(dtype=np.int64)))
 

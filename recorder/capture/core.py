@@ -217,7 +217,7 @@ class Capture:
                 return
             kind = "cpu" if local.is_cpu else local.device.type  # `device.type` costs 0.3 us
             stager = self._stagers.get(kind) or self._stager(kind)
-            plan = None if keep & KEEP_TENSOR else stager.plan(local, chunk, keep)
+            plan = None if keep & KEEP_TENSOR else stager.plan(local, chunk, keep, origin.unit_dim)
             # `nbytes` of torch wraps at 2^64, which expanded tensors reach
             nbytes = local.numel() * local.itemsize if plan is None else plan.nbytes
         except UnsupportedKind as error:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..observe.clock import Slice
+from ..observe.unit_dims import unit_dim_of
 from ..records import Origin
 from .hooks.gradients import watch_gradient
 from .hooks.recording import Recording
@@ -62,7 +63,7 @@ class TapsByHand:
         keep = capture.keep_of(rule_set, call)
         if not keep:
             return
-        origin = Origin(root.name, path, "tap", name)
+        origin = Origin(root.name, path, "tap", name, unit_dim_of(capture.selection, rule_set, None, "tap", name))
         is_in_region = root.model_parallel is not None and has_owner(tensor)
         chunk = capture.aliases.chunk_of_alias(tensor) if is_in_region else None
         capture.observe(origin, slice_.moment, phase, call, 0, keep, tensor, chunk=chunk)

@@ -144,6 +144,7 @@ COLUMNS = (
     Column("inf_count", _INT64, _COUNT, Combine.SUM, is_nonfinite=True),
     Column("zero_count", _INT64, _COUNT, Combine.SUM),
     Column("histogram", pa.binary(), _DETAIL, Combine.ANEW, since=2),
+    Column("units", pa.binary(), _DETAIL, Combine.ANEW, since=3),
     Column("fingerprint", _TEXT, _ABOUT, Combine.ANEW),
     Column("encoding", _TEXT, _PAYLOAD, Combine.ANEW),
     Column("payload_bytes", _INT64, _PAYLOAD, Combine.ANEW, highest=PART_BYTES),

@@ -1,4 +1,7 @@
-"""Finds what a row says of one value beyond its statistics: its histogram, of one rank or put together from several."""
+"""Finds what a row says of one value beyond its statistics, of one rank or put together from several.
+
+That is its histogram, and the sums over its units.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,17 @@ import numpy as np
 
 from ..errors import CorruptError, LookupFailedError
 from ..format.numbers.histogram import Histogram
-from ..format.schema import METADATA_COLUMNS
+from ..format.numbers.units import Units
+from ..format.schema import DETAILS, METADATA_COLUMNS
 from ..read.lookup import TensorRows
 from ..read.metadata import MetadataRows
 from ..read.shards import untrusted
+from ..read.shards.decode import parse_shape
 from .assemble.columns import GlobalColumns
 from .tensor import plan_of, value_of
 from .view import GlobalView
 
-_COLUMNS = ("histogram", "zero_count", "nan_count", "min", "max", "note")
+_COLUMNS = (*DETAILS, "zero_count", "nan_count", "min", "max", "shape", "note")
 
 
 def histogram_of(view: GlobalView | None, metadata: MetadataRows, found: TensorRows, *, partial: bool) -> Histogram:
@@ -34,11 +39,7 @@ def histogram_of(view: GlobalView | None, metadata: MetadataRows, found: TensorR
         CorruptError: the bytes of a histogram are none.
     """
     row = _row_of(view, metadata, found, partial=partial)
-    if row["histogram"] is None:
-        note = untrusted.members(row["note"])
-        why = note.get("no_histogram", note.get("no_statistics"))
-        reason = f"it has none ({why})" if why else "a rule with keep=histogram keeps it"
-        raise LookupFailedError(f"{found.what} was recorded without a histogram; {reason}")
+    _check_recorded(row, "histogram", found, "a histogram", "it")
     try:
         counts = Histogram.from_bytes(
             row["histogram"], zero_count=row["zero_count"] or 0, nan_count=row["nan_count"] or 0
@@ -46,6 +47,26 @@ def histogram_of(view: GlobalView | None, metadata: MetadataRows, found: TensorR
     except CorruptError as error:
         raise CorruptError(f"{found.what}: {error}") from error
     return replace(counts, min=row["min"], max=row["max"])
+
+
+def units_of(view: GlobalView | None, metadata: MetadataRows, found: TensorRows, *, partial: bool) -> Units:
+    """The sums over the units of the one value that a question means; arguments and errors as for `histogram_of`."""
+    row = _row_of(view, metadata, found, partial=partial)
+    _check_recorded(row, "units", found, "sums of its units", "them")
+    try:
+        return Units.from_bytes(row["units"], parse_shape(row["shape"]))
+    except CorruptError as error:
+        raise CorruptError(f"{found.what}: {error}") from error
+
+
+def _check_recorded(row: dict[str, Any], column: str, found: TensorRows, what: str, them: str) -> None:
+    """Refuse a row that lacks what is asked for, with the reason."""
+    if row[column] is not None:
+        return
+    note = untrusted.members(row["note"])
+    why = note.get(f"no_{column}", note.get("no_statistics"))
+    reason = f"it has none ({why})" if why else f"a rule with keep={column} keeps {them}"
+    raise LookupFailedError(f"{found.what} was recorded without {what}; {reason}")
 
 
 def _row_of(view: GlobalView | None, metadata: MetadataRows, found: TensorRows, *, partial: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ torch tensor.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -18,8 +18,10 @@ import pyarrow.compute as pc
 
 from ..errors import LookupFailedError, UnsupportedError
 from ..format.numbers.histogram import Histogram
+from ..format.numbers.units import Units
 from ..read.finding import find_run
 from ..read.lookup import QUALIFIERS, TensorRows, find_tensor
+from ..read.metadata import MetadataRows
 from ..read.run import RecordedRun
 from ..read.shards.decode import as_array, check_bytes
 from ..rules import hint
@@ -28,7 +30,7 @@ from ..storage.objects import ObjectPath
 from ..system.text import counted, listed
 from .explain import TensorLayout, explain
 from .notebook import MAX_LISTED, as_html, in_order_of_sites, plain, run_html, span
-from .numbers import histogram_of
+from .numbers import histogram_of, units_of
 from .plan.overrides import check_overrides
 from .tensor import global_tensor, is_partial
 from .view import GlobalView
@@ -145,14 +147,42 @@ class Run(RecordedRun):
                 nothing can be counted.
             CorruptError: the bytes are not those that were written.
         """
-        question: dict[str, Any] = {"site": site, "step": step, "name": name, "rank": rank}
-        question |= {"micro_step": micro_step, "call": call, **more}
+        question = {"site": site, "step": step, "name": name, "rank": rank, "micro_step": micro_step, "call": call}
+        return histogram_of(*self._found(module_path, question | more), partial=bool(more.get("partial")))
+
+    def units(
+        self,
+        module_path: str,
+        site: str = "output",
+        step: int | None = None,
+        name: str | None = None,
+        rank: int | None = None,
+        micro_step: int | None = None,
+        call: int | None = None,
+        **more: Unpack[MoreQualifiers],
+    ) -> Units:
+        """Sums over the values of each unit (neuron, channel, feature) of a tensor, where a rule has kept them.
+
+        Arguments are those of `array`; no values are needed. Without `rank` they are those of the global tensor: units
+        that ranks hold side by side stand side by side, and sums of the same unit are added. Print it, ask it for
+        `mean`, `rms`, `absmax` and `zero_share`, or add those of several steps.
+
+        Raises:
+            LookupFailedError: no such tensor with sums of its units, or several, or it is a summand of a value.
+            CorruptError: the bytes are not those that were written.
+        """
+        question = {"site": site, "step": step, "name": name, "rank": rank, "micro_step": micro_step, "call": call}
+        return units_of(*self._found(module_path, question | more), partial=bool(more.get("partial")))
+
+    def _found(
+        self, module_path: str, question: Mapping[str, Any]
+    ) -> tuple[GlobalView | None, MetadataRows, TensorRows]:
+        """The rows that a question of what rows say means, and the view that puts them together where one does."""
         _check_words(question)
-        partial = bool(question.pop("partial", False))
-        is_global = rank is None and self._may_be_in_chunks
-        found = self._find(module_path, question, is_global=is_global, needs_values=False)
-        view = self._view if is_global and not found.is_merged else None
-        return histogram_of(view, self._rows, found, partial=partial)
+        wanted = {name: value for name, value in question.items() if name != "partial"}
+        is_global = question["rank"] is None and self._may_be_in_chunks
+        found = self._find(module_path, wanted, is_global=is_global, needs_values=False)
+        return (self._view if is_global and not found.is_merged else None), self._rows, found
 
     def layout(
         self,
@@ -328,6 +358,19 @@ class ModuleView:
         """The histogram of one tensor of the module itself, as `Run.histogram` gives it."""
         return self.run.histogram(self.path, site, step, name, rank, micro_step, call, **more)
 
+    def units(
+        self,
+        site: str = "output",
+        step: int | None = None,
+        name: str | None = None,
+        rank: int | None = None,
+        micro_step: int | None = None,
+        call: int | None = None,
+        **more: Unpack[MoreQualifiers],
+    ) -> Units:
+        """Sums over the units of one tensor of the module itself, as `Run.units` gives them."""
+        return self.run.units(self.path, site, step, name, rank, micro_step, call, **more)
+
     @cached_property
     def steps(self) -> list[int]:
         """Steps of which there is a row."""
@@ -408,7 +451,7 @@ def narrow(run: Run, path: str, below: str = "") -> ModuleView:
     return ModuleView(run, whole)
 
 
-def _check_words(question: dict[str, Any]) -> None:
+def _check_words(question: Mapping[str, Any]) -> None:
     for word in question.keys() - _QUESTION_WORDS:
         near = difflib.get_close_matches(word, _QUESTION_WORDS, n=1)
         raise TypeError(f"unknown argument {word!r}{f'; did you mean {near[0]!r}?' if near else ''}")

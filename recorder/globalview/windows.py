@@ -6,10 +6,13 @@ from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 
 from ..read.shards.rows import ShardRows
 
 Ints = npt.NDArray[np.int64]
+_ROW_BYTES = 350
+"""Bytes of a row in memory, without what it says of each unit."""
 
 
 def cut_steps(
@@ -30,12 +33,20 @@ def cut_steps(
 
 
 def step_sizes(shard: ShardRows, *, has_bytes: bool) -> tuple[Ints, Ints, Ints]:
-    """The steps of which a shard has rows, ascending, how many, and the bytes of their payloads or zeros."""
-    columns = shard.columns(["step", "payload_bytes"] if has_bytes else ["step"])
+    """The steps of which a shard has rows, ascending, how many, and the bytes of their payloads or zeros.
+
+    A row with sums of its units counts as so many rows as take as much memory.
+    """
+    columns = shard.columns(["step", "units", *(["payload_bytes"] if has_bytes else [])])
     every = np.concatenate([*(batch.column("step").to_numpy() for batch in columns), np.zeros(0, np.int64)])
     steps, places, counts = np.unique(every, return_inverse=True, return_counts=True)
     nbytes = np.zeros(len(steps), np.int64)
     if has_bytes and len(every):
         payloads = [batch.column("payload_bytes").fill_null(0).to_numpy() for batch in columns]
         np.add.at(nbytes, places.reshape(-1), np.concatenate(payloads))
+    if any(batch.column("units").null_count < batch.num_rows for batch in columns):
+        lengths = [pc.binary_length(batch.column("units")).fill_null(0).to_numpy() for batch in columns]
+        unit_bytes = np.zeros(len(steps), np.int64)
+        np.add.at(unit_bytes, places.reshape(-1), np.concatenate(lengths))
+        counts = counts + unit_bytes // _ROW_BYTES
     return steps, counts, nbytes

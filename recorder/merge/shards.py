@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from crc32c import crc32c
 
 from ..format.integrity import batch_crcs
@@ -69,6 +70,8 @@ class Directory:
         self._max_attempt = 0
         self._times_ns = rows.column("time_ns").to_numpy()
         self._first_ns = 0
+        self.unit_bytes = pc.binary_length(rows.column("units")).fill_null(0).to_numpy(zero_copy_only=False)
+        """By row, the bytes of what it says of each unit."""
         self.disk.make_directory(path)
         self._lanes = {kind: _Lane(self, kind) for kind in _LAYOUTS}
 
@@ -155,7 +158,8 @@ class _Lane:
                 start += len(buffer)
             end = self._ends[-1] + num_bytes
             self._note(seq, row, number, part.flat_offset, part.encoding, part.payload_bytes, end)
-        if self._ends[-1] >= self._batch_bytes or len(self._rows) >= _BATCH_ROWS:
+        is_large = self._ends[-1] >= self._batch_bytes or self._unit_bytes >= BATCH_BYTES
+        if is_large or len(self._rows) >= _BATCH_ROWS:
             self._flush()
 
     def close(self) -> None:
@@ -179,6 +183,7 @@ class _Lane:
         self._encodings.append(encoding)
         self._payload_bytes.append(payload_bytes)
         self._ends.append(end)
+        self._unit_bytes += 0 if number else int(self._directory.unit_bytes[row])
 
     def _clear(self) -> None:
         self._seqs: list[int] = []
@@ -190,6 +195,7 @@ class _Lane:
         self._whys: dict[int, str] = {}
         """The reason why a waiting row has no values, by the number of the row."""
         self._ends = [0]
+        self._unit_bytes = 0
 
     def _flush(self) -> None:
         if not self._rows:

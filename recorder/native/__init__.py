@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI = 8
+ABI = 9
 """The ABI number in `kernels.c`; a library with another number is not used."""
 LEVELS = ("generic", "avx2", "avx512")
 _ELF_64_LITTLE = b"\x7fELF\x02\x01"
@@ -95,6 +95,26 @@ class Weights(ctypes.Structure):
         self.num_words = len(runs) * run_words
 
 
+class Units(ctypes.Structure):
+    """Sums over the values of each unit, as `struct units`; it keeps its arrays alive."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("sums", "squares", "peaks", "zeros")),
+        *((name, ctypes.c_int64) for name in ("num", "inner")),
+    )
+
+    def __init__(self, sums: npt.NDArray[np.float64], zeros: npt.NDArray[np.int64], inner: int) -> None:
+        """Take the arrays that the loops add to.
+
+        Args:
+            sums: contiguous, of shape (3, units): of x and x^2, and the largest magnitude.
+            zeros: how many values are zero.
+            inner: how many elements of one unit lie side by side.
+        """
+        super().__init__(*(address(row) for row in (*sums, zeros)), len(zeros), inner)
+        self._arrays = sums, zeros
+
+
 class _Measuring(ctypes.Structure):
     """The input of a measurement, as `struct measuring`."""
 
@@ -105,6 +125,7 @@ class _Measuring(ctypes.Structure):
         ("table", ctypes.c_void_p),
         ("weights", ctypes.c_void_p),
         ("bins", ctypes.c_void_p),
+        ("units", ctypes.c_void_p),
     )
 
 
@@ -165,6 +186,7 @@ class Kernels:
         table: npt.NDArray[np.float32] | None,
         weights: Weights | None,
         bins: npt.NDArray[np.uint64] | None = None,
+        units: Units | None = None,
     ) -> Moments:
         """Statistics where there is a `dtype`, and the fingerprint at the origin where there are `weights`.
 
@@ -176,6 +198,7 @@ class Kernels:
             weights: for the fingerprint.
             bins: where values are counted for the histogram, added to what is there; of a length as
                 `format.numbers.histogram.NUM_BINS` says, and only with a dtype.
+            units: to whose sums the values of each unit are added; only with a dtype.
         """
         out = Moments.from_buffer_copy(_NO_MOMENTS)
         measuring = _Measuring(
@@ -185,6 +208,7 @@ class Kernels:
             None if table is None else table.ctypes.data,
             None if weights is None else ctypes.addressof(weights),
             None if bins is None else address(bins),
+            None if units is None else ctypes.addressof(units),
         )
         measure = self._measure if len(data) > _HELD_BYTES else self._measure_held
         measure(ctypes.addressof(measuring), self._scratch, ctypes.addressof(out))

@@ -15,7 +15,7 @@
 #error "gcc or clang, 64 bits, little-endian"
 #endif
 
-#define ABI 8
+#define ABI 9
 #define CHUNK_ITEMS 32768
 #define LEAF_ITEMS 128
 #define EXPORT __attribute__((visibility("default")))
@@ -58,6 +58,14 @@ struct measuring {
   const float *table; /* the value of each pattern of a small float */
   const struct weights *weights;
   uint64_t *bins; /* where values are counted by sign and power of two; or nothing */
+  const struct units *units; /* where the values of each unit are summed; or nothing */
+};
+
+/* Sums over the values of each unit of a dim; `recorder.native.Units` has the same fields. */
+struct units {
+  double *sums, *squares, *peaks; /* of x, of x^2, and the largest |x|, over finite x */
+  int64_t *zeros;
+  int64_t num, inner; /* units, and how many elements of one lie side by side */
 };
 
 /* Of a chunk: what one look at its values gives. */

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..records import KEEP_STATS, KEEP_TENSOR
+from ..records import KEEP_STATS, KEEP_TENSOR, KEEP_UNITS
 from ..rules import ANY, EVERY, KEEPS, Rule, nearest
 from ..sites import SITES, STATES
 
@@ -74,6 +74,15 @@ class Selection:
             return rule_set
         members = self._members[rule_set]
         return self._intern(tuple(i for i in members if self._rules[i].matches_name(name)))
+
+    def keeps_units(self, rule_set: int) -> bool:
+        """Whether a rule of the set keeps sums of each unit at some step."""
+        return any(self._rules[i].keep & KEEP_UNITS for i in self._members[rule_set])
+
+    def unit_dim(self, rule_set: int) -> int | None:
+        """Return the dim along which a rule of the set has units; None where none says so."""
+        dims = (self._rules[i].unit_dim for i in self._members[rule_set])
+        return next((dim for dim in dims if dim is not None), None)
 
     def rule_set_of_name(self, site: str, name: str) -> int:
         """Return the rules that select a tap or a scalar, which belongs to no module."""

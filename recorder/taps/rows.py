@@ -13,6 +13,7 @@ import torch
 
 from ..observe.clock import Slice
 from ..observe.observer import Observer
+from ..observe.unit_dims import unit_dim_of
 from ..records import Moment, Origin
 from ..sites import GRADIENT_OF
 from .module_taps import Where
@@ -42,6 +43,9 @@ class TappedModule(Protocol):
     @property
     def is_hidden(self) -> bool:
         """Whether the module has no hooks, so that only its tap shows it."""
+
+    def unit_dim(self, rule_set: int, site: str, name: str) -> int:
+        """Return the dim along which a value of the module has units."""
 
     def shown_by_tap(self, slice_: Slice, *, is_output: bool) -> None:
         """Note that a graph made of the module has shown its input or its output."""
@@ -255,7 +259,10 @@ class TapRows:
         selection = self._capture.selection
         if not where:
             rule_set = selection.narrow(selection.rule_sets("", "", False)["tap"], name)
-            return _Tap(root, None, Origin(root.name, root.path_of_tap(name), "tap", name), rule_set, rule_set)
+            unit_dim = unit_dim_of(selection, rule_set, None, "tap", name)
+            return _Tap(
+                root, None, Origin(root.name, root.path_of_tap(name), "tap", name, unit_dim), rule_set, rule_set
+            )
         watch = root.modules_by_tap.get(where)
         parsed = Where.from_text(where)
         path = parsed.path if watch is None else watch.node_path
@@ -264,10 +271,15 @@ class TapRows:
         rule_sets = watch.rule_sets if watch is not None else {}
         if not rule_sets.get(parsed.site):  # a container here, but a module in the model that was instrumented
             rule_sets = selection.rule_sets(path, parsed.cls, parsed.leaf)
+        rule_set = selection.narrow(rule_sets[parsed.site], name)
+        if watch is not None:
+            unit_dim = watch.unit_dim(rule_set, parsed.site, name)
+        else:
+            unit_dim = unit_dim_of(selection, rule_set, None, parsed.site, name)
         return _Tap(
             root,
             watch,
-            Origin(root.name, path, parsed.site, name),
-            selection.narrow(rule_sets[parsed.site], name),
+            Origin(root.name, path, parsed.site, name, unit_dim),
+            rule_set,
             selection.narrow(rule_sets[GRADIENT_OF[parsed.site]], name),
         )

@@ -30,8 +30,9 @@ _TYPES = {str(field.type): field.type for field in SCHEMA}
 """Types by name, because Arrow makes a type's name anew whenever the type is hashed or compared."""
 _FIELDS = [(field.name, str(field.type)) for field in SCHEMA]
 _NUMPY_NAMES = {"int32": "i4", "int64": "i8", "double": "f8"}
-_VARIED = {field.name for field in SCHEMA if field.type == pa.float64()} | {"fingerprint"}
-"""Columns that are never written as one repeated value: 0.0 and -0.0 are equal, but have different bits."""
+_VARIED = {field.name for field in SCHEMA if field.type == pa.float64()} | {"fingerprint", "units"}
+"""Columns that are never written as one repeated value: 0.0 and -0.0 are equal, but have different bits, and those of
+each unit are too many to keep."""
 _CACHED_TEXTS = 4096
 _CACHED_COLUMNS, _CACHED_ROWS = 1024, 256
 """The most cached columns of one repeated value, and their most rows: 2 MiB in all."""
@@ -104,6 +105,8 @@ class RowBatch:
         self._max_rows = max_rows
         self._rows: list[tuple[Any, ...]] = []
         self._ends = [0]
+        self._detail_bytes = 0
+        """Bytes of what rows say of each unit."""
         self._payload_crc = 0
         max_bytes = max_payload_bytes(batch_bytes)
         self._payload = PageMemory(max_bytes).data[:max_bytes]
@@ -115,7 +118,7 @@ class RowBatch:
 
     @property
     def is_full(self) -> bool:
-        return self._ends[-1] >= self._batch_bytes or len(self._rows) >= self._max_rows
+        return self._ends[-1] + self._detail_bytes >= self._batch_bytes or len(self._rows) >= self._max_rows
 
     def add(self, staged: Staged, measured: Measured) -> None:
         """Add a row without a payload."""
@@ -155,6 +158,7 @@ class RowBatch:
         payload_bytes: int | None,
     ) -> None:
         note = staged.note if measured.note is None else _merge_notes(staged.note, measured.note)
+        self._detail_bytes += 0 if measured.units is None else len(measured.units)
         self._rows.append(
             (
                 staged.seq + part,
@@ -207,6 +211,7 @@ class RowBatch:
         """Forget the rows; the payload buffer is used again."""
         self._rows.clear()
         self._ends = [0]
+        self._detail_bytes = 0
         self._payload_crc = 0
 
     def _column(

@@ -395,7 +395,9 @@ class Writer:
         try:
             if staged.measured is not None:
                 return staged.measured(staged.block.data, staged.chunk)
-            return self._measure(staged.block.data, staged.dtype, staged.shape, staged.chunk, staged.keep)
+            return self._measure(
+                staged.block.data, staged.dtype, staged.shape, staged.chunk, staged.keep, staged.origin.unit_dim
+            )
         except Exception as error:
             self._notices.failed("statistics could not be computed; rows go without them", error)
             return _UNMEASURABLE

@@ -73,6 +73,7 @@ WAYS: dict[str, Way] = {
     "recorder, tensors, no codec": _ours("tensor", RECORDER_CODEC="none"),
     "recorder, statistics": _ours("stats"),
     "recorder, histograms": _ours("histogram"),
+    "recorder, units": _ours("units"),
     "recorder, fingerprints": _ours("fingerprint"),
     "recorder, nothing at these steps": _ours("tensor", steps="1000000000"),
     **{

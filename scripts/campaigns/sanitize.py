@@ -22,9 +22,9 @@ import ctypes, sys, numpy as np, zstandard
 from pathlib import Path
 from recorder import native
 from recorder.capture.staging.measure import _decoded
-from recorder.format.codec import decode, max_encoded_bytes
+from recorder.format.payload.codec import decode, max_encoded_bytes
 from recorder.format.dtypes import item_bytes
-from recorder.format.fingerprint import compiled_weights
+from recorder.format.payload.fingerprint import compiled_weights
 from recorder.format.numbers.histogram import NUM_BINS
 
 random = np.random.default_rng(0)
@@ -41,6 +41,10 @@ for level in range(len(native.LEVELS)):
                 weights = compiled_weights(num_bytes, (size,))
                 kernels.measure(data, size, dtype, table, weights)
                 kernels.measure(data, size, dtype, table, None, np.zeros(NUM_BINS[dtype], np.uint64))
+                for num in {1, size, min(size, 7)}:
+                    inner = 1 if num != 1 else size
+                    units = native.Units(np.zeros((3, num)), np.zeros(num, np.int64), inner)
+                    kernels.measure(data, size, dtype, table, None, None, units)
                 kernels.measure(data, weights.num_words, None, None, weights)
                 if num_bytes > 1:
                     kernels.split(data, num_bytes, range(1, num_bytes), np.empty(size * (num_bytes - 1), np.uint8))

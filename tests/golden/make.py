@@ -22,7 +22,9 @@ TRAIN = Path(__file__).parent / "train.py"
 
 def make(out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        finished = jobs.succeeded(jobs.torchrun(Path(folder), TRAIN, **jobs.recording(f"{jobs.EVERYTHING},histogram")))
+        finished = jobs.succeeded(
+            jobs.torchrun(Path(folder), TRAIN, **jobs.recording(f"{jobs.EVERYTHING},histogram,units"))
+        )
         shutil.copytree(finished.run.path, out)
     for i, manifest in enumerate(sorted(out.glob("rank=*/*/_writer.json"))):
         of_no_machine = {"writer": f"20260101-000000-host-{i}", "host": "host", "pid": i, "process": f"boot:0:{i}"}

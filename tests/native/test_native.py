@@ -22,10 +22,11 @@ from hypothesis.extra import numpy as hnp
 from recorder import native
 from recorder.capture.staging.measure import measure
 from recorder.format.dtypes import ITEM_BYTES, item_bytes
+from recorder.format.numbers.units import MAX_UNITS
 from recorder.format.payload import fingerprint as fingerprints
 from recorder.format.payload.codec import Encoder, decode, max_encoded_bytes
 from recorder.format.payload.fingerprint import flat_fingerprint
-from recorder.records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, Chunk, Measured
+from recorder.records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured
 
 ROOT = Path(__file__).parents[2]
 _HAS_COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
@@ -103,9 +104,9 @@ def test_statistics_have_the_bits_of_python(kernels: native.Kernels, dtype: str)
         for kind in ("values", "bits", "zeros", "special"):
             data = _content(dtype, size, kind, number)
             for by in (0, 1, item_bytes(dtype)):
-                keep = KEEP_STATS | KEEP_HISTOGRAM
+                keep = KEEP_STATS | KEEP_HISTOGRAM | KEEP_UNITS
                 found = measure(_misaligned(data, by), dtype, (size,), None, keep, kernels=kernels)
-                assert found.histogram is not None
+                assert found.histogram is not None and (size > MAX_UNITS or found.units is not None)
                 assert _bits(found) == _bits(measure(data, dtype, (size,), None, keep)), (size, kind, by)
 
 
@@ -122,11 +123,24 @@ def test_a_single_special_value_is_seen_wherever_it_is(kernels: native.Kernels, 
 
 
 @needs_library
+@pytest.mark.parametrize("shape", [(70_001, 1), (300, 129), (9, 3, 1234), (3, 2, 40_000), (1, 5), (40, 8, 7)], ids=str)
+@pytest.mark.parametrize("dtype", [name for name in ITEM_BYTES if not name.startswith(("complex", "float4"))])
+def test_sums_of_units_have_the_bits_of_python(kernels: native.Kernels, dtype: str, shape: tuple[int, ...]) -> None:
+    keep = KEEP_STATS | KEEP_UNITS
+    for kind in ("bits", "special"):
+        data = _content(dtype, int(np.prod(shape)), kind, 3)
+        for dim in range(len(shape)):
+            found = measure(_misaligned(data, 1), dtype, shape, None, keep, dim, kernels=kernels)
+            assert found.units is not None or shape[dim] > MAX_UNITS
+            assert _bits(found) == _bits(measure(data, dtype, shape, None, keep, dim)), (kind, dim)
+
+
+@needs_library
 @given(
     dtype=st.sampled_from(sorted(ITEM_BYTES)),
     shape=hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=9),
     factor=st.sampled_from([1, 1, 1, 700, 4099]),
-    keep=st.sampled_from([KEEP_STATS, KEEP_FINGERPRINT, *(KEEP_STATS | more for more in (4, 8, 12))]),
+    keep=st.sampled_from([KEEP_STATS, KEEP_FINGERPRINT, *(KEEP_STATS | more for more in (4, 8, 12, 32, 44))]),
     by=st.integers(0, 9),
     seed=st.integers(0, 1 << 30),
 )

@@ -18,6 +18,7 @@ from torch import nn
 from ...observe import module_hooks, tree
 from ...observe.clock import Slice
 from ...observe.selection import NOTHING
+from ...observe.unit_dims import unit_dim_of
 from ...records import KEEP_REPLAY, Chunk, Moment, Origin
 from ...sites import CALL, GRADIENT_OF, OF_CALLS
 from ..parallel.aliases import Waiting, chunk_of_gradient, has_owner
@@ -131,9 +132,14 @@ class Watch:
         if leaf is None:
             if len(self._leaves) >= _MAX_LEAVES:
                 self._leaves.clear()  # names that change with the data, such as keys of samples
-            origin = Origin(self.root.name, self.node_path, site, name)
-            leaf = self._leaves[key] = origin, self.capture.selection.narrow(self.rule_sets[site], name)
+            rule_set = self.capture.selection.narrow(self.rule_sets[site], name)
+            origin = Origin(self.root.name, self.node_path, site, name, self.unit_dim(rule_set, site, name))
+            leaf = self._leaves[key] = origin, rule_set
         return leaf
+
+    def unit_dim(self, rule_set: int, site: str, name: str) -> int:
+        """Return the dim along which a value of the module has units; a negative one counts from the last."""
+        return unit_dim_of(self.capture.selection, rule_set, self._owner(), site, name)
 
     def _enter(self, slice_: Slice, phase: str) -> int:
         """Count a call that begins; return its number within its slice."""

@@ -57,7 +57,7 @@ class Stager(Protocol):
         `LostError` where there is a reason not to copy.
         """
 
-    def plan(self, tensor: torch.Tensor, chunk: Chunk | None, keep: int) -> Plan | None:
+    def plan(self, tensor: torch.Tensor, chunk: Chunk | None, keep: int, unit_dim: int = -1) -> Plan | None:
         """Return how a dense tensor whose payload is not kept is measured where it lies; None to copy it."""
         return None
 

@@ -16,8 +16,9 @@ import numpy.typing as npt
 import torch
 
 from ...format.moments import Moments, measured
+from ...format.numbers.units import Sides, packed, sides_of
 from ...format.payload.fingerprint import MODULUS, constant, moved
-from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, Chunk, Measured
+from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured
 
 _BOX_ITEMS = 1 << 22
 """Elements looked at together: their float64 copies, three at a time, take 100 MB of the device."""
@@ -38,18 +39,21 @@ Weights = dict[tuple[tuple[int, int], ...], torch.Tensor]
 class DeviceMeasure:
     """The measuring of one tensor on its device: the launch of kernels, and the reading of their results."""
 
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], keep: int) -> None:
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], keep: int, unit_dim: int = -1) -> None:
         """Plan the measuring.
 
         Args:
             dtype: one that `can_measure` knows.
             shape: the shape of the tensor, which has elements.
-            keep: bits of KEEP_STATS and KEEP_FINGERPRINT.
+            keep: bits of KEEP_STATS, KEEP_UNITS and KEEP_FINGERPRINT.
+            unit_dim: the dim along which units lie; a negative one counts from the last.
         """
         self._item_bytes = dtype.itemsize
         self._keep = keep
         self._boxes = list(_cut_boxes(shape, _BOX_ITEMS))
-        self.nbytes = len(self._boxes) * _NUM_COLUMNS * 8
+        self._sides = sides_of(shape, unit_dim) if keep & KEEP_UNITS else None
+        num_units = self._sides.num if isinstance(self._sides, Sides) else 0
+        self.nbytes = (len(self._boxes) * _NUM_COLUMNS + _SUMS_OF_UNIT * num_units) * 8
         """Bytes of the results."""
 
     def launch(self, tensor: torch.Tensor, weights: Weights) -> torch.Tensor:
@@ -60,7 +64,7 @@ class DeviceMeasure:
             weights: those of earlier calls on the same stream, to which others are added.
 
         Returns:
-            The results on the device, int64, one row for each box.
+            The results on the device, int64, flat: those of each box, then those of the units.
         """
         flat = tensor.reshape(-1)
         nothing = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -70,18 +74,42 @@ class DeviceMeasure:
             columns = _statistics(values) if self._keep & KEEP_STATS else [nothing] * len(_BoxResult._fields)
             fingerprint = _fingerprint(values, shape, weights) if self._keep & KEEP_FINGERPRINT else nothing
             results.append(torch.stack([*columns, fingerprint]))
-        return torch.stack(results)
+        found = torch.stack(results).reshape(-1)
+        if not isinstance(self._sides, Sides):
+            return found
+        return torch.cat((found, self._sum_units(flat, self._sides).view(torch.int64).reshape(-1)))
+
+    def _sum_units(self, flat: torch.Tensor, sides: Sides) -> torch.Tensor:
+        """Return the sums of x and x^2, the largest magnitude and the number of zeros of each unit, as float64."""
+        sums = torch.zeros((_SUMS_OF_UNIT, sides.num), dtype=torch.float64, device=flat.device)
+        for start, offsets, shape in self._boxes:
+            values = flat[start : start + math.prod(shape)].reshape(shape).movedim(sides.dim, 0)
+            wide = values.reshape(shape[sides.dim], -1).to(torch.float64)
+            total, squares, peaks, zeros = sums.narrow(1, offsets[sides.dim], shape[sides.dim])
+            zeros += (wide == 0).sum(1, dtype=torch.float64)
+            known = wide.masked_fill(torch.isfinite(wide).logical_not_(), 0.0)
+            total += known.sum(1)
+            torch.maximum(peaks, known.abs_().amax(1), out=peaks)
+            squares += known.mul_(known).sum(1)
+        return sums
 
     def read(self, data: npt.NDArray[np.uint8], chunk: Chunk | None) -> Measured:
         """Return the statistics in the results. Called on the writer thread."""
-        rows = data.view(np.int64).reshape(-1, _NUM_COLUMNS)
+        words = data.view(np.int64)
+        num_words = len(self._boxes) * _NUM_COLUMNS
+        rows = words[:num_words].reshape(-1, _NUM_COLUMNS)
         statistics = Measured()
         if self._keep & KEEP_STATS:
             numel = sum(math.prod(shape) for _, _, shape in self._boxes)
             statistics = _merged([_BoxResult(*row) for row in rows[:, :-1].view(np.float64).tolist()], numel)
+        if isinstance(self._sides, Sides):
+            sums = words[num_words:].view(np.float64).reshape(_SUMS_OF_UNIT, -1)
+            statistics = statistics._replace(units=packed(self._sides.dim, sums[:3] + 0.0, sums[3].astype(np.int64)))
+        elif self._sides is not None:
+            statistics = statistics._replace(note=f"no_units:{self._sides}")
         if self._keep & KEEP_FINGERPRINT:
-            words = zip(rows[:, -1].tolist(), self._boxes, strict=True)
-            total = sum(moved(value, self._item_bytes, offsets) for value, (_, offsets, _) in words) % MODULUS
+            of_boxes = zip(rows[:, -1].tolist(), self._boxes, strict=True)
+            total = sum(moved(value, self._item_bytes, offsets) for value, (_, offsets, _) in of_boxes) % MODULUS
             if chunk is not None and chunk.offsets is not None:
                 total = moved(total, self._item_bytes, chunk.offsets)
             statistics = statistics._replace(fingerprint=total)
@@ -90,7 +118,7 @@ class DeviceMeasure:
 
 def can_measure(tensor: torch.Tensor, chunk: Chunk | None, keep: int) -> bool:
     """Whether the device can measure a tensor; others are copied, and measured on the host."""
-    is_run = bool(keep & KEEP_FINGERPRINT) and chunk is not None and chunk.flat_start is not None
+    is_run = bool(keep & (KEEP_FINGERPRINT | KEEP_UNITS)) and chunk is not None and chunk.flat_start is not None
     return tensor.dtype in _DTYPES and not is_run and not keep & KEEP_HISTOGRAM
 
 
@@ -110,6 +138,7 @@ class _BoxResult(NamedTuple):
 
 _NUM_COLUMNS = len(_BoxResult._fields) + 1
 """The number of columns of the results: those of a box, and its fingerprint."""
+_SUMS_OF_UNIT = 4
 
 
 def _cut_boxes(shape: tuple[int, ...], max_items: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:

@@ -18,10 +18,13 @@ import numpy.typing as npt
 from ...format.dtypes import item_bytes, numpy_dtype
 from ...format.moments import Moments, measured
 from ...format.numbers.histogram import NUM_BINS, of_bins
+from ...format.numbers.units import Sides, packed, sides_of
 from ...format.payload.fingerprint import compiled_weights, fingerprint, flat_fingerprint, moved
 from ...native import KINDS, TABLE_KINDS, Kernels
-from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, Chunk, Measured
+from ...native import Units as NativeUnits
+from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured
 from .counting import count
+from .summing import UnitSums
 
 _CHUNK_ITEMS = 1 << 15
 """Elements looked at together: with their float64 copy they stay in the second-level cache."""
@@ -36,10 +39,11 @@ def measure(
     shape: tuple[int, ...],
     chunk: Chunk | None,
     keep: int,
+    unit_dim: int = -1,
     *,
     kernels: Kernels | None = None,
 ) -> Measured:
-    """Compute statistics, histogram and fingerprint: each where `keep` has its bit.
+    """Compute statistics, histogram, sums of each unit and fingerprint: each where `keep` has its bit.
 
     Args:
         data: the tensor's bytes.
@@ -47,6 +51,7 @@ def measure(
         shape: its shape.
         chunk: its place in a global tensor.
         keep: bits of KEEP_*.
+        unit_dim: the dim along which units lie; a negative one counts from the last.
         kernels: the compiled loops, where they are to be used.
 
     Raises:
@@ -55,6 +60,8 @@ def measure(
     num_bytes = item_bytes(dtype)
     wants_fingerprint = bool(keep & KEEP_FINGERPRINT)
     wants_histogram = bool(keep & KEEP_HISTOGRAM) and dtype in NUM_BINS
+    sides = _sides(dtype, shape, chunk, unit_dim) if keep & KEEP_UNITS else None
+    units = UnitSums(sides) if isinstance(sides, Sides) else None
     if kernels is not None and keep & KEEP_STATS and dtype in KINDS and len(data):
         is_box = chunk is None or chunk.flat_start is None
         weights = compiled_weights(num_bytes, shape) if wants_fingerprint and is_box else None
@@ -62,7 +69,8 @@ def measure(
             raise ValueError(f"{len(data)} bytes are no tensor of shape {shape} of {dtype}")
         table = _decoded(dtype) if dtype in TABLE_KINDS else None
         bins = np.zeros(NUM_BINS[dtype], np.uint64) if wants_histogram else None
-        moments = kernels.measure(data, len(data) // num_bytes, dtype, table, weights, bins)
+        sums = None if units is None else NativeUnits(units.sums, units.zeros, units.sides.inner)
+        moments = kernels.measure(data, len(data) // num_bytes, dtype, table, weights, bins, sums)
         value: int | None = None
         if weights is not None:
             value = moments.fingerprint
@@ -71,18 +79,42 @@ def measure(
         statistics = measured(moments, value)
         if bins is not None:
             statistics = statistics._replace(histogram=of_bins(dtype, bins))
+        statistics = _with_units(statistics, sides, units)
         if value is not None:
             return statistics
     elif keep & KEEP_STATS:
         statistics = _statistics(data, dtype)
         if wants_histogram:
             statistics = statistics._replace(histogram=of_bins(dtype, count(data, dtype, _chunks(data, dtype))))
+        if units is not None:
+            with np.errstate(all="ignore"):
+                units.add_all(_chunks(data, dtype))
+        statistics = _with_units(statistics, sides, units)
     else:
         statistics = _NOTHING
     if not wants_fingerprint:
         return statistics
     value = _fingerprint(data, num_bytes, shape, chunk, kernels)
     return Measured(fingerprint=value) if statistics is _NOTHING else statistics._replace(fingerprint=value)
+
+
+def why_no_units(dtype: str, chunk: Chunk | None) -> str | None:
+    """Return why a tensor has no units, whatever its shape; empty where its note says so of its statistics."""
+    if dtype not in NUM_BINS:
+        return ""
+    return "a run of a flattened tensor" if chunk is not None and chunk.flat_start is not None else None
+
+
+def _sides(dtype: str, shape: tuple[int, ...], chunk: Chunk | None, unit_dim: int) -> Sides | str:
+    why = why_no_units(dtype, chunk)
+    return sides_of(shape, unit_dim) if why is None else why
+
+
+def _with_units(statistics: Measured, sides: Sides | str | None, units: UnitSums | None) -> Measured:
+    """Add the sums of each unit, or why there are none."""
+    if units is not None:
+        return statistics._replace(units=packed(units.sides.dim, units.sums, units.zeros))
+    return statistics._replace(note=f"no_units:{sides}") if sides else statistics
 
 
 def _fingerprint(

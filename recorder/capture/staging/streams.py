@@ -76,11 +76,13 @@ class StreamStager:
         self._pid = os.getpid()
         self._unmeasurable: set[torch.dtype] = set()
 
-    def plan(self, tensor: torch.Tensor, chunk: Chunk | None, keep: int) -> DeviceMeasure | None:
+    def plan(self, tensor: torch.Tensor, chunk: Chunk | None, keep: int, unit_dim: int = -1) -> DeviceMeasure | None:
         """Return how the device measures a tensor whose payload is not kept; None to copy the tensor instead."""
         if tensor.numel() * tensor.itemsize < self._min_measured_bytes or tensor.dtype in self._unmeasurable:
             return None
-        return DeviceMeasure(tensor.dtype, tuple(tensor.shape), keep) if can_measure(tensor, chunk, keep) else None
+        if not can_measure(tensor, chunk, keep):
+            return None
+        return DeviceMeasure(tensor.dtype, tuple(tensor.shape), keep, unit_dim)
 
     def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
         """Copy the tensor's bytes into the block."""

@@ -16,11 +16,13 @@ import pyarrow as pa
 from ...errors import CorruptError
 from ...format.dtypes import ITEM_BYTES, numpy_dtype
 from ...format.numbers.histogram import Histogram, added
+from ...format.numbers.units import Placed, Units, joined
 from ...format.payload.encodings import PLAIN
 from ...format.schema import COLUMN_OF, COUNTS, DETAILS, NONFINITE, STATISTICS, Combine
 from ...layout.plans import Plan, Term
 from ...read.metadata import MetadataRows
 from ...read.shards import untrusted
+from ...read.shards.decode import parse_shape
 from ..plan.planner import GlobalValue
 from .assembler import Assembler
 from .statistics import combine, combine_fingerprints
@@ -39,8 +41,8 @@ class GlobalColumns:
         self._assembler = assembler
         self._values = values
         self._positions = [value.positions for value in values]
-        self._no_histogram: dict[int, str] = {}
-        """By number of the value, why it has no histogram although its chunks have."""
+        self._lacking: dict[tuple[int, str], str] = {}
+        """By number of the value and member of its note, why it lacks what its chunks have."""
         self._plans: list[Plan] = [value.plan for value in values if isinstance(value.plan, Plan)]
 
     def by_name(self) -> dict[str, list[Any]]:
@@ -71,8 +73,8 @@ class GlobalColumns:
         were_recorded = self._were_recorded(has_values)
         notes = zip(plans, values, missing, has_values, were_recorded, own["note"], strict=True)
         columns["note"] = [_note(*args) for args in notes]
-        for i, why in self._no_histogram.items():
-            columns["note"][i] = with_member(columns["note"][i], "no_histogram", why)
+        for (i, member), why in self._lacking.items():
+            columns["note"][i] = with_member(columns["note"][i], member, why)
         return columns
 
     def _of_firsts(self, name: str) -> list[Any]:
@@ -143,6 +145,7 @@ class GlobalColumns:
             for i, (start, end) in enumerate(zip(starts, [*starts[1:], len(pieces)], strict=True)):
                 if reasons[i] is None:
                     columns["histogram"][i] = self._histogram(i, pieces[start:end])
+        columns["units"] = self._units(reasons)
         for i, plan in enumerate(self._plans):
             if reasons[i] is None and any(len(fill.terms) > 1 for fill in plan.fills):
                 reasons[i] = self._set_single(columns, i, plan)
@@ -158,13 +161,56 @@ class GlobalColumns:
         try:
             scaled = [Histogram.from_bytes(data).scaled(factor) for data, factor, _ in pieces if data is not None]
         except CorruptError:
-            self._no_histogram[i] = "damaged"
+            self._lacking[i, "no_histogram"] = "damaged"
             return None
         known = [one for one in scaled if one is not None]
         if len(known) < len(scaled):
-            self._no_histogram[i] = "scaled by a factor that is no power of two"
+            self._lacking[i, "no_histogram"] = "scaled by a factor that is no power of two"
             return None
         return added(known).to_bytes()
+
+    def _units(self, reasons: Sequence[str | None]) -> list[bytes | None]:
+        """Sums over the units of each value; None where its statistics are missing too, for the reason given."""
+        found: list[bytes | None] = [None] * len(self._plans)
+        if self._metadata.column("units").null_count == self._metadata.num_rows:
+            return found
+        for i, plan in enumerate(self._plans):
+            if reasons[i] is None and plan.fills:
+                found[i] = self._units_of(i, plan)
+        return found
+
+    def _units_of(self, i: int, plan: Plan) -> bytes | None:
+        """The sums over the units of a value, from those of its chunks: units side by side, or added."""
+        positions = self._values[i].positions
+        terms = [fill.terms[0] for fill in plan.fills]
+        at = np.array([positions[term.chunk] for term in terms], np.int64)
+        columns = [self._metadata.take(name, at).to_pylist() for name in ("units", "shape", "numel")]
+        pieces: list[Placed] = []
+        for fill, term, data, text, numel in zip(plan.fills, terms, *columns, strict=True):
+            if data is None:
+                if numel:
+                    return None
+                continue
+            if len(terms) == 1 and fill.is_copy:
+                return bytes(data)
+            try:
+                units = Units.from_bytes(data, parse_shape(text))
+            except CorruptError:
+                self._lacking[i, "no_units"] = "damaged"
+                return None
+            boxes = fill.region.boxes
+            if sum(box.numel for box in boxes) != numel or any(len(box.start) <= units.dim for box in boxes):
+                self._lacking[i, "no_units"] = "a chunk is no box of the tensor"
+                return None
+            ranges = {(box.local_start[units.dim], box.start[units.dim], box.shape[units.dim]) for box in boxes}
+            pieces.append(Placed(units.scaled(term.factor) if term.factor != 1.0 else units, sorted(ranges)))
+        if not pieces:
+            return None
+        try:
+            return joined(pieces, plan.global_shape, pieces[0].units.dim).to_bytes()
+        except ValueError as error:
+            self._lacking[i, "no_units"] = str(error)
+            return None
 
     def _set_single(self, columns: dict[str, list[Any]], i: int, plan: Plan) -> str | None:
         """Statistics of a value of one element that is a sum over ranks, or why it has none."""
@@ -172,8 +218,9 @@ class GlobalColumns:
         means = self._metadata.take("mean", np.array([value.positions[term.chunk] for term in terms])).to_pylist()
         known = [mean for mean in means if mean is not None]
         dtype = plan.dtype or self._metadata.text("dtype", self._values[i].positions[0]) or ""
-        if any(self._metadata.take("histogram", np.array(value.positions)).is_valid().to_pylist()):
-            self._no_histogram[i] = "reduced over ranks"
+        for name in DETAILS:
+            if any(self._metadata.take(name, np.array(value.positions)).is_valid().to_pylist()):
+                self._lacking[i, f"no_{name}"] = "reduced over ranks"
         for name in (*STATISTICS, *COUNTS, *DETAILS):
             columns[name][i] = None
         if len(known) < len(means):

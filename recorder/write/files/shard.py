@@ -21,6 +21,7 @@ from .file import AppendFile, Disk, PageMemory
 from .ipc import FooterBlock, IpcFormat, Payload
 
 _INDEX_BATCH_ROWS = 8192
+_INDEX_BATCH_BYTES = 4 << 20
 _COMPRESS_ALONE = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
 _READ_ALONE = pa.ipc.IpcReadOptions(use_threads=False)
 
@@ -187,13 +188,16 @@ class Index:
         self._waiting: list[pa.Buffer] = []
         self._pending: list[pa.RecordBatch] = []
         self._num_pending_rows = 0
+        self._num_pending_bytes = 0
+        """Bytes of what the pending rows say of each unit."""
         self._num_batches = 0
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Keep all columns of the next batch but its payload."""
         self._pending.append(batch.select(self._light))
         self._num_pending_rows += batch.num_rows
-        if self._num_pending_rows >= _INDEX_BATCH_ROWS:
+        self._num_pending_bytes += batch.column("units").nbytes if "units" in self._light else 0
+        if self._num_pending_rows >= _INDEX_BATCH_ROWS or self._num_pending_bytes >= _INDEX_BATCH_BYTES:
             self._compress_pending()
 
     def write(self, disk: Disk, shard: Path, shard_bytes: int, memory: PageMemory) -> int:
@@ -227,5 +231,5 @@ class Index:
         rows = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
         place_columns = [pa.Array.from_buffers(pa.int32(), len(rows), [None, pa.py_buffer(n)]) for n in (numbers, rows)]
         self._num_batches += len(sizes)
-        self._pending, self._num_pending_rows = [], 0
+        self._pending, self._num_pending_rows, self._num_pending_bytes = [], 0, 0
         return pa.RecordBatch.from_arrays([*light.columns, *place_columns], schema=self._schema)

@@ -54,6 +54,7 @@ _FLOATS: tuple[Any, ...] = (
 )
 _FINGERPRINTS = (None, "", "zz", "f" * 16, "0" * 17, "ffff", "g" * 16, "\x1b[2J", "F" * 16, "-" + "1" * 15)
 _HISTOGRAMS = (None, b"", b"\1\0\0\0\1\2", b"\1\0\0\0\0\0\5\6", b"\3\0\0\0\1\2", b"\x08\0\xff\x7f" + b"\xff" * 32)
+_UNITS = (None, b"", b"\1\1\0\0" + bytes(25), b"\1\0\1\0", b"\2\0\0\0" + b"\xff" * 52, b"\x08\xff\0\0" + b"\xff" * 32)
 _JSON: tuple[Any, ...] = (
     None, True, False, 0, -1, 1e300, "x", [], {}, [[]], [{}], {"a": 1}, {"rows": "x"}, [None], "closed", "counted",
     {"$deep": 50}, {"$deep": 400}, {"$deep": 900}, {"$deep": 2000}, {"$repeat": "x", "times": 1 << 16},
@@ -136,7 +137,7 @@ def _value(name: str, own: dict[str, Any], chooser: random.Random) -> Any:
     choices: dict[str, tuple[Any, ...]] = {
         "mesh": _MESHES, "dtype": _DTYPES, "encoding": _ENCODINGS, "note": _NOTES, "ranks_present": _RANKS,
         "ranks_expected": _RANKS, "fingerprint": _FINGERPRINTS, **dict.fromkeys(STATISTICS, _FLOATS),
-        **dict.fromkeys(COUNTS, (*INTS, None)), "histogram": _HISTOGRAMS,
+        **dict.fromkeys(COUNTS, (*INTS, None)), "histogram": _HISTOGRAMS, "units": _UNITS,
     }  # fmt: skip
     if name in choices:
         return chooser.choice(choices[name])

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recorder.capture.staging import device_measure
 from recorder.capture.staging.device_measure import DeviceMeasure, can_measure
 from recorder.capture.staging.measure import measure
-from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, Chunk, Measured
+from recorder.format.numbers.units import Units
+from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_UNITS, Chunk, Measured
 
-BOTH = KEEP_STATS | KEEP_FINGERPRINT
+BOTH = KEEP_STATS | KEEP_FINGERPRINT | KEEP_UNITS
 EXACT = ("min", "max", "absmax", "nan_count", "inf_count", "zero_count", "fingerprint", "note")
 TOLERANCE = 1e-12
 """Sums in another order: relative, of sums to the sum of magnitudes."""
@@ -45,8 +46,21 @@ def assert_equal(tensor: torch.Tensor, **more: Any) -> None:
     magnitudes = float(finite.abs().sum()) or 1.0
     for name, scale in (("sum", magnitudes), ("mean", magnitudes / max(1, len(finite)))):
         assert_near(getattr(found, name), getattr(wanted, name), scale, name)
+    assert_units_equal(found, wanted, tuple(tensor.shape))
     for name in ("std", "l2", "sum_sq", "sum_abs", "sum_fourth"):
         assert_near(getattr(found, name), getattr(wanted, name), getattr(wanted, name) or 0.0, name)
+
+
+def assert_units_equal(found: Measured, wanted: Measured, shape: tuple[int, ...]) -> None:
+    if found.units is None or wanted.units is None:
+        assert found.units == wanted.units
+        return
+    own, host = Units.from_bytes(found.units, shape), Units.from_bytes(wanted.units, shape)
+    assert (own.dim, own.zero_count.tolist(), own.absmax.tolist()) == (
+        host.dim, host.zero_count.tolist(), host.absmax.tolist(),
+    )  # fmt: skip
+    assert np.allclose(own.sum_sq, host.sum_sq, rtol=1e-12)
+    assert (abs(own.sum - host.sum) <= 1e-12 * host.absmax * max(1, host.num_values)).all()
 
 
 def assert_near(found: float | None, wanted: float | None, scale: float, name: str) -> None:
@@ -180,5 +194,5 @@ def test_no_kernel_is_used_that_waits_for_a_gpu(dtype: torch.dtype) -> None:
     assert calls.names <= {
         *("view", "reshape", "_unsafe_view", "alias", "slice", "detach", "unsqueeze", "stack", "cat", "zeros", "ones"),
         *("_to_copy", "ne", "eq", "abs", "sum", "isnan", "logical_not_", "masked_fill", "masked_fill_", "amin", "amax"),
-        *("abs_", "sub", "div", "mul", "mul_", "clone", "bitwise_and"),
+        *("abs_", "sub", "div", "mul", "mul_", "clone", "bitwise_and", "maximum", "add_", "unbind", "permute"),
     }

@@ -1,0 +1,204 @@
+"""Sums over the values of each unit of a tensor, such as a neuron, a channel or a head; see "Units" in FORMAT.md.
+
+Units are the places along one dim. Like histograms the sums add up over chunks, ranks, steps and runs.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import CorruptError
+from ..schema import MAX_COUNT
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+MAX_UNITS = 1 << 15
+"""A dim of more places, such as that of the words of a language model, has no units: a row would take megabytes."""
+_HEAD = struct.Struct("<BBH")
+"""Bytes of a count of zeros, the dim, and 0."""
+_TYPES = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
+
+
+class Sides(NamedTuple):
+    """How the units of a tensor lie in memory."""
+
+    dim: int
+    """From 0 on."""
+    num: int
+    """How many units there are."""
+    inner: int
+    """How many elements of one unit lie side by side."""
+
+
+def sides_of(shape: Sequence[int], dim: int) -> Sides | str:
+    """How the units of a tensor lie; a text says why it has none.
+
+    Args:
+        shape: the shape of the tensor.
+        dim: the dim along which its units lie; a negative one counts from the last.
+    """
+    at = dim + len(shape) if dim < 0 else dim
+    if not 0 <= at < len(shape):
+        return f"{len(shape)} dims, none of which is {dim}"
+    if shape[at] > MAX_UNITS:
+        return f"{shape[at]} units, more than {MAX_UNITS}"
+    return Sides(at, shape[at], math.prod(shape[at + 1 :]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Units:
+    """Of each unit of a tensor: sums over its finite values, and how many are zero. Two of them add up."""
+
+    dim: int
+    """The dim of the tensor along which the units lie."""
+    sum: Floats
+    """Shape (units,), as all that follow."""
+    sum_sq: Floats
+    absmax: Floats
+    """The largest magnitude; 0 where no value is finite."""
+    zero_count: Ints
+    num_values: int = 0
+    """How many elements each unit has, those that are not finite among them."""
+
+    def __len__(self) -> int:
+        return len(self.sum)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Units) and ((self.to_bytes(), self.num_values) == (other.to_bytes(), other.num_values))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def mean(self) -> Floats:
+        """The mean of each unit, where all its values are finite."""
+        return self.sum / max(1, self.num_values)
+
+    @property
+    def rms(self) -> Floats:
+        """The root of the mean square of each unit, where all its values are finite."""
+        rms: Floats = np.sqrt(self.sum_sq / max(1, self.num_values))
+        return rms
+
+    @property
+    def zero_share(self) -> Floats:
+        """Which share of the values of each unit is zero: 1 for a unit that is dead."""
+        return self.zero_count / max(1, self.num_values)
+
+    def __str__(self) -> str:
+        """A line for each of the units with the largest values, and how many are dead, for people."""
+        order = np.argsort(-self.absmax, kind="stable")[:10]
+        lines = [f"{'unit':>8} {'mean':>11} {'rms':>11} {'absmax':>11} {'zero':>6}"]
+        columns = (self.mean, self.rms, self.absmax)
+        for unit in order.tolist():
+            numbers = " ".join(f"{column[unit]:11.4g}" for column in columns)
+            lines.append(f"{unit:8} {numbers} {self.zero_share[unit]:6.1%}")
+        is_dead = (self.zero_count == self.num_values) & (self.num_values > 0)
+        rest = f"{len(self)} units of dim {self.dim}, {self.num_values} values each; {int(is_dead.sum())} all zero"
+        return "\n".join([*lines, rest])
+
+    def __add__(self, other: Units) -> Units:
+        """Those of the values of both.
+
+        Raises:
+            ValueError: they are not as many, or lie along another dim.
+        """
+        if (self.dim, len(self)) != (other.dim, len(other)):
+            raise ValueError(f"{len(self)} units of dim {self.dim} and {len(other)} of dim {other.dim} do not add up")
+        return Units(
+            dim=self.dim,
+            sum=self.sum + other.sum,
+            sum_sq=self.sum_sq + other.sum_sq,
+            absmax=np.maximum(self.absmax, other.absmax),
+            zero_count=self.zero_count + other.zero_count,
+            num_values=self.num_values + other.num_values,
+        )
+
+    def scaled(self, factor: float) -> Units:
+        """Those of the values times a factor."""
+        with np.errstate(all="ignore"):
+            return replace(
+                self, sum=self.sum * factor, sum_sq=self.sum_sq * factor * factor, absmax=self.absmax * abs(factor)
+            )
+
+    def to_bytes(self) -> bytes:
+        """As the column has it: with counts as short as they can be, so that equal ones have equal bytes."""
+        return packed(self.dim, np.stack((self.sum, self.sum_sq, self.absmax)), self.zero_count)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, shape: Sequence[int]) -> Units:
+        """Those of a row.
+
+        Args:
+            data: the column `units`.
+            shape: of the tensor.
+
+        Raises:
+            CorruptError: the bytes are none.
+        """
+        if len(data) < _HEAD.size:
+            raise CorruptError(f"units have {len(data)} bytes: expected at least {_HEAD.size}")
+        width, dim, layout = _HEAD.unpack_from(data)
+        if width not in _TYPES or layout or dim >= len(shape):
+            raise CorruptError(f"units of a tensor of shape {list(shape)} begin with {width}, {dim}, {layout}: none")
+        num = shape[dim]
+        if len(data) != _HEAD.size + num * (24 + width):
+            raise CorruptError(f"{num} units have {len(data)} bytes: expected {_HEAD.size + num * (24 + width)}")
+        sums = np.frombuffer(data, "<f8", 3 * num, _HEAD.size).reshape(3, num).astype(np.float64)
+        zeros = np.frombuffer(data, _TYPES[width], num, _HEAD.size + 24 * num).astype(np.int64)
+        num_values = math.prod(shape) // num if num else 0
+        if num and not ((zeros >= 0) & (zeros <= min(num_values, MAX_COUNT))).all():
+            raise CorruptError(f"units of {num_values} values each have {zeros.max()} zeros")
+        if np.isnan(sums[1:]).any() or (sums[1:] < 0).any():
+            raise CorruptError("units have sums of squares or magnitudes that are none")
+        return cls(dim=dim, sum=sums[0], sum_sq=sums[1], absmax=sums[2], zero_count=zeros, num_values=num_values)
+
+
+class Placed(NamedTuple):
+    """Units of a chunk, and where they belong among those of the whole tensor."""
+
+    units: Units
+    ranges: Iterable[tuple[int, int, int]]
+    """First unit in the chunk, first unit in the whole, how many."""
+
+
+def joined(pieces: Iterable[Placed], shape: Sequence[int], dim: int) -> Units:
+    """Those of a whole tensor, from those of its chunks: units that several chunks have values of add up.
+
+    Raises:
+        ValueError: the chunks do not fit.
+    """
+    num = shape[dim]
+    sums, zeros = np.zeros((3, num)), np.zeros(num, np.int64)
+    for units, ranges in pieces:
+        if units.dim != dim:
+            raise ValueError(f"units of dim {units.dim} stand beside units of dim {dim}")
+        for local, start, size in ranges:
+            if local + size > len(units) or start + size > num:
+                raise ValueError(f"{len(units)} units do not hold those from {local} to {local + size}")
+            at, own = slice(start, start + size), slice(local, local + size)
+            sums[0, at] += units.sum[own]
+            sums[1, at] += units.sum_sq[own]
+            np.maximum(sums[2, at], units.absmax[own], out=sums[2, at])
+            zeros[at] += units.zero_count[own]
+    num_values = math.prod(shape) // num if num else 0
+    return Units(dim=dim, sum=sums[0], sum_sq=sums[1], absmax=sums[2], zero_count=zeros, num_values=num_values)
+
+
+def packed(dim: int, sums: Floats, zeros: Ints) -> bytes:
+    """The column.
+
+    Args:
+        dim: the dim along which the units lie.
+        sums: shape (3, units): sums, sums of squares, largest magnitudes.
+        zeros: shape (units,): how many values are zero.
+    """
+    largest = int(zeros.max(initial=0))
+    width = 1 if largest < 1 << 8 else 2 if largest < 1 << 16 else 4 if largest < 1 << 32 else 8
+    return _HEAD.pack(width, dim, 0) + sums.astype("<f8").tobytes() + zeros.astype(_TYPES[width]).tobytes()
