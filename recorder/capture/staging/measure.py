@@ -60,8 +60,7 @@ def measure(
     num_bytes = item_bytes(dtype)
     wants_fingerprint = bool(keep & KEEP_FINGERPRINT)
     wants_histogram = bool(keep & KEEP_HISTOGRAM) and dtype in NUM_BINS
-    sides = _sides(dtype, shape, chunk, unit_dim) if keep & KEEP_UNITS else None
-    units = UnitSums(sides) if isinstance(sides, Sides) else None
+    sides, units = _units(dtype, shape, chunk, unit_dim) if keep & KEEP_UNITS else (None, None)
     if kernels is not None and keep & KEEP_STATS and dtype in KINDS and len(data):
         is_box = chunk is None or chunk.flat_start is None
         weights = compiled_weights(num_bytes, shape) if wants_fingerprint and is_box else None
@@ -79,7 +78,8 @@ def measure(
         statistics = measured(moments, value)
         if bins is not None:
             statistics = statistics._replace(histogram=of_bins(dtype, bins))
-        statistics = _with_units(statistics, sides, units)
+        if sides is not None:
+            statistics = _with_units(statistics, sides, units)
         if value is not None:
             return statistics
     elif keep & KEEP_STATS:
@@ -89,7 +89,8 @@ def measure(
         if units is not None:
             with np.errstate(all="ignore"):
                 units.add_all(_chunks(data, dtype))
-        statistics = _with_units(statistics, sides, units)
+        if sides is not None:
+            statistics = _with_units(statistics, sides, units)
     else:
         statistics = _NOTHING
     if not wants_fingerprint:
@@ -98,19 +99,19 @@ def measure(
     return Measured(fingerprint=value) if statistics is _NOTHING else statistics._replace(fingerprint=value)
 
 
-def why_no_units(dtype: str, chunk: Chunk | None) -> str | None:
-    """Return why a tensor has no units, whatever its shape; empty where its note says so of its statistics."""
+def _units(
+    dtype: str, shape: tuple[int, ...], chunk: Chunk | None, unit_dim: int
+) -> tuple[Sides | str, UnitSums | None]:
+    """Return where the units of a tensor lie, with sums to be filled; or why it has none, if its note does not say."""
     if dtype not in NUM_BINS:
-        return ""
-    return "a run of a flattened tensor" if chunk is not None and chunk.flat_start is not None else None
+        return "", None
+    if chunk is not None and chunk.flat_start is not None:
+        return "a run of a flattened tensor", None
+    sides = sides_of(shape, unit_dim)
+    return sides, UnitSums(sides) if isinstance(sides, Sides) else None
 
 
-def _sides(dtype: str, shape: tuple[int, ...], chunk: Chunk | None, unit_dim: int) -> Sides | str:
-    why = why_no_units(dtype, chunk)
-    return sides_of(shape, unit_dim) if why is None else why
-
-
-def _with_units(statistics: Measured, sides: Sides | str | None, units: UnitSums | None) -> Measured:
+def _with_units(statistics: Measured, sides: Sides | str, units: UnitSums | None) -> Measured:
     """Add the sums of each unit, or why there are none."""
     if units is not None:
         return statistics._replace(units=packed(units.sides.dim, units.sums, units.zeros))
