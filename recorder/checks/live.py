@@ -117,7 +117,7 @@ class LiveChecks:
         """The number of the record's series on this rank, where a rule reads it."""
         if staged.phase == "recompute":
             return _UNWANTED
-        key = SeriesKey(*staged.origin, staged.moment.mode, staged.phase, staged.scope or "")
+        key = SeriesKey(*staged.origin[:4], staged.moment.mode, staged.phase, staged.scope or "")
         if not any(rule.wants(key) for rule in self._rules):
             return _UNWANTED
         number = self._catalog.number(key, About(staged.dtype, staged.shape))
