@@ -69,6 +69,8 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
             found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype))
             return found
         except (ImportError, AttributeError):
-            raise UnsupportedError(f"dtype {dtype!r} needs the package ml_dtypes >= 0.5; install it") from None
+            raise UnsupportedError(
+                f"dtype {dtype!r} needs a newer ml_dtypes: pip install --upgrade ml_dtypes"
+            ) from None
     spelled: np.dtype[Any] = np.dtype(_NUMPY_SPELLING.get(dtype, dtype))
     return spelled.newbyteorder("<")

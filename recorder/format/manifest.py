@@ -272,7 +272,8 @@ def check_version(raw: Mapping[str, Any], where: str) -> None:
         case [int(major), int(minor)]:
             if major != FORMAT_VERSION[0]:
                 raise UnsupportedError(
-                    f"{where}: format version {major}.{minor}, but this reader knows {FORMAT_VERSION[0]}.x; upgrade it"
+                    f"{where}: format version {major}.{minor}, but this reader knows {FORMAT_VERSION[0]}.x: "
+                    "pip install --upgrade torch-recorder"
                 )
         case version:
             raise CorruptError(f"{where}: version is {version!r}, expected [major, minor]")

@@ -66,7 +66,8 @@ def prepare(environ: dict[str, str], words: Sequence[str]) -> list[str]:
         environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
     if not any(point.value.startswith("recorder_autoload:") for point in entry_points(group="torch.backends")):
         raise ConfigError(
-            "the package is not installed (its entry point is missing), so torch cannot start it; pip install it"
+            "the package is not installed (its entry point is missing), so torch cannot start it: "
+            "pip install torch-recorder"
         )
     return [sys.executable, *words] if words[0].endswith(".py") or words[0] == "-m" else list(words)
 

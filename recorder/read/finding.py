@@ -111,7 +111,7 @@ def _meant(typed: str | os.PathLike[str] | Place, warn: Callable[..., None] = _l
         if store.is_directory(place):
             return place if has_manifest(place) else _newest_in(place, warn)
         if store.exists(place):
-            raise NotARunError(f"{place}: not a directory")
+            raise NotARunError(f"{place}: not a directory; name the directory of a run, or a folder of runs")
         folders = [place.parent] if place.name and store.is_directory(place.parent) else []
     except OSError as error:
         raise NotARunError(f"{place}: cannot be opened ({error.strerror})") from error
@@ -150,7 +150,7 @@ def _newest_in(folder: Place, warn: Callable[..., None]) -> Place:
 def _counted_back(place: Place, folders: Sequence[Place], number: int) -> Place:
     """The newest run of a folder, or an earlier one."""
     if not folders:
-        raise NotARunError(f"{place}: no such directory")
+        raise NotARunError(f"{place}: no such directory; name a folder of runs before the @")
     runs = runs_in(folders[0])
     if not runs:
         _raise_no_run(folders[0])

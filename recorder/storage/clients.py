@@ -231,7 +231,7 @@ def _from_profile(environ: Mapping[str, str]) -> dict[str, Any]:
 
             return options | {"credential_provider": Boto3CredentialProvider(Session())}
         except ImportError:
-            problem = "needs boto3; run `pip install boto3`"
+            problem = "needs boto3, which is not installed: pip install 'torch-recorder[store]' (or boto3 alone)"
         except Exception as error:  # its text may repeat a setting
             problem = f"leads to no credentials ({type(error).__name__})"
         raise StoreError(f"s3://: {asked} of the profile {problem}")

@@ -425,12 +425,6 @@ def test_misuse_is_one_line_and_exit_code_2(cli: Cli, tmp_path: Path, arguments:
     assert message in found.err and found.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["first", "stats", "diff", "export"])
-def test_help_has_an_example(cli: Cli, command: str) -> None:
-    found = cli(command, "--help")
-    assert found.exit_code == 0 and f"Example: recorder {command} " in found.out
-
-
 def test_help_says_what_columns_and_tolerances_mean(cli: Cli) -> None:
     text = " ".join(cli("diff", "--help").out.split())
     assert (

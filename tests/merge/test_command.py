@@ -98,7 +98,7 @@ def test_misuse_is_one_line_and_exit_code_2(cli: Cli, tmp_path: Path) -> None:
 def test_help_says_when_it_fails(cli: Cli) -> None:
     result = cli("merge", "--help")
     assert result.exit_code == 0
-    for text in ("Exit code 1", "Exit code 2", "Example: recorder merge recordings -o merged", "--layout", "--jobs"):
+    for text in ("Exit code 1", "Exit code 2", "recorder merge recordings -o merged", "--layout", "--jobs"):
         assert text in " ".join(result.out.split())
 
 

@@ -199,7 +199,9 @@ def test_a_profile_without_keys_leads_to_one_line(
     monkeypatch.setenv("AWS_PROFILE", "lab")
     assert f"{setting.split()[0]} of the profile leads to no credentials" in refusal(cli("ls", f"s3://{BUCKET}/run"))
     monkeypatch.setitem(sys.modules, "boto3", None)
-    assert "of the profile needs boto3; run `pip install boto3`" in refusal(cli("ls", f"s3://{BUCKET}/run"))
+    assert "of the profile needs boto3, which is not installed: pip install 'torch-recorder[store]'" in refusal(
+        cli("ls", f"s3://{BUCKET}/run")
+    )
 
 
 def test_an_object_whose_name_is_no_path_is_refused(store: StoreServer, cli: Cli, key: str) -> None:

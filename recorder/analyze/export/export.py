@@ -69,7 +69,7 @@ class Export:
         if to not in FORMATS:
             raise LookupFailedError(f"format {to!r}: choose of {', '.join(FORMATS)}")
         if payload and to != "parquet":
-            raise LookupFailedError(f"{to} holds tensors anyway; payload is for parquet")
+            raise LookupFailedError(f"{to} holds tensors anyway; payload is for parquet: leave it out")
         self.to = to
         self._run = run
         self._selection = selection

@@ -60,7 +60,7 @@ class Model:
             LookupFailedError: there is no such model, or step, or nothing of it was recorded with its values.
         """
         if what not in SITES:
-            raise LookupFailedError(f"{what!r}: choose of {', '.join(SITES)}")
+            raise LookupFailedError(f"what {what!r}: choose of {', '.join(SITES)}")
         check_overrides(layouts, run)
         self.what = what
         self.root = _choose_root(run, what, root)

@@ -33,7 +33,7 @@ def check_format(to: str) -> None:
         except ImportError as error:
             raise UnsupportedError(
                 f"--to dcp needs torch, whose own classes are in such a checkpoint ({error}); "
-                "install torch here, or use --to safetensors"
+                "pip install torch, or use --to safetensors"
             ) from error
 
 

@@ -166,7 +166,7 @@ class Tensors:
             LookupFailedError: the selection can match nothing in any run, or an option is none.
         """
         if options.across_ranks and selection.rank is not None:
-            raise LookupFailedError("the global view has no ranks; leave one of the two out")
+            raise LookupFailedError("the global view has no ranks: leave out either --global or --rank")
         selection.check(run)
         options.check(run)
         self._run = run

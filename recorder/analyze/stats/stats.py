@@ -133,7 +133,9 @@ def statistics(
         if word not in GROUPS:
             raise LookupFailedError(f"by {word!r}: choose of {', '.join(GROUPS)}")
     if options.across_ranks and ("rank" in words or selection.rank is not None):
-        raise LookupFailedError("statistics across ranks have no rank; leave one of the two out")
+        raise LookupFailedError(
+            "statistics across ranks have no rank: leave out either --global or the rank, in --rank and in --by"
+        )
     selection.check(run)
     options.check(run)
     keys = _keys(words if options.across_ranks else [*words, "rank"])

@@ -127,11 +127,12 @@ def _environment() -> Iterator[Check]:
     if hooks:
         yield Check("ok", f"entry point: {hooks[0].name} = {hooks[0].value}")
     else:
-        yield Check("missing", f"entry point: none in {_ENTRY_POINT_GROUP!r}, so torch cannot start it; pip install it")
+        what = f"entry point: none in {_ENTRY_POINT_GROUP!r}, so torch cannot start it: pip install torch-recorder"
+        yield Check("missing", what)
     try:
         yield Check("ok", f"torch: {metadata.version('torch')}")
     except metadata.PackageNotFoundError:
-        yield Check("missing", "torch: not installed in this environment")
+        yield Check("missing", "torch: not installed in this environment: pip install torch")
     yield from _shadows()
     yield from _settings()
 

@@ -51,7 +51,7 @@ def command(
     Exit code 1: with --audit, the output or a gradient of a call cannot be had again.
     """
     if step is None:
-        raise LookupFailedError("replay needs --step N")
+        raise LookupFailedError("replay needs the step: --step 100")
     run = open_run(path)
     if is_audit:
         if out is not None:
@@ -67,7 +67,9 @@ def command(
                 say_state(_STATES.get(one.verdict, "ok"), f"{where}: {one.verdict}: {printable(one.why)}")
         return int(any(one.verdict == NOT_HAD_AGAIN for one in results))
     if module is None or out is None:
-        raise LookupFailedError("replay needs a run, a MODULE, --step N and -o PATH, or --audit")
+        raise LookupFailedError(
+            "replay needs a module and a folder to write: recorder replay RUN MODULE --step N -o FOLDER; or --audit"
+        )
     calls = recorded_calls(run, step=step, module=module, rank=rank)
     ranks = sorted({one.rank for one in calls})
     if len(ranks) > 1:

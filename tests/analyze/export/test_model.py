@@ -532,5 +532,5 @@ run_command(sys.argv[1:])
         done = subprocess.run(typed, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.returncode == exit_code, done.stderr
     assert "--to dcp needs torch, whose own classes are in such a checkpoint" in done.stderr
-    assert "install torch here, or use --to safetensors" in done.stderr
+    assert "pip install torch, or use --to safetensors" in done.stderr
     assert len(done.stderr.splitlines()) == 1
