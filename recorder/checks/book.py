@@ -24,15 +24,16 @@ from .rules.course import Jump, LossStuck, Overfitting, Spike
 from .rules.data import Data
 from .rules.finite import NonFinite, Skipped
 from .rules.gradients import Exploding, NoGradient, Vanishing
-from .rules.later import DeadUnits, OutlierUnits
 from .rules.norms import RunningStatistics
 from .rules.parameters import Initialisation, Unchanged, Update
+from .rules.precision import LowPrecision
 from .rules.ranks import OutlierRank
+from .rules.units import DeadUnits, OutlierUnits
 
 RULES: tuple[type[Rule], ...] = (
     NonFinite, Skipped, Jump, Spike, LossStuck, Overfitting, Vanishing, Exploding, NoGradient, Unchanged, Update,
     Initialisation, Dead, Saturated, Attention, OutlierRank, Data, RunningStatistics, DeadUnits, OutlierUnits,
-    Unusual, Invariant,
+    LowPrecision, Unusual, Invariant,
 )  # fmt: skip
 """All that the recorder brings."""
 ENTRY_POINTS = "recorder.checks"

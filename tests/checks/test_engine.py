@@ -12,7 +12,7 @@ from recorder.checks.book import RULES, find_rule, read_assignment, read_table
 from recorder.checks.engine import Engine
 from recorder.checks.rows import Rows
 from recorder.checks.rule import Finding, Rule, Severity
-from recorder.checks.rules.later import DeadUnits
+from recorder.checks.rules.units import DeadUnits
 from recorder.errors import ConfigError
 from tests.checks.rows import Recorded
 
@@ -77,7 +77,7 @@ def test_a_rule_without_what_it_reads_is_not_judged_and_says_what_to_record() ->
     (one,) = recorded().judge(Elsewhere).unjudged
     assert one.setting == "site=grad keep=stats" and "no rows of grad" in one.why
     (later,) = recorded().judge(DeadUnits).unjudged
-    assert "needs keep=units" in later.why and later.setting == ""
+    assert "needs keep=units" in later.why and later.setting == "site=output keep=units"
 
 
 def test_ranks_that_say_one_thing_are_one_finding() -> None:

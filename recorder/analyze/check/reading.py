@@ -26,6 +26,7 @@ from ..first.spool import cut_rows
 from ..first.timeline import Attempts
 from ..keys import encode, group
 from ..moments import integers, numbers
+from .details import DETAILS, columns_of
 
 RANGE_ROWS = 1_000_000
 """Rows of a range of steps, of all ranks, which are in memory together; a single step may have more."""
@@ -49,12 +50,14 @@ class RunRows:
             run: whose rows.
             columns: what rules read beside the statistics; those that no version of the format has are left out.
         """
+        self._details = [name for name in DETAILS if name in columns]
         self._run = run
         self._numbers = tuple(dict.fromkeys([*_NUMBERS, *(name for name in columns if _is_number(name))]))
         self._schema = pa.schema(
             [
                 *(SCHEMA.field(name) for name in (*_ORDER, *self._numbers)),
                 *(pa.field(name, pa.dictionary(pa.int32(), pa.string())) for name in _TEXTS),
+                *(pa.field(name, pa.float64()) for name in self._details),
             ]
         )
         self.catalog = Catalog({key: ModuleFacts(info.class_name, info.sites) for key, info in run.modules.items()})
@@ -84,9 +87,10 @@ class RunRows:
 
     def _tables(self, writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
         wanted = (*_ORDER, *self._numbers, *_TEXTS)
+        sources = dict.fromkeys(DETAILS[name].column for name in self._details)
         for writer in writers:
             for shard in writer.shards:
-                for batch in shard.columns((*wanted, "part"), steps):
+                for batch in shard.columns((*wanted, *sources, "part"), steps):
                     at, part = (batch.column(name).to_numpy() for name in ("step", "part"))
                     is_wanted = (at >= steps[0]) & (at < steps[1]) & (part == 0)
                     table = pa.Table.from_batches([batch])
@@ -98,6 +102,7 @@ class RunRows:
                         table.column(name).dictionary_encode() if name in _TEXTS else table.column(name)
                         for name in wanted
                     ]
+                    columns += columns_of(self._details, table)
                     yield pa.Table.from_arrays(columns, schema=self._schema)
 
     def _as_rows(self, table: Any) -> Rows:
@@ -105,7 +110,7 @@ class RunRows:
         series, parts, peers = self._described(table, ranks)
         order = np.lexsort((seqs, ranks, steps))
         lanes = self.catalog.lanes(series[order], ranks[order], parts[order], peers[order])
-        columns = {name: numbers(table.column(name))[order] for name in self._numbers}
+        columns = {name: numbers(table.column(name))[order] for name in (*self._numbers, *self._details)}
         return Rows(self.catalog, steps[order], lanes, columns)
 
     def _described(self, table: Any, ranks: Integers) -> tuple[Integers, Integers, Integers]:

@@ -100,6 +100,9 @@ EXPECTED = {
     "missing_norm": Named("unusual", needs_baseline=True),
     "loss_scaled": Named("unusual", needs_baseline=True),
     "no_decay_but_l2": Named("unusual", needs_baseline=True),
+    "loud_unit": Named("outlier_units", "blocks.1.up"),
+    "dead_channels": Named("dead_units", "act1"),
+    "scale_too_low": Named("low_precision"),
     "scaled_input": Named("unusual", "blocks.0.up", needs_baseline=True),
 }
 """By the name in `programs/cases.py`."""

@@ -128,6 +128,17 @@ def _all_scaled(factor: float) -> Callable[[Any], None]:
     return begin
 
 
+def _without_channels(net: Any) -> None:
+    """Six of eight channels that no value opens any more."""
+    with torch.no_grad():
+        net.bn1.weight[:6], net.bn1.bias[:6] = 0.0, -5.0
+
+
+def _loud_unit(net: Any) -> None:
+    with torch.no_grad():
+        net.blocks[1].up.weight[3] *= 3e4
+
+
 def _detached(net: Any) -> None:
     net.is_residual, net.detached = False, 1
 
@@ -258,6 +269,7 @@ BASES: dict[str, dict[str, dict[str, Any]]] = {
         "constant_input": _but(batch=lambda x, step, rank: torch.ones_like(x)),
         "scaled_input": _but(batch=lambda x, step, rank: x * 5 + 3),
         "weight_shaken": _but(after=_shaken),
+        "loud_unit": _but(begin=_loud_unit),
     },
     "mlp-sgd": {
         "rate_too_high_sgd": _but(rate=60.0),
@@ -266,6 +278,7 @@ BASES: dict[str, dict[str, dict[str, Any]]] = {
     "mlp-adam-high": {"rate_far_too_high": _but(rate=3.0)},
     "mlp-float16": {
         "float16_overflow": _but(batch=lambda x, step, rank: x * 3e4),
+        "scale_too_low": _but(scale=2.0**-16),
         "scale_too_high": _but(scale=2.0**60, backoff=0.9999),
     },
     "plain": {
@@ -301,6 +314,7 @@ BASES: dict[str, dict[str, dict[str, Any]]] = {
     "images": {
         "momentum_of_one": _but(batch=_leaping, begin=_forgetful("bn1")),
         "norm_in_eval": _but(begin=_evaluated("bn2")),
+        "dead_channels": _but(begin=_without_channels),
     },
     "words": {"frozen_embedding": _but(begin=_frozen("embed"))},
     "causal": {

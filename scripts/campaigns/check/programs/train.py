@@ -31,7 +31,7 @@ from scripts.campaigns.check.programs.cases import FAULTS, SOUND, Case
 from scripts.campaigns.check.programs.models import WIDTH, Labelled
 from tests.forking import fork
 
-RULES = "site=* keep=stats,fingerprint"
+RULES = "site=* keep=stats,fingerprint,histogram,units; class=ReLU site=output keep=units unit_dim=1"
 BATCH = 16
 _VALIDATION_STEPS = 10
 
