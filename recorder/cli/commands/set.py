@@ -27,7 +27,7 @@ EPILOG = (
 def command(
     path: RunPath = None,
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[RULE...|pause|resume]", help="Rules to add, or pause, or resume.")
+        list[str] | None, typer.Argument(metavar="RULE|pause|resume", help="Rules to add, or pause, or resume.")
     ] = None,
     at: Annotated[
         str | None, typer.Option(metavar="STEP", help="First step: 500, or +20 for twenty ahead. Without: soon.")

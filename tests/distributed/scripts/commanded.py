@@ -35,7 +35,7 @@ def main() -> None:
         loss = model(torch.randn(4, 8)).square().mean()
         loss.backward()
         optimizer.step()
-        losses.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+        losses.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
         optimizer.zero_grad()
     made = {
         "losses": losses,
