@@ -251,7 +251,7 @@ def describe(
 
 
 def _beside(chunks: Sequence[RankChunk], number: int, starts: Mapping[int, Ints | None]) -> Ints | None:
-    """Where the summand begins that a chunk repeats: the one at the same place of the axes that cut and add up."""
+    """Return where the summand begins of which a chunk is a copy: it has the same place on axes that cut or sum."""
 
     def place(chunk: RankChunk) -> list[int]:
         kinds = [placement.get("kind") for placement in parse_placements(chunk.placements)]
@@ -261,7 +261,7 @@ def _beside(chunks: Sequence[RankChunk], number: int, starts: Mapping[int, Ints 
 
 
 def _op_of(fill: Fill, plan: Plan) -> str:
-    """How chunks are added up that do not say so themselves."""
+    """Return how chunks are reduced that do not say so themselves."""
     is_mean = plan.op == "sum" and {term.factor for term in fill.terms} == {1 / len(fill.terms)}
     return "avg" if is_mean and plan.scale in (None, "assumed_mean") else plan.op
 

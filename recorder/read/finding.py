@@ -41,7 +41,7 @@ class ListedRun(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that it may be called by."""
+        """Every name by which the run may be asked for."""
         return self.name, self.place.name, self.run_id
 
 
@@ -54,11 +54,11 @@ def find_run(path: str | os.PathLike[str] | Place | None = None) -> tuple[Place,
 
 
 def typed_for(place: Place, name: str) -> str:
-    """What means a run where a command is typed here, not quoted: its name, FOLDER/NAME, or else its path.
+    """Return what a person types here to mean a run, unquoted: its name, FOLDER/NAME, or else its path.
 
     Args:
-        place: where it is.
-        name: what it is called.
+        place: the directory of the run.
+        name: the name of the run.
     """
     for typed in (name, place.parent / name):
         with suppress(RecorderError, OSError):
@@ -148,7 +148,7 @@ def _newest_in(folder: Place, warn: Callable[..., None]) -> Place:
 
 
 def _counted_back(place: Place, folders: Sequence[Place], number: int) -> Place:
-    """The newest run of a folder, or an earlier one."""
+    """Return the run of a folder that is so many back from the newest."""
     if not folders:
         raise NotARunError(f"{place}: no such directory; name a folder of runs before the @")
     runs = runs_in(folders[0])
@@ -169,7 +169,7 @@ def _is_same(folder: Place, other: Place) -> bool:
 
 
 def _described(runs: Sequence[ListedRun]) -> Iterator[str]:
-    """A run each as a person tells them apart: name, directory where the name is not enough, time, steps."""
+    """Describe runs so that a person tells them apart: name, directory where the name is not enough, time, steps."""
     names = [run.name for run in runs]
     for run in runs[-_MAX_LISTED:]:
         facts = [] if names.count(run.name) == 1 else [run.place.name]

@@ -181,7 +181,7 @@ def by_module(table: Any, compared: Any) -> Any:
 
 
 def _extreme(function: np.ufunc, values: Floats, order: Integers, starts: Integers) -> Any:
-    """For each group, without nulls; null where there is nothing else."""
+    """Return the extreme of each group, nulls left out; null where a group has nothing else."""
     found = function.reduceat(values[order], starts) if len(starts) else values
     return pa.array(found, mask=np.isnan(found))
 

@@ -28,11 +28,13 @@ class DroppedTail(NamedTuple):
 def accounted(
     lost: Mapping[int | None, Mapping[str, Integers]], writers: Mapping[int | None, Sequence[RecordedWriter]]
 ) -> dict[str, Integers]:
-    """By reason, values by site that the accounts explain: of ranks that lack no more than their accounts say.
+    """Return the missing values that accounts explain, by reason and site.
+
+    A rank counts where it lacks no more values than its own accounts say.
 
     Args:
-        lost: by rank and reason, missing values by site.
-        writers: by rank.
+        lost: missing values by site, by rank and reason.
+        writers: the writers of each rank.
     """
     found: dict[str, Integers] = {}
     for rank, by_reason in lost.items():

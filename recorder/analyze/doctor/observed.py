@@ -118,7 +118,7 @@ def _codes(column: Any) -> _Codes:
 
 
 def _translate(codes: _Codes, meaning: dict[str, int]) -> Integers:
-    """What each text means, -1 for one that means nothing."""
+    """Translate the codes of texts into what each text means; -1 for a text that means nothing."""
     return np.array([*(meaning.get(text, -1) for text in codes[1]), -1], np.int64)[codes[0]]
 
 
@@ -141,7 +141,7 @@ def _modules(slots: Slots, roots: _Codes, paths: _Codes) -> Integers:
 
 
 def _unknown(writer: RecordedWriter, codes: Mapping[str, _Codes]) -> Counter[tuple[str, str]]:
-    """What of a writer's rows is unknown to this version, by kind and word."""
+    """Return the words in a writer's rows that this version does not know, by kind."""
     found = Counter({("column", name): count for name, count in writer.unknown_columns().items()})
     for kind, known in (("site", SITE_OF), ("encoding", ENCODING_OF)):
         numbers, texts = codes[kind]
@@ -172,7 +172,7 @@ def _incomplete(numbers: dict[str, Integers], dtypes: _Codes, payload: Any) -> i
 
 
 def _lacking(columns: dict[str, Any], step: Integers) -> list[tuple[str, str, str, Integers]]:
-    """Steps of the rows of a merged run that lack ranks, by the texts of those present and expected, and by mode."""
+    """Return the steps at which rows of a merged run lack ranks, by mode, ranks present and ranks expected."""
     present, expected = columns["ranks_present"], columns["ranks_expected"]
     if present.null_count == len(present):
         return []

@@ -79,7 +79,7 @@ class RankView:
         self.last_step: int | None = None
 
     def add(self, rows: SlotRows) -> None:
-        """The rows of one writer."""
+        """Add the rows of one writer."""
         axis, step = self.axis, rows.step
         if not len(step):
             return
@@ -108,7 +108,7 @@ class RankView:
         self.graded_ever[slots.module[graded // len(axis)]] = True
 
     def cells(self, keys: Integers, low: int, high: int, columns: Integers) -> Flags:
-        """Slots of a block x some steps: whether the value is in sorted `keys`."""
+        """Return, for each slot of a block and each of some steps, whether the value is among the sorted `keys`."""
         num_steps = self.when.shape[1]
         found = np.zeros((high - low, len(columns)), bool)
         begin, end = np.searchsorted(keys, [low * num_steps, high * num_steps])

@@ -149,7 +149,7 @@ def _rows(
 
 
 class _Counting:
-    """Which rows count: those of this run, and of several launches at a step those of the one that counts there."""
+    """Tells which rows count: those of this run, and at a step of several launches those of the launch that counts."""
 
     def __init__(self, run: Run, facts: Topology) -> None:
         self.num_superseded = 0
@@ -172,7 +172,7 @@ class _Counting:
         self._wins = np.array([winners[step] for step in self._steps.tolist()], np.int64)
 
     def select(self, writers: Integers, steps: Integers) -> npt.NDArray[np.bool_]:
-        """Which rows count, by the numbers of their writers and their steps."""
+        """Return which rows count, by the numbers of their writers and their steps."""
         counts = ~self._is_stranger[writers]
         if len(self._steps):
             at = np.minimum(np.searchsorted(self._steps, steps), len(self._steps) - 1)

@@ -82,7 +82,7 @@ class Differing(NamedTuple):
 
     @property
     def is_stale(self) -> bool:
-        """A buffer that differs and that nothing ever makes equal again, though one of all ranks is meant."""
+        """Whether the value is a buffer of all ranks that differs and that nothing ever makes equal again."""
         return self.sync == NEVER and self.differs_last
 
 
@@ -121,7 +121,7 @@ class ReplicaFinder:
         self._problems: list[str] = []
 
     def add(self, timeline: Timeline) -> None:
-        """The next range of steps."""
+        """Add the next range of steps."""
         replicas = _Replicas(self._run, self._facts, timeline, self._equal)
         is_buffer = replicas.is_of(("buffer",))
         if self._first is None and (first := replicas.search(~is_buffer)) is not None:
@@ -148,7 +148,7 @@ class ReplicaFinder:
         self._equal = replicas.last_equals()
 
     def found(self) -> ReplicaSearch:
-        """The answer."""
+        """Return the answer."""
         noted = [one for name, one in self._noted.items() if name not in self._buffers]
         syncs = _syncs(self._run)
         buffers = [one._replace(sync=syncs.get(one.place.root)) for one in (*self._buffers.values(), *noted)]
@@ -236,7 +236,7 @@ class _Replicas:
         return int(((self._sizes > 1) & ~self._is_open & ~self._is_unknown).sum())
 
     def _judge(self) -> None:
-        """By what the rows say, for all groups at once."""
+        """Judge all groups at once by what their rows say."""
         layouts = self._disagree(group([codes(self._table.column(name)) for name in ("dtype", "shape")]).ids)
         prints = codes(self._table.column("fingerprint"))
         lacks_print = self._any(prints == 0)
@@ -254,7 +254,7 @@ class _Replicas:
         self._by = np.where(layouts, "shape", np.where(by_print, "fingerprint", "statistics")).astype(object)
 
     def is_of(self, sites: tuple[str, ...]) -> npt.NDArray[np.bool_]:
-        """Which groups are of these sites."""
+        """Return which groups are of these sites."""
         return holds(self._table.column("site"), sites.__contains__)[self._groups.firsts]
 
     def search(self, asked: npt.NDArray[np.bool_]) -> int | None:
@@ -380,7 +380,7 @@ class _Replicas:
         return timeline.place_in(self._equal, int(earlier[-1])) if len(earlier) else None
 
     def last_equals(self) -> Any:
-        """For each value its last record at which all ranks agreed, in these steps or before."""
+        """Return, for each value, its last record so far at which all ranks agreed."""
         rows = np.flatnonzero(self._agrees())
         newest = rows[::-1][group([self._timeline.codes[name][rows[::-1]] for name in SERIES_KEY]).firsts]
         table = self._timeline.table.select(PLACE_COLUMNS).take(pa.array(np.sort(newest)))
@@ -417,7 +417,7 @@ def _is_summand(placements: str) -> bool:
 
 
 def _is_apart(note: str) -> bool:
-    """Whether it is a chunk whose place nobody knows."""
+    """Whether a row's note says that nobody knows where the chunk lies."""
     return "no_layout" in untrusted.members(note)
 
 
@@ -496,7 +496,7 @@ def _leaders(run: Run, timeline: Timeline, facts: Topology) -> tuple[Integers, s
 
 
 def _syncs(run: Run) -> dict[str, str]:
-    """What becomes of the buffers of each root, where a manifest tells."""
+    """Return, by root, what wrappers do to buffers, where a manifest says so."""
     found: dict[str, str] = {}
     for writer in run.writers:
         for root in writer.manifest.roots:
@@ -509,7 +509,7 @@ def _syncs(run: Run) -> dict[str, str]:
 
 
 def _noted_by_merge(timeline: Timeline) -> Iterator[Differing]:
-    """Buffers of a merged run whose ranks' own rows are not there: their row's note names the ranks that differed."""
+    """Return the buffers of a merged run whose notes say that ranks differed; it has no rows of the ranks."""
     notes = timeline.table.column("note")
     is_told = holds(notes, lambda note: "replicas_differ" in untrusted.members(note))
     is_told &= holds(timeline.table.column("site"), "buffer".__eq__)

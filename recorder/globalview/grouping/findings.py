@@ -29,7 +29,7 @@ class FindingLog:
     """Findings in the order in which they were made."""
 
     def __init__(self, rows: MetadataRows) -> None:
-        """Made of the rows that the findings are of."""
+        """Begin without findings, for the rows that they will be about."""
         self.findings: list[Finding] = []
         self._rows = rows
         self._index_of: dict[Any, int] = {}

@@ -46,12 +46,12 @@ class RootBatches:
     def __init__(
         self, rows: MetadataRows, counts: npt.NDArray[np.bool_], varies: Callable[[str, str, str], bool]
     ) -> None:
-        """Nothing is read before the first question.
+        """Read nothing before the first question.
 
         Args:
-            rows: of a run, with the columns of `groups.COLUMNS`.
-            counts: which of them count, by position.
-            varies: whether ranks were ever given different values for an argument: root, mode and name.
+            rows: the rows of a run, with the columns of `groups.COLUMNS`.
+            counts: which rows count, by position.
+            varies: whether ranks were ever given different values for an argument, named by root, mode and name.
         """
         self._varies = varies
         self._rows = rows
@@ -61,14 +61,14 @@ class RootBatches:
     def of(
         self, when: _When, ranks: tuple[int, ...], seqs: Sequence[int] | None, expected: tuple[int, ...]
     ) -> tuple[Batch, ...]:
-        """What batch values may be of, likeliest first; never empty.
+        """Return the batches that values may belong to, the likeliest first; never empty.
 
         Args:
             when: root, mode, step and micro-step of the values.
-            ranks: that have one.
-            seqs: of their rows: a value belongs to the last call that began before it. None for what came later, with
-                a backward.
-            expected: ranks that should have one.
+            ranks: the ranks that have such a value.
+            seqs: the numbers of their rows: a value belongs to the last call that began before it. None for values
+                that came later, with a backward.
+            expected: the ranks that should have such a value.
         """
         calls = self._calls.get(when)
         if calls is None:
@@ -115,7 +115,7 @@ class RootBatches:
 
     @cached_property
     def _calls(self) -> dict[_When, dict[int, list[_Call]]]:
-        """Calls in order, by slice and rank."""
+        """The calls in their order, by slice and rank."""
         rows, paths = self._rows, self._rows.module_paths()
         positions = np.flatnonzero(self._counts & (paths.codes == paths.code("")))
         sites, phases = (rows.keys(name, positions) for name in ("site", "phase"))

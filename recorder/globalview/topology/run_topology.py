@@ -107,7 +107,7 @@ class Topology:
 
     @cached_property
     def _complete_to(self) -> dict[int, int]:
-        """The first step that a launch did not complete on all its ranks, by its place in the order of starts."""
+        """The first step that each launch, by its place in the order of starts, did not complete on all its ranks."""
         found: dict[int, int] = {}
         for place, writer in zip(self.launch_places(), self._writers, strict=True):
             if writer.last_step is not None:
@@ -134,7 +134,7 @@ class Topology:
 
     @cached_property
     def _world_sizes(self) -> list[int | None]:
-        """How many ranks the job had, by number of the writer: a relaunch may have others. None: as the run says."""
+        """The number of ranks of the job by writer, since relaunches may differ; None where the run says it."""
         if len(set(self.launches)) < 2:
             return [None] * len(self.launches)
         found: dict[Launch, int] = {}
@@ -150,7 +150,7 @@ class Topology:
 
     @cached_property
     def _groups(self) -> dict[tuple[int | None, str, int | None], DataParallelGroup]:
-        """By size of the world, root and pipeline stage."""
+        """The groups of ranks, by size of the world, root and pipeline stage."""
         told: dict[tuple[int | None, str, int | None], list[RankStatement]] = {}
         for world_size, writer in zip(self._world_sizes, self._writers, strict=True):
             for root in writer.manifest.roots:
@@ -166,7 +166,7 @@ class Topology:
         return RankStatement(rank, source if of_data else "", of_data, of_model if rank in of_model else ())
 
     def _ranks(self, told: ParallelRanks | None, world_size: int | None) -> Ranks:
-        """Ranks that share a root; none where they are more than this run has."""
+        """Return the ranks that share a root; no ranks where they are more than this run has."""
         largest = world_size or self._world_size or MAX_RANKS
         return told.ranks if told is not None and len(told.ranks) <= largest else ()
 

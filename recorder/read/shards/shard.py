@@ -63,7 +63,7 @@ class Layout:
     """A schema, and which of a message's buffers belong to which column."""
 
     def __init__(self, schema: Any, extra: tuple[Any, ...] = ()) -> None:
-        """Names are those of different columns; `extra` as in `read_layout`."""
+        """Take a schema whose columns have different names; `extra` as in `read_layout`."""
         self.schema = schema
         self.preamble = schema.serialize()
         """What stands before the batches of a stream."""
@@ -283,13 +283,13 @@ def _with_nulls(batch: Any, columns: Sequence[str]) -> Any:
 def _crcs_without_nulls(
     kind: ColumnKind, num_rows: int, buffers: Sequence[tuple[int, int]], body: memoryview
 ) -> list[int | None] | None:
-    """What `buffer_crcs` says of most columns, in half the time; None where it says something else, or raises.
+    """Return what `buffer_crcs` returns for most columns, in half the time; None where it would return anything else.
 
     Args:
-        kind: of the column, which has no nulls.
-        num_rows: of it.
-        buffers: offset in the body and length of each but the validity bitmap.
-        body: of the message.
+        kind: the type of the column, which has no nulls.
+        num_rows: the number of its rows.
+        buffers: offset in the body and length of each buffer but the validity bitmap.
+        body: the body of the message.
     """
     start, size = buffers[0]
     if not kind.offset_bytes:
@@ -306,7 +306,7 @@ def _crcs_without_nulls(
 
 
 def _behind(start: int, buffers: Sequence[tuple[int, int]]) -> list[range]:
-    """Where buffers lie, counted from so far before the body."""
+    """Return buffers with their offsets counted from `start` bytes before the body."""
     return [range(start + offset, start + offset + size) for offset, size in buffers]
 
 

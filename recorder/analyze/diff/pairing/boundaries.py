@@ -26,7 +26,10 @@ _WHOLE_KEY = (*(name for name in VALUE_KEY if name != "micro_step"), "rank")
 
 
 def comparable(a: Side, b: Side) -> tuple[Side, Side, tuple[int, int]]:
-    """The sides without what goes between stages, unless the same goes between them in both; and how many rows that is.
+    """Leave out what pipeline stages hand to each other, unless both runs have the same stages.
+
+    Returns:
+        The sides, and how many rows of each were left out.
 
     A row of it is known by its rank, its stage, its micro-batch and its size: of ranks that share a batch, or split it.
     """
@@ -41,7 +44,7 @@ def comparable(a: Side, b: Side) -> tuple[Side, Side, tuple[int, int]]:
 
 
 def without_recomputed(a: Side, b: Side) -> tuple[Side, Side, tuple[int, int]]:
-    """The sides without what one of them alone made again for its backward; and how many rows that is, of each."""
+    """Leave out what one run alone recomputed for its backward; return the sides, and how many rows of each went."""
     marked = [holds(side.table.column("phase"), "recompute".__eq__) for side in (a, b)]
     if marked[0].any() == marked[1].any():
         return a, b, (0, 0)
@@ -50,7 +53,7 @@ def without_recomputed(a: Side, b: Side) -> tuple[Side, Side, tuple[int, int]]:
 
 
 def without_other_micro_steps(a: Side, b: Side) -> tuple[Side, Side, int]:
-    """The sides without the micro-steps of a batch that the runs divide into other numbers of them.
+    """Leave out the micro-steps of a batch that the two runs divide into other numbers of micro-steps.
 
     Two runs divide one batch where a value has as many elements over all micro-steps of a step in both. A micro-batch
     that one run has lost is therefore still a difference.

@@ -35,11 +35,11 @@ class Pairs:
     """Pairs of a range of steps."""
 
     def __init__(self, compared: Callable[[], PairedSteps], differs: Flags) -> None:
-        """Nothing is read yet.
+        """Read nothing yet.
 
         Args:
             compared: gives the rows; only called where they are looked at.
-            differs: by more than noise; what is not judged yet does.
+            differs: whether each pair differs by more than noise; a pair that is not judged yet does.
         """
         self._compared = compared
         self.differs = differs
@@ -57,7 +57,7 @@ class Pairs:
         return self._compared().pairs
 
     def of_step(self, step: int) -> Integers:
-        """Which of them are of a step."""
+        """Return the pairs of a step."""
         return np.flatnonzero(integers(self.a.table.column("step"))[self.aligned.a] == step)
 
     def arrays(self, number: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
@@ -85,12 +85,12 @@ class Drift:
         """By root: what differed by more than noise at the last step of it."""
 
     def share(self, root: str | None = None) -> float:
-        """How far apart the parameters of a root, or of all, are by now: the largest share of a parameter's norm."""
+        """Return how far apart the parameters of a root, or of all, are by now, as the largest share of a norm."""
         return max((share for (of, *_), (_, share) in self._apart.items() if root in (None, of)), default=0.0)
 
     @property
     def num_params(self) -> int:
-        """How many have drifted."""
+        """The number of parameters that have drifted."""
         return len(self._apart)
 
     def begin(self, step: int, root: str, pairs: Pairs, lines: list[dict[str, Any]]) -> list[bool]:
@@ -133,7 +133,7 @@ class Drift:
     def _is_made_from_noise(
         self, step: int, pairs: Pairs, parameter: Parameter, number: int, allowed: float
     ) -> bool | None:
-        """Whether what an update was made from leaves it as open as it is; None where that was not kept.
+        """Whether gradient and state explain how much an update differs; None where they were not kept.
 
         In each element the update may differ as much, relatively, as the gradient and the state do there.
         """
@@ -160,13 +160,16 @@ Vectors = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 
 def _update(now: Vectors, old: Vectors, part: slice) -> npt.NDArray[Any]:
-    """How far an update moves the elements of a part, in the run in which that is more."""
+    """Return how far an update moves the elements of a part, in the run in which it moves them farther."""
     (now_a, now_b), (old_a, old_b) = _wide(now, part), _wide(old, part)
     return np.asarray(np.maximum(np.abs(now_a - old_a), np.abs(now_b - old_b)))
 
 
 def _is_open(now: Vectors, old: Vectors, made_from: list[Vectors], part: slice, least: float, allowed: float) -> bool:
-    """Whether a part of a parameter differs by no more than before, and than its update, `least` at least, may."""
+    """Whether a part of a parameter differs by no more than before plus what its update leaves open.
+
+    An element's update counts as `least` at least; `allowed` is what noise and roundings may add.
+    """
     (now_a, now_b), (old_a, old_b) = _wide(now, part), _wide(old, part)
     share = np.zeros(now_a.shape)
     for both in made_from:
@@ -184,7 +187,7 @@ def _wide(both: Vectors, part: slice) -> Vectors:
 
 
 def _sources(numbers_of: Integers, pairs: Pairs, parameter: Parameter) -> dict[tuple[str, str], int]:
-    """A parameter, its gradient and its state at a step: the number of the pair of each, by site and name."""
+    """Return the numbers of the pairs of a parameter, its gradient and its state at a step, by site and name."""
     root, path, name, rank = parameter
     rows = pairs.a.table.select(list(_COLUMNS)).take(pa.array(pairs.aligned.a[numbers_of]))
     ranks = pairs.b.table.column("rank").take(pa.array(pairs.aligned.b[numbers_of]))

@@ -92,10 +92,10 @@ class LoudNoise(NamedTuple):
 
 
 def measure(judged: Verdicts, compared: PairedSteps, sides: Sequence[Side]) -> Measured | None:
-    """What noise does to the pairs that differ; None where none does, or there are no noise runs.
+    """Measure what noise does to the pairs that differ; None where no pair does, or there are no noise runs.
 
     Args:
-        judged: exactly, or by a tolerance.
+        judged: the verdicts, exact or within a tolerance.
         compared: what was judged.
         sides: the same steps of runs that differ from the first by noise alone.
     """
@@ -129,18 +129,18 @@ class BeyondNoise:
 
     @property
     def drifted(self) -> Drifted | None:
-        """What hides errors smaller than itself; None where the twins show all noise."""
+        """The drift, behind which smaller errors are hidden; None where the twins show all noise."""
         if self._first_drift is None:
             return None
         factor = max(self._factors.values(), default=1.0)
         return Drifted(self._first_drift, self._drift.num_params, self._drift.share(), factor)
 
     def of(self, judged: Verdicts, measured: Measured | None, compared: Callable[[], PairedSteps]) -> Verdicts:
-        """The verdicts without the pairs that are apart by no more than noise; the others get a column `noise`.
+        """Return the verdicts without the pairs that differ by no more than noise; the others get a column `noise`.
 
         Args:
-            judged: exactly, or by a tolerance.
-            measured: what `measure` found of it.
+            judged: the verdicts, exact or within a tolerance.
+            measured: what `measure` found of them.
             compared: gives the rows; only called where they are looked at.
         """
         table = judged.differing
@@ -277,8 +277,8 @@ class Measured:
     def are_noise_farther(self, rows: Integers, factors: Floats, off: float = 0.0) -> Flags:
         """Whether rows differ by no more than the twin would if it began the step so many times farther apart.
 
-        By the norm, since what is far apart in one element at first is so in a few of all others. `off` is a share of
-        the norm by which they may differ besides.
+        Norms are compared, since an element that is far apart at first moves a few elements of every later tensor.
+        `off` is a share of the norm by which the rows may differ besides.
         """
         kinds, eps = self.kinds[rows], self._eps[rows] + off
         with np.errstate(invalid="ignore"):
@@ -300,7 +300,7 @@ class Measured:
         return np.asarray((self.sites[rows] == "grad") & (self._phases[rows] == "optimizer"))
 
     def typical_factor(self, rows: Integers) -> float:
-        """By what the second tensors are nearest to the first: the median; NaN where norms were not kept."""
+        """Return the median factor that takes the first tensors nearest to the second; NaN without norms."""
         with np.errstate(invalid="ignore", divide="ignore"):
             factors = np.where(np.isnan(self._cosine[rows]), 1.0, self._cosine[rows]) * self._l2_b[rows]
             factors /= self._l2_a[rows]
@@ -332,7 +332,7 @@ class Measured:
         return min(2 * float(np.sqrt(numel)) * unit, _MIN_FACTOR / 2)
 
     def typical_times(self, rows: Integers) -> float:
-        """How many times as far apart as in the twin the values of a forward are: the median."""
+        """Return the median of how many times as far apart as in the twin the values of a forward are."""
         forward = rows[self._phases[rows] == "forward"]
         with np.errstate(invalid="ignore", divide="ignore"):
             times = self._l2_apart[forward] / self._noise_of_norms[forward]
@@ -352,21 +352,21 @@ class Measured:
         return max(float(np.median(known)), least) if len(known) else least
 
     def loudness(self, rows: Integers, eps: float) -> float:
-        """The share beyond which noise of a first step is none: far more than roundings, less than another dropout.
+        """Return the share beyond which a first step is not noise: far above roundings, below another dropout.
 
         Under autocast the values have a longer type than the model computes with; `eps` is that of the shorter one.
         """
         return 8 * float(np.sqrt(max(np.median(self._eps[rows]) / _ROUNDINGS, eps)))
 
     def lines(self, rows: Integers, places: Integers) -> list[dict[str, Any]]:
-        """Rows with all that is known of them, the number of the pair, and how far an element may be apart."""
+        """Return rows with all their columns, the number of their pair, and how far an element may be apart."""
         lines = self._table.take(pa.array(rows)).to_pylist()
         known = zip(lines, places[rows].tolist(), np.nan_to_num(self._allowed[rows]).tolist(), strict=True)
         return [{**line, "number": number, "allowed": allowed} for line, number, allowed in known]
 
 
 def multiples(cosine: Floats, one: Floats, two: Floats) -> Floats:
-    """By what tensors are multiples of others, from the cosine and the norms of both; NaN where they are none."""
+    """Return the factors between tensors that are multiples of each other, from cosines and norms; else NaN."""
     with np.errstate(invalid="ignore", divide="ignore"):
         found = np.where(cosine > 0, 1.0, -1.0) * two / one
         off, rest = np.abs(found - 1), np.sqrt(np.maximum(0.0, 1 - cosine * cosine))
@@ -398,7 +398,7 @@ def _eps(dtype: str) -> float:
 
 
 def _lifted(values: Floats, scales: Floats, table: Any) -> Floats:
-    """Noise, or what the median tensor of the same step and site has of it where that is more; NaN stays."""
+    """Raise noise to that of the median tensor of the same step and site, where that is more; NaN stays."""
     groups = group_rows(table, ("step", "root", "site"))
     relative = np.divide(values, scales, out=np.full_like(values, np.nan), where=scales > 0)
     order = np.argsort(groups.ids, kind="stable")
@@ -412,7 +412,7 @@ def _lifted(values: Floats, scales: Floats, table: Any) -> Floats:
 
 
 def _steadied(values: Floats, table: Any) -> Floats:
-    """The noise of each value. A tensor of few elements takes the most of these steps, since one step is chance."""
+    """Return the noise of each value; a small tensor takes the largest of these steps, since one step is chance."""
     groups = group_rows(table, ("root", "module_path", "site", "name"))
     most = np.full(groups.num_groups, np.nan)
     np.fmax.at(most, groups.ids, values)

@@ -35,7 +35,7 @@ class RenameHint(NamedTuple):
 
     @property
     def line(self) -> str:
-        """As the file has it."""
+        """The line as it stands in the file."""
         return " = ".join(path or "''" for path in (self.old, self.new))
 
 
@@ -62,7 +62,7 @@ class UnpairedModules:
                 self._prints.setdefault(path, {}).setdefault((site, name), row["fingerprint_first"])
 
     def join(self, other: UnpairedModules) -> None:
-        """What was added to another one, after what was added here."""
+        """Append what was added to another one."""
         for path, tensors in other._tensors.items():
             self._tensors.setdefault(path, set()).update(tensors)
         for path, prints in other._prints.items():
@@ -74,7 +74,7 @@ class UnpairedModules:
         return {site for tensors in self._tensors.values() for site, _, _ in tensors}
 
     def by_look(self, sites: set[str]) -> dict[frozenset[Any], list[str]]:
-        """Those that look alike at these sites, in the order of execution; none that has nothing there."""
+        """Group the modules with rows at these sites by how they look, in the order of execution."""
         found: dict[frozenset[Any], list[str]] = {}
         for path, tensors in self._tensors.items():
             if look := frozenset(tensor for tensor in tensors if tensor[0] in sites):
@@ -89,12 +89,14 @@ class UnpairedModules:
 def rename_hints(
     a: UnpairedModules, b: UnpairedModules, renames: Renames, paths_b: Mapping[str, str]
 ) -> list[RenameHint]:
-    """Lines that would pair what looks alike, as many of each look as there are in the other run; few, none twice.
+    """Propose few lines that pair modules which look alike, where both runs have as many modules of that look.
+
+    No module stands in two lines.
 
     Args:
-        a: of the first run.
-        b: of the second, under common names.
-        renames: that are in force.
+        a: the modules that the first run has alone.
+        b: those that the second run has alone, under common names.
+        renames: the renames in force.
         paths_b: what the modules of the second run are called in the first, by their own names.
     """
     pairs = {b.own_names[new]: old for old, new in _pairs(a, b) if not set("=#") & set(old + new)}
@@ -132,7 +134,7 @@ def _pairs(a: UnpairedModules, b: UnpairedModules) -> Iterator[tuple[str, str]]:
 
 
 def _in_few_lines(pairs: Mapping[str, str], fixed: Mapping[str, str], renames: Renames) -> list[Rename]:
-    """Beginnings of paths that stand for most pairs first, whole paths for what is left."""
+    """Cover the pairs with beginnings of paths, those of most pairs first, and with whole paths for what is left."""
     lines: list[Rename] = []
     told, left = dict(fixed), dict(pairs)
     while left:
@@ -152,7 +154,7 @@ def _in_few_lines(pairs: Mapping[str, str], fixed: Mapping[str, str], renames: R
 
 
 def _beginnings(old: str, new: str) -> Iterator[Rename]:
-    """Two paths without the same ends, the shortest first."""
+    """Yield the two paths without ends that they have in common, the shortest beginnings first."""
     one, two = old.split("."), new.split(".")
     same = 0
     while same < min(len(one), len(two)) and one[-1 - same] == two[-1 - same]:
@@ -168,7 +170,7 @@ def _are_sound(
     paths_b: Iterable[str],
     renames: Renames,
 ) -> bool:
-    """Whether the lines are a file that pairs all of these, changes no name that is fixed, and makes one of no two."""
+    """Whether a file of these lines pairs all of them, changes no fixed name, and gives no two modules one name."""
     for name in ("old", "new"):
         told = [getattr(line, name) for line in (*lines, *renames.lines)]
         if len(set(told)) < len(told):

@@ -22,7 +22,7 @@ class Rename(NamedTuple):
     """File and line, for messages."""
 
     def fits(self, path: str) -> bool:
-        """Whether a module of the second run is meant, or is below one that is."""
+        """Whether the line names a module of the second run, or one above it."""
         return not self.new or path == self.new or path.startswith(f"{self.new}.")
 
 
@@ -36,7 +36,7 @@ class Renames:
         return bool(self.lines)
 
     def with_lines(self, lines: Iterable[Rename]) -> Renames:
-        """These and more."""
+        """Return these renames with further lines."""
         return Renames([*self.lines, *lines])
 
     def line_of(self, path: str) -> Rename | None:
