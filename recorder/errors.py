@@ -58,6 +58,11 @@ class CommandError(RecorderError):
 class StoreError(RecorderError):
     """An object store cannot be reached, refuses the credentials, or has changed. It says nothing about the run."""
 
+    def __init__(self, message: str, kind: str = "failed") -> None:
+        """Keep a word for the kind of failure: ``unreachable``, ``refused``, ``busy``, ``changed`` or ``failed``."""
+        super().__init__(message)
+        self.kind = kind
+
 
 class ClusterError(RecorderError):
     """A Dask cluster cannot be used, or was lost; the message names its scheduler or the worker, and why."""

@@ -29,7 +29,9 @@ CHECKSUM = "crc32c"
 _CHECKSUM = re.compile(rb'\{"crc32c":"([0-9a-f]{8})",')
 _RANK_DIR = re.compile(r"rank=([0-9]{5,9})")
 _SHARD = re.compile(rf"({'|'.join(SHARD_KINDS)})-([0-9]{{6,9}})\.arrow")
-_OPEN_PREFIX, _OPEN_SUFFIX = "_", ".open"
+_OPEN_PREFIX = "_"
+OPEN_SUFFIX = ".open"
+"""How the name of a shard ends while it is being written."""
 
 
 class ShardName(NamedTuple):
@@ -62,7 +64,7 @@ def shard_name(kind: str, number: int) -> str:
 
 def open_name(shard: str) -> str:
     """`_tensors-000012.arrow.open`: the shard `shard` while it is being written."""
-    return f"{_OPEN_PREFIX}{shard}{_OPEN_SUFFIX}"
+    return f"{_OPEN_PREFIX}{shard}{OPEN_SUFFIX}"
 
 
 def index_name(shard: str) -> str:
@@ -72,8 +74,8 @@ def index_name(shard: str) -> str:
 
 def parse_shard_name(name: str) -> ShardName | None:
     """What a file name says, for `shard_name` and `open_name` alike; None for any other name."""
-    is_open = name.startswith(_OPEN_PREFIX) and name.endswith(_OPEN_SUFFIX)
-    match = _SHARD.fullmatch(name[len(_OPEN_PREFIX) : -len(_OPEN_SUFFIX)] if is_open else name)
+    is_open = name.startswith(_OPEN_PREFIX) and name.endswith(OPEN_SUFFIX)
+    match = _SHARD.fullmatch(name[len(_OPEN_PREFIX) : -len(OPEN_SUFFIX)] if is_open else name)
     if match is None or match[0] != shard_name(match[1], int(match[2])):
         return None
     return ShardName(match[1], int(match[2]), is_open)

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -23,6 +23,7 @@ from ..format.rundir import MERGE_MANIFEST, RUN_MANIFEST
 from ..storage.locations import LOCAL, Place, place_of, store_of
 from ..system.text import counted
 from ..system.units import moment
+from .fleet import is_fleet
 from .writers import find_writers
 
 _LATEST = re.compile(rf"{LATEST}|@-([1-9][0-9]{{0,8}})")
@@ -70,7 +71,9 @@ def typed_for(place: Place, name: str) -> str:
 def find_folder(path: str | None) -> Place | None:
     """The folder of runs that is meant; None where it is something else, such as a run."""
     place = place_of(default_folder() if path is None else path)
-    return place if store_of(place).is_directory(place) and not has_manifest(place) and runs_in(place) else None
+    if not store_of(place).is_directory(place) or has_manifest(place):
+        return None
+    return place if is_fleet(place) or runs_in(place) else None
 
 
 def default_folder() -> str:
@@ -82,14 +85,19 @@ def default_folder() -> str:
     return load_settings().settings.dir
 
 
-def runs_in(folder: Place) -> list[ListedRun]:
+def runs_in(folder: Place, *, without: Collection[str] = ()) -> list[ListedRun]:
     """The runs in a folder, the newest last.
+
+    Args:
+        folder: where to look.
+        without: names of directories that need no look.
 
     Raises:
         NotARunError: the folder cannot be listed.
     """
     store = store_of(folder)
-    found = store.each(lambda name: _look_at(folder / name), store.list_directory(folder, directories=True))
+    names = [name for name in store.list_directory(folder, directories=True) if name not in without]
+    found = store.each(lambda name: _look_at(folder / name), names)
     return sorted((run for run in found if run is not None), key=lambda run: (run.created_ns, run.place.name))
 
 

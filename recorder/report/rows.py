@@ -30,8 +30,7 @@ SERIES_KEY = ("root", "module_path", "site", "name", "mode")
 _RECOMPUTED = "recompute"
 _COLUMNS = (
     "step", "rank", "attempt", "seq", *SERIES_KEY, "phase", "dtype", "shape", "global_shape", "numel", "note",
-    "placements", *STATISTICS, *COUNTS, "micro_step", "call", "repeat", "encoding", "payload_bytes",
-    "histogram", "units",
+    "placements", *STATISTICS, *COUNTS, "micro_step", "call", "repeat", "encoding", "payload_bytes", "histogram",
 )  # fmt: skip
 _SCHEMA_READ = pa.schema(
     [

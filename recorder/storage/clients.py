@@ -90,7 +90,19 @@ _UNREACHED = {
 class Client:
     """A client of one bucket, with credentials where there are some. Any thread may call."""
 
-    def __init__(self, scheme: str, bucket: str) -> None:
+    def __init__(
+        self, scheme: str, bucket: str, *, silence_s: float = _SILENCE_TIMEOUT_S, num_tries: int = _NUM_TRIES
+    ) -> None:
+        """Ask the store nothing yet.
+
+        Args:
+            scheme: one of `KINDS`.
+            bucket: its name.
+            silence_s: how long to wait for the next byte; it includes the time in which a part is sent.
+            num_tries: how often to try a request that gets no answer.
+        """
+        self._silence_s = silence_s
+        self._num_tries = num_tries
         self._scheme = scheme
         self._bucket = bucket
         self._kind = KINDS[scheme]
@@ -119,6 +131,10 @@ class Client:
             self.__dict__.pop("_store", None)
             return self.ask(path, question)
         raise self._refusal(problem, path) from None
+
+    def renew(self) -> None:
+        """Find the credentials anew with the next question: those of a file or a profile may have been replaced."""
+        self.__dict__.pop("_store", None)
 
     @property
     def filesystem(self) -> Any:
@@ -151,10 +167,10 @@ class Client:
         client: dict[str, Any] = {
             "allow_http": url.scheme == "http",
             "connect_timeout": timedelta(seconds=_ROLE_TIMEOUT_S if asks_for_role else _CONNECT_TIMEOUT_S),
-            "read_timeout": timedelta(seconds=_SILENCE_TIMEOUT_S),
+            "read_timeout": timedelta(seconds=self._silence_s),
             "timeout": timedelta(days=1),  # of an answer of which bytes keep coming
         }
-        retries = {"max_retries": _NUM_TRIES - 1, "retry_timeout": timedelta(minutes=1)}
+        retries = {"max_retries": self._num_tries - 1, "retry_timeout": timedelta(minutes=1)}
         options: dict[str, Any] = {"client_options": client, "retry_config": retries}
         if endpoint:
             options["base_url" if self._scheme == "gs" else "endpoint"] = endpoint
@@ -182,18 +198,20 @@ class Client:
         endpoint = endpoint_url(self._scheme, os.environ) or self._kind.title
         code, status = _last(r"<Code>(\w+)<", text), _last(r"status: (\d{3}),", text)
         if _is_without_credentials(text) or (status in ("401", "403") and not self._names_credentials):
-            return StoreError(f"{bucket}: no credentials were found, and {endpoint} wants some: set {advice}")
+            text = f"{bucket}: no credentials were found, and {endpoint} wants some: set {advice}"
+            return StoreError(text, "refused")
         if happened := text.partition("HttpError {")[2]:
             reason = next((cause for word, cause in _UNREACHED.items() if word in happened), "the connection was lost")
             name = self._kind.endpoints.split()[-1]
-            return StoreError(f"{bucket}: the store at {endpoint} cannot be reached: {reason}; {name} says where it is")
+            text = f"{bucket}: the store at {endpoint} cannot be reached: {reason}; {name} says where it is"
+            return StoreError(text, "unreachable")
         if code in ("NoSuchBucket", "ContainerNotFound"):
-            return StoreError(f"{bucket}: no such bucket in the store at {endpoint}")
+            return StoreError(f"{bucket}: no such bucket in the store at {endpoint}", "refused")
         if code in _REFUSED or status in ("401", "403"):
             reason = _REFUSED.get(code, "access is denied")
-            return StoreError(f"{bucket}: {endpoint} refuses the credentials: {reason}; see {advice}")
+            return StoreError(f"{bucket}: {endpoint} refuses the credentials: {reason}; see {advice}", "refused")
         if status == "404":
-            return StoreError(f"{bucket}: no such bucket at {endpoint}, or that is no store of this kind")
+            return StoreError(f"{bucket}: no such bucket at {endpoint}, or that is no store of this kind", "refused")
         if status == "416":
             return changed(path)
         if code == "PermanentRedirect" or "BareRedirect" in text:
@@ -201,12 +219,14 @@ class Client:
         if type(error).__name__ == "InvalidPathError":
             return StoreError(f"{path}: holds an object with '//', '.' or '..' in its path; remove that object")
         shown = " ".join(filter(None, (code, status and f"HTTP {status}"))) or "no reason given"
-        return StoreError(f"{path}: {endpoint} failed ({shown}); try again")
+        kind = "busy" if code == "SlowDown" or status in ("429", "503") else "failed"
+        return StoreError(f"{path}: {endpoint} failed ({shown}); try again", kind)
 
 
 def changed(path: object) -> StoreError:
     """Return the error for an object that is not the one of the listing."""
-    return StoreError(f"{path}: there is another object in its place since the run was listed; open the run again")
+    text = f"{path}: there is another object in its place since the run was listed; open the run again"
+    return StoreError(text, "changed")
 
 
 def endpoint_url(scheme: str, environ: Mapping[str, str]) -> str:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import pyarrow as pa
 
-from ..errors import CorruptError, NotARunError
-from ..format.rundir import MAX_MANIFEST_BYTES, RUN_MANIFEST, parse_json
+from ..errors import CorruptError, NotARunError, StoreError
+from ..format.rundir import MAX_MANIFEST_BYTES, OPEN_SUFFIX, RUN_MANIFEST, parse_json
 from .clients import Client, changed
 from .protocol import Found, IsPart, Item, Seen
 from .untrusted_files import check_range
@@ -176,17 +176,33 @@ class ObjectStore:
             file = self.open_sealed(path)
             if file.size_bytes > max_bytes:
                 raise CorruptError(f"{path}: larger than the {max_bytes} bytes that a manifest may have")
-            text = bytes(file.read(0, file.size_bytes))
+            try:
+                text = bytes(file.read(0, file.size_bytes))
+            except StoreError as error:
+                if error.kind != "changed":
+                    raise
+                text = self._get_newest(path, max_bytes)
         except FileNotFoundError as error:
             raise NotARunError(f"{path}: no such object; expected a manifest of a run") from error
         return parse_json(text, str(path))
+
+    def _get_newest(self, path: ObjectPath, max_bytes: int) -> bytes:
+        """Return a manifest that was replaced since the listing, as manifests of a run that grows are."""
+
+        def ask(client: Any) -> bytes:
+            answer = client.get(path.key)
+            if answer.meta["size"] > max_bytes:
+                raise CorruptError(f"{path}: larger than the {max_bytes} bytes that a manifest may have")
+            return bytes(answer.bytes())
+
+        return self._client.ask(path, ask)
 
     def open_sealed(self, path: ObjectPath) -> RemoteFile:
         """Open an object of the listing; the store is asked nothing for that."""
         return RemoteFile(self, path, self.look_at(path))
 
     def open_growing(self, path: ObjectPath) -> RemoteFile:
-        """Open an object of the listing: an object never grows, another one replaces it."""
+        """Open an open shard of the listing; another one that begins with its bytes may have taken its place since."""
         return self.open_sealed(path)
 
     def each(self, function: Callable[[Item], Found], items: Iterable[Item]) -> Iterable[Found]:
@@ -226,9 +242,13 @@ class ObjectStore:
                 num_bytes -= sum(block.content.size for block in self._kept.popitem(last=False)[1])
 
     def _get(self, path: ObjectPath, seen: Seen, byte_range: range) -> Any:
+        def is_longer(meta: Any) -> bool:
+            # An open shard is replaced by one that begins with it, and checksums of its batches tell if it does not.
+            return path.name.endswith(OPEN_SUFFIX) and meta["size"] >= seen.size_bytes
+
         def ask(client: Any) -> Any:
             answer = client.get(path.key, options={"range": (byte_range.start, byte_range.stop)})
-            content = answer.bytes() if _is_seen(answer.meta, seen) else b""
+            content = answer.bytes() if _is_seen(answer.meta, seen) or is_longer(answer.meta) else b""
             return np.frombuffer(content, np.uint8).copy()  # the client's own bytes may lie at an odd address
 
         content = self._client.ask(path, ask)

@@ -36,6 +36,7 @@ from ..read.writers import RecordedWriter
 from ..storage.locations import LOCAL, Place, store_of
 from ..storage.untrusted_files import ByteSource
 from ..system.processes import available_cores
+from ..system.text import counted
 
 Report = Callable[[int], None]
 """Takes the number of bytes that were checked since the last call; several threads call it."""
@@ -336,6 +337,9 @@ def _verify_rows(writer: RecordedWriter) -> Iterator[Finding]:
         accounts = f"observed {balance.observed}, written {balance.written}, dropped {balance.num_dropped}"
         yield Finding(True, f"{writer.directory}: the accounts do not balance: {accounts}")
     expected = balance.written - balance.retired_rows
-    if len(seq) != expected:
+    if expected < len(seq) <= balance.written:
+        kept = counted(len(seq) - expected, "row")
+        yield Finding(False, f"{writer.directory}: has {kept} that retention removed where the run was recorded")
+    elif len(seq) != expected:
         text = f"{writer.directory}: has {len(seq)} rows, expected by its accounts are {expected}"
         yield Finding(is_closed, text)

@@ -221,12 +221,12 @@ def _rules(run: Run) -> tuple[list[Rule], list[str]]:
     """Every rule of any writer once."""
     rules: dict[Rule, None] = {}
     problems: dict[str, None] = {}
-    read: list[Any] = []
+    read: list[tuple[str, ...]] = []
     for writer in run.writers:
-        sources = writer.manifest.rules, writer.manifest.commands
-        if sources in read:
+        texts = writer.manifest.rules
+        if texts in read:
             continue
-        read.append(sources)
+        read.append(texts)
         some, wrong = read_rules(writer.manifest)
         rules |= dict.fromkeys(some)
         problems |= dict.fromkeys(wrong)

@@ -11,6 +11,7 @@ import typer
 from ...errors import RunError
 from ...globalview.run import Run, open_place, open_run
 from ...read.finding import find_folder, runs_in
+from ...read.fleet import FLEET, fleet_runs
 from ...read.unsealed import unsealed, unsealed_note
 from ...read.writers import RecordedWriter, load_balances
 from ...storage.locations import Place
@@ -19,7 +20,6 @@ from ...system.units import moment, size
 from ..notes import jitter_note
 from ..options import Json, complete_run
 from ..output import Column, Table, print_json, printable, say, span
-from ..told import answer_members, command_members, describe, told
 
 EPILOG = "Examples: recorder ls recordings    recorder ls @-1 --json"
 
@@ -49,7 +49,11 @@ def list_path(path: str | None, *, as_json: bool) -> int:
 def _list_runs(folder: Place, *, as_json: bool) -> int:
     """Print a line for each run, the newest last, next to the prompt."""
     rows, summaries, exit_code = [], [], 0
-    for listed in runs_in(folder):
+    known = fleet_runs(folder)
+    for path, fleet_summary in sorted(known.items(), key=lambda item: (item[1]["created_ns"], item[0])):
+        summaries.append(fleet_summary | {"ranks": sorted(fleet_summary["ranks"]), "suspect_rows": 0})
+        rows.append(_fleet_row(path, fleet_summary))
+    for listed in runs_in(folder, without={FLEET, *(path.partition("/")[0] for path in known)}):
         try:
             run = open_place(listed.place)
         except RunError as error:
@@ -86,6 +90,17 @@ def _list_runs(folder: Place, *, as_json: bool) -> int:
     return exit_code
 
 
+def _fleet_row(path: str, summary: dict[str, Any]) -> list[str]:
+    """Return the cells of a run that the index of a fleet names; nothing of it is opened."""
+    num_ranks = len(summary["ranks"])
+    ranks = f"{num_ranks} of {summary['world_size']}" if summary["world_size"] else str(num_ranks)
+    steps = "" if summary["last_step"] is None else f"..{summary['last_step']}"
+    dropped = " ".join(f"{reason}={count}" for reason, count in summary["dropped"].items()) or "0"
+    started = moment(summary["started_ns"] or summary["created_ns"])
+    cells = [summary["name"], started, ranks, steps, str(summary["rows"]), size(summary["bytes"])]
+    return [*cells, dropped, summary["state"], path]
+
+
 def _summary(run: Run) -> dict[str, Any]:
     load_balances(run.writers)
     states = [writer.state for writer in run.writers]
@@ -111,7 +126,6 @@ def _summary(run: Run) -> dict[str, Any]:
         "state": next((state for state in _STATES if state in states), "empty"),
         "jitter": run.jitter,
         "jitter_moved": run.jitter_moved,
-        "commands": [command_members(one) | {"answers": answer_members(run, one)} for one in run.commands.sound],
         "proof": None if run.proof is None else {"verdict": run.proof.verdict, "text": run.proof.text},
         "problems": run.problems,
         "endings": run.endings,
@@ -161,8 +175,6 @@ def _list_writers(run: Run, *, as_json: bool) -> int:
         say(jitter_note(run))
     if run.proof is not None:
         say(f"recorder prove: {run.proof.text}")
-    for one in told(run):
-        say(f"command {one.command.number}: {describe(one.command)}: {'; '.join(one.lines)}")
     if note := unsealed_note(run):
         say(note)
     for ending in run.endings:

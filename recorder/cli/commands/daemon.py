@@ -1,0 +1,218 @@
+"""``recorder daemon``: ships the runs of a node to a store, and keeps house there."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import fields
+from typing import Annotated, Any
+
+import typer
+
+from ...errors import ConfigError, LookupFailedError, StoreError, not_installed
+from ...system.text import counted
+from ...system.units import moment, size
+from ..options import Json
+from ..output import Column, Table, print_json, printable_line, say
+
+EPILOG = (
+    "Examples: recorder daemon --once --watch recordings --to archive    "
+    "recorder daemon prune --to archive --older-than 30d"
+)
+
+_ACTIONS = ("ship", "status", "prune", "keep", "unkeep")
+
+
+def command(
+    action: Annotated[str, typer.Argument(metavar="ACTION", help=f"One of {', '.join(_ACTIONS)}.")] = "ship",
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="RUN", help="Of prune, keep and unkeep: runs below --to.")
+    ] = None,
+    watch: Annotated[
+        list[str] | None, typer.Option(metavar="DIR", help="A folder of this node's runs. Repeatable.")
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option(metavar="URL", help="Where runs go: s3://BUCKET/PREFIX, gs://, az:// or file:///DIR.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Ship what is here now, and end: for an epilog.")] = False,
+    config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A TOML file of these settings, read again after SIGHUP.")
+    ] = None,
+    fresh_s: Annotated[
+        float | None, typer.Option("--fresh-s", help="Statistics there are no older than so many seconds (10).")
+    ] = None,
+    status_s: Annotated[
+        float | None, typer.Option("--status-s", help="Seconds between two status of a rank (5).")
+    ] = None,
+    keep_local: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="How long an ended run stays here once it is there: 12h; all (the default)."),
+    ] = None,
+    max_bytes_per_s: Annotated[
+        str | None, typer.Option("--max-bytes-per-s", metavar="BYTES", help="Bound on what is sent: 50MB.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Uploads at once, of small and of large files each (4).")] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where /metrics is (127.0.0.1:9436); '': nowhere.")
+    ] = None,
+    log: Annotated[
+        str | None, typer.Option(metavar="KIND", help="How lines are written: text (the default) or json.")
+    ] = None,
+    catalog_s: Annotated[
+        float | None, typer.Option("--catalog-s", help="Seconds between two catalogs of a growing run (3600); 0: none.")
+    ] = None,
+    check_s: Annotated[
+        float | None,
+        typer.Option("--check-s", help="Seconds between two checks of a growing run; 0 (the default): none."),
+    ] = None,
+    webhook: Annotated[str | None, typer.Option(metavar="URL", help="Is told of findings of severity error.")] = None,
+    stop_s: Annotated[float | None, typer.Option("--stop-s", help="Longest wait of a stop, seconds (10).")] = None,
+    deadline_s: Annotated[
+        float | None,
+        typer.Option("--deadline-s", help="With --once: how long a failing store is tried, seconds (600)."),
+    ] = None,
+    state: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for the lock and the state.")] = None,
+    older_than: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Of prune: runs that changed longer ago: 30d.")
+    ] = None,
+    max_bytes: Annotated[
+        str | None, typer.Option("--max-bytes", metavar="BYTES", help="Of prune: what may stay; the oldest go: 2TB.")
+    ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Of prune: do it; without, it only says what it would do.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Ship the runs of this node to a store while they grow, and keep house there.
+
+    Without an ACTION it ships until SIGTERM. Whoever reads at the destination sees whole runs at every moment.
+    `status` says what a daemon of this node is at. `prune` removes runs there, and `keep` keeps them from it. Each
+    setting can stand in the file, or in the environment as RECORDERD_NAME.
+
+    Exit code 1: with --once, something is not there; with status, no daemon is at work.
+    """
+    if action not in _ACTIONS:
+        raise LookupFailedError(f"{action}: expected one of {', '.join(_ACTIONS)}")
+    if runs and action in ("ship", "status"):
+        raise LookupFailedError(f"{action}: takes no RUN; folders are named with --watch")
+    try:
+        from ...daemon import daemon as _  # noqa: F401 # all that it needs is installed
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "prometheus_client":
+            raise
+        raise ConfigError(not_installed("recorder daemon", "prometheus_client", "daemon")) from None
+    given = locals()
+    from ...daemon.settings import DaemonSettings, load_daemon_settings
+
+    arguments = {item.name: given.get(item.name) for item in fields(DaemonSettings)}
+    settings = load_daemon_settings(config, arguments)
+    if action == "status":
+        return _status(settings, as_json=as_json)
+    if action == "ship":
+        return _ship(settings, lambda: load_daemon_settings(config, arguments), once=once)
+    return _keep_house(action, settings, runs or [], older_than, max_bytes, is_wanted=yes, as_json=as_json)
+
+
+def _ship(settings: Any, reload: Any, *, once: bool) -> int:
+    from ...daemon.daemon import Daemon
+    from ...daemon.lines import log_to_stderr
+
+    log_to_stderr(settings.log)
+    daemon = Daemon(settings, reload)
+    if once:
+        code = daemon.run_once()
+        counters, num_runs = daemon.counters, len(daemon.runs)
+        there = f"{counted(num_runs, 'run')}: {counted(counters.total('uploads'), 'upload')}"
+        say(f"{there} with {size(counters.total('uploaded_bytes'))}; {counted(daemon.left, 'file')} not there")
+    else:
+        code = daemon.run()
+    if daemon.is_parked:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # an upload that hangs must not keep the process from its end
+    return code
+
+
+def _status(settings: Any, *, as_json: bool) -> int:
+    from ...daemon.state import running, state_folder
+
+    found = running(state_folder(settings.state))
+    if as_json:
+        print_json(found)
+        return int(not found)
+    if not found:
+        say("no daemon is at work here")
+    for one in found:
+        num_left = counted(one.get("backlog_files", 0), "file")
+        say(
+            f"process {one.get('pid')} ships {', '.join(one.get('watch', ()))} to {one.get('to')}: "
+            f"{one.get('settled', 0)} of {counted(one.get('runs', 0), 'run')} are there as a whole; "
+            f"{num_left} with {size(one.get('backlog_bytes', 0))} to go; "
+            f"{counted(one.get('uploads', 0), 'upload')} with {size(one.get('uploaded_bytes', 0))} since it began"
+        )
+        if port := one.get("port"):
+            say(f"metrics: http://127.0.0.1:{port}/metrics")
+        if one.get("problem"):
+            say(f"the store fails: {printable_line(one['problem'])}")
+        if one.get("conflicts"):
+            say(f"{counted(one['conflicts'], 'conflict')}: something else is there under the name of a file")
+        if time.time() - one.get("time_s", 0) > 60:
+            say(f"it has said nothing since {moment(int(one.get('time_s', 0) * 1e9))}")
+    return int(not found)
+
+
+def _keep_house(
+    action: str,
+    settings: Any,
+    runs: list[str],
+    older_than: str | None,
+    max_bytes: str | None,
+    *,
+    is_wanted: bool,
+    as_json: bool,
+) -> int:
+    from ...daemon.destination import Throttle, parse_destination
+    from ...daemon.keeping import plan_prune, prune, set_keep
+    from ...daemon.settings import duration_s, num_bytes
+
+    if not settings.to:
+        raise ConfigError(f"{action}: needs --to, the URL below which the runs are")
+    destination = parse_destination(settings.to, Throttle(0))
+    names = [name.removeprefix(destination.url).strip("/") for name in runs]
+    if action != "prune":
+        if not names:
+            raise LookupFailedError(f"{action}: name a run below {destination.url}")
+        for name in names:
+            set_keep(destination, name, is_kept=action == "keep")
+        return 0
+    if not (names or older_than or max_bytes):
+        raise LookupFailedError("prune: say what goes: --older-than TIME, --max-bytes BYTES or RUN")
+    plans = plan_prune(
+        destination,
+        older_than_s=duration_s("--older-than", older_than) if older_than else None,
+        max_bytes=num_bytes("--max-bytes", max_bytes) if max_bytes else None,
+        names=names,
+    )
+    rows, problems = [], 0
+    for plan in plans:
+        state = "stays" if not plan.goes else "would go"
+        if plan.goes and is_wanted:
+            try:
+                state = "removed" if prune(destination, plan.run) else "stays: it has changed just now"
+            except StoreError as error:
+                state, problems = f"failed: {error}", 1
+        rows.append([plan.run.key, size(plan.run.num_bytes), str(plan.run.num_objects), state, plan.why])
+    if as_json:
+        names_of_columns = ("run", "bytes", "objects", "state", "why")
+        values = [
+            (plan.run.key, plan.run.num_bytes, plan.run.num_objects, row[3], plan.why)
+            for plan, row in zip(plans, rows, strict=True)
+        ]
+        print_json([dict(zip(names_of_columns, value, strict=True)) for value in values])
+        return problems
+    titles = ("run", "size", "objects", "what", "why")
+    Table([Column(title=title, is_number=title in ("size", "objects")) for title in titles], rows).print()
+    if not is_wanted and any(plan.goes for plan in plans):
+        say("nothing was removed: --yes does it")
+    return problems

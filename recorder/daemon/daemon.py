@@ -1,0 +1,440 @@
+"""The daemon: looks at the watched folders, hands jobs to its threads, and lives until it is told to stop.
+
+The main thread looks and decides; threads ship. Nothing is waited for but with a deadline, and what a stop leaves under
+way is found again by the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from ..errors import ConfigError, StoreError
+from . import errands, webhook
+from .counters import Counters, Health
+from .destination import Directory, Throttle, parse_destination
+from .fleet import FleetDocument
+from .metrics import DaemonCollector, make_registry
+from .serving import MetricsServer
+from .settings import DaemonSettings, reloaded
+from .shipping import RunShipper, Shipping
+from .state import held_lock, state_folder, write_state
+from .watching import Entries, Folder, find_runs
+
+logger = logging.getLogger("recorder.daemon")
+
+_PASS_S = 1.0
+_FIND_S = 2.0
+_SUMMARY_S = 5.0
+_LATE_S = 60.0
+"""A daemon that has made no pass for so long is not healthy."""
+_LOW_PRIORITY = 10
+
+
+class Daemon:
+    """One daemon: `run` until a signal, or `run_once` until all that is here is there."""
+
+    def __init__(self, settings: DaemonSettings, reload: Callable[[], DaemonSettings] | None = None) -> None:
+        """Check what can be checked without asking the store.
+
+        Args:
+            settings: what to do.
+            reload: reads the settings anew; called after SIGHUP.
+
+        Raises:
+            ConfigError: a setting cannot be used.
+        """
+        self._reload = reload
+        self._watched = _watched_folders(settings)
+        self._throttle = Throttle(settings.max_bytes_per_s)
+        destination = parse_destination(settings.to, self._throttle)
+        if isinstance(destination, Directory):
+            for folder in self._watched:
+                if _contains(folder, str(destination.path)) or _contains(str(destination.path), folder):
+                    raise ConfigError(
+                        f"to = {settings.to!r}: lies in the watched folder {folder}, or holds it; name another"
+                    )
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._is_reload_due = False
+        self.shared = Shipping(destination=destination, settings=settings, is_stopping=self._stop.is_set)
+        self._runs: dict[tuple[str, tuple[str, ...]], RunShipper] = {}
+        self._counts = Entries()
+        self._fleet = FleetDocument(destination)
+        self._pools = {
+            lane: ThreadPoolExecutor(num_threads, f"recorder-{lane}")
+            for lane, num_threads in (("small", settings.threads), ("large", settings.threads), ("errand", 1))
+        }
+        self._under_way: set[Future[None]] = set()
+        self._errands: set[str] = set()
+        self._last_pass_s = time.monotonic()
+        self._next_find_s = self._next_summary_s = 0.0
+        self._has_found = False
+        self._state_path: Path | None = None
+        self.port = 0
+        """Where the metrics are; 0: nowhere."""
+
+    @property
+    def counters(self) -> Counters:
+        return self.shared.counters
+
+    @property
+    def health(self) -> Health:
+        return self.shared.health
+
+    @property
+    def runs(self) -> list[RunShipper]:
+        return list(self._runs.values())
+
+    def seen(self) -> dict[str, int]:
+        """Return how much in the watched folders was left alone: files of no run, and what no key may have."""
+        return {
+            "foreign": self._counts.num_foreign + sum(run.num_foreign for run in self.runs),
+            "refused": self._counts.num_refused + sum(run.num_refused for run in self.runs),
+        }
+
+    def check_store(self) -> None:
+        """Ask the store once, so that a wrong setting is said before anything is moved.
+
+        Raises:
+            StoreError: it refuses, or is not there.
+        """
+        self.shared.destination.get("_fleet/_none.json")
+
+    def run(self) -> int:
+        """Ship until SIGTERM or SIGINT, and return the exit code."""
+        with self._locked(), self._signals():
+            settings = self.shared.settings
+            server = None
+            if settings.listen:
+                collector = DaemonCollector(self.counters, self.health, lambda: self.runs, self.seen, self._watched)
+                server = MetricsServer(settings.address, make_registry(collector), self._is_alive, self._why_not_ready)
+                self.port = server.port
+            with contextlib.suppress(StoreError):  # a store that is away for now comes back
+                self.check_store()
+            _lower_priority()
+            self._say_start()
+            try:
+                while not self._stop.is_set():
+                    if self._is_reload_due:
+                        self._is_reload_due = False
+                        self._reload_settings()
+                    self._pass()
+                    self._wake.wait(min(_PASS_S, self.shared.look_s))
+                    self._wake.clear()
+            finally:
+                if server is not None:
+                    server.close()
+            return self._finish()
+
+    def run_once(self) -> int:
+        """Ship what is here now, to its end; return 0 where all of it is there, and 1 where something is not."""
+        taken_bytes, moved_s = -1, time.monotonic()
+        with self._locked(), self._signals():
+            self.check_store()
+            self.shared.is_once = True
+            while not self._stop.is_set():
+                self._pass()
+                if self._is_all_there():
+                    break
+                has_moved = self._throttle.taken_bytes != taken_bytes or bool(self._under_way)
+                if has_moved and not self.health.problem:  # what is under way has an end of its own
+                    taken_bytes, moved_s = self._throttle.taken_bytes, time.monotonic()
+                if time.monotonic() > moved_s + self.shared.settings.deadline_s:
+                    break
+                self._wake.wait(0.1)
+                self._wake.clear()
+            is_all_there = self._is_all_there() and not self._stop.is_set()
+            with contextlib.suppress(StoreError):  # it is derived
+                self._summarise()
+            code = self._finish()
+            conflicts = self.counters.total("conflicts")
+            left = sum(len(writer.backlog) for run in self.runs for writer in run.writers.values())
+            self.left = left
+            return code or int(not is_all_there or conflicts > 0 or left > 0)
+
+    def stop(self) -> None:
+        """Stop soon. Re-entrant: the handlers of signals call it."""
+        self._stop.set()
+        self._wake.set()
+
+    def _is_all_there(self) -> bool:
+        return (
+            self._has_found
+            and not self._under_way
+            and not self._errands
+            and all(run.conflict or run.is_put or (run.is_settled and self._is_cataloged(run)) for run in self.runs)
+        )
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        settings = self.shared.settings
+        with held_lock(state_folder(settings.state), self.shared.destination.url, self._watched) as path:
+            self._state_path = path
+            yield
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Stop at SIGTERM and SIGINT and reload at SIGHUP, as far as this is the thread that signals come to."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        stop, reload = (lambda *_: self.stop()), (lambda *_: self._ask_reload())
+        handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: reload}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _ask_reload(self) -> None:
+        self._is_reload_due = True
+        self._wake.set()
+
+    def _say_start(self) -> None:
+        where = f"; metrics on port {self.port}" if self.port else ""
+        logger.info("ships %s to %s%s", ", ".join(self._watched), self.shared.destination.url, where)
+
+    def _reload_settings(self) -> None:
+        if self._reload is None:
+            return
+        try:
+            settings, kept = reloaded(self.shared.settings, self._reload())
+        except ConfigError as error:
+            self.counters.add("reloads", "refused")
+            logger.error("the settings were not reloaded, the old ones stay in force: %s", error)
+            return
+        self.shared.settings = settings
+        self._throttle.max_bytes_per_s = settings.max_bytes_per_s
+        self.counters.add("reloads", "done")
+        stay = f"; {', '.join(kept)} stay as they are until a restart" if kept else ""
+        logger.info("the settings were reloaded%s", stay)
+
+    # One pass.
+
+    def _pass(self) -> None:
+        now_s = self._last_pass_s = time.monotonic()
+        self._under_way = {future for future in self._under_way if not future.done()}
+        if now_s >= self._next_find_s:
+            self._next_find_s = now_s + _FIND_S
+            self._find_runs()
+        is_open = self.health.is_open
+        for run in self.runs:
+            try:
+                jobs = run.look(now_s) if is_open else []
+            except FileNotFoundError:
+                self._next_find_s = 0.0  # it was removed
+                continue
+            except OSError as error:
+                self.shared.failed(error, run.key)
+                continue
+            for lane, job in jobs:
+                self._submit(lane, job, run)
+            if is_open:
+                self._run_errands(run, now_s)
+        if now_s >= self._next_summary_s:
+            self._next_summary_s = now_s + _SUMMARY_S
+            if is_open and not self._is_summary_due:
+                self._is_summary_due = True
+                self._submit("small", self._summarise, None)
+            self._write_state()
+
+    _is_summary_due = False
+
+    def _submit(self, lane: str, job: Callable[[], None], run: RunShipper | None) -> None:
+        def do() -> None:
+            try:
+                if not self._stop.is_set():
+                    job()
+            except Exception as error:
+                self.shared.failed(error, run.key if run is not None else "the fleet's index")
+            finally:
+                self._wake.set()
+
+        self._under_way.add(self._pools[lane].submit(do))
+
+    def _find_runs(self) -> None:
+        counts, found = Entries(), set[tuple[str, tuple[str, ...]]]()
+        for root in self._watched:
+            try:
+                with Folder.root(root) as folder:
+                    found |= {(root, names) for names in find_runs(folder, counts)}
+            except OSError as error:
+                self.shared.failed(error, root)
+                found |= {key for key in self._runs if key[0] == root}  # it may come back
+        for key in sorted(found - self._runs.keys()):
+            try:
+                self._runs[key] = RunShipper(*key, self.shared)
+            except OSError as error:
+                self.shared.failed(error, "/".join(key[1]))
+        for key in self._runs.keys() - found:
+            self._runs.pop(key).close()
+        self._counts = counts
+        self._has_found = True
+
+    def _summarise(self) -> None:
+        try:
+            self._fleet.put({run.key: run.summary() for run in self.runs if run.is_known and not run.conflict})
+        finally:
+            self._is_summary_due = False
+
+    def _run_errands(self, run: RunShipper, now_s: float) -> None:
+        if run.key in self._errands or run.conflict or not run.writers:
+            return
+        settings = self.shared.settings
+        if run.needs_repair:
+            self._errand(run, lambda: errands.repair(run))
+        elif run.may_go and now_s >= run.settled_since_s + settings.keep_local_s and self._is_cataloged(run):
+            self._errand(run, lambda: self._remove(run))
+            return
+        if settings.catalog_s and (run.is_settled or now_s >= run.next_catalog_s):
+            num_rows = run.summary()["rows"]
+            if num_rows and num_rows != run.cataloged_rows:
+                run.next_catalog_s = now_s + settings.catalog_s
+                if run.cataloged_rows >= 0 or run.is_settled:
+                    run.cataloged_rows = num_rows
+                    assert self._state_path is not None, "the lock is held"
+                    folder = self._state_path.parent
+                    self._errand(run, lambda: errands.catalog(run, folder))
+                else:
+                    run.cataloged_rows = 0  # the first one comes after a while, or at the end
+        if settings.check_s and now_s >= run.next_check_s and not run.is_settled:
+            run.next_check_s = now_s + settings.check_s
+            self._errand(run, lambda: self._check(run))
+
+    def _is_cataloged(self, run: RunShipper) -> bool:
+        return not self.shared.settings.catalog_s or run.cataloged_rows == run.summary()["rows"]
+
+    def _errand(self, run: RunShipper, job: Callable[[], None]) -> None:
+        self._errands.add(run.key)
+
+        def do() -> None:
+            try:
+                job()
+            finally:
+                self._errands.discard(run.key)
+
+        self._submit("errand", do, run)
+
+    def _check(self, run: RunShipper) -> None:
+        news = errands.check(run)
+        for finding in news:
+            logger.warning("%s: %s at step %s", run.key, finding["rule"], finding["step"], extra={"finding": finding})
+        if news and self.shared.settings.webhook:
+            webhook.send(self.shared.settings.webhook, news, lambda result: self.counters.add("webhooks", result))
+
+    def _remove(self, run: RunShipper) -> None:
+        """Remove a run here that has ended and is there, after the store was asked once more."""
+        held = {key[len(run.key) + 1 :]: seen for key, seen in self.shared.destination.listing(f"{run.key}/")}
+        missing = run.missing_in(held)
+        if missing:
+            logger.error("%s: %s is not there any more; nothing is removed here", run.key, missing)
+            run.suspect()
+            run.look_again()
+            return
+        num_bytes, is_gone = run.remove()
+        self.counters.add("removed_runs", amount=int(is_gone))
+        self.counters.add("removed_bytes", amount=num_bytes)
+        logger.info("%s: is there as a whole, and was removed here", run.key)
+        self._next_find_s = 0.0
+
+    # What it says of itself.
+
+    def _is_alive(self) -> bool:
+        return time.monotonic() - self._last_pass_s < _LATE_S
+
+    def _why_not_ready(self) -> str:
+        if not self._has_found:
+            return "the watched folders were not looked at yet"
+        return self.health.problem
+
+    def _write_state(self) -> None:
+        if self._state_path is None:
+            return
+        backlog = [stamp for run in self.runs for writer in run.writers.values() for stamp in writer.backlog.values()]
+        state = {
+            "pid": os.getpid(),
+            "to": self.shared.destination.url,
+            "watch": self._watched,
+            "port": self.port,
+            "time_s": time.time(),
+            "runs": len(self._runs),
+            "settled": sum(run.is_settled for run in self.runs),
+            "backlog_files": len(backlog),
+            "backlog_bytes": sum(stamp.size_bytes for stamp in backlog),
+            "uploads": self.counters.total("uploads"),
+            "uploaded_bytes": self.counters.total("uploaded_bytes"),
+            "errors": self.counters.of("errors"),
+            "conflicts": self.counters.total("conflicts"),
+            "problem": self.health.problem,
+            **self.seen(),
+        }
+        write_state(self._state_path, state)
+
+    def _finish(self) -> int:
+        """Wait for what is under way until the deadline, and leave the rest for the next start."""
+        self._stop.set()
+        until_s = time.monotonic() + self.shared.settings.stop_s
+        while any(not future.done() for future in self._under_way) and time.monotonic() < until_s:
+            time.sleep(0.02)
+        num_parked = sum(not future.done() for future in self._under_way)
+        for pool in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
+        self.is_parked = num_parked > 0
+        if num_parked:
+            logger.warning("stops with %d uploads under way; the next start goes on with them", num_parked)
+        for run in self.runs:
+            run.close()
+        logger.info("stopped")
+        return 0
+
+    left = 0
+    """Files that `run_once` could not ship."""
+    is_parked = False
+    """Whether threads are still at work, so that the process must be ended without waiting for them."""
+
+
+def _watched_folders(settings: DaemonSettings) -> list[str]:
+    if not settings.watch:
+        raise ConfigError("watch: no folder is named; --watch DIR is where this node's runs are")
+    if not settings.to:
+        raise ConfigError("to: no destination is named; --to s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER")
+    folders: list[str] = []
+    for name in settings.watch:
+        folder = os.path.realpath(name)
+        if not os.path.isdir(folder):
+            raise ConfigError(f"watch = {name!r}: is no folder")
+        if os.path.lexists(f"{folder}/_run.json"):
+            raise ConfigError(f"watch = {name!r}: is a run; name the folder that it lies in")
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise ConfigError(f"watch = {name!r}: may not be read by this user")
+        for other in folders:
+            if _contains(other, folder) or _contains(folder, other):
+                raise ConfigError(f"watch = {name!r}: is, holds or lies in {other}, which is watched, too")
+        folders.append(folder)
+    return folders
+
+
+def _contains(outer: str, inner: str) -> bool:
+    return inner == outer or inner.startswith(outer.rstrip("/") + "/")
+
+
+def _lower_priority() -> None:
+    """Yield to training: the processor to whoever wants it, the disk to whoever has asked before."""
+    with contextlib.suppress(OSError):
+        os.nice(_LOW_PRIORITY)
+    with contextlib.suppress(Exception):
+        import ctypes
+
+        libc = ctypes.CDLL(None, use_errno=True)
+        io_priority_set, who_process, idle = 251, 1, 3 << 13
+        if os.uname().machine == "x86_64":
+            libc.syscall(io_priority_set, who_process, 0, idle)

@@ -1,0 +1,467 @@
+"""Where runs are shipped to: a bucket or a folder, written so that nothing there is overwritten with something else.
+
+A new file is made only where none is; a document is replaced only where it is the one that was put before. What a store
+says of a put is checked: by its ETag where that is the MD5 that S3 has, else by reading back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+from urllib.parse import unquote
+
+from crc32c import crc32c
+
+from ..errors import ConfigError, StoreError
+from ..storage.clients import KINDS, Client
+from ..storage.locations import scheme_of
+from .watching import LocalFile
+
+PART_BYTES = 5 << 20
+"""The part of a multipart upload: the least that S3 takes, because a slow link must send it within `_SILENCE_S`."""
+_PIECE_BYTES = 1 << 18
+_SILENCE_S = 30.0
+_NUM_TRIES = 2
+"""Of one request. The daemon itself tries again for as long as it runs."""
+_CRC_KEY = "recordercrc32c"
+"""The metadata of an object in which stands what was to be put."""
+_MD5 = re.compile(r"[0-9a-f]{32}")
+
+Answer = TypeVar("Answer")
+
+
+class TakenError(Exception):
+    """Another object is there already, or another one than was expected."""
+
+
+class DamagedError(Exception):
+    """The store has taken other bytes than were sent; what it took was removed again."""
+
+
+class Held(NamedTuple):
+    """What a destination holds under a key."""
+
+    size_bytes: int
+    changed_s: float
+    e_tag: str
+
+
+class Throttle:
+    """A bound on bytes a second over all threads; 0: none."""
+
+    def __init__(self, max_bytes_per_s: int) -> None:
+        self.max_bytes_per_s = max_bytes_per_s
+        self.taken_bytes = 0
+        """Bytes that have gone so far: whoever waits for progress looks here."""
+        self._lock = threading.Lock()
+        self._free_at_s = 0.0
+
+    def take(self, num_bytes: int) -> None:
+        """Wait until so many bytes may go."""
+        with self._lock:
+            self.taken_bytes += num_bytes
+            if not self.max_bytes_per_s:
+                return
+            now = time.monotonic()
+            begin_s = max(self._free_at_s, now)
+            self._free_at_s = begin_s + num_bytes / self.max_bytes_per_s
+        time.sleep(max(begin_s - now, 0))
+
+
+class Destination(Protocol):
+    """A place below which runs are kept; keys are relative to it. Any thread may call."""
+
+    url: str
+
+    def put_new(self, key: str, file: LocalFile) -> str:
+        """Put a file that will never change; return how it was confirmed: ``etag``, ``read``, ``synced`` or ``there``.
+
+        Raises:
+            TakenError: something else has the name.
+            DamagedError: the store kept other bytes; try again.
+            StoreError: the store cannot be asked, or refuses.
+        """
+
+    def put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
+        """Put a document where none is (`e_tag` None), or in place of the one of this ETag; return the new ETag.
+
+        Raises:
+            TakenError: another document is there, or none any more.
+            StoreError: as above.
+        """
+
+    def get(self, key: str) -> tuple[bytes, str] | None:
+        """Return a small document and its ETag; None where there is none.
+
+        One that the store has damaged, as the checksum that was put with it tells, is empty: it may be replaced.
+        """
+
+    def listing(self, prefix: str) -> Iterator[tuple[str, Held]]:
+        """Yield all that lies below a prefix."""
+
+    def folders(self, prefix: str) -> list[str]:
+        """Return the names of the folders right below a prefix."""
+
+    def delete(self, keys: list[str]) -> None:
+        """Delete objects; one that is gone already is no error."""
+
+    def renew(self) -> None:
+        """Find the credentials anew."""
+
+
+class Bucket:
+    """A prefix of an object store."""
+
+    def __init__(self, scheme: str, bucket: str, prefix: str, throttle: Throttle) -> None:
+        self.url = "/".join(filter(None, (f"{scheme}://{bucket}", prefix)))
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._throttle = throttle
+        self._client = Client(scheme, bucket, silence_s=_SILENCE_S, num_tries=_NUM_TRIES)
+        self._tag = "version" if scheme == "gs" else "e_tag"
+        """What a conditional put names: Google's store wants the generation of the object."""
+
+    def renew(self) -> None:
+        self._client.renew()
+
+    def put_new(self, key: str, file: LocalFile) -> str:
+        crc, e_tag = _digests(file, file.size_bytes)
+        attributes = {_CRC_KEY: f"{crc:08x}"}
+        path = self._prefix + key
+        try:
+            if file.size_bytes <= PART_BYTES:
+                content = file.bytes(0, file.size_bytes)
+                self._throttle.take(len(content))
+                placed = self._ask(key, lambda store: _put(store, path, content, "create", attributes))
+            else:
+                if self.head(key) is not None:
+                    raise TakenError(key)
+                placed = self._ask(key, lambda store: self._put_parts(store, path, file, attributes))
+        except TakenError:
+            if self._is_same(key, file, e_tag):
+                return "there"
+            if self._claims(key, crc):  # it was to be ours, and is damaged
+                self._delete_damaged(key)
+            raise
+        if placed == e_tag:
+            return "etag"
+        if not self._reads_same(key, file):
+            self._delete_damaged(key)
+        return "read"
+
+    def _delete_damaged(self, key: str) -> None:
+        self.delete([key])
+        raise DamagedError(f"{self.url}/{key}: the store has kept other bytes than were sent; they are sent again")
+
+    def _put_parts(self, store: Any, path: str, file: LocalFile, attributes: dict[str, str]) -> str:
+        import obstore
+
+        def pieces() -> Iterator[bytes]:
+            for offset in range(0, file.size_bytes, _PIECE_BYTES):
+                piece = file.bytes(offset, min(_PIECE_BYTES, file.size_bytes - offset))
+                self._throttle.take(len(piece))
+                yield piece
+
+        options: dict[str, Any] = {"use_multipart": True, "chunk_size": PART_BYTES, "max_concurrency": 2}
+        return _bare(obstore.put(store, path, pieces(), attributes=attributes, **options)["e_tag"])
+
+    def put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
+        self._throttle.take(len(content))
+        attributes = {_CRC_KEY: f"{crc32c(content):08x}"}
+        mode: Any = "create" if e_tag is None else {self._tag: f'"{e_tag}"' if self._tag == "e_tag" else e_tag}
+        tag = self._ask(key, lambda store: _put(store, self._prefix + key, content, mode, attributes, self._tag))
+        is_md5 = _MD5.fullmatch(tag) is not None
+        if is_md5 and tag != hashlib.md5(content, usedforsecurity=False).hexdigest():
+            there = self.get(key)
+            if there is None or there[0] != content:
+                raise DamagedError(
+                    f"{self.url}/{key}: the store has kept other bytes than were sent; they are sent again"
+                )
+            return there[1]
+        return tag
+
+    def get(self, key: str) -> tuple[bytes, str] | None:
+        def ask(store: Any) -> tuple[bytes, str]:
+            answer = store.get(self._prefix + key)
+            content, claimed = bytes(answer.bytes()), dict(answer.attributes).get(_CRC_KEY)
+            is_damaged = claimed is not None and claimed != f"{crc32c(content):08x}"
+            return b"" if is_damaged else content, _bare(answer.meta[self._tag])
+
+        try:
+            return self._ask(key, ask)
+        except FileNotFoundError:
+            return None
+
+    def head(self, key: str) -> Held | None:
+        """Return what is known of an object; None where there is none."""
+        try:
+            return self._ask(key, lambda store: _held(store.head(self._prefix + key)))
+        except FileNotFoundError:
+            return None
+
+    def listing(self, prefix: str) -> Iterator[tuple[str, Held]]:
+        wanted = (self._prefix + prefix).strip("/")
+        found = self._ask(prefix, lambda store: store.list(wanted or None).collect())
+        for meta in found:
+            yield meta["path"].removeprefix(self._prefix), _held(meta)
+
+    def folders(self, prefix: str) -> list[str]:
+        wanted = (self._prefix + prefix).strip("/")
+        answer = self._ask(prefix, lambda store: store.list_with_delimiter(wanted or None))
+        return sorted(path.rpartition("/")[2] for path in answer["common_prefixes"])
+
+    def delete(self, keys: list[str]) -> None:
+        for start in range(0, len(keys), 1000):
+            paths = [self._prefix + key for key in keys[start : start + 1000]]
+            with contextlib.suppress(FileNotFoundError):
+                self._ask(keys[start], lambda store, paths=paths: store.delete(paths))  # type: ignore[misc]
+
+    def _is_same(self, key: str, file: LocalFile, e_tag: str) -> bool:
+        held = self.head(key)
+        if held is None or held.size_bytes != file.size_bytes:
+            return False
+        return held.e_tag == e_tag or self._reads_same(key, file)
+
+    def _claims(self, key: str, crc: int) -> bool:
+        try:
+            answer = self._ask(
+                key, lambda store: dict(store.get(self._prefix + key, options={"head": True}).attributes)
+            )
+        except FileNotFoundError:
+            return False
+        return answer.get(_CRC_KEY) == f"{crc:08x}"
+
+    def _reads_same(self, key: str, file: LocalFile) -> bool:
+        """Whether an object is a file, byte by byte."""
+
+        def ask(store: Any) -> bool:
+            offset = 0
+            for piece in store.get(self._prefix + key).stream(min_chunk_size=_PIECE_BYTES):
+                content = bytes(piece)
+                if offset + len(content) > file.size_bytes or file.bytes(offset, len(content)) != content:
+                    return False
+                offset += len(content)
+            return offset == file.size_bytes
+
+        try:
+            return self._ask(key, ask)
+        except FileNotFoundError:
+            return False
+
+    def _ask(self, key: str, question: Callable[[Any], Answer]) -> Answer:
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        taken: list[Exception] = []
+
+        def ask(store: Any) -> Answer | None:
+            try:
+                return question(store)
+            except (AlreadyExistsError, PreconditionError) as error:
+                taken.append(error)
+                return None
+
+        answer: Any = self._client.ask(f"{self.url}/{key}", ask)
+        if taken:
+            raise TakenError(key)
+        return answer  # type: ignore[no-any-return]
+
+
+class Directory:
+    """A folder, such as that of another machine's file system; what is confirmed was synced."""
+
+    def __init__(self, path: Path, throttle: Throttle) -> None:
+        self.url = f"file://{path}"
+        self.path = path
+        self._throttle = throttle
+
+    def renew(self) -> None:
+        """Do nothing: a folder has no credentials."""
+
+    def put_new(self, key: str, file: LocalFile) -> str:
+        final = self._place(key)
+        temporary = self._temporary(final)
+        try:
+            with open(temporary, "xb") as out:
+                for offset in range(0, file.size_bytes, _PIECE_BYTES):
+                    piece = file.bytes(offset, min(_PIECE_BYTES, file.size_bytes - offset))
+                    self._throttle.take(len(piece))
+                    out.write(piece)
+                out.flush()
+                os.fsync(out.fileno())
+            try:
+                os.link(temporary, final)
+            except FileExistsError:
+                if not _is_same_file(final, file):
+                    raise TakenError(key) from None
+                return "there"
+            _sync_folder(final.parent)
+        except OSError as error:
+            raise _refused(error, final) from error
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        return "synced"
+
+    def put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
+        final = self._place(key)
+        temporary = self._temporary(final)
+        try:
+            with open(temporary, "xb") as out:
+                out.write(content)
+                out.flush()
+                os.fsync(out.fileno())
+            if e_tag is None:
+                os.link(temporary, final)
+            else:
+                held = self.get(key)
+                if held is None or held[1] != e_tag:
+                    raise TakenError(key)
+                os.replace(temporary, final)
+            _sync_folder(final.parent)
+            return hashlib.md5(content, usedforsecurity=False).hexdigest()
+        except FileExistsError:
+            raise TakenError(key) from None
+        except OSError as error:
+            raise _refused(error, final) from error
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+    def get(self, key: str) -> tuple[bytes, str] | None:
+        try:
+            content = (self.path / key).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise _refused(error, self.path / key) from error
+        return content, hashlib.md5(content, usedforsecurity=False).hexdigest()
+
+    def listing(self, prefix: str) -> Iterator[tuple[str, Held]]:
+        for folder, _, names in os.walk(self.path / prefix):
+            for name in names:
+                path = Path(folder) / name
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.lstat()
+                    if stat.S_ISREG(status.st_mode) and not name.endswith(".tmp"):
+                        yield str(path.relative_to(self.path)), Held(status.st_size, status.st_mtime, "")
+
+    def folders(self, prefix: str) -> list[str]:
+        try:
+            return sorted(entry.name for entry in os.scandir(self.path / prefix) if entry.is_dir(follow_symlinks=False))
+        except FileNotFoundError:
+            return []
+
+    def delete(self, keys: list[str]) -> None:
+        for key in keys:
+            try:
+                (self.path / key).unlink(missing_ok=True)
+            except OSError as error:
+                raise _refused(error, self.path / key) from error
+            folder = (self.path / key).parent
+            while folder != self.path:
+                try:
+                    folder.rmdir()
+                except OSError:  # it is not empty
+                    break
+                folder = folder.parent
+
+    def _place(self, key: str) -> Path:
+        final = self.path / key
+        try:
+            final.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _refused(error, final) from error
+        return final
+
+    @staticmethod
+    def _temporary(final: Path) -> Path:
+        return final.with_name(f"_{final.name[:200]}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
+
+
+def parse_destination(text: str, throttle: Throttle) -> Bucket | Directory:
+    """Return the destination that a URL names; nothing is asked of it yet.
+
+    Raises:
+        ConfigError: it is no URL of a destination.
+    """
+    scheme = scheme_of(text)
+    if scheme == "file":
+        path = unquote(text[len("file://") :])
+        if not path.startswith("/"):
+            raise ConfigError(f"to = {text!r}: expected file:///FOLDER, with three slashes")
+        return Directory(Path(os.path.realpath(path)), throttle)
+    if scheme is None and text:
+        return Directory(Path(os.path.realpath(text)), throttle)
+    if scheme not in KINDS:
+        known = ", ".join(f"{name}://" for name in KINDS)
+        raise ConfigError(f"to = {text!r}: expected a folder, or one of {known}")
+    bucket, _, prefix = text.partition("://")[2].strip("/").partition("/")
+    names = prefix.split("/") if prefix else []
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", bucket) or not {"", ".", ".."}.isdisjoint(names):
+        raise ConfigError(f"to = {scheme}://...: expected {scheme}://BUCKET/PATH; credentials and ports are settings")
+    return Bucket(scheme, bucket, prefix, throttle)
+
+
+def _put(store: Any, path: str, content: bytes, mode: Any, attributes: dict[str, str], tag: str = "e_tag") -> str:
+    import obstore
+
+    placed: Any = obstore.put(store, path, content, mode=mode, attributes=attributes or None)
+    return _bare(placed[tag])
+
+
+def _digests(file: LocalFile, num_bytes: int) -> tuple[int, str]:
+    """Return the CRC32C of a file, and the ETag that S3 gives it when it is put in parts of `PART_BYTES`."""
+    crc, parts, part = 0, [], hashlib.md5(usedforsecurity=False)
+    for offset in range(0, num_bytes, _PIECE_BYTES):
+        if offset and offset % PART_BYTES == 0:
+            parts.append(part.digest())
+            part = hashlib.md5(usedforsecurity=False)
+        piece = file.bytes(offset, min(_PIECE_BYTES, num_bytes - offset))
+        crc = crc32c(piece, crc)
+        part.update(piece)
+    if num_bytes <= PART_BYTES:
+        return crc, part.hexdigest()
+    parts.append(part.digest())
+    return crc, f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
+
+
+def _held(meta: Any) -> Held:
+    return Held(meta["size"], meta["last_modified"].timestamp(), _bare(meta["e_tag"]))
+
+
+def _bare(e_tag: str | None) -> str:
+    return (e_tag or "").removeprefix("W/").strip('"')
+
+
+def _is_same_file(path: Path, file: LocalFile) -> bool:
+    try:
+        with open(path, "rb") as other:
+            if os.fstat(other.fileno()).st_size != file.size_bytes:
+                return False
+            for offset in range(0, file.size_bytes, _PIECE_BYTES):
+                num_bytes = min(_PIECE_BYTES, file.size_bytes - offset)
+                if other.read(num_bytes) != file.bytes(offset, num_bytes):
+                    return False
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # some file systems cannot
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _refused(error: OSError, path: Path) -> StoreError:
+    return StoreError(f"{path}: the destination refuses ({error.strerror or error})", "failed")

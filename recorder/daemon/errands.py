@@ -1,0 +1,113 @@
+"""Other commands of the package that the daemon runs, each in a process of its own at the lowest priority.
+
+A command that crashes on a damaged run, or takes much memory, takes nothing of the daemon with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import StoreError
+from .destination import TakenError
+from .fleet import node_name
+from .shipping import RunShipper
+
+logger = logging.getLogger("recorder.daemon")
+
+CATALOG = "_catalog"
+_LONGEST_S = 1800.0
+_MAX_CATALOG_BYTES = 256 << 20
+
+
+def _run(words: list[str], is_stopping: Callable[[], bool]) -> tuple[int, str, str]:
+    """Run a command of the package; it is killed where the daemon stops or it takes too long."""
+    package = str(Path(__file__).resolve().parents[2])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RECORDER", "_RECORDER"))}
+    command = ["nice", "-n", "19", sys.executable, "-m", "recorder", *words]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=package, env=environment
+        )
+        for _ in range(int(_LONGEST_S * 5)):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.2)
+                break
+            if is_stopping():
+                break
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        texts = []
+        for stream in (out, err):
+            stream.seek(0)
+            texts.append(stream.read(16 << 20).decode(errors="replace"))
+    return process.returncode, texts[0], texts[1]
+
+
+def repair(run: RunShipper) -> None:
+    """Seal what dead writers of a run have left open."""
+    ended = [writer for writer in list(run.writers.values()) if writer.needs_repair]
+    code, _, said = _run(["repair", run.path], run.shared.is_stopping)
+    run.shared.counters.add("errands", f"repair {'done' if code in (0, 1) else 'failed'}")
+    logger.info(
+        "%s: open shards of writers that ended were sealed (exit code %d) %s", run.key, code, said.strip()[-300:]
+    )
+    for writer in ended:
+        writer.was_repaired = True
+    run.look_again()
+
+
+def catalog(run: RunShipper, folder: Path) -> None:
+    """Make the catalog of this node's part of a run anew, and put it beside the run."""
+    file = folder / f"catalog-{os.getpid()}-{os.urandom(4).hex()}.parquet"
+    try:
+        code, _, said = _run(["catalog", run.path, "-o", str(file)], run.shared.is_stopping)
+        if code not in (0, 1) or not file.exists() or file.stat().st_size > _MAX_CATALOG_BYTES:
+            run.shared.counters.add("errands", "catalog failed")
+            logger.warning("%s: no catalog could be made: %s", run.key, said.strip()[-300:])
+            return
+        content = file.read_bytes()
+    finally:
+        file.unlink(missing_ok=True)
+    key = f"{run.key}/{CATALOG}/{node_name()}.parquet"
+    try:
+        found = run.shared.destination.get(key)
+        run.shared.destination.put_if(key, content, None if found is None else found[1])
+        run.shared.counters.add("errands", "catalog done")
+        run.shared.counters.add("uploads", "catalog")
+        run.shared.counters.add("uploaded_bytes", "catalog", len(content))
+    except (StoreError, TakenError) as error:
+        run.shared.counters.add("errands", "catalog failed")
+        run.cataloged_rows = -1
+        if isinstance(error, StoreError):
+            run.shared.failed(error, run.key)
+
+
+def check(run: RunShipper) -> list[dict[str, Any]]:
+    """Return the findings of severity error that are new since the last check."""
+    code, out, said = _run(["check", run.path, "--json"], run.shared.is_stopping)
+    findings: Any = None
+    with contextlib.suppress(ValueError):
+        findings = json.loads(out)
+    if code not in (0, 1) or not isinstance(findings, dict):
+        run.shared.counters.add("errands", "check failed")
+        logger.info("%s: cannot be checked yet: %s", run.key, said.strip()[-300:])
+        return []
+    run.shared.counters.add("errands", "check done")
+    before, counts, news = run.findings, dict[tuple[str, str], int](), []
+    for finding in findings.get("findings", ()):
+        what = str(finding.get("rule")), str(finding.get("severity"))
+        counts[what] = counts.get(what, 0) + 1
+        if what[1] == "error" and counts[what] > before.get(what, 0):
+            news.append({"run": run.key, **{k: finding.get(k) for k in ("rule", "severity", "step", "rank", "module")}})
+    run.findings = counts
+    return news

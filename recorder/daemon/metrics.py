@@ -1,0 +1,214 @@
+"""What the daemon shows of itself and of the runs of its node, by Prometheus' names; none is renamed later.
+
+docs/daemon.md lists every metric, and a test compares the list with what is shown. Must never ask the store anything.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+
+from .. import __version__
+from ..format.manifest import Balance
+from ..format.members import Members
+from .counters import Counters, Health
+from .shipping import RunShipper, WriterShipper
+
+_RANK = ("run", "rank")
+
+COUNTED = {
+    "uploads": ("recorder_daemon_uploads", "Objects that were put, by kind of file", "kind"),
+    "uploaded_bytes": ("recorder_daemon_uploaded_bytes", "Bytes that were put, by kind of file", "kind"),
+    "confirmed": (
+        "recorder_daemon_confirmed_files",
+        "Files that the store has confirmed, by how it was checked",
+        "how",
+    ),
+    "errors": ("recorder_daemon_errors", "Jobs that failed and are tried again, by kind of error", "kind"),
+    "conflicts": ("recorder_daemon_conflicts", "Files for which something else is there, by kind of file", "kind"),
+    "lost_objects": ("recorder_daemon_lost_objects", "Objects that the store had confirmed and has lost", ""),
+    "removed_bytes": ("recorder_daemon_removed_bytes", "Bytes of runs that were removed here once they were there", ""),
+    "removed_runs": ("recorder_daemon_removed_runs", "Runs that were removed here once they were there", ""),
+    "reloads": ("recorder_daemon_reloads", "Reloads of the settings, by result", "result"),
+    "errands": ("recorder_daemon_errands", "Repairs, catalogs and checks, by result", "result"),
+    "webhooks": ("recorder_daemon_webhooks", "Calls of the webhook, by result", "result"),
+    "refused_files": ("recorder_daemon_refused_contents", "Files whose content is not what their name says", "reason"),
+}
+"""The counters: the name in `Counters`, the metric's name, its help, and its label."""
+
+_OF_RANK: tuple[tuple[str, str, Callable[[WriterShipper], float | None]], ...] = (
+    ("recorder_step", "Step that the rank is in", lambda w: _number(w.status.get("step"))),
+    (
+        "recorder_step_changed_timestamp_seconds",
+        "When the rank's step was seen to change",
+        lambda w: w.step_changed_s or None,
+    ),
+    (
+        "recorder_status_timestamp_seconds",
+        "When the rank's status was written",
+        lambda w: _seconds(w.status.get("time_ns")),
+    ),
+    ("recorder_recording", "1 while the rank's writer is at work, else 0", lambda w: float(w.state == "alive")),
+    ("recorder_pool_bytes", "Size of the rank's pool of host memory", lambda w: _number(w.status.get("pool_bytes"))),
+    ("recorder_pool_used_bytes", "Bytes in use of the rank's pool", lambda w: _number(w.status.get("pool_used_bytes"))),
+    (
+        "recorder_disk_free_bytes",
+        "Bytes left on the disk of the rank's files",
+        lambda w: _number(w.status.get("free_bytes")),
+    ),
+)
+_SUMS_OF_RANK: tuple[tuple[str, str, Callable[[WriterShipper], float | None]], ...] = (
+    ("recorder_rows_observed", "Rows that the rank has numbered", lambda w: _number(w.status.get("observed"))),
+    ("recorder_rows_written", "Rows that the rank has written", lambda w: _number(w.status.get("written"))),
+    ("recorder_rows_retired", "Rows that the rank's retention has deleted", lambda w: float(_balance(w).retired_rows)),
+    ("recorder_written_bytes", "Bytes that the rank has written", lambda w: _number(w.status.get("written_bytes"))),
+    (
+        "recorder_waited_seconds",
+        "Time that training has waited for the pool",
+        lambda w: _number(w.status.get("waited_s")),
+    ),
+)
+
+
+class DaemonCollector:
+    """Makes the metrics when they are asked for."""
+
+    def __init__(
+        self,
+        counters: Counters,
+        health: Health,
+        runs: Callable[[], list[RunShipper]],
+        seen: Callable[[], dict[str, int]],
+        watched: list[str],
+    ) -> None:
+        self._counters = counters
+        self._health = health
+        self._runs = runs
+        self._seen = seen
+        self._watched = watched
+
+    def collect(self) -> Iterable[Any]:
+        yield InfoMetricFamily("recorder_daemon", "The daemon's version", value={"version": __version__})
+        for name, (metric, text, label) in COUNTED.items():
+            family = CounterMetricFamily(metric, text, labels=[label] if label else [])
+            sums = self._counters.of(name) or ({} if label else {"": 0})
+            for word, total in sums.items():
+                family.add_metric([word] if label else [], total)
+            yield family
+        yield from self._of_store()
+        yield from self._of_ranks()
+        seen = self._seen()
+        yield _gauge("recorder_daemon_foreign_files", "Files in watched folders that are no run's", seen["foreign"])
+        yield _gauge("recorder_daemon_refused_files", "Links, devices and names that no key may have", seen["refused"])
+        free = GaugeMetricFamily(
+            "recorder_daemon_free_bytes", "Bytes left where a watched folder is", labels=["folder"]
+        )
+        for folder in self._watched:
+            try:
+                status = os.statvfs(folder)
+            except OSError:
+                continue
+            free.add_metric([folder], status.f_bavail * status.f_frsize)
+        yield free
+
+    def _of_store(self) -> Iterator[Any]:
+        runs, now = self._runs(), time.time()
+        backlog = [stamp for run in runs for writer in list(run.writers.values()) for stamp in writer.backlog.values()]
+        yield _gauge(
+            "recorder_daemon_store_up", "1 while the store does what it is asked, else 0", not self._health.problem
+        )
+        yield _gauge(
+            "recorder_daemon_store_answered_timestamp_seconds",
+            "When the store has last done what it was asked; 0: never",
+            self._health.answered_s,
+        )
+        yield _gauge("recorder_daemon_runs", "Runs in watched folders", len(runs))
+        yield _gauge("recorder_daemon_settled_runs", "Runs of which all is there", sum(run.is_settled for run in runs))
+        yield _gauge("recorder_daemon_backlog_files", "Sealed files that the store has not confirmed", len(backlog))
+        yield _gauge(
+            "recorder_daemon_backlog_bytes",
+            "Bytes of the sealed files that the store has not confirmed",
+            sum(stamp.size_bytes for stamp in backlog),
+        )
+        oldest_s = min((stamp.changed_ns / 1e9 for stamp in backlog), default=now)
+        yield _gauge(
+            "recorder_daemon_lag_seconds",
+            "Age of the oldest sealed file that the store has not confirmed",
+            now - oldest_s,
+        )
+        live = [one.small_since_s for run in runs for one in list(run.writers.values()) if one.state == "alive"]
+        stale_s = now - min(live) if live and all(live) else 0.0
+        yield _gauge(
+            "recorder_daemon_statistics_age_seconds", "Age of the statistics there, of the rank that is last", stale_s
+        )
+
+    def _of_ranks(self) -> Iterator[Any]:
+        writers = [(run, writer) for run in self._runs() for writer in _newest(run)]
+        for name, text, read in _OF_RANK:
+            family = GaugeMetricFamily(name, text, labels=_RANK)
+            for run, writer in writers:
+                if (value := read(writer)) is not None:
+                    family.add_metric([run.key, str(writer.rank)], value)
+            yield family
+        for name, text, read in _SUMS_OF_RANK:
+            counter = CounterMetricFamily(name, text, labels=_RANK)
+            for run, writer in writers:
+                if (value := read(writer)) is not None:
+                    counter.add_metric([run.key, str(writer.rank)], value)
+            yield counter
+        dropped = CounterMetricFamily("recorder_rows_dropped", "Rows that were dropped", labels=(*_RANK, "reason"))
+        for run, writer in writers:
+            for reason, count in _balance(writer).dropped.items():
+                dropped.add_metric([run.key, str(writer.rank), reason], count)
+        yield dropped
+        findings = GaugeMetricFamily(
+            "recorder_findings", "Findings of the last check", labels=("run", "rule", "severity")
+        )
+        for run in self._runs():
+            for (rule, severity), count in list(run.findings.items()):
+                findings.add_metric([run.key, rule, severity], count)
+        yield findings
+
+
+def make_registry(collector: DaemonCollector) -> CollectorRegistry:
+    """Return a registry with the daemon's metrics and those of its process."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    ProcessCollector(registry=registry)
+    return registry
+
+
+def _newest(run: RunShipper) -> list[WriterShipper]:
+    """Return the last writer of each rank: those of earlier attempts have said what they had to say."""
+    newest: dict[int | None, WriterShipper] = {}
+    for writer in list(run.writers.values()):
+        other = newest.get(writer.rank)
+        if other is None or _age(writer) > _age(other):
+            newest[writer.rank] = writer
+    return [writer for rank, writer in newest.items() if rank is not None]
+
+
+def _age(writer: WriterShipper) -> tuple[int, int]:
+    return writer.lifetime.attempt, writer.lifetime.started_ns
+
+
+def _balance(writer: WriterShipper) -> Balance:
+    return Balance.read(Members(writer.status))
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _seconds(value: object) -> float | None:
+    number = _number(value)
+    return None if number is None else number / 1e9
+
+
+def _gauge(name: str, text: str, value: float) -> Any:
+    return GaugeMetricFamily(name, text, value=float(value))

@@ -1,0 +1,199 @@
+"""The settings of the daemon: one TOML file, the environment, the command line; the latter wins.
+
+The variables begin with ``RECORDERD_``, because a training refuses what begins with ``RECORDER_`` and is no setting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..errors import ConfigError
+
+PREFIX = "RECORDERD_"
+KEEP_ALL = "all"
+_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+_SIZES = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_FIXED = ("watch", "to", "listen", "state", "log")
+"""What a reload cannot change: locks, ports and ledgers hang on it."""
+
+
+def _setting(default: Any, doc: str) -> Any:
+    return field(default=default, metadata={"doc": doc})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonSettings:
+    """Everything that can be set; each field's text says what it does."""
+
+    watch: tuple[str, ...] = _setting((), "folders of runs on this node, or folders of such folders")
+    to: str = _setting("", "where runs go: s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER")
+    fresh_s: float = _setting(10.0, "statistics there are no older than this, seconds")
+    status_s: float = _setting(5.0, "how often a rank's status is put, seconds; each is one request")
+    keep_local: str = _setting(
+        KEEP_ALL, "all, or how long a run stays here once it has ended and the store has it: 12h"
+    )
+    max_bytes_per_s: int = _setting(0, "bound on what is sent, bytes a second; 0: none")
+    threads: int = _setting(4, "uploads at once, of small and of large files each")
+    listen: str = _setting("127.0.0.1:9436", "where /metrics, /healthz and /readyz are; empty: nowhere")
+    log: str = _setting("text", "how lines are written to standard error: text or json")
+    catalog_s: float = _setting(3600.0, "how often the catalog of a run that grows is made anew, seconds; 0: never")
+    check_s: float = _setting(0.0, "how often `recorder check` looks at a run that grows, seconds; 0: never")
+    webhook: str = _setting("", "URL that is told of findings of severity error; empty: none")
+    accept_commands: bool = _setting(False, "carry commands from the store to the runs of this node")
+    key_file: str = _setting("", "file with the key that signs commands; empty: they are not signed")
+    recheck_s: float = _setting(3600.0, "how often the store's listing is compared with what was confirmed, seconds")
+    stop_s: float = _setting(10.0, "how long a stop waits for what is under way, seconds")
+    deadline_s: float = _setting(600.0, "with --once: how long a store that fails is tried, seconds")
+    state: str = _setting("", "folder for the lock and the state; empty: below /run or the folder for temporary files")
+
+    def __post_init__(self) -> None:
+        for name, low, high in _RANGES:
+            if not low <= getattr(self, name) <= high:
+                raise ConfigError(f"{name} = {getattr(self, name):g}: allowed is {low:g} to {high:g}")
+        if self.log not in ("text", "json"):
+            raise ConfigError(f"log = {self.log!r}: allowed is text or json")
+        _ = self.keep_local_s
+        if self.listen:
+            _ = self.address
+        if self.webhook and (
+            urlsplit(self.webhook).scheme not in ("http", "https") or not urlsplit(self.webhook).hostname
+        ):
+            raise ConfigError("webhook: expected http://HOST/... or https://HOST/...")
+
+    @property
+    def keep_local_s(self) -> float:
+        """Return how long an ended run stays, in seconds; infinite where nothing is removed."""
+        return math.inf if self.keep_local == KEEP_ALL else duration_s("keep_local", self.keep_local)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Return host and port of `listen`."""
+        host, _, port = self.listen.rpartition(":")
+        if not host or not port.isdigit() or not 0 <= int(port) < 65536:
+            raise ConfigError(f"listen = {self.listen!r}: expected HOST:PORT, such as 127.0.0.1:9436")
+        return host.strip("[]"), int(port)
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("fresh_s", 0.1, 86400),
+    ("status_s", 0.1, 86400),
+    ("max_bytes_per_s", 0, 1 << 50),
+    ("threads", 1, 64),
+    ("catalog_s", 0, 1e9),
+    ("check_s", 0, 1e9),
+    ("recheck_s", 1, 1e9),
+    ("stop_s", 0, 3600),
+    ("deadline_s", 0, 1e9),
+)
+
+
+def load_daemon_settings(
+    file: str | None, arguments: Mapping[str, Any], environ: Mapping[str, str] | None = None
+) -> DaemonSettings:
+    """Read file, environment and arguments; those that are None were not given.
+
+    Raises:
+        ConfigError: an unknown key, an impossible value, or an unreadable file.
+    """
+    environ = os.environ if environ is None else environ
+    known = {item.name: item for item in fields(DaemonSettings)}
+    values: dict[str, Any] = {}
+    if file := file or environ.get(f"{PREFIX}CONFIG"):
+        for key, raw in _read_file(file).items():
+            values[key] = _convert(known, key, raw, f"file {file}")
+    for variable, raw in sorted(environ.items()):
+        key = variable.removeprefix(PREFIX).lower()
+        if variable.startswith(PREFIX) and key != "config" and raw:
+            values[key] = _convert(known, key, raw, f"{variable} of the environment")
+    for key, raw in arguments.items():
+        if raw is not None:
+            values[key] = _convert(known, key, raw, f"--{key.replace('_', '-')}")
+    return DaemonSettings(**values)
+
+
+def reloaded(old: DaemonSettings, new: DaemonSettings) -> tuple[DaemonSettings, list[str]]:
+    """Return the settings after a reload, and the names of those that need a restart and stay as they are."""
+    kept = [name for name in _FIXED if getattr(old, name) != getattr(new, name)]
+    return dataclasses.replace(new, **{name: getattr(old, name) for name in _FIXED}), kept
+
+
+def duration_s(name: str, text: str) -> float:
+    """Return seconds of a text such as ``90``, ``15m``, ``12h`` or ``30d``.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip())
+    if match is None or match[2] not in _UNITS:
+        raise ConfigError(f"{name} = {text!r}: expected a time, such as 90s, 15m, 12h or 30d")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def num_bytes(name: str, text: str) -> int:
+    """Return the bytes of a text such as ``1000000``, ``50MB`` or ``2TB``.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2] not in _SIZES:
+        raise ConfigError(f"{name} = {text!r}: expected bytes, such as 50MB, 2TB or 512MiB")
+    return int(float(match[1]) * _SIZES[match[2]])
+
+
+def _read_file(file: str) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: is not TOML: {error}") from None
+
+
+def _convert(known: Mapping[str, Any], key: str, raw: Any, source: str) -> Any:
+    if key not in known:
+        raise ConfigError(f"{key!r} ({source}) is no setting of the daemon; known are {', '.join(known)}")
+    default = known[key].default
+    try:
+        return _as(key, raw, default)
+    except ConfigError as error:
+        raise ConfigError(f"{error} ({source})") from None
+
+
+def _as(key: str, raw: Any, default: Any) -> Any:
+    if isinstance(default, tuple):
+        values = raw.split(os.pathsep) if isinstance(raw, str) else raw
+        if not isinstance(values, (list, tuple)) or not all(isinstance(value, str) and value for value in values):
+            raise ConfigError(f"{key} = {raw!r}: expected folders")
+        return tuple(values)
+    if isinstance(default, bool):
+        words = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+        if isinstance(raw, bool) or str(raw).lower() not in words:
+            if isinstance(raw, bool):
+                return raw
+            raise ConfigError(f"{key} = {raw!r}: expected true or false")
+        return words[str(raw).lower()]
+    if isinstance(default, (int, float)):
+        if isinstance(raw, bool):
+            raise ConfigError(f"{key} = {raw!r}: expected a number")
+        if key.endswith("bytes_per_s") and isinstance(raw, str):
+            return num_bytes(key, raw)
+        try:
+            value = type(default)(raw)
+        except (TypeError, ValueError):
+            value = math.nan
+        if value != value or (isinstance(default, int) and isinstance(raw, float)):
+            raise ConfigError(f"{key} = {raw!r}: expected a number")
+        return value
+    if not isinstance(raw, str):
+        raise ConfigError(f"{key} = {raw!r}: expected text")
+    return raw

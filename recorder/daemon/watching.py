@@ -1,0 +1,282 @@
+"""What lies below the watched folders: runs, their writers and their files, looked at without following a link.
+
+Every component of a path is opened from its parent's descriptor, so that nobody can put a link in the way between two
+looks. What a name may be is decided here, before it becomes a key in a store. Must never write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+import pyarrow as pa
+
+from ..errors import CorruptError
+from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, index_name, parse_rank_dir, parse_shard_name, shard_name
+from ..format.status import STATUS
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@-]{0,254}")
+"""Names that are the same in every store, and that no shell, URL or terminal reads otherwise."""
+_ASIDE = re.compile(r"_[A-Za-z0-9._=+@-]*\.(json|damaged)")
+"""What else a run holds: informative documents, and damaged shards that a repair has set aside."""
+_REMAINS = re.compile(r".*\.tmp|__.*\.open|_shipped-.*|_commands|_keep")
+"""Half files, our own ledgers, and what has a way of its own; nothing of it is shipped, nor foreign."""
+_MAX_DEPTH = 4
+"""Folders between a watched folder and a run."""
+_GLOBAL_DIR = "global"
+_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_HEADS = {".arrow": b"ARROW1\0\0", ".open": b"ARROW1\0\0", ".index": b"ARROW1\0\0", ".json": b"{"}
+"""The first bytes of files by the end of their names: a hard link to something else goes nowhere."""
+
+
+class Stamp(NamedTuple):
+    """What tells that a file is another one, or has changed."""
+
+    size_bytes: int
+    changed_ns: int
+    inode: int
+
+
+class RefusedError(Exception):
+    """A file is not what its name says: a link, a device, or other content. It is left alone and counted."""
+
+
+class LocalFile:
+    """A regular file that was opened safely; a `ByteSource`, as far as messages are looked at."""
+
+    def __init__(self, descriptor: int, where: str) -> None:
+        self.where = where
+        self.descriptor = descriptor
+        status = os.fstat(descriptor)
+        self.size_bytes = status.st_size
+        self.changed_s = status.st_mtime
+        self.stamp = Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
+
+    def bytes(self, offset: int, num_bytes: int) -> bytes:
+        """Return exactly these bytes; raises OSError where the file is shorter by now."""
+        parts, wanted = [], num_bytes
+        while wanted:
+            part = os.pread(self.descriptor, wanted, offset)
+            if not part:
+                raise OSError(5, "was cut while it was read", self.where)
+            parts.append(part)
+            offset += len(part)
+            wanted -= len(part)
+        return b"".join(parts)
+
+    def read(self, offset: int, num_bytes: int, wanted: Any = None) -> Any:
+        if offset < 0 or num_bytes < 0 or offset + num_bytes > self.size_bytes:
+            raise CorruptError(f"{self.where}: ends at byte {self.size_bytes}")
+        return pa.py_buffer(self.bytes(offset, num_bytes))
+
+    def data_ranges(self, start: int) -> Iterator[range]:
+        yield range(start, self.size_bytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self.descriptor)
+
+
+@dataclass(slots=True)
+class Entries:
+    """What stands in one directory."""
+
+    directories: list[str] = field(default_factory=list)
+    files: dict[str, Stamp] = field(default_factory=dict)
+    num_refused: int = 0
+    """Links, devices, and names that no key may have."""
+    num_foreign: int = 0
+    """Files and directories that are no part of a run."""
+
+
+@dataclass(slots=True)
+class WriterFiles:
+    """The files of one writer, by their kinds."""
+
+    sealed: dict[str, Stamp] = field(default_factory=dict)
+    indexes: dict[str, Stamp] = field(default_factory=dict)
+    """By the names of the indexes; those of sealed shards alone."""
+    opened: dict[str, Stamp] = field(default_factory=dict)
+    aside: dict[str, Stamp] = field(default_factory=dict)
+    manifest: Stamp | None = None
+    status: Stamp | None = None
+    num_refused: int = 0
+    num_foreign: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        kinds = (self.sealed, self.indexes, self.opened, self.aside)
+        return sum(stamp.size_bytes for kind in kinds for stamp in kind.values())
+
+    @property
+    def changed_s(self) -> float:
+        """When the newest file was changed; 0 without any."""
+        kinds = (self.sealed, self.opened)
+        stamps = [stamp for kind in kinds for stamp in kind.values()]
+        stamps += [stamp for stamp in (self.manifest, self.status) if stamp is not None]
+        return max((stamp.changed_ns for stamp in stamps), default=0) / 1e9
+
+
+class Folder:
+    """A directory that is held open; what is in it is reached from its descriptor alone."""
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        self.path = path
+        self.descriptor = descriptor
+
+    @classmethod
+    def root(cls, path: str) -> Folder:
+        """Open a watched folder, which may itself be a link: whoever started the daemon has named it."""
+        return cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+    def below(self, *names: str) -> Folder:
+        """Open a directory below this one.
+
+        Raises:
+            OSError: one of the names is missing, or is a link.
+        """
+        descriptor = os.dup(self.descriptor)
+        for name in names:
+            try:
+                inner = os.open(name, _OPEN | os.O_DIRECTORY, dir_fd=descriptor)
+            finally:
+                os.close(descriptor)
+            descriptor = inner
+        return Folder("/".join((self.path, *names)), descriptor)
+
+    def open(self, name: str) -> LocalFile:
+        """Open a regular file whose first bytes are what its name promises.
+
+        Raises:
+            RefusedError: it is a link, a device, or holds something else.
+            OSError: it is gone, or may not be read.
+        """
+        where = f"{self.path}/{name}"
+        try:
+            descriptor = os.open(name, _OPEN, dir_fd=self.descriptor)
+        except OSError as error:
+            if error.errno == 40:  # ELOOP: a link
+                raise RefusedError(f"{where}: is a symbolic link") from error
+            raise
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise RefusedError(f"{where}: is not a regular file")
+            head = _HEADS.get(name[name.rfind(".") :], b"")
+            content = os.pread(descriptor, len(head), 0)
+            if content != head[: len(content)]:  # one that has only begun may be shorter
+                raise RefusedError(f"{where}: does not begin as a file of this name does")
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return LocalFile(descriptor, where)
+
+    def entries(self, *, with_stamps: bool = True) -> Entries:
+        """List the directory; without stamps no file is asked for its size."""
+        found = Entries()
+        with os.scandir(self.descriptor) as entries:
+            for entry in entries:
+                is_directory, is_file = entry.is_dir(follow_symlinks=False), entry.is_file(follow_symlinks=False)
+                if not (is_directory or is_file) or not _NAME.fullmatch(entry.name):
+                    if not entry.name.startswith("."):
+                        found.num_refused += 1
+                elif is_directory:
+                    found.directories.append(entry.name)
+                else:
+                    with contextlib.suppress(FileNotFoundError):
+                        found.files[entry.name] = _stamp(entry) if with_stamps else Stamp(0, 0, 0)
+        found.directories.sort()
+        return found
+
+    def changed_ns(self) -> int:
+        return os.fstat(self.descriptor).st_mtime_ns
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self.descriptor)
+
+
+def _stamp(entry: os.DirEntry[str]) -> Stamp:
+    status = entry.stat(follow_symlinks=False)
+    return Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def find_runs(root: Folder, counts: Entries) -> Iterator[tuple[str, ...]]:
+    """Yield the runs below a watched folder, as the names that lead to each, and count what is none's."""
+    yield from _find_runs(root, (), counts)
+
+
+def _find_runs(folder: Folder, names: tuple[str, ...], counts: Entries) -> Iterator[tuple[str, ...]]:
+    entries = folder.entries(with_stamps=False)
+    if RUN_MANIFEST in entries.files and names:
+        yield names
+        return
+    counts.num_refused += entries.num_refused
+    counts.num_foreign += len(entries.files)
+    for name in entries.directories:
+        if len(names) == _MAX_DEPTH or name.startswith("_"):
+            counts.num_foreign += 1
+            continue
+        with contextlib.suppress(OSError), folder.below(name) as inner:
+            yield from _find_runs(inner, (*names, name), counts)
+
+
+def list_run(folder: Folder) -> tuple[list[tuple[str, str]], dict[str, Stamp], Entries]:
+    """Return the writers of a run as pairs of names, its own documents, and what was counted on the way."""
+    entries = folder.entries()
+    counts = Entries(num_refused=entries.num_refused)
+    documents = {name: stamp for name, stamp in entries.files.items() if _ASIDE.fullmatch(name)}
+    counts.num_foreign += sum(not _REMAINS.fullmatch(name) for name in entries.files.keys() - documents.keys())
+    writers = []
+    for name in entries.directories:
+        if parse_rank_dir(name) is not None or name == _GLOBAL_DIR:
+            with contextlib.suppress(OSError), folder.below(name) as inner:
+                below = inner.entries(with_stamps=False)
+                writers += [(name, writer) for writer in below.directories]
+                counts.num_refused += below.num_refused
+                counts.num_foreign += len(below.files)
+        elif not name.startswith("_"):
+            counts.num_foreign += 1
+    return writers, documents, counts
+
+
+def list_writer(folder: Folder) -> WriterFiles:
+    """Return the files of a writer."""
+    entries = folder.entries()
+    found = WriterFiles(num_refused=entries.num_refused)
+    found.num_foreign = sum(not name.startswith("_") for name in entries.directories)
+    indexes: dict[str, Stamp] = {}
+    for name, stamp in entries.files.items():
+        shard = parse_shard_name(name)
+        if shard is not None:
+            (found.opened if shard.is_open else found.sealed)[name] = stamp
+        elif name == WRITER_MANIFEST:
+            found.manifest = stamp
+        elif name == STATUS:
+            found.status = stamp
+        elif name.endswith(".index") and name.startswith("_"):
+            indexes[name] = stamp
+        elif _ASIDE.fullmatch(name):
+            found.aside[name] = stamp
+        elif not _REMAINS.fullmatch(name):
+            found.num_foreign += 1
+    found.indexes = {
+        index_name(name): indexes[index_name(name)] for name in found.sealed if index_name(name) in indexes
+    }
+    found.num_foreign += len(indexes) - len(found.indexes)
+    return found
+
+
+def sealed_name(name: str) -> str:
+    """Return the final name of an open shard."""
+    shard = parse_shard_name(name)
+    assert shard is not None, "only shards are asked about"
+    return shard_name(shard.kind, shard.number)

@@ -1,0 +1,31 @@
+"""The store of the session, also for the daemon's tests, and a proxy before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import cli as cli
+from tests.daemon.proxy import FaultyProxy
+from tests.storage.conftest import server as server
+from tests.storage.conftest import store as store
+from tests.storage.server import BUCKET, StoreServer
+
+
+@pytest.fixture
+def to(store: StoreServer, request: pytest.FixtureRequest) -> str:
+    """A destination of one test's own."""
+    return f"s3://{BUCKET}/{Path(request.node.name).name[:40].replace('[', '-').replace(']', '')}"
+
+
+@pytest.fixture
+def proxy(store: StoreServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """The store, through a proxy that does no harm until it is told to."""
+    proxy = FaultyProxy(store.url)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    try:
+        yield proxy
+    finally:
+        proxy.close()

@@ -1,0 +1,87 @@
+"""Keeping house at the destination: what goes, what never goes, and a fleet that is listed with a few requests."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from recorder.daemon import keeping
+from recorder.daemon.destination import Throttle, parse_destination
+from recorder.daemon.keeping import plan_prune, prune, set_keep
+from recorder.format.rundir import encode_manifest
+from tests.cli.conftest import Cli
+from tests.daemon.support import files, objects, ship
+from tests.daemon.test_shipping import prefix_of, small_run
+from tests.storage.server import StoreServer
+
+LATER_S = 10 * 86400.0
+
+
+def test_a_prune_removes_what_is_old_and_neither_marked_nor_under_way(
+    tmp_path: Path, store: StoreServer, to: str
+) -> None:
+    for name in ("run-a", "run-b", "run-c"):
+        small_run(tmp_path, name)
+    assert ship(tmp_path, to)[0] == 0
+    destination = parse_destination(to, Throttle(0))
+    set_keep(destination, "run-b", is_kept=True)
+    young = plan_prune(destination, older_than_s=0.0, now_s=time.time() + 100)
+    assert {(plan.run.key, plan.goes) for plan in young} == {(f"run-{one}", False) for one in "abc"}
+    old = plan_prune(destination, older_than_s=86400.0, now_s=time.time() + LATER_S)
+    assert {plan.run.key for plan in old if plan.goes} == {"run-a", "run-c"}
+    set_keep(destination, "run-b", is_kept=False)
+    left = plan_prune(destination, max_bytes=old[0].run.num_bytes * 2, now_s=time.time() + LATER_S)
+    assert sum(plan.goes for plan in left) == 1
+    assert prune(destination, old[0].run)
+    found = objects(store, prefix_of(to))
+    assert not any(key.startswith(f"{old[0].run.key}/") for key in found)
+    assert f"_pruned/{old[0].run.key}.json" in found
+    code, daemon = ship(tmp_path, to)
+    assert (code, daemon.counters.total("uploads")) == (0, 0), "a node does not put it there again"
+
+
+def test_a_run_that_changes_between_the_look_and_the_prune_stays(tmp_path: Path, store: StoreServer, to: str) -> None:
+    small_run(tmp_path)
+    assert ship(tmp_path, to)[0] == 0
+    destination = parse_destination(to, Throttle(0))
+    (plan,) = plan_prune(destination, older_than_s=1.0, now_s=time.time() + LATER_S)
+    assert not prune(destination, plan.run._replace(changed_s=plan.run.changed_s - 10))
+    assert "run-a/_run.json" in objects(store, prefix_of(to))
+
+
+def test_the_command_removes_nothing_without_a_yes(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_run(tmp_path)
+    there = tmp_path / "there"
+    assert ship(tmp_path, str(there))[0] == 0
+    monkeypatch.setattr(keeping, "_QUIET_S", -1.0)
+    before = files(there)
+    found = cli("daemon", "prune", "run-a", "--to", there)
+    assert (found.exit_code, files(there)) == (0, before)
+    assert "nothing was removed: --yes does it" in found.out
+    assert cli("daemon", "prune", "run-a", "--to", there, "--yes").exit_code == 0
+    assert not (there / "run-a").exists()
+
+
+def test_a_thousand_runs_are_listed_with_a_few_requests(store: StoreServer, to: str, cli: Cli) -> None:
+    summary = {"world_size": 16, "created_ns": 1, "last_step": 9, "rows": 10, "bytes": 100, "dropped": {"pool_full": 1}}
+    for node in range(2):
+        ranks = list(range(8 * node, 8 * node + 8))
+        runs = {
+            f"run-{n:04d}": summary | {"name": f"run-{n:04d}", "ranks": ranks, "state": "closed"} for n in range(1000)
+        }
+        store.put(
+            f"{prefix_of(to)}/_fleet/node-{node}.json", encode_manifest({"time_ns": time.time_ns(), "runs": runs})
+        )
+    for n in range(1000):
+        store.put(f"{prefix_of(to)}/run-{n:04d}/_run.json", b"{}")
+    with store.counting() as requests:
+        found = cli("ls", to)
+    assert found.exit_code == 0
+    assert requests.num_requests <= 8
+    last = found.out.splitlines()[-1].split()
+    assert len(found.out.splitlines()) == 1001
+    assert last[0] == "run-0999"
+    assert "16 of 16" in found.out.splitlines()[-1]
+    assert "pool_full=2" in found.out.splitlines()[-1]

@@ -1,0 +1,159 @@
+"""How a daemon begins, lives and ends: what is said before anything is moved, locks, reloads, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recorder.daemon.daemon import Daemon
+from recorder.daemon.settings import DaemonSettings, load_daemon_settings, reloaded
+from recorder.errors import ConfigError, WriteError
+from tests.cli.conftest import Cli
+from tests.daemon.support import at_work, files, settings, wait_until
+from tests.daemon.test_shipping import small_run
+from tests.storage.server import StoreServer
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--watch", "recordings"], "to: no destination is named"),
+        (["--to", "there"], "watch: no folder is named"),
+        (["--watch", "nowhere", "--to", "there"], "watch = 'nowhere': is no folder"),
+        (["--watch", "recordings/run-a", "--to", "there"], "is a run; name the folder that it lies in"),
+        (["--watch", "recordings", "--watch", "recordings/run-a/..", "--to", "there"], "which is watched, too"),
+        (["--watch", "recordings", "--to", "recordings/there"], "lies in the watched folder"),
+        (["--watch", "recordings", "--to", "."], "or holds it; name another"),
+        (["--watch", "recordings", "--to", "ftp://there"], "expected a folder, or one of s3://"),
+        (["--watch", "recordings", "--to", "s3://user:password@host/x"], "credentials and ports are settings"),
+        (["--watch", "recordings", "--to", "there", "--fresh-s", "0"], "fresh_s = 0: allowed is 0.1 to 86400"),
+        (["--watch", "recordings", "--to", "there", "--keep-local", "soon"], "keep_local = 'soon': expected a time"),
+        (["--watch", "recordings", "--to", "there", "--listen", "here"], "listen = 'here': expected HOST:PORT"),
+        (["--watch", "recordings", "--to", "there", "--webhook", "file:///x"], "webhook: expected http"),
+        (["--config", "wrong.toml"], "'colour' (file wrong.toml) is no setting of the daemon"),
+        (["--config", "broken.toml"], "broken.toml: is not TOML"),
+        (["--config", "missing.toml"], "missing.toml: cannot be read"),
+        (["--once", "--watch", "recordings", "--to", "s3://no-such-bucket/x"], "no such bucket"),
+        (["dance"], "dance: expected one of ship, status, prune, keep, unkeep"),
+        (["prune", "--to", "there"], "prune: say what goes"),
+        (["prune", "--older-than", "1d"], "prune: needs --to"),
+        (["keep", "run-b", "--to", "there"], "run-b: no such run"),
+    ],
+)
+def test_a_wrong_word_is_one_line_and_moves_nothing(
+    tmp_path: Path, store: StoreServer, cli: Cli, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    small_run(tmp_path)
+    (tmp_path / "wrong.toml").write_text("colour = 'red'\n")
+    (tmp_path / "broken.toml").write_text("to = \n")
+    monkeypatch.chdir(tmp_path)
+    before = files(tmp_path)
+    found = cli("daemon", *words, *([] if words[0] in ("dance", "prune", "keep") else ["--state", "state"]))
+    assert found.exit_code == 2, found
+    assert said in found.err
+    assert "password" not in found.err
+    assert len(found.err.splitlines()) == 1
+    assert {name: text for name, text in files(tmp_path).items() if not name.startswith("state/")} == before
+
+
+def test_missing_credentials_are_said_before_anything_is_moved(
+    tmp_path: Path, store: StoreServer, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_run(tmp_path)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    words = ("--once", "--watch", tmp_path / "recordings", "--to", "s3://recordings/x", "--state", tmp_path / "state")
+    found = cli("daemon", *words)
+    assert found.exit_code == 2
+    assert "no credentials were found" in found.err
+
+
+def test_a_port_in_use_is_said(tmp_path: Path) -> None:
+    small_run(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="cannot be taken"):
+            Daemon(settings(tmp_path, str(tmp_path / "there"), listen=listen)).run()
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_second_daemon_says_who_has_the_destination_and_the_folder(tmp_path: Path, cli: Cli) -> None:
+    small_run(tmp_path)
+    there = str(tmp_path / "there")
+    with at_work(tmp_path, there) as daemon:
+        wait_until(lambda: daemon.runs)
+        with pytest.raises(WriteError, match=f"another daemon of this node ships there: process {os.getpid()} "):
+            Daemon(settings(tmp_path, there)).run_once()
+        with pytest.raises(WriteError, match="lies in what another daemon watches"):
+            Daemon(settings(tmp_path, str(tmp_path / "other"))).run_once()
+        wait_until(lambda: all(run.is_settled for run in daemon.runs))
+        daemon._write_state()
+        status = cli("daemon", "status", "--state", tmp_path / "state")
+        assert status.exit_code == 0
+        assert "1 of 1 run are there as a whole" in status.out
+    assert cli("daemon", "status", "--state", tmp_path / "state").exit_code == 1
+
+
+def test_a_bad_reload_keeps_the_old_settings() -> None:
+    old = DaemonSettings(watch=("a",), to="b")
+    new, kept = reloaded(old, DaemonSettings(watch=("c",), to="b", fresh_s=3))
+    assert (new.watch, new.fresh_s, kept) == (("a",), 3, ["watch"])
+
+
+def test_the_command_line_wins_over_the_environment_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "daemon.toml"
+    file.write_text("fresh_s = 1\nstatus_s = 1\nthreads = 1\nmax_bytes_per_s = '5MB'\nwatch = ['a', 'b']\n")
+    environ = {"RECORDERD_STATUS_S": "2", "RECORDERD_THREADS": "2"}
+    found = load_daemon_settings(str(file), {"threads": 3, "to": None}, environ)
+    assert (found.fresh_s, found.status_s, found.threads) == (1, 2, 3)
+    assert (found.max_bytes_per_s, found.watch) == (5_000_000, ("a", "b"))
+
+
+def test_signals_reload_and_stop_and_lines_are_json(tmp_path: Path) -> None:
+    small_run(tmp_path)
+    config = tmp_path / "daemon.toml"
+    config.write_text("fresh_s = 1\n")
+    words = ["--watch", tmp_path / "recordings", "--to", tmp_path / "there", "--config", config, "--log", "json"]
+    words += ["--state", tmp_path / "state", "--listen", "127.0.0.1:0", "--catalog-s", "0"]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.getcwd()}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "recorder", "daemon", *map(str, words)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert process.stderr is not None
+    lines: list[str] = []
+
+    def next_line(text: str) -> dict[str, object]:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(line)
+            found: dict[str, object] = json.loads(line)
+            if text in str(found["message"]):
+                return found
+        raise AssertionError(lines)
+
+    try:
+        assert next_line("ships ")["level"] == "info"
+        config.write_text("fresh_s = 'soon'\n")
+        process.send_signal(signal.SIGHUP)
+        assert next_line("were not reloaded, the old ones stay in force")["level"] == "error"
+        config.write_text("fresh_s = 5\nto = 'elsewhere'\n")
+        process.send_signal(signal.SIGHUP)
+        next_line("the settings were reloaded")
+        wait_until((tmp_path / "there" / "run-a" / "_run.json").exists)
+        process.send_signal(signal.SIGTERM)
+        next_line("stopped")
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()

@@ -1,0 +1,155 @@
+"""What the daemon shows: each metric is documented, promtool has nothing against them, and a webhook cannot hurt."""
+
+from __future__ import annotations
+
+import http.server
+import re
+import shutil
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recorder.daemon import webhook
+from recorder.records import KEEP_STATS
+from tests.daemon.support import at_work, wait_until
+from tests.write.rig import Rig
+
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "daemon.md"
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """What a daemon answers that ships a run under way."""
+    tmp_path = tmp_path_factory.mktemp("metrics")
+    rig = Rig(tmp_path / "recordings" / "run-a", flush_interval_s=0.05).start()
+    rig.writer.set_status({"step": 7, "observed": 1, "pool_bytes": 10, "pool_used_bytes": 5, "waited_s": 0.5})
+    rig.writer.count_drop("pool_full", 0)
+    rig.put(step=7, keep=KEEP_STATS)
+    assert rig.drain()
+    with at_work(tmp_path, str(tmp_path / "there"), listen="127.0.0.1:0") as daemon:
+        wait_until(lambda: daemon.port and (tmp_path / "there" / "run-a" / "_run.json").exists())
+        wait_until(lambda: daemon.counters.of("uploads").get("status"))
+        run = daemon.runs[0]
+        run.findings = {("spike", "warning"): 2}
+        daemon.counters.add("refused_files", "content", 0)
+
+        def get(path: str, accept: str = "") -> str:
+            request = urllib.request.Request(f"http://127.0.0.1:{daemon.port}{path}", headers={"Accept": accept})
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                return f"{answer.status} {answer.headers['Content-Type']}\n{answer.read().decode()}"
+
+        found = {path: get(path) for path in ("/metrics", "/healthz", "/readyz")}
+        found["openmetrics"] = get("/metrics", "application/openmetrics-text; version=1.0.0")
+        daemon.health.failed("s3://bucket: away")
+        with pytest.raises(urllib.error.HTTPError) as not_ready:
+            get("/readyz")
+        with not_ready.value as answer:
+            found["not ready"] = answer.read().decode()
+        with pytest.raises(urllib.error.HTTPError) as nothing:
+            get("/etc/passwd")
+        with nothing.value as answer:
+            found["nothing"] = str(answer.code)
+    rig.close()
+    yield found
+
+
+def test_every_metric_is_documented_and_every_documented_one_is_there(shown: dict[str, str]) -> None:
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)", shown["/metrics"], re.M))
+    names = {name for name in kinds if not name.startswith("process_")}
+    documented = set(re.findall(r"`(recorder_\w+)`", DOCUMENTED.read_text()))
+    assert names == documented
+    assert all(name.endswith("_total") == (kind == "counter") for name, kind in kinds.items() if name in names)
+
+
+def test_the_numbers_of_a_rank_are_those_of_its_status(shown: dict[str, str]) -> None:
+    labels = 'rank="0",run="run-a"'
+    for line in (
+        f"recorder_step{{{labels}}} 7.0",
+        f"recorder_recording{{{labels}}} 1.0",
+        f"recorder_pool_used_bytes{{{labels}}} 5.0",
+        f"recorder_waited_seconds_total{{{labels}}} 0.5",
+        'recorder_findings{rule="spike",run="run-a",severity="warning"} 2.0',
+        "recorder_daemon_store_up 1.0",
+        "recorder_daemon_runs 1.0",
+    ):
+        sides = line.split("{")
+        found = [one for one in shown["/metrics"].splitlines() if one.startswith(sides[0])]
+        wanted = set(re.findall(r'\w+="[^"]*"', line)), line.rsplit(" ", 1)[1]
+        assert wanted in [(set(re.findall(r'\w+="[^"]*"', one)), one.rsplit(" ", 1)[1]) for one in found], found
+
+
+def test_it_says_whether_it_lives_and_is_ready(shown: dict[str, str]) -> None:
+    assert shown["/healthz"].startswith("200")
+    assert shown["/readyz"].startswith("200")
+    assert shown["not ready"] == "s3://bucket: away\n"
+    assert shown["nothing"] == "404"
+
+
+def test_open_metrics_are_told_to_who_asks_for_them(shown: dict[str, str]) -> None:
+    assert shown["openmetrics"].startswith("200 application/openmetrics-text")
+    assert shown["openmetrics"].endswith("# EOF\n")
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus")
+def test_promtool_has_nothing_against_the_metrics(shown: dict[str, str]) -> None:
+    text = shown["/metrics"].partition("\n")[2]
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
+    own = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("recorder_")]
+    assert own == []
+
+
+@pytest.mark.parametrize("kind", ["fine", "slow", "redirect", "endless", "refuses", "down"])
+def test_a_webhook_is_told_once_and_cannot_hurt(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhook, "_TIMEOUT_S", 0.5)
+    bodies: list[bytes] = []
+
+    class Receiver(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+            if kind == "slow":
+                time.sleep(2)
+            if kind == "endless":
+                for _ in range(40):
+                    self.wfile.write(b"H")
+                    time.sleep(0.1)
+            if kind == "redirect":
+                self.send_response(307)
+                self.send_header("Location", "http://127.0.0.1:9/again")
+                self.end_headers()
+                return
+            self.send_response(500 if kind == "refuses" else 200)
+            self.end_headers()
+
+        def log_message(self, *words: Any) -> None: ...
+
+    class Server(http.server.ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *words: Any) -> None: ...
+
+    server = Server(("127.0.0.1", 0), Receiver)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    if kind == "down":
+        server.shutdown()
+        server.server_close()
+    results: Counter[str] = Counter()
+    try:
+        findings = [{"rule": "spike", "severity": "error"}]
+        url = f"http://127.0.0.1:{server.server_address[1]}/hook"
+        webhook.send(url, findings, lambda result: results.update([result])).join(20)
+    finally:
+        if kind != "down":
+            server.shutdown()
+            server.server_close()
+        thread.join(10)
+    assert results == {"sent" if kind == "fine" else "failed": 1}
+    assert len(bodies) == int(kind != "down")

@@ -1,0 +1,234 @@
+"""Shipping: all of a run arrives, once, in order, and nothing there is overwritten with something else."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import recorder
+from recorder.format.rundir import encode_manifest
+from tests.daemon.proxy import FaultyProxy
+from tests.daemon.support import at_work, faults, files, objects, ship, wait_until
+from tests.read.handmade import HandmadeWriter, make_row, make_run
+from tests.storage.server import BUCKET, StoreServer
+from tests.write.rig import Rig
+
+
+def small_run(tmp_path: Path, name: str = "run-a", state: str = "closed") -> Path:
+    """Two ranks, each with a shard of tensors and one of statistics."""
+    run = make_run(tmp_path / "recordings" / name)
+    for rank in (0, 1):
+        writer = HandmadeWriter(run, rank)
+        writer.add_shard([[make_row(n, np.ones(64, np.float32), step=n, rank=rank) for n in range(4)]])
+        rows = [make_row(n, np.ones(2, np.float32), step=n, rank=rank, encoding=None) for n in range(4, 8)]
+        writer.add_shard([rows], kind="stats", with_index=False)
+        writer.finish(state=state)
+    return run
+
+
+def prefix_of(to: str) -> str:
+    return to.removeprefix(f"s3://{BUCKET}/")
+
+
+def test_once_ships_every_byte_and_a_second_time_puts_nothing(tmp_path: Path, store: StoreServer, to: str) -> None:
+    run = small_run(tmp_path)
+    code, _ = ship(tmp_path, to)
+    assert code == 0
+    assert objects(store, prefix_of(to)) == files(run.parent)
+    assert faults(f"{to}/run-a") == faults(run) == []
+    with store.counting() as requests:
+        assert ship(tmp_path, to)[0] == 0
+    assert requests["PUT"] == 0
+
+
+def test_a_large_shard_goes_in_parts(tmp_path: Path, store: StoreServer, to: str) -> None:
+    run = make_run(tmp_path / "recordings" / "run-a")
+    writer = HandmadeWriter(run)
+    values = np.random.default_rng(0).standard_normal(3 << 20).astype(np.float32)
+    shard = writer.add_shard([[make_row(0, values)]])
+    writer.finish()
+    code, daemon = ship(tmp_path, to)
+    assert code == 0
+    assert daemon.counters.of("confirmed") == {"etag": 2}
+    assert objects(store, prefix_of(to))[str(shard.relative_to(run.parent))] == shard.read_bytes()
+
+
+def test_a_run_is_whole_at_the_destination_while_it_grows(tmp_path: Path, store: StoreServer, to: str) -> None:
+    rig = Rig(tmp_path / "recordings" / "run-a", flush_interval_s=0.05).start()
+    with at_work(tmp_path, to):
+        for step in range(5):
+            rig.put(step=step, keep=recorder.records.KEEP_STATS)
+        assert rig.drain()
+        wait_until(lambda: any(name.endswith(".open") for name in objects(store, prefix_of(to))))
+        wait_until(lambda: "run-a/_run.json" in objects(store, prefix_of(to)))
+        assert recorder.open_run(f"{to}/run-a").num_rows == 5
+        for step in range(5, 9):
+            rig.put(step=step, keep=recorder.records.KEEP_STATS)
+        assert rig.drain()
+        wait_until(lambda: recorder.open_run(f"{to}/run-a").num_rows == 9)
+        rig.close()
+        wait_until(lambda: not any(name.endswith(".open") for name in objects(store, prefix_of(to))))
+        wait_until(lambda: objects(store, prefix_of(to)) == files(tmp_path / "recordings"))
+    assert faults(f"{to}/run-a") == faults(tmp_path / "recordings" / "run-a") == []
+
+
+def test_without_its_ledger_it_finds_what_is_there(tmp_path: Path, store: StoreServer, to: str) -> None:
+    run = small_run(tmp_path)
+    assert ship(tmp_path, to)[0] == 0
+    before = objects(store, prefix_of(to))
+    (ledger,) = run.glob("_shipped-*")
+    ledger.unlink()
+    code, daemon = ship(tmp_path, to)
+    assert code == 0
+    assert daemon.counters.of("confirmed") == {"there": 6}
+    assert objects(store, prefix_of(to)) == before
+
+
+def test_what_is_something_else_there_is_never_overwritten(tmp_path: Path, store: StoreServer, to: str) -> None:
+    run = small_run(tmp_path)
+    (shard,) = run.glob("rank=00000/*/tensors-000000.arrow")
+    key = str(shard.relative_to(run.parent))
+    store.put(f"{prefix_of(to)}/{key}", b"ARROW1 of somebody else")
+    code, daemon = ship(tmp_path, to)
+    assert code == 1
+    assert daemon.counters.of("conflicts") == {"tensors": 1}
+    found = objects(store, prefix_of(to))
+    assert found[key] == b"ARROW1 of somebody else"
+    assert str(shard.with_name("_writer.json").relative_to(run.parent)) not in found, "it promises the shard"
+    assert shard.exists()
+
+
+def test_another_run_of_that_name_is_left_alone(tmp_path: Path, store: StoreServer, to: str) -> None:
+    small_run(tmp_path)
+    other = encode_manifest({"format": "recorder", "version": [1, 1], "run_id": "another"})
+    store.put(f"{prefix_of(to)}/run-a/_run.json", other)
+    code, daemon = ship(tmp_path, to)
+    assert (code, daemon.counters.of("conflicts")) == (1, {"run": 1})
+    assert objects(store, prefix_of(to)) == {"run-a/_run.json": other}
+
+
+def test_a_closed_manifest_waits_for_its_shards(
+    tmp_path: Path, store: StoreServer, to: str, proxy: FaultyProxy
+) -> None:
+    run = small_run(tmp_path)
+    proxy.fault = lambda method, path: "403" if method == "PUT" and "/tensors-" in path else None
+    code, _ = ship(tmp_path, to)
+    assert code == 1
+    assert not any(name.endswith(("_writer.json", "tensors-000000.arrow")) for name in objects(store, prefix_of(to)))
+    proxy.fault = lambda method, path: None
+    assert ship(tmp_path, to)[0] == 0
+    assert objects(store, prefix_of(to)) == files(run.parent)
+
+
+def test_a_dead_writer_is_sealed_and_shipped(tmp_path: Path, store: StoreServer, to: str) -> None:
+    run = make_run(tmp_path / "recordings" / "run-a")
+    writer = HandmadeWriter(run)
+    writer.add_shard([[make_row(0, np.ones(8, np.float32))]], is_sealed=False, tail=b"\xff\xff\xff\xff\x10")
+    writer.add_shard([[make_row(1, np.ones(8, np.float32), encoding=None)]], kind="stats", is_sealed=False)
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    writer.finish(state="recording", host=os.uname().nodename, pid=pid)
+    assert ship(tmp_path, to)[0] == 0
+    found = objects(store, prefix_of(to))
+    assert not any(name.endswith(".open") for name in found)
+    assert found == files(run.parent)
+    assert recorder.open_run(f"{to}/run-a").num_rows == 2
+
+
+def test_a_writer_that_nobody_can_ask_goes_as_it_is(tmp_path: Path, store: StoreServer, to: str) -> None:
+    run = make_run(tmp_path / "recordings" / "run-a")
+    writer = HandmadeWriter(run)
+    shard = writer.add_shard([[make_row(0, np.ones(8, np.float32))]], is_sealed=False, tail=b"\xff\xff\xff\xff\x10")
+    writer.finish(state="recording", host="another")
+    assert ship(tmp_path, to)[0] == 0
+    found = objects(store, prefix_of(to))[str(shard.relative_to(run.parent))]
+    assert found == shard.read_bytes()[:-5]
+    assert shard.exists()
+    assert recorder.open_run(f"{to}/run-a").num_rows == 1
+
+
+def test_nothing_but_a_run_is_shipped(tmp_path: Path, store: StoreServer, to: str) -> None:
+    run = small_run(tmp_path)
+    whole = files(run.parent)
+    secret = tmp_path / "shadow"
+    secret.write_text("my secret")
+    (inner,) = run.glob("rank=00000/*")
+    (inner / "tensors-000007.arrow").symlink_to(secret)
+    (inner / "stats-000007.arrow").hardlink_to(secret)
+    os.mkfifo(inner / "stats-000008.arrow")
+    (inner / "stats-000009.arrow\n").write_text("secret")
+    (inner / "notes.txt").write_text("secret")
+    (run / "rank=00002").symlink_to(tmp_path)
+    (run.parent / "linked").symlink_to(tmp_path)
+    (run.parent / "notes.txt").write_text("secret")
+    code, daemon = ship(tmp_path, to)
+    found = objects(store, prefix_of(to))
+    assert code == 1
+    assert not any(b"secret" in content for content in found.values())
+    assert found.keys() <= whole.keys()
+    assert daemon.seen() == {"foreign": 2, "refused": 5}
+    assert daemon.counters.of("refused_files")["content"] > 0
+
+
+def test_a_run_is_removed_here_only_once_it_is_there(tmp_path: Path, store: StoreServer, to: str) -> None:
+    run = small_run(tmp_path)
+    (run.parent / "notes.txt").write_text("mine")
+    expected = files(run)
+    with at_work(tmp_path, to, keep_local="0s") as daemon:
+        wait_until(lambda: not run.exists())
+        assert daemon.counters.of("removed_runs") == {"": 1}
+    assert objects(store, f"{prefix_of(to)}/run-a") == expected
+    assert [path.name for path in run.parent.iterdir()] == ["notes.txt"]
+
+
+def test_a_store_that_comes_back_empty_is_filled_again_and_nothing_is_removed(
+    tmp_path: Path, store: StoreServer, to: str
+) -> None:
+    run = small_run(tmp_path)
+    with at_work(tmp_path, to) as daemon:
+        wait_until(lambda: any(one.is_settled for one in daemon.runs))
+        for key in objects(store, prefix_of(to)):
+            store.client.delete_object(Bucket=BUCKET, Key=f"{prefix_of(to)}/{key}")
+        daemon.shared.settings = dataclasses.replace(daemon.shared.settings, keep_local="0s")
+        wait_until(lambda: daemon.counters.total("lost_objects"))
+        assert run.exists()
+        wait_until(lambda: objects(store, prefix_of(to)) and daemon.counters.total("removed_runs"))
+    assert len(objects(store, prefix_of(to))) == 9
+
+
+@pytest.mark.parametrize("fault", ["cut", "lost", "500", "503", "403", "damage", "lie", "slow"])
+def test_a_store_that_fails_now_and_then_costs_nothing(
+    tmp_path: Path, store: StoreServer, to: str, proxy: FaultyProxy, fault: str
+) -> None:
+    run = small_run(tmp_path)
+    seen: set[str] = set()
+
+    def first_put_of_a_shard(method: str, path: str) -> str | None:
+        is_first = method == "PUT" and path.endswith(".arrow") and path not in seen
+        seen.add(path)
+        return fault if is_first else None
+
+    proxy.fault = first_put_of_a_shard
+    code, _ = ship(tmp_path, to, deadline_s=60.0)
+    assert (code, proxy.seen[fault]) == (0, 4)
+    assert objects(store, prefix_of(to)) == files(run.parent)
+
+
+def test_a_folder_is_a_destination_too(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    there = tmp_path / "there"
+    assert ship(tmp_path, f"file://{there}")[0] == 0
+    found = files(there)
+    assert {name: content for name, content in found.items() if not name.startswith("_fleet")} == files(run.parent)
+    assert faults(there / "run-a") == []
+    shutil.rmtree(there)
+    code, daemon = ship(tmp_path, f"file://{there}")
+    assert (code, daemon.counters.total("lost_objects")) == (0, 9)
+    assert faults(there / "run-a") == []

@@ -1,0 +1,143 @@
+"""The files of deploy/ for the daemon: systemd, Prometheus and Grafana have nothing against them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recorder.daemon.settings import load_daemon_settings
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+DOCUMENTED = set(re.findall(r"`((?:recorder|process)_\w+)`", (ROOT / "docs" / "daemon.md").read_text()))
+OF_PROCESS = {"process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"}
+
+
+def needs(program: str, package: str) -> pytest.MarkDecorator:
+    reason = f"{program} is not installed: apt-get install {package}"
+    is_missing = shutil.which(program) is None
+    assert not (is_missing and os.environ.get("CI")), reason
+    return pytest.mark.skipif(is_missing, reason=reason)
+
+
+@needs("promtool", "prometheus")
+def test_promtool_takes_the_alert_rules() -> None:
+    done = subprocess.run(
+        ["promtool", "check", "rules", DEPLOY / "prometheus" / "alerts.yaml"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "SUCCESS" in done.stdout
+
+
+@needs("promtool", "prometheus")
+def test_the_alerts_fire_when_they_should(tmp_path: Path) -> None:
+    series = [
+        {"series": 'recorder_daemon_store_up{instance="a"}', "values": "1 1 0x20"},
+        {"series": 'recorder_recording{instance="a",run="r",rank="0"}', "values": "1x60"},
+        {"series": 'recorder_step_changed_timestamp_seconds{instance="a",run="r",rank="0"}', "values": "0x60"},
+        {"series": 'recorder_rows_dropped_total{instance="a",run="r",rank="0",reason="pool_full"}', "values": "0+5x60"},
+    ]
+    fired = [("RecorderStoreAway", "10m"), ("RecorderStepStuck", "50m"), ("RecorderRowsDropped", "30m")]
+    test = {
+        "rule_files": [str(DEPLOY / "prometheus" / "alerts.yaml")],
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": series,
+                "promql_expr_test": [
+                    {
+                        "expr": f'count(ALERTS{{alertname="{name}",alertstate="firing"}})',
+                        "eval_time": when,
+                        "exp_samples": [{"labels": "{}", "value": 1}],
+                    }
+                    for name, when in fired
+                ],
+            }
+        ],
+    }
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(test))
+    done = subprocess.run(
+        ["promtool", "test", "rules", tmp_path / "test.yaml"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def expressions() -> list[str]:
+    alerts = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())
+    dashboard = json.loads((DEPLOY / "prometheus" / "dashboard.json").read_text())
+    found = [rule["expr"] for group in alerts["groups"] for rule in group["rules"]]
+    return found + [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+
+
+def test_alerts_and_dashboard_ask_for_metrics_that_there_are() -> None:
+    named = {name for text in expressions() for name in re.findall(r"\b(?:recorder|process)_\w+", text)}
+    assert named <= DOCUMENTED | OF_PROCESS
+    assert len(named) > 20
+
+
+def test_the_dashboard_has_what_grafana_wants_of_one() -> None:
+    dashboard = json.loads((DEPLOY / "prometheus" / "dashboard.json").read_text())
+    assert dashboard["schemaVersion"] >= 36
+    assert dashboard["title"]
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids)
+    places: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        where = panel["gridPos"]
+        assert where["x"] + where["w"] <= 24
+        cells = {(where["x"] + x, where["y"] + y) for x in range(where["w"]) for y in range(where["h"])}
+        assert not cells & places, f"{panel['title']} lies over another panel"
+        places |= cells
+        assert panel["datasource"]["uid"] == "${datasource}"
+        assert all(target["refId"] and target["expr"] for target in panel["targets"])
+    names = {variable["name"] for variable in dashboard["templating"]["list"]}
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(dashboard)))
+    assert used <= names
+
+
+@needs("systemd-analyze", "systemd")
+def test_systemd_takes_the_unit_and_calls_it_safe(tmp_path: Path) -> None:
+    unit = (DEPLOY / "systemd" / "recorder-daemon.service").read_text()
+    program = tmp_path / "recorder"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    path = tmp_path / "recorder-daemon.service"
+    path.write_text(unit.replace("/opt/recorder/bin/recorder", str(program)))
+    done = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True, timeout=60)
+    own = [line for line in done.stderr.splitlines() if "recorder-daemon" in line]
+    assert (done.returncode, own) == (0, [])
+    judged = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", path], capture_output=True, text=True, timeout=60
+    )
+    (level,) = re.findall(r"Overall exposure level for \S+: ([\d.]+)", judged.stdout)
+    assert float(level) < 3.0, judged.stdout
+
+
+def test_the_example_of_a_settings_file_is_one() -> None:
+    path = DEPLOY / "systemd" / "daemon.toml"
+    assert load_daemon_settings(str(path), {}, {}).fresh_s == 10
+    assert "SET_ME" in tomllib.loads(path.read_text())["to"]
+
+
+@pytest.mark.parametrize(("name", "key"), [("daemonset.yaml", "containers"), ("sidecar.yaml", "initContainers")])
+def test_the_options_of_a_manifest_are_those_of_the_daemon(name: str, key: str) -> None:
+    (document,) = yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text())
+    container = document["spec"]["template"]["spec"][key][0]
+    assert container["command"] == ["recorder", "daemon"]
+    words = container["args"]
+    options = {words[at][2:].replace("-", "_"): words[at + 1] for at in range(0, len(words), 2)}
+    options["watch"] = [options["watch"]]
+    assert load_daemon_settings(None, options, {}).watch == ("/recordings",)
+    assert container["securityContext"]["readOnlyRootFilesystem"]
