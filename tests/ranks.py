@@ -3,6 +3,8 @@
     python -m tests.ranks 4 SCRIPT ARGUMENT...
 
 For scripts that record by `recorder.attach`, where the launch is not what is tested. A rank that fails ends the others.
+Under `TESTS_RECORDER=1` each rank starts to record once it is forked, as it does with `RECORDER=1` at the end of
+`import torch`, which would be before all forks here.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 import uuid
 from pathlib import Path
 
+import recorder_autoload
 import torch._dynamo  # noqa: F401  # by the first optimizer, and then before all forks
 from torch._C._distributed_c10d import TCPStore
 
@@ -25,10 +28,15 @@ import recorder.write.writer  # noqa: F401  # the same
 
 from .forking import fork
 
+RECORDS = "TESTS_RECORDER" in os.environ
+
 
 def run(script: str, rank: int) -> None:
     """One rank."""
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)})
+    if RECORDS:
+        os.environ["RECORDER"] = "1"
+        recorder_autoload.start()
     runpy.run_path(script, run_name="__main__")
     atexit._run_exitfuncs()
 
@@ -36,7 +44,8 @@ def run(script: str, rank: int) -> None:
 def main(num_ranks: int, script: str) -> int:
     """The exit code: 1 where a rank failed."""
     sys.path[0] = str(Path(script).parent)
-    runpy.run_path(script, run_name="imported")
+    if not RECORDS:
+        runpy.run_path(script, run_name="imported")
     server = socket.create_server(("127.0.0.1", 0))
     size, port = str(num_ranks), server.getsockname()[1]
     os.environ.update({"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "ROLE_WORLD_SIZE": size, "GROUP_RANK": "0"})

@@ -1,7 +1,8 @@
 """Tests of docs/jobs: each page is typed from top to bottom in a folder of its own, and prints what it shows.
 
 A block with a file's name after its language is saved under that name. A ```` ```diff ```` block changes `train.py`,
-which is `tests/small_training.py` at first. Trainings that pages have in common are recorded once.
+which is `tests/small_training.py` at first. Trainings that pages have in common are recorded once, and their ranks
+are forked (`tests.ranks`): `torchrun` itself is tested with the other pages.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import io
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -88,7 +90,8 @@ class Desk:
             if (other.programs, other.line) == (programs, line) and not recording.exists():
                 shutil.copytree(other.recording, recording)
                 return ""
-        printed = run(line, self.folder)
+        ranks = f" TESTS_RECORDER=1 PYTHONPATH={ROOT} {sys.executable} -m tests.ranks "
+        printed = run(re.sub(r"(^| )RECORDER=1 torchrun --nproc-per-node ", ranks, line), self.folder)
         kept = self.folder.with_name(f"{self.folder.name}-{len(self._launched)}")
         shutil.copytree(recording, kept)
         self._launched.append(Launched(programs, line, kept))
