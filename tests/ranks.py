@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import os
 import runpy
 import signal
@@ -19,7 +20,6 @@ import sys
 import uuid
 from pathlib import Path
 
-import recorder_autoload
 import torch._dynamo  # noqa: F401  # by the first optimizer, and then before all forks
 from torch._C._distributed_c10d import TCPStore
 
@@ -36,7 +36,7 @@ def run(script: str, rank: int) -> None:
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)})
     if RECORDS:
         os.environ["RECORDER"] = "1"
-        recorder_autoload.start()
+        importlib.import_module("recorder_autoload").start()  # which has no types
     runpy.run_path(script, run_name="__main__")
     atexit._run_exitfuncs()
 
