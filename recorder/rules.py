@@ -39,6 +39,8 @@ EXPRESSION = "re:"
 """The beginning of a pattern that is a regular expression."""
 _WORD_PART = re.compile(r"\\.|\([^)]*\)|\[[^]]*\]|\{[^}]*\}|.", re.DOTALL)
 _MAX_COMPARED = 20_000
+_MAX_NUMBER_BITS = 53
+"""Steps and ranks are below two to this power."""
 _MAX_LISTED = 3
 
 
@@ -170,6 +172,31 @@ class Schedule:
             else:
                 raise ValueError(f"{word!r} is no number, no start:stop:stride and not pow2")
         return cls(text, tuple(slices), powers)
+
+    @classmethod
+    def of(cls, slices: Iterable[tuple[int, int | None, int]]) -> Schedule:
+        """Make one of slices, with the text that `parse` reads; one of no slices holds no number and has no text."""
+        made = tuple(slices)
+        words = [
+            f"{start}:{'' if stop is None else stop}{'' if stride == 1 else f':{stride}'}"
+            for start, stop, stride in made
+        ]
+        return cls(",".join(words), made)
+
+    def within(self, spans: Iterable[tuple[int, int | None]]) -> Schedule:
+        """Return the part that lies in some spans, each from its first number to its last (None: without an end)."""
+        slices = list(self.slices)
+        if self.powers_of_two:
+            slices += [(n, n + 1, 1) for n in (0, *(1 << bits for bits in range(_MAX_NUMBER_BITS)))]
+        found: dict[tuple[int, int | None, int], None] = {}
+        for first, last in spans:
+            for start, stop, stride in slices:
+                begin = start if start >= first else first + (start - first) % stride
+                ends = [end for end in (stop, None if last is None else last + 1) if end is not None]
+                end = min(ends, default=None)
+                if end is None or begin < end:
+                    found[begin, end, stride] = None
+        return Schedule.of(found)
 
     def __contains__(self, number: int) -> bool:
         if self.powers_of_two and number >= 0 and number & (number - 1) == 0:

@@ -40,6 +40,7 @@ from .hooks.recording import Nesting
 from .hooks.root import Root
 from .nonfinite import FirstNonFinite
 from .parallel.aliases import Aliases
+from .rule_commands import RuleCommands
 from .scalars import Scalars
 from .staging import copies
 from .staging.pool import Pool, PoolBlock
@@ -113,6 +114,7 @@ class Capture:
         """Numbers a value that is neither put nor dropped, as the ledger finds at its end. Needs no stack or memory."""
         self.scalars = Scalars(self)
         self.taps_by_hand = TapsByHand(self)
+        self.rule_commands = RuleCommands(self)
         self.step_changed()
 
     @property
@@ -129,6 +131,7 @@ class Capture:
         """Work out what is kept at the new step, and drop what belonged to the old one."""
         self._step_in_force, step = None, self.clock.step
         self.scalars.step_changes(step)
+        self.rule_commands.step_changes(step)
         self.selection.at_step(step)
         # Hooks do not rest before the first step has told what runs, nor where only modules tell that the step has
         # moved, nor once anything was compiled: dynamo would make a graph for modules with hooks and one without.

@@ -29,13 +29,16 @@ class LossWatch:
     """Wrappers around the start of autograd's engine and `GradScaler.scale`, until `close`."""
 
     def __init__(self, capture: Capture) -> None:
-        """Put the wrappers on, where a rule asks for the scalar."""
         self._capture = capture
         self._scaled: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
         """The losses that `GradScaler` scaled last: the results, and the losses themselves without their graphs."""
         self._wrapped: list[tuple[Any, str, Any, Any]] = []
         """The wrapped attributes: owner, name, the function that was there, and our wrapper."""
-        if not capture.scalars.wants(LOSS):
+        self.look_at_rules()
+
+    def look_at_rules(self) -> None:
+        """Put the wrappers on, where a rule asks for the scalar and they are not on yet."""
+        if self._wrapped or not self._capture.scalars.wants(LOSS):
             return
         if hasattr(torch.autograd, _NAME):
             self._wrap(torch.autograd, _NAME, self._run)

@@ -21,6 +21,8 @@ _PRIMES = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 
 _STATE = ("param", "buffer", "optim")
 """Sites of values that only a step changes."""
 _TINY = 1e-30
+_BY_CHANCE = ("grad_scale", "skipped")
+"""Scalars that a single step, which happened to overflow, may halve."""
 
 
 class Statistic(NamedTuple):
@@ -38,14 +40,14 @@ class Statistic(NamedTuple):
 
 
 STATISTICS = (
-    Statistic("root mean square", is_log=True, floor=0.05, floor_of_one=0.3),
+    Statistic("root mean square", is_log=True, floor=0.02, floor_of_one=0.3),
     Statistic("largest element over root mean square", is_log=True, floor=0.15),
     Statistic("mean over root mean square", is_log=False, floor=0.1, floor_of_one=0.5),
     Statistic("share of zeros", is_log=False, floor=0.03),
     Statistic("update over weight", is_log=True, floor=0.15, only_above=True),
     Statistic("spread over ranks", is_log=True, floor=0.05, only_above=True),
     Statistic("loss", is_log=True, floor=0.1, only_above=True),
-    Statistic("number", is_log=True, floor=0.1),
+    Statistic("number", is_log=True, floor=0.05),
 )
 _SIZE, _LARGEST, _OFFSET, _ZEROS, _UPDATE, _RANKS, _LOSS, _NUMBER = range(len(STATISTICS))
 
@@ -97,7 +99,8 @@ class Measures:
             if len(params):
                 moved = _known(_UPDATE, _log(self._movement.ratio(rows.take(params))))
                 yield moved._replace(rows=params[moved.rows])
-            for statistic, chosen in ((_LOSS, is_loss), (_NUMBER, is_scalar & ~is_loss)):
+            is_number = self._catalog.mark("number", lambda key: key.site == "scalar" and key.name not in _BY_CHANCE)
+            for statistic, chosen in ((_LOSS, is_loss), (_NUMBER, is_number[rows.series] & ~is_loss)):
                 yield _known(statistic, np.where(chosen, _log(np.abs(rows["mean"])), np.nan))
             yield self._over_ranks(rows, rms)
 
@@ -146,7 +149,8 @@ class Measures:
 
     def _over_ranks(self, rows: Rows, rms: Floats) -> Numbers:
         """How far the largest rank is from the smallest, at the rank that is farthest from the median."""
-        (places,) = np.nonzero(rms > _TINY)
+        of_rank = self._catalog.mark("of a rank", lambda key: key.differs_by_batch)[rows.series]
+        (places,) = np.nonzero((rms > _TINY) & of_rank)
         if not len(places):
             return Numbers(_RANKS, places, np.zeros(0))
         ids, _, num_ranks = self._peers(rows.take(places))

@@ -40,6 +40,11 @@ class SeriesKey(NamedTuple):
         return self.site == "scalar" and LOSS_NAME.fullmatch(self.name) is not None
 
     @property
+    def differs_by_batch(self) -> bool:
+        """Whether data-parallel ranks have it each of its own batch, so that it may be compared over ranks."""
+        return self.site in ("output", "grad_output") or self.is_loss or (self.site == "grad" and self.scope == "local")
+
+    @property
     def may_mask(self) -> bool:
         """Whether a program may mean its infinities. A gradient, a state of the optimizer or a loss never does."""
         return may_mask(self.site) and not self.is_loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..format.proof import CHANGED, UNCHANGED, Proof
 from ..globalview.run import Run
+from ..system.text import counted
 
 
 def jitter_note(run: Run) -> str:
@@ -16,3 +17,9 @@ def jitter_note(run: Run) -> str:
 def proof_state(proof: Proof) -> str:
     """Return the state of the line that tells a verdict of `recorder prove`."""
     return {UNCHANGED: "ok", CHANGED: "missing"}.get(proof.verdict, "note")
+
+
+def told_note(run: Run) -> str:
+    """Return the note that a run was told something while it was under way."""
+    numbers = counted(len(run.commands.sound), "command")
+    return f"note: the run was sent {numbers} while it was under way, which recorder doctor lists"

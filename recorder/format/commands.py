@@ -157,6 +157,8 @@ def problem_of(command: Command) -> str | None:
         return "a dump has a last step"
     if (command.kind == UNDO) != (command.undoes is not None):
         return "an undo names the command that it undoes" if command.kind == UNDO else "only an undo has 'undoes'"
+    if command.kind in (UNDO, RESUME) and command.to_step is not None:
+        return f"a command of kind {command.kind} has no last step"
     if command.kind == SET:
         return _problem_of_rules(command)
     return "only a set has rules" if command.rules else None

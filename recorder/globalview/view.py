@@ -84,14 +84,19 @@ class GlobalView:
     def _parts_of_batch(self) -> dict[tuple[str, int, int], tuple[int, int] | None]:
         found: dict[tuple[str, int, int], tuple[int, int] | None] = {}
         of_models = whole_roots(self._topology.stages)
+        parts: dict[int, tuple[dict[int, int], int]] = {}
+        """By the group's identity, the part of each rank, and how many parts there are: not anew for each writer."""
         for number, writer in enumerate(self._run.writers):
             for root in writer.manifest.roots:
                 group = self._topology.group(root.name, "", number)
+                if id(group) not in parts:
+                    lines = group.model_groups or tuple((rank,) for rank in group.ranks)
+                    parts[id(group)] = {rank: at for at, ranks in enumerate(lines) for rank in ranks}, len(lines)
+                part_of, num_parts = parts[id(group)]
                 is_unknown = bool(group.conflict) or (writer.rank is None and root.model_parallel is not None)
-                lines = group.model_groups or tuple((rank,) for rank in group.ranks)
-                for at, ranks in enumerate(() if is_unknown else lines):
-                    for rank in ranks if writer.rank is None else {writer.rank} & set(ranks):
-                        found[of_models.get(root.name, root.name), rank, writer.attempt] = at, len(lines)
+                own = part_of if writer.rank is None else {writer.rank} & part_of.keys()
+                for rank in () if is_unknown else own:
+                    found[of_models.get(root.name, root.name), rank, writer.attempt] = part_of[rank], num_parts
         return found
 
     def windows(self, max_rows: int = 200_000, max_bytes: int | None = None) -> list[tuple[int, int]]:

@@ -27,7 +27,7 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,6 +111,13 @@ class Commands:
             rules=command.rules,
         )
         self.has_changed = True
+
+    def answer_all(self, answers: Iterable[Answer]) -> None:
+        """Say what became of some commands; what was said before is not new. Any thread, never waits."""
+        for answer in answers:
+            if self._answers.get(answer.number) != answer:
+                self._answers[answer.number] = answer
+                self.has_changed = True
 
     def answers(self) -> list[Answer]:
         """Return all answers by number. Any thread."""

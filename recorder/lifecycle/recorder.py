@@ -32,6 +32,7 @@ from ..capture.optimizer.hooks import OptimizerWatch, find_live, last_step, wrap
 from ..capture.parallel import topology
 from ..capture.staging.pool import Pool, default_capacity_bytes
 from ..config import Loaded
+from ..format.commands import PAUSE, RESUME, SET, UNDO
 from ..observe import tree
 from ..observe.compiled import has_compiled_anything
 from ..records import Measured, Staged
@@ -242,7 +243,7 @@ class Recorder:
             self._estimate = Estimate(
                 self.settings.rules, rank=0, world_size=own_topology.world_size, max_bytes=self.settings.max_bytes
             )
-        self.commands = Commands(own_topology, self.events)
+        self.commands = commands = Commands(own_topology, self.events)
         capacity = self.settings.pool_bytes or default_capacity_bytes(own_topology.local_world_size)
         writer = Writer(
             settings=_write_settings(self.settings),
@@ -259,6 +260,10 @@ class Recorder:
         )
         self._optimizers = OptimizerWatch(self.capture, on_step=self._optimizer_stepped, on_new=self._optimizer_made)
         self._loss = LossWatch(self.capture)
+        rule_commands = self.capture.rule_commands
+        rule_commands.changed = self._loss.look_at_rules
+        for kind in (SET, UNDO, PAUSE, RESUME):
+            commands.on(kind, rule_commands.tell)
         live = self._live or find_live()
         self._live = []  # known from now on by weak references
         for optimizer in live:
@@ -332,6 +337,7 @@ class Recorder:
 
     def _manifest(self) -> dict[str, Any]:
         assert self.capture is not None and self._description is not None and self.commands is not None
+        self._answer(self.capture)
         return self._description.writer(self.capture, self._optimizers, self.events, self.commands)
 
     def _saw(self, staged: Staged, measured: Measured) -> None:
@@ -350,6 +356,7 @@ class Recorder:
             if capture is None or self.commands is None or self._is_closed:
                 return None
             self.commands.poll(self.run_dir())
+            self._answer(capture)
             capture.nonfinite.look(self._how_to_learn_more())
             if self._estimate is not None and (line := self._estimate.look(capture.clock.step)) is not None:
                 log.tell(_logger, lambda: (line,), 0.0)
@@ -372,7 +379,13 @@ class Recorder:
 
     def _show_status(self, capture: Capture) -> None:
         assert self._description is not None and self.commands is not None
+        self._answer(capture)
         self._writer.set_status(self._description.status(capture, self.commands))
+
+    def _answer(self, capture: Capture) -> None:
+        """Bring the answers to commands that change rules up to date. Any thread."""
+        if self.commands is not None:
+            self.commands.answer_all(capture.rule_commands.answers())
 
     # -- steps ----------------------------------------------------------------------------------------------------
 

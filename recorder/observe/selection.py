@@ -7,9 +7,10 @@ worked out once; a hook then costs one list look-up to learn that nothing is wan
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ..records import KEEP_STATS, KEEP_TENSOR, KEEP_UNITS
-from ..rules import ANY, EVERY, KEEPS, Rule, nearest
+from ..rules import ANY, EVERY, KEEPS, Rule, Schedule, nearest
 from ..sites import SITES, STATES
 
 NOTHING = 0
@@ -24,22 +25,45 @@ class Selection:
     """All sets of rules that modules use, and what each keeps at the current step."""
 
     def __init__(self, rules: Sequence[Rule], rank: int) -> None:
-        self._rules = tuple(rules)
-        self._on_rank = [rank in rule.rank for rule in self._rules]
-        self._takes_all = [rule.module == rule.cls == ANY and not rule.leaf for rule in self._rules]
+        self._rank = rank
+        self._rules: tuple[Rule, ...] = ()
+        self._on_rank: list[bool] = []
+        self._takes_all: list[bool] = []
+        self._matched: list[bool] = []
+        self._active: list[int] = []
+        self._limits_calls: list[bool] = []
         self._sets: dict[tuple[int, ...], int] = {(): NOTHING}
         self._members: list[tuple[int, ...]] = [()]
-        self._matched = [False] * len(self._rules)
         self._class_names: dict[str, None] = {}
         self.masks: list[int] = [0]
         """Bits of KEEP_* by rule set, at the current step; index 0 is always 0."""
-        self._active = [0] * len(self._rules)
-        self._limits_calls = [rule.call != EVERY for rule in self._rules]
         self.limited: set[int] = set()
         """Rule sets whose mask also depends on the call; `mask_at_call` tells."""
         self._by_name: set[int] = set()
         """Rule sets that select some names and not others."""
         self._by_matching: dict[tuple[tuple[int, ...], bool], dict[str, int]] = {}
+        self.extend(rules)
+
+    def extend(self, rules: Sequence[Rule]) -> None:
+        """Add rules behind those that are there; modules take them once they ask for their `rule_sets` again."""
+        self._rules = (*self._rules, *rules)
+        self._on_rank += [self._rank in rule.rank for rule in rules]
+        self._takes_all += [rule.module == rule.cls == ANY and not rule.leaf for rule in rules]
+        self._matched += [False] * len(rules)
+        self._active += [0] * len(rules)
+        self._limits_calls += [rule.call != EVERY for rule in rules]
+
+    def reschedule(self, schedules: Sequence[Schedule]) -> None:
+        """Give every rule other steps, in order; they count from the next `at_step` on."""
+        self._rules = tuple(
+            rule if rule.steps is steps else replace(rule, steps=steps)
+            for rule, steps in zip(self._rules, schedules, strict=True)
+        )
+
+    @property
+    def num_rules(self) -> int:
+        """Return the number of rules, whether they are in force or not."""
+        return len(self._rules)
 
     def rule_sets(
         self, module_path: str, class_name: str, is_leaf: bool, *, is_callable: bool = True

@@ -26,6 +26,7 @@ from ..format.roots import Jitter, Module
 from ..format.rundir import RUN_MANIFEST
 from ..format.schema import METADATA_COLUMNS, SCHEMA
 from ..storage.locations import OpenPlace, Place, store_of
+from .commands import SentCommands, read_commands
 from .long_form import LONG_KEY, choose_statistics, to_long
 from .metadata import NONE, PLACE_COLUMNS, TIME_ORDER, MetadataRows, Positions
 from .modules import list_paths, read_modules
@@ -125,6 +126,11 @@ class RecordedRun:
             return Proof.read(store.read_json(path, PROOF_BYTES)) if store.is_file(path) else None
         except RunError as error:
             return Proof(verdict=UNKNOWN, text=f"{UNKNOWN}: {error}")
+
+    @cached_property
+    def commands(self) -> SentCommands:
+        """What it was told while it was under way."""
+        return read_commands(self.path)
 
     @cached_property
     def _jitter_facts(self) -> list[Jitter]:

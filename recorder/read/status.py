@@ -229,7 +229,7 @@ def _parse(writer: str, raw: dict[str, Any]) -> Status:
         recent_s=recent.number("seconds"),
         recent_steps=recent.count("steps"),
         recent_bytes=recent.count("bytes"),
-        commands=tuple(map(Answer.read, found.list_inner("commands")[:_MAX_ANSWERS])),
+        commands=tuple(map(Answer.read, found.list_inner("commands")[-_MAX_ANSWERS:])),
         num_commands_refused=found.count("commands_refused"),
     )
 
@@ -244,6 +244,7 @@ def _parse_manifest(directory: Place, raw: dict[str, Any]) -> Status:
         written=balance.written,
         dropped=_drops(balance),
         used_bytes=_shard_bytes(directory),
+        commands=tuple(map(Answer.read, Members(raw).list_inner("commands")[-_MAX_ANSWERS:])),
     )
 
 

@@ -30,7 +30,8 @@ SERIES_KEY = ("root", "module_path", "site", "name", "mode")
 _RECOMPUTED = "recompute"
 _COLUMNS = (
     "step", "rank", "attempt", "seq", *SERIES_KEY, "phase", "dtype", "shape", "global_shape", "numel", "note",
-    "placements", *STATISTICS, *COUNTS, "micro_step", "call", "repeat", "encoding", "payload_bytes", "histogram",
+    "placements", *STATISTICS, *COUNTS, "micro_step", "call", "repeat", "encoding", "payload_bytes",
+    "histogram", "units",
 )  # fmt: skip
 _SCHEMA_READ = pa.schema(
     [

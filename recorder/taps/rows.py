@@ -248,6 +248,12 @@ class TapRows:
         watch = root.modules_by_tap.get(where) if root is not None else None
         return watch is not None and watch.is_hidden
 
+    def reselect(self) -> None:
+        """Have every tap take the rules that there are now, between two steps."""
+        for (name, where, _), tap in self._taps.items():
+            made = self._make(name, where, tap.root)
+            tap.rule_set, tap.gradient_rule_set = made.rule_set, made.gradient_rule_set
+
     def _tap(self, name: str, where: str, root: TappedRoot) -> _Tap:
         known = self._taps.get((name, where, root.name))
         if known is not None and known.root is root:

@@ -32,7 +32,7 @@ _OPEN = "import sys, recorder; run = recorder.open_run(sys.argv[1]); print(len(r
 _LOOK_S = 0.01
 _BYTES_A_ROW, _BYTES_A_RANK = 60, 120_000
 """On the disk, the catalog and the manifest included; for the check of free space."""
-COMMANDS = ("open", "ls", "show", "doctor", "first", "catalog")
+COMMANDS = ("open", "ls", "show", "doctor", "first", "check", "catalog")
 
 
 class Cost(NamedTuple):
@@ -102,7 +102,7 @@ def ask(what: str, run: Path, timeout_s: float) -> Cost:
 
 def wrong(what: str, cost: Cost, shape: Shape) -> str:
     """What of an answer is not as it must be; empty where all is."""
-    if cost.exit_code != (1 if what == "first" else 0):
+    if cost.exit_code != (1 if what in ("first", "check") else 0):
         return f"exit code {cost.exit_code}: {cost.output[-500:]}"
     if what == "first":
         found = json.loads(cost.output)
@@ -112,6 +112,14 @@ def wrong(what: str, cost: Cost, shape: Shape) -> str:
             return f"named {places}"
         if found["num_compared"] != 2 * shape.modules * len(shape.recorded):
             return f"compared {found['num_compared']} values"
+    if what == "check":
+        found = json.loads(cost.output)
+        places = [
+            (one["module_path"], one["step"], one["ranks"]) for one in found["findings"] if one["rule"] == "nonfinite"
+        ]
+        step, rank = shape.nan or (None, None)
+        if places != [(shape.nan_module, step, [rank])] or found["rows"] != shape.ranks * shape.rows_a_rank:
+            return f"named {places} in {found['rows']} rows"
     if what == "catalog" and f'"rows": {shape.ranks * shape.rows_a_rank}' not in cost.output:
         return f"another number of rows: {cost.output}"
     return ""

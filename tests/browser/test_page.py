@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from recorder.format.numbers.histogram import Histogram
+from recorder.format.numbers.units import packed
 from tests.browser.conftest import NUM_STEPS, Open, Opened, write_page
 from tests.report.pages import HOSTILE, hostile_run, run_of
 
@@ -179,6 +180,20 @@ def test_histograms_are_drawn_over_steps(open_page: Open, tmp_path: Path) -> Non
         position={"x": 20, "y": labels.index("2^0 to 2^1") * 17 + 8}
     )
     assert "% of the values" in opened.text(".tooltip")
+
+
+def test_units_are_drawn_sorted_over_steps(open_page: Open, tmp_path: Path) -> None:
+    sums = np.array([[0.0] * 4, [0.0, 1.0, 16.0, 4.0], [0.0, 1.0, 4.0, 2.0]])
+    units = packed(1, sums, np.array([1, 0, 0, 0]))
+    run = run_of(tmp_path / "run", {(0, step): 1.0 for step in range(4)}, units=units, shape="[1,4]", numel=4)
+    opened = open_page(write_page(run, tmp_path / "r.html"))
+    labels = rows_of(opened, "units")
+    assert (labels[0], labels[16], labels[-1]) == ("largest", "median", "least")
+    assert "4 units, the largest is unit 2, 1 all zero" in opened.text("#panel-units")
+    opened.page.locator("#panel-units .heat-chunk").hover(position={"x": 20, "y": 8})
+    assert "root mean square about 4" in opened.text(".tooltip")
+    pixels = opened.pixels("#panel-units .heat-chunk")
+    assert len({tuple(pixels[row * ROW_PIXELS + 8, 20]) for row in (0, 16, 32)}) == 3
 
 
 def test_two_runs_are_beside_each_other(open_page: Open, pair: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import recorder
 from recorder.format.numbers.histogram import Histogram
+from recorder.format.numbers.units import packed
 from recorder.format.schema import COUNTS, STATISTICS
 from recorder.report.axes import Axes
 from recorder.report.page import page, policy
@@ -155,6 +156,22 @@ def test_histograms_are_shares_of_the_values_by_sign_and_power_of_two(cli: Cli, 
     bins = {lowest - 2: 4 / 32, 0: 4 / 32, -1 - lowest + 1: 8 / 32, 0 - lowest + 1: 16 / 32}
     assert found.keys() == bins.keys()
     assert all(found[one] == pytest.approx(share, rel=0.3) for one, share in bins.items())
+
+
+def test_units_are_sorted_by_their_size(cli: Cli, tmp_path: Path) -> None:
+    sums = np.array([[0.0] * 4, [0.0, 1.0, 16.0, 4.0], [0.0, 1.0, 4.0, 2.0]])
+    values = {(rank, step): 1.0 for rank in range(2) for step in range(3)}
+    units = packed(1, sums, np.array([1, 0, 0, 0]))
+    cli("report", run_of(tmp_path / "run", values, units=units, shape="[1,4]", numel=4), "-o", tmp_path / "r.html")
+    block = read_page(tmp_path / "r.html")["units"]
+    low, high, levels = (block.data[name] for name in ("low", "high", "levels"))
+    codes = block.arrays["codes"][0, 1].astype(int)
+    sizes = np.where(codes == 1, 0, 2.0 ** (low + (codes - 2) / (levels - 1) * (high - low)))
+    assert sizes[[0, 11, 22, -1]] == pytest.approx([4, 2, 1, 0], rel=0.01)
+    assert block.arrays["about"][0, 1].tolist() == [4, 1, 2]
+    damaged = run_of(tmp_path / "damaged", values, units=b"x")
+    cli("report", damaged, "-o", tmp_path / "d.html")
+    assert "units" not in read_page(tmp_path / "d.html")
 
 
 def test_one_step_and_one_value_are_enough(cli: Cli, tmp_path: Path) -> None:

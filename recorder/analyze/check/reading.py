@@ -28,7 +28,7 @@ from ..keys import encode, group
 from ..moments import integers, numbers
 from .details import DETAILS, columns_of
 
-RANGE_ROWS = 1_000_000
+RANGE_ROWS = 1_500_000
 """Rows of a range of steps, of all ranks, which are in memory together; a single step may have more."""
 _RECOMPUTED = "recompute"
 _KEY = ("root", "module_path", "site", "name", "mode", "phase", "scope")
@@ -154,12 +154,18 @@ def _shape(text: str | None) -> tuple[int, ...]:
 def _places(view: GlobalView, topology: Topology, run: Run) -> dict[tuple[str, int], tuple[int, int]]:
     """By root and rank, which part of the batch the rank works on, and which piece of the model it holds."""
     found: dict[tuple[str, int], tuple[int, int]] = {}
+    peers: dict[int, dict[int, int]] = {}
+    """By the group's identity, the piece of the model that each rank holds."""
     for number, writer in enumerate(run.writers):
         for root in writer.manifest.roots:
             if writer.rank is None or (root.name, writer.rank) in found:
                 continue
             part = view.part_of_batch(root.name, writer.rank, writer.attempt)
-            models = topology.group(root.name, "", number).model_groups
-            peer = next((ranks.index(writer.rank) for ranks in models if writer.rank in ranks), 0)
+            group = topology.group(root.name, "", number)
+            if id(group) not in peers:
+                peers[id(group)] = {
+                    rank: place for ranks in reversed(group.model_groups) for place, rank in enumerate(ranks)
+                }
+            peer = peers[id(group)].get(writer.rank, 0)
             found[root.name, writer.rank] = (writer.rank if part is None else part[0]), peer
     return found

@@ -221,12 +221,12 @@ def _rules(run: Run) -> tuple[list[Rule], list[str]]:
     """Every rule of any writer once."""
     rules: dict[Rule, None] = {}
     problems: dict[str, None] = {}
-    read: list[tuple[str, ...]] = []
+    read: list[Any] = []
     for writer in run.writers:
-        texts = writer.manifest.rules
-        if texts in read:
+        sources = writer.manifest.rules, writer.manifest.commands
+        if sources in read:
             continue
-        read.append(texts)
+        read.append(sources)
         some, wrong = read_rules(writer.manifest)
         rules |= dict.fromkeys(some)
         problems |= dict.fromkeys(wrong)

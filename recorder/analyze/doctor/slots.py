@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...errors import ConfigError
+from ...format.in_force import rules_in_force
 from ...format.manifest import WriterManifest
 from ...format.roots import Module as Described
 from ...format.roots import Root
@@ -253,7 +254,11 @@ def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
         if unknown := [site for rule in found for site in rule.site if site not in SITE_OF]:
             sites = ", ".join(map(repr, unknown))
             problems.append(f"rule {text!r} names sites that are unknown to this version, and not judged: {sites}")
-    return rules, problems
+    try:
+        return rules_in_force(rules, manifest.commands), problems
+    except (ConfigError, RecursionError) as error:
+        problems.append(f"rules that were sent while it ran cannot be read, so nothing is expected by them: {error}")
+        return rules, problems
 
 
 def match_rule(slots: Slots, rule: Rule) -> RuleMatch | None:

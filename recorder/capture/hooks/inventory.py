@@ -210,6 +210,13 @@ class Inventory:
                 return set()
         return {watch.node_path for watch in silent}
 
+    def reselect(self) -> None:
+        """Note the sites of modules by the rules that there are now; a site that was selected once stays listed."""
+        for i, (described, watch) in enumerate(zip(self._modules, self._root.watches, strict=False)):
+            sites = [site for site, rule_set in watch.rule_sets.items() if rule_set or site in described["sites"]]
+            if sites != described["sites"]:  # another dict: the writer thread may be reading this one
+                self._modules[i] = {**described, "sites": sites}
+
     def disarm(self, path: str, sites: tuple[str, ...], step: int) -> None:
         """Note that some sites of one module are not recorded any more, from a step on."""
         for i, described in enumerate(self._modules):

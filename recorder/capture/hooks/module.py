@@ -9,7 +9,7 @@ import itertools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -20,6 +20,7 @@ from ...observe.clock import Slice
 from ...observe.selection import NOTHING
 from ...observe.unit_dims import unit_dim_of
 from ...records import KEEP_REPLAY, Chunk, Moment, Origin
+from ...rules import Rule
 from ...sites import CALL, GRADIENT_OF, OF_CALLS
 from ..parallel.aliases import Waiting, chunk_of_gradient, has_owner
 from ..parallel.groups import ModelParallel
@@ -59,8 +60,12 @@ class Watch:
 
     __slots__ = (
         "_calls",
+        "_disarmed",
         "_graphless_slice",
         "_handles",
+        "_has_after",
+        "_is_callable",
+        "_is_leaf",
         "_leaves",
         "_number",
         "_open_calls",
@@ -90,9 +95,10 @@ class Watch:
         self.class_name = node.class_name
         self.module: Callable[[], nn.Module | None] = weakref.ref(node.module)
         self._owner: Callable[[], nn.Module | None] = weakref.ref(node.owner)
-        selection = self.capture.selection
-        is_callable = node.is_callable or node.hidden is not None
-        self.rule_sets = selection.rule_sets(node.path, node.class_name, node.is_leaf, is_callable=is_callable)
+        self._is_leaf = node.is_leaf
+        self._is_callable = node.is_callable or node.hidden is not None
+        self._disarmed: tuple[str, ...] = ()
+        self.rule_sets = self._find_rule_sets()
         self._leaves: dict[tuple[str, str], tuple[Origin, int]] = {}
         self._calls = {"forward": 0, "recompute": 0}
         self._phase_slice: dict[str, Slice | None] = {"forward": None, "recompute": None}
@@ -108,22 +114,62 @@ class Watch:
         self._tapped_slice: Slice | None = None
         """The slice in which the op in a graph has shown this call's output; the hook around the graph skips it."""
         self._number = next(_numbers)
-        has_parameters = any(True for _ in self.own("_parameters"))
-        self._wants_local = self.capture.settings.local_gradients and has_parameters and bool(self.rule_sets["grad"])
+        self._wants_local = self._asks_for_local(self.rule_sets)
         self.is_hidden = not wants_hooks
         """True where the module has no hooks, because it is compiled or cannot be called."""
         self.pre_hook: callbacks.BeforeForward | None = None
+        self._has_after = False
         if wants_hooks:
             callbacks.WATCHES[self._number] = self
-            if self.rule_sets["input"] or self.rule_sets["grad_input"] or self._wants_local:
-                self.pre_hook = callbacks.BeforeForward(self._number)
-                self._handles.append(
-                    module_hooks.put_on(node.module.register_forward_pre_hook, self.pre_hook, with_kwargs=True)
-                )
-            if self.pre_hook or self.rule_sets["output"] or self.rule_sets["grad_output"]:
-                after = callbacks.AfterForward(self._number)
-                self._handles.append(module_hooks.put_on(node.module.register_forward_hook, after, prepend=True))
-                module_hooks.keep_first(node.module._forward_hooks)
+            self._put_hooks(node.module)
+
+    def _find_rule_sets(self) -> Mapping[str, int]:
+        selection = self.capture.selection
+        found = selection.rule_sets(self.node_path, self.class_name, self._is_leaf, is_callable=self._is_callable)
+        return {**found, **dict.fromkeys(self._disarmed, NOTHING)} if self._disarmed else found
+
+    def _asks_for_local(self, rule_sets: Mapping[str, int]) -> bool:
+        has_parameters = any(True for _ in self.own("_parameters"))
+        return self.capture.settings.local_gradients and has_parameters and bool(rule_sets["grad"])
+
+    def _put_hooks(self, module: nn.Module) -> None:
+        """Put on the hooks that have something to do by some rule, and that are not on the module yet."""
+        needs_before, needs_after = self._needs(self.rule_sets)
+        if needs_before and self.pre_hook is None:
+            self.pre_hook = callbacks.BeforeForward(self._number)
+            self._handles.append(module_hooks.put_on(module.register_forward_pre_hook, self.pre_hook, with_kwargs=True))
+        if needs_after and not self._has_after:
+            self._has_after = True
+            after = callbacks.AfterForward(self._number)
+            self._handles.append(module_hooks.put_on(module.register_forward_hook, after, prepend=True))
+            module_hooks.keep_first(module._forward_hooks)
+
+    def _needs(self, rule_sets: Mapping[str, int]) -> tuple[bool, bool]:
+        """Return whether rule sets need a hook before the module's forward, and one after it."""
+        needs_before = bool(rule_sets["input"] or rule_sets["grad_input"] or self._asks_for_local(rule_sets))
+        return needs_before, bool(needs_before or rule_sets["output"] or rule_sets["grad_output"])
+
+    def is_meant_by(self, rules: Sequence[Rule]) -> bool:
+        """Whether one of some rules selects anything of the module."""
+        return any(rule.matches_module(self.node_path, self.class_name, self._is_leaf) for rule in rules)
+
+    def lacks_hooks(self) -> bool:
+        """Whether the rules that there are now ask for hooks that are not on the module."""
+        needs_before, needs_after = self._needs(self._find_rule_sets())
+        return not self.is_hidden and (
+            (needs_before and self.pre_hook is None) or (needs_after and not self._has_after)
+        )
+
+    def reselect(self) -> None:
+        """Take the rules that there are now, between two steps, and put on the hooks that they ask for."""
+        rule_sets = self._find_rule_sets()
+        if rule_sets is self.rule_sets:
+            return
+        self.rule_sets = rule_sets
+        self._leaves.clear()
+        self._wants_local = self._asks_for_local(rule_sets)
+        if not self.is_hidden and (module := self.module()) is not None:
+            self._put_hooks(module)
 
     def _leaf(self, site: str, name: str) -> tuple[Origin, int]:
         """Return the origin of a leaf and the rules that select it, which are made when it is first seen."""
@@ -395,6 +441,7 @@ class Watch:
 
     def disarm(self, sites: tuple[str, ...]) -> None:
         """Record nothing any more at these sites."""
+        self._disarmed = (*self._disarmed, *sites)
         self.rule_sets = {**self.rule_sets, **dict.fromkeys(sites, NOTHING)}  # other modules share the old mapping
         self._leaves.clear()
 

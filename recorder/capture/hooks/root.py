@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ...observe import module_hooks, tree
 from ...observe.clock import RootClock, Slice
 from ...observe.compiled import has_compiled, has_compiled_anything
 from ...records import Moment, Origin
+from ...rules import Rule
 from ...sites import GRADIENT_OF, HELD_BY_MODULES
 from ...system.interrupts import comes_from_signal_handler
 from ...taps import module_taps
@@ -219,9 +220,7 @@ class Root:
         """Modules below the root that have hooks, by the rule sets that give these something to do."""
         self._resting: set[frozenset[int]] = set()
         """The rule sets of modules whose hooks are off."""
-        for watch in self.watches:
-            if watch.node_path and (rule_sets := watch.rule_sets_of_hooks):
-                self._with_hooks.setdefault(rule_sets, []).append(watch)
+        self._group_watches()
         if not isinstance(module, torch.jit.ScriptModule):
             if self.capture.settings.jitter:
                 self.jitter, handles = add_jitter(module, nodes, self._number, self.capture.settings.jitter)
@@ -231,6 +230,28 @@ class Root:
             module_hooks.keep_first(module._forward_pre_hooks)
             self._handles.append(module_hooks.put_on(module.register_forward_hook, ends, always_call=True))
         self.inventory.say_hidden(nodes, compiled, late)
+
+    def _group_watches(self) -> None:
+        self._with_hooks = {}
+        for watch in self.watches:
+            if watch.node_path and (rule_sets := watch.rule_sets_of_hooks):
+                self._with_hooks.setdefault(rule_sets, []).append(watch)
+
+    def is_seen_at_tap(self, watch: Watch) -> bool:
+        """Whether a module without hooks is seen through a tap."""
+        return any(one is watch for one in self.modules_by_tap.values())
+
+    def reselect(self, rules: Sequence[Rule]) -> None:
+        """Have the modules that new rules are for take them, between two steps."""
+        for watches in self._with_hooks.values():
+            for watch in watches:
+                watch.wake()
+        self._resting.clear()
+        for watch in self.watches:
+            if watch.is_meant_by(rules):
+                watch.reselect()
+        self._group_watches()
+        self.inventory.reselect()
 
     def _tap(self, node: tree.Node, watch: Watch) -> None:
         """Put taps on a module, as the settings ask, so that a graph shows what its hooks cannot see."""

@@ -53,7 +53,7 @@ class Unusual(BaselineRule):
     sites: ClassVar[tuple[str, ...]] = ("output", "grad_output", "param", "grad", "buffer", "scalar", "tap")
     columns: ClassVar[tuple[str, ...]] = ("sum_sq", "numel")
     settings: ClassVar[tuple[Setting, ...]] = (
-        Setting(name="spreads", default=3, unit="spreads outside the range", source="calibrated on sound trainings"),
+        Setting(name="spreads", default=4, unit="spreads outside the range", source="calibrated on sound trainings"),
         Setting(name="records", default=3, unit="records", source="calibrated on sound trainings"),
     )  # fmt: skip
     advice: ClassVar[str] = "compare this value with that of the sound run"

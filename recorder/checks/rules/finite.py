@@ -12,6 +12,8 @@ from ..rows import Catalog, Flags, Floats, Memory, Rows, SeriesKey, begins
 from ..rule import Finding, Rule, Setting, Severity, StreakRule
 
 _SKIPPED = "skipped"
+_MOST_SKIPPED = 20
+"""A scale of 2^16 is halved to 1 by then: what overflows still, overflows at any scale."""
 
 
 class NonFinite(Rule):
@@ -35,6 +37,10 @@ class NonFinite(Rule):
         """By lane: 1 where the first record was finite, 2 where it held infinities alone."""
         self._bad_step: int | None = None
         """The last step that had such a value, and was not skipped."""
+        self._last_skipped: int | None = None
+        """The last step that had such a value and was skipped."""
+        self._num_skipped = 0
+        """Such steps in a row."""
         self._last_step: int | None = None
         """The last step that there were rows of."""
 
@@ -70,6 +76,8 @@ class NonFinite(Rule):
             if before is not None and self._bad_step == before:
                 self._bad_step = step
                 continue
+            if before is None or self._last_skipped != before:
+                self._num_skipped = 0
             start, end = np.searchsorted(rows.steps, [step, step + 1])
             one_step = rows.take(slice(start, end))
             firsts = np.flatnonzero(np.r_[True, np.diff(one_step.ranks) != 0])
@@ -80,6 +88,7 @@ class NonFinite(Rule):
             for place in earliest.tolist():
                 counts = float(nan[start + place]), float(inf[start + place])
                 one = self._say(one_step, is_bad[start:end], place, *counts)
+                self._last_skipped = step
                 if one.severity > Severity.NOTE:  # a skipped step hides nothing that comes after it
                     self._bad_step = step
                 yield one
@@ -104,8 +113,12 @@ class NonFinite(Rule):
             what += ", and all values before it in this step are"
         severity = self.severity
         if (np.nan_to_num(rows["mean"][skipped]) > 0).any():
+            self._num_skipped += self._last_skipped != int(rows.steps[place])
             what += "; GradScaler skipped the update"
-            severity = Severity.NOTE
+            if self._num_skipped < _MOST_SKIPPED:
+                severity = Severity.NOTE
+            else:
+                what += f", as it did {_MOST_SKIPPED} times in a row"
         measure = "NaN and infinite elements" if nan and inf else "NaN elements" if nan else "infinite elements"
         lane, step = int(rows.lanes[place]), int(rows.steps[place])
         return self.finding(lane, step, what, measure, nan + inf, self.thresholds["elements"], severity)
@@ -124,7 +137,7 @@ class Skipped(StreakRule):
     sites: ClassVar[tuple[str, ...]] = ("scalar",)
     columns: ClassVar[tuple[str, ...]] = ("mean",)
     settings: ClassVar[tuple[Setting, ...]] = (
-        Setting(name="records", default=20, unit="records", source="a scale of 2^16 is halved to 1 by then"),
+        Setting(name="records", default=_MOST_SKIPPED, unit="records", source="a scale of 2^16 is halved to 1 by then"),
     )
     needs: ClassVar[str] = "there is no GradScaler that says which steps it skips"
     what: ClassVar[str] = "GradScaler skips one step after the other"

@@ -27,7 +27,7 @@ class OutlierRank(StreakRule):
         Setting(name="z", default=8, unit="robust standard deviations", source="calibrated on sound trainings"),
         Setting(name="ratio", default=1.5, unit="times the median", source="calibrated on sound trainings"),
         Setting(name="ranks", default=4, unit="ranks", source="of fewer nobody can say which is the odd one"),
-        Setting(name="records", default=3, unit="records", source="calibrated on sound trainings"),
+        Setting(name="records", default=8, unit="records", source="calibrated on sound trainings"),
     )  # fmt: skip
     what: ClassVar[str] = "the rank is unlike its data-parallel peers"
     measure: ClassVar[str] = "robust z"
@@ -40,7 +40,7 @@ class OutlierRank(StreakRule):
 
     def wants(self, key: SeriesKey) -> bool:
         """What differs over ranks as their batches do."""
-        return key.site in ("output", "grad_output") or key.is_loss or (key.site == "grad" and key.scope == "local")
+        return key.differs_by_batch
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """By the distance from the median of the peers, in units of how far they usually are from it."""

@@ -19,6 +19,7 @@ COMMANDS = {
     "export": "Write statistics as Parquet, tensors as npz or safetensors.",
     "prove": "Show that a program trains with the recorder as without.",
     "replay": "Run a recorded call of a module again, alone.",
+    "set": "Change what a run records while it is under way.",
     "top": "Watch a run while it records, one line a rank.",
     "verify": "Check every byte of a run.",
     "repair": "Seal what killed processes left open.",

@@ -35,6 +35,7 @@ from ..drawing.module_names import grouped
 from ..notes import proof_state
 from ..options import Json, complete_run
 from ..output import print_json, printable, say_state, span
+from ..told import describe, told
 
 EPILOG = "Examples: recorder doctor    recorder doctor recordings --strict"
 
@@ -174,6 +175,7 @@ def checks_of(run: Run) -> Iterator[Check]:
     yield Check(state, f"{run.name}: {counted(run.num_rows, 'row')}, ranks {ranks}, steps {steps}")
     yield from _recorded_settings(run)
     yield from _proof(run)
+    yield from _told(run)
     yield from _filters(expected)
     yield from _recorded_modules(run, expected)
     if listed := listed_hooks(run.modules.values()):
@@ -237,6 +239,19 @@ def _proof(run: Run) -> Iterator[Check]:
         for note in proof.notes:
             yield Check("ok", f"recorder prove: {note}")
         yield Check(proof_state(proof), f"recorder prove: {proof.text}", members={"proof": proof.verdict})
+
+
+def _told(run: Run) -> Iterator[Check]:
+    """Yield what the run was told while it was under way; a run that was told nothing has no line."""
+    for one in told(run):
+        command = one.command
+        text = (
+            f"told by {command.by or 'somebody'}: command {command.number}, {describe(command)}: {'; '.join(one.lines)}"
+        )
+        state = "ok" if one.is_done else "note"
+        yield Check(state, text, is_strict=not one.is_done, members={"command": command.number})
+    for problem in run.commands.problems:
+        yield Check("note", f"no command, and refused by the run: {problem}", is_strict=True)
 
 
 def _filters(expected: Expectation) -> Iterator[Check]:

@@ -20,6 +20,7 @@ from ...system.units import moment, size
 from ..notes import jitter_note
 from ..options import Json, complete_run
 from ..output import Column, Table, print_json, printable, say, span
+from ..told import answer_members, command_members, describe, told
 
 EPILOG = "Examples: recorder ls recordings    recorder ls @-1 --json"
 
@@ -126,6 +127,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "state": next((state for state in _STATES if state in states), "empty"),
         "jitter": run.jitter,
         "jitter_moved": run.jitter_moved,
+        "commands": [command_members(one) | {"answers": answer_members(run, one)} for one in run.commands.sound],
         "proof": None if run.proof is None else {"verdict": run.proof.verdict, "text": run.proof.text},
         "problems": run.problems,
         "endings": run.endings,
@@ -175,6 +177,8 @@ def _list_writers(run: Run, *, as_json: bool) -> int:
         say(jitter_note(run))
     if run.proof is not None:
         say(f"recorder prove: {run.proof.text}")
+    for one in told(run):
+        say(f"command {one.command.number}: {describe(one.command)}: {'; '.join(one.lines)}")
     if note := unsealed_note(run):
         say(note)
     for ending in run.endings:

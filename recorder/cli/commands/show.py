@@ -19,7 +19,7 @@ from ...rules import hint
 from ...system.text import counted
 from ..drawing.spark import NOT_FINITE, spark_line
 from ..drawing.where import show_where
-from ..notes import jitter_note
+from ..notes import jitter_note, told_note
 from ..options import (
     Json,
     LayoutOption,
@@ -153,6 +153,8 @@ def _show_modules(run: Run, wanted: Selection, *, statistic: str, as_json: bool)
     subtitle = _say_bad(next(iter(bad.values()))) if bad else ""
     texts = ("root", "module", "class", "sites", WHY)
     _print(titles, lines, texts=texts, title=summary, subtitle=subtitle, drops=_MODULE_DROPS)
+    if run.commands.sound:
+        say(told_note(run))
     if run.jitter:
         say(jitter_note(run))
     return int(bool(run.problems))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -206,7 +207,21 @@ def _accounts(ranks: Sequence[RankNow]) -> str:
     waits = f", waited {by_title['waited']} (longest {longest_s:.1f} s)" if longest_s else ""
     left = f", {by_title['disk left']} left" if by_title["disk left"] else ""
     steps = f"step {by_title['step']}" if by_title["step"] else "steps not shown"
-    return f"{steps}{rates}, {by_title['size']}{left}{waits}, dropped {by_title['dropped']}"
+    return f"{steps}{rates}, {by_title['size']}{left}{waits}, dropped {by_title['dropped']}{_told(ranks)}"
+
+
+def _told(ranks: Sequence[RankNow]) -> str:
+    """Return what became of the newest command, and how many files in the place of commands were refused."""
+    newest = max((answer.number for rank in ranks for answer in rank.status.commands), default=None)
+    refused = max((rank.status.num_commands_refused for rank in ranks), default=0)
+    text = f", {counted(refused, 'file')} refused that held no command" if refused else ""
+    if newest is None:
+        return text
+    answers = [answer for rank in ranks for answer in rank.status.commands if answer.number == newest]
+    states = Counter(answer.state for answer in answers)
+    said = ", ".join(f"{count} {state}" for state, count in states.items())
+    unheard = len(ranks) - len(answers)
+    return f"{text}; command {newest} ({answers[0].kind}): {said}{f', {unheard} without an answer' if unheard else ''}"
 
 
 def _document(run: Place, ranks: Sequence[RankNow], world_size: int) -> dict[str, Any]:

@@ -24,7 +24,8 @@ class App {
     this.panels = [
       new TopPanel(this), this.against, new MapPanel(this),
       this.lines,
-      new HistogramsPanel(this, blocks.has("histograms") ? await blocks.get("histograms") : null), new GraphPanel(this), new RanksPanel(this, ranks), new ImagesPanel(this, images),
+      new HistogramsPanel(this, blocks.has("histograms") ? await blocks.get("histograms") : null),
+      new UnitsPanel(this, blocks.has("units") ? await blocks.get("units") : null), new GraphPanel(this), new RanksPanel(this, ranks), new ImagesPanel(this, images),
     ].filter((panel) => panel?.isShown);
     this.build();
     this.state.onChange((names) => this.change(names));

@@ -20,6 +20,7 @@ from ..rows import SeriesKey, StepRows, Values, values_of
 from .cube import Cube
 from .histograms import HistogramCollector
 from .lanes import Lanes, OddRanks, spread_of
+from .units import UnitsCollector
 
 DRAWN = ("absmax", "l2", "mean", "std", "min", "max")
 """The statistics that a page holds, the most telling first; counts it always holds."""
@@ -98,6 +99,7 @@ class StatisticsBlocks:
         self.odd = OddRanks(self.lanes.ranks)
         self._judged_by = next((name for name in _JUDGED_BY if name in self.names), None)
         self.histograms = HistogramCollector(list(steps), self.lanes.ranks, len(self.series))
+        self.units = UnitsCollector(list(steps), self.lanes.ranks, len(self.series))
         self.reasons: dict[tuple[int, bool], str] = {}
         """By series and whether it is of all ranks, why it has no statistics, or stays with its ranks."""
         self.global_steps: int | None = None
@@ -137,6 +139,7 @@ class StatisticsBlocks:
         """The rows of a range of steps, as ranks recorded them."""
         self._note_reasons(table, is_global=False)
         self.histograms.add(table, self._numbers_of)
+        self.units.add(table, self._numbers_of)
         for values, cube in self._split(table):
             own = self.lanes.of_ranks(values.ranks)
             _put(cube, values, own, np.flatnonzero(own >= 0))
@@ -252,6 +255,8 @@ class StatisticsBlocks:
             yield from self.scalar_cube.blocks(f"{self._prefix}scalars", _MAX_FINE_CELLS)
         if (histograms := self.histograms.block(f"{self._prefix}histograms")) is not None:
             yield histograms
+        if (units := self.units.block(f"{self._prefix}units")) is not None:
+            yield units
         if self.by_rank is not None and self.rank_steps is not None:
             yield from self.by_rank.blocks(f"{self._prefix}by-rank", 0)
             yield from self.rank_steps.blocks(f"{self._prefix}rank-steps", 0)

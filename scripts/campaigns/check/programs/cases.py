@@ -252,7 +252,10 @@ BASES: dict[str, dict[str, dict[str, Any]]] = {
         "group_rate_too_high": _but(groups=_hot_group),
         "group_without_rate": _but(groups=_without),
         "zeroed_gradient": _but(gradients=_gradient("blocks.2.up.weight", lambda one: one.zero_(), range(9999))),
-        "frozen_layer": _but(begin=lambda net: net.blocks[2].up.weight.requires_grad_(False)),
+        "frozen_layer": _but(
+            begin=lambda net: net.blocks[2].up.weight.requires_grad_(False), groups=lambda net: net.parameters()
+        ),
+        "frozen_and_left_out": _but(begin=_frozen("blocks.1.down")),
         "frozen_head": _but(begin=_frozen("head")),
         "dead_by_bias": _but(begin=_filled("blocks.1.up.bias", -20.0)),
         "one_layer_scaled": _but(begin=_scaled("blocks.3.down.weight", 20.0)),
@@ -283,7 +286,7 @@ BASES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "plain": {
         "loud_batch": _but(batch=_at(90, 40.0)),
-        "loud_batch_later": _but(batch=_at(250, 12.0)),
+        "loud_batch_later": _but(batch=_at(250, 60.0)),
         "weights_too_large": _but(begin=_all_scaled(10.0)),
         "detached_block": _but(begin=_detached),
         "dead_first": _but(begin=_filled("blocks.0.up.bias", -20.0)),

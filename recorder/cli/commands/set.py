@@ -1,0 +1,137 @@
+"""``recorder set``: changes what a run records while it is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from ...errors import CommandError, LookupFailedError
+from ...format.commands import PAUSE, RESUME, SET, UNDO, Command, problem_of, rules_of
+from ...globalview.run import Run, open_place, open_run
+from ...read.modules import read_modules
+from ...rules import Rule, nearest
+from ...sites import OF_PROGRAM
+from ..options import Json, RunPath
+from ..output import print_json, say
+from ..sending import Target, find_target, send_and_wait
+from ..told import answer_members, command_members, describe, told
+
+EPILOG = (
+    "Examples: recorder set latest 'module=blocks.3.* site=* keep=tensor' --at +20 --steps 5    "
+    "recorder set latest --list"
+)
+
+
+def command(
+    path: RunPath = None,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="RULE|pause|resume", help="Rules to add, or pause, or resume.")
+    ] = None,
+    at: Annotated[
+        str | None, typer.Option(metavar="STEP", help="First step: 500, or +20 for twenty ahead. Without: soon.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, max=1 << 40, help="For so many steps. Without: on.")] = None,
+    undo: Annotated[int | None, typer.Option(min=1, metavar="N", help="End command N.")] = None,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="List what the run was told, and what became of it.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(min=0, max=86_400, help="Longest wait for the ranks' answers, s.")] = 60.0,
+    as_json: Json = False,
+) -> int:
+    """Change what a run records while it is under way.
+
+    Rules are added to the run's own from one step on, which lies ahead, on all ranks; pause records nothing until
+    resume. Each rank answers, and set shows who has it. Training is not touched.
+
+    Exit code 0: every rank has it. 1: a rank has not answered, was late or refused.
+    """
+    words = words or []
+    chosen = [bool(words), undo is not None, list_all]
+    if path is None or sum(chosen) != 1:
+        raise LookupFailedError("set takes a RUN, and then rules, pause, resume, --undo N or --list, one of these")
+    if list_all:
+        return _list(open_run(path), as_json=as_json)
+    target = find_target(path)
+    made = _made(words, undo, target.step_ahead(at), steps)
+    if (problem := problem_of(made)) is not None:
+        raise CommandError(problem)
+    _check(target, made)
+    return send_and_wait(target, made, describe(made), timeout_s=timeout, as_json=as_json)
+
+
+def _made(words: Sequence[str], undo: int | None, first: int, steps: int | None) -> Command:
+    last = None if steps is None else first + steps - 1
+    if undo is not None:
+        return _without_steps(Command(kind=UNDO, from_step=first, undoes=undo), steps)
+    if list(words) == [RESUME]:
+        return _without_steps(Command(kind=RESUME, from_step=first), steps)
+    if list(words) == [PAUSE]:
+        return Command(kind=PAUSE, from_step=first, to_step=last)
+    rules = tuple(text.strip() for word in words for text in word.split(";") if text.strip())
+    return Command(kind=SET, from_step=first, to_step=last, rules=rules)
+
+
+def _without_steps(command: Command, steps: int | None) -> Command:
+    if steps is not None:
+        raise LookupFailedError(f"--steps is of rules and of pause; a {command.kind} lasts")
+    return command
+
+
+def _check(target: Target, made: Command) -> None:
+    """See that what is sent means something in this run.
+
+    Raises:
+        CommandError: a rule matches no module, or there is no such command to undo.
+    """
+    run = open_place(target.run)
+    if made.kind == UNDO:
+        known = {one.number: one for one in run.commands.sound}
+        if made.undoes not in known or known[made.undoes].kind not in (SET, PAUSE):
+            can = ", ".join(str(one.number) for one in known.values() if one.kind in (SET, PAUSE)) or "none"
+            raise CommandError(f"--undo {made.undoes}: {target.name} has no such set or pause; there is: {can}")
+        last = known[made.undoes].to_step
+        if last is not None and last < made.from_step:
+            raise CommandError(
+                f"--undo {made.undoes}: it ends by itself with step {last}, before step {made.from_step}"
+            )
+    if made.kind == SET:
+        for rule in rules_of(made):
+            if (problem := _unmatched(run, rule)) is not None:
+                raise CommandError(problem)
+
+
+def _unmatched(run: Run, rule: Rule) -> str | None:
+    """Return that a rule matches no module that a rank has described, with the nearest; None where it does."""
+    modules = read_modules(run.writers).values()
+    if not modules or all(site in OF_PROGRAM for site in rule.site):
+        return None
+    paths = list(dict.fromkeys(module.path for module in modules))
+    above = {path.rpartition(".")[0] for path in paths if path}
+    if any(rule.matches_module(one.path, one.class_name, one.path not in above) for one in modules):
+        return None
+    classes = list(dict.fromkeys(module.class_name for module in modules))
+    by_class = Rule(cls=rule.cls)
+    is_class_wrong = not any(by_class.matches_module("", name, True) for name in classes)
+    patterns, names, noun = (rule.cls, classes, "classes") if is_class_wrong else (rule.module, paths, "modules")
+    wanted = next((pattern for pattern in patterns if not pattern.startswith("!")), "*")
+    near = nearest(wanted, names, cutoff=0.3) or names[:3]
+    return f"the rule {rule.text!r} matches no module of this run; {noun} near it: {', '.join(map(repr, near))}"
+
+
+def _list(run: Run, *, as_json: bool) -> int:
+    found = run.commands
+    if as_json:
+        entries = [command_members(one) | {"answers": answer_members(run, one)} for one in found.sound]
+        print_json({"run": str(run.path), "commands": entries, "problems": list(found.problems)})
+        return int(bool(found.problems))
+    for one in told(run, with_dumps=True):
+        say(f"command {one.command.number}: {describe(one.command)}, by {one.command.by or 'somebody'}")
+        for line in one.lines:
+            say(f"  {line}")
+    for problem in found.problems:
+        say(f"note: no command: {problem}")
+    if not found.sound and not found.problems:
+        say("it was told nothing")
+    return int(bool(found.problems))

@@ -1,0 +1,209 @@
+"""Tells a run that is under way something, and shows which of its ranks have it: for ``set`` and ``dump``."""
+
+from __future__ import annotations
+
+import getpass
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..errors import CommandError
+from ..format.answers import ENDED, IN_FORCE, MISSED, REFUSED, WAITING
+from ..format.commands import Command
+from ..format.manifest import RunManifest
+from ..read.finding import find_run
+from ..read.status import ENDED as OVER
+from ..read.status import RankNow, RunWatch
+from ..storage.commands import send
+from ..storage.locations import Place
+from .output import print_json, say_state, span
+from .told import command_members
+
+_LEAD_S = 2.0
+"""How long before its first step a command is sent at least, beyond what ranks need to find it."""
+_LOOKS_PER_S = 250
+"""What `lifecycle.commands` bounds: the looks of all nodes together."""
+_RANKS_OF_A_NODE = 8
+_POLL_S = 0.2
+_SILENT = ("silent", "starting")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A run that is under way, as it was found."""
+
+    run: Path
+    name: str
+    manifest: RunManifest
+    watch: RunWatch
+    ranks: Sequence[RankNow]
+    """The ranks that may hear a command."""
+
+    @property
+    def attempt(self) -> int:
+        """The newest launch of the job."""
+        return max(rank.status.attempt for rank in self.ranks)
+
+    @property
+    def step(self) -> int | None:
+        """The step that the fastest rank is at by now, judged by its last word; None where no rank says its step."""
+        steps = [
+            rank.status.step + math.ceil(min(rank.silent_s, 60.0) * rank.status.steps_per_s)
+            for rank in self.ranks
+            if rank.status.has_step
+        ]
+        return max(steps, default=None)
+
+    def step_ahead(self, at: str | None) -> int:
+        """Return the first step of a command.
+
+        Args:
+            at: a step, or ``+20`` for so many ahead; None for the first that every rank can hear of in time.
+
+        Raises:
+            CommandError: it is no step, it has passed, or nothing tells which step it is.
+        """
+        text = "" if at is None else at.strip()
+        if text and re.fullmatch(r"\+?[0-9]{1,15}", text) is None:
+            raise CommandError(f"--at {at!r}: expected a step, such as 500, or so many steps ahead, such as +20")
+        now = self.step
+        if text and not text.startswith("+"):
+            step = int(text)
+            if now is not None and step <= now:
+                raise CommandError(
+                    f"--at {step}: that step has passed, for the run is at step {now}; name a step that lies ahead, or "
+                    "+20 for twenty steps ahead"
+                )
+            return step
+        if now is None:
+            raise CommandError(
+                f"{self.name}: no rank shows its step (status_interval_s = 0); name a step ahead with --at 500"
+            )
+        return now + (max(int(text), 1) if text else self._lead_steps())
+
+    def _lead_steps(self) -> int:
+        num_nodes = len(self.ranks) / _RANKS_OF_A_NODE
+        lead_s = _LEAD_S + 2 * num_nodes / _LOOKS_PER_S
+        return 2 + math.ceil(lead_s * max(rank.status.steps_per_s for rank in self.ranks))
+
+
+def find_target(path: str | None) -> Target:
+    """Find a run that can be told something.
+
+    Raises:
+        CommandError: it is over, it lies in an object store, or nobody has begun to record it.
+    """
+    place, manifest = find_run(path)
+    name = manifest.name or place.name
+    run = _local(place, name)
+    watch = RunWatch(run)
+    seen = watch.look()
+    ranks = [rank for rank in seen if rank.state not in OVER]
+    if not ranks:
+        what = "no rank has begun to record it" if not seen else f"it is over (its ranks are {_states(seen)})"
+        raise CommandError(f"{name}: {what}, so that there is nobody to be told; RECORDER_RULES is for the next run")
+    return Target(run=run, name=name, manifest=manifest, watch=watch, ranks=ranks)
+
+
+def _local(place: Place, name: str) -> Path:
+    if not isinstance(place, Path):
+        raise CommandError(f"{name}: lies in an object store; a run is told where it records: name its directory there")
+    return place
+
+
+def _states(ranks: Sequence[RankNow]) -> str:
+    return ", ".join(sorted({rank.state for rank in ranks}))
+
+
+def sender() -> str:
+    """Return who types: a user and a host."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container where the user has no name
+        user = str(os.geteuid())
+    return f"{user}@{os.uname().nodename}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """What one rank says of a command."""
+
+    rank: int
+    state: str
+    """The state of its answer, or ``unheard``."""
+    since: int | None
+    why: str
+
+
+def send_and_wait(
+    target: Target,
+    command: Command,
+    told: str,
+    *,
+    timeout_s: float,
+    as_json: bool,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Send a command, wait until every rank has answered, show who has it, and return the exit code."""
+    command = send(target.run, replace(command, by=sender(), attempt=target.attempt))
+    if not as_json:
+        say_state("sent", f"command {command.number} of {target.name}: {told}")
+    until_s = time.monotonic() + timeout_s
+    while True:
+        heard = [_heard(rank, command) for rank in target.watch.look() if rank.state not in OVER]
+        is_open = not heard or any(one.state in ("unheard", WAITING) and one.since is None for one in heard)
+        if not is_open or time.monotonic() >= until_s:
+            break
+        sleep(_POLL_S)
+    if as_json:
+        members = [{"rank": one.rank, "state": one.state, "since": one.since, "why": one.why} for one in heard]
+        print_json({"run": str(target.run), "command": command_members(command), "ranks": members})
+    else:
+        for line in _lines(command, heard, timeout_s):
+            say_state(*line)
+    return int(not heard or any(_is_bad(command, one) for one in heard))
+
+
+def _heard(rank: RankNow, command: Command) -> _Heard:
+    answer = next((one for one in rank.status.commands if one.number == command.number), None)
+    if answer is None:
+        silent = f", silent for {rank.silent_s:.0f} s" if rank.state in _SILENT else ""
+        return _Heard(rank.rank, "unheard", None, f"{rank.state}{silent}")
+    return _Heard(rank.rank, answer.state, answer.since, answer.why)
+
+
+def _is_bad(command: Command, one: _Heard) -> bool:
+    is_late = one.since is not None and one.since > command.from_step
+    return one.state in ("unheard", REFUSED, MISSED) or (one.state == WAITING and one.since is None) or is_late
+
+
+def _lines(command: Command, heard: Sequence[_Heard], timeout_s: float) -> list[tuple[str, str]]:
+    groups: dict[tuple[str, int | None, str], list[int]] = {}
+    for one in heard:
+        groups.setdefault((one.state, one.since, one.why), []).append(one.rank)
+    lines = []
+    for (state, since, why), ranks in groups.items():
+        who = f"rank{'s' * (len(ranks) > 1)} {span(ranks)}"
+        lines.append(_line(command, state, since, why, who, timeout_s))
+    return lines or [("note", "the run ended before any rank had answered")]
+
+
+def _line(command: Command, state: str, since: int | None, why: str, who: str, timeout_s: float) -> tuple[str, str]:
+    because = f" ({why})" if why else ""
+    if state == "unheard":
+        return (
+            "note",
+            f"{who}: no answer in {timeout_s:g} s{because}; recorder set RUN --list shows it once there is one",
+        )
+    if state == WAITING and since is None:
+        return "note", f"{who}: heard of it, and no step began in {timeout_s:g} s{because}"
+    if state in (REFUSED, MISSED):
+        return "missing", f"{who}: {state}{because}"
+    late = since is not None and since > command.from_step
+    at = f" from step {since} on" if since is not None else ""
+    verb = {WAITING: "ready,", IN_FORCE: "in force", ENDED: "done"}.get(state, state)
+    return "late" if late else "ok", f"{who}: {verb}{at}{because}"

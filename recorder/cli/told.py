@@ -1,0 +1,98 @@
+"""Sentences about what a run was told while it was under way, for the commands that show it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ..format.answers import MISSED, REFUSED, WAITING, Answer
+from ..format.commands import DUMP, Command
+from ..globalview.run import Run
+from ..system.text import counted
+from .output import span
+
+
+def describe(command: Command) -> str:
+    """Return what a command is for, in words."""
+    steps = f"from step {command.from_step} on"
+    if command.to_step is not None:
+        steps = f"at steps {command.from_step} to {command.to_step}"
+    if command.from_step == command.to_step:
+        steps = f"at step {command.from_step}"
+    what = "; ".join(command.rules) or (f"command {command.undoes}" if command.undoes is not None else "")
+    reason = f" ({command.reason})" if command.reason else ""
+    return f"{command.kind} {steps}{': ' if what else ''}{what}{reason}"
+
+
+def command_members(command: Command) -> dict[str, Any]:
+    """Return a command as JSON has it."""
+    return {
+        "number": command.number,
+        "kind": command.kind,
+        "from_step": command.from_step,
+        "to_step": command.to_step,
+        "rules": list(command.rules),
+        "undoes": command.undoes,
+        "reason": command.reason,
+        "by": command.by,
+        "created_ns": command.created_ns,
+        "id": command.id,
+    }
+
+
+class Told(NamedTuple):
+    """A command, and what became of it."""
+
+    command: Command
+    lines: Sequence[str]
+    """What its ranks say; those that say the same together."""
+    is_done: bool
+    """Whether every rank of the run did it, from its first step on."""
+
+
+def told(run: Run, *, with_dumps: bool = False) -> Iterator[Told]:
+    """Yield what a run was told, by number. What was dumped is shown by what it left, unless it is asked for here."""
+    newest = {writer.rank: writer.manifest for writer in run.writers if writer.manifest.members}
+    for command in run.commands.sound:
+        if command.kind == DUMP and not with_dumps:
+            continue
+        answers = {
+            rank: answer
+            for rank, manifest in newest.items()
+            for answer in manifest.commands
+            if answer.number == command.number and rank is not None
+        }
+        unheard = sorted(rank for rank in newest if rank is not None and rank not in answers)
+        lines = _outcomes(answers)
+        if unheard:
+            lines.append(f"{counted(len(unheard), 'rank')} ({span(unheard)}): never heard of it")
+        is_done = not unheard and all(_is_done(command, answer) for answer in answers.values())
+        yield Told(command, lines, is_done)
+
+
+def _is_done(command: Command, answer: Answer) -> bool:
+    is_late = answer.since is not None and answer.since > command.from_step
+    return answer.state not in (REFUSED, MISSED, WAITING) and not is_late
+
+
+def answer_members(run: Run, command: Command) -> list[dict[str, Any]]:
+    """Return what each rank says of a command, as JSON has it."""
+    return [
+        {"rank": writer.rank, **answer.short_members()}
+        for writer in run.writers
+        for answer in writer.manifest.commands
+        if answer.number == command.number
+    ]
+
+
+def _outcomes(answers: dict[int, Answer]) -> list[str]:
+    """Return what became of one command, ranks that say the same together."""
+    groups: dict[tuple[str, int | None, int | None, str], list[int]] = {}
+    for rank, answer in sorted(answers.items()):
+        groups.setdefault((answer.state, answer.since, answer.until, answer.why), []).append(rank)
+    found = []
+    for (state, since, until, why), ranks in groups.items():
+        steps = "" if since is None else f", from step {since}" + (" on" if until is None else f" to {until}")
+        because = f" ({why})" if why else ""
+        found.append(f"{counted(len(ranks), 'rank')} ({span(ranks)}): {state}{steps}{because}")
+    return found

@@ -1,0 +1,57 @@
+// Units over steps: how large the units of a layer are, sorted, as a heat map.
+
+class UnitsPanel {
+  constructor(app, block) {
+    this.app = app;
+    this.id = "units";
+    this.title = "Units";
+    this.block = block;
+    this.isShown = block !== null;
+    this.listens = ["pins", "module", "site", "mode", "name"];
+  }
+  build(section) {
+    this.heats = el("div", {});
+    put(section, el("p", { class: "note" }, `The units (neurons, channels, features) of the chosen values by their root mean square: the largest on top, dead ones at the bottom. Those of each of ${
+      plural(this.block.data.ranks.length || 1, "rank")} are sorted on their own, and a line shows their mean.`), this.heats);
+  }
+  size(code) {
+    const { low, high, levels } = this.block.data;
+    return code === 1 ? 0 : 2 ** (low + ((code - 2) / (levels - 1)) * (high - low));
+  }
+  placeText(place, numPlaces) {
+    if (place === 0) return "largest";
+    if (place === numPlaces - 1) return "least";
+    return place * 2 === numPlaces - 1 ? "median" : place % 4 === 0 ? `${Math.round((100 * place) / (numPlaces - 1))} % are larger` : "";
+  }
+  update() {
+    const { data, arrays } = this.block, [, numSteps, numPlaces] = data.shape;
+    const chosen = this.app.lines.pinned.filter((one) => data.series.includes(one.number)).slice(0, 4);
+    const shown = chosen.length ? chosen : data.series.slice(0, 1).map((number) => this.app.run.series[number]);
+    this.heats.replaceChildren();
+    for (const series of shown) {
+      const start = data.series.indexOf(series.number) * numSteps;
+      const code = (step, place) => arrays.codes[(start + step) * numPlaces + place];
+      const steps = Array.from({ length: numSteps }, (_, step) => step).filter((step) => arrays.about[3 * (start + step)] > 0);
+      if (!steps.length) continue;
+      const about = (step) => Array.from(arrays.about.subarray(3 * (start + step), 3 * (start + step) + 3));
+      const places = Array.from({ length: numPlaces }, (_, place) => place);
+      const cells = places.map((place) => steps.map((step) => (code(step, place) ? { kind: NUMBER, value: this.size(code(step, place)) } : null)));
+      const rows = places.map((place) => ({ label: this.placeText(place, numPlaces), title: "", indent: 0, fold: null }));
+      const name = `${pathText(series.path)} ${[series.site, series.name].filter(Boolean).join(" ")}`;
+      const heat = new HeatMap({
+        label: `units of ${visible(name)} over steps`, choose: () => {}, fold: () => {}, tooltip: this.app.tooltip,
+        describe: (row, column) => {
+          const [num, numDead, largest] = about(steps[column]), cell = cells[row][column];
+          return [visible(name), `step ${data.steps[steps[column]]}`, cell === null ? "not finite" : `root mean square about ${shortNumber(cell.value, 2)}; ${
+            Math.round((100 * row) / (numPlaces - 1))} % of ${plural(num, "unit")} are larger`, `the largest is unit ${largest}; ${plural(numDead, "unit")} all zero`];
+        },
+      });
+      const values = cells.flat().filter((cell) => cell !== null && cell.value > 0).map((cell) => cell.value);
+      const colors = new Colors(values.length ? values : [0]);
+      const [num, numDead, largest] = about(steps[steps.length - 1]);
+      put(this.heats, el("h3", {}, name), legendOf(colors, "root mean square of a unit"), heat.element, el("p", { class: "note" },
+        `At step ${data.steps[steps[steps.length - 1]]}: ${plural(num, "unit")}, the largest is unit ${largest}, ${numDead} all zero.`));
+      heat.draw({ rows, columns: steps.map((step) => String(data.steps[step])), cell: (r, c) => cells[r][c], colors });
+    }
+  }
+}
