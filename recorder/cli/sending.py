@@ -75,8 +75,8 @@ class Target:
             step = int(text)
             if now is not None and step <= now:
                 raise CommandError(
-                    f"--at {step}: that step has passed, for the run is at step {now}; name a step that lies ahead, or "
-                    "+20 for twenty steps ahead"
+                    f"--at {step}: that step has passed, for the run is at about step {now}; name a step that lies "
+                    "ahead, or +20 for twenty steps ahead"
                 )
             return step
         if now is None:

@@ -48,6 +48,7 @@ EVIDENCE = {
         "faults in trainings and which rule of `check` names them; sound trainings it is quiet on",
     ),
     "audit": ("replay.audit", "flipped bits in outputs of modules, and whether `replay --audit` names module and rank"),
+    "commands": ("faults.commands", "8 ranks that are told what to record, one of them stopped meanwhile"),
     "sanitize": ("sanitize", "the compiled loops under the address and undefined behaviour sanitizers"),
 }
 """Module and purpose, by name; each has options of its own."""

@@ -105,8 +105,10 @@ def _check(target: Target, made: Command) -> None:
 def _unmatched(run: Run, rule: Rule) -> str | None:
     """Return that a rule matches no module that a rank has described, with the nearest; None where it does."""
     modules = read_modules(run.writers).values()
-    if not modules or all(site in OF_PROGRAM for site in rule.site):
+    if all(site in OF_PROGRAM for site in rule.site):
         return None
+    if not modules:
+        return "no rank has described its modules yet, so that the rule cannot be checked; try again in some seconds"
     paths = list(dict.fromkeys(module.path for module in modules))
     above = {path.rpartition(".")[0] for path in paths if path}
     if any(rule.matches_module(one.path, one.class_name, one.path not in above) for one in modules):

@@ -1,0 +1,88 @@
+"""What `recorder set` says before it sends anything: one line, exit code 2, and no file in the run's directory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from recorder.format.commands import COMMANDS
+from tests.capture.support import Tiny, batch, flagged
+from tests.cli.conftest import Cli
+
+
+def test_a_run_that_is_over_is_told_nothing(cli: Cli, tmp_path: Path) -> None:
+    """Before the run that stays open, since a process records one at a time."""
+    with flagged(tmp_path, "site=grad") as recording:
+        model = Tiny()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model(batch()).sum().backward()
+        optimizer.step()
+    found = cli("set", recording.folder, "site=output")
+    assert found.exit_code == 2 and "it is over (its ranks are closed), so that there is nobody to be told" in found.err
+    listed = cli("set", recording.folder, "--list")
+    assert (listed.exit_code, listed.out) == (0, "it was told nothing\n")
+    assert cli("set", recording.folder, "--list", "--json").json["commands"] == []
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run of one process that has taken three steps, and takes no more."""
+    with flagged(tmp_path_factory.mktemp("live"), "site=grad", status_interval_s=0.05) as recording:
+        model = Tiny()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(3):
+            model(batch(step)).sum().backward()
+            optimizer.step()
+        until_s = time.monotonic() + 60
+        while not _is_described(recording.folder) and time.monotonic() < until_s:
+            time.sleep(0.02)
+        (manifest,) = recording.folder.glob("*/_run.json")
+        yield manifest.parent
+
+
+def _is_described(folder: Path) -> bool:
+    """Whether the run shows its step and its modules."""
+    has_status = [True for _ in folder.glob("*/rank=*/*/_status.json")]
+    return bool(has_status) and any(
+        '"path":"second"' in one.read_text() for one in folder.glob("*/rank=*/*/_writer.json")
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([], "set takes a RUN, and then rules, pause, resume, --undo N or --list, one of these"),
+        (["site=output", "--list"], "one of these"),
+        (["sit=output"], "unknown key 'sit' (did you mean 'site'?)"),
+        (["module=secnd site=output"], "matches no module of this run; modules near it: 'second'"),
+        (["class=Linaer site=output"], "matches no module of this run; classes near it: 'Linear'"),
+        (["module='re:f.*' site=output"], "regular expression"),
+        (["dir=/tmp"], "unknown key 'dir'"),
+        (["site=output", "--at", "1"], "--at 1: that step has passed, for the run is at about step"),
+        (["site=output", "--at", "soon"], "--at 'soon': expected a step, such as 500"),
+        (["resume", "--steps", "3"], "--steps is of rules and of pause; a resume lasts"),
+        (["--undo", "7"], "--undo 7: "),
+        (["pause", "resume"], "'pause' in 'pause' is no key=value"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_it_is_sent(cli: Cli, live: Path, words: list[str], why: str) -> None:
+    found = cli("set", live, *words)
+    assert found.exit_code == 2
+    assert why in found.err and found.err.count("\n") == 1 and found.out == ""
+    assert not (live / COMMANDS).exists()
+
+
+def test_whoever_may_not_write_there_is_told_so(cli: Cli, live: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    found = cli("set", live, "site=output")
+    assert found.exit_code == 2
+    assert "cannot be written (Permission denied); send it as the user who trains" in found.err
