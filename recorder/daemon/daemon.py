@@ -26,6 +26,7 @@ from .serving import MetricsServer
 from .settings import DaemonSettings, reloaded
 from .shipping import RunShipper, Shipping
 from .state import held_lock, state_folder, write_state
+from .steering import Carrier, read_key
 from .watching import Entries, Folder, find_runs
 
 logger = logging.getLogger("recorder.daemon")
@@ -52,6 +53,7 @@ class Daemon:
             ConfigError: a setting cannot be used.
         """
         self._reload = reload
+        read_key(settings.key_file)
         self._watched = _watched_folders(settings)
         self._throttle = Throttle(settings.max_bytes_per_s)
         destination = parse_destination(settings.to, self._throttle)
@@ -74,6 +76,7 @@ class Daemon:
         }
         self._under_way: set[Future[None]] = set()
         self._errands: set[str] = set()
+        self._carriers: dict[RunShipper, Carrier] = {}
         self._last_pass_s = time.monotonic()
         self._next_find_s = self._next_summary_s = 0.0
         self._has_found = False
@@ -208,6 +211,7 @@ class Daemon:
             return
         try:
             settings, kept = reloaded(self.shared.settings, self._reload())
+            read_key(settings.key_file)
         except ConfigError as error:
             self.counters.add("reloads", "refused")
             logger.error("the settings were not reloaded, the old ones stay in force: %s", error)
@@ -240,6 +244,7 @@ class Daemon:
                 self._submit(lane, job, run)
             if is_open:
                 self._run_errands(run, now_s)
+                self._carry(run, now_s)
         if now_s >= self._next_summary_s:
             self._next_summary_s = now_s + _SUMMARY_S
             if is_open and not self._is_summary_due:
@@ -276,7 +281,9 @@ class Daemon:
             except OSError as error:
                 self.shared.failed(error, "/".join(key[1]))
         for key in self._runs.keys() - found:
-            self._runs.pop(key).close()
+            run = self._runs.pop(key)
+            run.close()
+            self._carriers.pop(run, None)
         self._counts = counts
         self._has_found = True
 
@@ -309,6 +316,24 @@ class Daemon:
         if settings.check_s and now_s >= run.next_check_s and not run.is_settled:
             run.next_check_s = now_s + settings.check_s
             self._errand(run, lambda: self._check(run))
+
+    def _carry(self, run: RunShipper, now_s: float) -> None:
+        """Look for commands to a run that records, if they are wanted."""
+        settings = self.shared.settings
+        is_wanted = settings.accept_commands and run.run_id and not run.conflict
+        if not is_wanted or run.is_carrying or now_s < run.next_carry_s or not run.is_recording:
+            return
+        run.next_carry_s = now_s + settings.status_s
+        run.is_carrying = True
+        carrier = self._carriers.setdefault(run, Carrier(run))
+
+        def do() -> None:
+            try:
+                carrier.carry()
+            finally:
+                run.is_carrying = False
+
+        self._submit("small", do, run)
 
     def _is_cataloged(self, run: RunShipper) -> bool:
         return not self.shared.settings.catalog_s or run.cataloged_rows == run.summary()["rows"]

@@ -37,6 +37,7 @@ COUNTED = {
     "reloads": ("recorder_daemon_reloads", "Reloads of the settings, by result", "result"),
     "errands": ("recorder_daemon_errands", "Repairs, catalogs and checks, by result", "result"),
     "webhooks": ("recorder_daemon_webhooks", "Calls of the webhook, by result", "result"),
+    "commands": ("recorder_daemon_commands", "Commands from the store, by what became of them", "result"),
     "refused_files": ("recorder_daemon_refused_contents", "Files whose content is not what their name says", "reason"),
 }
 """The counters: the name in `Counters`, the metric's name, its help, and its label."""

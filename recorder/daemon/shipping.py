@@ -119,7 +119,8 @@ class RunShipper:
         """When everything was there for the first time, by the monotonic clock."""
         self._counts = Entries()
         self.cataloged_rows = -1
-        self.next_catalog_s = self.next_check_s = 0.0
+        self.next_catalog_s = self.next_check_s = self.next_carry_s = 0.0
+        self.is_carrying = False
         self.findings: dict[tuple[str, str], int] = {}
         """Findings of `recorder check` by rule and severity."""
         self.held: dict[str, Held] = {}
@@ -179,6 +180,11 @@ class RunShipper:
         if not self.is_settled:
             self.settled_since_s = 0.0
         return jobs
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a writer is at work."""
+        return any(writer.state == "alive" for writer in list(self.writers.values()))
 
     @property
     def num_foreign(self) -> int:
@@ -503,6 +509,7 @@ class WriterShipper:
         self._is_busy: set[str] = set()
         self._changed_ns = 0
         self._next_look_s = self._next_snapshot_s = self._next_status_s = 0.0
+        self.reconciled()
 
     def look(self, now_s: float) -> list[tuple[str, Callable[[], None]]]:
         """Return the jobs that are due and not under way."""

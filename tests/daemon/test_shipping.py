@@ -125,6 +125,15 @@ def test_a_closed_manifest_waits_for_its_shards(
     assert objects(store, prefix_of(to)) == files(run.parent)
 
 
+def test_an_open_shard_that_a_killed_daemon_left_there_goes(tmp_path: Path, store: StoreServer, to: str) -> None:
+    run = small_run(tmp_path)
+    (shard,) = run.glob("rank=00001/*/stats-000000.arrow")
+    left = shard.relative_to(run.parent).with_name("_stats-000000.arrow.open")
+    store.put(f"{prefix_of(to)}/{left}", shard.read_bytes()[:-200])
+    assert ship(tmp_path, to)[0] == 0
+    assert objects(store, prefix_of(to)) == files(run.parent)
+
+
 def test_a_dead_writer_is_sealed_and_shipped(tmp_path: Path, store: StoreServer, to: str) -> None:
     run = make_run(tmp_path / "recordings" / "run-a")
     writer = HandmadeWriter(run)

@@ -1,0 +1,138 @@
+"""Commands from the store reach the runs of a node; what is no command, old, sent again or unsigned does not."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recorder.daemon.destination import Throttle, parse_destination
+from recorder.daemon.settings import DaemonSettings
+from recorder.daemon.shipping import RunShipper, Shipping
+from recorder.daemon.steering import Carrier, send_to_store, signature
+from recorder.errors import CommandError
+from recorder.format.commands import PAUSE, SET, UNDO, Command
+from recorder.format.status import encode_status
+from recorder.storage.commands import CommandFolder
+from tests.cli.conftest import Cli
+from tests.daemon.support import ship
+from tests.daemon.test_shipping import small_run
+
+KEY = b"0123456789abcdef"
+RULE = "module=layers.* site=output keep=tensor"
+
+
+class Site:
+    """A run here and there, and a carrier between the two."""
+
+    def __init__(self, tmp_path: Path, key: bytes = b"") -> None:
+        self.run = small_run(tmp_path)
+        there = str(tmp_path / "there")
+        assert ship(tmp_path, there)[0] == 0
+        (tmp_path / "key").write_bytes(key)
+        self.there = tmp_path / "there" / "run-a"
+        self.destination = parse_destination(there, Throttle(0))
+        settings = DaemonSettings(to=there, key_file=str(tmp_path / "key") if key else "")
+        self.shared = Shipping(destination=self.destination, settings=settings)
+        shipper = RunShipper(str(self.run.parent), ("run-a",), self.shared)
+        shipper.run_id = "run-a"
+        self.carrier = Carrier(shipper)
+        shipper.close()
+
+    def carried(self) -> tuple[dict[str, int], list[Command]]:
+        self.carrier.carry()
+        found = CommandFolder(self.run).look(is_told=True)
+        return self.shared.counters.of("commands"), [one for one in found if isinstance(one, Command)]
+
+
+def test_a_command_is_carried_once_and_its_undo_names_the_number_here(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    own = Command(kind=PAUSE, from_step=1, to_step=2)
+    from recorder.storage.commands import send
+
+    send(site.run, own)
+    sent = send_to_store(site.destination, "run-a", Command(kind=SET, from_step=9, rules=(RULE,)), b"")
+    counts, here = site.carried()
+    assert (counts, [one.number for one in here]) == ({"carried": 1}, [1, 2])
+    assert here[1] == replace(sent, number=2)
+    send_to_store(site.destination, "run-a", Command(kind=UNDO, from_step=20, undoes=sent.number), b"")
+    counts, here = site.carried()
+    assert (counts, here[2].undoes) == ({"carried": 2}, 2)
+    again = Carrier(site.carrier._run)
+    again.carry()
+    assert site.shared.counters.of("commands") == {"carried": 2}, "a new daemon finds them here"
+
+
+@pytest.mark.parametrize("what", ["stale", "from the future", "oversized", "invalid", "replayed", "undoes nothing"])
+def test_what_must_not_be_done_is_refused_and_counted(tmp_path: Path, what: str) -> None:
+    site = Site(tmp_path)
+    command = Command(kind=PAUSE, from_step=9)
+    hour_ns = 3600 * 10**9
+    if what == "stale":
+        command = replace(command, created_ns=time.time_ns() - 2 * hour_ns)
+    elif what == "from the future":
+        command = replace(command, created_ns=time.time_ns() + hour_ns)
+    elif what == "undoes nothing":
+        command = Command(kind=UNDO, from_step=9, undoes=7)
+    send_to_store(site.destination, "run-a", command, b"")
+    path = site.there / "_commands" / "000001.json"
+    if what == "oversized":
+        path.write_bytes(path.read_bytes() + b" " * 5000)
+    elif what == "invalid":
+        path.write_text(json.dumps({"kind": "exec", "path": "/etc/shadow"}))
+    elif what == "replayed":
+        (path.parent / "000002.json").write_bytes(path.read_bytes())
+    counts, here = site.carried()
+    if what == "replayed":
+        assert (counts, len(here)) == ({"carried": 1, "replayed": 1}, 1)
+    else:
+        word = {"from the future": "stale", "undoes nothing": "invalid"}.get(what, what)
+        assert (counts, here) == ({word: 1}, [])
+
+
+def test_with_a_key_only_what_is_signed_for_this_run_and_number_is_carried(tmp_path: Path) -> None:
+    site = Site(tmp_path, KEY)
+    command = Command(kind=PAUSE, from_step=9)
+    send_to_store(site.destination, "run-a", command, b"")
+    send_to_store(site.destination, "run-a", Command(kind=PAUSE, from_step=10), b"another key 1234")
+    send_to_store(site.destination, "run-a", Command(kind=PAUSE, from_step=11), KEY)
+    other = Command(kind=PAUSE, from_step=12).encode()
+    (site.there / "_commands" / "000004.json").write_bytes(other)
+    (site.there / "_commands" / "000004.hmac").write_bytes(signature(KEY, "run-b", 4, other))
+    counts, here = site.carried()
+    assert counts == {"unsigned": 3, "carried": 1}
+    assert [one.from_step for one in here] == [11]
+
+
+def test_nobody_is_told_of_a_run_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="no such run"):
+        send_to_store(parse_destination(str(tmp_path), Throttle(0)), "run-a", Command(kind=PAUSE, from_step=9), b"")
+
+
+def test_tell_says_which_ranks_have_it(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(tmp_path)
+    (writer,) = site.there.glob("rank=00000/*")
+    answer: list[dict[str, object]] = []
+
+    def say(step: int) -> None:
+        members = {"writer": writer.name, "state": "recording", "step": step, "attempt": 0, "commands": answer}
+        (writer / "_status.json").write_bytes(encode_status(members))
+
+    say(100)
+
+    def hear(seconds: float) -> None:
+        (path,) = (site.there / "_commands").glob("*.json")
+        found = json.loads(path.read_text())
+        assert found["from_step"] == 300
+        answer[:] = [{"number": 5, "id": found["id"], "kind": "set", "state": "waiting", "since": 300}]
+        say(101)
+
+    monkeypatch.setattr("recorder.cli.commands.daemon.time.sleep", hear)
+    found = cli("daemon", "tell", "run-a", RULE, "--to", tmp_path / "there", "--at", "+200")
+    assert (found.exit_code, found.out) == (0, "command 1, from step 300 on: 1 of 1 rank have it\n"), found
+    late = cli("daemon", "tell", "run-a", "pause", "--to", tmp_path / "there", "--at", "100")
+    assert late.exit_code == 2
+    assert "expected a step ahead of 101" in late.err
