@@ -48,11 +48,8 @@ def test_the_traceback_of_an_exception_has_no_frame_of_ours(tmp_path: Path) -> N
 
 
 def test_a_healthy_rank_that_torchrun_ends_keeps_what_it_had(tmp_path: Path) -> None:
-    arguments = (LOOP, "--end=exception", "--rank=1")
-    off = jobs.torchrun(tmp_path / "off", *arguments)
-    recorded = jobs.torchrun(tmp_path / "on", *arguments, **jobs.recording()).wait()
-    without = off.wait()
-    assert recorded.returncode == without.returncode == 1
+    recorded = jobs.torchrun(tmp_path, LOOP, "--end=exception", "--rank=1", **jobs.recording()).wait()
+    assert recorded.returncode == 1  # torchrun's own for a rank that failed
     assert len(recorded.lines("ArithmeticError: the end that was asked for")) > 0
     assert_quiet(recorded)
     assert recorded.run.ranks == [0, 1]
