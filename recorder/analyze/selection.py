@@ -93,6 +93,10 @@ class Selection:
         """Those of some module paths that are asked for."""
         return choose(ANY if self.module is None else _patterns("module", self.module), paths)
 
+    def ranks(self, ranks: Sequence[int]) -> list[int]:
+        """Those of some ranks that are asked for."""
+        return list(ranks) if self.rank is None else _within(_schedule("rank", self.rank), list(ranks))
+
     def explain_nothing(self, table: Any, what: str) -> LookupFailedError:
         """The error for a selection that left no row of `table`, which has the columns of `columns`."""
         for column in self.columns:

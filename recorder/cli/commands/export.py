@@ -8,11 +8,13 @@ from typing import Annotated
 
 import typer
 
+from ...analyze.export.boards.boards import BOARDS, BoardExport
 from ...analyze.export.export import Export, format_of
 from ...analyze.selection import GlobalOptions, Selection
 from ...globalview.run import open_run
 from ...system.text import counted
 from ...system.units import size
+from ..imports import show_pandas
 from ..options import (
     Json,
     LayoutOption,
@@ -32,14 +34,20 @@ from ..scheduler import mapper_for
 
 EPILOG = (
     "Examples: recorder export recordings -o grads.parquet --site grad    "
-    "recorder export recordings -o outputs.npz --site output --step 0 --global"
+    "recorder export recordings -o outputs.npz --site output --step 0 --global    "
+    "recorder export recordings -o board --to tensorboard"
 )
 
 
 def command(
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="PATH", help="The file to write.", parser=local_path)],
+    out: Annotated[
+        Path, typer.Option("-o", "--out", metavar="PATH", help="The file to write, or the folder.", parser=local_path)
+    ],
     path: RunPath = None,
-    to: Annotated[str | None, typer.Option(help="parquet, npz or safetensors; by default what PATH ends with.")] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(help="parquet, npz or safetensors, by default what PATH ends with; tensorboard or wandb."),
+    ] = None,
     module: ModuleOption = None,
     site: SiteOption = None,
     name: NameOption = None,
@@ -58,12 +66,16 @@ def command(
     scheduler: SchedulerOption = None,
     as_json: Json = False,
 ) -> int:
-    """Write statistics as Parquet, tensors as npz or safetensors.
+    """Write statistics as Parquet, tensors as npz or safetensors, a folder for TensorBoard or Weights & Biases.
 
     Tensors have names such as step=3/layers.0.mlp/output. --loss and --layout belong to --global. A file with a model's
     own names, for load_state_dict, is written by recorder checkpoint.
 
     numpy has no bfloat16 and no 8-bit floats: in npz they are float32, which holds them exactly.
+
+    For --to tensorboard and --to wandb PATH is a new folder. It holds statistics and scalars, histograms in the bins in
+    which they were recorded, and pictures of recorded tensors of four dims. Each rank is a run of its own, or the whole
+    model is one, with --global. W&B's runs are offline, and wandb sync sends them. Both need the extra of that name.
 
     A tensor of which ranks are missing is left out, or, with --partial, given as the other ranks have it. So are values
     that cannot be read, and each is named.
@@ -76,14 +88,19 @@ def command(
     options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [], partial=partial)
     to = to or format_of(out)
     with mapper_for(scheduler) as mapper:
-        planned = Export(run, to, selection, options, payload=payload, mapper=mapper)
+        planned: Export | BoardExport
+        if to in BOARDS:
+            show_pandas()  # wandb looks whether it is there
+            planned = BoardExport(run, to, selection, options, payload=payload, mapper=mapper)
+        else:
+            planned = Export(run, to, selection, options, payload=payload, mapper=mapper)
         with progress("export", planned.total_bytes) as report:
             done = planned.write(out, force=force, report=report)
     if as_json:
         summary = {"path": str(done.path), "format": to, "rows": done.num_rows, "bytes": done.num_bytes}
         print_json(summary | {"problems": [*done.problems, *run.problems], "notes": done.notes})
     else:
-        items = counted(done.num_rows, "row" if to == "parquet" else "tensor")
+        items = counted(done.num_rows, "row" if to == "parquet" else "value" if to in BOARDS else "tensor")
         say(f"{done.path}: {items}, {size(done.num_bytes)}")
         lines = [f"finding: {problem}" for problem in done.problems] + [f"note: {note}" for note in done.notes]
         for line in lines:

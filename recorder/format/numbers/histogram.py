@@ -153,6 +153,22 @@ class Histogram:
             return bounds
         return Bounds(max(bounds.low, self.min), min(bounds.high, self.max))
 
+    def buckets(self, max_buckets: int = 1 << 16) -> tuple[npt.NDArray[np.float64], Counts]:
+        """Edges, ascending, and how many finite values lie between each two; for tools that draw.
+
+        They are the very bins. Zeros lie in the one from the largest negative edge to the least positive one. Where
+        there would be too many, bins of the least magnitudes join that one. NaN and infinities are in none.
+        """
+        (used,) = np.nonzero(self.counts[0] | self.counts[1])
+        first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
+        kept = max(first, last - (max_buckets - 1) // 2)
+        negative, positive = self.counts[:, kept:last]
+        least = _bounds(self.first + kept).low if last else 1.0
+        powers = [least, *(_power(self.first + place + 1) for place in range(kept, last))]
+        edges = np.minimum(np.array([*(-x for x in reversed(powers)), *powers]), np.finfo(np.float64).max)
+        middle = self.zero_count + int(self.counts[:, :kept].sum())
+        return np.maximum(edges, -np.finfo(np.float64).max), np.concatenate((negative[::-1], [middle], positive))
+
     def rebinned(self, edges: Sequence[float]) -> npt.NDArray[np.float64]:
         """Finite values between each two edges, for drawing: those of a bin are taken to be spread evenly over it.
 

@@ -160,6 +160,19 @@ def test_rebinning_keeps_every_finite_value_between_the_edges() -> None:
         histogram.rebinned([1.0, 1.0])
 
 
+@given(_ANY, st.sampled_from([1 << 16, 5, 2]))
+def test_buckets_hold_every_finite_value_once(values: list[float], most: int) -> None:
+    edges, counts = _floats(*values).buckets(most)
+    finite = np.array([x for x in values if math.isfinite(x)])
+    assert len(edges) == len(counts) + 1 <= max(most, 3) + 1 and (np.diff(edges) > 0).all()
+    assert counts.sum() == len(finite)
+    for low, high, count in zip(edges, edges[1:], counts, strict=False):
+        inside = (finite > low) & (finite <= high) if high <= 0 else (finite >= low) & (finite < high)
+        if low < 0 < high:
+            inside = (finite > low) & (finite < high)
+        assert inside.sum() == count
+
+
 def _plain(width: int, first: int, counts: list[int], layout: int = 0) -> bytes:
     numbers: npt.NDArray[Any] = np.array(counts, f"<u{width}")
     return bytes([width, layout]) + first.to_bytes(2, "little", signed=True) + numbers.tobytes()

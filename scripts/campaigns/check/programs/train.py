@@ -31,7 +31,8 @@ from scripts.campaigns.check.programs.cases import FAULTS, SOUND, Case
 from scripts.campaigns.check.programs.models import WIDTH, Labelled
 from tests.forking import fork
 
-RULES = "site=* keep=stats,fingerprint,histogram,units; class=ReLU site=output keep=units unit_dim=1"
+RULES = "site=* keep=stats,fingerprint,histogram,units"
+OF_CHANNELS = "; class=ReLU site=output keep=units unit_dim=1"
 BATCH = 16
 _VALIDATION_STEPS = 10
 
@@ -101,7 +102,8 @@ def run(folder: Path, case: Case, rank: int, seed: int) -> None:
     optimizer = optimizer_of(case, net)
     data = Data(case, rank, seed)
     scaler = torch.amp.GradScaler("cpu", init_scale=case.scale, backoff_factor=case.backoff) if case.scale else None
-    with recorder.attach(model, enabled=True, dir=str(folder / "recordings"), rules=RULES, pool_bytes="64 MB"):
+    rules = RULES + (OF_CHANNELS if any(isinstance(one, nn.ReLU) for one in model.modules()) else "")
+    with recorder.attach(model, enabled=True, dir=str(folder / "recordings"), rules=rules, pool_bytes="64 MB"):
         for step in range(case.steps):
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] = group.get("initial_lr", group["lr"])

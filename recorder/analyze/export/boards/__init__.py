@@ -1,0 +1,1 @@
+"""Runs for the pages of others: TensorBoard, and Weights & Biases."""
