@@ -49,6 +49,7 @@ __all__ = [
     "strip",
     "tap",
     "trace",
+    "trigger",
 ]
 
 _active: Any = None
@@ -120,6 +121,16 @@ def step(number: int) -> None:
     """Name the step by hand; from the first call on, only these calls move it."""
     if _active is not None:
         _active.name_step(number)
+
+
+def trigger(reason: str) -> None:
+    """Have all ranks write what their ring holds of the steps around this one (rules with ``keep=ring``); never waits.
+
+    Args:
+        reason: why, for people; it stands with the run.
+    """
+    if _active is not None:
+        _active.ask("program", str(reason))
 
 
 if "torch" in sys.modules:  # artefacts that hold taps need the op; without torch there are none yet

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
-from .rules import OFF, ON, Rule, Schedule, did_you_mean, parse_rules, read_boolean
+from .rules import OFF, ON, Rule, Schedule, did_you_mean, parse_rules, read_boolean, ring_window
 
 FLAG = "RECORDER"
 CONFIG_FILE = "RECORDER_CONFIG"
@@ -48,6 +48,11 @@ DEFAULT_RULES = parse_rules(
     f"site=output,grad,tap steps={_SPARSE} call=0:4 keep=tensor;"
     "site=scalar keep=stats"
 )
+TRIGGERS = ("exception", "signal", "hang", "nonfinite", "spike", "jump")
+"""What the ring may be written for without being asked: how a process ends, steps that do not come, rules of check."""
+NO_TRIGGER = "none"
+DEFAULT_TRIGGERS = ",".join(TRIGGERS)
+TRIGGER_SIGNALS = ("SIGHUP", "SIGUSR1", "SIGUSR2")
 NO_PRESET = "none"
 PRESETS = {
     "light": parse_rules(
@@ -58,10 +63,15 @@ PRESETS = {
         "site=output,grad_output,param,grad,buffer,optim,tap keep=stats; module='' site=input keep=stats;"
         "site=scalar keep=stats"
     ),
+    "blackbox": parse_rules(
+        "leaf=yes site=output,grad_output call=0:4 keep=ring; module='' site=input call=0:4 keep=ring;"
+        "site=grad keep=ring; site=scalar keep=stats"
+    ),
     "full": parse_rules("site=* keep=tensor,stats,fingerprint,histogram,units"),
     "twin": parse_rules("site=* steps=0:4 keep=tensor,stats,fingerprint; site=scalar keep=stats"),
 }
-"""Rules by name: the fewest, those that find the first NaN at its step, all, and those that `diff` is surest with."""
+"""Rules by name: the fewest, those that find the first NaN at its step, those that write what happened just before a
+trigger, all, and those that `diff` is surest with."""
 
 
 def _setting(default: object, doc: str, *choices: str) -> Any:
@@ -94,6 +104,17 @@ class Settings:
     device_pool_bytes: int = _setting(
         256 << 20, "memory of each GPU for values on their way to the host, bytes; about what a step records is best"
     )
+    ring_share: float = _setting(0.5, "the part of the pool in which values of keep=ring wait for a trigger")
+    ring_hold_s: float = _setting(
+        2.0, "steps stay in the ring for this long where it has room, for triggers of other ranks, seconds"
+    )
+    triggers: str = _setting(
+        DEFAULT_TRIGGERS, "what the ring is written for: words of exception, signal, hang and rules of check; or none"
+    )
+    trigger_signal: str = _setting("", "a signal that only writes the ring, such as SIGUSR2; empty: none")
+    trigger_cooldown_s: float = _setting(60.0, "after a trigger, those that nobody sent count for nothing, seconds")
+    hang_s: float = _setting(300.0, "no step for so long is a hang, which is a trigger, seconds; 0: never")
+    dump_max_bytes: int = _setting(4 << 30, "bound on the bytes of all payloads that triggers write, a rank")
     policy: str = _setting("wait", "when the pool is full: wait a bounded time, or drop at once", "wait", "drop")
     wait_s_per_step: float = _setting(1.0, "longest wait of one step for room in the pool, seconds")
     wait_s_stalled: float = _setting(10.0, "longest wait without a finished batch, seconds; a dead disk stops nothing")
@@ -133,12 +154,32 @@ class Settings:
             _ = self.keep_steps and Schedule.parse(self.keep_steps)
         except ValueError as error:
             raise ConfigError(f"keep_steps = {self.keep_steps!r}: {error}") from None
+        ring_window(self.rules)
+        for word in self.trigger_words:
+            if word not in TRIGGERS:
+                allowed = f"{NO_TRIGGER}, or a comma list of {', '.join(TRIGGERS)}"
+                raise ConfigError(f"triggers = {self.triggers!r}: allowed is {allowed}{did_you_mean(word, TRIGGERS)}")
+        if self.trigger_signal and self.trigger_signal not in TRIGGER_SIGNALS:
+            allowed = f"nothing, or {', '.join(TRIGGER_SIGNALS)}"
+            near = did_you_mean(self.trigger_signal, TRIGGER_SIGNALS)
+            raise ConfigError(f"trigger_signal = {self.trigger_signal!r}: allowed is {allowed}{near}")
+
+    @property
+    def trigger_words(self) -> tuple[str, ...]:
+        """Return the words of `triggers`."""
+        words = tuple(word.strip() for word in self.triggers.split(",") if word.strip())
+        return () if words == (NO_TRIGGER,) else words
 
 
 RANGES: tuple[tuple[str, float, float], ...] = (
     ("jitter", 0, 1 << 62),
     ("pool_bytes", 0, 1 << 44),
     ("device_pool_bytes", 0, 1 << 44),
+    ("ring_share", 0.05, 0.9),
+    ("ring_hold_s", 0, 3600),
+    ("trigger_cooldown_s", 0, 1e9),
+    ("hang_s", 0, 1e6),
+    ("dump_max_bytes", 0, 1 << 60),
     ("wait_s_per_step", 0, 3600),
     ("wait_s_stalled", 0, 3600),
     ("wait_s_per_run", 0, 1e9),

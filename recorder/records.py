@@ -26,6 +26,10 @@ KEEP_REPLAY = 16
 """What a call of the module needs to be run again is written at site ``call``, with its values and gradients."""
 KEEP_UNITS = 32
 """The column of sums for each unit is written, and the statistics."""
+KEEP_RING = 64
+"""The payload waits in memory for a trigger, and is written only then. Never with `KEEP_TENSOR`."""
+KEEP_VALUES = KEEP_TENSOR | KEEP_RING
+"""What needs the values themselves in host memory."""
 KEEP_NUMBERS = KEEP_STATS | KEEP_HISTOGRAM | KEEP_UNITS
 """What says something of the values, and so nothing of a sum of which a value is one summand."""
 

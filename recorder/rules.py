@@ -19,7 +19,15 @@ from operator import or_
 from typing import Any, ClassVar, NamedTuple
 
 from .errors import ConfigError
-from .records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_REPLAY, KEEP_STATS, KEEP_TENSOR, KEEP_UNITS
+from .records import (
+    KEEP_FINGERPRINT,
+    KEEP_HISTOGRAM,
+    KEEP_REPLAY,
+    KEEP_RING,
+    KEEP_STATS,
+    KEEP_TENSOR,
+    KEEP_UNITS,
+)
 from .sites import OF_REPLAY, SITES
 
 KEEPS = {
@@ -29,6 +37,7 @@ KEEPS = {
     "histogram": KEEP_STATS | KEEP_HISTOGRAM,
     "units": KEEP_STATS | KEEP_UNITS,
     "replay": KEEP_TENSOR | KEEP_REPLAY,
+    "ring": KEEP_RING,
 }
 """The bits of each word that a rule's ``keep`` may hold."""
 ON = ("1", "true", "yes", "on")
@@ -41,6 +50,7 @@ _WORD_PART = re.compile(r"\\.|\([^)]*\)|\[[^]]*\]|\{[^}]*\}|.", re.DOTALL)
 _MAX_COMPARED = 20_000
 _MAX_NUMBER_BITS = 53
 """Steps and ranks are below two to this power."""
+_MAX_RING_STEPS = 100_000
 _MAX_LISTED = 3
 
 
@@ -210,6 +220,13 @@ class Schedule:
 EVERY = Schedule.parse("::1")
 
 
+class RingWindow(NamedTuple):
+    """The steps around a trigger that a ring writes, that of the trigger among them."""
+
+    before: int
+    after: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """One selection: which values, at which steps, and what to keep; several that match keep all they ask for."""
@@ -230,10 +247,16 @@ class Rule:
     keep: int = KEEP_STATS
     unit_dim: int | None = None
     """The dim along which units lie, where ``keep=units`` is not to take the one that the module's class has."""
+    before: int = 4
+    """With ``keep=ring``, the number of steps before a trigger that are written."""
+    after: int = 2
+    """With ``keep=ring``, the number of steps after a trigger that are written."""
     written: str = field(default="", compare=False, repr=False)
     """The rule as its user wrote it, for messages; empty where it was not text."""
 
-    KEYS: ClassVar = ("module", "class", "leaf", "site", "name", "rank", "steps", "call", "keep", "unit_dim")
+    KEYS: ClassVar = (
+        "module", "class", "leaf", "site", "name", "rank", "steps", "call", "keep", "unit_dim", "before", "after"
+    )  # fmt: skip
 
     def matches_module(
         self, module_path: str, class_name: str, is_leaf: bool, expressions: Expressions = matches_expression
@@ -268,6 +291,8 @@ class Rule:
         parts.append("keep=" + ",".join(word for word, bits in KEEPS.items() if self.keep & bits == bits))
         if self.unit_dim is not None:
             parts.append(f"unit_dim={self.unit_dim}")
+        if self.keep & KEEP_RING:
+            parts.append(f"before={self.before} after={self.after}")
         return " ".join(parts)
 
 
@@ -356,6 +381,11 @@ def _rule_from_table(table: Mapping[str, object], grammar: _Grammar) -> Rule:
                 raise problem(key, "expected the number of a dim, such as 1, or -1 for the last")
             chosen[key] = int(str(value))
             continue
+        if key in ("before", "after"):
+            if not re.fullmatch(r"[0-9]{1,6}", str(value)) or int(str(value)) > _MAX_RING_STEPS:
+                raise problem(key, f"expected a number of steps, 0 to {_MAX_RING_STEPS}")
+            chosen[key] = int(str(value))
+            continue
         if key in ("module", "class", "name"):
             try:
                 patterns = checked(map(str, value)) if isinstance(value, (list, tuple)) else parse_patterns(str(value))
@@ -378,7 +408,26 @@ def _rule_from_table(table: Mapping[str, object], grammar: _Grammar) -> Rule:
         raise problem("site", f"keep=replay is of {', '.join(OF_REPLAY)}; leave site out, or write a rule for each")
     if "unit_dim" in chosen and not chosen.get("keep", 0) & KEEP_UNITS:
         raise problem("unit_dim", "it says which units keep=units sums, which this rule does not ask for")
+    keep = chosen.get("keep", 0)
+    if keep & KEEP_RING and keep & KEEP_TENSOR:
+        raise problem("keep", "tensor and replay are written at once, ring only on a trigger; choose one of them")
+    for key in ("before", "after"):
+        if key in chosen and not keep & KEEP_RING:
+            raise problem(key, "it is of keep=ring; leave it out, or keep=ring")
     return Rule(**chosen)
+
+
+def ring_window(rules: Iterable[Rule]) -> RingWindow | None:
+    """Return the window of the rules that keep a ring; None where none does.
+
+    Raises:
+        ConfigError: two rules have different windows; a recording has one ring.
+    """
+    windows = dict.fromkeys(RingWindow(rule.before, rule.after) for rule in rules if rule.keep & KEEP_RING)
+    if len(windows) > 1:
+        listed = " and ".join(f"before={one.before} after={one.after}" for one in list(windows)[:_MAX_LISTED])
+        raise ConfigError(f"rules: {listed}: all rules with keep=ring share one window; give them the same numbers")
+    return next(iter(windows), None)
 
 
 def _words(value: object) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recorder.records import KEEP_STATS, KEEP_TENSOR, PART_BYTES, Chunk, Measured, Moment, Origin, Staged
+from recorder.records import KEEP_STATS, KEEP_TENSOR, KEEP_VALUES, PART_BYTES, Chunk, Measured, Moment, Origin, Staged
 from recorder.write.files.file import Disk
 
 Bytes = npt.NDArray[np.uint8]
@@ -55,7 +55,7 @@ def fake_staged(
     data = np.frombuffer(bytearray(array.tobytes()), np.uint8)
     return Staged(
         seq=seq,
-        num_parts=max(1, -(-len(data) // PART_BYTES)) if keep & KEEP_TENSOR else 1,
+        num_parts=max(1, -(-len(data) // PART_BYTES)) if keep & KEEP_VALUES else 1,
         origin=Origin("model", module_path, site, name),
         moment=Moment(step, micro_step, mode),
         phase=phase,

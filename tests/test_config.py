@@ -50,6 +50,7 @@ def test_the_text_of_a_rule_reads_back_as_the_rule() -> None:
     rules = [
         *DEFAULT_RULES,
         *parse_rules("module='a b','' class=re:(Linear|Conv).* rank=0,4:8 name=x.*; leaf=yes site=*"),
+        *parse_rules("keep=ring,stats before=7 after=0"),
     ]
     assert list(parse_rules("; ".join(rule.text for rule in rules))) == rules
 
@@ -80,6 +81,18 @@ def test_the_text_of_a_rule_reads_back_as_the_rule() -> None:
         ({"RECORDER_RULES": "module=re:("}, r"not a regular expression"),
         ({"RECORDER_RULES": "keep=everything"}, r"unknown keep 'everything'.*tensor, stats, fingerprint"),
         ({"RECORDER_RULES": "module='a"}, r"cannot be split into words"),
+        ({"RECORDER_RULES": "keep=ring,tensor"}, r"keep = 'ring,tensor': tensor and replay are written at once, ring"),
+        ({"RECORDER_RULES": "keep=ring before=-1"}, r"before = '-1': expected a number of steps, 0 to 100000"),
+        ({"RECORDER_RULES": "keep=ring after=1.5"}, r"after = '1.5': expected a number of steps"),
+        ({"RECORDER_RULES": "site=grad before=3"}, r"before = '3': it is of keep=ring; leave it out, or keep=ring"),
+        (
+            {"RECORDER_RULES": "keep=ring; site=grad keep=ring before=8"},
+            r"before=4 after=2 and before=8 after=2: all ru",
+        ),
+        ({"RECORDER_TRIGGERS": "nan"}, r"triggers = 'nan': allowed is none, or a comma list of exception, signal, ha"),
+        ({"RECORDER_TRIGGERS": "none,hang"}, r"triggers = 'none,hang': allowed is none, or"),
+        ({"RECORDER_TRIGGER_SIGNAL": "SIGKILL"}, r"trigger_signal = 'SIGKILL': allowed is nothing, or SIGHUP, SIGUS"),
+        ({"RECORDER_RING_SHARE": "1"}, r"ring_share = 1.0: allowed is 0.05 to 0.9"),
     ],
 )
 def test_a_mistake_is_told_with_key_value_and_what_is_allowed(environ: dict[str, str], message: str) -> None:

@@ -8,6 +8,7 @@ hold a lock while bytes are copied, or raise into training.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -22,8 +23,9 @@ from ..observe.compiled import has_compiled_anything
 from ..observe.selection import Selection
 from ..records import (
     KEEP_NUMBERS,
+    KEEP_RING,
     KEEP_STATS,
-    KEEP_TENSOR,
+    KEEP_VALUES,
     PART_BYTES,
     Chunk,
     LostError,
@@ -44,6 +46,7 @@ from .rule_commands import RuleCommands
 from .scalars import Scalars
 from .staging import copies
 from .staging.pool import Pool, PoolBlock
+from .staging.ring_memory import RingMemory
 from .taps_by_hand import TapsByHand
 from .tensors.dtensors import without_masked
 from .tensors.inner import Inner, inner_tensors
@@ -82,9 +85,21 @@ _NOTHING = _Nothing()
 class Capture:
     """The training side of one recording: selection, clock, pool and roots."""
 
-    def __init__(self, *, settings: Settings, rank: int, pool: Pool, channel: Channel, events: Events) -> None:
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        rank: int,
+        pool: Pool,
+        channel: Channel,
+        events: Events,
+        ring: RingMemory | None = None,
+    ) -> None:
         self.settings = settings
         self.selection = Selection(settings.rules, rank)
+        self.ring = ring
+        """The memory of values that wait for a trigger; None where no rule keeps any."""
+        self.selection.has_ring = ring is not None
         self.masks: list[int] | _Nothing = self.selection.masks
         self.clock = Clock()
         self.pool = pool
@@ -118,6 +133,11 @@ class Capture:
         self.step_changed()
 
     @property
+    def pools(self) -> list[Pool]:
+        """Return the parts of the pool: that of what is on its way to the disk, and the ring's, if there is one."""
+        return [self.pool] if self.ring is None else [self.pool, self.ring.pool]
+
+    @property
     def observed(self) -> int:
         """Return the number of rows so far; any thread. Only the counter's repr shows it without advancing it."""
         return int(repr(self._sequence)[6:-1])
@@ -132,6 +152,9 @@ class Capture:
         self._step_in_force, step = None, self.clock.step
         self.scalars.step_changes(step)
         self.rule_commands.step_changes(step)
+        if self.ring is not None and (problem := self.ring.judge(step, self.selection.num_ring_steps)) is not None:
+            self.selection.has_ring = False
+            self.events.add("ring_refused", problem, level=logging.ERROR)
         self.selection.at_step(step)
         # Hooks do not rest before the first step has told what runs, nor where only modules tell that the step has
         # moved, nor once anything was compiled: dynamo would make a graph for modules with hooks and one without.
@@ -215,12 +238,16 @@ class Capture:
             local, chunk = plain(tensor, chunk)
             if chunk is not None and 'Partial"' in chunk.placements:
                 local, keep, note = self._summand(tensor, local, keep, note)
-            if self.channel.refused and (reason := self.channel.refused.get(kind_of(keep, origin.site))) is not None:
+            if (
+                self.channel.refused
+                and not keep & KEEP_RING
+                and (reason := self.channel.refused.get(kind_of(keep, origin.site))) is not None
+            ):
                 self._drop(reason, min(_num_parts(local.numel() * local.itemsize, keep), _MAX_DROPPED_PARTS))
                 return
             kind = "cpu" if local.is_cpu else local.device.type  # `device.type` costs 0.3 us
             stager = self._stagers.get(kind) or self._stager(kind)
-            plan = None if keep & KEEP_TENSOR else stager.plan(local, chunk, keep, origin.unit_dim)
+            plan = None if keep & KEEP_VALUES else stager.plan(local, chunk, keep, origin.unit_dim)
             # `nbytes` of torch wraps at 2^64, which expanded tensors reach
             nbytes = local.numel() * local.itemsize if plan is None else plan.nbytes
         except UnsupportedKind as error:
@@ -232,12 +259,12 @@ class Capture:
             self.site_failed(origin, error)
             return
         parts = _num_parts(nbytes, keep)
-        block = self.pool.take(nbytes) or self._take_later(nbytes, moment.step)
+        if keep & KEEP_RING:
+            block = self._take_in_ring(nbytes, moment)
+        else:
+            block = self.pool.take(nbytes) or self._take_later(nbytes, moment.step)
         if block is None:
-            reason = "too_large" if nbytes > self.pool.capacity_bytes else "pool_full"
-            self._drop(reason, min(parts, _MAX_DROPPED_PARTS))
-            where = f"{origin.module_path or origin.root}:{origin.site} {origin.name}".rstrip()
-            self.events.add(reason, _NO_ROOM[reason].format(where=where, nbytes=nbytes, pool=self.pool), key=reason)
+            self._had_no_room(origin, keep, nbytes, parts)
             return
         try:
             ready = stager.copy(local, block) if plan is None else stager.measure(local, block, plan)
@@ -276,6 +303,25 @@ class Capture:
         )
         # As `Staged(*fields)` makes it, in a third of the time.
         (put or self.channel.put)(tuple.__new__(Staged, fields))
+
+    def _take_in_ring(self, nbytes: int, moment: Moment) -> PoolBlock | None:
+        """Take a block for a value that waits for a trigger. Training waits for none but those that were asked for."""
+        ring = self.ring
+        if ring is None:
+            return None
+        block = ring.take(nbytes, moment)
+        if block is None and ring.is_wanted(moment.step):
+            return self.pool.take(nbytes) or self._take_later(nbytes, moment.step)
+        return block
+
+    def _had_no_room(self, origin: Origin, keep: int, nbytes: int, parts: int) -> None:
+        """Count a value for which the pool had no room, and say so."""
+        pool, reason = self.pool, "too_large" if nbytes > self.pool.capacity_bytes else "pool_full"
+        if keep & KEEP_RING and self.ring is not None:
+            pool, reason = self.ring.pool, "ring_full"
+        self._drop(reason, min(parts, _MAX_DROPPED_PARTS))
+        where = f"{origin.module_path or origin.root}:{origin.site} {origin.name}".rstrip()
+        self.events.add(reason, _NO_ROOM[reason].format(where=where, nbytes=nbytes, pool=pool), key=reason)
 
     def _take_later(self, nbytes: int, step: int) -> PoolBlock | None:
         """Take a block when the pool is full, after a wait that the settings bound; None where that was in vain."""
@@ -447,7 +493,7 @@ class Capture:
 
 def _num_parts(nbytes: int, keep: int) -> int:
     """Return the number of rows that a tensor of ``nbytes`` bytes makes."""
-    return -(-nbytes // PART_BYTES) if keep & KEEP_TENSOR and nbytes > PART_BYTES else 1
+    return -(-nbytes // PART_BYTES) if keep & KEEP_VALUES and nbytes > PART_BYTES else 1
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -464,4 +510,7 @@ _NO_ROOM = {
     "raise RECORDER_POOL_BYTES or select less",
     "pool_full": "the pool ({pool.capacity_bytes} bytes) is full: values are dropped and counted until half of it is "
     "free; a faster disk, a larger RECORDER_POOL_BYTES or fewer values help",
+    "ring_full": "the ring ({pool.capacity_bytes} bytes) is full: values that no trigger has asked for are dropped and "
+    "counted until steps have passed; a larger RECORDER_POOL_BYTES or RECORDER_RING_SHARE, a smaller before=, or fewer "
+    "values (call=0:4 leaves most of an evaluation out) help",
 }

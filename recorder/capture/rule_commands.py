@@ -17,6 +17,7 @@ from ..observe.clock import Clock
 from ..observe.compiled import has_compiled_anything
 from ..observe.rule_changes import RuleChanges
 from ..observe.selection import Selection
+from ..rules import Rule, ring_window
 from ..sites import OF_CALLS
 from ..system.text import listed
 from ..taps.rows import TapRows
@@ -87,6 +88,8 @@ class RuleCommands:
             return ""
         recording = self._recording
         rules = rules_of(command)
+        if (problem := self._problem_of_ring(rules)) is not None:
+            return problem
         if command.number not in self._added:
             self._added.add(command.number)
             recording.selection.extend(rules)
@@ -107,6 +110,17 @@ class RuleCommands:
         recording.tap_rows.reselect()
         self.changed()
         return ""
+
+    def _problem_of_ring(self, rules: Sequence[Rule]) -> str | None:
+        """Return why rules cannot hold values in a ring; None where they need none, or the run's own will do."""
+        if (wanted := ring_window(rules)) is None:
+            return None
+        window = ring_window(self._recording.settings.rules)
+        if window is None or not self._recording.selection.has_ring:
+            return "keep=ring needs a ring, which this run does not have from its start on; keep=tensor writes at once"
+        if wanted != window:
+            return f"the ring of this run has before={window.before} after={window.after}, and there is one ring"
+        return None
 
     def _note(self, command: Command) -> str:
         """Return what there is to say of a command that is done."""

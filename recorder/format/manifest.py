@@ -24,11 +24,13 @@ COUNTED = "counted"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """The accounts of one writer: `observed = written + sum of dropped`, and what retention removed of the written."""
+    """The accounts of one writer: `observed = written + sum of dropped + passed`, and what retention removed."""
 
     observed: int = 0
     written: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
+    passed: int = 0
+    """Rows that waited in the ring for a trigger until their steps had passed; no loss."""
     retired_rows: int = 0
     retired_bytes: int = 0
     suspect: int = 0
@@ -44,6 +46,7 @@ class Balance:
             observed=ledger.count("observed"),
             written=ledger.count("written"),
             dropped=ledger.counts_of("dropped"),
+            passed=ledger.count("passed"),
             retired_rows=retired.count("rows") if retired else 0,
             retired_bytes=retired.count("bytes") if retired else 0,
             suspect=ledger.count("suspect"),
@@ -55,8 +58,8 @@ class Balance:
 
     @property
     def num_missing(self) -> int:
-        """Rows that were numbered and are neither written nor counted as dropped."""
-        return self.observed - self.written - self.num_dropped
+        """Rows that were numbered and are neither written nor counted as dropped or passed."""
+        return self.observed - self.written - self.num_dropped - self.passed
 
     @property
     def is_possible(self) -> bool:
@@ -158,6 +161,41 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RingDump:
+    """The steps that a trigger asked a writer for, and what it wrote of them."""
+
+    first_step: int
+    last_step: int
+    reason: str
+    by: str
+    """Who saw it: a rank, or a user and a host."""
+    time_ns: int
+    num_rows: int
+    num_bytes: int
+    """Bytes of the payloads, before they were encoded."""
+    missed: tuple[int, ...]
+    """The first of the steps that the writer had given up by then."""
+    num_missed: int
+
+    @classmethod
+    def read(cls, found: Members) -> RingDump:
+        """From an object of unknown origin."""
+        missed = found.raw.get("missed")
+        steps = [step for step in missed if type(step) is int and step >= 0] if isinstance(missed, list) else []
+        return cls(
+            first_step=found.count("first_step"),
+            last_step=found.count("last_step"),
+            reason=found.text("reason"),
+            by=found.text("by"),
+            time_ns=found.count("time_ns"),
+            num_rows=found.count("rows"),
+            num_bytes=found.count("bytes"),
+            missed=tuple(steps),
+            num_missed=max(found.count("num_missed"), len(steps)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RetiredEarlier:
     """What a writer has deleted of an earlier one of its rank."""
 
@@ -201,6 +239,8 @@ class WriterManifest(Lifetime):
     events: tuple[Event, ...] = ()
     commands: tuple[Answer, ...] = ()
     """What became of the commands that the run was sent while it was under way, by number."""
+    dumps: tuple[RingDump, ...] = ()
+    """What triggers asked for."""
     autoload: bool = False
     """Whether the environment asked for the recording, and not the program."""
     merged_writers: tuple[MergedWriter, ...] = ()
@@ -247,6 +287,7 @@ class WriterManifest(Lifetime):
                 for one in found.list_inner("events")
             ),
             commands=tuple(map(Answer.read, found.list_inner("commands"))),
+            dumps=tuple(map(RingDump.read, found.list_inner("dumps"))),
             autoload=found.flag("autoload"),
             merged_writers=tuple(map(_merged_writer, found.list_inner("merged_writers"))),
             members=raw,

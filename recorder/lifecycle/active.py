@@ -107,7 +107,12 @@ def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]
                 return Inactive()
         # A notebook cell that runs twice still holds its first handle here, and drops it afterwards.
         root.is_kept = root.is_kept or any(handle() is None for handle in root.attachments)
-        attachment = Attachment(detach=partial(_detach, recorder, root), flush=recorder.flush, run_dir=recorder.run_dir)
+        attachment = Attachment(
+            detach=partial(_detach, recorder, root),
+            flush=recorder.flush,
+            run_dir=recorder.run_dir,
+            failed=recorder.ask_for_error,
+        )
         root.attachments.append(weakref.ref(attachment))
     return attachment
 

@@ -12,11 +12,17 @@ class Attachment:
     """A handle on a model that is recorded; a context manager."""
 
     def __init__(
-        self, *, detach: Callable[[], None], flush: Callable[[float], bool], run_dir: Callable[[], Path | None]
+        self,
+        *,
+        detach: Callable[[], None],
+        flush: Callable[[float], bool],
+        run_dir: Callable[[], Path | None],
+        failed: Callable[[BaseException], None] = lambda error: None,
     ):
         self._detach: Callable[[], None] | None = detach
         self._flush = flush
         self._run_dir = run_dir
+        self._failed = failed
 
     @property
     def is_attached(self) -> bool:
@@ -58,6 +64,8 @@ class Attachment:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._failed(error)
         self.close()
 
 

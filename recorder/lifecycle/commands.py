@@ -139,6 +139,11 @@ class Commands:
         self._look(is_told=True)
         return sent
 
+    def look(self) -> None:
+        """Hear at once of what others have sent, out of turn, as before something is sent for the same reason."""
+        if self._folder is not None:
+            self._look(is_told=True)
+
     def poll(self, run_dir: Path | None) -> None:
         """Look for new commands, if it is time to, and do them.
 

@@ -65,14 +65,21 @@ class Description:
             "settings": {e.name: {"value": e.value, "source": e.source} for e in self.loaded.explain()},
             "native": in_force(self.loaded.settings.native),
             "rules": [rule.text for rule in self.loaded.settings.rules],
-            "pool_bytes": capture.pool.capacity_bytes,
-            "pool_peak_bytes": capture.pool.peak_bytes,
+            "pool_bytes": capture.pool.region_bytes,
+            **({"ring_bytes": capture.ring.pool.capacity_bytes} if capture.ring is not None else {}),
+            "pool_peak_bytes": sum(pool.peak_bytes for pool in capture.pools),
             "waited_s": round(capture.pool.waited_s, 3),
             "roots": [_describe_root(root) for root in capture.past_roots + capture.roots],
             "optimizers": optimizers.names() if optimizers is not None else [],
+            **self.news(events, commands),
+            "autoload": self.by_flag,
+        }
+
+    def news(self, events: Events, commands: Commands) -> dict[str, Any]:
+        """Return the members of `_writer.json` that may change until the last row is written."""
+        return {
             "events": events.as_list(),
             "commands": [answer.members() for answer in commands.answers()],
-            "autoload": self.by_flag,
         }
 
     def status(self, capture: Capture, commands: Commands) -> dict[str, Any]:
@@ -82,9 +89,9 @@ class Description:
             **self._identity(),
             "interval_s": self.loaded.settings.status_interval_s,
             "step": capture.clock.step,
-            "pool_bytes": pool.capacity_bytes,
-            "pool_used_bytes": pool.used_bytes,
-            "pool_peak_bytes": pool.peak_bytes,
+            "pool_bytes": pool.region_bytes,
+            "pool_used_bytes": sum(part.used_bytes for part in capture.pools),
+            "pool_peak_bytes": sum(part.peak_bytes for part in capture.pools),
             "waited_s": round(pool.waited_s, 3),
             "longest_wait_s": round(pool.longest_wait_s, 3),
             "commands": [answer.short_members() for answer in commands.newest_answers()],

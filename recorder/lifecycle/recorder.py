@@ -10,6 +10,7 @@ import atexit
 import functools
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -31,11 +32,15 @@ from ..capture.loss import LossWatch
 from ..capture.optimizer.hooks import OptimizerWatch, find_live, last_step, wrap_closure
 from ..capture.parallel import topology
 from ..capture.staging.pool import Pool, default_capacity_bytes
+from ..capture.staging.ring_memory import RingMemory
+from ..checks.live import LIVE_RULES, LiveChecks
+from ..checks.rule import Finding
 from ..config import Loaded
-from ..format.commands import PAUSE, RESUME, SET, UNDO
+from ..format.commands import DUMP, PAUSE, RESUME, SET, UNDO
 from ..observe import tree
 from ..observe.compiled import has_compiled_anything
 from ..records import Measured, Staged
+from ..rules import ring_window
 from ..system import log
 from ..system.events import Events
 from ..system.interrupts import comes_from_signal_handler
@@ -45,8 +50,9 @@ from .description import Description
 from .estimate import Estimate
 from .graph_taps import GraphTaps, is_data_worker
 from .matching import collector_paused, is_only_model, unmatched_rules
-from .signals import TerminationWatch, blocked_in_new_threads, replaced_interrupts
+from .signals import TerminationWatch, blocked_in_new_threads, replaced_interrupts, unhandled_exception
 from .summary import FinalSummary, Summary
+from .triggers import Triggers
 
 _logger = logging.getLogger("recorder")
 _MAX_LIVE_SCANS = 5
@@ -87,6 +93,9 @@ class Recorder:
         self.capture: Capture | None = None
         self.commands: Commands | None = None
         """What the run is told while it is under way; from the start of the recording on."""
+        self._triggers: Triggers | None = None
+        """What the ring is written for; None where no rule keeps one."""
+        self._checks: LiveChecks | None = None
         self._pid = os.getpid()
         self._on_change = on_change
         self._lock = threading.RLock()
@@ -110,6 +119,8 @@ class Recorder:
         self._turned_down = (0, "")
         """The largest module that ran under no root, by its number of parameters."""
         self._manifest_key: object = None
+        self._last_manifest: Mapping[str, Any] = {}
+        """The manifest as the capture was closed, when there were still modules to describe."""
         self._next_status_s = 0.0
         self.discovery = Discovery(self) if by_flag else None
         self._early_handles: list[Any] = []
@@ -252,11 +263,17 @@ class Recorder:
             poll=self._poll,
             saw=self._saw,
             observed=lambda: self.capture.observed if self.capture is not None else 0,
+            ending=self._before_last,
         )
         pool = Pool(capacity, progress_s=lambda: writer.last_progress_s, clock=time.monotonic)
         self._writer = writer
         self.capture = Capture(
-            settings=self.settings, rank=own_topology.rank, pool=pool, channel=writer, events=self.events
+            settings=self.settings,
+            rank=own_topology.rank,
+            pool=pool,
+            channel=writer,
+            events=self.events,
+            ring=self._make_ring(own_topology, pool, writer),
         )
         self._optimizers = OptimizerWatch(self.capture, on_step=self._optimizer_stepped, on_new=self._optimizer_made)
         self._loss = LossWatch(self.capture)
@@ -278,8 +295,14 @@ class Recorder:
         if not self.by_flag:
             atexit.register(self._at_exit)
         deadline_s = self.settings.close_deadline_s
+        trigger = self.settings.trigger_signal if self._triggers is not None else ""
         self._termination = TerminationWatch(
-            flush=lambda: writer.drain(deadline_s), finish=self._finish, deadline_s=deadline_s
+            flush=lambda: writer.drain(deadline_s),
+            finish=self._finish,
+            deadline_s=deadline_s,
+            ending=lambda number: self.ask("signal", f"the process was ended by {signal.Signals(number).name}"),
+            trigger=signal.Signals[trigger] if trigger else None,
+            triggered=lambda: self.ask("user", f"signal {trigger}"),
         )
         self._termination.install()
         writer.set_manifest(self._manifest())
@@ -292,6 +315,51 @@ class Recorder:
         until_s = time.monotonic() + min(_START_PATIENCE_S, patience_s)
         while writer.last_progress_s == began_s and time.monotonic() < until_s:
             time.sleep(0.001)
+
+    def _make_ring(self, own_topology: topology.Topology, pool: Pool, writer: Any) -> RingMemory | None:
+        """Prepare for triggers where a rule keeps a ring on some rank; return this rank's own memory for one."""
+        from ..write.ring import Room
+
+        settings, rank = self.settings, own_topology.rank
+        window = ring_window(settings.rules)
+        if window is None:
+            return None
+        has_ring = ring_window(rule for rule in settings.rules if rank in rule.rank) is not None
+        assert self.commands is not None
+        self._triggers = Triggers(
+            settings=settings,
+            rank=rank,
+            world_size=own_topology.world_size,
+            window=window,
+            channel=writer if has_ring else None,
+            sender=self.commands,
+            events=self.events,
+        )
+        self.commands.on(DUMP, self._triggers.take)
+        rules = [rule for rule in LIVE_RULES if rule.name in settings.trigger_words]
+        if rules:
+            self._checks = LiveChecks(rank=rank, on_finding=self._found, rules=rules)
+        if not has_ring:
+            return None
+        part = pool.split(int(settings.ring_share * pool.capacity_bytes))
+        writer.hold(window, Room(part.capacity_bytes, lambda: part.used_bytes))
+        return RingMemory(part, window, wanted_until=writer.wanted_until)
+
+    def _found(self, finding: Finding) -> None:
+        """Ask for the steps around what a rule of `recorder check` finds. Called on the writer thread."""
+        where = " ".join(filter(None, (finding.module_path, finding.site, finding.name)))
+        self.ask(finding.rule, f"{finding.rule}: {where}: {finding.what}", step=finding.step)
+
+    def ask(self, kind: str, reason: str, *, step: int | None = None) -> None:
+        """Ask for the steps around one to be written; see `Triggers.ask`."""
+        if self._triggers is not None:
+            if step is None and self.capture is not None:
+                step = self.capture.clock.step
+            self._triggers.ask(kind, reason, step=step)
+
+    def ask_for_error(self, error: BaseException) -> None:
+        """Ask for the last steps, because an exception leaves the training."""
+        self.ask("exception", f"{type(error).__name__}: {error}")
 
     def _undo_start(self) -> None:
         """Take a failed start back (no memory for the pool, or no thread): training goes on without a recording."""
@@ -346,6 +414,8 @@ class Recorder:
             self.capture.nonfinite.saw(staged, measured)
         if self._estimate is not None:
             self._estimate.saw(staged)
+        if self._checks is not None:
+            self._checks.saw(staged, measured)
 
     def _poll(self) -> dict[str, Any] | None:
         """Log events, and return the manifest if it has changed. Called on the writer thread, often."""
@@ -357,6 +427,8 @@ class Recorder:
                 return None
             self.commands.poll(self.run_dir())
             self._answer(capture)
+            if self._triggers is not None:
+                self._triggers.look(capture.clock.step)
             capture.nonfinite.look(self._how_to_learn_more())
             if self._estimate is not None and (line := self._estimate.look(capture.clock.step)) is not None:
                 log.tell(_logger, lambda: (line,), 0.0)
@@ -376,6 +448,22 @@ class Recorder:
         except Exception as error:
             self.events.add("hook_error", f"bookkeeping failed: {type(error).__name__}: {error}", key="poll")
         return manifest
+
+    def _before_last(self) -> None:
+        """Look for triggers a last time: what waits in the ring goes otherwise. Called on the writer thread."""
+        try:
+            if self._triggers is None or self.capture is None or self.commands is None:
+                return
+            if self._checks is not None:
+                self._checks.finish()
+            self.commands.look()
+            self._triggers.end(self.capture.clock.step)
+            news = self._description.news(self.events, self.commands) if self._description is not None else {}
+            self._writer.set_manifest({**self._last_manifest, **news})
+            if self.settings.status_interval_s:
+                self._show_status(self.capture)
+        except Exception as error:
+            self.events.add("hook_error", f"a last trigger failed: {type(error).__name__}: {error}", key="ending")
 
     def _show_status(self, capture: Capture) -> None:
         assert self._description is not None and self.commands is not None
@@ -534,6 +622,8 @@ class Recorder:
         """
         if os.getpid() != self._pid:
             return
+        if (error := unhandled_exception()) is not None:
+            self.ask_for_error(error)
         num_interrupts = 0
 
         def interrupted() -> None:
@@ -574,7 +664,8 @@ class Recorder:
         for root in self.capture.roots:
             root.say_if_nothing_moved()
             root.inventory.look_for_foreign_hooks()
-        self._writer.set_manifest(self._manifest())
+        self._last_manifest = self._manifest()
+        self._writer.set_manifest(self._last_manifest)
         if self.settings.status_interval_s:
             self._show_status(self.capture)
         self.capture.close()
@@ -604,6 +695,7 @@ class Recorder:
             waited_s=capture.pool.waited_s,
             longest_wait_s=capture.pool.longest_wait_s,
             is_asked_for=any(0 in rule.rank for rule in self.settings.rules),
+            num_dumps=len(self._writer.dumps),
         )
         self._final_summary.say(summary, max(until_s - time.monotonic(), 0.0))
 

@@ -9,10 +9,12 @@ thread ends the process, by the same signal.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found] # what the module `signal` wraps
+import builtins
 import contextlib
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -109,17 +111,32 @@ def _action(number: int) -> int:
 class TerminationWatch:
     """Handles the signals that end the process while a recording runs, with a watching thread."""
 
-    def __init__(self, *, flush: Callable[[], object], finish: Callable[[], object], deadline_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        flush: Callable[[], object],
+        finish: Callable[[], object],
+        deadline_s: float,
+        ending: Callable[[int], object] = lambda number: None,
+        trigger: int | None = None,
+        triggered: Callable[[], object] = lambda: None,
+    ) -> None:
         """Touch no signal before `install`.
 
         Args:
             flush: brings the data in memory to disk, in bounded time; any thread may call it.
             finish: does what `flush` does and ends the recording, because the process is about to end.
             deadline_s: the time for `finish`; the process ends soon after, whatever `finish` does.
+            ending: called with the signal just before `finish`; it must not wait.
+            trigger: a signal that calls `triggered`, and ends the process no more than the program has it end.
+            triggered: called on a thread of ours or in the main thread, perhaps twice; it must not wait.
         """
         self._flush = flush
         self._finish = finish
         self._deadline_s = deadline_s
+        self._ending = ending
+        self._trigger = trigger
+        self._triggered = triggered
         self._handlers: dict[int, tuple[_Handler, int]] = {}
         """Our handler of each signal, with the address that the kernel has for it."""
         self._pipe: _Pipe | None = None
@@ -152,6 +169,9 @@ class TerminationWatch:
 
     def _handle(self, number: int) -> None:
         """End the recording and the process, in the main thread."""
+        if number == self._trigger and os.getpid() == self._pid:
+            self._triggered()
+            return
         if self._pid == 1:
             return  # the kernel spares the first process of a container; the watching thread flushes
         if self._is_main_ending:
@@ -163,6 +183,7 @@ class TerminationWatch:
             self._is_ending = True
             if self._pipe is not None:  # so that the watching thread bounds what follows
                 self._pipe.write(number)
+            self._ending(number)
             self._finish()
         _die_of(number)
 
@@ -171,6 +192,11 @@ class TerminationWatch:
         pipe = self._pipe
         assert pipe is not None
         while numbers := pipe.read():
+            if (
+                self._trigger is not None and self._trigger in numbers
+            ):  # the main thread may be stuck, and run no handler
+                self._triggered()
+                numbers = bytes(number for number in numbers if number != self._trigger)
             ending = next((number for number in numbers if self._is_ours(number)), None)
             if ending is not None and self._pid != 1:
                 self._end_process(ending)
@@ -178,6 +204,8 @@ class TerminationWatch:
             if _STOP in numbers:
                 return
             if not _ENDING.isdisjoint(numbers):
+                if signal.SIGTERM in numbers:  # the program ends by a handler of its own, or lives as process 1
+                    self._ending(signal.SIGTERM)
                 with contextlib.suppress(Exception):
                     self._flush()
             time.sleep(_NAP_S)
@@ -187,6 +215,7 @@ class TerminationWatch:
         time.sleep(_MAIN_THREAD_GRACE_S)
         if not self._is_ending:  # the main thread is stuck, perhaps in a collective
             self._is_ending = True
+            self._ending(number)
             # Not in this thread: a log handler may hang on a lock that the main thread holds.
             ender = threading.Thread(target=self._finish, name="recorder-end", daemon=True)
             with contextlib.suppress(RuntimeError):
@@ -248,6 +277,17 @@ class TerminationWatch:
         mask = _masks.pop(threading.get_ident(), None)
         if mask is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def unhandled_exception() -> BaseException | None:
+    """Return the exception that ends the program, as the interpreter has it once no handler took it; no hook needed.
+
+    Where somebody types the program line by line, an exception ends a line alone.
+    """
+    if hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__"):
+        return None
+    error = getattr(sys, "last_value", None)
+    return error if isinstance(error, BaseException) else None
 
 
 @contextlib.contextmanager

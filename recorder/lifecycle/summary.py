@@ -40,6 +40,8 @@ class Summary:
     longest_wait_s: float
     is_asked_for: bool
     """True where a rule is for rank 0."""
+    num_dumps: int = 0
+    """How often a trigger had rank 0 write its ring."""
 
     @property
     def lines(self) -> tuple[str, str]:
@@ -60,6 +62,10 @@ class Summary:
             clauses = ["no value was seen that the rules select" if self.is_asked_for else "no rule is for rank 0"]
         if self.waited_s >= 0.05:
             clauses.append(f"training waited {self.waited_s:.1f} s, at most {self.longest_wait_s:.1f} s at once")
+        if self.num_dumps:
+            clauses.append(counted(self.num_dumps, "dump"))
+        if passed := ledger.get("passed", 0):
+            clauses.append(f"{counted(passed, 'row')} passed the ring")
         if retired := ledger["retired"]["rows"]:
             clauses.append(f"{counted(retired, 'row')} retired")
         if suspect := ledger.get("suspect", 0):

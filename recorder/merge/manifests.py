@@ -67,6 +67,7 @@ def of_source(run: Run) -> dict[str, Any]:
         **{name: _rewritable(value) for name, value in informative.items() if value is not None},
         "roots": _rewritable(_roots(run)),
         "events": _rewritable(_events(run)),
+        **({"dumps": dumps} if (dumps := _dumps(run)) else {}),
         "merged_writers": [_account(writer) for writer in run.writers],
     }
 
@@ -115,6 +116,22 @@ def _events(run: Run) -> list[dict[str, Any]]:
     return list(events.values())
 
 
+def _dumps(run: Run) -> list[dict[str, Any]]:
+    """Return what triggers asked for, each once for all ranks."""
+    return [
+        {
+            "first_step": dump.first_step,
+            "last_step": dump.last_step,
+            "reason": dump.reason,
+            "by": dump.by,
+            "time_ns": dump.time_ns,
+            "rows": dump.num_rows,
+            "bytes": dump.num_bytes,
+        }
+        for dump in run.dumps
+    ]
+
+
 def _account(writer: Any) -> dict[str, Any]:
     balance = writer.balance
     return {
@@ -126,5 +143,6 @@ def _account(writer: Any) -> dict[str, Any]:
         "observed": balance.observed,
         "written": balance.written,
         "dropped": balance.dropped,
+        **({"passed": balance.passed} if balance.passed else {}),
         "retired": {"rows": balance.retired_rows, "bytes": balance.retired_bytes},
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..records import KEEP_STATS, KEEP_TENSOR, KEEP_UNITS
+from ..records import KEEP_RING, KEEP_STATS, KEEP_TENSOR, KEEP_UNITS
 from ..rules import ANY, EVERY, KEEPS, Rule, Schedule, nearest
 from ..sites import SITES, STATES
 
@@ -41,6 +41,8 @@ class Selection:
         """Rule sets whose mask also depends on the call; `mask_at_call` tells."""
         self._by_name: set[int] = set()
         """Rule sets that select some names and not others."""
+        self.has_ring = False
+        """Whether there is memory for values that wait for a trigger; else rules keep none of them in a ring."""
         self._by_matching: dict[tuple[tuple[int, ...], bool], dict[str, int]] = {}
         self.extend(rules)
 
@@ -132,7 +134,7 @@ class Selection:
         mask = 0
         for i in members:
             mask |= self._active[i]
-        return mask
+        return mask & ~KEEP_RING if mask & KEEP_TENSOR or not self.has_ring else mask
 
     def at_step(self, step: int) -> None:
         """Work out what is kept at this step."""
@@ -142,6 +144,15 @@ class Selection:
     def keeps(self, site: str) -> bool:
         """Whether anything of a site may be kept of any module at this step."""
         return any(mask and site in rule.site for mask, rule in zip(self._active, self._rules, strict=True))
+
+    def num_ring_steps(self, first: int, num_steps: int) -> int:
+        """Return at how many of the steps from `first` on a rule keeps values in the ring on this rank."""
+        schedules = {
+            rule.steps
+            for is_on_rank, rule in zip(self._on_rank, self._rules, strict=True)
+            if is_on_rank and rule.keep & KEEP_RING
+        }
+        return sum(any(step in steps for steps in schedules) for step in range(first, first + num_steps))
 
     def asks_for(self, *sites: str) -> bool:
         """Whether a rule keeps any of the sites on this rank, at some step."""

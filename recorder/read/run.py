@@ -27,6 +27,7 @@ from ..format.rundir import RUN_MANIFEST
 from ..format.schema import METADATA_COLUMNS, SCHEMA
 from ..storage.locations import OpenPlace, Place, store_of
 from .commands import SentCommands, read_commands
+from .dumps import RunDump, dumps_of
 from .long_form import LONG_KEY, choose_statistics, to_long
 from .metadata import NONE, PLACE_COLUMNS, TIME_ORDER, MetadataRows, Positions
 from .modules import list_paths, read_modules
@@ -126,6 +127,11 @@ class RecordedRun:
             return Proof.read(store.read_json(path, PROOF_BYTES)) if store.is_file(path) else None
         except RunError as error:
             return Proof(verdict=UNKNOWN, text=f"{UNKNOWN}: {error}")
+
+    @property
+    def dumps(self) -> list[RunDump]:
+        """What triggers had it write of its ring, by time."""
+        return dumps_of(self.writers)
 
     @cached_property
     def commands(self) -> SentCommands:

@@ -335,6 +335,7 @@ def _verify_rows(writer: RecordedWriter) -> Iterator[Finding]:
     is_closed = writer.state == "closed"
     if is_closed and balance.num_missing:
         accounts = f"observed {balance.observed}, written {balance.written}, dropped {balance.num_dropped}"
+        accounts += f", passed {balance.passed}" if balance.passed else ""
         yield Finding(True, f"{writer.directory}: the accounts do not balance: {accounts}")
     expected = balance.written - balance.retired_rows
     if expected < len(seq) <= balance.written:

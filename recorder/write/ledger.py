@@ -1,4 +1,4 @@
-"""The ledger of one writer: observed = written + dropped, by reason; it also counts what retention removed.
+"""The ledger of one writer: observed = written + dropped (by reason) + passed; it also counts what retention removed.
 
 `drop` is called from hooks, signal handlers and finalizers: it takes no lock and never waits.
 """
@@ -20,6 +20,8 @@ QUOTA = "quota"
 DISK_FLOOR = "disk_floor"
 DISK_FULL = "disk_full"
 NO_MEMORY = "no_memory"
+DUMP_BYTES = "dump_bytes"
+"""The reason of rows of a dump beyond the bound on the bytes of all dumps."""
 WRITE_ERROR = "write_error"
 """A reason that a colon and the name of the errno follow."""
 
@@ -49,6 +51,7 @@ class Ledger:
         self._observed = observed
         self._dropped: dict[str, _Tally] = {}
         self._written = 0
+        self._passed = 0
         self._retired_rows = 0
         self._retired_bytes = 0
         self._suspect = 0
@@ -66,6 +69,11 @@ class Ledger:
     def add_written(self, num_rows: int) -> None:
         with self._lock:
             self._written += num_rows
+
+    def add_passed(self, num_rows: int) -> None:
+        """Count rows that waited for a trigger until their steps had passed. They are no loss."""
+        with self._lock:
+            self._passed += num_rows
 
     def add_retired(self, num_rows: int, num_bytes: int) -> None:
         with self._lock:
@@ -89,7 +97,8 @@ class Ledger:
         with self._lock:
             if self._final is None:
                 final = self._accounts(0)
-                leftover = final["observed"] - final["written"] - sum(final["dropped"].values())
+                accounted = final["written"] + sum(final["dropped"].values()) + final.get("passed", 0)
+                leftover = final["observed"] - accounted
                 if leftover > 0:
                     final["dropped"][leftover_reason] = final["dropped"].get(leftover_reason, 0) + leftover
                 self._final = final
@@ -102,6 +111,7 @@ class Ledger:
             "observed": self._observed(),
             "written": self._written + about_to_write,
             "dropped": {reason: count for reason, count in dropped.items() if count},
+            **({"passed": self._passed} if self._passed else {}),
             "retired": {"rows": self._retired_rows, "bytes": self._retired_bytes},
             **({"suspect": self._suspect} if self._suspect else {}),
         }

@@ -39,5 +39,9 @@ class WriteSettings:
     """Whether to use the compiled loops, where they were built; turn it off to find out whether they are at fault."""
     direct_io: str = "auto"
     """``auto`` writes past the page cache where the file system can, ``off`` never does."""
+    ring_hold_s: float = 2.0
+    """Steps stay in the ring for this long where it has room, so that a trigger of another rank finds them."""
+    dump_max_bytes: int = 4 << 30
+    """The bytes of all payloads that triggers may have written; more are dropped, so that a bad night fills no disk."""
     close_deadline_s: float = 5.0
     """The longest time that the last flush may hold up the end of training."""

@@ -38,6 +38,7 @@ from .files.status import StatusFile
 from .ledger import Ledger
 from .notices import Notices
 from .quota import DiskFloor, HeldShard, Quota
+from .ring import Dump
 from .rotation import RotatingShards
 from .rows import MAX_ROWS, RowBatch
 from .settings import WriteSettings
@@ -93,6 +94,8 @@ class Store:
         self._retired_earlier: dict[str, dict[str, Any]] = {}
         """The manifest's entries of shards of earlier writers that were deleted, by the writers' names."""
         self._restarted: str | None = None
+        self.dumps: Sequence[Dump] = ()
+        """What triggers have asked for, as the manifest lists it."""
         self._io: str | None = None
         self._num_names_left = _MAX_NAMES
         self._status = StatusFile(disk, clock)
@@ -131,6 +134,10 @@ class Store:
     def set_manifest(self, manifest: Mapping[str, Any]) -> None:
         """Set the members of `_writer.json` that the store does not know itself."""
         self._manifest = manifest
+        self._is_manifest_stale = True
+
+    def mark_stale(self) -> None:
+        """Write the manifest again, as soon as something is due."""
         self._is_manifest_stale = True
 
     def flush_due(self) -> None:
@@ -342,6 +349,7 @@ class Store:
             **({"retired_earlier": self._retired_earlier} if self._retired_earlier else {}),
             **({"io": self._io} if self._io else {}),
             **({"restarted": self._restarted} if self._restarted else {}),
+            **({"dumps": [dump.members() for dump in self.dumps]} if self.dumps else {}),
             **more,
         }
         try:

@@ -10,18 +10,20 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import WriteError
-from ..records import KEEP_FINGERPRINT, KEEP_STATS, LostError, Measure, Measured, Ready, Staged, kind_of
+from ..records import KEEP_FINGERPRINT, KEEP_RING, KEEP_STATS, LostError, Measure, Measured, Ready, Staged, kind_of
+from ..rules import RingWindow
 from ..system.log import can_say, say
 from .files.file import FILE_MODES, Disk
 from .files.syncing import SyncThread
 from .ledger import ABANDONED, CLOSED, INTERRUPTED, WRITER_DEAD, WRITER_ERROR, Ledger
 from .notices import Notices
+from .ring import Due, Dump, Ring, Room
 from .rows import NOT_MEASURED
 from .settings import WriteSettings
 from .store import RunTarget, Store
@@ -33,6 +35,8 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _SHORT_NAP_S, _LONG_NAP_S = 0.002, 0.02
 """An idle writer looks for work this often. A thread that blocks on the queue costs each `put` 8 us, not 0.1."""
+_TELL_S = 1.0
+"""The manifest tells this often how far a dump has come."""
 _MAX_FAILURES = 3
 _SEAL_SHARE = 0.25
 """The share of `close`'s deadline that is kept for the last batch and the seals."""
@@ -91,6 +95,7 @@ class Writer:
         resolve_dir: Callable[[], RunTarget],
         poll: Callable[[], Mapping[str, Any] | None],
         saw: Callable[[Staged, Measured], None] = lambda staged, measured: None,
+        ending: Callable[[], None] = lambda: None,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -104,6 +109,8 @@ class Writer:
             poll: called on the writer thread every 0.2 s, between two records. It may call `close` or `drain`. A
                 manifest that it returns is in force from then on, unless `set_manifest` has set another meanwhile.
             saw: called on the writer thread with each record once it is measured; it must not raise.
+            ending: called on the writer thread in `close` when nothing is queued any more; it may call `dump`. Called
+                again once that is written; it must not raise.
             disk: another disk, for tests.
             clock: a monotonic clock in seconds.
         """
@@ -124,6 +131,10 @@ class Writer:
         self._disk.syncs = self._syncs = SyncThread()
         self._store = Store(settings, self._ledger, self._disk, self._notices, clock)
         self._queue: queue.SimpleQueue[Staged | _Drain] = queue.SimpleQueue()
+        self._settings = settings
+        self._ring: Ring | None = None
+        self._ending = ending
+        self._next_told_s = 0.0
         self._manifest: Mapping[str, Any] | None = None
         self._status: Mapping[str, Any] | None = None
         self._shown: Mapping[str, Any] | None = None
@@ -147,6 +158,33 @@ class Writer:
 
     def start(self) -> None:
         self._thread.start()
+
+    def hold(self, window: RingWindow, room: Room) -> None:
+        """Let records with `KEEP_RING` wait for a trigger. Called before `start`."""
+        settings = self._settings
+        self._ring = Ring(
+            window=window,
+            room=room,
+            hold_s=settings.ring_hold_s,
+            max_bytes=settings.dump_max_bytes,
+            ledger=self._ledger,
+            clock=self._clock,
+        )
+        self._store.dumps = self._ring.dumps
+
+    def dump(self, dump: Dump) -> None:
+        """Write the steps of a trigger, those that wait and those that come. Any thread; never waits."""
+        if self._ring is not None:
+            self._ring.ask(dump)
+
+    @property
+    def dumps(self) -> Sequence[Dump]:
+        """The dumps that have begun. Any thread, which must change none."""
+        return () if self._ring is None else self._ring.dumps
+
+    def wanted_until(self) -> int:
+        """Return the last step that a trigger has asked for. Any thread."""
+        return -1 if self._ring is None else self._ring.wanted_until
 
     def put(self, staged: Staged) -> None:
         """Hand a record over, with its block. Any thread; never waits."""
@@ -312,16 +350,19 @@ class Writer:
             if self._num_failures >= _MAX_FAILURES:
                 raise
 
-    def _next_item(self) -> Staged | _Drain | None:
+    def _next_item(self) -> Staged | Due | _Drain | None:
+        if self._ring is not None and self._ring.due:
+            return self._ring.due.popleft()
         try:
             return self._queue.get_nowait()
         except queue.Empty:
             return None
 
-    def _handle(self, item: Staged | _Drain | None) -> None:
+    def _handle(self, item: Staged | Due | _Drain | None) -> None:
         if item is None:
             if self._refusal is not None:
-                self._finish()
+                if not self._ring_ends():
+                    self._finish()
             else:
                 time.sleep(self._nap_s)
                 self._nap_s = min(2 * self._nap_s, _LONG_NAP_S)
@@ -335,45 +376,106 @@ class Writer:
                 item.is_done = True
         elif self._clock() > self._abandon_after_s:
             self._refusal = ABANDONED
-            self._drop(item)
+            self._drop(item.staged if isinstance(item, Due) else item)
+        elif isinstance(item, Due):
+            assert self._ring is not None, "records are due from a ring"
+            num_bytes = item.staged.block.data.nbytes
+            is_written = False
+            try:
+                is_written = self._record(item.staged, item)
+            finally:
+                self._ring.done(item, num_bytes, is_written=is_written)
+            self._num_failures = 0
         else:
-            self._record(item)
+            if item.keep & KEEP_RING and self._ring is not None:
+                self._hold(self._ring, item)
+            else:
+                self._record(item)
             self._num_failures = 0
 
-    def _record(self, staged: Staged) -> None:
-        """Take one record into the batch of its kind of shard, and write the batch where it is full."""
-        kind = kind_of(staged.keep, staged.origin.site)
-        num_left = staged.num_parts
+    def _hold(self, ring: Ring, staged: Staged) -> None:
+        """Let a record wait for a trigger, once its bytes are there; what its rule measures is measured now."""
+        is_held = False
         drop_reason = WRITER_ERROR
         try:
             lost = self._wait_for(staged.ready) if staged.ready is not None else None
             if lost is not None:
                 drop_reason = lost
                 return
+            measured = None
+            if staged.keep & (KEEP_STATS | KEEP_FINGERPRINT):
+                measured = self._measured(staged)
+                self._saw(staged, measured)
+            ring.put(staged, measured)
+            is_held = True
+        finally:
+            if not is_held:
+                staged.block.release()
+                self._ledger.drop(drop_reason, staged.num_parts)
+
+    def _ring_ends(self) -> bool:
+        """Let the ring end, once nothing is queued any more; return whether there is still a record to write."""
+        self._ending()
+        self._begin_dumps()
+        return self._ring is not None and (bool(self._ring.due) or self._ring.end())
+
+    def _begin_dumps(self) -> None:
+        """Begin the dumps that were asked for, and let the manifest tell of them, now and then."""
+        ring = self._ring
+        if ring is None:
+            return
+        has_begun = ring.take_asked()
+        if ring.has_changed and (has_begun or self._clock() >= self._next_told_s):
+            ring.has_changed = False
+            self._next_told_s = self._clock() + _TELL_S
+            self._store.mark_stale()
+
+    def _record(self, staged: Staged, due: Due | None = None) -> bool:
+        """Take one record into the batch of its kind of shard, and write the batch where it is full.
+
+        Args:
+            staged: the record.
+            due: where it comes from the ring, which has looked at it already.
+
+        Returns:
+            Whether all its rows were taken.
+        """
+        kind = kind_of(staged.keep, staged.origin.site)
+        num_left = staged.num_parts
+        drop_reason = WRITER_ERROR
+        try:
+            lost = self._wait_for(staged.ready) if staged.ready is not None and due is None else None
+            if lost is not None:
+                drop_reason = lost
+                return False
             if (refusal := self._store.refusal(kind)) is not None:
                 self.refused = {**self.refused, kind: refusal}
                 drop_reason = refusal
-                return
+                return False
             shards = self._store.shards_by_kind[kind]
-            measured = self._measured(staged)
-            self._saw(staged, measured)
+            if due is None:
+                measured = self._measured(staged)
+                self._saw(staged, measured)
+            else:
+                measured = due.measured or self._measured(staged)
             for part in range(staged.num_parts):
                 if part:
                     shards.flush_if_full()
                     self._tick()
                     if self._is_stopped:
-                        return
+                        return False
                 try:
                     shards.add(staged, measured, part)
                 except MemoryError as error:
                     drop_reason = shards.ran_out_of_memory(error)
-                    return
+                    return False
                 num_left -= 1
         finally:
             staged.block.release()
             if num_left:
                 self._ledger.drop(drop_reason, num_left)
         shards.flush_if_full()
+        return True
 
     def _wait_for(self, ready: Ready) -> str | None:
         """Wait for the bytes of a record, doing what is due meanwhile; return the reason where they are lost."""
@@ -409,6 +511,7 @@ class Writer:
             return
         self._next_look_s = now + _LONG_NAP_S
         self._take_manifest()
+        self._begin_dumps()
         self._store.flush_due()
         if self.refused:
             refusals = ((kind, self._store.refusal(kind)) for kind in self.refused)
@@ -448,7 +551,9 @@ class Writer:
             if isinstance(item, _Drain):
                 item.is_done = True
             else:
-                self._drop(item)
+                self._drop(item.staged if isinstance(item, Due) else item)
+        for staged in self._ring.drain() if self._ring is not None else ():
+            self._drop(staged)
 
     def _drop(self, staged: Staged) -> None:
         self._ledger.drop(self._refusal or CLOSED, staged.num_parts)

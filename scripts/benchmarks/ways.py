@@ -75,6 +75,7 @@ WAYS: dict[str, Way] = {
     "recorder, histograms": _ours("histogram"),
     "recorder, units": _ours("units"),
     "recorder, fingerprints": _ours("fingerprint"),
+    "recorder, ring": _ours("ring", RECORDER_POOL_BYTES="2GiB", RECORDER_RING_SHARE="0.75"),
     "recorder, nothing at these steps": _ours("tensor", steps="1000000000"),
     **{
         f"recorder, tensors, sync every {interval_s} s": _ours("tensor", RECORDER_SYNC_INTERVAL_S=interval_s)._replace(

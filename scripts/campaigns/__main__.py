@@ -49,6 +49,10 @@ EVIDENCE = {
     ),
     "audit": ("replay.audit", "flipped bits in outputs of modules, and whether `replay --audit` names module and rank"),
     "commands": ("faults.commands", "8 ranks that are told what to record, one of them stopped meanwhile"),
+    "ring": (
+        "ring.ring",
+        "the ring and its triggers: the steps around a fault on all ranks, kills, sick disks, memory",
+    ),
     "sanitize": ("sanitize", "the compiled loops under the address and undefined behaviour sanitizers"),
 }
 """Module and purpose, by name; each has options of its own."""

@@ -293,3 +293,25 @@ def test_a_command_in_the_runs_directory_reaches_training_through_the_writer_thr
     found = steps(recording, site="output")
     assert found[0] == answer["since"] and len(found) >= 3
     assert_exact(recording)
+
+
+@pytest.mark.parametrize(
+    ("rules", "why"),
+    [
+        ("site=output keep=ring", ""),
+        ("site=output keep=ring before=9", "the ring of this run has before=4 after=2, and there is one ring"),
+    ],
+)
+def test_a_rule_may_use_the_ring_of_the_run_with_its_window(tmp_path: Path, rules: str, why: str) -> None:
+    with flagged(tmp_path, "site=grad keep=ring; site=scalar keep=stats", triggers="none") as recording:
+        train(at={2: rules_at(4, rules)})
+    (answer,) = answers(recording)
+    assert answer.get("why", "") == why
+    assert (answer["state"] == "refused") == bool(why)
+
+
+def test_a_rule_with_a_ring_is_refused_where_the_run_has_none(tmp_path: Path) -> None:
+    with flagged(tmp_path, "site=grad keep=stats") as recording:
+        train(at={2: rules_at(4, "site=output keep=ring")})
+    (answer,) = answers(recording)
+    assert answer["state"] == "refused" and answer["why"].startswith("keep=ring needs a ring")

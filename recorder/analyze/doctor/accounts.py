@@ -61,6 +61,8 @@ def dropped_tail(
         last_step: the last step of the rank's rows.
     """
     newest = writers[-1]
+    if newest.balance.passed:
+        return None  # numbers without a row are mostly those that passed
     rest = min(newest.balance.observed - last_seq - 1, newest.balance.num_dropped)
     return DroppedTail(rank, last_step, rest) if rest > 0 and newest.state == "closed" else None
 

@@ -16,15 +16,18 @@ import numpy.typing as npt
 from ...format.manifest import MergedWriter
 from ...globalview.run import Run
 from ...read.writers import RecordedWriter
+from ...records import KEEP_RING
 from ...rules import EVERY, Rule
 from .accounts import ACCOUNTED, DroppedTail, accounted, dropped_tail
 from .gaps import Gap, Gaps, absent, explain
 from .observed import MODES, SlotRows, read_slots
 from .rank_view import RankView
-from .sequence_gaps import lost_steps
+from .sequence_gaps import MISSED, lost_steps
 from .slots import NEVER, SLOT_SITES, Flags, RuleMatch, Slots, WriterSlots, distinct, match_rule, read_rules
 
 Integers = npt.NDArray[np.int64]
+Window = tuple[int, int]
+"""The first and the last step that a trigger asked for."""
 
 _MAX_STEPS = 4_000_000
 _MAX_SELECTED_STEPS = 500_000
@@ -140,11 +143,12 @@ def compare(run: Run) -> Expectation:
     for one in ranks:
         for rows in one.rows:
             seen[rows.slot[rows.slot >= 0]] = True
-    axis, num_lived = _axis([match.rule for match in matches], ranks)
-    masks = [at_steps(match.rule, axis) for match in matches]
+    windows = [] if run.is_merged and _has_lost(run) else [(dump.first_step, dump.last_step) for dump in run.dumps]
+    axis, num_lived = _axis([match.rule for match in matches], ranks, windows)
+    masks = [at_steps(match.rule, axis, windows) for match in matches]
     gaps = Gaps(slots, axis)
     known: dict[Any, tuple[Integers, Flags]] = {}
-    views = [_view(one, slots, matches, masks, seen, axis, known, is_merged) for one in ranks]
+    views = [_view(one, slots, matches, masks, seen, axis, known, is_merged, windows) for one in ranks]
     has_rows = np.zeros(len(slots.modules), bool)
     called = np.zeros(len(slots.modules), bool)
     graded = np.zeros(len(slots.modules), bool)
@@ -233,7 +237,7 @@ def _rules(run: Run) -> tuple[list[Rule], list[str]]:
     return list(rules), list(problems)
 
 
-def _axis(rules: Sequence[Rule], ranks: Sequence[_Rank]) -> tuple[Integers, int]:
+def _axis(rules: Sequence[Rule], ranks: Sequence[_Rank], windows: Sequence[Window]) -> tuple[Integers, int]:
     """The steps at which some rule selects a module's value, and of how many steps they were taken."""
     recorded = [np.unique(rows.step) for one in ranks for rows in one.rows if len(rows.step)]
     if not recorded:
@@ -243,20 +247,33 @@ def _axis(rules: Sequence[Rule], ranks: Sequence[_Rank]) -> tuple[Integers, int]
     by_hand = any(writer.manifest.step_source == "user" for one in ranks for writer in one.writers)
     if not by_hand and last - first < _MAX_STEPS:
         every = np.arange(first, last + 1)
-        wanted = _at_any(rules, every)
+        wanted = _at_any(rules, every, windows)
         if wanted.sum() <= min(_MAX_SELECTED_STEPS, _MAX_CELLS // (len(rules) + 1) // len(ranks)):
             return every[wanted], len(every)
-    return steps[_at_any(rules, steps)], len(steps)
+    return steps[_at_any(rules, steps, windows)], len(steps)
 
 
-def _at_any(rules: Sequence[Rule], steps: Integers) -> Flags:
+def _at_any(rules: Sequence[Rule], steps: Integers, windows: Sequence[Window]) -> Flags:
     found = np.zeros(len(steps), bool)
     for rule in rules:
-        found |= at_steps(rule, steps)
+        found |= at_steps(rule, steps, windows)
     return found
 
 
-def at_steps(rule: Rule, steps: Integers) -> Flags:
+def at_steps(rule: Rule, steps: Integers, windows: Sequence[Window] = ()) -> Flags:
+    """At which steps a rule wants values on the disk: its schedule, and of a ring the windows of triggers."""
+    found = _in_schedule(rule, steps)
+    return found & _in_windows(windows, steps) if rule.keep == KEEP_RING else found
+
+
+def _in_windows(windows: Sequence[Window], steps: Integers) -> Flags:
+    found = np.zeros(len(steps), bool)
+    for first, last in windows:
+        found |= (steps >= first) & (steps <= last)
+    return found
+
+
+def _in_schedule(rule: Rule, steps: Integers) -> Flags:
     """`Schedule`'s meaning for many steps at once."""
     schedule = rule.steps
     found = np.zeros(len(steps), bool)
@@ -304,6 +321,7 @@ def _view(
     axis: Integers,
     known: dict[Any, tuple[Integers, Flags]],
     is_merged: bool,
+    windows: Sequence[Window],
 ) -> RankView:
     selected = np.zeros(slots.num_slots, bool)
     hidden = np.zeros(len(slots.modules), np.int64)
@@ -331,7 +349,21 @@ def _view(
         _lost_any(source) for writer in one.writers for source in writer.manifest.merged_writers
     )
     view.bits[:], view.room[:] = lost_steps(one.writers, [rows.numbered for rows in one.rows], axis)
+    if windows and not is_merged:
+        view.bits[_missed(one, axis, windows)] |= MISSED
     return view
+
+
+def _missed(one: _Rank, axis: Integers, windows: Sequence[Window]) -> Flags:
+    """Return the steps of windows of which the rank never heard, or heard too late."""
+    dumps = [dump for writer in one.writers for dump in writer.manifest.dumps]
+    own = _in_windows([(dump.first_step, dump.last_step) for dump in dumps], axis)
+    return _in_windows(windows, axis) & ~own | np.isin(axis, [step for dump in dumps for step in dump.missed])
+
+
+def _has_lost(run: Run) -> bool:
+    """Whether a merged run says that its source has lost rows, but not at which steps."""
+    return any(_lost_any(source) for writer in run.writers for source in writer.manifest.merged_writers)
 
 
 def _lost_any(source: MergedWriter) -> bool:

@@ -16,7 +16,7 @@ from ...system.text import listed
 from .accounts import ACCOUNTED, retention
 from .dropped import take_room
 from .rank_view import RankView
-from .sequence_gaps import CAUSES, CUT, DAMAGED, DROPPED, LIVE, RETIRED, TOTAL, UNACCOUNTED
+from .sequence_gaps import CAUSES, CUT, DAMAGED, DROPPED, LIVE, MISSED, RETIRED, TOTAL, UNACCOUNTED
 from .sequence_gaps import FORWARD as IN_FORWARD
 from .slots import HIDDEN, SLOT_SITES, Flags, Slots, WriterSlots, distinct
 
@@ -45,6 +45,7 @@ class Reason(NamedTuple):
 REASONS = (
     Reason("corrupt", "in a damaged shard", True, False),
     Reason("retired", "removed by retention", False, False),
+    Reason("trigger_missed", "the rank learned of a trigger too late to have these steps", False, False),
     Reason("dropped", "seen and dropped", True, False),
     Reason("perhaps_dropped", "seen and dropped, or never there: more values lack than rows were dropped", True, False),
     Reason("died", "the process ended without closing", True, False),
@@ -90,7 +91,7 @@ REASONS = (
 )  # fmt: skip
 _CODE = {reason.key: number + 1 for number, reason in enumerate(REASONS)}
 _OF_CAUSE = {DAMAGED: "corrupt", RETIRED: "retired", DROPPED: "dropped", CUT: "died", LIVE: "live"}
-_OF_CAUSE |= {UNACCOUNTED: "unaccounted"}
+_OF_CAUSE |= {UNACCOUNTED: "unaccounted", MISSED: "trigger_missed"}
 _OF_MODULE = {
     "not_called", "other_ranks", "elsewhere", *HIDDEN, "silent", "bypassed", "unused", "children", "never_called",
     "untapped", "no_tensor", "no_gradient", "tied", "not_optimized", "no_param_gradient", "param_unseen", "no_state",

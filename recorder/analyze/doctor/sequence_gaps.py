@@ -18,9 +18,11 @@ from .slots import SLOT_SITES
 
 Integers = npt.NDArray[np.int64]
 
-DAMAGED, RETIRED, DROPPED, CUT, LIVE, UNACCOUNTED = (1 << bit for bit in range(6))
-CAUSES = (DAMAGED, RETIRED, DROPPED, CUT, LIVE, UNACCOUNTED)
+DAMAGED, RETIRED, MISSED, DROPPED, CUT, LIVE, UNACCOUNTED = (1 << bit for bit in range(7))
+CAUSES = (DAMAGED, RETIRED, MISSED, DROPPED, CUT, LIVE, UNACCOUNTED)
 """Why numbers are missing; the first that holds for a gap is its cause."""
+_PASSED = 0
+"""The cause of numbers whose values were expected of nobody: they waited for a trigger that did not come."""
 _END = np.iinfo(np.int64).max
 FORWARD, BACKWARD, UPDATE, ANYTIME = range(4)
 """When in a step a row was numbered; a tap or a scalar may be at any time."""
@@ -108,11 +110,17 @@ def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) 
         usual = DROPPED
     else:
         usual = UNACCOUNTED if is_open is None else is_open
+    usual_between = _PASSED if balance.passed and not balance.num_dropped else usual
+    """Of numbers with rows on both sides."""
+    if balance.passed and not balance.num_missing:
+        usual = usual_between
     everything = np.zeros(1, np.int64), np.full(1, _END)
     found: list[_Gaps] = []
     spans = _removed(writer, rows)
     if not len(rows.seq):
         cause = min((span[2] for span in spans), default=usual)
+        if cause == _PASSED:
+            return []
         gaps = _Gaps.anytime(cause, *everything, balance.observed)
         return [gaps] if is_open is not None or balance.observed or cause == DAMAGED else []
     places = np.flatnonzero(np.diff(rows.seq) > 1)
@@ -122,7 +130,7 @@ def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) 
         before, after = np.insert(before, 0, -1), np.insert(after, 0, rows.seq[0])
         first, last = np.insert(first, 0, rows.step[0]), np.insert(last, 0, rows.step[0])
     earliest, latest = _when(rows, places)
-    causes = np.full(len(before), usual, np.int64)
+    causes = np.full(len(before), usual_between, np.int64)
     for cause in (RETIRED, DAMAGED):
         for low, high, kind in spans:
             if kind == cause:
@@ -130,7 +138,10 @@ def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) 
     for cause in CAUSES:
         of = causes == cause
         if of.any():
-            found.append(_Gaps(cause, first[of], last[of], (after - before - 1)[of], earliest[of], latest[of]))
+            size = (after - before - 1)[of]
+            if cause == DROPPED and balance.passed:
+                size = np.minimum(size, balance.num_dropped)
+            found.append(_Gaps(cause, first[of], last[of], size, earliest[of], latest[of]))
     rest = balance.observed - int(rows.seq[-1]) - 1
     end = np.array([_END if following is None else following - 1])
     tail = np.array([rows.step[-1]])
@@ -139,7 +150,7 @@ def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) 
         found.append(_Gaps.anytime(at_end, tail, np.maximum(tail, end), rest))
     elif is_open is not None:
         found.append(_Gaps.anytime(is_open, tail, np.maximum(tail, end), rest))
-    elif rest > 0:
+    elif rest > 0 and usual != _PASSED:
         found.append(_Gaps.anytime(usual, tail, np.maximum(tail, end), rest))
     return found
 

@@ -13,6 +13,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 from typing import Any, Protocol
 
 import numpy as np
@@ -99,6 +100,21 @@ class Pool:
         self.tensor = torch.from_numpy(self._bytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._region))
         self._begin(progress_s, clock)
+
+    def split(self, nbytes: int) -> Pool:
+        """Take a part off the end, as a pool of its own in the same memory. Called once, before anything is taken."""
+        part = copy(self)
+        part.capacity_bytes = min(nbytes, self.capacity_bytes) // GRAIN_BYTES * GRAIN_BYTES
+        self.capacity_bytes -= part.capacity_bytes
+        for pool in (self, part):
+            pool._begin(self._progress_s, self._clock)
+        part._free = [(self.capacity_bytes, part.capacity_bytes)]
+        return part
+
+    @property
+    def region_bytes(self) -> int:
+        """Return the bytes of the memory that the pool lies in, which it may share."""
+        return len(self._bytes)
 
     def _begin(self, progress_s: Callable[[], float], clock: Callable[[], float]) -> None:
         """Start with everything free."""

@@ -150,11 +150,11 @@ class StreamStager:
             earlier.release_if_over()
         if not self._has_tried_to_pin:
             self._has_tried_to_pin = True
-            if device.pin(self._pool.address, self._pool.capacity_bytes):
+            if device.pin(self._pool.address, self._pool.region_bytes):
                 self._pinned_by = device
             else:
                 self._say(
-                    f"the pool ({self._pool.capacity_bytes} bytes) could not be page-locked, so the writer thread "
+                    f"the pool ({self._pool.region_bytes} bytes) could not be page-locked, so the writer thread "
                     "copies from the device: slower, and values wait on the device meanwhile; a smaller "
                     "RECORDER_POOL_BYTES or a higher limit of locked memory helps"
                 )

@@ -32,7 +32,7 @@ from ...read.writers import load_balances
 from ...system.text import counted, listed
 from ...system.units import size
 from ..drawing.module_names import grouped
-from ..notes import proof_state
+from ..notes import dump_members, dump_note, proof_state
 from ..options import Json, complete_run
 from ..output import print_json, printable, say_state, span
 from ..told import describe, told
@@ -176,6 +176,7 @@ def checks_of(run: Run) -> Iterator[Check]:
     yield from _recorded_settings(run)
     yield from _proof(run)
     yield from _told(run)
+    yield from _dumps(run)
     yield from _filters(expected)
     yield from _recorded_modules(run, expected)
     if listed := listed_hooks(run.modules.values()):
@@ -252,6 +253,15 @@ def _told(run: Run) -> Iterator[Check]:
         yield Check(state, text, is_strict=not one.is_done, members={"command": command.number})
     for problem in run.commands.problems:
         yield Check("note", f"no command, and refused by the run: {problem}", is_strict=True)
+
+
+def _dumps(run: Run) -> Iterator[Check]:
+    """Yield what triggers had the run write, and the ranks that heard of one too late, or never."""
+    for dump in run.dumps:
+        unheard = sorted({*run.ranks} - {*dump.ranks}) if dump.ranks else []
+        state = "note" if dump.missed or unheard else "ok"
+        never = f"; {_many('rank', unheard)} never heard of it" if unheard else ""
+        yield Check(state, f"{dump_note(dump)}{never}", is_strict=state == "note", members={"dump": dump_members(dump)})
 
 
 def _filters(expected: Expectation) -> Iterator[Check]:
@@ -430,6 +440,8 @@ def _balance(where: str, balance: Balance) -> Iterator[Check]:
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(balance.dropped.items()))
         text = f"{where}: {balance.num_dropped} of {counted(balance.observed, 'row')} dropped: {reasons}"
         yield Check("missing", text)
+    if balance.passed:
+        yield Check("ok", f"{where}: {counted(balance.passed, 'row')} of the ring passed, as no trigger asked for them")
     if balance.suspect:
         text = f"{where}: {counted(balance.suspect, 'row')} written, but a sync failed: the disk may have lost them"
         yield Check("missing", text)

@@ -17,7 +17,7 @@ from ...read.writers import RecordedWriter, load_balances
 from ...storage.locations import Place
 from ...system.text import counted
 from ...system.units import moment, size
-from ..notes import jitter_note
+from ..notes import dump_members, dump_note, jitter_note
 from ..options import Json, complete_run
 from ..output import Column, Table, print_json, printable, say, span
 from ..told import answer_members, command_members, describe, told
@@ -122,6 +122,8 @@ def _summary(run: Run) -> dict[str, Any]:
         "bytes": sum(writer.disk_bytes for writer in run.writers),
         "dropped": dict(dropped),
         "suspect_rows": sum(writer.balance.suspect for writer in run.writers),
+        "passed_rows": sum(writer.balance.passed for writer in run.writers),
+        "dumps": list(map(dump_members, run.dumps)),
         "open_rows": num_open_rows,
         "open_files": num_open_files,
         "state": next((state for state in _STATES if state in states), "empty"),
@@ -179,6 +181,8 @@ def _list_writers(run: Run, *, as_json: bool) -> int:
         say(f"recorder prove: {run.proof.text}")
     for one in told(run):
         say(f"command {one.command.number}: {describe(one.command)}: {'; '.join(one.lines)}")
+    for dump in run.dumps:
+        say(dump_note(dump))
     if note := unsealed_note(run):
         say(note)
     for ending in run.endings:
@@ -187,12 +191,15 @@ def _list_writers(run: Run, *, as_json: bool) -> int:
 
 
 def _state(summary: dict[str, Any]) -> str:
+    words = [str(summary["state"])]
+    if summary["dumps"]:
+        words.append(counted(len(summary["dumps"]), "dump"))
     if summary["proof"]:
-        return f"{summary['state']}, proved {summary['proof']['verdict']}"
-    if not summary["jitter"]:
-        return str(summary["state"])
-    effect = " (nothing moved)" if summary["jitter_moved"] == () else ""
-    return f"{summary['state']}, jitter {summary['jitter']}{effect}"
+        words.append(f"proved {summary['proof']['verdict']}")
+    elif summary["jitter"]:
+        effect = " (nothing moved)" if summary["jitter_moved"] == () else ""
+        words.append(f"jitter {summary['jitter']}{effect}")
+    return ", ".join(words)
 
 
 def _lost_rows(summary: dict[str, Any]) -> str:
@@ -231,6 +238,7 @@ def _describe(run: Run, writer: RecordedWriter) -> dict[str, Any]:
         "dropped": writer.balance.dropped,
         "retired_rows": writer.balance.retired_rows,
         "suspect_rows": writer.balance.suspect,
+        "passed_rows": writer.balance.passed,
         "missing_rows": writer.balance.num_missing if writer.state == "unclosed" else 0,
         "state": writer.state,
         "sites": sorted(site for site in writer.column("site").unique().to_pylist() if site),

@@ -19,7 +19,7 @@ from ...rules import hint
 from ...system.text import counted
 from ..drawing.spark import NOT_FINITE, spark_line
 from ..drawing.where import show_where
-from ..notes import jitter_note, told_note
+from ..notes import dump_members, dump_note, jitter_note, told_note
 from ..options import (
     Json,
     LayoutOption,
@@ -126,7 +126,8 @@ def _show_modules(run: Run, wanted: Selection, *, statistic: str, as_json: bool)
     if not modules and wanted.columns:
         explain_nothing(run, wanted)
     if as_json:
-        print_json({"run": str(run.path), "first_bad": next(iter(bad.values()), None), "modules": modules})
+        first_bad, dumps = next(iter(bad.values()), None), list(map(dump_members, run.dumps))
+        print_json({"run": str(run.path), "first_bad": first_bad, "dumps": dumps, "modules": modules})
         return int(bool(run.problems))
     has_roots = len({module["root"] for module in modules}) > 1
     lines = [
@@ -153,8 +154,10 @@ def _show_modules(run: Run, wanted: Selection, *, statistic: str, as_json: bool)
     subtitle = _say_bad(next(iter(bad.values()))) if bad else ""
     texts = ("root", "module", "class", "sites", WHY)
     _print(titles, lines, texts=texts, title=summary, subtitle=subtitle, drops=_MODULE_DROPS)
-    if run.commands.sound:
-        say(told_note(run))
+    if (note := told_note(run)) is not None:
+        say(note)
+    for dump in run.dumps:
+        say(dump_note(dump))
     if run.jitter:
         say(jitter_note(run))
     return int(bool(run.problems))

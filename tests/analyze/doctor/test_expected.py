@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -742,3 +742,77 @@ class TestRecordedRuns:
         found = compare(open_run(tmp_path))
         assert only(found, "retired").num_missing == retired > 0
         assert reasons(found) == ["retired"]
+
+
+class TestRings:
+    """Values that wait for a trigger are expected at the steps of dumps, and nowhere else."""
+
+    RULES = ("site=output keep=ring", "site=scalar keep=stats")
+    DUMP: ClassVar[dict[str, Any]] = {
+        "first_step": 4,
+        "last_step": 6,
+        "reason": "NaN",
+        "by": "rank 0",
+        "rows": 12,
+        "time_ns": 5,
+    }
+
+    def rows(self, rank: int, steps: Iterable[int]) -> list[Row]:
+        """One row of each module for each step, of twenty that were numbered at each."""
+        return [
+            make_row(20 * step + number, step=step, rank=rank, module_path=path, site="output")
+            for step in steps
+            for number, path in enumerate(("", "a", "b", "b.c"))
+        ]
+
+    def record(self, run: Path, rank: int, steps: Iterable[int], dumps: list[dict[str, Any]], **accounts: int) -> None:
+        rows = self.rows(rank, steps)
+        dropped = sum(accounts.values())
+        told = ledger(len(rows), observed=200, **accounts) | {"passed": 200 - len(rows) - dropped}
+        record(run, rows, rank, rules=list(self.RULES), dumps=dumps, ledger=told)
+
+    def test_a_run_with_all_of_a_dump_has_no_holes(self, run: Path) -> None:
+        for rank in (0, 1):
+            self.record(run, rank, range(4, 7), [self.DUMP])
+        found = found_in(run)
+        assert totals(found) == {"output": (24, 24)}
+        assert found.gaps == []
+
+    def test_a_run_without_a_dump_expects_nothing(self, run: Path) -> None:
+        rows = [make_row(20 * step, step=step, site="scalar", name="loss", module_path="") for step in range(10)]
+        told = ledger(10, observed=200) | {"passed": 190}
+        record(run, rows, rules=list(self.RULES), ledger=told)
+        found = found_in(run)
+        assert (found.gaps, found.totals) == ([], [])
+
+    def test_a_rank_that_never_heard_of_it_has_a_hole_that_is_explained(self, run: Path) -> None:
+        self.record(run, 0, range(4, 7), [self.DUMP])
+        self.record(run, 1, [5], [{**self.DUMP, "first_step": 5, "last_step": 5, "reason": "another"}])
+        gap = only(found_in(run), "trigger_missed")
+        assert (gap.steps, gap.ranks, gap.num_missing) == ([4, 6], [1], 8)
+        assert not gap.reason.is_loss and not gap.reason.is_harmless
+
+    def test_a_rank_that_heard_too_late_has_a_hole_that_is_explained(self, run: Path) -> None:
+        self.record(run, 0, range(4, 7), [self.DUMP])
+        self.record(run, 1, [6], [{**self.DUMP, "missed": [4, 5], "num_missed": 2}])
+        found = found_in(run)
+        assert reasons(found) == ["trigger_missed"]
+        assert only(found, "trigger_missed").steps == [4, 5]
+
+    def test_drops_of_a_dump_are_drops(self, run: Path) -> None:
+        rows = [row for row in self.rows(0, range(4, 7)) if (row["step"], row["module_path"]) != (5, "b")]
+        told = ledger(len(rows), observed=200, disk_full=1) | {"passed": 200 - len(rows) - 1}
+        record(run, rows, rules=list(self.RULES), dumps=[self.DUMP], ledger=told)
+        gap = only(found_in(run), "dropped")
+        assert (gap.modules, gap.steps, gap.num_missing) == (["b"], [5], 1)
+
+    def test_a_rule_that_also_keeps_statistics_is_expected_at_every_step(self, run: Path) -> None:
+        rows = self.rows(0, range(10))
+        told = ledger(len(rows), observed=200) | {"passed": 200 - len(rows)}
+        record(run, rows[:-1], rules=["site=output keep=ring,stats"], ledger=told)
+        assert totals(found_in(run)) == {"output": (40, 39)}
+
+    def test_senseless_dumps_are_none(self, run: Path) -> None:
+        dumps: Any = [{"first_step": -1, "last_step": "x", "missed": 7, "reason": 3}, "dump", None]
+        record(run, self.rows(0, [4]), rules=list(self.RULES), dumps=dumps)
+        assert found_in(run).problems == []

@@ -1,0 +1,56 @@
+"""What triggers had a run write of its ring: the dumps of all its ranks, those of one window and reason together.
+
+What manifests say comes from a stranger; `format.manifest` has looked at it. Opens no shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..format.manifest import RingDump
+from .writers import RecordedWriter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDump:
+    """The steps that all ranks were asked for by one trigger."""
+
+    first_step: int
+    last_step: int
+    reason: str
+    by: str
+    """Who saw it: a rank, or a user and a host."""
+    time_ns: int
+    """When the first rank began."""
+    ranks: tuple[int, ...]
+    """The ranks that heard of it."""
+    missed: tuple[int, ...]
+    """Those of them that had given up some of its steps by then."""
+    num_rows: int
+    num_bytes: int
+    """Bytes of the payloads, before they were encoded."""
+
+
+def dumps_of(writers: Sequence[RecordedWriter]) -> list[RunDump]:
+    """Return the dumps of a run, by their time."""
+    groups: dict[tuple[object, ...], list[tuple[int | None, RingDump]]] = {}
+    for writer in writers:
+        for dump in writer.manifest.dumps:
+            key = (writer.attempt, dump.first_step, dump.last_step, dump.reason, dump.by)
+            groups.setdefault(key, []).append((writer.rank, dump))
+    found = [
+        RunDump(
+            first_step=members[0][1].first_step,
+            last_step=members[0][1].last_step,
+            reason=members[0][1].reason,
+            by=members[0][1].by,
+            time_ns=min(dump.time_ns for _, dump in members),
+            ranks=tuple(sorted({rank for rank, _ in members if rank is not None})),
+            missed=tuple(sorted({rank for rank, dump in members if rank is not None and dump.num_missed})),
+            num_rows=sum(dump.num_rows for _, dump in members),
+            num_bytes=sum(dump.num_bytes for _, dump in members),
+        )
+        for members in groups.values()
+    ]
+    return sorted(found, key=lambda dump: (dump.time_ns, dump.first_step))

@@ -1,0 +1,287 @@
+"""The ring: records of the last steps, which wait for a trigger between the channel and the shards. Writer thread only.
+
+A record leaves it in one of two ways. A trigger asks for its step, and the record goes to the shards like any other. Or
+its step passes, and its block is free again. Nothing here may touch a file or a payload.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..records import KEEP_RING, KEEP_STATS, KEEP_TENSOR, Measured, Staged
+from ..rules import RingWindow
+from .ledger import DUMP_BYTES, Ledger
+
+MAX_DUMPS = 256
+"""The most dumps of a writer, whose manifest lists them all."""
+_MAX_PASSED = 1 << 16
+"""The number of steps without a dump that are remembered, to say what a late trigger missed."""
+_SET_BACK = 3
+"""So many steps before the window of the newest one the clock of the steps was set back; a record is never so late."""
+_SPARE_SHARE = 0.25
+"""The share of the ring that is left free by steps which need not be held any more."""
+_MAX_LISTED = 64
+"""The most steps that a dump lists as missed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Dump:
+    """The steps that a trigger asks for, and what became of them on this rank."""
+
+    first_step: int
+    last_step: int
+    reason: str
+    by: str
+    """Who saw it, for people: a rank, or a user and a host."""
+    command: int | None = None
+    """The number of the command that told this rank; None where the rank has seen it itself."""
+    time_ns: int = field(default_factory=time.time_ns)
+    num_rows: int = 0
+    """The rows that were written of values that were waiting, or came later."""
+    num_bytes: int = 0
+    """Bytes of their payloads, before they are encoded."""
+    missed: list[int] = field(default_factory=list)
+    """The steps whose values this rank had given up already when it learned of the trigger."""
+    has_begun: bool = False
+    """Whether the ring has handed over what was waiting."""
+    is_over: bool = False
+    """Whether a record of a later step has come, so that what is handed over is all."""
+    num_due: int = 0
+    """The records that were handed over and are not written yet."""
+    is_said: bool = False
+    """Whether somebody was told of what was missed."""
+
+    @property
+    def missed_text(self) -> str:
+        """Return the missed steps as text."""
+        if len(self.missed) == 1:
+            return f"step {self.missed[0]}"
+        whole = self.missed[-1] - self.missed[0] + 1 == len(self.missed)
+        return f"steps {self.missed[0]} to {self.missed[-1]}" + ("" if whole else f" ({len(self.missed)} of them)")
+
+    def members(self) -> dict[str, Any]:
+        """Return it as the manifest has it."""
+        return {
+            "first_step": self.first_step,
+            "last_step": self.last_step,
+            "reason": self.reason,
+            "by": self.by,
+            **({} if self.command is None else {"command": self.command}),
+            "time_ns": self.time_ns,
+            "rows": self.num_rows,
+            "bytes": self.num_bytes,
+            **({"missed": self.missed[:_MAX_LISTED], "num_missed": len(self.missed)} if self.missed else {}),
+        }
+
+
+class Due(NamedTuple):
+    """A record that has left the ring for the shards."""
+
+    staged: Staged
+    measured: Measured | None
+    """None where it was not measured yet."""
+    dump: Dump | None
+    """None where its step has passed, and only its statistics are written."""
+
+
+class _HeldRecord(NamedTuple):
+    staged: Staged
+    measured: Measured | None
+
+
+class _HeldStep:
+    """The records of one step, and when the last of them came."""
+
+    __slots__ = ("last_s", "records")
+
+    def __init__(self) -> None:
+        self.records: list[_HeldRecord] = []
+        self.last_s = 0.0
+
+
+class Room(NamedTuple):
+    """The share of the pool that the ring has."""
+
+    capacity_bytes: int
+    used_bytes: Callable[[], int]
+    """Returns the bytes that records hold now, those that are not in the ring yet among them."""
+
+
+class Ring:
+    """The records of the last steps. Any thread may `ask` and read `wanted_until`; the writer thread does the rest."""
+
+    def __init__(
+        self,
+        *,
+        window: RingWindow,
+        room: Room,
+        hold_s: float,
+        max_bytes: int,
+        ledger: Ledger,
+        clock: Callable[[], float],
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            window: how many steps are held whatever happens; those after a trigger are the business of who asks.
+            room: the memory that records hold.
+            hold_s: how long steps before the window are held, too, where there is room.
+            max_bytes: the bound on the bytes of all dumps.
+            ledger: counts records that leave unwritten.
+            clock: a monotonic clock in seconds.
+        """
+        self.due: deque[Due] = deque()
+        """Records that are to be written, before any other."""
+        self.dumps: list[Dump] = []
+        self.wanted_until = -1
+        """The last step that a trigger has asked for."""
+        self.has_changed = False
+        """Whether the dumps have changed since somebody looked."""
+        self._before = window.before
+        self._room = room
+        self._hold_s = hold_s
+        self._max_bytes = max_bytes
+        self._ledger = ledger
+        self._clock = clock
+        self._asked: deque[Dump] = deque()
+        self._open: list[Dump] = []
+        """The dumps whose last step has not passed."""
+        self._steps: dict[int, _HeldStep] = {}
+        """Steps in the order in which they began."""
+        self._now: int | None = None
+        self._passed: deque[int] = deque(maxlen=_MAX_PASSED)
+        """Steps of which values were given up."""
+        self._asked_bytes = 0
+        self.is_over_bound = False
+        """Whether the bound on the bytes of all dumps has cost a row."""
+
+    def ask(self, dump: Dump) -> None:
+        """Ask for the steps of a trigger. Any thread; never waits."""
+        self.wanted_until = max(self.wanted_until, dump.last_step)
+        self._asked.append(dump)
+
+    def put(self, staged: Staged, measured: Measured | None) -> None:
+        """Take a record whose bytes have arrived."""
+        if self._asked:
+            self.take_asked()
+        step = staged.moment.step
+        if step != self._now:
+            self._begin(step)
+        record = _HeldRecord(staged, measured)
+        if step <= self.wanted_until and (dump := self._dump_of(step)) is not None:
+            self._give(record, dump)
+            return
+        held = self._steps.get(step)
+        if held is None:
+            held = self._steps[step] = _HeldStep()
+        held.records.append(record)
+        held.last_s = self._clock()
+
+    def take_asked(self) -> bool:
+        """Begin the dumps that were asked for since the last call; return whether there were any."""
+        has_begun = False
+        while self._asked:
+            dump = self._asked.popleft()
+            dump.missed = sorted({step for step in self._passed if dump.first_step <= step <= dump.last_step})
+            for step in [step for step in self._steps if dump.first_step <= step <= dump.last_step]:
+                for record in self._steps.pop(step).records:
+                    self._give(record, dump)
+            self.dumps.append(dump)
+            self._open.append(dump)
+            dump.has_begun = True
+            self.has_changed = has_begun = True
+        self._close_dumps()
+        return has_begun
+
+    def end(self) -> bool:
+        """Let all steps pass, because no trigger can come any more; return whether there is still a record to write."""
+        for step in list(self._steps):
+            self._pass(step)
+        return bool(self.due)
+
+    def done(self, due: Due, num_bytes: int, *, is_written: bool) -> None:
+        """Note that a record of a dump was written, or dropped and counted."""
+        if due.dump is not None:
+            due.dump.num_due -= 1
+            self.has_changed = True
+            if is_written:
+                due.dump.num_rows += due.staged.num_parts
+                due.dump.num_bytes += num_bytes
+
+    def drain(self) -> Iterator[Staged]:
+        """Give up every record, without counting any; the caller counts and releases what this yields."""
+        while self.due:
+            yield self.due.popleft().staged
+        while self._steps:
+            for record in self._steps.popitem()[1].records:
+                yield record.staged
+
+    def _begin(self, step: int) -> None:
+        """Begin another step, so that older ones pass."""
+        now = self._now
+        if now is not None and step < now:
+            if step >= now - self._before - _SET_BACK:
+                return  # a record that comes a little late
+            self.end()  # the program has set its steps back, and no step that is held will ever be old
+        self._now = step
+        self._close_dumps()
+        self._let_pass(step)
+
+    def _close_dumps(self) -> None:
+        for dump in self._open:
+            dump.is_over = self._now is not None and dump.last_step < self._now
+        self._open = [dump for dump in self._open if not dump.is_over]
+
+    def _let_pass(self, now: int) -> None:
+        """Let steps before the window pass, but those that were here a moment ago, where there is room for them."""
+        old = [step for step in self._steps if step + self._before < now]
+        if not old:
+            return
+        room, num_held = self._room, len(self._steps)
+        used_bytes = room.used_bytes()
+        step_bytes = used_bytes // num_held
+        spare_bytes = max(2 * step_bytes, int(_SPARE_SHARE * room.capacity_bytes))
+        held_until_s = self._clock() - self._hold_s
+        for step in old:
+            if self._steps[step].last_s > held_until_s and room.capacity_bytes - used_bytes >= spare_bytes:
+                continue
+            self._pass(step)
+            used_bytes -= step_bytes
+
+    def _pass(self, step: int) -> None:
+        """Give up the values of a step; statistics that were asked for are written."""
+        self._passed.append(step)
+        num_rows = 0
+        for staged, measured in self._steps.pop(step).records:
+            keep = staged.keep & ~KEEP_RING
+            if keep:
+                num_rows += staged.num_parts - 1
+                self.due.append(Due(staged._replace(keep=keep, num_parts=1), measured, None))
+            else:
+                num_rows += staged.num_parts
+                staged.block.release()
+        if num_rows:
+            self._ledger.add_passed(num_rows)
+
+    def _dump_of(self, step: int) -> Dump | None:
+        return next((dump for dump in reversed(self.dumps) if dump.first_step <= step <= dump.last_step), None)
+
+    def _give(self, record: _HeldRecord, dump: Dump) -> None:
+        """Give a record to the shards, with its statistics, or count it where dumps have had all their bytes."""
+        staged = record.staged
+        num_bytes = staged.block.data.nbytes
+        if self._asked_bytes + num_bytes > self._max_bytes:
+            self.is_over_bound = True
+            staged.block.release()
+            self._ledger.drop(DUMP_BYTES, staged.num_parts)
+            return
+        self._asked_bytes += num_bytes
+        dump.num_due += 1
+        is_summand = staged.chunk is not None and 'Partial"' in staged.chunk.placements
+        keep = staged.keep & ~KEEP_RING | KEEP_TENSOR | (0 if is_summand else KEEP_STATS)
+        measured = record.measured if staged.keep & KEEP_STATS or is_summand else None
+        self.due.append(Due(staged._replace(keep=keep), measured, dump))
