@@ -122,6 +122,9 @@ class Settings:
     flush_interval_s: float = _setting(1.0, "a record is in a file after at most this, seconds; a kill loses no more")
     sync_interval_s: float = _setting(1.0, "a record survives power loss after at most this, seconds")
     shard_bytes: int = _setting(256 << 20, "size at which a shard is sealed, bytes")
+    seal_stats_s: float = _setting(
+        0.0, "a shard of statistics is sealed after this time, seconds, for a daemon that ships it; 0: when it is full"
+    )
     codec: str = _setting(
         "auto", "byte planes and zstd where they pay, nothing, or zstd always", "auto", "none", "zstd"
     )
@@ -185,6 +188,7 @@ RANGES: tuple[tuple[str, float, float], ...] = (
     ("wait_s_per_run", 0, 1e9),
     ("flush_interval_s", 0.01, 3600),
     ("sync_interval_s", 0, 3600),
+    ("seal_stats_s", 0, 1e9),
     ("shard_bytes", 1 << 20, 1 << 40),
     ("codec_level", -7, 19),
     ("max_bytes", 1 << 20, 1 << 60),

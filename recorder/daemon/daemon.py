@@ -33,7 +33,9 @@ logger = logging.getLogger("recorder.daemon")
 
 _PASS_S = 1.0
 _FIND_S = 2.0
-_SUMMARY_S = 5.0
+_STATE_S = 5.0
+_SUMMARY_S = 30.0
+"""How often the fleet's index is put at most: each node's is a request."""
 _LATE_S = 60.0
 """A daemon that has made no pass for so long is not healthy."""
 _LOW_PRIORITY = 10
@@ -78,7 +80,7 @@ class Daemon:
         self._errands: set[str] = set()
         self._carriers: dict[RunShipper, Carrier] = {}
         self._last_pass_s = time.monotonic()
-        self._next_find_s = self._next_summary_s = 0.0
+        self._next_find_s = self._next_summary_s = self._next_state_s = 0.0
         self._has_found = False
         self._state_path: Path | None = None
         self.port = 0
@@ -246,10 +248,12 @@ class Daemon:
                 self._run_errands(run, now_s)
                 self._carry(run, now_s)
         if now_s >= self._next_summary_s:
-            self._next_summary_s = now_s + _SUMMARY_S
+            self._next_summary_s = now_s + max(_SUMMARY_S, self.shared.settings.status_s)
             if is_open and not self._is_summary_due:
                 self._is_summary_due = True
                 self._submit("small", self._summarise, None)
+        if now_s >= self._next_state_s:
+            self._next_state_s = now_s + _STATE_S
             self._write_state()
 
     _is_summary_due = False

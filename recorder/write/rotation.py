@@ -85,6 +85,7 @@ class RotatingShards:
         self._num_unsynced_rows = 0
         self._oldest_row_s = 0.0
         self._oldest_unsynced_s: float | None = None
+        self._seal_at_s = float("inf")
 
     @property
     def refusal(self) -> str | None:
@@ -137,6 +138,8 @@ class RotatingShards:
         since_s = self._oldest_unsynced_s
         if since_s is not None and now >= since_s + self._settings.sync_interval_s and self._syncing.is_over:
             self.sync()
+        if self._shard is not None and self._shard.num_rows and now >= self._seal_at_s:
+            self.seal(self._ledger.snapshot())
 
     def flush(self) -> bool:
         """Write the batch, or drop its rows and count them; return whether nothing was dropped."""
@@ -308,6 +311,8 @@ class RotatingShards:
         self._next_number += 1  # also on failure, so that a taken name is not tried for ever
         shard = BatchFile(self._disk, path, self._layout, self._memory, is_direct=is_direct)
         self._index = Index() if self._has_index else None
+        if self._kind == "stats" and self._settings.seal_stats_s:
+            self._seal_at_s = self._clock() + self._settings.seal_stats_s
         self._add_bytes(shard.num_bytes)
         return shard
 

@@ -17,6 +17,8 @@ class WriteSettings:
     """A shard ends at this size; lower it for finer retention."""
     shard_rows: int = 65536
     """A shard ends at this many rows."""
+    seal_stats_s: float = 0.0
+    """A shard of statistics ends after this time; 0: when it is full. Set it where open shards are sent elsewhere."""
     batch_bytes: int = 8 << 20
     """A batch is written once its payload has this size."""
     codec: str = "auto"

@@ -7,13 +7,16 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
+from recorder import open_run
 from recorder.daemon.settings import load_daemon_settings
+from tests.merge.support import make_small_run
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -141,3 +144,26 @@ def test_the_options_of_a_manifest_are_those_of_the_daemon(name: str, key: str) 
     options["watch"] = [options["watch"]]
     assert load_daemon_settings(None, options, {}).watch == ("/recordings",)
     assert container["securityContext"]["readOnlyRootFilesystem"]
+
+
+def run_epilog(folder: Path, **values: str) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name("recorder")
+    environment = {"PATH": os.environ["PATH"], "RECORDER_BIN": str(program), "TMPDIR": str(folder), **values}
+    script = DEPLOY / "slurm" / "epilog.sh"
+    return subprocess.run(["bash", script], capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_an_epilog_ships_what_a_job_has_left(tmp_path: Path) -> None:
+    run = make_small_run(tmp_path / "scratch" / "recorder-7" / "run-a")
+    there = tmp_path / "there"
+    values = {"SCRATCH": str(tmp_path / "scratch"), "SHIP_TO": str(there), "SLURM_JOB_ID": "7"}
+    done = run_epilog(tmp_path, **values)
+    assert done.returncode == 0, done.stderr
+    assert "0 files not there" in done.stderr
+    assert open_run(there / "7" / "run-a").num_rows == open_run(run).num_rows
+    assert run_epilog(tmp_path, **values | {"SLURM_JOB_ID": "8"}).returncode == 0, "a job that recorded nothing"
+
+
+def test_an_epilog_with_wrong_values_says_so(tmp_path: Path) -> None:
+    assert "is still SET_ME" in run_epilog(tmp_path).stderr
+    assert "no epilog of a Slurm job" in run_epilog(tmp_path, SHIP_TO=str(tmp_path)).stderr

@@ -57,6 +57,7 @@ def test_a_template_without_a_script_says_how_it_is_used(tmp_path: Path, name: s
         ("train.sbatch", {"ACTIVATE": ". SET_ME/bin/activate"}, "is still SET_ME"),
         ("train.sbatch", {"RECORDER_DIR": "recordings", "AT_LIMIT": "go on"}, "must be 'stop' or 'requeue'"),
         ("train.sbatch", {"RECORDER_DIR": "recordings", "RANKS_PER_NODE": "all"}, "must be a number from 1"),
+        ("train.sbatch", {"RECORDER_DIR": "recordings", "SHIP_TO": "s3://b"}, "ship_to needs scratch"),
         ("train.sbatch", {"RECORDER_DIR": "recordings"}, "this is no Slurm job: start it with sbatch"),
         ("merge.sbatch", {}, "'recordings' is still SET_ME"),
         ("merge.sbatch", {"RECORDER_DIR": "recordings"}, "no run in 'recordings/train.py': did the training begin?"),

@@ -752,3 +752,16 @@ def test_records_put_while_the_writer_closes_are_never_left_behind(tmp_path: Pat
         producer.join(PATIENCE_S)
         assert len(blocks) == 2000
         assert {block.num_releases for block in blocks} == {1}
+
+
+def test_a_shard_of_statistics_is_sealed_in_time_where_that_is_wanted(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run", flush_interval_s=0.02, seal_stats_s=0.2).start()
+    rig.put(keep=KEEP_STATS)
+    assert rig.drain()
+    wait_until(lambda: rig.files("stats-000000.arrow"))
+    rig.put(keep=KEEP_STATS)
+    rig.put(keep=KEEP_TENSOR)
+    wait_until(lambda: rig.files("stats-000001.arrow"))
+    assert not rig.files("tensors-*.arrow")
+    rig.close()
+    assert [row["seq"] for row in rig.rows()] == [0, 1, 2]
