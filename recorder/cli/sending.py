@@ -146,16 +146,27 @@ def send_and_wait(
     *,
     timeout_s: float,
     as_json: bool,
+    until_done: bool = False,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Send a command, wait until every rank has answered, show who has it, and return the exit code."""
+    """Send a command, wait until every rank has answered, show who has it, and return the exit code.
+
+    Args:
+        target: the run.
+        command: the command.
+        told: what it says, in words.
+        timeout_s: the longest wait.
+        as_json: whether to print one JSON document.
+        until_done: whether to wait until every rank has done it, and not only until it is sure to.
+        sleep: waits.
+    """
     command = send(target.run, replace(command, by=sender(), attempt=target.attempt))
     if not as_json:
         say_state("sent", f"command {command.number} of {target.name}: {told}")
     until_s = time.monotonic() + timeout_s
     while True:
         heard = [_heard(rank, command) for rank in target.watch.look() if rank.state not in OVER]
-        is_open = not heard or any(one.state in ("unheard", WAITING) and one.since is None for one in heard)
+        is_open = not heard or any(_is_open(one, until_done=until_done) for one in heard)
         if not is_open or time.monotonic() >= until_s:
             break
         sleep(_POLL_S)
@@ -166,6 +177,13 @@ def send_and_wait(
         for line in _lines(command, heard, timeout_s):
             say_state(*line)
     return int(not heard or any(_is_bad(command, one) for one in heard))
+
+
+def _is_open(one: _Heard, *, until_done: bool) -> bool:
+    """Whether a rank has more to say."""
+    if until_done and one.state == IN_FORCE:
+        return True
+    return one.state in ("unheard", WAITING) and one.since is None
 
 
 def _heard(rank: RankNow, command: Command) -> _Heard:

@@ -14,6 +14,7 @@ from os import urandom
 from typing import Any
 
 from ..errors import CommandError, ConfigError, RunError
+from ..records import KEEP_RING
 from ..rules import EXPRESSION, Rule, parse_rules
 from .manifest import check_version
 from .members import Members
@@ -177,6 +178,8 @@ def _problem_of_rules(command: Command) -> str | None:
     except ConfigError as error:
         return str(error)
     for rule in rules:
+        if rule.keep & KEEP_RING:
+            return f"{rule.text!r} keeps a ring, whose memory is set apart as a run starts; keep=tensor writes at once"
         patterns = (*rule.module, *rule.cls, *rule.name)
         if any(pattern.removeprefix("!").startswith(EXPRESSION) for pattern in patterns):
             # Python's own may take for ever with some expressions, and it would be training that waits.

@@ -78,6 +78,11 @@ def test_what_cannot_be_done_is_refused_before_it_is_sent(cli: Cli, live: Path, 
     assert not (live / COMMANDS).exists()
 
 
+def test_a_run_without_a_ring_has_nothing_to_dump(cli: Cli, live: Path) -> None:
+    found = cli("dump", live)
+    assert found.exit_code == 2 and "no rule of it has keep=ring, so that no step is held in memory" in found.err
+
+
 def test_whoever_may_not_write_there_is_told_so(cli: Cli, live: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

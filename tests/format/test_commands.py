@@ -71,6 +71,7 @@ def test_the_rules_of_a_command_are_rules() -> None:
         ({"rules": ["site=nowhere"]}, "unknown site 'nowhere'"),
         ({"rules": ["module='re:(a+)+b'"]}, "regular expression"),
         ({"rules": ["module='!re:(a+)+b'"]}, "regular expression"),
+        ({"rules": ["site=output keep=ring"]}, "keeps a ring"),
         ({"rules": [3]}, "rules is"),
         ({"undoes": 1}, "only an undo"),
         ({"kind": "undo", "rules": []}, "names the command"),

@@ -20,6 +20,7 @@ COMMANDS = {
     "prove": "Show that a program trains with the recorder as without.",
     "replay": "Run a recorded call of a module again, alone.",
     "set": "Change what a run records while it is under way.",
+    "dump": "Have a run write what its memory holds of the last steps.",
     "top": "Watch a run while it records, one line a rank.",
     "verify": "Check every byte of a run.",
     "repair": "Seal what killed processes left open.",

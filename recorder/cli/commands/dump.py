@@ -1,0 +1,97 @@
+"""``recorder dump``: has a run write what its memory holds of the last steps."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from ...errors import CommandError, ConfigError
+from ...format.commands import DUMP, Command
+from ...globalview.run import Run, open_place
+from ...rules import RingWindow, Rule, parse_rules, ring_window
+from ...system.text import counted
+from ..options import Json, RunPath
+from ..sending import Target, find_target, send_and_wait
+from ..told import describe
+
+EPILOG = "Examples: recorder dump latest --reason 'the reward fell'    recorder dump latest --step 41250"
+
+
+def command(
+    path: RunPath = None,
+    step: Annotated[
+        str | None,
+        typer.Option(metavar="STEP", help="Around this step, or 120:127 for steps 120 to 126. Without: now."),
+    ] = None,
+    reason: Annotated[str, typer.Option(help="Why, for whoever looks at the run.")] = "asked by recorder dump",
+    timeout: Annotated[float, typer.Option(min=0, max=86_400, help="Longest wait for the ranks' answers, s.")] = 60.0,
+    as_json: Json = False,
+) -> int:
+    """Have a run write what its memory holds of the last steps.
+
+    The run has rules with keep=ring. All ranks write the same steps, and dump shows what each has left.
+
+    Exit code 0: every rank has written them. 1: a rank has not answered, or had given up some of the steps.
+    """
+    target = find_target(path)
+    window = _window(open_place(target.run), target.name)
+    first, last = _steps(target, step, window)
+    made = Command(kind=DUMP, from_step=first, to_step=last, reason=reason)
+    return send_and_wait(target, made, describe(made), timeout_s=timeout, as_json=as_json, until_done=True)
+
+
+def _window(run: Run, name: str) -> RingWindow:
+    """Return the steps around a trigger that the run's ring holds.
+
+    Raises:
+        CommandError: it holds none.
+    """
+    rules: list[Rule] = []
+    for text in dict.fromkeys(text for writer in run.writers for text in writer.manifest.rules):
+        try:
+            rules += parse_rules(text, takes_unknown_sites=True)
+        except ConfigError:  # of a later version
+            continue
+    window = ring_window(rules)
+    if window is None:
+        raise CommandError(
+            f"{name}: no rule of it has keep=ring, so that no step is held in memory; RECORDER_PRESET=blackbox from "
+            "the start of a run holds the last ones, and recorder set records steps to come"
+        )
+    return window
+
+
+def _steps(target: Target, text: str | None, window: RingWindow) -> tuple[int, int]:
+    """Return the first and the last step.
+
+    Raises:
+        CommandError: they are no steps, more than the ring holds, or have passed.
+    """
+    now = target.step
+    if text is None:
+        if now is None:
+            raise CommandError(f"{target.name}: no rank shows its step (status_interval_s = 0); name one with --step")
+        return max(now - window.before, 0), now + window.after
+    match = re.fullmatch(r"([0-9]{1,15})(?::([0-9]{1,15}))?", text.strip())
+    if match is None:
+        raise CommandError(f"--step {text!r}: expected a step, such as 120, or steps, such as 120:127")
+    start = int(match[1])
+    first, last = (
+        (max(start - window.before, 0), start + window.after) if match[2] is None else (start, int(match[2]) - 1)
+    )
+    if last < first:
+        raise CommandError(f"--step {text}: holds no step; 120:127 is steps 120 to 126")
+    most = window.before + 1 + window.after
+    if last - first + 1 > most:
+        raise CommandError(
+            f"--step {text}: {counted(last - first + 1, 'step')}, and the ring holds {most} (before={window.before}, "
+            f"the step itself, after={window.after}); name fewer"
+        )
+    if now is not None and last < now - window.before:
+        raise CommandError(
+            f"--step {text}: these steps have passed, for the run is at about step {now} and its ring holds the "
+            f"{counted(window.before, 'step')} before; leave --step out for those"
+        )
+    return first, last
