@@ -127,7 +127,7 @@ def folder(tmp_path: Path) -> Path:
     ("line", "offered"),
     [
         ("recorder sta", ["stats"]),
-        ("recorder help d", ["diff", "daemon", "doctor"]),
+        ("recorder help d", ["diff", "dump", "daemon", "doctor"]),
         ("recorder first ", ["demo-2", "demo-1", "latest", "recordings/"]),
         ("recorder diff @", ["@-1", "@-2"]),
         ("recorder diff latest de", ["demo-2", "demo-1"]),

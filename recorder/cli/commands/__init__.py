@@ -27,7 +27,7 @@ COMMANDS = {
     "merge": "Write the global view of a run as a run.",
     "checkpoint": "Write one step's parameters or gradients as torch loads them.",
     "catalog": "Write all rows of all ranks as one Parquet file.",
-    "daemon": "Ship the runs of this node to a store while they grow, and keep house there.",
+    "daemon": "Ship the runs of this node to a store while they grow.",
     "config": "Print the settings in force, and where each comes from.",
     "init": "Write a TOML file of all settings, each with its default.",
     "doctor": "Say why something was not, or will not be, recorded.",

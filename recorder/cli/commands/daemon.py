@@ -97,7 +97,7 @@ def command(
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Ship the runs of this node to a store while they grow, and keep house there.
+    """Ship the runs of this node to a store while they grow.
 
     Without an ACTION it ships until SIGTERM. Whoever reads at the destination sees whole runs at every moment.
     `status` says what a daemon of this node is at. `prune` removes runs there, and `keep` keeps them from it. `tell`
