@@ -16,8 +16,12 @@ import torch
 import recorder
 from recorder.analyze.doctor.expected import compare
 from recorder.cli.commands import set as set_command
+from recorder.cli.commands.doctor import checks_of
+from recorder.cli.commands.ls import list_path
+from recorder.cli.commands.top import show_top
 from recorder.errors import CommandError
 from recorder.format.commands import COMMANDS, command_name
+from recorder.read.finding import find_run
 from recorder.read.status import RankNow, RunWatch
 
 from . import jobs
@@ -151,3 +155,18 @@ def test_training_is_bit_equal_to_that_of_ranks_without_a_recorder(told: Told, t
 def test_a_run_that_is_over_a_step_that_has_passed_and_an_unknown_module_are_refused(told: Told) -> None:
     with pytest.raises(CommandError, match=r"it is over \(its ranks are closed\)"):
         call_set(Path(told.run.path), "site=output", at="+5")
+
+
+def test_ls_show_top_and_doctor_tell_what_was_sent(told: Told, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(told.run.path)
+    list_path(run, as_json=False)
+    listed = capsys.readouterr().out
+    assert "command 3: pause at steps 30 to 31: 2 ranks (0..1): ended, from step 30 to 31" in listed
+    show_top(*find_run(run), once=True, as_json=False)
+    shown = capsys.readouterr().out
+    assert "1 file refused that held no command" in shown and "command 3 (pause): 2 ended" in shown
+    lines = {
+        check.text: check.state for check in checks_of(told.run) if check.text.startswith(("told by", "no command"))
+    }
+    assert sorted(lines.values()) == ["note", "ok", "ok", "ok"]  # three commands, and the file that is none
+    assert any("set at steps 22 to 24: site=grad keep=tensor: 2 ranks (0..1): ended" in text for text in lines)
