@@ -16,7 +16,7 @@ import torch.distributed as dist
 from crc32c import crc32c
 from torch import nn
 
-from . import recorders, workloads
+from . import peers, recorders, workloads
 from .stopwatch import THREADS, Stopwatch
 
 
@@ -38,7 +38,12 @@ def main() -> None:
     else:
         directory = args.directory / f"rank-{rank}"  # of recorders that know nothing of ranks
         directory.mkdir()
-        installed = recorders.install(args.recorder, work.model, work.optimizer, directory)
+        peer = peers.PEERS.get(args.recorder)
+        installed = (
+            recorders.install(args.recorder, work.model, work.optimizer, directory)
+            if peer is None
+            else peer.install(work.model, work.optimizer, directory)
+        )
 
     step_s: list[float] = []
     losses: list[float] = []

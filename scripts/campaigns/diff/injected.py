@@ -11,32 +11,20 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import recorder
 from recorder.analyze.diff.diff import diff
 from recorder.analyze.diff.result import Diff
 from tests.distributed import jobs
 
+from . import injected_pipeline
+from .judging import ALL, Error, judge
+
 SCRIPT = Path(__file__).parent / "programs" / "inject.py"
 PARALLEL_SCRIPT = Path(__file__).parent / "programs" / "inject_parallel.py"
 REPOSITORY = Path(__file__).parents[3]
 TWIN = "+jitter=1"
-ALL = None
-"""All parameters alike."""
-
-
-class Error(NamedTuple):
-    """What must be named."""
-
-    module: str | None
-    phase: str
-    step: int = 0
-    base: str = "sound"
-    """The training that it is compared with."""
-    rank: int | None = None
-    """The only one that is wrong."""
-
 
 ERRORS = {
     "skipped": Error("blocks.1.mlp.down", "reduction"),
@@ -126,26 +114,6 @@ def compared(folder: Path, name: str, *, one: bool = False) -> Diff:
     return diff(opened(folder, f"one_{base}"), opened(folder, name), noise=[opened(folder, f"one_{base}{TWIN}")])
 
 
-class Verdict(NamedTuple):
-    """What was named."""
-
-    word: str
-    """``correctly``, ``wrongly``, ``not found``."""
-    named: str
-
-
-def judge(found: Diff, error: Error) -> Verdict:
-    """Whether the first culprit is the error, and no other is named at its step."""
-    if not found.culprits:
-        return Verdict("not found", "")
-    first = found.culprits[0]
-    named = f"{first.module_path!r} {first.phase} step {first.step} ranks {first.ranks}"
-    is_right = (first.module_path, first.phase, first.step) == (error.module, error.phase, error.step)
-    is_right = is_right and (error.rank is None or first.rank == error.rank)
-    others = [f"{one.module_path!r} {one.phase} {one.step}" for one in found.culprits[1:]]
-    return Verdict("correctly" if is_right else "wrongly", named + "".join(f" + {one}" for one in others))
-
-
 def known_name(text: str) -> str:
     """The name of an error, from the command line."""
     if text not in ERRORS:
@@ -173,8 +141,6 @@ def main(arguments: argparse.Namespace) -> int:
         if not names:
             record_parallel(folder)
             result |= show_parallel(folder)
-            from . import injected_pipeline  # it takes from here
-
             injected_pipeline.record(folder / "pipeline")
             result |= injected_pipeline.show(folder / "pipeline") > 0
     return result

@@ -10,9 +10,10 @@ from recorder.analyze.diff.diff import diff
 from recorder.analyze.diff.result import Diff
 from tests.distributed import jobs
 
-from .injected import ALL, REPOSITORY, Error, judge
+from .judging import ALL, Error, judge
 
 SCRIPT = Path(__file__).parent / "programs" / "inject_pipeline.py"
+REPOSITORY = Path(__file__).parents[3]
 ERRORS = {
     "rate": Error(ALL, "update", rank=1),
     "stale": Error(ALL, "update", 1, rank=1),

@@ -19,7 +19,7 @@ from recorder.analyze.diff.diff import diff
 from recorder.analyze.diff.result import Diff
 from tests.distributed import jobs
 
-from .injected import ALL, Error, judge
+from .judging import ALL, Error, judge
 
 SCRIPT = Path(__file__).parent / "programs" / "unseen.py"
 TWIN = "+jitter=1"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recorder.analyze.diff.pairing.noise import BeyondNoise
-from scripts.campaigns.diff import clean, injected
+from scripts.campaigns.diff import clean, judging
 
 DRIFTING, PLAIN = "drifting-float32", "adamw-float32"
 SAMPLE = ((DRIFTING, "no_decay"), (DRIFTING, "scaled_loss"), (PLAIN, "scaled_gradient"))
@@ -36,5 +36,5 @@ def test_nothing_is_named_where_rounding_decided_the_sign_of_updates(
 @pytest.mark.parametrize(("kind", "name"), SAMPLE)
 def test_an_error_of_a_later_step_is_named(folder: Path, kind: str, name: str) -> None:
     found = clean.compared(folder, f"one-{kind}-0", f"ddp-{kind}-0@{name}")
-    verdict = injected.judge(found, clean.LATER_ERRORS[name])
+    verdict = judging.judge(found, clean.LATER_ERRORS[name])
     assert verdict.word == "correctly", verdict

@@ -16,7 +16,7 @@ from recorder.analyze.diff.result import Diff
 from recorder.analyze.first.first import first
 from recorder.cli.commands.ls import list_path
 from recorder.merge.merge import merge_run
-from scripts.campaigns.diff import injected
+from scripts.campaigns.diff import injected, judging
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", injected.ERRORS)
 def test_an_error_is_named_against_the_same_layout(folder: Path, name: str) -> None:
-    verdict = injected.judge(injected.compared(folder, name), injected.ERRORS[name])
+    verdict = judging.judge(injected.compared(folder, name), injected.ERRORS[name])
     assert verdict.word == "correctly", verdict
 
 
@@ -38,7 +38,7 @@ SAMPLE = ("skipped", "scale_on_one_rank", "momentum", "clipping_skipped")
 
 @pytest.mark.parametrize("name", SAMPLE)  # the command has all of them
 def test_an_error_is_named_against_one_process_beyond_the_noise(folder: Path, name: str) -> None:
-    verdict = injected.judge(injected.compared(folder, name, one=True), injected.ERRORS[name])
+    verdict = judging.judge(injected.compared(folder, name, one=True), injected.ERRORS[name])
     assert verdict.word == "correctly", verdict
 
 
@@ -60,7 +60,7 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("one", [False, True], ids=["same layout", "one process"])
 @pytest.mark.parametrize("name", injected.PARALLEL_ERRORS)
 def test_an_error_of_tensor_parallel_ranks_is_named(parallel: Path, name: str, one: bool) -> None:
-    verdict = injected.judge(injected.compared_parallel(parallel, name, one=one), injected.PARALLEL_ERRORS[name])
+    verdict = judging.judge(injected.compared_parallel(parallel, name, one=one), injected.PARALLEL_ERRORS[name])
     assert verdict.word == "correctly", verdict
 
 

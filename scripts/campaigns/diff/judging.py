@@ -1,0 +1,42 @@
+"""What a campaign of silent errors expects `diff` to name, and whether it did."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from recorder.analyze.diff.result import Diff
+
+ALL = None
+"""All parameters alike."""
+
+
+class Error(NamedTuple):
+    """What must be named."""
+
+    module: str | None
+    phase: str
+    step: int = 0
+    base: str = "sound"
+    """The training that it is compared with."""
+    rank: int | None = None
+    """The only one that is wrong."""
+
+
+class Verdict(NamedTuple):
+    """What was named."""
+
+    word: str
+    """``correctly``, ``wrongly``, ``not found``."""
+    named: str
+
+
+def judge(found: Diff, error: Error) -> Verdict:
+    """Whether the first culprit is the error, and no other is named at its step."""
+    if not found.culprits:
+        return Verdict("not found", "")
+    first = found.culprits[0]
+    named = f"{first.module_path!r} {first.phase} step {first.step} ranks {first.ranks}"
+    is_right = (first.module_path, first.phase, first.step) == (error.module, error.phase, error.step)
+    is_right = is_right and (error.rank is None or first.rank == error.rank)
+    others = [f"{one.module_path!r} {one.phase} {one.step}" for one in found.culprits[1:]]
+    return Verdict("correctly" if is_right else "wrongly", named + "".join(f" + {one}" for one in others))
