@@ -123,16 +123,15 @@ def test_a_single_special_value_is_seen_wherever_it_is(kernels: native.Kernels, 
 
 
 @needs_library
-@pytest.mark.parametrize("shape", [(70_001, 1), (300, 129), (9, 3, 1234), (3, 2, 40_000), (1, 5), (40, 8, 7)], ids=str)
+@pytest.mark.parametrize("shape", [(40_001, 1), (300, 129), (2, 2, 17_000), (1, 5), (40, 8, 7)], ids=str)
 @pytest.mark.parametrize("dtype", [name for name in ITEM_BYTES if not name.startswith(("complex", "float4"))])
 def test_sums_of_units_have_the_bits_of_python(kernels: native.Kernels, dtype: str, shape: tuple[int, ...]) -> None:
     keep = KEEP_STATS | KEEP_UNITS
-    for kind in ("bits", "special"):
-        data = _content(dtype, int(np.prod(shape)), kind, 3)
-        for dim in range(len(shape)):
-            found = measure(_misaligned(data, 1), dtype, shape, None, keep, dim, kernels=kernels)
-            assert found.units is not None or shape[dim] > MAX_UNITS
-            assert _bits(found) == _bits(measure(data, dtype, shape, None, keep, dim)), (kind, dim)
+    data = _content(dtype, int(np.prod(shape)), "bits", 3)
+    for dim in range(len(shape)):
+        found = measure(_misaligned(data, 1), dtype, shape, None, keep, dim, kernels=kernels)
+        assert found.units is not None or shape[dim] > MAX_UNITS
+        assert _bits(found) == _bits(measure(data, dtype, shape, None, keep, dim)), dim
 
 
 @needs_library

@@ -66,7 +66,7 @@ def command(
     scheduler: SchedulerOption = None,
     as_json: Json = False,
 ) -> int:
-    """Write statistics as Parquet, tensors as npz or safetensors, a folder for TensorBoard or Weights & Biases.
+    """Write statistics as Parquet, tensors as npz or safetensors.
 
     Tensors have names such as step=3/layers.0.mlp/output. --loss and --layout belong to --global. A file with a model's
     own names, for load_state_dict, is written by recorder checkpoint.
