@@ -46,7 +46,7 @@ class FaultyProxy:
                     code = {"500": "InternalError", "503": "SlowDown", "403": "ExpiredToken"}[fault]
                     self._answer(int(fault), f"<Error><Code>{code}</Code></Error>".encode(), {})
                     return
-                if fault == "damage" and body:
+                if fault == "damage" and body and self.command == "PUT":
                     body = body[:-1] + bytes([body[-1] ^ 1])
                 assert target.hostname is not None
                 connection = http.client.HTTPConnection(target.hostname, target.port, timeout=30)

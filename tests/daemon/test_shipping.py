@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import recorder
+from recorder.errors import StoreError
 from recorder.format.rundir import encode_manifest
+from recorder.storage.locations import place_of, store_of
 from tests.daemon.proxy import FaultyProxy
 from tests.daemon.support import at_work, faults, files, objects, ship, wait_until
 from tests.read.handmade import HandmadeWriter, make_row, make_run
@@ -241,3 +243,36 @@ def test_a_folder_is_a_destination_too(tmp_path: Path) -> None:
     code, daemon = ship(tmp_path, f"file://{there}")
     assert (code, daemon.counters.total("lost_objects")) == (0, 9)
     assert faults(there / "run-a") == []
+
+
+def test_a_run_that_is_deleted_under_the_daemon_is_let_go(tmp_path: Path, store: StoreServer, to: str) -> None:
+    run = small_run(tmp_path)
+    with at_work(tmp_path, to) as daemon:
+        wait_until(lambda: any(one.is_settled for one in daemon.runs))
+        expected = files(run.parent)
+        shutil.rmtree(run)
+        wait_until(lambda: not daemon.runs)
+        small_run(tmp_path, "run-b")
+        wait_until(lambda: any(one.is_settled for one in daemon.runs))
+        assert daemon.counters.of("errors").get("internal", 0) == 0
+    assert objects(store, prefix_of(to)) == expected | files(run.parent)
+
+
+def test_a_reader_takes_what_was_replaced_since_it_listed_a_run(tmp_path: Path, store: StoreServer, to: str) -> None:
+    small_run(tmp_path)
+    assert ship(tmp_path, to)[0] == 0
+    writer = next(name for name in objects(store, prefix_of(to)) if name.endswith("_writer.json")).rpartition("/")[0]
+    opened = f"{prefix_of(to)}/{writer}/_stats-000009.arrow.open"
+    store.put(opened, b"0123456789")
+    run = place_of(f"{to}/run-a")
+    there = store_of(run)
+    rank, name = writer.split("/")[1:]
+    directory = run / rank / name
+    assert "_stats-000009.arrow.open" in there.list_directory(directory, directories=False)
+    store.put(f"{prefix_of(to)}/{writer}/_writer.json", encode_manifest({"state": "later"}))
+    store.put(opened, b"0123456789abc")
+    assert there.read_json(directory / "_writer.json")["state"] == "later"
+    assert bytes(there.open_growing(directory / "_stats-000009.arrow.open").read(2, 8)) == b"23456789"
+    store.put(f"{prefix_of(to)}/{writer}/stats-000000.arrow", b"another")
+    with pytest.raises(StoreError, match="open the run again"):
+        there.open_sealed(directory / "stats-000000.arrow").read(0, 5)
