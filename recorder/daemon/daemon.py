@@ -32,7 +32,7 @@ from .watching import Entries, Folder, find_runs
 logger = logging.getLogger("recorder.daemon")
 
 _PASS_S = 1.0
-_FIND_S = 2.0
+_FIND_S = 5.0
 _STATE_S = 5.0
 _SUMMARY_S = 30.0
 """How often the fleet's index is put at most: each node's is a request."""
@@ -230,7 +230,7 @@ class Daemon:
         now_s = self._last_pass_s = time.monotonic()
         self._under_way = {future for future in self._under_way if not future.done()}
         if now_s >= self._next_find_s:
-            self._next_find_s = now_s + _FIND_S
+            self._next_find_s = now_s + min(_FIND_S, self.shared.settings.fresh_s / 2)
             self._find_runs()
         is_open = self.health.is_open
         for run in self.runs:

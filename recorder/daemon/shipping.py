@@ -42,6 +42,8 @@ _MAX_AT_ONCE_BYTES = 32 << 20
 _MAX_ASIDE_BYTES = 16 << 20
 _LOOK_S = 2.0
 _QUIET_LOOK_S = 20.0
+_SETTLED_LOOK_S = 5.0
+"""How often a run of which all is there is asked whether something has come: a restart of its job, say."""
 _RECONCILE_PAUSE_S = 5.0
 
 
@@ -129,7 +131,7 @@ class RunShipper:
         self._stamps: dict[str, Stamp] = {}
         self._aside: dict[str, Stamp] = {}
         self._lock = threading.Lock()
-        self._next_look_s = 0.0
+        self._next_look_s = self._next_settled_look_s = 0.0
         self._reconcile_at_s = 0.0
         self._has_reconciled = self._has_looked = self._was_removed = False
         self._changes: dict[str, int] = {}
@@ -147,8 +149,12 @@ class RunShipper:
 
     def look(self, now_s: float) -> list[tuple[str, Callable[[], None]]]:
         """Return what is to be done now: pairs of a lane, ``small`` or ``large``, and a job."""
-        if self.is_settled and not self._has_changed() and now_s < self._reconcile_at_s:
-            return []
+        if self.is_settled and now_s < self._reconcile_at_s:
+            if now_s < self._next_settled_look_s:
+                return []
+            self._next_settled_look_s = now_s + min(_SETTLED_LOOK_S, self.shared.settings.fresh_s / 2)
+            if not self._has_changed():
+                return []
         if self.conflict or now_s < self._next_look_s:
             return []
         self._next_look_s = now_s + self.shared.look_s
