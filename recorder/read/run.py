@@ -47,7 +47,14 @@ class RecordedRun:
     `globalview.run.Run` is the public class: it adds the questions about whole tensors.
     """
 
-    def __init__(self, path: Place, manifest: RunManifest) -> None:
+    def __init__(self, path: Place, manifest: RunManifest, writers: Sequence[RecordedWriter] | None = None) -> None:
+        """Look at the run.
+
+        Args:
+            path: where it is.
+            manifest: of the run.
+            writers: some of its rows, as somebody found them who follows the run; by default all that there are.
+        """
         self.path: OpenPlace = path
         """A `pathlib.Path`; of a run in an object store an `ObjectPath`."""
         self.manifest = manifest
@@ -55,7 +62,7 @@ class RecordedRun:
         self._manifest_problem = as_problem(path / RUN_MANIFEST, manifest.problems)
         if self._manifest_problem:
             _logger.warning("%s", self._manifest_problem)
-        self.writers: tuple[RecordedWriter, ...] = tuple(find_writers(path))
+        self.writers: tuple[RecordedWriter, ...] = tuple(find_writers(path) if writers is None else writers)
         """Process lifetimes by rank and start, each with its manifest, accounts and shards as they were found."""
         self._rows = MetadataRows(self.writers)
         self._payloads = Payloads(self._rows, len(self.writers))

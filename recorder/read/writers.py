@@ -295,7 +295,7 @@ def _load_writer(directory: Place, rank: int | None, shared: Shared) -> Recorded
     store = store_of(directory)
     for is_last_try in [False] * (_NUM_TRIES - 1) + [True]:
         try:
-            shards = list(store.each(lambda one: _load_shard(directory, *one), _list_shards(directory)))
+            shards = list(store.each(lambda one: _load_shard(directory, *one), list_shards(directory)))
         except FileNotFoundError as error:
             if is_last_try:
                 raise NotARunError(f"{error.filename}: keeps vanishing while it is read; try again") from error
@@ -313,7 +313,7 @@ def _load_shard(directory: Place, kind: str, number: int, is_open: bool) -> Shar
     return (load_open if is_open else load_sealed)(directory / shard_name(kind, number))
 
 
-def _list_shards(directory: Place) -> list[tuple[str, int, bool]]:
+def list_shards(directory: Place) -> list[tuple[str, int, bool]]:
     """Kind, number and whether it is open, once a shard, in the order of their numbers."""
     found: dict[tuple[int, str], bool] = {}
     store = store_of(directory)

@@ -10,15 +10,18 @@ from .. import __version__
 from ..analyze.diff.diff import diff
 from ..analyze.diff.result import Diff
 from ..analyze.first.first import first
+from ..globalview.notebook import span
 from ..globalview.run import Run
+from ..system.units import size
 from .axes import Axes, modules_block
 from .blocks import Block
 from .images import ImageFinder
+from .panes import panes_block, read_panes
 from .ranks import ranks_block
 from .rows import SeriesKey, StepRows, step_rows
 from .series.apart import apart_blocks, pairs_of
 from .series.statistics import StatisticsBlocks, check_statistics
-from .top import Finding, Told, gaps_block, of_first, top_block
+from .top import Finding, Told, facts_of, gaps_block, of_first, top_block
 
 _MAX_DIFFERING = 200
 Report = Callable[[int], None]
@@ -67,7 +70,14 @@ def collect(
         found = first(run)
         told: dict[str, Any] = {"version": __version__, "against": None if against is None else against.name}
         stands_out = [*of_first(found), *judged]
-        yield top_block(run, checks, stands_out, found.notes, collected, told)
+        size_text = size(sum(writer.shard_bytes for writer in run.writers))
+        facts = facts_of(
+            run,
+            steps=span(run.steps),
+            states=[writer.state for writer in run.writers],
+            rows=f"{run.num_rows:,}, {size_text}",
+        )
+        yield top_block(run, checks, stands_out, found.notes, collected, told, list(facts))
         keys: list[SeriesKey] = [*axes.index, *other_axes.index]
         block, modules = modules_block(run, keys)
         yield block
@@ -75,6 +85,8 @@ def collect(
         yield gaps_block(checks, modules)
         yield ranks_block(run, axes, collected)
         yield images.block(run)
+        if panes := read_panes(run.path):
+            yield panes_block(panes)
         if against is not None and others is not None:
             other = StatisticsBlocks(against, other_axes, asked=collected.names, steps=steps, share=share, prefix="b.")
             other.collect(others, report)

@@ -70,6 +70,11 @@ class ImageFinder:
             where |= {"module_path": key.module_path, "site": key.site, "name": key.name, "mode": key.mode}
             known[1:] = [Candidate(kind, where)]  # the first stays, and the last so far
 
+    @property
+    def has_any(self) -> bool:
+        """Whether there is anything that may be a picture."""
+        return bool(self._found)
+
     def block(self, run: Run) -> Block:
         """The pictures."""
         images: list[dict[str, Any]] = []

@@ -17,7 +17,8 @@ from .blocks import Block
 
 _SCRIPTS = (
     "vendor/uPlot.iife.min.js", "blocks.js", "format.js", "data.js", "state.js", "ui.js", "heat.js", "map.js",
-    "lines.js", "graph.js", "ranks.js", "images.js", "histograms.js", "units.js", "against.js", "top.js", "main.js",
+    "lines.js", "graph.js", "ranks.js", "images.js", "histograms.js", "units.js", "against.js", "top.js", "panes.js",
+    "live.js", "main.js",
 )  # fmt: skip
 """In the order in which they stand in the page, each using what those before it define."""
 _STYLES = ("vendor/uPlot.min.css", "page.css")
@@ -63,13 +64,37 @@ def page(title: str, blocks: Iterable[Block]) -> Iterator[bytes]:
     """The whole file, piece by piece."""
     before, after = shell(title)
     yield before.encode()
+    yield from _blocks(blocks)
+    yield after.encode()
+
+
+def _blocks(blocks: Iterable[Block]) -> Iterator[bytes]:
     for block in blocks:
         yield f'<script type="{BLOCK_TYPE}" data-name="{block.name}">'.encode()
         data = block.encoded()
         for start in range(0, len(data), _LINE_BYTES):  # whole groups of three bytes
             yield base64.b64encode(data[start : start + _LINE_BYTES])
         yield b"</script>\n"
-    yield after.encode()
+
+
+def live_policy() -> str:
+    """The content security policy of a page that a server of this machine sends: it may ask that server alone."""
+    own = "connect-src 'self'; frame-src 'self'"
+    return policy(f"; {own}; frame-ancestors 'self'")
+
+
+def live_page(title: str, blocks: Iterable[Block], *, kind: str) -> bytes:
+    """The page that a server sends, which asks the server for what is new.
+
+    Args:
+        title: any text.
+        blocks: what it begins with.
+        kind: ``run``, ``runs`` (the list of them) or ``side`` (several side by side).
+    """
+    before, after = shell(title, extra_policy="; connect-src 'self'; frame-src 'self'")
+    before = before.replace("<html lang", f'<html data-live="{kind}" lang', 1)
+    before = before.replace("<title>", '<link rel="icon" href="data:,">\n<title>', 1)  # else it asks for /favicon.ico
+    return b"".join([before.encode(), *_blocks(blocks), after.encode()])
 
 
 def _hash(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import LookupFailedError
@@ -21,8 +21,10 @@ _MAX_ROWS = 1_000_000
 _SHOWN_SITES = ("param", "grad", "output", "grad_output")
 
 
-def ranks_block(run: Run, axes: Axes, collected: StatisticsBlocks) -> Block:
-    """The block of the ranks."""
+def ranks_block(
+    run: Run, axes: Axes, collected: StatisticsBlocks, layouts: Sequence[Mapping[str, Any]] | None = None
+) -> Block:
+    """The block of the ranks; `layouts` say who had which chunk, where that is known already."""
     odd = collected.odd
     rows = []
     for writer in run.writers:
@@ -44,8 +46,9 @@ def ranks_block(run: Run, axes: Axes, collected: StatisticsBlocks) -> Block:
             ]
         )
     why = ""
-    layouts: list[dict[str, Any]] = []
-    if run.is_merged:
+    if layouts is not None:
+        why = "" if layouts or len(run.ranks) < 2 else "Nothing was recorded yet whose chunks are known."
+    elif run.is_merged:
         why = "A merged run has whole tensors. The run that it was merged from knows who had which chunk."
     elif axes.num_rows > _MAX_ROWS:
         why = (
@@ -54,19 +57,25 @@ def ranks_block(run: Run, axes: Axes, collected: StatisticsBlocks) -> Block:
     elif len(run.ranks) < 2:
         why = "There is one rank, and it has everything."
     else:
-        layouts = [_described(key, layout) for key, layout in _layouts(run, axes)]
+        layouts = layouts_of(run, axes, list(axes.index), set())
     titles = ["rank", "host", "local rank", "node", "attempt", "state", "rows", "dropped", "far", "alone", "compared"]
     return Block(
         name="ranks",
-        data={"titles": titles, "rows": rows, "odd": odd.found(), "layouts": layouts, "why_none": why},
+        data={"titles": titles, "rows": rows, "odd": odd.found(), "layouts": list(layouts or ()), "why_none": why},
     )
 
 
-def _layouts(run: Run, axes: Axes) -> Iterator[tuple[SeriesKey, TensorLayout]]:
+def layouts_of(run: Run, axes: Axes, keys: Sequence[SeriesKey], seen: set[tuple[str, ...]]) -> list[dict[str, Any]]:
+    """Who had which chunk of the first value of each kind, of some series. Kinds that were `seen` are left out."""
+    return [_described(key, layout) for key, layout in _layouts(run, axes, keys, seen)]
+
+
+def _layouts(
+    run: Run, axes: Axes, some: Sequence[SeriesKey], seen: set[tuple[str, ...]]
+) -> Iterator[tuple[SeriesKey, TensorLayout]]:
     """The layout of the first value of each kind: the same class, site, name and shape are one kind."""
     classes = {path: info.class_name for (_, path), info in run.modules.items()}
-    seen: set[tuple[str, ...]] = set()
-    keys = sorted((key for key in axes.index if key.site in _SHOWN_SITES and not is_number(key.site)), key=_order)
+    keys = sorted((key for key in some if key.site in _SHOWN_SITES and not is_number(key.site)), key=_order)
     for key in keys:
         kind = classes.get(key.module_path, ""), key.site, key.name, axes.shapes[axes.index[key]], key.mode
         if kind in seen or len(seen) >= _MAX_LAYOUTS:

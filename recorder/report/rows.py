@@ -60,7 +60,7 @@ class StepRows:
     """The rows of a run, range by range of steps."""
 
     def __init__(self, run: Run, tables_of: Callable[[Steps], Iterator[Any]], ranges: Sequence[Steps]) -> None:
-        """Made by `step_rows`."""
+        """Made by `step_rows`, and by `rows_between`."""
         self.ranges = list(ranges)
         self._tables_of = tables_of
         self._attempts = Attempts(run, Topology(run.writers, run.run_id, run.world_size))
@@ -74,6 +74,12 @@ class StepRows:
             table = table if counts.all() else table.filter(pa.array(counts))
             order = np.lexsort([integers(table.column("seq")), integers(table.column("rank"))])
             yield table.take(pa.array(order))
+
+
+def rows_between(run: Run, steps: Steps) -> Any:
+    """The rows of a range of steps, as a table; see `StepRows`."""
+    (table,) = StepRows(run, lambda some: _tables(run.writers, some), [steps])
+    return table
 
 
 @contextmanager

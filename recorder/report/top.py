@@ -13,7 +13,6 @@ from ..analyze.first.timeline import Place
 from ..globalview.notebook import span
 from ..globalview.run import Run
 from ..system.text import counted, listed
-from ..system.units import size
 from .blocks import Block
 from .rows import SeriesKey
 from .series.statistics import StatisticsBlocks
@@ -53,17 +52,30 @@ def top_block(
     checks: Sequence[Told],
     stands_out: Sequence[Finding],
     notes: Sequence[str],
-    collected: StatisticsBlocks,
+    collected: StatisticsBlocks | None,
     numbers: Mapping[str, Any],
+    facts: Sequence[tuple[str, str]] = (),
 ) -> Block:
-    """The block of the head; `numbers` are facts of the page itself."""
-    listed = [*stands_out, *_of_ranks(collected), *_of_series(collected)]
+    """The block of the head.
+
+    Args:
+        run: what is drawn.
+        checks: whether it is whole.
+        stands_out: what others found.
+        notes: what they left out.
+        collected: the statistics, in which more may stand out.
+        numbers: facts of the page itself.
+        facts: what `facts_of` says of the run.
+    """
+    listed = [*stands_out]
+    if collected is not None:
+        listed += [*_of_ranks(collected), *_of_series(collected)]
     missing = [check for check in checks if check.state == "missing"]
     return Block(
         name="top",
         data={
             "run": run.name,
-            "facts": list(_facts(run)),
+            "facts": list(facts),
             "checks": [[check.state, check.text] for check in [*missing, *checks] if check.text][:_MAX_CHECKS],
             "num_missing": len(missing),
             "findings": [[one.text, dict(one.link), one.mark] for one in listed],
@@ -106,7 +118,8 @@ def _ranges(numbers: Sequence[int]) -> list[int]:
     return np.stack([firsts, lasts], axis=1).reshape(-1).tolist()
 
 
-def _facts(run: Run) -> Iterator[tuple[str, str]]:
+def facts_of(run: Run, *, steps: str, states: Sequence[str], rows: str) -> Iterator[tuple[str, str]]:
+    """What ran, for people; which steps there are, how many ranks are in which state, and how much was written."""
     manifests = [writer.manifest for writer in run.writers]
     roots = [root for manifest in manifests for root in manifest.roots]
     models: dict[str, int] = {}
@@ -121,13 +134,12 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     kinds = dict.fromkeys(root.data_parallel.kind for root in roots if root.data_parallel is not None)
     if kinds:
         yield "layout", ", ".join(list(kinds)[:4])
-    yield "steps", span(run.steps)
+    yield "steps", steps
     started = [manifest.started_ns for manifest in manifests if 0 < manifest.started_ns < 1 << 62]
     if started:
         yield "started", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(started) / 1e9))
-    states = [writer.state for writer in run.writers]
     yield "state", ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    yield "rows", f"{run.num_rows:,}, {size(sum(writer.shard_bytes for writer in run.writers))}"
+    yield "rows", rows
     if run.proof is not None:
         yield "recorder prove", run.proof.text
     hosts = list(dict.fromkeys(manifest.host for manifest in manifests if manifest.host))

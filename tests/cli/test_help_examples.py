@@ -19,6 +19,7 @@ ONLY_READ = {
     "dump": "tells a run that is under way, as in tests/distributed/test_ring.py",
     "set": "tells a run that is under way, as in tests/distributed/test_set.py",
     "run": "becomes the training, as in the tests of the pages",
+    "view": "serves until it is interrupted, as in tests/view/test_server.py",
 }
 """Commands whose examples are read and not run, each with the reason."""
 RULES = "site=* keep=tensor,stats,fingerprint; module=blocks.0.mlp.up steps=3 keep=replay"

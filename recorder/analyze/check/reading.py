@@ -43,12 +43,16 @@ Integers = npt.NDArray[np.int64]
 class RunRows:
     """The rows of a run for rules, with the catalog of what they are."""
 
-    def __init__(self, run: Run, columns: Sequence[str] = ()) -> None:
+    def __init__(
+        self, run: Run, columns: Sequence[str] = (), steps: Steps | None = None, catalog: Catalog | None = None
+    ) -> None:
         """Nothing is read yet.
 
         Args:
             run: whose rows.
             columns: what rules read beside the statistics; those that no version of the format has are left out.
+            steps: from the first up to, but not including, the last; by default all.
+            catalog: of rows that were read before, where these are the next ones of the same run.
         """
         self._details = [name for name in DETAILS if name in columns]
         self._run = run
@@ -60,7 +64,10 @@ class RunRows:
                 *(pa.field(name, pa.float64()) for name in self._details),
             ]
         )
-        self.catalog = Catalog({key: ModuleFacts(info.class_name, info.sites) for key, info in run.modules.items()})
+        self._steps = steps
+        self.catalog = catalog or Catalog(
+            {key: ModuleFacts(info.class_name, info.sites) for key, info in run.modules.items()}
+        )
         self.num_rows = 0
         """Rows that were given so far."""
         self.num_superseded = 0
@@ -72,7 +79,7 @@ class RunRows:
     def __iter__(self) -> Iterator[Rows]:
         """Rows of the next steps, by step, rank and `seq`."""
         attempts = Attempts(self._run, self._topology)
-        ranges = self._view.windows(RANGE_ROWS)
+        ranges = self._view.windows(RANGE_ROWS) if self._steps is None else [self._steps]
         with cut_rows(self._run, ranges, self._tables) as tables_of:
             for steps in ranges:
                 table = pa.concat_tables([self._schema.empty_table(), *tables_of(steps)])

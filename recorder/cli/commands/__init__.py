@@ -22,6 +22,7 @@ COMMANDS = {
     "set": "Change what a run records while it is under way.",
     "dump": "Have a run write what its memory holds of the last steps.",
     "top": "Watch a run while it records, one line a rank.",
+    "view": "Watch runs in a browser while they record.",
     "verify": "Check every byte of a run.",
     "repair": "Seal what killed processes left open.",
     "merge": "Write the global view of a run as a run.",

@@ -5,6 +5,7 @@ They come from the index where it fits the shard, else from the shard itself. Mu
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from ...format.schema import COLUMN_OF, SCHEMA
 from ...storage.locations import OpenPlace, Place, store_of
 from ...storage.protocol import Found
 from ...storage.untrusted_files import ByteSource
-from .salvage import salvage
+from .salvage import Salvaged, salvage
 from .shard import Layout, Shard, open_sealed
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class ShardRows:
         """Rows by number of the batch, of the index or the shard, whichever is read."""
         self._spans: dict[int, Steps | None] = {}
         """Steps by number of the batch; None for one that cannot be read."""
+        self._salvaged: Salvaged | None = None
+        self._open_growing: Callable[[], ByteSource] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -157,8 +160,16 @@ class ShardRows:
         if why and not self.damage:  # an index does not fit a shard that was cut: that is one fault, and not two
             logger.warning("%s; the rows are read from the shard instead", why)
 
-    def find_open(self, final: Place) -> None:
-        """Find the rows of an open shard whose name will be `final`. FileNotFoundError: it is not open any more."""
+    def find_open(self, final: Place, max_batches: int | None = None) -> None:
+        """Find the rows of an open shard, of its first batches alone where that is asked.
+
+        Args:
+            final: the name that it will have.
+            max_batches: how many batches.
+
+        Raises:
+            FileNotFoundError: it is not open any more.
+        """
         store = store_of(self.path)
 
         def open_source() -> ByteSource:
@@ -167,13 +178,53 @@ class ShardRows:
             except FileNotFoundError:
                 return store.open_growing(final)  # sealed since: the batches stand where they stood
 
-        found = salvage(lambda: store.open_growing(self.path))
+        found = salvage(lambda: store.open_growing(self.path), max_batches=max_batches)
         self._shard = Shard(open_source, found.layout, found.blocks)
         self._rows_of = found.rows_of
+        self._salvaged, self._open_growing = found, open_source
         self._last_header = found.last_header
         self.num_trailing_bytes = found.num_trailing_bytes
         self.tail_damage = found.tail_damage
         self._note(*found.damage)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing will be written behind what was found."""
+        return self.is_sealed or (self._salvaged is not None and self._salvaged.is_sealed)
+
+    def grow(self, max_batches: int) -> list[int]:
+        """Find up to so many batches that stand behind those of an open shard that were found before; their numbers.
+
+        A shard that was sealed meanwhile has its last ones, and is complete then. FileNotFoundError: it is gone.
+        """
+        assert self._salvaged is not None and self._open_growing is not None and self._shard is not None
+        found = self._salvaged = salvage(self._open_growing, self._salvaged, max_batches)
+        kept = {number: self._shard.blocks[number] for number in self._rows_of}
+        self._shard = Shard(self._open_growing, found.layout, kept | found.blocks)
+        self._rows_of |= found.rows_of
+        self._note(*found.damage)
+        return list(found.blocks)
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the batches of which rows are known, in file order."""
+        return list(self._rows_of)
+
+    def steps_of(self, number: int) -> Steps | None:
+        """The steps of a batch; None where it cannot be read."""
+        with self._said_if_gone():
+            return self._span(number)
+
+    def only(self, numbers: Sequence[int]) -> ShardRows:
+        """The rows of some batches, as a shard of its own."""
+        part = copy.copy(self)
+        part._rows_of = {number: self._rows_of[number] for number in numbers if number in self._rows_of}
+        return part
+
+    def forget(self, number: int) -> None:
+        """Leave out a batch from now on: whoever follows a growing run has done with it."""
+        self._rows_of.pop(number, None)
+        self._spans.pop(number, None)
 
     def note_tail(self, is_at_work: bool) -> None:
         """Judge what follows the last whole batch, now that it is known whether the writer may be at work on it."""
@@ -266,11 +317,14 @@ def load_sealed(path: Place) -> ShardRows:
     return rows
 
 
-def load_open(path: Place) -> ShardRows:
-    """The rows of a shard that is not sealed; `path` is its final name. FileNotFoundError: it is sealed or gone."""
+def load_open(path: Place, max_batches: int | None = None) -> ShardRows:
+    """The rows of a shard that is not sealed; `path` is its final name. FileNotFoundError: it is sealed or gone.
+
+    With `max_batches` those of its first batches; `ShardRows.grow` finds the next ones.
+    """
     open_path = path.with_name(open_name(path.name))
     rows = ShardRows(open_path, is_sealed=False, size_bytes=store_of(open_path).look_at(open_path).size_bytes)
-    rows.find_open(path)
+    rows.find_open(path, max_batches)
     return rows
 
 

@@ -57,17 +57,30 @@ class Salvaged:
     """What was skipped in front of the last whole batch, one message each."""
     tail_damage: str
     """Why the trailing bytes are no write that was cut; empty where they are. Of a writer at work they may be both."""
+    end: int
+    """Where the last whole batch ends; 0 where nothing was read, not even the schema."""
+
+    @property
+    def is_sealed(self) -> bool:
+        return self.last_header is not None and self.last_header.is_seal
 
 
-def salvage(open_source: Callable[[], ByteSource]) -> Salvaged:
+def salvage(
+    open_source: Callable[[], ByteSource], after: Salvaged | None = None, max_batches: int | None = None
+) -> Salvaged:
     """Read up to the last whole batch whose metadata columns are as written, past damage that a batch follows.
+
+    Args:
+        open_source: opens the file.
+        after: what was read of the file before; only batches behind that are read, and are in the answer.
+        max_batches: stop behind so many.
 
     Raises:
         FileNotFoundError: it is gone.
     """
     with open_source() as source:
-        walk = _Walk(source)
-        walk.run()
+        walk = _Walk(source, max_batches)
+        walk.run(after)
     return Salvaged(
         layout=walk.layout,
         blocks=walk.blocks,
@@ -76,14 +89,16 @@ def salvage(open_source: Callable[[], ByteSource]) -> Salvaged:
         num_trailing_bytes=walk.num_trailing_bytes,
         damage=walk.damage,
         tail_damage=walk.tail_damage,
+        end=walk.end,
     )
 
 
 class _Walk:
     """One way through the batches of a stream, from its beginning to the seal or to where nothing follows."""
 
-    def __init__(self, source: ByteSource) -> None:
+    def __init__(self, source: ByteSource, max_batches: int | None) -> None:
         self.source = source
+        self.end = 0
         self.layout = Layout(SCHEMA)
         self.blocks: dict[int, Block] = {}
         self.rows_of: dict[int, int] = {}
@@ -91,32 +106,19 @@ class _Walk:
         self.damage: list[str] = []
         self.num_trailing_bytes = 0
         self.tail_damage = ""
+        self._max_batches = max_batches
         self._candidates_left = _MAX_CANDIDATES
         self._bytes_left = _MAX_REREADS * sum(map(len, source.data_ranges(0)))
 
-    def run(self) -> None:
-        offset = FIRST_MESSAGE
-        if self.source.size_bytes <= offset:
+    def run(self, after: Salvaged | None = None) -> None:
+        if after is not None and after.end:
+            self.layout, self.last_header, self.end = after.layout, after.last_header, after.end
+        elif not self._read_schema():
             return
-        try:
-            self.layout, block = read_layout(self.source)
-            offset = block.end
-        except RunError as error:
-            following = None
-            for schema in SCHEMAS:  # that of this or an earlier version may still fit: checksums will tell
-                self.layout = Layout(schema)
-                if (following := self._next_batch(offset)) is not None:
-                    break
-            if following is None:
-                if not self._is_zero_from(offset):
-                    self._end_at(offset, error)
-                return
-            self.damage.append(str(error))
-            offset = following
-        looked_again_at = -1
-        while not self._is_sealed and offset < self.source.size_bytes:
+        offset, looked_again_at = self.end, -1
+        while not self._is_sealed and not self._is_enough and offset < self.source.size_bytes:
             try:
-                offset = self._take(offset)
+                self.end = offset = self._take(offset)
             except CorruptError as error:
                 if self._is_zero_from(offset):
                     return
@@ -131,6 +133,28 @@ class _Walk:
                 self.damage.append(f"{error}; {following - offset} bytes skipped")
                 offset = following
 
+    def _read_schema(self) -> bool:
+        """Find the schema, or the first batch where that is damaged; False where nothing follows."""
+        offset = FIRST_MESSAGE
+        if self.source.size_bytes <= offset:
+            return False
+        try:
+            self.layout, block = read_layout(self.source)
+            self.end = block.end
+        except RunError as error:
+            following = None
+            for schema in SCHEMAS:  # that of this or an earlier version may still fit: checksums will tell
+                self.layout = Layout(schema)
+                if (following := self._next_batch(offset)) is not None:
+                    break
+            if following is None:
+                if not self._is_zero_from(offset):
+                    self._end_at(offset, error)
+                return False
+            self.damage.append(str(error))
+            self.end = following
+        return True
+
     def _end_at(self, offset: int, error: RunError) -> None:
         """Nothing but what stands at `offset` follows, and that is no batch."""
         self.num_trailing_bytes = self.source.size_bytes - offset
@@ -140,6 +164,10 @@ class _Walk:
     @property
     def _is_sealed(self) -> bool:
         return self.last_header is not None and self.last_header.is_seal
+
+    @property
+    def _is_enough(self) -> bool:
+        return self._max_batches is not None and len(self.blocks) >= self._max_batches
 
     def _take(self, offset: int) -> int:
         """Keep the batch at `offset` and return where the next one begins."""

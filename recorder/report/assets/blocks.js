@@ -43,6 +43,10 @@ class Blocks {
       this.packed.set(element.dataset.name, element);
     }
   }
+  clear() {
+    this.packed.clear();
+    this.unpacked.clear();
+  }
   set(name, bytes) {
     this.packed.set(name, bytes);
     this.unpacked.delete(name);

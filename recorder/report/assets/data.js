@@ -4,11 +4,11 @@ const NO_ROW = 0, NO_NUMBER = 1, FIRST_CODE = 2;
 const ANY_RANK = -1;
 const HOLE = 0, NULL_CELL = 1, NUMBER = 2, NONFINITE = 3;
 
-/** The numbers of one statistic: values[(series * lanes + lane) * columns + column], NaN where there is none. */
+/** The numbers of one statistic: values[(series * lanes + lane) * stride + column], NaN where there is none. */
 class Cube {
   constructor(block) {
     const [numSeries, numLanes, numColumns] = block.data.shape;
-    Object.assign(this, { numSeries, numLanes, numColumns });
+    Object.assign(this, { numSeries, numLanes, numColumns, stride: numColumns });
     const size = numSeries * numLanes * numColumns;
     const bytes = block.arrays.codes;
     const isFine = bytes.length === 2 * size && size > 0;
@@ -35,7 +35,32 @@ class Cube {
     }
   }
   at(series, lane, column) {
-    return (series * this.numLanes + lane) * this.numColumns + column;
+    return (series * this.numLanes + lane) * this.stride + column;
+  }
+  /** Take over the columns of a block that holds some of them: new ones, and such as have changed. */
+  merge(block) {
+    const some = new Cube(block), { columns } = block.data;
+    const count = Math.max(this.numColumns, columns[columns.length - 1] + 1);
+    if (count > this.stride) this.widen(2 * count);
+    this.numColumns = count;
+    for (let s = 0; s < this.numSeries; s++) {
+      for (let l = 0; l < this.numLanes; l++) {
+        for (let c = 0; c < columns.length; c++) {
+          const from = some.at(s, l, c), to = this.at(s, l, columns[c]);
+          this.values[to] = some.values[from];
+          this.rows[to] = some.rows[from];
+        }
+      }
+    }
+  }
+  widen(stride) {
+    const lines = this.numSeries * this.numLanes;
+    const values = new Float32Array(lines * stride).fill(NaN), rows = new Uint8Array(lines * stride);
+    for (let line = 0; line < lines; line++) {
+      values.set(this.values.subarray(line * this.stride, line * this.stride + this.numColumns), line * stride);
+      rows.set(this.rows.subarray(line * this.stride, line * this.stride + this.numColumns), line * stride);
+    }
+    Object.assign(this, { values, rows, stride });
   }
 }
 
@@ -66,6 +91,16 @@ class RunData {
     if (!this.blocks.has(name)) return null;
     if (!this.cubes.has(name)) this.cubes.set(name, this.blocks.get(name).then((block) => new Cube(block)));
     return this.cubes.get(name);
+  }
+  /** The cubes that grow as a run does: statistic and kind of each. */
+  get cubeNames() {
+    const found = [...this.blocks.packed.keys()].map((name) => name.split("/")).filter(([kind]) => kind === "values" || kind === "scalars");
+    return found.map(([kind, statistic]) => [statistic, kind]);
+  }
+  /** The columns are others, or more. */
+  takeSteps(data) {
+    Object.assign(this.axes, data);
+    this.steps = data.steps;
   }
   /** What a picture of a statistic needs: its cube, and those of what is not finite. */
   async picture(statistic, kind = "values") {

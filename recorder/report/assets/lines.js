@@ -165,8 +165,10 @@ function linesOf(run, picture, series, { lanes, colorOf, named, isBeside = false
 }
 
 class LinesPanel {
-  constructor(app) {
+  /** `only` is "lines" or "numbers" (of the step) where a pane shows no more than these. */
+  constructor(app, only = null) {
     this.app = app;
+    this.only = only;
     this.id = "lines";
     this.title = "Lines";
     this.isShown = app.run.series.length > 0 || app.run.scalars.length > 0;
@@ -199,6 +201,7 @@ class LinesPanel {
   }
   async update() {
     const { app } = this, { state, run, choices, other } = app;
+    if (this.only === "numbers") return this.updateScalars(state.get("each") !== "0");
     const pinned = this.pinned, { statistic } = choices;
     const isLog = state.get("log") === "1";
     const isEach = state.get("each") !== "0";
@@ -240,7 +243,7 @@ class LinesPanel {
       const about = [STATISTIC_TEXTS[statistic], pinned.length === 1 ? `${pinned[0].dtype} ${pinned[0].shape}` : ""];
       this.charts[0].draw({ title, steps: run.steps, lines, isLog, about });
     }
-    await this.updateScalars(isEach);
+    if (this.only === null) await this.updateScalars(isEach);
   }
   /** A field to add a value by the path of its module. */
   adder() {

@@ -1,14 +1,38 @@
 // Puts the page together: reads the blocks, makes the panels, and redraws those that a change concerns.
 
+const LIVE = document.documentElement.dataset.live ?? null;
+const LIVE_TEXTS = { reading: "reading what is there", live: "live", over: "over", gone: "deleted" };
+
 class App {
-  constructor() {
-    this.blocks = new Blocks();
-    this.blocks.readPage();
+  constructor(blocks) {
+    this.blocks = blocks;
     this.state = new State();
     this.tooltip = new Tooltip();
     this.panels = [];
+    this.source = null;
+    this.listen();
+  }
+  /** What concerns the whole page for as long as it is open. */
+  listen() {
+    this.state.onChange((names) => this.change(names));
+    let width = window.innerWidth;
+    window.addEventListener("resize", onceAFrame(() => {
+      if (window.innerWidth === width) return; // the height alone changes where a phone hides its bars
+      width = window.innerWidth;
+      this.change(null);
+    }));
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.change(null));
+    window.addEventListener("pointerdown", () => { this.isHeld = true; }, true);
+    for (const name of ["pointerup", "pointercancel", "blur"]) window.addEventListener(name, () => { this.isHeld = false; }, true);
   }
   async start() {
+    await this.load();
+    this.build();
+    await this.redraw(this.panels);
+    this.goTo(this.state.get("view"), "instant");
+    document.documentElement.dataset.drawn = String(Math.round(performance.now()));
+  }
+  async load() {
     const { blocks } = this;
     const first = Promise.all(["top", "modules", "axes", "gaps", "ranks", "images"].map((name) => blocks.get(name)));
     const [top, modules, axes, gaps, ranks, images] = await first;
@@ -21,24 +45,13 @@ class App {
     this.gaps = new Gaps(this, gaps);
     this.against = isPair ? new AgainstPanel(this, await blocks.get("against")) : null;
     this.lines = new LinesPanel(this);
+    this.panes = new PanesPanel(this, blocks.has("panes") ? await blocks.get("panes") : null);
     this.panels = [
-      new TopPanel(this), this.against, new MapPanel(this),
+      new TopPanel(this), this.against, this.panes, new MapPanel(this),
       this.lines,
       new HistogramsPanel(this, blocks.has("histograms") ? await blocks.get("histograms") : null),
       new UnitsPanel(this, blocks.has("units") ? await blocks.get("units") : null), new GraphPanel(this), new RanksPanel(this, ranks), new ImagesPanel(this, images),
     ].filter((panel) => panel?.isShown);
-    this.build();
-    this.state.onChange((names) => this.change(names));
-    let width = window.innerWidth;
-    window.addEventListener("resize", onceAFrame(() => {
-      if (window.innerWidth === width) return; // the height alone changes where a phone hides its bars
-      width = window.innerWidth;
-      this.change(null);
-    }));
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.change(null));
-    await this.redraw(this.panels);
-    this.goTo(this.state.get("view"), "instant");
-    document.documentElement.dataset.drawn = String(Math.round(performance.now()));
   }
   build() {
     const page = document.getElementById("page");
@@ -48,15 +61,26 @@ class App {
       event.preventDefault();
       this.show(panel.id);
     } }, panel.title));
+    this.liveText = this.source && el("span", { id: "live", role: "status" });
+    page.replaceChildren();
     page.append(
       el("a", { class: "skip", href: "#view=map", onclick: (event) => { event.preventDefault(); this.show("map"); } }, "to the map"),
-      el("header", {}, el("h1", {}, title), el("nav", { "aria-label": "panels" }, links), this.bar),
+      el("header", {}, el("h1", {}, title, this.liveText), el("nav", { "aria-label": "panels" }, links), this.bar),
       el("main", {}, this.panels.map((panel) => {
-        panel.section = el("section", { id: `panel-${panel.id}`, "aria-label": panel.title }, el("h2", {}, panel.title));
+        panel.section = el("section", { id: `panel-${panel.id}`, "aria-label": panel.title }, el("h2", {}, panel.title, this.keepers(panel)));
         return panel.section;
       })),
-      el("footer", {}, `Made by recorder ${this.top.version}. This file holds numbers for drawing and asks nothing of a network.`));
+      el("footer", {}, `Made by recorder ${this.top.version}. ` + (this.source ? "This page asks nothing but the server that it came from." :
+        "This file holds numbers for drawing and asks nothing of a network.")));
     for (const panel of this.panels) panel.build(panel.section);
+    this.sayLive();
+  }
+  /** Buttons that keep a picture as a pane. */
+  keepers(panel) {
+    if (!this.source || !(panel.id in PANE_KINDS)) return [];
+    const keep = (kind, text) => el("button", { type: "button", class: "keep", "data-keep": kind, onclick: () => this.panes.add(kind, panel) }, text);
+    const isNumbers = panel.id === "lines" && this.run.scalars.length > 0;
+    return [keep(panel.id, "keep as a pane"), ...(isNumbers ? [keep("numbers", "keep the numbers of the step as a pane")] : [])];
   }
   change(names) {
     const concerned = this.panels.filter((panel) => names === null || panel.listens.some((name) => names.includes(name)));
@@ -65,7 +89,7 @@ class App {
     });
   }
   async redraw(panels) {
-    if (this.run.series.length) this.bar.replaceChildren(this.choices.bar());
+    if (this.run?.series.length && !this.bar.contains(document.activeElement)) this.bar.replaceChildren(this.choices.bar());
     for (const panel of panels) {
       if (!panel.update) continue;
       try {
@@ -86,14 +110,134 @@ class App {
     this.state.set({ view: id });
     this.goTo(id);
   }
+  /** Show a panel with other choices. */
+  follow(id, values) {
+    this.state.set({ ...values, view: id });
+    this.goTo(id);
+  }
   goTo(id, behavior = "auto") {
     if (id === null) return;
     document.getElementById(`panel-${id}`)?.scrollIntoView({ block: "start", behavior });
     for (const link of document.querySelectorAll("nav a")) link.toggleAttribute("aria-current", link.dataset.view === id);
   }
+  /** Everything, from a server: at the beginning, and when series, lanes or columns are others. */
+  async takeAll(found) {
+    this.blocks.clear();
+    for (const [name, bytes] of found) this.blocks.set(name, bytes);
+    if (!this.blocks.has("axes") || !["ranks", "images", "gaps"].every((name) => this.blocks.has(name))) return this.wait();
+    const place = window.scrollY, isFirst = document.documentElement.dataset.drawn === undefined;
+    this.isWaiting = false;
+    await this.load();
+    for (const name of this.run.cubeNames) await this.run.cube(...name);
+    this.build();
+    await this.redraw(this.panels);
+    if (isFirst) this.goTo(this.state.get("view"), "instant");
+    else window.scrollTo({ top: place, behavior: "instant" });
+    document.documentElement.dataset.drawn ??= String(Math.round(performance.now()));
+    this.told();
+  }
+  /** There is no row yet. */
+  async wait() {
+    const top = this.blocks.has("top") ? (await this.blocks.get("top")).data : null;
+    this.top = top ?? { run: "", live: { state: "reading", step: null } };
+    this.liveText = el("span", { id: "live", role: "status" });
+    document.getElementById("page").replaceChildren(el("header", {}, el("h1", {}, this.top.run, this.liveText)),
+      el("main", {}, el("section", {}, el("p", { class: "note", id: "waiting" }, "Nothing is recorded yet. This page draws it as soon as it is."))));
+    this.sayLive();
+    this.isWaiting = true;
+  }
+  /** What is new, from a server. */
+  async takeMore(found) {
+    const names = new Set();
+    for (const [name, bytes] of found) {
+      if (/^(values|scalars)\//.test(name) && this.run) {
+        const block = await unpack(bytes), [kind, statistic] = name.split("/");
+        (await this.run.cube(statistic, kind))?.merge(block);
+      } else if (name === "steps" && this.run) {
+        this.run.takeSteps((await unpack(bytes)).data);
+      } else {
+        this.blocks.set(name, bytes);
+        names.add(name);
+      }
+    }
+    if (this.isWaiting || !this.panels.length) return this.wait();
+    const isNew = (name) => names.has(name) && !this.panels.some((one) => one.id === name);
+    if (isNew("histograms") || isNew("units") || (isNew("images") && (await this.blocks.get("images")).data.images.length)) {
+      return this.takeAll([...this.blocks.packed].filter(([, bytes]) => bytes instanceof Uint8Array));
+    }
+    if (names.has("top")) this.top = (await this.blocks.get("top")).data;
+    if (names.has("gaps")) this.gaps = new Gaps(this, await this.blocks.get("gaps"));
+    if (names.has("panes")) this.panes.take(await this.blocks.get("panes"));
+    for (const name of [...names].filter((one) => one.includes("/"))) this.run.cubes.delete(name);
+    const kinds = { top: TopPanel, ranks: RanksPanel, images: ImagesPanel, histograms: HistogramsPanel, units: UnitsPanel };
+    for (const [id, Panel] of Object.entries(kinds)) {
+      if (names.has(id)) await this.remake(id, new Panel(this, await this.blocks.get(id)));
+    }
+    this.told();
+    this.isStale = true;
+    this.redrawLive();
+  }
+  /** Draw what is new, unless somebody is holding something, and not more often than there is time for. */
+  redrawLive() {
+    if (this.isDrawing || !this.isStale) return;
+    const now = performance.now();
+    const isBusy = this.isHeld || document.hidden;
+    if (isBusy || now < (this.notBefore ?? 0)) {
+      clearTimeout(this.timer);
+      this.timer = setTimeout(() => this.redrawLive(), isBusy ? 300 : this.notBefore - now);
+      return;
+    }
+    this.isDrawing = true;
+    this.isStale = false;
+    const active = document.activeElement;
+    const isTyping = (panel) => active?.matches?.("input, select") && panel.section.contains(active) && active.type !== "checkbox";
+    this.redraw(this.panels.filter((panel) => panel.id !== "top" && panel.id !== "ranks" && panel.id !== "images" && !isTyping(panel))).then(() => {
+      this.isDrawing = false;
+      this.notBefore = performance.now() + 4 * (performance.now() - now);
+      this.told();
+      this.redrawLive();
+    });
+  }
+  /** A panel anew, with what was unfolded in it. */
+  async remake(id, panel) {
+    const place = this.panels.findIndex((one) => one.id === id);
+    if (place < 0) return;
+    const { section } = this.panels[place];
+    const open = [...section.querySelectorAll("details")].map((one) => one.open);
+    panel.section = section;
+    this.panels[place] = panel;
+    section.replaceChildren(el("h2", {}, panel.title, this.keepers(panel)));
+    panel.build(section);
+    await panel.update?.();
+    [...section.querySelectorAll("details")].forEach((one, number) => { one.open = open[number] ?? false; });
+  }
+  /** Say in the page how far it is, for people and for tests. */
+  told() {
+    document.documentElement.dataset.step = String(this.top?.live?.step ?? "");
+    document.documentElement.dataset.state = this.top?.live?.state ?? "";
+    this.sayLive();
+  }
+  sayLive() {
+    if (!this.liveText || !this.top?.live) return;
+    const { state, step } = this.top.live, problem = this.source?.problem;
+    this.liveText.className = problem ? "wrong" : state;
+    this.liveText.replaceChildren();
+    put(this.liveText, problem ? problem : `${LIVE_TEXTS[state] ?? state}${step === null ? "" : `, step ${step}`}`);
+  }
 }
 
-new App().start().catch((error) => {
+async function begin() {
+  const blocks = new Blocks();
+  blocks.readPage();
+  if (LIVE === "runs") return new RunsPage(blocks).start();
+  if (LIVE === "side") return new SidePage().start();
+  const app = new App(blocks);
+  if (LIVE === null) return app.start();
+  app.source = new LiveSource(app);
+  new Beside(app.state);
+}
+
+begin().catch((error) => {
   console.error(error);
   document.getElementById("page").append(el("p", { class: "verdict wrong" },
     `This page could not be drawn: ${error.message}. It needs a browser of 2023 or later (DecompressionStream).`));

@@ -18,7 +18,7 @@ class TopPanel {
       const words = isLink ? el("a", { href: state.address(this.target(link)) }, text) : el("span", {}, text);
       return el("li", { class: mark }, words);
     }));
-    const verdict = top.num_missing ? `not whole: ${plural(top.num_missing, "finding")} of recorder doctor` : "whole, as far as recorder doctor sees";
+    const verdict = top.verdict ? top.verdict : top.num_missing ? `not whole: ${plural(top.num_missing, "finding")} of recorder doctor` : "whole, as far as recorder doctor sees";
     const checks = top.checks.map(([mark, text]) => el("li", { class: `check ${mark}` }, el("b", {}, mark), " " + text));
     put(section, 
       el("div", { class: "columns" },
@@ -29,7 +29,7 @@ class TopPanel {
           el("h3", {}, "Is it whole?"),
           el("p", { class: top.num_missing ? "verdict wrong" : "verdict right", id: "verdict" }, verdict),
           top.num_missing > 0 && el("ul", { class: "checks" }, checks.slice(0, Math.min(top.num_missing, 8))),
-          el("details", {}, el("summary", {}, `all ${plural(top.checks.length, "answer")} of recorder doctor`),
+          el("details", {}, el("summary", {}, top.verdict ? plural(top.checks.length, "rank") : `all ${plural(top.checks.length, "answer")} of recorder doctor`),
             el("ul", { class: "checks" }, checks.slice(top.num_missing).map((one) => one.cloneNode(true)))),
           top.notes.length > 0 && el("details", {}, el("summary", {}, plural(top.notes.length, "note")),
             el("ul", { class: "checks" }, top.notes.map((text) => el("li", {}, text)))))));

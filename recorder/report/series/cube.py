@@ -7,6 +7,7 @@ vanishes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,21 @@ class Cube:
         self._column = np.arange(len(steps)) * num_columns // max(len(steps), 1)
         self.values = {name: np.full(self.shape, np.nan, np.float32) for name in statistics}
         self.has_row = np.zeros(self.shape, np.bool_)
+
+    @property
+    def num_columns(self) -> int:
+        """How many columns steps were put into."""
+        return self.shape[2]
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps the columns stand for."""
+        return len(self.steps)
+
+    @property
+    def last_step(self) -> int | None:
+        """The last of them; None where there are none."""
+        return int(self.steps[-1]) if len(self.steps) else None
 
     @property
     def first_steps(self) -> list[int]:
@@ -74,17 +90,172 @@ class Cube:
         """A block for each statistic; of no more than `max_fine` cells in all with the finer codes."""
         cells = int(np.prod(self.shape)) * len(self.values)
         levels = FINE if cells <= max_fine else COARSE
-        found = []
-        for name, values in self.values.items():
-            coded = quantise(values, self.has_row, levels)
-            found.append(
-                Block(
-                    name=f"{prefix}/{name}",
-                    data={"statistic": name, "shape": list(self.shape), "levels": levels},
-                    arrays={"codes": planes(coded.codes), "low": coded.low, "high": coded.high, "unit": coded.unit},
-                )
-            )
-        return found
+        return [_block(prefix, name, values, self.has_row, levels, {}) for name, values in self.values.items()]
+
+
+class GrowingCube(Cube):
+    """A cube of which more and more steps become known, in as many columns as there were room for from the beginning.
+
+    A column is made for each step as long as there is room. Then two columns become one, and so on.
+    """
+
+    def __init__(self, *, steps: Sequence[int], num_columns: int, num_series: int, num_lanes: int,
+                 statistics: Sequence[str]) -> None:  # fmt: skip
+        """An empty one; arguments are those of a cube."""
+        super().__init__(
+            steps=(), num_columns=max(num_columns, 2), num_series=num_series, num_lanes=num_lanes, statistics=statistics
+        )
+        self.changed = np.zeros(self.shape[2], np.int64)
+        """By column the version in which it was changed last."""
+        self.version = 0
+        """What is changed now is of this version."""
+        self.num_halved = 0
+        """How often columns were put together: each time all of them are others."""
+        self._first_steps: list[int] = []
+        self._width = 1
+        self._num_in_last = 0
+        self._num_steps = 0
+        self._last_step = -1
+        self._saved: tuple[int, dict[str, npt.NDArray[np.float32]], npt.NDArray[np.bool_]] | None = None
+        self.add_steps(steps)
+
+    @property
+    def num_columns(self) -> int:
+        return len(self._first_steps)
+
+    @property
+    def first_steps(self) -> list[int]:
+        return list(self._first_steps)
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    @property
+    def last_step(self) -> int | None:
+        return self._last_step if self._first_steps else None
+
+    def columns_of(self, steps: Integers) -> Integers:
+        """The column of each step; one that is not known is of the column before it."""
+        found = np.searchsorted(np.array(self._first_steps, np.int64), steps, side="right") - 1
+        return np.maximum(found, 0)
+
+    def add_steps(self, steps: Sequence[int]) -> None:
+        """Make columns for those of ascending steps that lie behind all that are known."""
+        for step in steps:
+            if step <= self._last_step:
+                continue
+            self._last_step = step
+            self._num_steps += 1
+            if self._first_steps and self._num_in_last < self._width:
+                self._num_in_last += 1
+                continue
+            if len(self._first_steps) == self.shape[2]:
+                self._halve()
+                if self._num_in_last < self._width:
+                    self._num_in_last += 1
+                    continue
+            self._first_steps.append(step)
+            self._num_in_last = 1
+
+    def put(
+        self, series: Integers, lanes: Integers, steps: Integers, numbers: Mapping[str, npt.NDArray[np.float64]]
+    ) -> None:
+        """Put values in, and note which columns they change."""
+        super().put(series, lanes, steps, numbers)
+        self.changed[self.columns_of(steps)] = self.version
+
+    def save_from(self, step: int) -> None:
+        """What is put in from now on, at this step or later, is not final: `restore` takes it out again."""
+        first = int(self.columns_of(np.array([step]))[0])
+        values = {name: array[:, :, first:].copy() for name, array in self.values.items()}
+        self._saved = first, values, self.has_row[:, :, first:].copy()
+
+    def restore(self) -> None:
+        """Take out what was put in since `save_from`."""
+        if self._saved is None:
+            return
+        first, values, has_row = self._saved
+        for name, array in values.items():
+            self.values[name][:, :, first:] = array
+        self.has_row[:, :, first:] = has_row
+        self.changed[first:] = self.version
+        self._saved = None
+
+    def adopt(self, older: GrowingCube) -> None:
+        """Take over what a cube holds whose series, lanes and statistics are among the first of this one's."""
+        while older.num_columns > self.shape[2]:
+            older._halve()
+        num_series, num_lanes, num = older.shape[0], older.shape[1], older.num_columns
+        for name, array in self.values.items():
+            array[:num_series, :num_lanes, :num] = older.values[name][:, :, :num]
+        self.has_row[:num_series, :num_lanes, :num] = older.has_row[:, :, :num]
+        self._first_steps, self._width = older._first_steps, older._width
+        self._num_in_last, self._num_steps, self._last_step = older._num_in_last, older._num_steps, older._last_step
+        self.num_halved = older.num_halved
+        self.version = older.version
+        self.changed[:] = self.version
+
+    def grown(self, prefix: str, since: int) -> list[Block]:
+        """A block for each statistic with the columns that were changed after a version."""
+        columns = np.flatnonzero(self.changed[: self.num_columns] > since)
+        if not len(columns) or not self.shape[0]:
+            return []
+        data = {"columns": columns.tolist()}
+        has_row = self.has_row[:, :, columns]
+        return [
+            _block(prefix, name, values[:, :, columns], has_row, FINE, data) for name, values in self.values.items()
+        ]
+
+    def blocks(self, prefix: str, max_fine: int) -> list[Block]:
+        """A block for each statistic, of all columns that there are."""
+        num = self.num_columns
+        levels = FINE if self.shape[0] * self.shape[1] * num * len(self.values) <= max_fine else COARSE
+        has_row = self.has_row[:, :, :num]
+        return [_block(prefix, name, values[:, :, :num], has_row, levels, {}) for name, values in self.values.items()]
+
+    def _halve(self) -> None:
+        """Make one column of two, which holds the value that stands out."""
+        assert self._saved is None, "what is not final is taken out first"
+        num = len(self._first_steps)
+        pairs = num // 2
+        for name, array in self.values.items():
+            left, right = array[:, :, 0 : 2 * pairs : 2], array[:, :, 1 : 2 * pairs : 2]
+            is_right = np.isnan(left) | (_weight(name, right) > _weight(name, left))
+            joined = np.where(is_right, right, left)
+            odd = array[:, :, num - 1 : num].copy()
+            array[:, :, :] = np.nan
+            array[:, :, :pairs] = joined
+            if num % 2:
+                array[:, :, pairs : pairs + 1] = odd
+        rows = self.has_row[:, :, 0 : 2 * pairs : 2] | self.has_row[:, :, 1 : 2 * pairs : 2]
+        odd_rows = self.has_row[:, :, num - 1 : num].copy()
+        self.has_row[:, :, :] = False
+        self.has_row[:, :, :pairs] = rows
+        if num % 2:
+            self.has_row[:, :, pairs : pairs + 1] = odd_rows
+        else:
+            self._num_in_last += self._width
+        self._first_steps = self._first_steps[::2]
+        self._width *= 2
+        self.num_halved += 1
+        self.changed[:] = self.version
+
+
+def _block(
+    prefix: str,
+    name: str,
+    values: npt.NDArray[np.float32],
+    has_row: npt.NDArray[np.bool_],
+    levels: int,
+    data: Mapping[str, Any],
+) -> Block:
+    coded = quantise(values, has_row, levels)
+    return Block(
+        name=f"{prefix}/{name}",
+        data={"statistic": name, "shape": list(values.shape), "levels": levels, **data},
+        arrays={"codes": planes(coded.codes), "low": coded.low, "high": coded.high, "unit": coded.unit},
+    )
 
 
 def _weight(name: str, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

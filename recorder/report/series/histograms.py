@@ -16,6 +16,7 @@ from ...analyze.moments import integers
 from ...errors import CorruptError
 from ...format.numbers.histogram import Histogram
 from ..blocks import Block
+from .thinned import ThinnedSteps
 
 _MAX_RANKS = 8
 _LOWEST, _HIGHEST = -60, 40
@@ -93,3 +94,18 @@ class HistogramCollector:
             "shape": list(codes.shape), "first": first, "zero": _NUM_BINS, "lowest": _LOWEST,
         }  # fmt: skip
         return Block(name=name, data=data, arrays={"codes": np.ascontiguousarray(codes)})
+
+
+class GrowingHistograms(HistogramCollector):
+    """Histograms of a run to which steps are added."""
+
+    def __init__(self, steps: list[int], ranks: list[int], num_series: int) -> None:
+        super().__init__([], ranks, num_series)
+        self._thinned = ThinnedSteps(_MAX_COLUMNS)
+
+    def add(self, table: Any, number_of: Callable[[Any], Any]) -> None:
+        """Rows of steps behind all those that were added before."""
+        if self._thinned.see(table, "histogram"):
+            self._found = {key: line for key, line in self._found.items() if key[1] in self._thinned.steps}
+        self.steps = self._thinned.steps
+        super().add(table, number_of)

@@ -14,13 +14,14 @@ from ...analyze.stats.reasons import WHY, with_why
 from ...errors import LookupFailedError
 from ...format.schema import COUNTS, MEASURED
 from ...globalview.run import Run
+from ...globalview.view import GlobalView
 from ..axes import Axes, is_number
 from ..blocks import Block
 from ..rows import SeriesKey, StepRows, Values, values_of
-from .cube import Cube
-from .histograms import HistogramCollector
+from .cube import Cube, GrowingCube
+from .histograms import GrowingHistograms, HistogramCollector
 from .lanes import Lanes, OddRanks, spread_of
-from .units import UnitsCollector
+from .units import GrowingUnits, UnitsCollector
 
 DRAWN = ("absmax", "l2", "mean", "std", "min", "max")
 """The statistics that a page holds, the most telling first; counts it always holds."""
@@ -44,6 +45,8 @@ _MAX_GLOBAL_ROWS = 120_000
 _MAX_GLOBAL_STEP_ROWS = 20_000
 """A step with more, of thousands of ranks, takes minutes and gigabytes to put together: such a run has ranks alone."""
 _MAX_REASONS = 2000
+_MANY_STEPS = 1 << 30
+"""A run that grows has room for steps as one that is never over."""
 
 
 class StatisticsBlocks:
@@ -58,6 +61,8 @@ class StatisticsBlocks:
         steps: Sequence[int] | None = None,
         share: float = 1.0,
         prefix: str = "",
+        is_growing: bool = False,
+        has_global: bool | None = None,
     ) -> None:
         """Room for all of it.
 
@@ -68,13 +73,16 @@ class StatisticsBlocks:
             steps: those of the columns, where another run has others than this one.
             share: of the page that there is room for.
             prefix: of the names of its blocks.
+            is_growing: more steps may come, in any number; odd ranks have no lanes of their own then.
+            has_global: whether values of all ranks together are made; by default where they take no minutes.
 
         Raises:
             LookupFailedError: there is no such statistic.
         """
         self._run, self._axes, self._prefix = run, axes, prefix
-        a_step = axes.num_rows / max(len(axes.steps | axes.scalar_steps), 1)
-        self.lanes = Lanes(run, can_have_global=a_step <= _MAX_GLOBAL_STEP_ROWS)
+        if has_global is None:
+            has_global = axes.num_rows <= _MAX_GLOBAL_STEP_ROWS * max(len(axes.steps | axes.scalar_steps), 1)
+        self.lanes = Lanes(run, can_have_global=has_global)
         for name in asked:
             if name not in DRAWN:
                 raise LookupFailedError(f"no statistic {name!r} to draw; there are {', '.join(DRAWN)}")
@@ -85,21 +93,28 @@ class StatisticsBlocks:
             for number, key in enumerate(keys):
                 self._number[axes.index[key]] = number
         self._is_scalar = np.array([*axes.is_scalar, False])
+        self._steps = steps
         steps = sorted(axes.steps) if steps is None else steps
-        self.names, num_columns = _fit(len(self.series), len(self.lanes), len(steps), asked, share)
-        self.cube = Cube(
-            steps=steps, num_columns=num_columns, num_series=len(self.series), num_lanes=len(self.lanes),
+        num_lanes = len(self.lanes.described()) if is_growing else len(self.lanes)
+        self._make = GrowingCube if is_growing else Cube
+        self.names, num_columns = _fit(
+            len(self.series), num_lanes, _MANY_STEPS if is_growing else len(steps), asked, share
+        )
+        self.cube = self._make(
+            steps=steps, num_columns=num_columns, num_series=len(self.series), num_lanes=num_lanes,
             statistics=(*self.names, *COUNTS),
         )  # fmt: skip
         scalar_steps = sorted(axes.scalar_steps)
-        self.scalar_cube = Cube(
-            steps=scalar_steps, num_columns=min(len(scalar_steps), _MAX_SCALAR_COLUMNS),
-            num_series=len(self.scalars), num_lanes=len(self.lanes), statistics=_OF_SCALARS,
+        self.scalar_cube = self._make(
+            steps=scalar_steps, num_columns=_MAX_COLUMNS if is_growing else min(len(scalar_steps), _MAX_SCALAR_COLUMNS),
+            num_series=len(self.scalars), num_lanes=num_lanes, statistics=_OF_SCALARS,
         )  # fmt: skip
         self.odd = OddRanks(self.lanes.ranks)
         self._judged_by = next((name for name in _JUDGED_BY if name in self.names), None)
-        self.histograms = HistogramCollector(list(steps), self.lanes.ranks, len(self.series))
-        self.units = UnitsCollector(list(steps), self.lanes.ranks, len(self.series))
+        histograms = GrowingHistograms if is_growing else HistogramCollector
+        units = GrowingUnits if is_growing else UnitsCollector
+        self.histograms = histograms(list(steps), self.lanes.ranks, len(self.series))
+        self.units = units(list(steps), self.lanes.ranks, len(self.series))
         self.reasons: dict[tuple[int, bool], str] = {}
         """By series and whether it is of all ranks, why it has no statistics, or stays with its ranks."""
         self.global_steps: int | None = None
@@ -118,15 +133,16 @@ class StatisticsBlocks:
             self.by_rank = Cube(
                 steps=ranks, num_columns=num_bins, num_series=len(self.series), num_lanes=1, statistics=names
             )
-            self.rank_steps = Cube(
-                steps=self.cube.steps.tolist(), num_columns=min(self.cube.shape[2], 200),
+            self.rank_steps = self._make(
+                steps=sorted(self._axes.steps) if self._steps is None else self._steps,
+                num_columns=min(self.cube.shape[2], 200),
                 num_series=len(self._sites), num_lanes=num_bins, statistics=names,
             )  # fmt: skip
 
     def collect(self, rows: StepRows, report: Callable[[int], None]) -> None:
         """Read all rows, and those of all ranks together; `report` is called with how many rows are done."""
         for table in rows:
-            self._add(table)
+            self.add(table)
             report(table.num_rows)
         if self.lanes.has_spread:
             self.lanes.set_odd(self.odd.found())
@@ -135,24 +151,56 @@ class StatisticsBlocks:
         if self.lanes.has_global and not self.lanes.is_merged:
             self._add_global(rows)
 
-    def _add(self, table: Any) -> None:
-        """The rows of a range of steps, as ranks recorded them."""
-        self._note_reasons(table, is_global=False)
-        self.histograms.add(table, self._numbers_of)
-        self.units.add(table, self._numbers_of)
+    @property
+    def growing_cubes(self) -> list[GrowingCube]:
+        """Those of its cubes to which steps are added."""
+        cubes = (self.cube, self.scalar_cube, self.rank_steps)
+        return [cube for cube in cubes if isinstance(cube, GrowingCube)]
+
+    def add_steps(self, steps: Sequence[int], scalar_steps: Sequence[int]) -> None:
+        """Make room for more steps of tensors, and of numbers of the step."""
+        for cube, more in ((self.cube, steps), (self.rank_steps, steps), (self.scalar_cube, scalar_steps)):
+            if isinstance(cube, GrowingCube):
+                cube.add_steps(more)
+
+    def adopt(self, older: StatisticsBlocks) -> None:
+        """Take over what was collected when fewer series were known, of the same lanes. Both are growing."""
+        pairs = [(self.cube, older.cube), (self.scalar_cube, older.scalar_cube), (self.rank_steps, older.rank_steps)]
+        for new, old in pairs:
+            if isinstance(new, GrowingCube) and isinstance(old, GrowingCube):
+                new.adopt(old)
+        if self.by_rank is not None and older.by_rank is not None:
+            for name, values in older.by_rank.values.items():
+                self.by_rank.values[name][: len(values)] = values
+            self.by_rank.has_row[: older.by_rank.shape[0]] = older.by_rank.has_row
+        self.odd, self.reasons = older.odd, older.reasons
+        self.histograms, self.units = older.histograms, older.units
+        self.global_steps = older.global_steps
+
+    def add(self, table: Any, *, is_final: bool = True) -> None:
+        """Add the rows of a range of steps, as ranks recorded them.
+
+        Args:
+            table: the rows.
+            is_final: no more rows of these steps will come; else nothing is counted that would be counted again.
+        """
+        if is_final:
+            self._note_reasons(table, is_global=False)
+            self.histograms.add(table, self._numbers_of)
+            self.units.add(table, self._numbers_of)
         for values, cube in self._split(table):
             own = self.lanes.of_ranks(values.ranks)
             _put(cube, values, own, np.flatnonzero(own >= 0))
             if len(self.lanes.ranks) < 3:
                 continue
             spread = spread_of(values, self._judged_by if cube is self.cube else None)
-            if cube is self.cube:
+            if cube is self.cube and is_final:
                 self.odd.add(values, spread)
             if self.lanes.has_spread:
                 for place, lane in enumerate(self.lanes.spread_lanes):
                     numbers = {name: found[place] for name, found in spread.numbers.items()}
                     cube.put(spread.series, np.full(len(spread.series), lane), spread.steps, numbers)
-                if cube is self.cube:
+                if cube is self.cube and is_final:
                     self._put_deviations(values, spread.deviation)
 
     def _numbers_of(self, table: Any) -> Integers:
@@ -194,16 +242,20 @@ class StatisticsBlocks:
             chosen = np.unique(np.linspace(0, len(steps) - 1, num_steps).astype(int))
             ranges = [(steps[place], steps[place] + 1) for place in chosen.tolist()]
             self.global_steps = len(ranges)
-        known = set(steps)
         for first, last in ranges:
-            table = view.rows(first, last).table
-            table = table.filter(pc.not_equal(table.column("phase"), "recompute"))
-            at = table.column("step").to_numpy()
-            table = table.filter(pa.array(np.isin(at, [step for step in known if first <= step < last])))
-            self._note_reasons(table, is_global=True)
-            whole = table.filter(pc.is_null(table.column("rank")))
-            for values, cube in self._split(whole):
-                cube.put(values.series, np.zeros(len(values.series), np.int64), values.steps, values.numbers)
+            self.add_global(view, first, last)
+
+    def add_global(self, view: GlobalView, first: int, last: int) -> None:
+        """Add the values of all ranks together, of the steps from `first` up to, but not including, `last`."""
+        table = view.rows(first, last).table
+        table = table.filter(pc.not_equal(table.column("phase"), "recompute"))
+        at = table.column("step").to_numpy()
+        known = [s for s in np.unique(at).tolist() if s in self._axes.steps or s in self._axes.scalar_steps]
+        table = table.filter(pa.array(np.isin(at, known)))
+        self._note_reasons(table, is_global=True)
+        whole = table.filter(pc.is_null(table.column("rank")))
+        for values, cube in self._split(whole):
+            cube.put(values.series, np.zeros(len(values.series), np.int64), values.steps, values.numbers)
 
     def _note_reasons(self, table: Any, *, is_global: bool) -> None:
         """Why series have no numbers; of several reasons the first."""
@@ -226,17 +278,24 @@ class StatisticsBlocks:
 
     def blocks(self, modules: Mapping[str, int]) -> Iterator[Block]:
         """What was collected."""
+        yield self.axes_block(modules)
+        if self._make is Cube:
+            for cube in (self.cube, self.scalar_cube):
+                cube.keep_lanes(len(self.lanes.described()))
+        yield from self.cube.blocks(f"{self._prefix}values", _MAX_FINE_CELLS)
+        if self.scalars:
+            yield from self.scalar_cube.blocks(f"{self._prefix}scalars", _MAX_FINE_CELLS)
+        yield from self.further_blocks()
+
+    def axes_block(self, modules: Mapping[str, int]) -> Block:
+        """What there is to draw; `modules` gives the number of each path."""
         axes = self._axes
-        yield Block(
+        return Block(
             name=f"{self._prefix}axes",
             data={
+                **self.steps_known(),
                 "lanes": self.lanes.described(),
                 "statistics": list(self.names),
-                "steps": self.cube.first_steps,
-                "num_steps": len(self.cube.steps),
-                "last_step": int(self.cube.steps[-1]) if len(self.cube.steps) else None,
-                "scalar_steps": self.scalar_cube.first_steps,
-                "num_scalar_steps": len(self.scalar_cube.steps),
                 "global_steps": self.global_steps,
                 "has_global": self.lanes.has_global,
                 "series": [_described(axes, modules, key) for key in self.series],
@@ -247,12 +306,19 @@ class StatisticsBlocks:
                 "sites": self._sites,
             },
         )
-        num_lanes = len(self.lanes.described())
-        for cube in (self.cube, self.scalar_cube):
-            cube.keep_lanes(num_lanes)
-        yield from self.cube.blocks(f"{self._prefix}values", _MAX_FINE_CELLS)
-        if self.scalars:
-            yield from self.scalar_cube.blocks(f"{self._prefix}scalars", _MAX_FINE_CELLS)
+
+    def steps_known(self) -> dict[str, Any]:
+        """The columns, and the steps in them, as the page's axes have them."""
+        return {
+            "steps": self.cube.first_steps,
+            "num_steps": self.cube.num_steps,
+            "last_step": self.cube.last_step,
+            "scalar_steps": self.scalar_cube.first_steps,
+            "num_scalar_steps": self.scalar_cube.num_steps,
+        }
+
+    def further_blocks(self) -> Iterator[Block]:
+        """Histograms, and how far each of many ranks is from the others."""
         if (histograms := self.histograms.block(f"{self._prefix}histograms")) is not None:
             yield histograms
         if (units := self.units.block(f"{self._prefix}units")) is not None:

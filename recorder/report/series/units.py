@@ -18,6 +18,7 @@ from ...errors import RunError
 from ...format.numbers.units import Units
 from ...read.shards.decode import parse_shape
 from ..blocks import Block
+from .thinned import ThinnedSteps
 
 _MAX_RANKS = 8
 _NUM_PLACES = 33
@@ -101,3 +102,20 @@ class UnitsCollector:
             "low": low, "high": high, "levels": _LEVELS,
         }  # fmt: skip
         return Block(name=name, data=data, arrays={"codes": codes, "about": about})
+
+
+class GrowingUnits(UnitsCollector):
+    """Units of a run to which steps are added."""
+
+    def __init__(self, steps: list[int], ranks: list[int], num_series: int) -> None:
+        super().__init__([], ranks, num_series)
+        self._thinned = ThinnedSteps(_MAX_COLUMNS)
+
+    def add(self, table: Any, number_of: Callable[[Any], Any]) -> None:
+        """Rows of steps behind all those that were added before."""
+        if self._thinned.see(table, "units"):
+            kept = self._thinned.steps
+            self._sizes = {key: rows for key, rows in self._sizes.items() if key[1] in kept}
+            self._about = {key: numbers for key, numbers in self._about.items() if key[1] in kept}
+        self.steps = self._thinned.steps
+        super().add(table, number_of)

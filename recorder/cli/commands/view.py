@@ -1,0 +1,88 @@
+"""``recorder view``: serves the page of a run, live, or of each run of a folder, until Ctrl-C."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import logging
+import socket
+from contextlib import closing
+from typing import Annotated
+
+import typer
+
+from ...errors import LookupFailedError, not_installed
+from ...read.finding import find_folder, find_run
+from ..options import RunPath
+from ..output import say
+from .report import told_by_check, told_by_doctor
+
+EPILOG = "Examples: recorder view recordings    recorder view @-1 --port 8123"
+
+_PORT = 8765
+_NUM_PORTS = 20
+_NEEDS = ("starlette", "uvicorn")
+
+
+def command(
+    path: RunPath = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help=f"Where to listen; without: {_PORT}, or the next one that is free."),
+    ] = None,
+    host: Annotated[
+        str,
+        typer.Option(help="Listen at an address that other machines reach, such as 0.0.0.0. Not encrypted."),
+    ] = "127.0.0.1",
+) -> int:
+    """Watch runs in a browser while they record.
+
+    It serves the page of recorder report, live: of a run, or of each run of a folder, which is a list. New steps appear
+    about two seconds after they were recorded. Pictures can be kept as panes, under names; they are saved beside the
+    run, and nothing else is ever written.
+
+    It prints an address with a token in it, which is all that a browser needs: whoever has the address sees the runs.
+    From another machine, forward the port: ssh -L 8765:localhost:8765 HOST. Ctrl-C ends it.
+    """
+    for package in _NEEDS:
+        if importlib.util.find_spec(package) is None:
+            raise LookupFailedError(not_installed("recorder view", package, "view"))
+    from ...view.server import ViewServer
+    from ...view.watching import Watching
+
+    folder = find_folder(path)
+    run = None if folder is not None else find_run(path)[0]
+    logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # what it says is not for whoever watches a run
+    with closing(listen(host, port)) as listener:
+        bound = listener.getsockname()[1]
+        if port is None and bound != _PORT:
+            say(f"port {_PORT} is in use; this is port {bound}")
+        server = ViewServer(Watching(folder, run, told_by_check, told_by_doctor), listener, host)
+        say(f"{folder or run}: open {server.address}")
+        if not _is_loopback(host):
+            say(f"everybody who reaches {host} and has this address sees these runs; the connection is not encrypted")
+        say("Ctrl-C ends it")
+        server.serve()
+    return 0
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """Bind a socket: to the port that was asked for, else to the first that is free."""
+    for one in [port] if port is not None else range(_PORT, _PORT + _NUM_PORTS):
+        try:
+            family = socket.getaddrinfo(host, one, type=socket.SOCK_STREAM)[0][0]
+            return socket.create_server((host, one), family=family)
+        except OSError as error:
+            if port is None and error.errno == errno.EADDRINUSE:
+                continue
+            why = (
+                "is in use; leave --port out to take another"
+                if error.errno == errno.EADDRINUSE
+                else str(error.strerror or error)
+            )
+            raise LookupFailedError(f"--host {host}, port {one}: {why}") from None
+    raise LookupFailedError(f"ports {_PORT} to {_PORT + _NUM_PORTS - 1} are all in use; name another with --port")
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")

@@ -1,0 +1,286 @@
+"""A run that is followed while it is written: its batches in the order of steps, each given once.
+
+What a look costs grows with what is new, and with the number of ranks, and not with what the run holds already. Batches
+that were done with are forgotten. Must never write, and takes nothing for granted that a listing said before.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..errors import NotARunError, RunError
+from ..format.manifest import RunManifest
+from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, open_name, shard_name
+from ..storage.locations import Place, store_of
+from ..storage.protocol import Seen
+from .shards.rows import ShardRows, Steps, load_open, load_sealed
+from .status import ENDED, RankNow, RunWatch
+from .writers import RecordedWriter, list_shards, list_writers, writer_folders
+
+_MAX_BATCHES = 64
+"""Batches of a shard that are found at once."""
+_DERIVED = ("balance", "retired_shards", "state", "_last_words", "last_step")
+"""What a writer works out once, and would not look at again."""
+NEVER = 1 << 62
+"""A step behind all others."""
+
+
+class _Batch(NamedTuple):
+    """A batch that was found, and is not done with."""
+
+    shard: ShardRows
+    number: int
+    steps: Steps
+    num_rows: int
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The shards of one kind of one writer, which hold their rows in the order of steps."""
+
+    kind: str
+    known: dict[int, bool] = field(default_factory=dict)
+    """By number of a shard whether it was open when it was listed last."""
+    next_shard: int = 0
+    shard: ShardRows | None = None
+    waiting: list[int] = field(default_factory=list)
+    """Batches of the shard that were found and not given yet."""
+    size_bytes: int = -1
+    """Of the open shard when it was looked at last."""
+    reached: int = -1
+    """The largest step that was given."""
+    is_read: bool = False
+    """Whether there was nothing more at the last look."""
+
+
+class _Followed:
+    """One writer's directory."""
+
+    def __init__(self, directory: Place, rank: int | None) -> None:
+        self.directory, self.rank = directory, rank
+        self.writer = RecordedWriter(directory, rank, [])
+        self.manifest_seen: Seen | None = None
+        self.lanes: dict[str, _Lane] = {}
+        self.pending: list[_Batch] = []
+        self.is_at_work = True
+
+    @property
+    def reached(self) -> int:
+        return max((lane.reached for lane in self.lanes.values()), default=-1)
+
+
+class GrowingRun:
+    """A run as it was looked at last. `look` lists it; `advance` finds more batches; `writers` gives the rows."""
+
+    def __init__(self, place: Place, manifest: RunManifest) -> None:
+        """Nothing is looked at yet.
+
+        Args:
+            place: where the run is.
+            manifest: of the run.
+        """
+        self.place, self.manifest = place, manifest
+        self.ranks: list[RankNow] = []
+        """What each rank shows of itself."""
+        self._store = store_of(place)
+        self._watch = RunWatch(place)
+        self._followed: dict[Place, _Followed] = {}
+        self.num_rows = 0
+        """Rows that were found so far."""
+        self.has_again = False
+        """Whether a rank began again, at steps that it had done before: whoever drew those has to begin anew."""
+        self.done_before = 0
+        """Steps before this one were done with."""
+
+    def look(self) -> bool:
+        """List the run; whether there is anything more to read, or any rank has changed what it says.
+
+        Raises:
+            NotARunError: the run is gone, or another one lies there.
+        """
+        before = [(rank.rank, rank.state, rank.status.step, rank.status.num_dropped) for rank in self.ranks]
+        self.ranks = self._watch.look()  # refreshes the store
+        self._check_identity()
+        at_work = {rank.rank for rank in self.ranks if rank.state not in (*ENDED, "silent")}
+        has_more = False
+        for name, rank in writer_folders(self.place):
+            parent = self.place / name
+            newest = self._newest_of(rank)
+            for one in self._list(parent):
+                found = self._followed.get(parent / one)
+                if found is None:
+                    found = self._followed[parent / one] = _Followed(parent / one, rank)
+                self._look_at_manifest(found)
+                found.is_at_work = rank in at_work and (newest is None or one == newest)
+                has_more |= self._look_at_shards(found)
+        now = [(rank.rank, rank.state, rank.status.step, rank.status.num_dropped) for rank in self.ranks]
+        return has_more or now != before
+
+    def _check_identity(self) -> None:
+        raw = self._store.read_json(self.place / RUN_MANIFEST)
+        now = RunManifest.read(raw)
+        if (now.run_id, now.created_ns) != (self.manifest.run_id, self.manifest.created_ns):
+            raise NotARunError(f"{self.place}: another run lies there by now")
+
+    def _newest_of(self, rank: int | None) -> str | None:
+        return next((one.status.writer for one in self.ranks if one.rank == rank), None)
+
+    def _list(self, folder: Place) -> list[str]:
+        try:
+            return list_writers(folder)
+        except RunError:
+            if self._store.exists(folder):  # else removed between the two listings
+                raise
+            return []
+
+    def _look_at_manifest(self, found: _Followed) -> None:
+        try:
+            seen = self._store.look_at(found.directory / WRITER_MANIFEST)
+        except OSError:
+            return  # it has only just begun
+        if seen != found.manifest_seen:
+            found.writer = RecordedWriter(found.directory, found.rank, [])
+            found.manifest_seen = seen
+
+    def _look_at_shards(self, found: _Followed) -> bool:
+        has_more = False
+        for kind, number, is_open in list_shards(found.directory):
+            lane = found.lanes.setdefault(kind, _Lane(kind))
+            lane.known[number] = is_open
+        for lane in found.lanes.values():
+            lane.is_read = not self._may_have_more(found, lane)
+            has_more |= not lane.is_read
+        return has_more
+
+    def _may_have_more(self, found: _Followed, lane: _Lane) -> bool:
+        if lane.waiting or any(number >= lane.next_shard for number in lane.known):
+            return True
+        if lane.shard is None or lane.shard.is_complete:
+            return False
+        if not lane.known.get(lane.next_shard - 1, False):
+            return True  # sealed since
+        try:
+            return self._store.look_at(lane.shard.path).size_bytes != lane.size_bytes
+        except OSError:
+            return True
+
+    def advance(self, max_rows: int) -> bool:
+        """Find more batches, of about so many rows, of the ranks that are furthest behind; False where all is read."""
+        stop = self.num_rows + max_rows
+        while self.num_rows < stop:
+            behind = min(
+                ((lane.reached, place, lane) for place, lane in self._unread()), key=lambda one: one[0], default=None
+            )
+            if behind is None:
+                return False
+            _, found, lane = behind
+            try:
+                lane.is_read = not self._take(found, lane)
+            except (FileNotFoundError, NotARunError):  # retired, or sealed between two looks: the next look knows
+                lane.shard, lane.waiting, lane.is_read = None, [], True
+        return True
+
+    def _unread(self) -> Iterator[tuple[_Followed, _Lane]]:
+        for found in self._followed.values():
+            for lane in found.lanes.values():
+                if not lane.is_read:
+                    yield found, lane
+
+    def _take(self, found: _Followed, lane: _Lane) -> bool:
+        """Give the next batch of a lane; False where there is none now."""
+        while not lane.waiting:
+            if lane.shard is not None and not lane.shard.is_complete:
+                with suppress(OSError):
+                    lane.size_bytes = self._store.look_at(lane.shard.path).size_bytes
+                lane.waiting = lane.shard.grow(_MAX_BATCHES)
+                if not lane.waiting and not lane.shard.is_complete:
+                    return False
+                continue
+            number = min((one for one in lane.known if one >= lane.next_shard), default=None)
+            if number is None:
+                return False
+            lane.next_shard = number + 1
+            lane.shard = self._load(found, lane, number)
+            lane.waiting = lane.shard.numbers
+        shard, number = lane.shard, lane.waiting.pop(0)
+        assert shard is not None
+        steps = shard.steps_of(number)
+        if steps is None:
+            shard.forget(number)  # damaged, which `recorder verify` tells
+            return True
+        batch = _Batch(shard, number, steps, shard.only([number]).num_rows)
+        if steps[0] < self.done_before and found.writer.attempt > 0:
+            self.has_again = True
+        found.pending.append(batch)
+        lane.reached = max(lane.reached, steps[1] - 1)
+        self.num_rows += batch.num_rows
+        return True
+
+    def _load(self, found: _Followed, lane: _Lane, number: int) -> ShardRows:
+        path = found.directory / shard_name(lane.kind, number)
+        if lane.known[number]:
+            open_path = path.with_name(open_name(path.name))
+            with suppress(FileNotFoundError):
+                lane.size_bytes = self._store.look_at(open_path).size_bytes
+                return load_open(path, _MAX_BATCHES)
+        return load_sealed(path)
+
+    @property
+    def horizon(self) -> int:
+        """The first step of which more rows may come: those before it are whole, as far as one sees from here."""
+        found = [lane.reached for _, lane in self._unread()]
+        found += [one.reached for one in self._followed.values() if one.is_at_work and one.lanes]
+        return min(found, default=NEVER)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no rank is at work."""
+        return bool(self._followed) and not any(rank.num_alive for rank in self.ranks)
+
+    @property
+    def first_pending(self) -> int:
+        """The first step of the rows that are not done with; `NEVER` where there are none."""
+        steps = (max(one.steps[0], self.done_before) for found in self._followed.values() for one in found.pending)
+        return min(steps, default=NEVER)
+
+    @property
+    def end_pending(self) -> int:
+        """The step behind the last of them."""
+        return max((one.steps[1] for found in self._followed.values() for one in found.pending), default=0)
+
+    @property
+    def num_pending(self) -> int:
+        """How many rows the pending batches hold, those of steps that are done with among them."""
+        return sum(one.num_rows for found in self._followed.values() for one in found.pending)
+
+    def writers(self, steps: Steps) -> tuple[RecordedWriter, ...]:
+        """The writers with the batches that may hold rows of some steps, and no other rows."""
+        writers = []
+        for found in self._followed.values():
+            numbers: dict[int, tuple[ShardRows, list[int]]] = {}
+            for one in found.pending:
+                if one.steps[0] < steps[1] and steps[0] < one.steps[1]:
+                    numbers.setdefault(id(one.shard), (one.shard, []))[1].append(one.number)
+            writer = copy.copy(found.writer)
+            for name in _DERIVED:
+                writer.__dict__.pop(name, None)
+            writer.shards = [shard.only(some) for shard, some in numbers.values()]
+            writers.append(writer)
+        return tuple(sorted(writers, key=_order))
+
+    def done(self, step: int) -> None:
+        """Forget the rows of all steps before this one."""
+        self.done_before = max(self.done_before, step)
+        for found in self._followed.values():
+            for one in found.pending:
+                if one.steps[1] <= step:
+                    one.shard.forget(one.number)
+            found.pending = [one for one in found.pending if one.steps[1] > step]
+
+
+def _order(writer: RecordedWriter) -> tuple[int, int, int, str]:
+    return -1 if writer.rank is None else writer.rank, writer.attempt, writer.started_ns, writer.name

@@ -1,0 +1,66 @@
+"""The panes that somebody put together of a run's pictures: what each shows, its name, and in which order they stand.
+
+They lie in `_view.json` beside the run. Text in it is untrusted: what is no pane is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from ..errors import RunError
+from ..storage.locations import Place, store_of
+from .blocks import Block
+
+VIEW = "_view.json"
+KINDS = ("map", "lines", "numbers", "histograms", "units", "graph")
+MAX_PANES = 40
+MAX_BYTES = 256 << 10
+_MAX_NAME = 200
+_STATES = ("site", "mode", "name", "stat", "lane", "axes", "log", "each", "from", "to", "step", "module")
+_LISTS = ("pins", "open", "shut")
+
+
+def read_panes(run: Place) -> list[dict[str, Any]]:
+    """The panes of a run; none where there are none, or nobody can read them."""
+    store = store_of(run)
+    with suppress(RunError, OSError):
+        if store.is_file(run / VIEW):
+            return checked_panes(store.read_json(run / VIEW, MAX_BYTES).get("panes"))
+    return []
+
+
+def checked_panes(found: object) -> list[dict[str, Any]]:
+    """What of a JSON value are panes: name, kind, width and state each."""
+    panes: list[dict[str, Any]] = []
+    for one in found if isinstance(found, list) else ():
+        if not isinstance(one, Mapping) or one.get("kind") not in KINDS or len(panes) >= MAX_PANES:
+            continue
+        name, state = one.get("name"), one.get("state")
+        panes.append(
+            {
+                "name": name[:_MAX_NAME] if isinstance(name, str) else "",
+                "kind": one["kind"],
+                "wide": one.get("wide") is True,
+                "state": _state(state if isinstance(state, Mapping) else {}),
+            }
+        )
+    return panes
+
+
+def _state(found: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {name: found[name] for name in _STATES if isinstance(found.get(name), (str, int, float))}
+    lists = {name: found[name] for name in _LISTS if isinstance(found.get(name), list)}
+    return {name: value for name, value in (plain | lists).items() if len(json.dumps(value)) < MAX_BYTES // 8}
+
+
+def panes_block(panes: list[dict[str, Any]], why_not_saved: str | None = None) -> Block:
+    """The block of the panes.
+
+    Args:
+        panes: all of them.
+        why_not_saved: why changes are not kept with the run; None where they are, or there is no server to save them.
+    """
+    return Block(name="panes", data={"panes": panes, "why_not_saved": why_not_saved})

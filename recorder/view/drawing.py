@@ -1,0 +1,456 @@
+"""What is drawn of a run while it grows: the blocks of its page, kept up to date by what is new.
+
+A look costs as much as what is new since the last one, and not as much as the run. Rows of steps that may not be whole
+yet are drawn, and taken out again before they are drawn anew. Must never keep rows: it keeps what the page shows.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from .. import __version__
+from ..analyze.check.check import installed_rules
+from ..analyze.check.reading import RunRows
+from ..checks.book import RULES, make_rules
+from ..checks.engine import Engine
+from ..checks.rows import Catalog
+from ..checks.rule import Finding as Judgement
+from ..errors import NotARunError, RunError
+from ..format.manifest import RunManifest
+from ..format.rundir import RUN_MANIFEST
+from ..globalview.infer.leaves import Leaves
+from ..globalview.run import Run
+from ..read.growing import NEVER, GrowingRun
+from ..read.status import RankNow
+from ..report.axes import Axes, modules_block
+from ..report.blocks import Block
+from ..report.images import ImageFinder
+from ..report.ranks import layouts_of, ranks_block
+from ..report.rows import rows_between
+from ..report.series.statistics import StatisticsBlocks
+from ..report.top import Finding, Told, facts_of, gaps_block, top_block
+from ..storage.locations import Place, store_of
+from ..system.text import counted
+from ..system.units import size
+
+_READ_ROWS = 120_000
+"""Rows that are found at a time while a long run is read for the first time."""
+_WINDOW_ROWS = 20000
+"""Rows, roughly, that are in memory together."""
+_WHOLE_AFTER_S = 1.5
+"""A step is whole when a later one was seen so long ago: both kinds of shard are flushed once a second."""
+_MAX_OPEN_ROWS = 60_000
+"""Rows of steps that may not be whole. Where there are more, a rank is far behind, and is drawn as its rows come."""
+_MAX_TOGETHER_ROWS = 40_000
+"""Rows of all ranks in the batches at hand, up to which they are put together as the global view does, which takes
+whole batches: so it is with batches of seconds, as they come live, and not with the full ones of a long history."""
+_MAX_GLOBAL_STEP_ROWS = 5_000
+"""A run with more rows in a step has no values of all ranks here: they would take longer than a step of training."""
+_SLOW_S = 4.0
+"""How often blocks are made anew that do not grow with steps, but are made of everything: ranks, histograms, images."""
+_MAX_DOCTOR_ROWS = 300_000
+"""`recorder doctor` is asked of a run that is over, unless it has more rows."""
+_MAX_TOLD = 200
+_BAD_STATES = ("killed", "failed", "silent")
+_MAX_FINE_CELLS = 250_000
+
+Judge = Callable[[Sequence[Judgement]], list[Finding]]
+Doctor = Callable[[Run], list[Told]]
+
+
+class Drawing:
+    """The blocks of one run. One thread calls `refresh`; the same lock guards it and `blocks_since`."""
+
+    def __init__(self, place: Place, manifest: RunManifest, judge: Judge, doctor: Doctor) -> None:
+        """Nothing is read yet.
+
+        Args:
+            place: where the run is.
+            manifest: of the run.
+            judge: makes sentences of what `recorder check` found.
+            doctor: says of a run that is over whether it is whole.
+        """
+        self.place, self._judge, self._doctor = place, judge, doctor
+        self.name = manifest.name or place.name
+        self.epoch = 0
+        """Grows where all columns are others: then a page needs everything anew."""
+        self.version = 0
+        """Grows with each change."""
+        self.state = "reading"
+        """``reading`` (for the first time), ``live``, ``over``, or ``gone``."""
+        self._checked: list[Told] | None = None
+        self._begin(manifest)
+
+    def _begin(self, manifest: RunManifest) -> None:
+        """Forget all that was drawn."""
+        self.manifest = manifest
+        self.growing = GrowingRun(self.place, manifest)
+        self.axes = Axes()
+        self.collected: StatisticsBlocks | None = None
+        self._modules: Mapping[str, int] = {}
+        self._leaves: Leaves | None = None
+        self._has_global: bool | None = None
+        self._num_global_steps = 0
+        self._is_global_partial = False
+        self._catalog: Catalog | None = None
+        self._engine: Engine | None = None
+        self._found: list[Judgement] = []
+        self._first_images: Block | None = None
+        self._last_images: Block | None = None
+        self._layouts: list[dict[str, Any]] = []
+        self._kinds_seen: set[tuple[str, ...]] = set()
+        self._seen: deque[tuple[float, int]] = deque()
+        self._kept: dict[str, tuple[int, bytes]] = {}
+        """By name the version and the bytes of blocks that do not grow with steps."""
+        self._slow_at_s = -_SLOW_S
+        self._is_checked = False
+        self._ranks_drawn: list[int] = []
+        self._num_series = -1
+        self.epoch += 1
+
+    def refresh(self) -> bool:
+        """Look at the run; whether there is more to read at once."""
+        try:
+            if self.state == "gone":
+                return self._is_another()
+            is_new = self.growing.look()
+            has_more = self.growing.advance(_READ_ROWS)
+            if self.growing.has_again or self._has_other_ranks():
+                self._begin(self.manifest)
+                return True
+            self._draw_new(is_new, has_more)
+        except NotARunError:
+            return self._is_another()
+        return has_more
+
+    def _is_another(self) -> bool:
+        """The run is gone; another one of the same name may lie there."""
+        with suppress(RunError, OSError):
+            store = store_of(self.place)
+            store.refresh()
+            manifest = RunManifest.read(store.read_json(self.place / RUN_MANIFEST))
+            self.state, self._checked = "reading", None
+            self._begin(manifest)
+            return True
+        if self.state != "gone":
+            self.version += 1
+            self.state = "gone"
+            self._keep_top()
+        return False
+
+    def _has_other_ranks(self) -> bool:
+        """Whether a rank has begun since lanes were made: each has one of its own, or counts among all."""
+        return self.collected is not None and self._run((0, 0)).ranks != self._ranks_drawn
+
+    def _draw_new(self, is_new: bool, has_more: bool) -> None:
+        growing = self.growing
+        before = growing.done_before
+        first, end = growing.first_pending, min(self._whole_until(has_more), growing.end_pending)
+        state = "reading" if has_more else "over" if growing.is_over else "live"
+        is_slow_due = time.monotonic() - self._slow_at_s >= _SLOW_S or (state == "over" and not self._is_checked)
+        if not is_new and end <= max(before, first) and state == self.state and not is_slow_due:
+            return
+        is_changed = is_new or end > max(before, first) or state != self.state
+        self.version += int(is_changed)
+        self._restore()
+        if end > first:
+            self._draw_final(first, end)
+        if not has_more and growing.end_pending > growing.first_pending:
+            self._draw_open(growing.first_pending, growing.end_pending)
+        self.state = state
+        if state == "over" and not self._is_checked:
+            self._finish()
+        if is_changed:
+            self._keep_top()
+        if is_slow_due and self.collected is not None:
+            self._keep_slow()
+
+    def _whole_until(self, has_more: bool) -> int:
+        """The first step that may not be whole."""
+        now_s, horizon = time.monotonic(), self.growing.horizon
+        if has_more or horizon >= NEVER:
+            return horizon
+        if self.growing.num_pending > _MAX_OPEN_ROWS:
+            return max(horizon, self.growing.end_pending - 1)
+        self._seen.append((now_s, horizon))
+        whole = 0
+        while self._seen and self._seen[0][0] <= now_s - _WHOLE_AFTER_S:
+            whole = self._seen.popleft()[1]
+        if whole:
+            self._seen.appendleft((now_s - _WHOLE_AFTER_S, whole))
+        return whole
+
+    def _restore(self) -> None:
+        if self.collected is not None:
+            for cube in self.collected.growing_cubes:
+                cube.restore()
+                cube.version = self.version
+
+    def _draw_final(self, first: int, end: int) -> None:
+        """Draw steps that are whole, piece by piece, and have done with them."""
+        growing = self.growing
+        num_pieces = max(-(-growing.num_pending // _WINDOW_ROWS), 1)
+        length = max(-(-(end - first) // num_pieces), 1)
+        for start in range(first, end, length):
+            steps = start, min(start + length, end)
+            run = self._run(steps)
+            if any(writer.shards for writer in run.writers):
+                self._draw(run, steps)
+            growing.done(steps[1])
+
+    def _draw_open(self, first: int, end: int) -> None:
+        """Draw steps that may not be whole."""
+        run = self._run((first, end))
+        table = rows_between(run, (first, end))
+        if not table.num_rows:
+            return
+        self._grow(run, table)
+        assert self.collected is not None
+        for cube in self.collected.growing_cubes:
+            cube.save_from(first)
+        self.collected.add(table, is_final=False)
+        self._add_global(run, (first, end), table, is_final=False)
+
+    def _draw(self, run: Run, steps: tuple[int, int]) -> None:
+        """Draw steps that are whole."""
+        table = rows_between(run, steps)
+        if not table.num_rows:
+            return
+        self._grow(run, table)
+        assert self.collected is not None
+        self.collected.add(table)
+        self._add_global(run, steps, table, is_final=True)
+        self._look_for_images(run, table)
+        if len(run.ranks) > 1 and not run.is_merged and self._can_put_together(run):
+            firsts = self.axes.first_steps
+            keys = [key for key, number in self.axes.index.items() if steps[0] <= firsts[number] < steps[1]]
+            self._layouts += layouts_of(run, self.axes, keys, self._kinds_seen)
+        self._check(run, steps)
+
+    def _run(self, steps: tuple[int, int]) -> Run:
+        """The run with rows of some steps alone."""
+        return Run(self.place, self.manifest, self.growing.writers(steps))
+
+    def _grow(self, run: Run, table: Any) -> None:
+        """Make room for what a table has that was not there before."""
+        axes = self.axes
+        axes.add(table)
+        steps = sorted({int(step) for step in table.column("step").unique().to_pylist()})
+        if self.collected is None or len(axes.index) != self._num_series:
+            self._num_series = len(axes.index)
+            if self._has_global is None:
+                self._has_global = table.num_rows <= _MAX_GLOBAL_STEP_ROWS * max(len(steps), 1)
+            older, self.collected = (
+                self.collected,
+                StatisticsBlocks(run, axes, steps=(), is_growing=True, has_global=self._has_global),
+            )
+            if older is not None:
+                self.collected.adopt(older)
+            self._ranks_drawn = run.ranks
+            self.epoch += 1
+            block, self._modules = modules_block(run, list(axes.index))
+            self._keep(block)
+            for cube in self.collected.growing_cubes:
+                cube.version = self.version
+        halved = self._num_halved
+        self.collected.add_steps([s for s in steps if s in axes.steps], [s for s in steps if s in axes.scalar_steps])
+        if self._num_halved != halved:
+            self.epoch += 1
+
+    @property
+    def _num_halved(self) -> int:
+        return 0 if self.collected is None else sum(cube.num_halved for cube in self.collected.growing_cubes)
+
+    def _add_global(self, run: Run, steps: tuple[int, int], table: Any, *, is_final: bool) -> None:
+        """Values of all ranks together; of a long history those of its first steps, and of all that come live."""
+        assert self.collected is not None
+        if not self.collected.lanes.has_global or run.is_merged:
+            return
+        if not self._can_put_together(run):
+            self._is_global_partial = True
+            return
+        view = run.view()
+        if self._leaves is None:
+            self._leaves = view.leaves
+        view.leaves = self._leaves
+        with suppress(RunError):
+            self.collected.add_global(view, *steps)
+        if is_final:
+            self._num_global_steps += len(table.column("step").unique())
+        self.collected.global_steps = self._num_global_steps if self._is_global_partial else None
+
+    def _can_put_together(self, run: Run) -> bool:
+        return run.num_rows <= _MAX_TOGETHER_ROWS
+
+    def _look_for_images(self, run: Run, table: Any) -> None:
+        finder = ImageFinder(run)
+        finder.add(table)
+        if finder.has_any:
+            block = finder.block(run)
+            if block.arrays and self._first_images is None:
+                self._first_images = block
+            elif block.arrays:
+                self._last_images = block
+
+    def _check(self, run: Run, steps: tuple[int, int]) -> None:
+        """Feed the rules of `recorder check`."""
+        if self._catalog is None or self._engine is None:
+            rules = [*RULES, *installed_rules()[0]]
+            self._columns = [name for rule in rules for name in rule.columns]
+            self._catalog = RunRows(run, self._columns, steps).catalog
+            self._engine = Engine(make_rules(rules, self._catalog, {}), self._catalog)
+        for rows in RunRows(run, self._columns, steps, self._catalog):
+            self._engine.add(rows)
+        self._engine.flush()
+        self._found += self._engine.take()
+
+    def _finish(self) -> None:
+        """The run is over: what can be said of all of it."""
+        self._is_checked = True
+        if self._engine is not None:
+            self._found += self._engine.finish().findings
+        if self.growing.num_rows <= _MAX_DOCTOR_ROWS and self.collected is not None:
+            with suppress(RunError, OSError):
+                self._checked = self._doctor(Run(self.place, self.manifest))
+
+    def _keep(self, block: Block) -> None:
+        data = block.encoded()
+        known = self._kept.get(block.name)
+        if known is None or known[1] != data:
+            self._kept[block.name] = max(self.version, 1), data
+
+    def _keep_top(self) -> None:
+        ranks = self.growing.ranks
+        run = self._run((0, 0))
+        known = self._known_steps()
+        steps = ""
+        if known:
+            steps = str(known[0]) if known[0] == known[1] else f"{known[0]} to {known[1]} ({known[2]})"
+        used = sum(rank.status.used_bytes for rank in ranks)
+        states = [rank.state for rank in ranks] or [writer.state for writer in run.writers]
+        rows = f"{self.growing.num_rows:,}" + (f", {size(used)}" if used else "")
+        facts = list(facts_of(run, steps=steps, states=states, rows=rows))
+        bad = [rank for rank in ranks if rank.state in _BAD_STATES or rank.status.num_dropped]
+        checks = self._checked if self._checked is not None else list(_told(ranks))
+        numbers = {
+            "version": __version__,
+            "against": None,
+            "live": {"state": self.state, "step": known[1] if known else None},
+            "verdict": None if self._checked is not None else _verdict(self.state, ranks, bad),
+        }
+        told = (
+            self._judge(self._found)
+            if self._found
+            else [Finding("The rules of recorder check find nothing", {}, "right")]
+        )
+        self._keep(top_block(run, checks, told, (), None if self.state == "live" else self.collected, numbers, facts))
+
+    def _known_steps(self) -> tuple[int, int, int] | None:
+        for cube in () if self.collected is None else (self.collected.cube, self.collected.scalar_cube):
+            if cube.last_step is not None:
+                return cube.first_steps[0], cube.last_step, cube.num_steps
+        return None
+
+    def _keep_slow(self) -> None:
+        """Make what is made of everything."""
+        assert self.collected is not None
+        self._slow_at_s = time.monotonic()
+        before = dict(self._kept)
+        for block in self.collected.further_blocks():
+            self._keep(block)
+        run = self._run((0, 0))
+        self._keep(_with_status(ranks_block(run, self.axes, self.collected, self._layouts), self.growing.ranks))
+        self._keep(_images(self._first_images, self._last_images))
+        self._keep(gaps_block(self._checked or (), self._modules))
+        if self._kept != before:
+            self.version += 1
+            for name, (_, data) in self._kept.items():
+                if before.get(name) != self._kept[name]:
+                    self._kept[name] = self.version, data
+
+    def blocks(self) -> dict[str, str]:
+        """Everything that the page needs, by name, as base64."""
+        found = {name: _packed(data) for name, (_, data) in self._kept.items()}
+        if self.collected is not None:
+            found |= {block.name: _packed(block.encoded()) for block in self._of_steps()}
+        return found
+
+    def _of_steps(self) -> Iterator[Block]:
+        assert self.collected is not None
+        yield self.collected.axes_block(self._modules)
+        yield from self.collected.cube.blocks("values", _MAX_FINE_CELLS)
+        if self.collected.scalars:
+            yield from self.collected.scalar_cube.blocks("scalars", _MAX_FINE_CELLS)
+
+    def blocks_since(self, version: int) -> dict[str, str]:
+        """What has changed after a version of the same epoch."""
+        found = {name: _packed(data) for name, (changed, data) in self._kept.items() if changed > version}
+        if self.collected is not None:
+            cube, scalar_cube = self.collected.growing_cubes[:2]
+            grown = [*cube.grown("values", version), *scalar_cube.grown("scalars", version)]
+            if grown:
+                known = {**self.collected.steps_known(), "global_steps": self.collected.global_steps}
+                grown.append(Block(name="steps", data=known))
+            found |= {block.name: _packed(block.encoded()) for block in grown}
+        return found
+
+    @staticmethod
+    def packed(block: Block) -> dict[str, str]:
+        """A block as `blocks` gives it."""
+        return {block.name: _packed(block.encoded())}
+
+
+def _packed(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _with_status(block: Block, ranks: Sequence[RankNow]) -> Block:
+    """The block of the ranks, with what each shows of itself in place of what its manifest said when it was written."""
+    of_rank = {rank.rank: rank for rank in ranks}
+    rows = [list(row) for row in block.data["rows"]]
+    for row in rows:
+        now = of_rank.get(row[0])
+        if now is not None and row[4] == now.status.attempt:
+            row[5:8] = now.state, max(row[6], now.status.written), max(row[7], now.status.num_dropped)
+    return replace(block, data={**block.data, "rows": rows})
+
+
+def _told(ranks: Sequence[RankNow]) -> Iterator[Told]:
+    """What ranks show of themselves."""
+    for rank in ranks[:_MAX_TOLD]:
+        dropped = ", ".join(f"{count} dropped: {reason}" for reason, count in rank.status.dropped.items())
+        is_bad = rank.state in _BAD_STATES or rank.status.num_dropped
+        step = f", step {rank.status.step}" if rank.status.has_step else ""
+        text = f"rank {rank.rank}: {rank.state}{step}" + (f"; {dropped}" if dropped else "")
+        yield Told("missing" if is_bad else "ok", text, {})
+
+
+def _verdict(state: str, ranks: Sequence[RankNow], bad: Sequence[RankNow]) -> str:
+    if state == "gone":
+        return "The run was deleted; what it showed stays here until this page is closed."
+    if not ranks:
+        return "No rank has said anything yet."
+    if bad:
+        return f"{counted(len(bad), 'rank')} of {len(ranks)} dropped values, or did not end well"
+    return (
+        f"{counted(len(ranks), 'rank')}, and none has dropped anything; `recorder doctor` looks closer once it is over"
+    )
+
+
+def _images(first: Block | None, last: Block | None) -> Block:
+    """The pictures of the first steps that had any, and of the last."""
+    images: list[dict[str, Any]] = []
+    arrays: dict[str, Any] = {}
+    for block in (first, last):
+        for one in () if block is None else block.data["images"]:
+            name = f"tiles{len(images)}"
+            arrays[name] = block.arrays[one["array"]] if block is not None else None
+            images.append({**one, "array": name})
+    images.sort(key=lambda one: (one["kind"], one["module"], one["step"]))
+    return Block(name="images", data={"images": images}, arrays=arrays)

@@ -1,0 +1,174 @@
+"""The live page of `recorder view` in a real browser: a run watched to its end, panes kept, a run that goes away."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote, urlsplit
+
+import pytest
+
+from recorder.report.panes import VIEW, read_panes
+from tests.browser.conftest import Opened, make_training
+from tests.report.pages import HOSTILE, hostile_run
+from tests.view.serving import serving
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+_WAIT_MS = 90_000
+_TRAINING = """
+import time
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(8):
+    model(torch.randn(3, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(1)
+del model
+dist.destroy_process_group()
+"""
+
+Look = Callable[..., Opened]
+
+
+@pytest.fixture
+def look(browser: Browser) -> Iterator[Look]:
+    """Open an address of a server. In the end the page has said no error, and asked nobody but that server."""
+    contexts, pages = [], []
+
+    def open_it(address: str, *, ready: str = "html[data-drawn]") -> Opened:
+        context = browser.new_context(viewport={"width": 1200, "height": 900})
+        contexts.append(context)
+        opened = Opened(context.new_page())
+        pages.append((opened, urlsplit(address).netloc))
+        opened.page.goto(address, wait_until="commit")
+        opened.page.wait_for_selector(ready, timeout=_WAIT_MS)
+        return opened
+
+    yield open_it
+    for opened, host in pages:
+        assert [text for text in opened.said if "ERR_" not in text and "403" not in text] == []  # a server that ended
+        assert {urlsplit(url).netloc for url in opened.asked if not url.startswith("data:")} == {host}
+    for context in contexts:
+        context.close()
+
+
+def test_a_training_of_two_ranks_is_watched_to_its_end(look: Look, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_TRAINING)
+    (tmp_path / "runs").mkdir()
+    settings = {
+        "RECORDER": "1",
+        "RECORDER_DIR": str(tmp_path / "runs"),
+        "RECORDER_RULES": "keep=stats",
+        "OMP_NUM_THREADS": "1",
+    }
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    with (
+        subprocess.Popen(launch, cwd=tmp_path, env={**os.environ, **settings}, stderr=subprocess.PIPE) as job,
+        serving(tmp_path / "runs") as server,
+    ):
+        opened = look(server.address)
+        page = opened.page
+        page.wait_for_selector(".runs a", timeout=_WAIT_MS)  # the list, which is asked for anew
+        page.click(".runs a")
+        page.wait_for_selector("html[data-state='live'] #panel-map .heat-chunk", timeout=_WAIT_MS)
+        first = int(page.evaluate("() => document.documentElement.dataset.step"))
+        page.wait_for_function(f"() => Number(document.documentElement.dataset.step) > {first}", timeout=_WAIT_MS)
+        assert "live" in opened.text("#live")
+        page.wait_for_selector("html[data-state='over']", timeout=_WAIT_MS)
+        assert opened.text("#live") == "over, step 7"
+        page.wait_for_function(
+            "() => document.querySelector('#panel-top .facts').textContent.includes('0 to 7 (8)')", timeout=_WAIT_MS
+        )
+        assert "whole" in opened.text("#verdict")  # by then recorder doctor was asked
+        page.wait_for_selector("#panel-lines .plot canvas")
+        assert page.locator("#panel-lines .line-name").all_inner_texts()[:3] == [
+            "all ranks together",
+            "rank 0",
+            "rank 1",
+        ]
+        job.wait(60)
+
+
+def test_panes_are_named_arranged_saved_and_there_again_after_a_restart(look: Look, tmp_path: Path) -> None:
+    run = make_training(tmp_path / "run")
+    with serving(run=run) as server:
+        opened = look(server.address)
+        page = opened.page
+        page.click("#panel-map [data-keep=map]")
+        page.click("#panel-lines [data-keep=lines]")
+        page.wait_for_selector(".pane .plot canvas")
+        name = page.locator(".pane input.pane-name").nth(1)
+        name.fill("my <b>lines</b>")
+        name.press("Enter")
+        page.locator(".pane").nth(1).get_by_title("move forward").click()
+        page.wait_for_timeout(100)
+        port = urlsplit(server.address).port
+        page.wait_for_function("() => document.querySelector('.pane input.pane-name').value === 'my <b>lines</b>'")
+        for _ in range(100):
+            if [one["kind"] for one in read_panes(run)] == ["lines", "map"]:
+                break
+            page.wait_for_timeout(100)
+    assert [(one["kind"], one["wide"]) for one in read_panes(run)] == [("lines", False), ("map", True)]
+    with serving(run=run, port=port or 0) as server:
+        again = look(server.address)
+        again.page.wait_for_selector(".pane .plot canvas")
+        assert again.page.locator(".pane").count() == 2
+        assert again.page.locator(".pane input.pane-name").first.input_value() == "my <b>lines</b>"
+        again.page.locator(".pane").first.get_by_title("remove").click()
+        for _ in range(100):
+            if len(read_panes(run)) == 1:
+                break
+            again.page.wait_for_timeout(100)
+    assert [path.name for path in run.iterdir() if path.name.startswith(VIEW)] == [VIEW]
+
+
+def test_what_is_chosen_beside_is_chosen_in_both(look: Look, tmp_path: Path) -> None:
+    make_training(tmp_path / "one")
+    make_training(tmp_path / "two", factor=1.25)
+    with serving(tmp_path) as server:
+        opened = look(server.address + "side?run=one&run=two")
+        frames = opened.page.frames[1:]
+        for frame in frames:
+            frame.wait_for_selector("html[data-drawn]", timeout=_WAIT_MS)
+        frames[0].select_option("#choose-stat", "l2")
+        frames[1].wait_for_function("() => document.querySelector('#choose-stat').value === 'l2'", timeout=_WAIT_MS)
+
+
+def test_hostile_names_are_text_and_a_run_that_is_deleted_stays_on_the_page(look: Look, tmp_path: Path) -> None:
+    run = hostile_run(tmp_path / "<img src=x onerror=alert(1)>")
+    with serving(tmp_path) as server:
+        listed = look(server.address)
+        assert listed.page.locator(".runs a").all_inner_texts() == [run.name]
+        opened = look(f"{server.address}run/{quote(run.name)}/")
+        assert opened.page.title().startswith(run.name)
+        assert opened.page.locator("img").count() == 0
+        assert HOSTILE[1] in opened.page.locator("#panel-map .heat-label").all_inner_texts()
+        shutil.rmtree(run)
+        opened.page.wait_for_selector("html[data-state='gone']", timeout=_WAIT_MS)
+        assert "deleted" in opened.text("#live") and opened.page.locator("#panel-map .heat-chunk").count() == 1
+
+
+def test_a_browser_that_was_cut_off_goes_on_where_it_was(look: Look, tmp_path: Path) -> None:
+    run = make_training(tmp_path / "run")
+    with serving(run=run) as server:
+        opened = look(server.address)
+        assert opened.text("#live") == "over, step 19"
+        port = urlsplit(server.address).port or 0
+    opened.page.wait_for_selector("#live.wrong", timeout=_WAIT_MS)  # the server has ended, and the page says so
+    assert "does not answer" in opened.text("#live")
+    with serving(run=run, port=port, token=server.token):
+        opened.page.wait_for_selector("#live.over", timeout=_WAIT_MS)  # the page has asked again by itself
+        assert opened.page.locator("#panel-map .heat-chunk").count() == 1

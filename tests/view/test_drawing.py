@@ -1,0 +1,199 @@
+"""What is drawn of a run while it grows is what the page shows that is made of it at once."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import recorder
+from recorder.cli.commands.report import told_by_check, told_by_doctor
+from recorder.read.finding import find_run
+from recorder.report.collect import collect
+from recorder.report.series.cube import GrowingCube
+from recorder.view import drawing
+from recorder.view.drawing import Drawing
+from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
+from tests.report.pages import Read, values_of
+
+NUM_STEPS, MODULES = 12, ("a", "b", "b.c")
+
+
+def rows_of(step: int, rank: int) -> list[Row]:
+    rng = np.random.default_rng([step, rank])
+    found = []
+    for i, path in enumerate(MODULES if step else MODULES[:2]):  # one is first called at step 1
+        values = rng.standard_normal((2, 3)).astype(np.float32) * 10**i
+        if (step, rank, path) == (7, 1, "b"):
+            values[0, 0] = np.nan
+        found.append(make_row(10 * step + i, values, step=step, rank=rank, module_path=path, encoding=None))
+    loss = np.float64(1 / (step + 1))
+    number = {"site": "scalar", "name": "loss", "module_path": "", "encoding": None}
+    return [*found, make_row(10 * step + 9, loss, step=step, rank=rank, **number)]
+
+
+def draw(run: Path) -> Drawing:
+    return Drawing(*find_run(run), told_by_check, told_by_doctor)
+
+
+def refresh(drawn: Drawing) -> None:
+    while drawn.refresh():
+        pass
+
+
+def read(packed: dict[str, str]) -> dict[str, Read]:
+    """Blocks as a server sends them."""
+    found = {}
+    for name, text in packed.items():
+        whole = zlib.decompress(base64.b64decode(text), -zlib.MAX_WBITS)
+        length = int.from_bytes(whole[:4], "little")
+        head = json.loads(whole[4 : 4 + length])
+        start = -(-(4 + length) // 8) * 8
+        arrays = {
+            one["name"]: np.frombuffer(
+                whole, np.dtype(one["type"]), int(np.prod(one["shape"])), start + one["offset"]
+            ).reshape(one["shape"])
+            for one in head["arrays"]
+        }
+        found[name] = Read(head["data"], arrays)
+    return found
+
+
+def at_once(run: Path) -> dict[str, Read]:
+    blocks = collect(recorder.open_run(run))
+    return read({block.name: base64.b64encode(block.encoded()).decode() for block in blocks})
+
+
+def same(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> None:
+    np.testing.assert_allclose(one, other, rtol=2e-2, atol=1e-2 * np.nanmax(np.abs(other), initial=1e-9))
+
+
+@pytest.fixture
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are whole as soon as a later one was seen, and slow blocks are always made anew."""
+    monkeypatch.setattr(drawing, "_WHOLE_AFTER_S", 0.0)
+    monkeypatch.setattr(drawing, "_SLOW_S", 0.0)
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_what_is_drawn_step_by_step_is_what_is_drawn_at_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    writers = [HandmadeWriter(run, rank) for rank in range(2)]
+    drawn = draw(run)
+    refresh(drawn)
+    assert drawn.collected is None and "axes" not in drawn.blocks()
+    pending = []
+    for step in range(NUM_STEPS):
+        for rank in (0, 1):
+            writers[rank].add_shard([rows_of(step, rank)], kind="stats")
+            refresh(drawn)
+            pending.append(drawn.growing.num_pending)
+    assert drawn.state == "live" and max(pending[4:]) <= 3 * 2 * (len(MODULES) + 1)  # what is done with is forgotten
+    live = read(drawn.blocks())
+    assert live["axes"].data["steps"] == list(range(NUM_STEPS))  # also the last, which may not be whole
+    for writer in writers:
+        writer.finish(exit_reason="end")
+    refresh(drawn)
+    assert drawn.state == "over"
+    live, whole = read(drawn.blocks()), at_once(run)
+    for name in ("steps", "num_steps", "last_step", "lanes", "statistics", "scalars", "scalar_steps", "global_steps"):
+        assert live["axes"].data[name] == whole["axes"].data[name], name
+    place = [live["axes"].data["series"].index(one) for one in whole["axes"].data["series"]]
+    for name in ("absmax", "l2", "mean", "min", "max", "nan_count"):
+        same(values_of(live[f"values/{name}"])[0][place], values_of(whole[f"values/{name}"])[0])
+    same(values_of(live["scalars/mean"])[0], values_of(whole["scalars/mean"])[0])
+    assert any("nonfinite: 'b' output, step 7" in text for text, _, _ in live["top"].data["findings"])
+    assert live["top"].data["verdict"] is None and live["top"].data["checks"]  # by then doctor was asked
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_page_that_takes_what_is_new_has_what_a_new_page_gets(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    writers = [HandmadeWriter(run, rank) for rank in range(2)]
+    drawn = draw(run)
+    epoch, version, sizes = -1, 0, []
+    numbers = np.zeros((0, 0, 0))
+    for step in range(NUM_STEPS):
+        for rank in (0, 1):
+            writers[rank].add_shard([rows_of(step, rank)], kind="stats")
+        refresh(drawn)
+        if drawn.epoch != epoch:
+            numbers = values_of(read(drawn.blocks())["values/absmax"])[0]
+        else:
+            more = read(drawn.blocks_since(version))["values/absmax"]
+            columns = more.data["columns"]
+            sizes.append(len(columns))
+            wider = np.full((*numbers.shape[:2], max(columns[-1] + 1, numbers.shape[2])), np.nan)
+            wider[:, :, : numbers.shape[2]] = numbers
+            wider[:, :, columns] = values_of(more)[0]
+            numbers = wider
+        epoch, version = drawn.epoch, drawn.version
+    same(numbers, values_of(read(drawn.blocks())["values/absmax"])[0])
+    assert numbers.shape[2] == NUM_STEPS and max(sizes) <= 3  # what is sent grows with what is new
+    assert not [name for name in drawn.blocks_since(drawn.version) if name.startswith("values")]
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_restart_at_earlier_steps_draws_what_counts(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    first = HandmadeWriter(run)
+    first.add_shard([[make_row(step, [2.0], step=step, module_path="a") for step in range(6)]])
+    drawn = draw(run)
+    refresh(drawn)
+    second = HandmadeWriter(run, name="20260101-000001-host-2")
+    again = [make_row(step, [5.0], step=step, module_path="a", attempt=1) for step in range(3, 6)]
+    second.add_shard([again])
+    second.finish(attempt=1, started_ns=first.manifest["started_ns"] + 10**9)
+    first.finish(state="recording")
+    refresh(drawn)
+    refresh(drawn)
+    numbers = values_of(read(drawn.blocks())["values/absmax"])[0]
+    same(numbers[0, 0], np.array([2.0, 2, 2, 5, 5, 5]))
+
+
+def test_a_deleted_run_stays_on_the_page_and_one_that_comes_back_is_drawn_anew(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    HandmadeWriter(run).add_shard([[make_row(step, [2.0], step=step, module_path="a") for step in range(3)]])
+    drawn = draw(run)
+    refresh(drawn)
+    run.rename(tmp_path / "elsewhere")
+    refresh(drawn)
+    assert drawn.state == "gone" and "values/absmax" in drawn.blocks()
+    assert "deleted" in read(drawn.blocks())["top"].data["verdict"]
+    make_run(tmp_path / "run", created_ns=7)
+    HandmadeWriter(run).add_shard([[make_row(step, [4.0], step=step, module_path="z") for step in range(2)]])
+    refresh(drawn)
+    assert drawn.state == "live"
+    assert values_of(read(drawn.blocks())["values/absmax"])[0].max() == pytest.approx(4.0, rel=0.01)
+
+
+def test_columns_that_are_put_together_keep_what_stands_out() -> None:
+    cube = GrowingCube(steps=[], num_columns=8, num_series=1, num_lanes=1, statistics=("absmax", "min"))
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal(1000)
+    for step, value in enumerate(values):
+        cube.add_steps([step])
+        at = np.zeros(1, np.int64)
+        cube.put(at, at, np.array([step]), {"absmax": np.array([value]), "min": np.array([value])})
+    edges = [*cube.first_steps, 1000]
+    assert 4 < cube.num_columns <= 8 and cube.num_steps == 1000 and edges[0] == 0
+    assert len(set(np.diff(edges[:-1]))) == 1  # all of one width, but the last
+    for column, (first, end) in enumerate(pairwise(edges)):
+        some = values[first:end]
+        assert cube.values["absmax"][0, 0, column] == np.float32(some[np.abs(some).argmax()])
+        assert cube.values["min"][0, 0, column] == np.float32(some.min())
+
+
+def test_what_is_not_final_is_taken_out_again() -> None:
+    cube = GrowingCube(steps=[0, 1, 2], num_columns=8, num_series=1, num_lanes=1, statistics=("mean",))
+    at = np.zeros(2, np.int64)
+    cube.save_from(1)
+    cube.put(at, at, np.array([1, 2]), {"mean": np.array([9.0, 9.0])})
+    cube.restore()
+    assert np.isnan(cube.values["mean"]).all() and not cube.has_row.any()
