@@ -37,7 +37,7 @@ def unit_dim_of(selection: Selection, rule_set: int, module: nn.Module | None, s
 
 
 def _of_state(module: nn.Module | None, name: str) -> int:
-    """Of a parameter, its gradient, a buffer or the optimizer's state of it."""
+    """Return the dim of the units of a parameter, its gradient, a buffer or the optimizer's state of it."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm)):
         return LAST
     if isinstance(module, _ConvTransposeNd) and name.partition(".")[0] == "weight":
@@ -46,7 +46,7 @@ def _of_state(module: nn.Module | None, name: str) -> int:
 
 
 def _of_values(module: nn.Module | None) -> int:
-    """Of an input, an output or a gradient of one of these."""
+    """Return the dim of the units of an input, an output or a gradient of one of these."""
     if isinstance(module, _ConvNd):
         return -1 - len(module.kernel_size)  # counted from the last: a batch of one may come without its dim
     if isinstance(module, (_NormBase, nn.GroupNorm)):

@@ -54,7 +54,7 @@ def sides_of(shape: Sequence[int], dim: int) -> Sides | str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Units:
-    """Of each unit of a tensor: sums over its finite values, and how many are zero. Two of them add up."""
+    """Sums over the finite values of each unit of a tensor, and how many are zero. Two such objects add up."""
 
     dim: int
     """The dim of the tensor along which the units lie."""
