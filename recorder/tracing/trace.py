@@ -33,7 +33,7 @@ __all__ = ["Key", "Trace", "Values", "trace"]
 _SEEN_SITES = (*OF_CALLS, *OF_MODULES)
 """Sites that a module has without an optimizer, and without the program's help."""
 _GRADIENTS_OF_CALLS = frozenset(OF_CALLS) & frozenset(GRADIENTS)
-_NO_CLAUSES = ("rank", "steps", "keep", "before", "after")
+_NO_CLAUSES = ("rank", "steps", "keep", "unit_dim", "before", "after")
 _INLINED = "in a graph of torch.fx or torch.export, where it has no call of its own"
 _is_compiling = torch.compiler.is_compiling
 _is_tracing = torch._C._get_tracing_state
@@ -102,7 +102,8 @@ def _clauses(select: object) -> Iterator[str]:
         for text in select.split(";"):
             yield from (word.partition("=")[0] for word in shlex.split(text))
     elif isinstance(select, Rule):
-        given = (select.rank != EVERY, select.steps != EVERY, select.keep != KEEP_STATS, False, False)
+        is_kept_otherwise = select.keep != KEEP_STATS, select.unit_dim is not None
+        given = (select.rank != EVERY, select.steps != EVERY, *is_kept_otherwise, False, False)
         yield from (clause for clause, is_given in zip(_NO_CLAUSES, given, strict=True) if is_given)
     elif isinstance(select, Mapping):
         yield from select
