@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .read.shards.decode import decode as decode
     from .taps.instrument import instrument as instrument
     from .taps.instrument import strip as strip
+    from .taps.module_taps import objective as objective
     from .taps.module_taps import tap as tap
     from .tracing.trace import trace as trace
 
@@ -42,6 +43,7 @@ __all__ = [
     "export",
     "first",
     "instrument",
+    "objective",
     "open_run",
     "scalar",
     "stats",
@@ -64,6 +66,7 @@ _LAZY = {
     "export": "analyze.export.export",
     "first": "analyze.first.first",
     "instrument": "taps.instrument",
+    "objective": "taps.module_taps",
     "stats": "analyze.stats.stats",
     "strip": "taps.instrument",
     "tap": "taps.module_taps",

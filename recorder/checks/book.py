@@ -25,15 +25,18 @@ from .rules.data import Data
 from .rules.finite import NonFinite, Skipped
 from .rules.gradients import Exploding, NoGradient, Vanishing
 from .rules.norms import RunningStatistics
+from .rules.objectives import Objectives
 from .rules.parameters import Initialisation, Unchanged, Update
 from .rules.precision import LowPrecision
 from .rules.ranks import OutlierRank
 from .rules.units import DeadUnits, OutlierUnits
+from .rules.width import Width
+from .sizes import Sizes
 
 RULES: tuple[type[Rule], ...] = (
     NonFinite, Skipped, Jump, Spike, LossStuck, Overfitting, Vanishing, Exploding, NoGradient, Unchanged, Update,
-    Initialisation, Dead, Saturated, Attention, OutlierRank, Data, RunningStatistics, DeadUnits, OutlierUnits,
-    LowPrecision, Unusual, Invariant,
+    Initialisation, Dead, Saturated, Attention, Objectives, OutlierRank, Data, RunningStatistics, DeadUnits,
+    OutlierUnits, LowPrecision, Width, Unusual, Invariant,
 )  # fmt: skip
 """All that the recorder brings."""
 ENTRY_POINTS = "recorder.checks"
@@ -116,12 +119,16 @@ def find_rule(name: str, rules: Iterable[type[Rule]], where: str = "") -> type[R
 
 
 def make_rules(
-    rules: Iterable[type[Rule]], catalog: Catalog, thresholds: Thresholds, normal: Normal | None = None
+    rules: Iterable[type[Rule]],
+    catalog: Catalog,
+    thresholds: Thresholds,
+    normal: Normal | None = None,
+    other_widths: Sequence[Sizes] = (),
 ) -> list[Rule]:
-    """Rules that have seen nothing yet, and that know what was normal in sound runs."""
+    """Rules that have seen nothing yet, and that know what was normal in sound runs, and runs of other widths."""
     made = [rule(catalog, thresholds.get(rule.name)) for rule in rules]
     for rule in made:
-        rule.normal = normal
+        rule.normal, rule.other_widths = normal, other_widths
     return made
 
 

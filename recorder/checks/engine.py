@@ -17,6 +17,8 @@ from .rule import Finding, Rule, Severity
 
 _MAX_FINDINGS = 5_000
 """Findings of a rule that are kept, one rank and one value each; the others are counted."""
+_ENDLESS = 20_000_000
+"""Findings after which a rule is left out: 4,096 ranks with a thousand values each are less than that."""
 
 
 class Unjudged(NamedTuple):
@@ -112,10 +114,14 @@ class Engine:
         kept = self._findings[rule.name]
         try:
             for one in question():
+                if not is_finding(one):
+                    raise TypeError(f"it said {str(one)[:50]!r}, which is no Finding")
                 if len(kept) < _MAX_FINDINGS:
                     kept.append(one)
-                else:
-                    self._num_more[rule.name] = self._num_more.get(rule.name, 0) + 1
+                    continue
+                num_more = self._num_more[rule.name] = self._num_more.get(rule.name, 0) + 1
+                if num_more >= _ENDLESS:
+                    raise RuntimeError("it says one thing after the other without an end")
         except Exception as error:  # a rule of a user's may raise anything, and the others go on
             self._fail(rule, error)
 
@@ -158,6 +164,21 @@ class Engine:
                 yield Unjudged(rule.name, why, f"site={where} keep={rule.keep}" if is_known else "")
             elif rule.why_not_judged:
                 yield Unjudged(rule.name, rule.why_not_judged, "")
+
+
+def is_finding(one: object) -> bool:
+    """Whether what a rule says is a finding that can be printed: a rule of a user's may say anything."""
+    if not isinstance(one, Finding):
+        return False
+    texts = (one.rule, one.root, one.module_path, one.site, one.name, one.what, one.measure, one.advice, one.detail)
+    numbers = (one.step, one.value, one.threshold)
+    return (
+        isinstance(one.severity, Severity)
+        and all(isinstance(text, str) for text in texts)
+        and all(isinstance(number, (int, float)) for number in numbers)
+        and isinstance(one.ranks, tuple)
+        and all(isinstance(rank, int) for rank in one.ranks)
+    )
 
 
 def _failure(rule: Rule, error: Exception) -> Finding:

@@ -6,7 +6,7 @@ numbers for each lane.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar, NamedTuple
@@ -15,6 +15,7 @@ import numpy as np
 
 from .normal import Normal
 from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, begins, streaks
+from .sizes import Sizes
 
 
 class Severity(IntEnum):
@@ -97,8 +98,15 @@ class Rule:
         self.thresholds = {one.name: one.default for one in self.settings} | dict(thresholds or {})
         self.normal: Normal | None = None
         """What was normal in sound runs, where there are any."""
+        self.other_widths: Sequence[Sizes] = ()
+        """Runs of the same training at other widths, where there are any."""
         self.why_not_judged = ""
         """Why the rule judged nothing although there was what it reads, for example too few records."""
+
+    @classmethod
+    def default(cls, setting: str) -> float:
+        """The default of a setting."""
+        return next(one.default for one in cls.settings if one.name == setting)
 
     def wants(self, key: SeriesKey) -> bool:
         """Whether it reads the rows of a series."""

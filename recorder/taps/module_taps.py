@@ -360,6 +360,21 @@ def tap(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return _tap_by_hand(name, tensor)  # type: ignore[no-any-return]
 
 
+def objective(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Hand a tensor that several objectives share to one of them, and record the gradient that comes back from it.
+
+    What is returned is a view of the tensor, recording or not, so that training is the same with the recorder and
+    without. All that an objective reads of the shared tensor has to go through it. The rows are those of the tap
+    ``objective.NAME``, and ``recorder check`` compares the gradients.
+
+    Raises:
+        TapError: as `tap` does.
+    """
+    if not isinstance(name, str):
+        raise TapError(f"objective: the name is {type(name).__name__} {str(name)[:50]!r}; expected a constant text")
+    return tap(f"objective.{name}", tensor.view_as(tensor))
+
+
 def _tap_by_hand(name: Any, tensor: Any) -> Any:
     if not isinstance(name, str):
         raise TapError(f"tap: the name is {type(name).__name__} {str(name)[:50]!r}; expected a constant text")

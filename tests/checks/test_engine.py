@@ -134,3 +134,44 @@ def test_a_rule_of_the_users_is_a_statistic_and_a_limit() -> None:
             made.add(step, path, np.full(4, 1.0 + step))
     (one,) = made.judge(rule).findings
     assert (one.module_path, one.step, one.value, one.severity) == ("a", 3, 4.0, Severity.ERROR)
+
+
+class Talking(Steps):
+    name: ClassVar[str] = "talking"
+    says: ClassVar[Any] = None
+
+    def add(self, rows: Rows) -> Any:
+        return self.says
+
+
+@pytest.mark.parametrize("says", [None, 3, ["nothing"], [None], [{}], [("a", "b")]])
+def test_a_rule_that_says_what_is_no_finding_is_one_warning(says: Any) -> None:
+    Talking.says = says
+    (one,) = recorded().judge(Talking).findings
+    assert (one.rule, one.severity) == ("talking", Severity.WARNING)
+    assert "raised TypeError" in one.what
+
+
+def test_a_finding_of_wrong_types_is_none() -> None:
+    class Odd(Steps):
+        name: ClassVar[str] = "odd"
+
+        def add(self, rows: Rows) -> Iterator[Finding]:
+            yield self.finding(0, 1, "w", "m", 1.0, 2.0)._replace(severity=7)  # type: ignore[arg-type]
+
+    (one,) = recorded().judge(Odd).findings
+    assert "no Finding" in one.what
+
+
+def test_a_rule_that_talks_without_an_end_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless(Steps):
+        name: ClassVar[str] = "endless"
+
+        def add(self, rows: Rows) -> Iterator[Finding]:
+            while True:
+                yield self.finding(0, 1, "w", "m", 1.0, 2.0)
+
+    monkeypatch.setattr("recorder.checks.engine._ENDLESS", 10_000)
+    verdict = recorded().judge(Endless)
+    assert "without an end" in verdict.findings[0].what or "without an end" in verdict.findings[-1].what
+    assert verdict.num_more["endless"] == 10_000

@@ -15,6 +15,7 @@ from recorder.checks.rules.data import Data
 from recorder.checks.rules.finite import NonFinite, Skipped
 from recorder.checks.rules.gradients import Exploding, NoGradient, Vanishing
 from recorder.checks.rules.norms import RunningStatistics
+from recorder.checks.rules.objectives import Objectives
 from recorder.checks.rules.parameters import Initialisation, Unchanged, Update
 from recorder.checks.rules.ranks import OutlierRank
 from tests.checks.rows import Recorded
@@ -402,3 +403,20 @@ def test_a_local_gradient_that_jumps_on_one_rank_is_named_there() -> None:
                 values = noise(step, rank, scale=scale if scope == "local" else 1.0)
                 recorded.add(step, "up", values, rank=rank, site="grad", name="weight", scope=scope)
     assert [(one.step, one.ranks) for one in said(recorded, Jump)] == [(110, (1,))]
+
+
+def objectives(main: float, aux: float) -> list[Finding]:
+    recorded = Recorded()
+    for step in range(12):
+        for name, scale in (("main", main), ("aux", aux)):
+            for phase in ("forward", "backward"):
+                values = noise(step, shape=(8,), scale=scale if phase == "backward" else 1.0)
+                recorded.add(step, "trunk", values, site="tap", name=f"objective.{name}", phase=phase)
+        recorded.add(step, "trunk", noise(step, scale=1e9), site="tap", name="hidden", phase="backward")
+    return said(recorded, Objectives)
+
+
+def test_an_objective_that_drowns_another_is_named() -> None:
+    assert objectives(1.0, 5.0) == []
+    for main, aux, expected in ((1.0, 50.0, "objective.aux"), (1.0, 0.0, "objective.main")):
+        assert [(one.name, one.step) for one in objectives(main, aux)] == [(expected, 9)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -118,3 +119,45 @@ def test_the_list_has_every_rule_and_threshold(cli: Cli) -> None:
         one for one in found["settings"] if one["rule"] == "spike"
     ).items()
     assert "OLMo-core" in cli("check", "--list").out
+
+
+def sound(folder: Path, factor: float = 1.0, seed: int = 9) -> Path:
+    """A run like `trained` of which no layer is dead."""
+    run = make_run(folder)
+    for rank in (0, 1):
+        writer = HandmadeWriter(run, rank)
+        rows: list[Row] = []
+        for step in range(8):
+            for number in range(4):
+                values = np.random.default_rng((rank, step, number, seed)).normal(size=64).astype(np.float32) * factor
+                path = f"blocks.{number}.act"
+                rows.append(make_row(len(rows), values, encoding=None, rank=rank, step=step, module_path=path))
+        writer.add_shard([rows])
+        writer.finish()
+    return run
+
+
+def test_sound_runs_say_what_is_normal(cli: Cli, trained: Path, tmp_path: Path) -> None:
+    one, two, loud = (sound(tmp_path / name / name, factor, seed)
+                      for name, factor, seed in (("one", 1, 1), ("two", 1, 2), ("loud", 30, 3)))  # fmt: skip
+    assert cli("check", two, "--baseline", one, "--fail-on", "warning").exit_code == 0
+    found = cli("check", loud, "--baseline", one, "--baseline", two, "--fail-on", "warning")
+    assert found.exit_code == 1
+    assert found.out.startswith(
+        "warning unusual: 'blocks.{0..3}.act' output, step 2, ranks 0,1: root mean square is above"
+    )
+    assert "there at steps 0 to 7)" in found.out.splitlines()[0]
+    excused = cli("check", trained, "--baseline", trained_again(tmp_path, trained), "--fail-on", "warning")
+    assert excused.exit_code == 0 and "note    dead:" in excused.out and "so it is in a sound run" in excused.out
+
+
+def trained_again(folder: Path, run: Path) -> Path:
+    copy = folder / "again" / "run-b"
+    shutil.copytree(run, copy)
+    return copy
+
+
+def test_a_baseline_that_is_none_is_refused_in_one_line(cli: Cli, trained: Path, tmp_path: Path) -> None:
+    for other, words in ((trained, "is the run that is checked"), (tmp_path / "nowhere", "nowhere")):
+        refused = cli("check", trained, "--baseline", other)
+        assert refused.exit_code == 2 and words in refused.err and len(refused.err.splitlines()) == 1

@@ -10,6 +10,8 @@ from ...checks.book import ENTRY_POINTS, RULES, find_rule, make_rules
 from ...checks.engine import Engine, Unjudged
 from ...checks.normal import Normal
 from ...checks.rule import Finding, Rule, Severity
+from ...checks.rules.width import Width
+from ...checks.sizes import Sizes
 from ...globalview.run import Run
 from .reading import RunRows
 
@@ -40,6 +42,7 @@ def check(
     thresholds: Mapping[str, Mapping[str, float]] | None = None,
     own: Sequence[type[Rule]] = (),
     baselines: Sequence[Run] = (),
+    widths: Sequence[Run] = (),
 ) -> Checked:
     """What is wrong with a training, by the statistics of its values.
 
@@ -50,6 +53,7 @@ def check(
         own: rules beside those of the recorder and of entry points.
         baselines: runs of the same training that went well. They say what is normal here: `unusual` and `invariant`
             judge by them, and what a rule says of them, too, is a note.
+        widths: runs of the same training at other widths, for the rule `width`.
 
     Raises:
         ConfigError: there is no rule of a name; the message names the nearest.
@@ -60,7 +64,8 @@ def check(
     rows = RunRows(run, [name for rule in chosen for name in rule.columns])
     settings = {name: dict(of) for name, of in (thresholds or {}).items()}
     normal = _learnt(baselines, chosen, settings) if baselines else None
-    engine = Engine(make_rules(chosen, rows.catalog, settings, normal), rows.catalog)
+    others = [_sizes(one, int(settings.get(Width.name, {}).get("steps", Width.default("steps")))) for one in widths]
+    engine = Engine(make_rules(chosen, rows.catalog, settings, normal, others), rows.catalog)
     for some in rows:
         engine.add(some)
     verdict = engine.finish()
@@ -92,6 +97,16 @@ def _learnt(baselines: Sequence[Run], rules: Sequence[type[Rule]], settings: Map
         said = [one for one in engine.finish().findings if one.severity > Severity.NOTE]
         normal.said |= {_place(one) for one in said}
     return normal
+
+
+def _sizes(run: Run, steps: int) -> Sizes:
+    """How large outputs were over the first steps of a run."""
+    rows = RunRows(run)
+    sizes = Sizes(rows.catalog, steps)
+    for some in rows:
+        if not sizes.add(some):
+            break
+    return sizes
 
 
 def _excused(findings: Sequence[Finding], normal: Normal) -> list[Finding]:
@@ -142,6 +157,9 @@ def _load(point: EntryPoint, names: Sequence[str]) -> type[Rule]:
     rule = point.load()
     if not (isinstance(rule, type) and issubclass(rule, Rule)):
         raise TypeError("it is no subclass of recorder.checks.rule.Rule")
+    lacking = [name for name in ("name", "sentence", "sites", "columns", "advice") if not hasattr(rule, name)]
+    if lacking:
+        raise TypeError(f"it has no {', '.join(lacking)}")
     if rule.name in names:
         raise ValueError(f"there is a rule {rule.name!r} already")
     return rule

@@ -62,6 +62,10 @@ def command(
         list[str] | None,
         typer.Option("--baseline", metavar="SOUND_RUN", help="A run of this training that went well. Repeatable."),
     ] = None,
+    widths: Annotated[
+        list[str] | None,
+        typer.Option("--width", metavar="RUN", help="This training at another width, for the rule width. Repeatable."),
+    ] = None,
     fail_on: Annotated[
         str, typer.Option(metavar="SEVERITY", help=f"From where on the exit code is 1: {', '.join(_FAIL_ON)}.")
     ] = Severity.ERROR.word,
@@ -87,7 +91,8 @@ def command(
     if list_rules:
         return _list(known, thresholds, as_json=as_json)
     run = open_run(path)
-    checked = check(run, rule or [], thresholds, own, _sound_runs(baselines or [], run))
+    given = (("--baseline", baselines or []), ("--width", widths or []))
+    checked = check(run, rule or [], thresholds, own, *(_others(*some, run) for some in given))
     worst = max((one.severity for one in checked.findings), default=-1)
     is_failure = fail_on != _NEVER and (worst >= _FAIL_ON.index(fail_on) or bool(run.problems))
     if as_json:
@@ -97,11 +102,11 @@ def command(
     return int(is_failure)
 
 
-def _sound_runs(paths: Sequence[str], run: Run) -> list[Run]:
+def _others(option: str, paths: Sequence[str], run: Run) -> list[Run]:
     found = [open_run(path) for path in dict.fromkeys(paths)]
     for path, one in zip(dict.fromkeys(paths), found, strict=True):
         if str(one.path) == str(run.path):
-            raise LookupFailedError(f"--baseline {path}: is the run that is checked: expected another one")
+            raise LookupFailedError(f"{option} {path}: is the run that is checked: expected another one")
     return found
 
 

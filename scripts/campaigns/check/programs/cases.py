@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .models import Causal, Images, Labelled, Net, Recurrent, Words
+from .models import Causal, Images, Labelled, Net, Recurrent, TwoHeads, Words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +94,7 @@ SOUND: dict[str, Case] = {
     "words": Case(model=Words),
     "causal": Case(model=Causal),
     "recurrent": Case(model=Recurrent, rate=1e-2),
+    "two-heads": Case(model=TwoHeads),
     "ddp2": Case(ranks=2),
     "ddp4": Case(ranks=4),
     "ddp4-images": Case(model=Images, ranks=4),
@@ -141,6 +142,13 @@ def _loud_unit(net: Any) -> None:
 
 def _detached(net: Any) -> None:
     net.is_residual, net.detached = False, 1
+
+
+def _weighed(factor: float) -> Callable[[Any], None]:
+    def begin(net: Any) -> None:
+        net.weight = factor
+
+    return begin
 
 
 def _frozen(path: str) -> Callable[[Any], None]:
@@ -323,6 +331,11 @@ BASES: dict[str, dict[str, dict[str, Any]]] = {
     "causal": {
         "attention_logits": _but(begin=_squared),
         "attention_sharp": _but(begin=_sharp),
+    },
+    "two-heads": {
+        "aux_too_strong": _but(begin=_weighed(300.0)),
+        "aux_without_weight": _but(begin=_weighed(1e-4)),
+        "aux_ten_times": _but(begin=_weighed(10.0)),
     },
     "ddp2": {
         "nan_on_one_rank": _but(after=_poisoned),

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import recorder
+
 WIDTH = 16
 
 
@@ -61,6 +63,26 @@ class Labelled(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.net(x), labels)
+
+
+class TwoHeads(nn.Module):
+    """Blocks that two objectives share, and a head for each: a class, and the samples themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.ModuleList(Block(nn.GELU) for _ in range(3))
+        self.head, self.rebuild = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, WIDTH)
+        self.weight = 1.0
+        self.other: Tensor | None = None
+        """The loss of the second objective, of the last call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for block in self.trunk:
+            y = y + block(y)
+        rebuilt = self.rebuild(recorder.objective("rebuilt", y))
+        self.other = self.weight * (rebuilt - x).square().mean()
+        return self.head(recorder.objective("class", y))  # type: ignore[no-any-return]
 
 
 class Images(nn.Module):

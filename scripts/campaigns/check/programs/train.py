@@ -28,7 +28,7 @@ import recorder
 import recorder.lifecycle.recorder  # as dynamo
 import recorder.write.writer
 from scripts.campaigns.check.programs.cases import FAULTS, SOUND, Case
-from scripts.campaigns.check.programs.models import WIDTH, Labelled
+from scripts.campaigns.check.programs.models import WIDTH, Labelled, TwoHeads
 from tests.forking import fork
 
 RULES = "site=* keep=stats,fingerprint,histogram,units"
@@ -84,6 +84,9 @@ def loss_of(case: Case, model: nn.Module, net: nn.Module, x: Tensor, labels: Ten
     with torch.autocast("cpu", case.autocast) if case.autocast is not None else contextlib.nullcontext():
         out = model(x.to(case.dtype)).float()
         loss = F.cross_entropy(out, labels)
+    if isinstance(net, TwoHeads):
+        assert net.other is not None
+        loss = loss + net.other
     return loss * case.loss_factor
 
 
