@@ -171,12 +171,15 @@ class Daemon:
         self._wake.set()
 
     def _is_all_there(self) -> bool:
-        return (
-            self._has_found
-            and not self._under_way
-            and not self._errands
-            and all(run.conflict or run.is_put or (run.is_settled and self._is_cataloged(run)) for run in self.runs)
-        )
+        return self._has_found and not self._under_way and not self._errands and all(map(self._is_done, self.runs))
+
+    def _is_done(self, run: RunShipper) -> bool:
+        """Whether there is nothing left to do for a run that was here when `run_once` began."""
+        if run.conflict:
+            return True
+        if run.is_recording or run.has_stuck_files:
+            return run.is_put
+        return run.is_settled and self._is_cataloged(run)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

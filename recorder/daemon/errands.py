@@ -87,8 +87,8 @@ def catalog(run: RunShipper, folder: Path) -> None:
         run.shared.counters.add("uploaded_bytes", "catalog", len(content))
     except (StoreError, TakenError) as error:
         run.shared.counters.add("errands", "catalog failed")
-        run.cataloged_rows = -1
         if isinstance(error, StoreError):
+            run.cataloged_rows = -1  # it is made anew
             run.shared.failed(error, run.key)
 
 

@@ -188,6 +188,11 @@ class RunShipper:
         return jobs
 
     @property
+    def has_stuck_files(self) -> bool:
+        """Whether files cannot be shipped until somebody does something."""
+        return any(writer.stuck for writer in list(self.writers.values()))
+
+    @property
     def is_recording(self) -> bool:
         """Whether a writer is at work."""
         return any(writer.state == "alive" for writer in list(self.writers.values()))
