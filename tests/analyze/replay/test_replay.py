@@ -208,7 +208,7 @@ def test_the_command_writes_a_bundle_and_refuses_in_one_line(zoo: recorder.Run, 
         ("replay", zoo.path, "up", "--step", 1, "--rank", 3, "-o", tmp_path / "c"): "no call with rank=3",
         ("replay", zoo.path, "up", "--step", 1, "--call", 3, "-o", tmp_path / "c"): "no call 3",
         ("replay", zoo.path, "up", "--step", 1): "needs a module and a folder to write",
-        ("replay", zoo.path, "up"): "needs --step",
+        ("replay", zoo.path, "up"): "needs the step: --step 100",
         ("replay", zoo.path, "--step", 1, "--audit", "-o", out): "writes no folder",
     }
     for words, problem in refused.items():
