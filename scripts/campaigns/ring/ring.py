@@ -163,7 +163,7 @@ def _moments(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
         for name in events:
             run = recorder.open_run(here / name / "recordings")
             yield from (f"{name}: {problem}" for problem in unbalanced(run))
-            lived = middle if name == "error" else STEPS - 1
+            lived = middle - 1 if name == "error" else STEPS - 1  # it fails before the forward of its step
             frame = run.to_pandas()
             there = {rank: set(steps) for rank, steps in frame[frame.site == "output"].groupby("rank").step}
             if not run.dumps:
@@ -180,11 +180,11 @@ def _moments(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
 
 def _kill(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
     chance = random.Random(arguments.seed + 2)
-    common = {"steps": 400, "seed": 5, "nap_s": 0.002, "width": 64}
+    common = {"steps": 250, "seed": 5, "nap_s": 0.002, "width": 64}
     settings = {**_SETTINGS, "flush_interval_s": 0.01}
     train(folder / "full", [{**common, "folder": str(folder / "full"), "settings": {"rules": FULL}, "events": [],
                              "nap_s": 0.0, "waits": False}], num=1)  # fmt: skip
-    expected = values(recorder.open_run(folder / "full" / "recordings"), 0, 400)
+    expected = values(recorder.open_run(folder / "full" / "recordings"), 50, 70)
     num_rows = []
     for number in range(max(1, arguments.count // 4)):
         here = folder / str(number)
@@ -194,9 +194,9 @@ def _kill(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
         (here / "cases.json").write_text(json.dumps([case]))
         jobs.ranks(here, SCRIPTS / "boxed.py", here / "cases.json", num=1).wait(120.0)
         run = recorder.open_run(here / "recordings")
-        found = values(run, 0, 400)
+        found = values(run, 0, 400)  # of a dump around step 59, and of no other step
         num_rows.append(len(found))
-        wrong = [key for key in found if found[key] != expected[key]]
+        wrong = [key for key in found if found[key] != expected.get(key)]
         if wrong:
             yield f"kill {number}: {len(wrong)} of {len(found)} values are wrong"
         damage = [finding.text for finding in verify(run) if finding.is_fault]
@@ -261,7 +261,7 @@ def _memory(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
     grown = looks[-1] - looks[0]
     shown = ", ".join(f"{look / 1e6:.1f}" for look in looks)
     print(f"memory: resident MB every 500 steps: {shown}", flush=True)
-    if grown > 8e6:
+    if grown > 16e6:  # what passes in these steps is hundreds of megabytes
         yield f"memory grew by {grown / 1e6:.1f} MB over {arguments.steps} steps"
 
 
