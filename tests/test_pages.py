@@ -139,7 +139,7 @@ def type_after_change(pair: tuple[Block, Block], folder: Path) -> str:
 def typed(side_by_side: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) -> Typed:
     command, others = LAUNCHES[0], [line for line in LAUNCHES if line.startswith("RECORDER_DIR=")]
     assert command.startswith("RECORDER=1 torchrun ")
-    assert len(others) == 3  # another run, a twin, and one with histograms
+    assert len(others) == 4  # another run, a twin, one with histograms, and one with a ring
     folder = tmp_path_factory.mktemp("pages")
     shutil.copy(HERE / "small_training.py", folder / "train.py")
     list(side_by_side.map(partial(run, cwd=folder), (command, *others)))
