@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache, reduce
@@ -358,63 +358,78 @@ def _rule_from_text(text: str, grammar: _Grammar) -> Rule:
 
 
 def _rule_from_table(table: Mapping[str, object], grammar: _Grammar) -> Rule:
-    def problem(key: str, why: str) -> ConfigError:
-        return ConfigError(f"rules: {key} = {table[key]!r}: {why}")
-
     chosen: dict[str, Any] = {}
     for key, value in table.items():
         if key not in Rule.KEYS:
             listed = ", ".join(grammar.keys)
             raise ConfigError(f"rules: unknown key {key!r}{did_you_mean(key, grammar.keys)}; keys are {listed}")
-        if key in ("rank", "steps", "call"):
-            text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-            try:
-                chosen[key] = Schedule.parse(text)
-            except ValueError as error:
-                raise problem(key, f"{error}; examples: 0:1000:100  ::10  0,5,7  pow2") from None
-            continue
-        if key == "leaf":
-            chosen[key] = read_boolean("rules: leaf", value)
-            continue
-        if key == "unit_dim":
-            if not re.fullmatch(r"-?\d{1,2}", str(value)):
-                raise problem(key, "expected the number of a dim, such as 1, or -1 for the last")
-            chosen[key] = int(str(value))
-            continue
-        if key in ("before", "after"):
-            if not re.fullmatch(r"[0-9]{1,6}", str(value)) or int(str(value)) > _MAX_RING_STEPS:
-                raise problem(key, f"expected a number of steps, 0 to {_MAX_RING_STEPS}")
-            chosen[key] = int(str(value))
-            continue
-        if key in ("module", "class", "name"):
-            try:
-                patterns = checked(map(str, value)) if isinstance(value, (list, tuple)) else parse_patterns(str(value))
-            except ValueError as error:
-                raise problem(key, str(error)) from None
-            chosen["cls" if key == "class" else key] = patterns
-            continue
-        named = _words(value)
-        allowed = SITES if key == "site" else tuple(KEEPS)
-        if key == "site" and named == ("*",):
-            named = SITES
-        for word in named:
-            if word not in allowed and not (key == "site" and grammar.is_open):
-                offered = grammar.sites if key == "site" else allowed
-                raise problem(
-                    key, f"unknown {key} {word!r}{did_you_mean(word, offered)}; allowed: {', '.join(offered)}"
-                )
-        chosen[key] = named if key == "site" else reduce(or_, (KEEPS[word] for word in named))
-    if chosen.get("keep", 0) & KEEP_REPLAY and chosen.setdefault("site", OF_REPLAY) != OF_REPLAY:
-        raise problem("site", f"keep=replay is of {', '.join(OF_REPLAY)}; leave site out, or write a rule for each")
-    if "unit_dim" in chosen and not chosen.get("keep", 0) & KEEP_UNITS:
-        raise problem("unit_dim", "it says which units keep=units sums, which this rule does not ask for")
-    keep = chosen.get("keep", 0)
-    if keep & KEEP_RING and keep & KEEP_TENSOR:
-        raise problem("keep", "tensor and replay are written at once, ring only on a trigger; choose one of them")
-    for key in ("before", "after"):
-        if key in chosen and not keep & KEEP_RING:
-            raise problem(key, "it is of keep=ring; leave it out, or keep=ring")
+        try:
+            chosen["cls" if key == "class" else key] = _value_of(key, value, grammar)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(f"rules: {key} = {value!r}: {error}") from None
+    if chosen.get("keep", 0) & KEEP_REPLAY:
+        chosen.setdefault("site", OF_REPLAY)
+    for key, why in _contradictions(chosen):
+        raise ConfigError(f"rules: {key} = {table[key]!r}: {why}")
     return Rule(**chosen)
+
+
+def _value_of(key: str, value: object, grammar: _Grammar) -> object:
+    """Return what one key of a rule says, in the type of the field of `Rule`.
+
+    Raises:
+        ValueError: the value makes no sense; the text says why.
+    """
+    text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    match key:
+        case "rank" | "steps" | "call":
+            try:
+                return Schedule.parse(text)
+            except ValueError as error:
+                raise ValueError(f"{error}; examples: 0:1000:100  ::10  0,5,7  pow2") from None
+        case "leaf":
+            return read_boolean("rules: leaf", value)
+        case "unit_dim":
+            if not re.fullmatch(r"-?[0-9]{1,2}", text):
+                raise ValueError("expected the number of a dim, such as 1, or -1 for the last")
+            return int(text)
+        case "before" | "after":
+            if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) > _MAX_RING_STEPS:
+                raise ValueError(f"expected a number of steps, 0 to {_MAX_RING_STEPS}")
+            return int(text)
+        case "module" | "class" | "name":
+            return checked(map(str, value)) if isinstance(value, (list, tuple)) else parse_patterns(text)
+        case "site":
+            named = _words(value)
+            if named == ("*",):
+                return SITES
+            return named if grammar.is_open else _known(key, named, SITES, grammar.sites)
+        case _:
+            return reduce(or_, (KEEPS[word] for word in _known(key, _words(value), tuple(KEEPS), tuple(KEEPS))))
+
+
+def _known(key: str, named: tuple[str, ...], allowed: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
+    for word in named:
+        if word not in allowed:
+            raise ValueError(f"unknown {key} {word!r}{did_you_mean(word, offered)}; allowed: {', '.join(offered)}")
+    return named
+
+
+def _contradictions(chosen: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each key that another key of its rule speaks against, and why."""
+    keep = chosen.get("keep", 0)
+    if keep & KEEP_REPLAY and chosen["site"] != OF_REPLAY:
+        yield "site", f"keep=replay is of {', '.join(OF_REPLAY)}; leave site out, or write a rule for each"
+    if "unit_dim" in chosen and not keep & KEEP_UNITS:
+        yield "unit_dim", "it says which units keep=units sums, which this rule does not ask for"
+    if keep & KEEP_RING and keep & KEEP_TENSOR:
+        yield "keep", "tensor and replay are written at once, ring only on a trigger; choose one of them"
+    if not keep & KEEP_RING:
+        yield from (
+            (key, "it is of keep=ring; leave it out, or keep=ring") for key in ("before", "after") if key in chosen
+        )
 
 
 def ring_window(rules: Iterable[Rule]) -> RingWindow | None:
