@@ -77,18 +77,22 @@ prepare_with() { # its name, an extra, what pip installs there first...
   prepare "$extra"
 }
 
-# The browser of tests/browser, where it can be installed: as root on Debian. Elsewhere these tests say what is missing.
-prepare_browser() {
-  local log install=(apt-get install -y --no-install-recommends chromium)
-  ! command -v chromium >/dev/null || return 0
+# What tests ask of Debian, where it can be installed: as root there. Elsewhere these tests say what is missing.
+# chromium: tests/browser. prometheus and systemd: the tools that judge what deploy/ has for them.
+prepare_debian() {
+  local log one missing=() install=(apt-get install -y --no-install-recommends)
+  for one in chromium:chromium promtool:prometheus systemd-analyze:systemd; do
+    command -v "${one%:*}" >/dev/null || missing+=("${one#*:}")
+  done
+  [ ${#missing[@]} -gt 0 ] || return 0
   [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null || return 0
-  say "Installing chromium"
+  say "Installing ${missing[*]}"
   log=$(mktemp)
   export DEBIAN_FRONTEND=noninteractive
   # The user of apt's sandbox cannot read the keys in some containers.
-  { apt-get update && "${install[@]}"; } >"$log" 2>&1 ||
-    { apt-get -o APT::Sandbox::User=root update && "${install[@]}" -o APT::Sandbox::User=root; } >"$log" 2>&1 ||
-    { tail -n 3 "$log" >&2; say "chromium could not be installed: the tests of tests/browser are skipped"; }
+  { apt-get update && "${install[@]}" "${missing[@]}"; } >"$log" 2>&1 ||
+    { apt-get -o APT::Sandbox::User=root update && "${install[@]}" -o APT::Sandbox::User=root "${missing[@]}"; } >"$log" 2>&1 ||
+    { tail -n 3 "$log" >&2; say "${missing[*]} could not be installed: the tests that need it are skipped"; }
   rm -f "$log"
 }
 
