@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from ...errors import RunError
-from ...format.numbers.histogram import Histogram
+from ...format.numbers.histogram import NORMAL_EXPONENTS, Histogram
 from ...format.numbers.units import Units
 from ...read.shards.decode import parse_shape
 
@@ -23,9 +23,6 @@ ACTIVE = 0.01
 """A unit that is not zero in a smaller share of its values is dead."""
 LEAST_VALUES = 32
 """Of fewer values of a unit, nobody can say that it is dead."""
-_ENDS = {"float16": (-14, 15), "float8_e4m3fn": (-6, 8), "float8_e5m2": (-14, 15), "float32": (-126, 127)}
-_ENDS |= {"bfloat16": _ENDS["float32"]}
-"""Exponents of the least normal and of the largest values of a type."""
 
 
 class Detail(NamedTuple):
@@ -75,7 +72,7 @@ def _top_share(data: bytes, dtype: str, shape: str) -> float | None:
 
 
 def _counted(data: bytes, dtype: str) -> tuple[Histogram, tuple[int, int], int] | None:
-    ends = _ENDS.get(dtype)
+    ends = NORMAL_EXPONENTS.get(dtype)
     if ends is None:
         return None
     histogram = Histogram.from_bytes(data)

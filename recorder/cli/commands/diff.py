@@ -18,9 +18,12 @@ from ...analyze.diff.pairing.noise import Drifted
 from ...analyze.diff.pairing.rename_hints import RenameHint
 from ...analyze.diff.pairing.renames import NO_RENAMES, Renames, read_renames
 from ...analyze.diff.result import Diff, Difference
+from ...analyze.histograms import bins_of, histogram_of_row, share_apart, subnormal_count
 from ...analyze.selection import GlobalOptions, Selection
+from ...format.numbers.histogram import Histogram
 from ...globalview.run import Run, open_run
 from ...system.text import counted, named
+from ..drawing.histograms import SCALE, WIDTH, extent, histogram_line
 from ..options import (
     Json,
     LayoutOption,
@@ -41,9 +44,12 @@ EPILOG = "Examples: recorder diff run-ddp run-fsdp --rtol 1e-4 --atol 1e-6    re
 _FEW = 5
 """The number of lines of each table, and of culprits, where nobody asks for more."""
 _JSON_ROWS = 20
+_MAX_JSON_BINS = 4096
+"""More than there are powers of two."""
 _MAX_ULP = 9999
 """The most representable numbers between two floats that are shown; a larger count tells nobody anything."""
 _MODULE_DROPS = ("nonfinite", "cosine", "first value", "compared", "stats apart")
+_HISTOGRAM_DROPS = ("infinite", "subnormal", "zero")
 _VALUE_DROPS = ("max ulp", "max rel", "cosine", "elements", "type", "rank", "shape", "statistics")
 _EMPTY = dict.fromkeys(("max abs", "of max", "cosine", "max rel", "max ulp", "elements", "rank"), "-")
 """The cell of a column without a distance, where only statistics, shapes or one run's ranks differ."""
@@ -56,6 +62,7 @@ _HOW = {
     "after_tap": "one run took the gradient behind the module, of the uses outside it alone",
 }
 _OF_MAX = "of max: max abs relative to the largest magnitude in either tensor"
+_APART = "apart: the share of values that would have to change sign or power of two for both to be spread alike"
 _STATS_APART = "stats apart: where only statistics are there, how far these are apart in the same measure"
 
 
@@ -121,7 +128,8 @@ def command(
 
     Columns: max abs is the largest difference of two elements; of max is that difference relative to the largest
     magnitude in either tensor; max rel and max ulp are of single elements, so that one near zero may make them large
-    and mean nothing. The kind is partial where a run lacks ranks of a value.
+    and mean nothing. The kind is partial where a run lacks ranks of a value. Where rules with keep=histogram kept them
+    in both runs, the histograms of the first values that differ stand side by side, in the same powers of two.
 
     Exit code 1: they differ, rows of a run contradict each other, or values cannot be read. 2: they have nothing in
     common, or a --noise twin moved nothing.
@@ -206,6 +214,7 @@ def show_diff(
             say(f"{num} in all: --limit 20 lists the first of them, --limit 0 all; --brief leaves the tables out")
         else:
             _print_values(result, limit)
+        _print_histograms(result, most)
     _print_only("A", result.only_a, result.steps_only_a, most)
     _print_only("B", result.only_b, result.steps_only_b, most)
     return _exit_code(result)
@@ -366,6 +375,63 @@ def _print_values(result: Diff, limit: int) -> None:
     _print(titles, lines, title, _VALUE_DROPS, texts=texts, absent=absent)
 
 
+def _print_histograms(result: Diff, limit: int) -> None:
+    """Print the histograms of the first values that differ and have them in both runs, in the same bins."""
+    table = result.table
+    table = table.filter(pc.and_(table.column("histogram_a").is_valid(), table.column("histogram_b").is_valid()))
+    rows = table.slice(0, limit or None).to_pylist()
+    found = [(row, *_histograms(row)) for row in rows]
+    pairs = [(row, a, b) for row, a, b in found if a is not None and b is not None]
+    if not pairs:
+        return
+    bins = bins_of([one for _, a, b in pairs for one in (a, b)], WIDTH)
+    drawn = [histogram_line(shares) for shares in bins.shares]
+    titles = ["step", "module", "value", "rank", "A", "B", "apart", "zero", "subnormal", "infinite"]
+    lines = []
+    for number_of, (row, a, b) in enumerate(pairs):
+        of_subnormals = [subnormal_count(one, row[f"dtype_{side}"]) for side, one in (("a", a), ("b", b))]
+        lines.append(
+            [
+                str(row["step"]),
+                row["module_path"] or "''",
+                " ".join(filter(None, (row["site"], row["name"], _beside(row)))),
+                _ranks(row["rank_a"], row["rank_b"]),
+                *drawn[2 * number_of : 2 * number_of + 2],
+                _percent(share_apart(a, b)),
+                f"{a.zero_count}|{b.zero_count}",
+                "|".join("-" if count is None else str(count) for count in of_subnormals),
+                f"{int(a.infinite.sum())}|{int(b.infinite.sum())}",
+            ]
+        )
+    title = f"histograms of values that differ ({table.num_rows}): {extent(bins)}{_cut(table.num_rows, limit)}"
+    texts = ("module", "value", "rank", "A", "B")
+    absent = () if any(line[3] for line in lines) else ("rank",)
+    _print(titles, lines, title, _HISTOGRAM_DROPS, texts=texts, absent=absent, legend=f"{_APART}; {SCALE}")
+
+
+def _histograms(row: dict[str, Any]) -> tuple[Histogram | None, Histogram | None]:
+    return histogram_of_row(row, "_a"), histogram_of_row(row, "_b")
+
+
+def _with_histograms(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row that differs with the member `histogram`, which JSON can have, in place of bytes."""
+    a, b = _histograms(row)
+    rest = {name: value for name, value in row.items() if name not in ("histogram_a", "histogram_b")}
+    if a is None or b is None:
+        return rest | {"histogram": None}
+    bins = bins_of([a, b], _MAX_JSON_BINS)
+    found: dict[str, Any] = {"first_exponent": bins.first, "exponents_per_bin": bins.exponents_per_bin}
+    found |= {"apart": share_apart(a, b)}
+    for side, one, shares in (("a", a, bins.shares[0]), ("b", b, bins.shares[1])):
+        found[f"share_{side}"] = shares
+        found[f"subnormal_count_{side}"] = subnormal_count(one, row[f"dtype_{side}"])
+    return rest | {"histogram": found}
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.3%}" if share < 0.01 else f"{share:.1%}"
+
+
 def _print_only(run: str, only: Any, steps: list[int], limit: int) -> None:
     if only.num_rows:
         lines = [
@@ -484,7 +550,8 @@ def _print_json(a: Run, b: Run, result: Diff, limit: int) -> None:
     tables = {name: getattr(result, name) for name in ("modules", "table", "only_a", "only_b")}
     shown = {name: table.slice(0, limit or None).to_pylist() for name, table in tables.items()}
     counts = {f"num_{name}": table.num_rows for name, table in tables.items()}
-    shown["differing"], counts["num_differing"] = shown.pop("table"), counts.pop("num_table")
+    shown["differing"] = list(map(_with_histograms, shown.pop("table")))
+    counts["num_differing"] = counts.pop("num_table")
     rest = {name: plain(value) for name, value in result._asdict().items() if name not in tables}
     print_json({"a": str(a.path), "b": str(b.path), **rest, **counts, **shown})
 

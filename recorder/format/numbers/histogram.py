@@ -26,6 +26,9 @@ _HEAD = struct.Struct("<BBh")
 _LOWEST, _HIGHEST = -1074, 1023
 _SUBNORMAL = {-127: -149, -1023: -1074}
 """Bins that hold the subnormal values of an element type, and the exponent of the least of these."""
+NORMAL_EXPONENTS = {"float16": (-14, 15), "float8_e4m3fn": (-6, 8), "float8_e5m2": (-14, 15), "float32": (-126, 127)}
+NORMAL_EXPONENTS |= {"bfloat16": NORMAL_EXPONENTS["float32"]}
+"""Exponents of the least normal number and of the largest ones of a type."""
 _NO_COUNTS = np.zeros(2, np.int64)
 _TYPES = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 

@@ -30,7 +30,7 @@ from .compare import IDENTICAL, Distance, Tolerance, are_identical, compare
 from .renames import NO_RENAMES, Renames
 
 PLACE = ("step", "root", "module_path", "site", "name", "phase", "mode", "micro_step", "call", "repeat")
-_BOTH = ("rank", "dtype", "shape", "mean", "l2", "absmax", *NONFINITE)
+_BOTH = ("rank", "dtype", "shape", "mean", "l2", "absmax", *NONFINITE, "zero_count", "histogram")
 _DISTANCES = {
     "num_outside": pa.int64(), "max_abs": pa.float64(), "of_max": pa.float64(), "l2_apart": pa.float64(),
     "max_rel": pa.float64(), "max_ulp": pa.uint64(), "cosine": pa.float64(), "nonfinite_a": pa.int64(),

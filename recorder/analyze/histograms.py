@@ -1,0 +1,101 @@
+"""Histograms of rows laid side by side: shares in the same bins, and how far two distributions are apart.
+
+Never reads a run. What a row lacks, or has damaged, is None here; `recorder verify` tells of damage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CorruptError
+from ..format.numbers.histogram import NORMAL_EXPONENTS, Histogram
+
+Floats = npt.NDArray[np.float64]
+
+
+class Bins(NamedTuple):
+    """Shares of the values of several tensors by magnitude, in the same bins."""
+
+    first: int
+    """The exponent of the first bin: its values are from 2^first on."""
+    exponents_per_bin: int
+    """How many powers of two each bin has."""
+    shares: list[list[float]]
+    """For each tensor the share of its values, of all signs and with those that are zero or not finite counted, that
+    lies in each bin; all of the same length, which is 0 where every value is zero or not finite."""
+
+    @property
+    def last(self) -> int:
+        """The exponent of the last power of two."""
+        return self.first + self.exponents_per_bin * max(map(len, self.shares), default=0) - 1
+
+
+def histogram_of_row(row: Mapping[str, Any], suffix: str = "") -> Histogram | None:
+    """That of a row, by the names of its columns; None where it has none.
+
+    Args:
+        row: with `histogram`, `zero_count` and `nan_count`.
+        suffix: what follows these names.
+    """
+    data = row[f"histogram{suffix}"]
+    if data is None:
+        return None
+    counts = {name: row[f"{name}{suffix}"] or 0 for name in ("zero_count", "nan_count")}
+    try:
+        return Histogram.from_bytes(data, **counts)
+    except CorruptError:
+        return None
+
+
+def bins_of(histograms: Sequence[Histogram], max_bins: int) -> Bins:
+    """The shares of each in the same bins, no more than `max_bins`."""
+    used = [one.exponents[one.counts.any(axis=0)] for one in histograms]
+    known = [exponents for exponents in used if len(exponents)]
+    if not known:
+        return Bins(0, 1, [[] for _ in histograms])
+    first = int(min(exponents[0] for exponents in known))
+    length = int(max(exponents[-1] for exponents in known)) + 1 - first
+    width = -(-length // max_bins)
+    shares = []
+    for one, exponents in zip(histograms, used, strict=True):
+        found = np.zeros(-(-length // width))
+        counts = one.counts.sum(axis=0)[exponents - one.first]
+        np.add.at(found, (exponents - first) // width, counts)
+        shares.append((found / max(1, _num_all(one))).tolist())
+    return Bins(first, width, shares)
+
+
+def share_apart(a: Histogram, b: Histogram) -> float | None:
+    """Which share of the values would have to change sign or power of two for the two to be spread alike.
+
+    From 0 for the same shares to 1 where no bin has values of both. None where there are no values.
+    """
+    if not _num_all(a) or not _num_all(b):
+        return None
+    both = a + b
+    shares = [_all_counts(one, both) / _num_all(one) for one in (a, b)]
+    return float(np.abs(shares[0] - shares[1]).sum() / 2)
+
+
+def subnormal_count(histogram: Histogram, dtype: str) -> int | None:
+    """How many values that are not zero are below the least normal number of a type; None for other types."""
+    if dtype not in NORMAL_EXPONENTS:
+        return None
+    return int(histogram.counts[:, histogram.exponents < NORMAL_EXPONENTS[dtype][0]].sum())
+
+
+def _num_all(histogram: Histogram) -> int:
+    return histogram.num_values + histogram.nan_count
+
+
+def _all_counts(histogram: Histogram, frame: Histogram) -> Floats:
+    """Its counts in the bins of `frame`, which has all of its bins, and behind them what is zero or not finite."""
+    counts = np.zeros(frame.counts.shape)
+    at = histogram.first - frame.first
+    counts[:, at : at + histogram.counts.shape[1]] = histogram.counts
+    rest = [*histogram.infinite, histogram.zero_count, histogram.nan_count]
+    return np.concatenate((counts.reshape(-1), np.array(rest, np.float64)))
