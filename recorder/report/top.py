@@ -25,6 +25,8 @@ _SPIKE = 30.0
 _MIN_STEPS = 8
 """Fewest steps: nobody can say what is usual with fewer."""
 _MAX_SPIKES = 4
+_MANY = 1e6
+"""From here on a ratio is told by its power of ten."""
 
 
 class Told(NamedTuple):
@@ -208,11 +210,19 @@ def _of_series(collected: StatisticsBlocks) -> Iterator[Finding]:
         0.0,
     )
     steps = cube.first_steps
-    for number in np.argsort(-ratio, kind="stable")[:_MAX_SPIKES].tolist():
-        if ratio[number] >= _SPIKE:
-            key, step = collected.series[number], steps[int(at[number])]
-            text = f"{_of_key(key)} jumps: its {name} at step {step} is {ratio[number]:.0f} times its median"
-            yield Finding(text, _link_of(key, step, name))
+    num_told = 0
+    for number in np.argsort(-ratio, kind="stable").tolist():
+        if ratio[number] < _SPIKE or num_told == _MAX_SPIKES:
+            break
+        before = values[number, : at[number]]
+        before = before[~np.isnan(before)]
+        if not before.size or largest[number, at[number]] < _SPIKE * np.median(before):
+            continue  # it was as large from the start, and fell as training went on
+        num_told += 1
+        key, step = collected.series[number], steps[int(at[number])]
+        times = f"{ratio[number]:,.0f}" if ratio[number] < _MANY else f"{ratio[number]:.1e}"
+        text = f"{_of_key(key)} jumps: its {name} at step {step} is {times} times its median"
+        yield Finding(text, _link_of(key, step, name))
 
 
 def _of_key(key: SeriesKey) -> str:

@@ -141,6 +141,21 @@ def test_a_run_that_is_nothing_but_nan_is_drawn(cli: Cli, tmp_path: Path) -> Non
     assert "First NaN or infinity: step 0, 'net.fc' output, rank 0" in blocks["top"].data["findings"][0][0]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ([1.0] * 6 + [5000.0, 1.0, 1.0], "'net.fc' output jumps: its l2 at step 6 is 5,000 times its median"),
+        ([10.0 ** -(step * 4) for step in range(9)], None),
+    ],
+    ids=["a spike", "what falls from the first step on"],
+)
+def test_a_value_that_jumps_stands_out(cli: Cli, tmp_path: Path, sizes: list[float], told: str | None) -> None:
+    run = run_of(tmp_path / "run", {(0, step): size for step, size in enumerate(sizes)})
+    cli("report", run, "-o", tmp_path / "r.html")
+    findings = [one[0] for one in read_page(tmp_path / "r.html")["top"].data["findings"] if "jumps" in one[0]]
+    assert findings == ([] if told is None else [told])
+
+
 def test_histograms_are_shares_of_the_values_by_sign_and_power_of_two(cli: Cli, tmp_path: Path) -> None:
     counts = Histogram(first=-1, counts=np.array([[0, 0, 4], [8, 16, 0]]))
     values = {(rank, step): 1.0 for rank in range(2) for step in range(3)}

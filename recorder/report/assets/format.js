@@ -6,8 +6,13 @@ function shortNumber(value, digits = 4) {
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (Number.isInteger(value) && size < 1e6) return String(value);
-  if (size >= 1e5 || size < 1e-3) return Number(value.toPrecision(digits)).toExponential().replace("e+", "e");
+  if (size >= 1e5 || size < 1e-4) return Number(value.toPrecision(digits)).toExponential().replace("e+", "e");
   return String(Number(value.toPrecision(digits)));
+}
+
+/** A power of two as people write it. */
+function powerOfTwo(exponent) {
+  return "2" + String(exponent).replace("-", "⁻").replace(/[0-9]/g, (digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]);
 }
 
 /** Names that say nothing, shown. */

@@ -96,8 +96,10 @@ function themeOf() {
   return { hole: cssColor("--hole"), hatch: cssColor("--hatch"), text: cssColor("--text"), cursor: cssColor("--text") };
 }
 
+const KIND_TEXTS = [[NONFINITE, "NaN or infinite"], [HOLE, "not recorded"], [NULL_CELL, "recorded without this"]];
+
 /** The bar of colours with its numbers, and what the other cells mean. */
-function legendOf(colors, title) {
+function legendOf(colors, title, kinds = KIND_TEXTS) {
   const theme = themeOf();
   const bar = el("canvas", { class: "legend-bar", role: "img", "aria-label": "colours" });
   const context = sizedCanvas(bar, 220, 12);
@@ -115,8 +117,7 @@ function legendOf(colors, title) {
     return el("span", { class: "legend-item" }, canvas, text);
   };
   return el("div", { class: "legend" }, el("span", { class: "legend-title" }, title),
-    el("div", { class: "legend-scale" }, bar, ticks),
-    swatch(NONFINITE, "NaN or infinite"), swatch(HOLE, "not recorded"), swatch(NULL_CELL, "recorded without this"));
+    !colors.isEmpty && el("div", { class: "legend-scale" }, bar, ticks), kinds.map(([kind, text]) => swatch(kind, text)));
 }
 
 /**

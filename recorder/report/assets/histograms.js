@@ -24,7 +24,8 @@ class HistogramsPanel {
   rangeText(place) {
     const [sign, exponent] = this.binOf(place);
     if (sign === 0) return "0";
-    return sign > 0 ? `2^${exponent} to 2^${exponent + 1}` : `-2^${exponent + 1} to -2^${exponent}`;
+    const low = powerOfTwo(exponent), high = powerOfTwo(exponent + 1);
+    return sign > 0 ? `${low} to ${high}` : `-${high} to -${low}`;
   }
   share(code) {
     const { levels, least } = this.block.data;
@@ -59,7 +60,7 @@ class HistogramsPanel {
           cells[row][column] === null ? "none" : `about ${shortNumber(100 * cells[row][column].value, 2)} %`} of the values`],
       });
       const colors = new Colors(cells.flat().filter(Boolean).map((cell) => cell.value));
-      put(this.heats, el("h3", {}, name), legendOf(colors, "share of the values"), heat.element);
+      put(this.heats, el("h3", {}, name), legendOf(colors, "share of the values", []), heat.element);
       heat.draw({ rows, columns: steps.map((step) => String(data.steps[step])), cell: (r, c) => cells[r][c], colors });
     }
   }

@@ -51,7 +51,7 @@ class Chart {
           range: (_, low, high) => this.range(low, high) },
       },
       axes: [
-        { ...axis, incrs: STEP_INCREMENTS, space: 60, values: (_, splits) => splits.map(String) },
+        { ...axis, incrs: STEP_INCREMENTS, space: 60, size: 30, values: (_, splits) => splits.map(String) },
         { ...axis, size: 64, space: 26, values: (_, splits) => splits.map((split) => (split === null ? "" : shortNumber(split, 3))) },
       ],
       series: [{}, ...shown.map((line) => ({
@@ -207,7 +207,7 @@ class LinesPanel {
     const isEach = state.get("each") !== "0";
     this.options.replaceChildren(
       toggle("logarithmic", isLog, (isOn) => state.set({ log: isOn ? "1" : null }), { id: "log" }),
-      run.lanes.length > 1 && toggle("every rank", isEach, (isOn) => state.set({ each: isOn ? null : "0" }), { id: "each" }),
+      ...(run.lanes.length > 1 ? [toggle("every rank", isEach, (isOn) => state.set({ each: isOn ? null : "0" }), { id: "each" })] : []),
       this.adder(),
       ...(state.get("from") !== null ? [el("button", { type: "button", id: "zoom-out", onclick: () => state.set({ from: null, to: null }) }, "all steps")] : []),
       el("span", { class: "dim" }, "Drag over a picture to zoom, double-click for all steps."));
@@ -266,7 +266,8 @@ class LinesPanel {
   }
   async updateScalars(isEach) {
     const { app } = this, { run, other } = app;
-    const scalars = run.scalars.slice(0, MAX_SCALARS);
+    const isRate = (one) => one.name.startsWith("lr."); // behind the loss, as there may be many
+    const scalars = [...run.scalars].sort((a, b) => isRate(a) - isRate(b)).slice(0, MAX_SCALARS);
     if (!scalars.length) return;
     const picture = await run.picture("mean", "scalars");
     const otherPicture = other?.scalars.length ? await other.picture("mean", "scalars") : null;

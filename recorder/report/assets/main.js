@@ -22,6 +22,12 @@ class App {
       this.change(null);
     }));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.change(null));
+    for (const [name, isPaper] of [["beforeprint", true], ["afterprint", false]]) {
+      window.addEventListener(name, () => { // paper is light, also where the page is dark
+        document.documentElement.toggleAttribute("data-paper", isPaper);
+        if (DARK.matches) this.redraw(this.panels);
+      });
+    }
     window.addEventListener("pointerdown", () => { this.isHeld = true; }, true);
     for (const name of ["pointerup", "pointercancel", "blur"]) window.addEventListener(name, () => { this.isHeld = false; }, true);
   }

@@ -22,8 +22,29 @@ class RanksPanel {
   }
   pictures(layouts) {
     const some = (part) => el("div", { class: "layouts" }, part.map((layout) => this.layout(layout)));
-    const more = layouts.slice(MAX_LAYOUTS);
-    return [some(layouts.slice(0, MAX_LAYOUTS)), more.length > 0 && el("details", {}, el("summary", {}, `${plural(more.length, "more value")}`), some(more))];
+    const whole = layouts.filter((one) => this.isWholeOf(one)), cut = layouts.filter((one) => !whole.includes(one));
+    const more = cut.slice(MAX_LAYOUTS);
+    return [
+      whole.length > 0 && el("details", { class: "whole" }, el("summary", {}, `${plural(whole.length, "value")} that each rank had whole`),
+        el("ul", { class: "checks" }, whole.map((one) => el("li", {}, `${this.titleOf(one)}: ${this.captionOf(one)}, ${this.ranksText(one.chunks.map(([rank]) => rank))}`)))),
+      some(cut.slice(0, MAX_LAYOUTS)),
+      more.length > 0 && el("details", {}, el("summary", {}, `${plural(more.length, "more value")}`), some(more))];
+  }
+  /** Whether there is nothing to draw, as each chunk is all of the tensor. */
+  isWholeOf(one) {
+    return one.shape !== null && !one.why && !one.missing.length && one.chunks.length > 0 &&
+      one.chunks.every(([, shape, offsets, , , op]) => !op && offsets !== null && String(shape) === String(one.shape));
+  }
+  ranksText(ranks) {
+    const text = [...new Set(ranks)];
+    return `rank ${text.slice(0, 4).join(", ")}${text.length > 4 ? ` and ${text.length - 4} more` : ""}`;
+  }
+  titleOf(one) {
+    return `${pathText(one.module)} ${[one.site, one.name].filter(Boolean).join(" ")}`;
+  }
+  captionOf(one) {
+    return [one.shape === null ? "no single tensor" : `[${one.shape.join(", ")}]`, one.source && `layout: ${one.source}`,
+      one.scale && `scale: ${one.scale}`, one.missing.length && `missing: rank ${one.missing.join(", ")}`].filter(Boolean).join(" · ");
   }
   update() {
     const { titles, rows, odd } = this.data;
@@ -44,10 +65,7 @@ class RanksPanel {
       ...(rows.length > shown.length ? [el("button", { type: "button", onclick: () => { this.isWhole = true; this.update(); } }, `all ${plural(rows.length, "rank")}`)] : []));
   }
   layout(one) {
-    const title = `${pathText(one.module)} ${[one.site, one.name].filter(Boolean).join(" ")}`;
-    const caption = [one.shape === null ? "no single tensor" : `[${one.shape.join(", ")}]`,
-      one.source && `layout: ${one.source}`, one.scale && `scale: ${one.scale}`, one.missing.length && `missing: rank ${one.missing.join(", ")}`].filter(Boolean);
-    return el("figure", { class: "layout" }, el("figcaption", {}, el("strong", {}, title), el("span", { class: "dim" }, caption.join(" · "))),
+    return el("figure", { class: "layout" }, el("figcaption", {}, el("strong", {}, this.titleOf(one)), el("span", { class: "dim" }, this.captionOf(one))),
       one.why && el("p", { class: "note" }, one.why), this.picture(one));
   }
   /** The tensor as a box, cut along the first two dims that are cut; else a list. */
@@ -69,11 +87,10 @@ class RanksPanel {
     }
     const box = el("div", { class: "tensor", role: "img", "aria-label": `${plural(places.size, "different chunk")}` }, [...places].map(([place, ranks], number) => {
       const [[top, height], [left, width]] = JSON.parse(place);
-      const text = [...new Set(ranks)];
       return el("div", { class: "chunk", style: {
         top: `${top * 100}%`, height: `${height * 100}%`, left: `${left * 100}%`, width: `${width * 100}%`,
         "border-color": lineColor(number),
-      } }, `rank ${text.slice(0, 4).join(", ")}${text.length > 4 ? ` and ${text.length - 4} more` : ""}`);
+      } }, this.ranksText(ranks));
     }));
     return el("div", {}, box, list);
   }

@@ -5,7 +5,7 @@ const ON_WHITE = ["#0072b2", "#d55e00", "#009e73", "#b8528a", "#b07800", "#3b8fc
 const ON_BLACK = ["#56b4e9", "#f28e2b", "#2fc99a", "#f0a1cf", "#ecd24a", "#8fa8ff", "#b5b5b5", "#d0a45c"];
 /** Colours of lines, which the colour-blind tell apart: Okabe and Ito's, darker or lighter as the page is. */
 function lineColor(number) {
-  const colors = DARK.matches ? ON_BLACK : ON_WHITE;
+  const colors = DARK.matches && !("paper" in document.documentElement.dataset) ? ON_BLACK : ON_WHITE;
   return colors[number % colors.length];
 }
 const BAD_COLOR = "#e6007a";

@@ -16,9 +16,10 @@ class UnitsPanel {
   }
   size(code) {
     const { low, high, levels } = this.block.data;
-    return code === 1 ? 0 : 2 ** (low + ((code - 2) / (levels - 1)) * (high - low));
+    return 2 ** (low + ((code - 2) / (levels - 1)) * (high - low));
   }
-  placeText(place, numPlaces) {
+  placeText(place, numPlaces, num) {
+    if (num < numPlaces) return place === 0 ? "largest" : place === num - 1 ? "least" : "";
     if (place === 0) return "largest";
     if (place === numPlaces - 1) return "least";
     return place * 2 === numPlaces - 1 ? "median" : place % 4 === 0 ? `${Math.round((100 * place) / (numPlaces - 1))} % are larger` : "";
@@ -34,22 +35,27 @@ class UnitsPanel {
       const steps = Array.from({ length: numSteps }, (_, step) => step).filter((step) => arrays.about[3 * (start + step)] > 0);
       if (!steps.length) continue;
       const about = (step) => Array.from(arrays.about.subarray(3 * (start + step), 3 * (start + step) + 3));
-      const places = Array.from({ length: numPlaces }, (_, place) => place);
-      const cells = places.map((place) => steps.map((step) => (code(step, place) ? { kind: NUMBER, value: this.size(code(step, place)) } : null)));
-      const rows = places.map((place) => ({ label: this.placeText(place, numPlaces), title: "", indent: 0, fold: null }));
+      const most = steps.reduce((found, step) => Math.max(found, about(step)[0]), 0); // few units have a row each
+      const numRows = Math.min(most, numPlaces);
+      const placeOf = (row) => (numRows > 1 ? Math.round((row * (numPlaces - 1)) / (numRows - 1)) : 0);
+      const places = Array.from({ length: numRows }, (_, row) => placeOf(row));
+      const kindOf = (one) => (one === 0 ? NONFINITE : one === 1 ? NULL_CELL : NUMBER);
+      const cells = places.map((place) => steps.map((step) => ({ kind: kindOf(code(step, place)), value: this.size(code(step, place)) })));
+      const rows = places.map((_, row) => ({ label: this.placeText(row, numPlaces, most), title: "", indent: 0, fold: null }));
       const name = `${pathText(series.path)} ${[series.site, series.name].filter(Boolean).join(" ")}`;
       const heat = new HeatMap({
         label: `units of ${visible(name)} over steps`, choose: () => {}, fold: () => {}, tooltip: this.app.tooltip,
         describe: (row, column) => {
           const [num, numDead, largest] = about(steps[column]), cell = cells[row][column];
-          return [visible(name), `step ${data.steps[steps[column]]}`, cell === null ? "not finite" : `root mean square about ${shortNumber(cell.value, 2)}; ${
-            Math.round((100 * row) / (numPlaces - 1))} % of ${plural(num, "unit")} are larger`, `the largest is unit ${largest}; ${plural(numDead, "unit")} all zero`];
+          return [visible(name), `step ${data.steps[steps[column]]}`, cell.kind === NONFINITE ? "not finite" : cell.kind === NULL_CELL ? "all zero" : `root mean square about ${shortNumber(cell.value, 2)}; ${
+            
+            numRows > 1 ? Math.round((100 * row) / (numRows - 1)) : 0} % of ${plural(num, "unit")} are larger`, `the largest is unit ${largest}; ${plural(numDead, "unit")} all zero`];
         },
       });
-      const values = cells.flat().filter((cell) => cell !== null && cell.value > 0).map((cell) => cell.value);
-      const colors = new Colors(values.length ? values : [0]);
+      const values = cells.flat().filter((cell) => cell.kind === NUMBER).map((cell) => cell.value);
+      const colors = new Colors(values);
       const [num, numDead, largest] = about(steps[steps.length - 1]);
-      put(this.heats, el("h3", {}, name), legendOf(colors, "root mean square of a unit"), heat.element, el("p", { class: "note" },
+      put(this.heats, el("h3", {}, name), legendOf(colors, "root mean square of a unit", [[NONFINITE, "NaN or infinite"], [NULL_CELL, "all zero"]]), heat.element, el("p", { class: "note" },
         `At step ${data.steps[steps[steps.length - 1]]}: ${plural(num, "unit")}, the largest is unit ${largest}, ${numDead} all zero.`));
       heat.draw({ rows, columns: steps.map((step) => String(data.steps[step])), cell: (r, c) => cells[r][c], colors });
     }
