@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from recorder.lifecycle.estimate import ROW_BYTES, Estimate
-from recorder.records import KEEP_STATS, KEEP_TENSOR, Staged
+from recorder.lifecycle.estimate import HISTOGRAM_BYTES, ROW_BYTES, UNIT_BYTES, Estimate
+from recorder.records import KEEP_HISTOGRAM, KEEP_STATS, KEEP_TENSOR, KEEP_UNITS, Staged
 from recorder.rules import parse_rules
 from tests.distributed import jobs
 from tests.fakes import fake_staged
@@ -58,6 +58,17 @@ def test_each_site_is_counted_at_the_steps_of_its_rules() -> None:
     assert estimate.num_bytes(0, 1) == 1_000_000 + 2 * ROW_BYTES
     assert estimate.num_bytes(0, 101) == 2 * 1_000_000 + 2 * ROW_BYTES + 101 * ROW_BYTES
     assert estimate.num_bytes(0, 1001) == 11 * 1_000_000 + 11 * ROW_BYTES + 1001 * ROW_BYTES
+
+
+def test_histograms_and_units_are_counted_at_the_steps_of_their_rules() -> None:
+    estimate = of("site=output keep=histogram steps=::2; site=output keep=units steps=::5; site=grad keep=stats")
+    keep = KEEP_STATS | KEEP_HISTOGRAM | KEEP_UNITS
+    estimate.saw(fake_staged(np.zeros((64, 10), np.float32), site="output", keep=keep))
+    estimate.saw(fake_staged(np.array(1, np.float32), site="output", keep=keep))  # no dim, and so no units
+    estimate.saw(fake_staged(np.zeros((64, 10), np.float32), site="grad", keep=KEEP_STATS))
+    assert estimate.num_bytes(0, 1) == 3 * ROW_BYTES + 2 * HISTOGRAM_BYTES + 10 * UNIT_BYTES
+    rows_at_10_steps = (2 * 6 + 10) * ROW_BYTES  # of outputs at 0, 2, 4, 5, 6, 8
+    assert estimate.num_bytes(0, 10) == rows_at_10_steps + 5 * 2 * HISTOGRAM_BYTES + 2 * 10 * UNIT_BYTES
 
 
 def test_what_begins_later_makes_it_a_lower_bound() -> None:
