@@ -10,25 +10,32 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import CommandError
 from ..format.answers import ENDED, IN_FORCE, MISSED, REFUSED, WAITING
 from ..format.commands import Command
 from ..format.manifest import RunManifest
 from ..read.finding import find_run
+from ..read.fleet import FLEET
 from ..read.status import ENDED as OVER
 from ..read.status import RankNow, RunWatch
 from ..storage.commands import send
-from ..storage.locations import Place
+from ..storage.locations import Place, store_of
 from .output import print_json, say_state, span
 from .told import command_members
+
+if TYPE_CHECKING:
+    from ..daemon.destination import Destination
 
 _LEAD_S = 2.0
 """How long before its first step a command is sent at least, beyond what ranks need to find it."""
 _LOOKS_PER_S = 250
 """What `lifecycle.commands` bounds: the looks of all nodes together."""
 _RANKS_OF_A_NODE = 8
-_POLL_S = 0.2
+_POLL_S, _POLL_OF_STORE_S = 0.2, 1.0
+_CARRYING_S = 15.0
+"""What carrying takes beyond that, there and back: the daemons' `status_s`, 5 s, twice, and some more."""
 _SILENT = ("silent", "starting")
 
 
@@ -36,12 +43,16 @@ _SILENT = ("silent", "starting")
 class Target:
     """A run that is under way, as it was found."""
 
-    run: Path
+    run: Place
     name: str
     manifest: RunManifest
     watch: RunWatch
     ranks: Sequence[RankNow]
     """The ranks that may hear a command."""
+    store: Destination | None = None
+    """Where the run is shipped to, if it was found there: daemons carry what it is told from there."""
+    key: bytes = b""
+    """What signs a command that daemons carry; empty where they ask for no signature."""
 
     @property
     def attempt(self) -> int:
@@ -87,32 +98,63 @@ class Target:
 
     def _lead_steps(self) -> int:
         num_nodes = len(self.ranks) / _RANKS_OF_A_NODE
-        lead_s = _LEAD_S + 2 * num_nodes / _LOOKS_PER_S
+        lead_s = _LEAD_S + 2 * num_nodes / _LOOKS_PER_S + (0.0 if self.store is None else _CARRYING_S)
         return 2 + math.ceil(lead_s * max(rank.status.steps_per_s for rank in self.ranks))
 
+    def send(self, command: Command) -> Command:
+        """Leave a command where the ranks, or the daemons of their nodes, find it; return it with its number.
 
-def find_target(path: str | None) -> Target:
+        Raises:
+            CommandError: no writer would take it, or it cannot be written.
+        """
+        if self.store is None:
+            assert isinstance(self.run, Path), "what lies in an object store was shipped there"
+            return send(self.run, command)
+        from ..daemon.steering import send_to_store
+
+        return send_to_store(self.store, self.run.name, command, self.key)
+
+
+def find_target(path: str | None, key_file: str | None) -> Target:
     """Find a run that can be told something.
 
+    Args:
+        path: the run, where it records or where it is shipped to.
+        key_file: the file with the key that signs what daemons carry; None for that of the environment, if any.
+
     Raises:
-        CommandError: it is over, it lies in an object store, or nobody has begun to record it.
+        CommandError: it is over, nobody has begun to record it, or there is a key and no daemon to want it.
     """
     place, manifest = find_run(path)
     name = manifest.name or place.name
-    run = _local(place, name)
-    watch = RunWatch(run)
+    store = _store_of_shipped(place)
+    if key_file is not None and store is None:
+        raise CommandError(f"--key-file {key_file}: {name} lies where it records; what is sent there is not signed")
+    watch = RunWatch(place)
     seen = watch.look()
     ranks = [rank for rank in seen if rank.state not in OVER]
     if not ranks:
         what = "no rank has begun to record it" if not seen else f"it is over (its ranks are {_states(seen)})"
         raise CommandError(f"{name}: {what}, so that there is nobody to be told; RECORDER_RULES is for the next run")
-    return Target(run=run, name=name, manifest=manifest, watch=watch, ranks=ranks)
+    key = b"" if store is None else _key(key_file)
+    return Target(run=place, name=name, manifest=manifest, watch=watch, ranks=ranks, store=store, key=key)
 
 
-def _local(place: Place, name: str) -> Path:
-    if not isinstance(place, Path):
-        raise CommandError(f"{name}: lies in an object store; a run is told where it records: name its directory there")
-    return place
+def _store_of_shipped(place: Place) -> Destination | None:
+    """Return where a run was shipped to, as the folder above it; None where it lies where it records."""
+    above = place.parents[:2]  # a daemon keeps the folders of its runs
+    if isinstance(place, Path) and not any(store_of(one).is_directory(one / FLEET) for one in above):
+        return None
+    from ..daemon.destination import Throttle, parse_destination
+
+    return parse_destination(str(place.parent), Throttle(0))
+
+
+def _key(file: str | None) -> bytes:
+    from ..daemon.settings import load_daemon_settings
+    from ..daemon.steering import read_key
+
+    return read_key(load_daemon_settings(None, {"key_file": file}).key_file)
 
 
 def _states(ranks: Sequence[RankNow]) -> str:
@@ -160,7 +202,7 @@ def send_and_wait(
         until_done: whether to wait until every rank has done it, and not only until it is sure to.
         sleep: waits.
     """
-    command = send(target.run, replace(command, by=sender(), attempt=target.attempt))
+    command = target.send(replace(command, by=sender(), attempt=target.attempt))
     if not as_json:
         say_state("sent", f"command {command.number} of {target.name}: {told}")
     until_s = time.monotonic() + timeout_s
@@ -169,13 +211,15 @@ def send_and_wait(
         is_open = not heard or any(_is_open(one, until_done=until_done) for one in heard)
         if not is_open or time.monotonic() >= until_s:
             break
-        sleep(_POLL_S)
+        sleep(_POLL_S if target.store is None else _POLL_OF_STORE_S)
     if as_json:
         members = [{"rank": one.rank, "state": one.state, "since": one.since, "why": one.why} for one in heard]
         print_json({"run": str(target.run), "command": command_members(command), "ranks": members})
     else:
         for line in _lines(command, heard, timeout_s):
             say_state(*line)
+        if target.store is not None and any(one.state == "unheard" for one in heard):
+            say_state("note", "commands are carried by daemons that were started with --accept-commands, and the key")
     return int(not heard or any(_is_bad(command, one) for one in heard))
 
 
@@ -187,7 +231,7 @@ def _is_open(one: _Heard, *, until_done: bool) -> bool:
 
 
 def _heard(rank: RankNow, command: Command) -> _Heard:
-    answer = next((one for one in rank.status.commands if one.number == command.number), None)
+    answer = next((one for one in rank.status.commands if one.id == command.id), None)
     if answer is None:
         silent = f", silent for {rank.silent_s:.0f} s" if rank.state in _SILENT else ""
         return _Heard(rank.rank, "unheard", None, f"{rank.state}{silent}")

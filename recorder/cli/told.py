@@ -60,7 +60,7 @@ def told(run: Run, *, with_dumps: bool = False) -> Iterator[Told]:
             rank: answer
             for rank, manifest in newest.items()
             for answer in manifest.commands
-            if answer.number == command.number and rank is not None
+            if answer.id == command.id and rank is not None  # a daemon may have carried it to another number
         }
         unheard = sorted(rank for rank in newest if rank is not None and rank not in answers)
         lines = _outcomes(answers)
@@ -81,7 +81,7 @@ def answer_members(run: Run, command: Command) -> list[dict[str, Any]]:
         {"rank": writer.rank, **answer.short_members()}
         for writer in run.writers
         for answer in writer.manifest.commands
-        if answer.number == command.number
+        if answer.id == command.id
     ]
 
 

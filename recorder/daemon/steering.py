@@ -14,15 +14,11 @@ import logging
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ..errors import CommandError, ConfigError, RunError
-from ..format.answers import Answer
 from ..format.commands import COMMAND_BYTES, COMMANDS, MAX_COMMANDS, UNDO, Command, command_name, parse_command_name
 from ..format.commands import read_command as read_members
-from ..format.members import Members
-from ..format.rundir import RUN_MANIFEST, parse_json, parse_rank_dir
-from ..format.status import STATUS
+from ..format.rundir import RUN_MANIFEST, parse_json
 from ..storage.commands import CommandFolder, send
 from .destination import Destination, TakenError
 from .shipping import RunShipper
@@ -57,6 +53,11 @@ def signature(key: bytes, run_id: str, number: int, text: bytes) -> bytes:
     """Return the signature of a command: hexadecimal HMAC-SHA256 of its run, its number and its text."""
     words = b"\0".join((b"recorder command", run_id.encode(), b"%d" % number, text))
     return hmac.new(key, words, hashlib.sha256).hexdigest().encode()
+
+
+def _signature_name(number: int, command: Command) -> str:
+    """Return the name of a signature, which whoever was slower or was killed does not keep from others."""
+    return f"{number:06d}-{command.id}.hmac"
 
 
 class Carrier:
@@ -101,7 +102,7 @@ class Carrier:
         except (CommandError, RunError) as error:
             return "invalid", str(error)
         if key:
-            signed = self._run.shared.destination.get(f"{self._run.key}/{COMMANDS}/{number:06d}.hmac")
+            signed = self._run.shared.destination.get(f"{self._run.key}/{COMMANDS}/{_signature_name(number, command)}")
             wanted = signature(key, self._run.run_id, number, text)
             if signed is None or not hmac.compare_digest(signed[0], wanted):
                 return "unsigned", "its signature is missing or wrong"
@@ -141,31 +142,8 @@ def send_to_store(destination: Destination, run: str, command: Command, key: byt
     for number in range(first, MAX_COMMANDS + 1):
         with contextlib.suppress(TakenError):  # somebody was faster
             if key:  # the signature is there first: a daemon may look at any moment
-                destination.put_if(f"{run}/{COMMANDS}/{number:06d}.hmac", signature(key, run_id, number, text), None)
+                signed = f"{run}/{COMMANDS}/{_signature_name(number, command)}"
+                destination.put_if(signed, signature(key, run_id, number, text), None)
             destination.put_if(f"{run}/{COMMANDS}/{command_name(number)}", text, None)
             return replace(command, number=number)
     raise CommandError(f"{destination.url}/{run}: the run has had {MAX_COMMANDS} commands, and takes no more")
-
-
-def statuses(destination: Destination, run: str) -> dict[int, dict[str, Any]]:
-    """Return the status of each rank that is at work, as the destination has it."""
-    found: dict[int, dict[str, Any]] = {}
-    for key, _ in destination.listing(f"{run}/"):
-        names = key.removeprefix(f"{run}/").split("/")
-        rank = parse_rank_dir(names[0])
-        if len(names) == 3 and names[2] == STATUS and rank is not None and (there := destination.get(key)) is not None:
-            with contextlib.suppress(RunError):
-                status = parse_json(there[0], key)
-                if status.get("state") == "recording":
-                    found[rank] = status
-    return found
-
-
-def answers(found: dict[int, dict[str, Any]], command: Command) -> dict[int, Answer | None]:
-    """Return what each rank says of a command; None for one that has not heard of it."""
-    heard: dict[int, Answer | None] = {}
-    for rank, status in sorted(found.items()):
-        said = status.get("commands")
-        every = [Answer.read(Members(one)) for one in said if isinstance(one, dict)] if isinstance(said, list) else []
-        heard[rank] = next((answer for answer in every if answer.id == command.id), None)
-    return heard

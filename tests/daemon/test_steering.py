@@ -20,6 +20,7 @@ from recorder.storage.commands import CommandFolder
 from tests.cli.conftest import Cli
 from tests.daemon.support import ship
 from tests.daemon.test_shipping import small_run
+from tests.storage.server import StoreServer
 
 KEY = b"0123456789abcdef"
 RULE = "module=layers.* site=output keep=tensor"
@@ -28,9 +29,9 @@ RULE = "module=layers.* site=output keep=tensor"
 class Site:
     """A run here and there, and a carrier between the two."""
 
-    def __init__(self, tmp_path: Path, key: bytes = b"") -> None:
+    def __init__(self, tmp_path: Path, key: bytes = b"", there: str = "") -> None:
         self.run = small_run(tmp_path)
-        there = str(tmp_path / "there")
+        there = there or str(tmp_path / "there")
         assert ship(tmp_path, there)[0] == 0
         (tmp_path / "key").write_bytes(key)
         self.there = tmp_path / "there" / "run-a"
@@ -99,9 +100,10 @@ def test_with_a_key_only_what_is_signed_for_this_run_and_number_is_carried(tmp_p
     send_to_store(site.destination, "run-a", command, b"")
     send_to_store(site.destination, "run-a", Command(kind=PAUSE, from_step=10), b"another key 1234")
     send_to_store(site.destination, "run-a", Command(kind=PAUSE, from_step=11), KEY)
-    other = Command(kind=PAUSE, from_step=12).encode()
+    last = Command(kind=PAUSE, from_step=12)
+    other = last.encode()
     (site.there / "_commands" / "000004.json").write_bytes(other)
-    (site.there / "_commands" / "000004.hmac").write_bytes(signature(KEY, "run-b", 4, other))
+    (site.there / "_commands" / f"000004-{last.id}.hmac").write_bytes(signature(KEY, "run-b", 4, other))
     counts, here = site.carried()
     assert counts == {"unsigned": 3, "carried": 1}
     assert [one.from_step for one in here] == [11]
@@ -112,27 +114,38 @@ def test_nobody_is_told_of_a_run_that_is_not_there(tmp_path: Path) -> None:
         send_to_store(parse_destination(str(tmp_path), Throttle(0)), "run-a", Command(kind=PAUSE, from_step=9), b"")
 
 
-def test_tell_says_which_ranks_have_it(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    site = Site(tmp_path)
-    (writer,) = site.there.glob("rank=00000/*")
-    answer: list[dict[str, object]] = []
+def test_a_run_in_a_store_is_told_there_and_signed(tmp_path: Path, cli: Cli, store: StoreServer, to: str) -> None:
+    site = Site(tmp_path, KEY, to)
+    (writer,) = (site.run / "rank=00000").iterdir()
+    members = {"writer": writer.name, "state": "recording", "step": 100, "attempt": 0}
+    site.destination.put_if(f"run-a/rank=00000/{writer.name}/_status.json", encode_status(members), None)
+    key = ("--key-file", tmp_path / "key")
+    told = cli("set", f"{to}/run-a", "pause", "--at", "+200", "--timeout", "0", *key)
+    assert told.exit_code == 1, told
+    assert "command 1 of run-a: pause from step 300 on" in told.out
+    assert "commands are carried by daemons that were started with --accept-commands" in told.out
+    assert cli("set", f"{to}/run-a", "pause", "--at", "+300", "--timeout", "0").exit_code == 1, "and without a key"
+    counts, here = site.carried()
+    assert (counts, [one.from_step for one in here]) == ({"carried": 1, "unsigned": 1}, [300])
+    late = cli("set", f"{to}/run-a", "pause", "--at", "100", *key)
+    assert late.exit_code == 2 and "--at 100: that step has passed" in late.err
+    ring = cli("dump", f"{to}/run-a", *key)
+    assert ring.exit_code == 2 and "no rule of it has keep=ring" in ring.err
+    missing = cli("set", f"{to}/run-a", "pause", "--key-file", tmp_path / "none")
+    assert missing.exit_code == 2 and "cannot be read" in missing.err
 
-    def say(step: int) -> None:
-        members = {"writer": writer.name, "state": "recording", "step": step, "attempt": 0, "commands": answer}
-        (writer / "_status.json").write_bytes(encode_status(members))
 
-    say(100)
+def test_a_run_where_it_records_takes_no_key(tmp_path: Path, cli: Cli) -> None:
+    found = cli("set", small_run(tmp_path), "pause", "--key-file", tmp_path / "key")
+    assert found.exit_code == 2 and "lies where it records; what is sent there is not signed" in found.err
 
-    def hear(seconds: float) -> None:
-        (path,) = (site.there / "_commands").glob("*.json")
-        found = json.loads(path.read_text())
-        assert found["from_step"] == 300
-        answer[:] = [{"number": 5, "id": found["id"], "kind": "set", "state": "waiting", "since": 300}]
-        say(101)
 
-    monkeypatch.setattr("recorder.cli.commands.daemon.time.sleep", hear)
-    found = cli("daemon", "tell", "run-a", RULE, "--to", tmp_path / "there", "--at", "+200")
-    assert (found.exit_code, found.out) == (0, "command 1, from step 300 on: 1 of 1 rank have it\n"), found
-    late = cli("daemon", "tell", "run-a", "pause", "--to", tmp_path / "there", "--at", "100")
-    assert late.exit_code == 2
-    assert "expected a step ahead of 101" in late.err
+def test_a_signature_without_its_command_keeps_nobody_out(tmp_path: Path) -> None:
+    """As a sender leaves it that is killed between the two."""
+    site = Site(tmp_path, KEY)
+    lost = Command(kind=PAUSE, from_step=5)
+    send_to_store(site.destination, "run-a", lost, KEY)
+    (site.there / "_commands" / "000001.json").unlink()
+    send_to_store(site.destination, "run-a", Command(kind=PAUSE, from_step=9), KEY)
+    counts, here = site.carried()
+    assert (counts, [one.from_step for one in here]) == ({"carried": 1}, [9])

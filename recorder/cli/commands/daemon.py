@@ -21,18 +21,14 @@ EPILOG = (
     "recorder daemon prune --to archive --older-than 30d"
 )
 
-_ACTIONS = ("ship", "status", "prune", "keep", "unkeep", "tell")
-_LONGEST_WAIT_S = 60.0
+_ACTIONS = ("ship", "status", "prune", "keep", "unkeep")
 
 
 def command(
     action: Annotated[str, typer.Argument(metavar="ACTION", help=f"One of {', '.join(_ACTIONS)}.")] = "ship",
     runs: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Of prune, keep and unkeep: runs below --to. Of tell: a run, and then rules, pause or resume.",
-        ),
+        typer.Argument(metavar="RUN", help="Of prune, keep and unkeep: runs below --to."),
     ] = None,
     watch: Annotated[
         list[str] | None, typer.Option(metavar="DIR", help="A folder of this node's runs. Repeatable.")
@@ -84,8 +80,6 @@ def command(
     key_file: Annotated[
         str | None, typer.Option("--key-file", metavar="FILE", help="The key that signs commands.")
     ] = None,
-    at: Annotated[str | None, typer.Option(metavar="STEP", help="Of tell: its first step: 500, or +200 ahead.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Of tell: for so many steps. Without: on.")] = None,
     older_than: Annotated[
         str | None, typer.Option(metavar="TIME", help="Of prune: runs that changed longer ago: 30d.")
     ] = None,
@@ -100,12 +94,10 @@ def command(
     """Ship the runs of this node to a store while they grow.
 
     Without an ACTION it ships until SIGTERM. Whoever reads at the destination sees whole runs at every moment.
-    `status` says what a daemon of this node is at. `prune` removes runs there, and `keep` keeps them from it. `tell`
-    changes what a run records, from there, where its daemons were started with --accept-commands. Each setting can
-    stand in the file, or in the environment as RECORDERD_NAME.
+    `status` says what a daemon of this node is at. `prune` removes runs there, and `keep` keeps them from it. Each
+    setting can stand in the file, or in the environment as RECORDERD_NAME.
 
-    Exit code 1: with --once, something is not there; with status, no daemon is at work; with tell, a rank has not got
-    it.
+    Exit code 1: with --once, something is not there; with status, no daemon is at work.
     """
     if action not in _ACTIONS:
         raise LookupFailedError(f"{action}: expected one of {', '.join(_ACTIONS)}")
@@ -126,8 +118,6 @@ def command(
         return _status(settings, as_json=as_json)
     if action == "ship":
         return _ship(settings, lambda: load_daemon_settings(config, arguments), once=once)
-    if action == "tell":
-        return _tell(settings, runs or [], at, steps, as_json=as_json)
     return _keep_house(action, settings, runs or [], older_than, max_bytes, is_wanted=yes, as_json=as_json)
 
 
@@ -233,55 +223,3 @@ def _keep_house(
     if not is_wanted and any(plan.goes for plan in plans):
         say("nothing was removed: --yes does it")
     return problems
-
-
-def _tell(settings: Any, words: list[str], at: str | None, steps: int | None, *, as_json: bool) -> int:
-    """Put a command beside a run, and wait until its ranks have it."""
-    from ...daemon.destination import Throttle, parse_destination
-    from ...daemon.steering import answers, read_key, send_to_store, statuses
-    from ...format.answers import IN_FORCE, WAITING
-    from ...format.commands import PAUSE, RESUME, SET, Command
-
-    if len(words) < 2 or at is None or not settings.to:
-        raise LookupFailedError("tell: needs --to URL, a RUN below it, rules, pause or resume, and --at STEP or +STEPS")
-    destination = parse_destination(settings.to, Throttle(0))
-    run, rules = words[0].removeprefix(destination.url).strip("/"), words[1:]
-    ranks = statuses(destination, run)
-    if not ranks:
-        raise LookupFailedError(
-            f"{destination.url}/{run}: no rank of it is at work, so that there is nobody to be told"
-        )
-    now = max((one["step"] for one in ranks.values() if isinstance(one.get("step"), int)), default=0)
-    digits = at.removeprefix("+")
-    if not digits.isdecimal() or (not at.startswith("+") and int(digits) <= now):
-        raise LookupFailedError(f"--at {at}: expected a step ahead of {now}, or +200 for so many ahead")
-    first = now + int(digits) if at.startswith("+") else int(digits)
-    is_word = rules in ([PAUSE], [RESUME])
-    made = send_to_store(
-        destination,
-        run,
-        Command(
-            kind=rules[0] if is_word else SET,
-            from_step=first,
-            to_step=None if steps is None or rules == [RESUME] else first + steps - 1,
-            rules=() if is_word else tuple(rules),
-            by=f"{os.environ.get('USER', os.geteuid())}@{os.uname().nodename}",
-            attempt=max(one.get("attempt", 0) for one in ranks.values()),
-        ),
-        read_key(settings.key_file),
-    )
-    until_s = time.monotonic() + _LONGEST_WAIT_S
-    heard = answers(ranks, made)
-    while any(answer is None for answer in heard.values()) and time.monotonic() < until_s:
-        time.sleep(1)
-        heard = {**dict.fromkeys(heard), **answers(statuses(destination, run), made)}
-    has_it = {rank: answer is not None and answer.state in (WAITING, IN_FORCE) for rank, answer in heard.items()}
-    if as_json:
-        said = {rank: None if answer is None else answer.members() for rank, answer in heard.items()}
-        print_json({"number": made.number, "id": made.id, "from_step": first, "answers": said})
-        return int(not all(has_it.values()))
-    say(f"command {made.number}, from step {first} on: {sum(has_it.values())} of {counted(len(heard), 'rank')} have it")
-    for rank, answer in heard.items():
-        if not has_it[rank]:
-            say(f"rank {rank}: {'has not heard of it' if answer is None else f'{answer.state} {answer.why}'}")
-    return int(not all(has_it.values()))

@@ -12,7 +12,7 @@ from ...format.commands import DUMP, Command
 from ...globalview.run import Run, open_place
 from ...rules import RingWindow, Rule, parse_rules, ring_window
 from ...system.text import counted
-from ..options import Json, RunPath
+from ..options import Json, KeyFile, RunPath
 from ..sending import Target, find_target, send_and_wait
 from ..told import describe
 
@@ -27,15 +27,17 @@ def command(
     ] = None,
     reason: Annotated[str, typer.Option(help="Why, for whoever looks at the run.")] = "asked by recorder dump",
     timeout: Annotated[float, typer.Option(min=0, max=86_400, help="Longest wait for the ranks' answers, s.")] = 60.0,
+    key_file: KeyFile = None,
     as_json: Json = False,
 ) -> int:
     """Have a run write what its memory holds of the last steps.
 
-    The run has rules with keep=ring. All ranks write the same steps, and dump shows what each has left.
+    The run has rules with keep=ring. All ranks write the same steps, and dump shows what each has left. A run in a
+    store is told there, of a step that lies ahead as far as its daemons take to carry it.
 
     Exit code 0: every rank has written them. 1: a rank has not answered, or had given up some of the steps.
     """
-    target = find_target(path)
+    target = find_target(path, key_file)
     window = _window(open_place(target.run), target.name)
     first, last = _steps(target, step, window)
     made = Command(kind=DUMP, from_step=first, to_step=last, reason=reason)
@@ -73,6 +75,8 @@ def _steps(target: Target, text: str | None, window: RingWindow) -> tuple[int, i
     if text is None:
         if now is None:
             raise CommandError(f"{target.name}: no rank shows its step (status_interval_s = 0); name one with --step")
+        if target.store is not None:  # a ring has given up what is under way by the time that a daemon has carried this
+            now = target.step_ahead(None)
         return max(now - window.before, 0), now + window.after
     match = re.fullmatch(r"([0-9]{1,15})(?::([0-9]{1,15}))?", text.strip())
     if match is None:

@@ -13,7 +13,7 @@ from ...globalview.run import Run, open_place, open_run
 from ...read.modules import read_modules
 from ...rules import Rule, nearest
 from ...sites import OF_PROGRAM
-from ..options import Json, RunPath
+from ..options import Json, KeyFile, RunPath
 from ..output import print_json, say
 from ..sending import Target, find_target, send_and_wait
 from ..told import answer_members, command_members, describe, told
@@ -38,12 +38,14 @@ def command(
         bool, typer.Option("--list", help="List what the run was told, and what became of it.")
     ] = False,
     timeout: Annotated[float, typer.Option(min=0, max=86_400, help="Longest wait for the ranks' answers, s.")] = 60.0,
+    key_file: KeyFile = None,
     as_json: Json = False,
 ) -> int:
     """Change what a run records while it is under way.
 
     Rules are added to the run's own from one step on, which lies ahead, on all ranks; pause records nothing until
-    resume. Each rank answers, and set shows who has it. Training is not touched.
+    resume. Each rank answers, and set shows who has it. Training is not touched. A run in a store is told there, and
+    the daemons of its nodes carry it, where they were started with --accept-commands.
 
     Exit code 0: every rank has it. 1: a rank has not answered, was late or refused.
     """
@@ -53,7 +55,7 @@ def command(
         raise LookupFailedError("set takes a RUN, and then rules, pause, resume, --undo N or --list, one of these")
     if list_all:
         return _list(open_run(path), as_json=as_json)
-    target = find_target(path)
+    target = find_target(path, key_file)
     made = _made(words, undo, target.step_ahead(at), steps)
     if (problem := problem_of(made)) is not None:
         raise CommandError(problem)
