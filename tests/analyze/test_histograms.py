@@ -123,3 +123,16 @@ def test_damaged_bytes_are_no_histogram(tmp_path: Path, cli: Cli) -> None:
     found = cli("diff", a, b)
     assert found.exit_code == 1 and "histograms of" not in found.out
     assert cli("diff", a, b, "--json").json["differing"][0]["histogram"] is None
+
+
+def test_show_draws_the_last_histogram_of_each_value(runs: tuple[Path, Path], cli: Cli) -> None:
+    lines = cli("show", runs[1], "up").out.splitlines()
+    assert lines[2].startswith(
+        "histogram: the last of each, |x| from 2^-20 to 2^2; the lowest block is one in a million"
+    )
+    assert lines[3].split()[-2:] == ["course", "histogram"]
+    assert lines[4].endswith(f"!       {histogram_line(bins_of([of(TINY)], 24).shares[0])}")
+    plain = cli("show", runs[1], "plain").out
+    assert "histogram:" not in plain and "  histogram" not in plain
+    (series,) = cli("show", runs[1], "up", "--json").json["series"]
+    assert "histogram" not in series["rows"][0]

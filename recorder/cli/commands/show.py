@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
+from ...analyze.histograms import bins_of, histogram_of_row
 from ...analyze.selection import Selection
 from ...analyze.stats.reasons import COLUMNS, WHY, with_why
 from ...analyze.stats.stats import inner_leaves
@@ -17,6 +18,7 @@ from ...format.schema import COUNTS, STATISTICS
 from ...globalview.run import Run
 from ...rules import hint
 from ...system.text import counted
+from ..drawing.histograms import SCALE, WIDTH, extent, histogram_line
 from ..drawing.spark import NOT_FINITE, spark_line
 from ..drawing.where import show_where
 from ..notes import dump_members, dump_note, jitter_note, told_note
@@ -44,7 +46,7 @@ _ALWAYS_SHOWN = ("site", "step", "rank")
 _SHOWN_STATISTICS = ("mean", "std", "min", "max", "absmax", "l2")
 _DROPS = ("min", "max", "std", "values", "l2", "zero", "micro_step", "repeat", "attempt", "mode", "mean", "inf", "nan")
 """Columns of the long table that a narrow terminal leaves out, the least important first."""
-_SERIES_DROPS = ("dtype", "rows", "shape", "root", "scope", "mode", "phase", "steps")
+_SERIES_DROPS = ("dtype", "histogram", "rows", "shape", "root", "scope", "mode", "phase", "steps")
 _MODULE_DROPS = ("class", "rows", "last step", "sites", "inf", "nan")
 _LIBRARY = "site-packages/torch/"
 _VALUES_INSIDE = ("values", "_values", "_masked_data")
@@ -82,7 +84,8 @@ def command(
     One word alone is a run, or where there is none of that name a module of the newest run.
 
     The column why, where there is one, says why rows have no statistics or stay with their rank. In the summary of
-    modules a statistic is the largest of the last step's rows; min is the smallest.
+    modules a statistic is the largest of the last step's rows; min is the smallest. Where a rule with keep=histogram
+    kept them, the last histogram of each value of a module is drawn: which share is in which power of two.
 
     With --where: the values of one site, by default the outputs, at one step, by default the last. --layout belongs to
     it. Exit code 1: a chunk is missing, or chunks contradict each other.
@@ -178,6 +181,7 @@ def _show_module(
         *STATISTICS,
         *COUNTS,
         "fingerprint",
+        "histogram",
         *_OTHERS,
     ]
     table = rows_of(run, wanted, columns)
@@ -186,6 +190,8 @@ def _show_module(
     table = with_why(table).drop_columns(list(_OTHERS))
     series = sorted((Series(*group) for group in _groups(table, _KEY)), key=lambda member: _series_order(member.key))
     if as_json:
+        for row in (row for member in series for row in member.rows):
+            del row["histogram"]  # bytes, which JSON has not
         listed = [member.key | {"rows": member.rows} for member in series]
         print_json({"run": str(run.path), "module": module_path, "series": listed})
         return int(bool(run.problems))
@@ -205,23 +211,46 @@ def _show_module(
 
 
 def _print_series(series: Sequence[Series], statistic: str | None) -> None:
-    """Print a line for each series: its last values, and its course."""
+    """Print a line for each series: its last values, its course, and its last histogram where rules kept some."""
     of_tensors = statistic or "absmax"
     keys = _worth_showing(_KEY, [member.key for member in series])
-    lines = []
+    lines: list[list[str]] = []
+    drawn, of_histograms = _histograms(series)
     for member in series:
         newest = member.rows[-1]
         steps = span(sorted({row["step"] for row in member.rows}))
         bad = [bool(row["nan_count"] or row["inf_count"]) for row in member.rows]
         course = spark_line([row[_course(row, statistic)] for row in member.rows], bad)
         cells = [newest["dtype"], _shape(newest), str(len(member.rows)), steps, number(newest[of_tensors]), course]
+        cells += drawn[len(lines) : len(lines) + 1]
         lines.append([_text(member.key[name]) for name in keys] + cells + [_text(newest[WHY])])
-    titles = [*keys, "dtype", "shape", "rows", "steps", f"last {of_tensors}", "course", WHY]
-    marks = f"; {NOT_FINITE} stands for NaN or infinity" if any(NOT_FINITE in line[-2] for line in lines) else ""
+    titles = [*keys, "dtype", "shape", "rows", "steps", f"last {of_tensors}", "course"]
+    place = len(titles) - 1
+    marks = f"; {NOT_FINITE} stands for NaN or infinity" if any(NOT_FINITE in line[place] for line in lines) else ""
+    titles += [*(["histogram"] if drawn else []), WHY]
     scalars = ", the value of a scalar" if statistic is None else ""
     title = f"course: {of_tensors} over steps{scalars}{marks}"
-    texts = (*_KEY[:-1], "dtype", "shape", "steps", "course", WHY)
-    _print(titles, lines, texts=texts, title=title, drops=_SERIES_DROPS)
+    texts = (*_KEY[:-1], "dtype", "shape", "steps", "course", "histogram", WHY)
+    _print(titles, lines, texts=texts, title=title, subtitle=of_histograms, drops=_SERIES_DROPS)
+
+
+def _histograms(series: Sequence[Series]) -> tuple[list[str], str]:
+    """Draw the last histogram of each series, all in the same powers of two; nothing where there is none.
+
+    Returns:
+        A line for each series, and what the lines are.
+    """
+    newest = [
+        next((one for row in reversed(member.rows) if (one := histogram_of_row(row)) is not None), None)
+        for member in series
+    ]
+    known = [one for one in newest if one is not None]
+    if not known:
+        return [], ""
+    bins = bins_of(known, WIDTH)
+    lines = iter(map(histogram_line, bins.shares))
+    drawn = ["" if one is None else next(lines) for one in newest]
+    return drawn, f"histogram: the last of each, {extent(bins)}; {SCALE}"
 
 
 def _course(row: Row, statistic: str | None) -> str:
@@ -268,7 +297,7 @@ def _print(
         Column(
             title=name,
             is_number=name not in texts,
-            is_whole=name in ("course", "shape", "steps", "dtype", "site", "phase", "mode", "values"),
+            is_whole=name in ("course", "histogram", "shape", "steps", "dtype", "site", "phase", "mode", "values"),
             is_prose=name in ("sites", WHY),
             drop=len(drops) - drops.index(name) if name in drops else 0,
             dull="0" if dull and name in counts else None,
