@@ -16,9 +16,9 @@ from importlib import resources
 from .blocks import Block
 
 _SCRIPTS = (
-    "vendor/uPlot.iife.min.js", "blocks.js", "format.js", "data.js", "state.js", "ui.js", "heat.js", "map.js",
-    "lines.js", "graph.js", "ranks.js", "images.js", "histograms.js", "units.js", "against.js", "top.js", "panes.js",
-    "live.js", "main.js",
+    "vendor/uPlot.iife.min.js", "blocks.js", "format.js", "data.js", "state.js", "ui.js", "dumps.js", "heat.js",
+    "map.js", "lines.js", "graph.js", "ranks.js", "images.js", "histograms.js", "units.js", "against.js", "top.js",
+    "panes.js", "live.js", "main.js",
 )  # fmt: skip
 """In the order in which they stand in the page, each using what those before it define."""
 _STYLES = ("vendor/uPlot.min.css", "page.css")

@@ -12,6 +12,7 @@ from ..analyze.first.first import First
 from ..analyze.first.timeline import Place
 from ..globalview.notebook import span
 from ..globalview.run import Run
+from ..read.dumps import RunDump
 from ..system.text import counted, listed
 from .blocks import Block
 from .rows import SeriesKey
@@ -69,7 +70,7 @@ def top_block(
         numbers: facts of the page itself.
         facts: what `facts_of` says of the run.
     """
-    listed = [*stands_out]
+    listed = [*stands_out, *_of_dumps(run)]
     if collected is not None:
         listed += [*_of_ranks(collected), *_of_series(collected)]
     missing = [check for check in checks if check.state == "missing"]
@@ -82,6 +83,7 @@ def top_block(
             "num_missing": len(missing),
             "findings": [[one.text, dict(one.link), one.mark] for one in listed],
             "notes": list(notes[:_MAX_CHECKS]),
+            "dumps": [[dump.first_step, dump.last_step, _of_dump(dump)] for dump in run.dumps],
             **numbers,
         },
     )
@@ -179,6 +181,19 @@ def of_first(found: First) -> Iterator[Finding]:
             yield Finding(f"No parameter, gradient or state differs between its replicas ({compared})", {}, "right")
         elif found.why_none_compared:
             yield Finding(f"Replicas were not compared: {found.why_none_compared}", {}, "note")
+
+
+def _of_dumps(run: Run) -> Iterator[Finding]:
+    """What triggers had the ranks write, with a link to these steps."""
+    for dump in run.dumps[:_MAX_LISTED]:
+        link = {"view": "map", "from": dump.first_step, "to": dump.last_step}
+        yield Finding(f"{_of_dump(dump)}; {counted(dump.num_rows, 'row')}", link, "note")
+    if (num_more := len(run.dumps) - _MAX_LISTED) > 0:
+        yield Finding(f"and {counted(num_more, 'more dump')}: `recorder ls` says them", {}, "note")
+
+
+def _of_dump(dump: RunDump) -> str:
+    return f"dump of steps {dump.first_step} to {dump.last_step}: {dump.reason} ({dump.by})"
 
 
 def _of_ranks(collected: StatisticsBlocks) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Position
 
 MAGENTA = (230, 0, 122)
+DUMP, DUMP_COLOR = "#8a5a00", (0x8A, 0x5A, 0x00)
 CELLS = "#panel-map .heat-chunk"
 ROW_PIXELS = 17
 
@@ -283,6 +284,28 @@ def test_a_run_of_any_kind_is_drawn(open_page: Open, tmp_path: Path, values: dic
         opened.redrawn()
         assert len(rows_of(opened)) == {"module-rank": 2, "rank-step": 12}[axes]
     assert opened.page.locator(".verdict:has-text('could not be drawn')").count() == 0
+
+
+def test_a_dump_is_marked_on_the_steps_and_told(open_page: Open, tmp_path: Path) -> None:
+    reason = "spike: <b>loss</b>"
+    dump = {"first_step": 6, "last_step": 9, "reason": reason, "by": "rank 1", "time_ns": 5, "rows": 8, "bytes": 128}
+    run = run_of(tmp_path / "run", {(rank, step): 1.0 for rank in range(2) for step in range(NUM_STEPS)}, dumps=[dump])
+    opened = open_page(write_page(run, tmp_path / "r.html"))
+    assert opened.page.evaluate("() => getComputedStyle(document.documentElement).getPropertyValue('--dump')") == DUMP
+    marked = (opened.pixels("#panel-map .heat-axis")[2, :, :3] == DUMP_COLOR).all(axis=1).nonzero()[0]
+    width = opened.pixels("#panel-map .heat-axis").shape[1]
+    assert abs(marked[0] - 6 * width / NUM_STEPS) < 2 and abs(marked[-1] - 10 * width / NUM_STEPS) < 3
+    for plot in ("#panel-lines .plot canvas", "#panel-map .heat-axis"):
+        assert (opened.pixels(plot)[..., :3] == DUMP_COLOR).all(axis=2).sum() > 100, plot
+    text = f"dump of steps 6 to 9: {reason} (rank 1)"
+    for column, is_inside in ((6, True), (9, True), (5, False), (10, False)):
+        opened.page.locator(CELLS).hover(position=point_at(opened, 0, column))
+        assert (text in opened.text(".tooltip")) is is_inside
+    opened.page.locator("#panel-top .findings a", has_text=f"{text}; 16 rows").click()
+    opened.redrawn()
+    assert (hash_of(opened)["from"], hash_of(opened)["to"]) == ("6", "9")
+    assert opened.page.locator("#panel-map .bar button").inner_text() == "all steps (now 6 to 9)"
+    assert opened.page.locator("b", has_text="loss").count() == 0
 
 
 def test_what_check_says_is_told_with_a_link_to_the_lines(open_page: Open, trained: Path) -> None:

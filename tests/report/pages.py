@@ -83,7 +83,9 @@ def hostile_run(path: Path) -> Path:
     return run
 
 
-def run_of(path: Path, values: dict[tuple[int, int], float], *, keep: str = "stats", **columns: Any) -> Path:
+def run_of(
+    path: Path, values: dict[tuple[int, int], float], *, keep: str = "stats", dumps: Any = (), **columns: Any
+) -> Path:
     """A run of one layer; `values` by rank and step are what all four elements of its output are."""
     run = make_run(path)
     ranks = sorted({rank for rank, _ in values})
@@ -97,6 +99,7 @@ def run_of(path: Path, values: dict[tuple[int, int], float], *, keep: str = "sta
             rows.append(row | {"encoding": None, "payload_bytes": None, "data": None} if keep == "stats" else row)
         writer.add_shard([rows])
         writer.finish(
-            roots=[{"name": "model", "class": "Net", "modules": [module("", "Net"), module("net.fc", "Linear")]}]
+            roots=[{"name": "model", "class": "Net", "modules": [module("", "Net"), module("net.fc", "Linear")]}],
+            dumps=list(dumps),
         )
     return run

@@ -46,7 +46,7 @@ class AgainstPanel {
         app.show("lines");
       },
       fold: (row) => this.tree.turn(this.drawn.rows[row]),
-      tooltip: app.tooltip,
+      app,
     });
     put(section, el("h3", {}, "How far the statistic is apart, of the larger one"), this.legend, this.heat.element,
       differing.length > 0 && el("details", {}, el("summary", {}, `the first ${plural(differing.length, "value")} that differ`),
@@ -82,7 +82,7 @@ class AgainstPanel {
     this.drawn = { rows, cells, from };
     const colors = new Colors(values);
     this.legend.replaceChildren(legendOf(colors, `${STATISTIC_TEXTS[statistic]} of ${choices.place[0]}: share apart`));
-    this.heat.draw({ rows, columns: run.steps.slice(from, to).map(String), cell: (r, c) => cells[r][c], colors });
+    this.heat.draw({ rows, columns: run.steps.slice(from, to).map(String), cell: (r, c) => cells[r][c], colors, steps: run.stepsOf(from, to) });
   }
   /** The series of the second run that is drawn beside one of the first. */
   otherOf(series) {

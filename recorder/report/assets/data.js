@@ -134,6 +134,10 @@ class RunData {
     if (column + 1 < this.steps.length) return this.steps[column + 1] - 1;
     return this.axes.last_step;
   }
+  /** The steps of columns, as [first, last]. */
+  stepsOf(from, to) {
+    return this.steps.slice(from, to).map((step, c) => [step, this.isBinned ? this.lastStep(from + c) : step]);
+  }
   get isBinned() {
     return this.axes.num_steps > this.steps.length;
   }

@@ -122,11 +122,11 @@ function legendOf(colors, title, kinds = KIND_TEXTS) {
 
 /**
  * A heat map. `rows` are {label, title, indent, fold: null | "open" | "shut", key}; `cell(row, column)` gives
- * {kind, value} or null for nothing at all; `columns` are texts.
+ * {kind, value} or null for nothing at all; `columns` are texts. Where they are steps, `steps` are [first, last] of each.
  */
 class HeatMap {
-  constructor({ label, describe, choose, fold, tooltip }) {
-    Object.assign(this, { describe, choose, fold, tooltip });
+  constructor({ label, describe, choose, fold, app }) {
+    Object.assign(this, { describe, choose, fold, tooltip: app.tooltip, dumps: app.dumps });
     this.rows = [];
     this.columns = [];
     this.cursor = null;
@@ -144,8 +144,8 @@ class HeatMap {
     });
     this.cells.addEventListener("keydown", (event) => this.key(event));
   }
-  draw({ rows, columns, cell, colors, marked = null }) {
-    Object.assign(this, { rows, columns, cell, colors });
+  draw({ rows, columns, cell, colors, marked = null, steps = null }) {
+    Object.assign(this, { rows, columns, cell, colors, steps });
     const theme = themeOf();
     this.names.replaceChildren(...rows.map((row, number) => this.name(row, number)));
     const width = Math.max(this.element.clientWidth - this.names.offsetWidth, 80);
@@ -198,6 +198,13 @@ class HeatMap {
       context.fillText(this.columns[c], x, 6);
       free = x + half + 6;
     }
+    context.fillStyle = cssColor("--dump");
+    const dumps = this.steps === null ? [] : this.dumps.over(this.steps);
+    dumps.forEach(([first, last], number) => {
+      const left = this.edge(first), width = Math.max(this.edge(last + 1) - left - 1, 3);
+      if (dumps.length === 1) context.fillRect(left, 0, width, 4);
+      else context.fillRect(left, (number % 2) * 3, width, 2); // those of the same steps below each other
+    });
     if (marked !== null && marked >= 0) {
       context.fillStyle = BAD_COLOR;
       const middle = (this.edge(marked) + this.edge(marked + 1)) / 2;
@@ -235,7 +242,8 @@ class HeatMap {
     for (const [name, value] of Object.entries({
       left, top: row * ROW_PIXELS, width: Math.max(this.edge(column + 1) - left, 2), height: ROW_PIXELS - 1,
     })) this.mark.style.setProperty(name, `${value}px`);
-    this.tooltip.show(x ?? box.left + left, y ?? box.top + (row + 1) * ROW_PIXELS, this.describe(row, column));
+    this.tooltip.show(x ?? box.left + left, y ?? box.top + (row + 1) * ROW_PIXELS,
+      [...this.describe(row, column), ...(this.steps === null ? [] : this.dumps.of(...this.steps[column]))]);
   }
   key(event) {
     const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };

@@ -55,13 +55,14 @@ class HistogramsPanel {
       const rows = bins.map((bin) => ({ label: bin === null ? "⋯" : this.rangeText(bin), title: "", indent: 0, fold: null }));
       const name = `${pathText(series.path)} ${[series.site, series.name].filter(Boolean).join(" ")}`;
       const heat = new HeatMap({
-        label: `histogram of ${visible(name)} over steps`, choose: () => {}, fold: () => {}, tooltip: this.app.tooltip,
+        label: `histogram of ${visible(name)} over steps`, choose: () => {}, fold: () => {}, app: this.app,
         describe: (row, column) => [visible(name), `step ${data.steps[steps[column]]}`, `${rows[row].label}: ${
           cells[row][column] === null ? "none" : `about ${shortNumber(100 * cells[row][column].value, 2)} %`} of the values`],
       });
       const colors = new Colors(cells.flat().filter(Boolean).map((cell) => cell.value));
       put(this.heats, el("h3", {}, name), legendOf(colors, "share of the values", []), heat.element);
-      heat.draw({ rows, columns: steps.map((step) => String(data.steps[step])), cell: (r, c) => cells[r][c], colors });
+      heat.draw({ rows, columns: steps.map((step) => String(data.steps[step])), cell: (r, c) => cells[r][c], colors,
+        steps: steps.map((step) => [data.steps[step], data.steps[step]]) });
     }
   }
 }

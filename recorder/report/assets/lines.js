@@ -64,6 +64,7 @@ class Chart {
           const high = Math.floor(plot.posToVal(plot.select.left + plot.select.width, "x"));
           if (high >= low) state.set({ from: low, to: Math.max(high, low) });
         }],
+        drawAxes: [(plot) => this.drawDumps(plot)],
         draw: [(plot) => this.drawMarks(plot, shown)],
         setCursor: [(plot) => this.follow(plot, shown)],
       },
@@ -79,6 +80,25 @@ class Chart {
     if (low === high) return low === 0 ? [-1, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
     const pad = (high - low) * 0.06;
     return [low - pad, high + pad];
+  }
+  /** The steps of dumps, below the lines. */
+  drawDumps(plot) {
+    const context = plot.ctx, { left, top, width, height } = plot.bbox;
+    const ratio = devicePixelRatio || 1;
+    const bands = this.app.dumps.all.map(({ first, last }) => [
+      Math.max(plot.valToPos(first, "x", true) - 2 * ratio, left), Math.min(plot.valToPos(last, "x", true) + 2 * ratio, left + width),
+    ]).filter(([from, to]) => from < to);
+    context.save();
+    context.fillStyle = cssColor("--dump");
+    context.globalAlpha = 0.07;
+    context.beginPath();
+    for (const [from, to] of bands) context.rect(from, top, to - from, height);
+    context.fill();
+    context.globalAlpha = 1;
+    bands.forEach(([from, to], number) => { // those of the same steps above each other
+      context.fillRect(from, top + height - (3 + 4 * (number % 3)) * ratio, to - from, 3 * ratio);
+    });
+    context.restore();
   }
   /** Where something was not finite, and the step that the address names. */
   drawMarks(plot, shown) {
@@ -118,6 +138,9 @@ class Chart {
   makeLegend(lines) {
     this.readings = new Map();
     const hasBad = lines.some((line) => line.bad.length);
+    const { steps } = this.given;
+    const hasDumps = steps.length > 0 && this.app.dumps.of(steps[0], steps[steps.length - 1]).length > 0;
+    this.dumpNote = el("span", { class: "dump-note" }, `${DUMP_MARK} dump`);
     this.legend.replaceChildren(...lines.map((line) => {
       const reading = el("span", { class: "reading" });
       this.readings.set(line.label, reading);
@@ -137,10 +160,12 @@ class Chart {
           this.draw(this.given);
         },
       }, mark, line.label, reading);
-    }), ...(hasBad ? [el("span", { class: "bad-note" }, "▼ NaN or infinite")] : []));
+    }), ...(hasBad ? [el("span", { class: "bad-note" }, "▼ NaN or infinite")] : []), ...(hasDumps ? [this.dumpNote] : []));
   }
   follow(plot, shown) {
     const place = plot.cursor.idx;
+    const dumps = place === null || place === undefined ? [] : this.app.dumps.of(this.given.steps[place]);
+    if (this.dumpNote) this.dumpNote.textContent = dumps.length ? dumps.join("; ") : `${DUMP_MARK} dump`;
     for (const line of shown) {
       const reading = this.readings?.get(line.label);
       if (!reading) continue;

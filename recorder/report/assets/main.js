@@ -8,6 +8,7 @@ class App {
     this.blocks = blocks;
     this.state = new State();
     this.tooltip = new Tooltip();
+    this.dumps = new Dumps(this);
     this.panels = [];
     this.source = null;
     this.listen();

@@ -164,7 +164,7 @@ class MapPanel {
       describe: (row, column) => this.describe(row, column),
       choose: (row, column, isMore) => this.choose(row, column, isMore),
       fold: (row) => this.tree.turn(this.drawn.rows[row]),
-      tooltip: this.app.tooltip,
+      app: this.app,
     });
     put(section, this.options, this.legend, this.heat.element, this.note);
   }
@@ -203,7 +203,7 @@ class MapPanel {
     if (step !== null && drawn.isOfSteps) {
       for (let c = from; c < to; c++) if (run.steps[c] <= step && step <= run.lastStep(c)) marked = c - from;
     }
-    this.heat.draw({ rows: drawn.rows, columns: drawn.columns, cell: (r, c) => drawn.cells[r][c], colors, marked });
+    this.heat.draw({ rows: drawn.rows, columns: drawn.columns, cell: (r, c) => drawn.cells[r][c], colors, marked, steps: drawn.isOfSteps ? run.stepsOf(from, to) : null });
     this.note.replaceChildren(...this.notes(drawn, from, to));
   }
   notes(drawn, from, to) {
@@ -218,6 +218,8 @@ class MapPanel {
     if (!run.axes.has_global && run.axes.num_ranks > 1) {
       texts.push("Values of all ranks together are not made of a run with so many rows in a step; `recorder stats --global` makes them.");
     }
+    const dumps = drawn.isOfSteps ? this.app.dumps.over(run.stepsOf(from, to)) : [];
+    if (dumps.length) texts.push(`${DUMP_MARK} on the axis: steps that ${plural(dumps.length, "trigger")} had the ranks write; the pointer says why.`);
     if (drawn.isOfModules) {
       const hidden = modules.rows.filter((_, number) => !choices.seriesOf(number).length).length;
       if (hidden) texts.push(`${plural(hidden, "module")} ${hidden === 1 ? "has" : "have"} no ${choices.place[0]} and no row of ${hidden === 1 ? "its" : "their"} own.`);

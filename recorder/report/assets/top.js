@@ -36,8 +36,8 @@ class TopPanel {
   }
   /** What the address says where a finding is followed. */
   target(link) {
-    const { module, site, name, step, stat, view, rank } = link;
-    const values = { view, site, step, stat, module };
+    const { module, site, name, step, stat, view, rank, from, to } = link;
+    const values = { view, site, step, stat, module, from, to };
     if (module !== undefined && site !== undefined) {
       const series = this.app.run.series.find((one) => one.path === module && one.site === site && one.name === (name ?? ""));
       if (series) Object.assign(values, { mode: series.mode, pins: [keyOf(series)] });

@@ -44,7 +44,7 @@ class UnitsPanel {
       const rows = places.map((_, row) => ({ label: this.placeText(row, numPlaces, most), title: "", indent: 0, fold: null }));
       const name = `${pathText(series.path)} ${[series.site, series.name].filter(Boolean).join(" ")}`;
       const heat = new HeatMap({
-        label: `units of ${visible(name)} over steps`, choose: () => {}, fold: () => {}, tooltip: this.app.tooltip,
+        label: `units of ${visible(name)} over steps`, choose: () => {}, fold: () => {}, app: this.app,
         describe: (row, column) => {
           const [num, numDead, largest] = about(steps[column]), cell = cells[row][column];
           return [visible(name), `step ${data.steps[steps[column]]}`, cell.kind === NONFINITE ? "not finite" : cell.kind === NULL_CELL ? "all zero" : `root mean square about ${shortNumber(cell.value, 2)}; ${
@@ -57,7 +57,8 @@ class UnitsPanel {
       const [num, numDead, largest] = about(steps[steps.length - 1]);
       put(this.heats, el("h3", {}, name), legendOf(colors, "root mean square of a unit", [[NONFINITE, "NaN or infinite"], [NULL_CELL, "all zero"]]), heat.element, el("p", { class: "note" },
         `At step ${data.steps[steps[steps.length - 1]]}: ${plural(num, "unit")}, the largest is unit ${largest}, ${numDead} all zero.`));
-      heat.draw({ rows, columns: steps.map((step) => String(data.steps[step])), cell: (r, c) => cells[r][c], colors });
+      heat.draw({ rows, columns: steps.map((step) => String(data.steps[step])), cell: (r, c) => cells[r][c], colors,
+        steps: steps.map((step) => [data.steps[step], data.steps[step]]) });
     }
   }
 }
