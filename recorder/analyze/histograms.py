@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+import pyarrow as pa
 
 from ..errors import CorruptError
+from ..format.moments import Floats, Integers
 from ..format.numbers.histogram import NORMAL_EXPONENTS, Histogram
-
-Floats = npt.NDArray[np.float64]
 
 
 class Bins(NamedTuple):
@@ -49,6 +48,25 @@ def histogram_of_row(row: Mapping[str, Any], suffix: str = "") -> Histogram | No
         return Histogram.from_bytes(data, **counts)
     except CorruptError:
         return None
+
+
+def added_by_group(column: Any, groups: Integers, num_groups: int) -> list[bytes | None]:
+    """Add up the histograms of each group; None where none of its rows has one.
+
+    Args:
+        column: the column `histogram` of the rows.
+        groups: which group each row is of.
+        num_groups: how many there are.
+    """
+    found: list[Histogram | None] = [None] * num_groups
+    places = np.flatnonzero(column.is_valid().to_numpy()) if column.null_count < len(column) else np.zeros(0, np.int64)
+    rows = column.take(pa.array(places, pa.int64())).to_pylist()
+    for group, data in zip(groups[places].tolist(), rows, strict=True):
+        one = histogram_of_row({"histogram": data, "zero_count": 0, "nan_count": 0})
+        if one is not None:
+            known = found[group]
+            found[group] = one if known is None else known + one
+    return [None if one is None else one.to_bytes() for one in found]
 
 
 def bins_of(histograms: Sequence[Histogram], max_bins: int) -> Bins:

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pytest
 
-from recorder.analyze.histograms import bins_of, share_apart, subnormal_count
+from recorder.analyze.histograms import added_by_group, bins_of, share_apart, subnormal_count
 from recorder.capture.staging.measure import measure
 from recorder.cli.drawing.histograms import extent, histogram_line
 from recorder.format.numbers.histogram import Histogram
@@ -136,3 +137,25 @@ def test_show_draws_the_last_histogram_of_each_value(runs: tuple[Path, Path], cl
     assert "histogram:" not in plain and "  histogram" not in plain
     (series,) = cli("show", runs[1], "up", "--json").json["series"]
     assert "histogram" not in series["rows"][0]
+
+
+def test_stats_draws_histograms_and_adds_those_of_a_group(runs: tuple[Path, Path], cli: Cli) -> None:
+    titles, up, act, plain = cli("stats", runs[1]).out.splitlines()[2:]
+    assert titles.split()[-2:] == ["histogram", "subnormal"]
+    assert (up.split()[-1], act.split()[-1], plain.split()[-2:]) == ("2", "0", ["-", "-"])
+    a, b = Histogram.from_bytes(of(TINY).to_bytes()), Histogram.from_bytes(of(np.maximum(PLAIN, 0)).to_bytes())
+    lines = cli("stats", runs[1], "--by", "site").out.splitlines()
+    assert "of the values that are not zero, |x| from 2^-20 to 2^4;" in lines[1]
+    assert lines[-1].endswith(histogram_line(bins_of([a + b], 24).shares[0]))
+    assert "histogram" not in cli("stats", runs[1], "plain").out.replace(str(runs[1]), "")
+    assert "histogram" not in cli("stats", runs[1], "--json").json["rows"][0]
+    assert cli("stats", runs[1], "--sort", "histogram").exit_code == 2
+
+
+def test_groups_of_groups_add_up_like_groups_of_rows() -> None:
+    data = [of(TINY).to_bytes(), None, of(PLAIN).to_bytes(), b"damaged", of(-PLAIN).to_bytes()]
+    column = pa.chunked_array([pa.array(data, pa.binary())])
+    once = added_by_group(column, np.array([0, 1, 0, 1, 0]), 3)
+    assert once[1:] == [None, None]
+    two = added_by_group(column, np.array([0, 2, 0, 2, 1]), 3)
+    assert added_by_group(pa.chunked_array([pa.array(two, pa.binary())]), np.zeros(3, int), 1) == once[:1]

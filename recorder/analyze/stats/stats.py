@@ -16,6 +16,7 @@ from ...format.schema import COUNTS, STATISTICS
 from ...globalview.run import Run
 from ...read.shards import untrusted
 from ...system.text import listed
+from ..histograms import added_by_group
 from ..keys import VALUE_KEY, group_rows, holds
 from ..moments import combine
 from ..partial import Partial, without_numbers
@@ -39,6 +40,8 @@ _VALUE = (
     "name", "dtype", "shape", "numel",
 )  # fmt: skip
 _NUMBERS = (*STATISTICS, *COUNTS)
+HISTOGRAM = "histogram"
+"""Column of the histograms, for those who ask for them: of a group those of its rows, added up."""
 _TOLD = tuple(name for name in COLUMNS if name not in (*_VALUE, *_NUMBERS))
 _MAX_NAMED = 3
 _LEAF = ("module_path", "site", "name")
@@ -119,11 +122,13 @@ def statistics(
     options: GlobalOptions = RANKS_OWN,
     *,
     by: Sequence[str] = (),
+    with_histograms: bool = False,
     mapper: Mapper = map_serially,
 ) -> Statistics:
     """The statistics of values, or combined over all values that agree in `by`, as `pa.Table`.
 
-    `mapper` works on ranges of steps: groups of groups combine like groups of rows.
+    `mapper` works on ranges of steps: groups of groups combine like groups of rows. With `with_histograms` the table
+    has the column `HISTOGRAM`.
 
     Raises:
         LookupFailedError: nothing is selected, or a word in `by` or an option is none.
@@ -139,13 +144,14 @@ def statistics(
     selection.check(run)
     options.check(run)
     keys = _keys(words if options.across_ranks else [*words, "rank"])
+    more = (HISTOGRAM,) if with_histograms else ()
     ranges: list[tuple[int, ...]]
     if options.across_ranks:
         ranges = list(global_step_ranges(run.view(loss=options.loss, layouts=options.layouts)))
-        found = _joined(mapper(_GlobalStatistics, (run, selection, options, words, keys), ranges), selection)
+        found = _joined(mapper(_GlobalStatistics, (run, selection, options, words, keys, more), ranges), selection)
     else:
         ranges = list(attempt_step_ranges(run))
-        found = _joined(mapper(_RankStatistics, (run, selection, options, words, keys), ranges), selection)
+        found = _joined(mapper(_RankStatistics, (run, selection, options, words, keys, more), ranges), selection)
     if not found.num_rows:
         raise selection.explain_nothing(run.table(["module_path", "site", "name", "step", "rank"]), _named(run))
     notes, problems = found.partial.notes(is_taken=options.partial), found.problems.texts()
@@ -155,7 +161,7 @@ def statistics(
     if not words:
         return Statistics(table, notes, problems, is_whole, damage)
     if len(found.tables) > 1:
-        table = _combined(table, keys)
+        table = _combined(table, keys, more)
     notes += _say_without(table, found.without)
     if found.left_out:
         notes += _say_left_out(pa.concat_tables(found.left_out))
@@ -182,14 +188,21 @@ class _RankStatistics:
     """Statistics of the ranks' own rows, or of a merged run."""
 
     def __init__(
-        self, run: Run, selection: Selection, options: GlobalOptions, words: Sequence[str], keys: Sequence[str]
+        self,
+        run: Run,
+        selection: Selection,
+        options: GlobalOptions,
+        words: Sequence[str],
+        keys: Sequence[str],
+        more: Sequence[str],
     ) -> None:
         self._run, self._selection, self._words, self._keys = run, selection, words, keys
+        self._more = more
         self._takes_partial = options.partial
 
     def __call__(self, attempt: int, first: int, last: int) -> _RangeStatistics:
         wanted = (pc.field("part") == 0) & (pc.field("attempt") == attempt)
-        rows = self._run.table([*_VALUE, *_NUMBERS, *_TOLD], wanted, steps=(first, last))
+        rows = self._run.table([*_VALUE, *_NUMBERS, *_TOLD, *self._more], wanted, steps=(first, last))
         table = self._selection.narrow(rows)
         partial = Partial()
         if self._run.is_merged:
@@ -197,10 +210,10 @@ class _RankStatistics:
             if partial and not self._takes_partial:
                 table = without_numbers(table)
         if not self._words:
-            found, without = _told(table), Counter[str]()
+            found, without = _told(table, self._more), Counter[str]()
         else:
             without = count_without(with_why(table))
-            found = _combined(_with_inner(table), self._keys)
+            found = _combined(_with_inner(table), self._keys, self._more)
         problems, damage = Problems(self._selection), tuple(self._run.problems)
         return _RangeStatistics([found], [], without, table.num_rows, partial, problems, damage)
 
@@ -209,10 +222,17 @@ class _GlobalStatistics:
     """Statistics of the global tensors."""
 
     def __init__(
-        self, run: Run, selection: Selection, options: GlobalOptions, words: Sequence[str], keys: Sequence[str]
+        self,
+        run: Run,
+        selection: Selection,
+        options: GlobalOptions,
+        words: Sequence[str],
+        keys: Sequence[str],
+        more: Sequence[str],
     ) -> None:
         self._run, self._view = run, run.view(loss=options.loss, layouts=options.layouts)
         self._selection, self._words, self._keys = selection, words, keys
+        self._more = more
         self._takes_partial = options.partial
 
     def __call__(self, first: int, last: int) -> _RangeStatistics:
@@ -226,10 +246,10 @@ class _GlobalStatistics:
             table = without_numbers(table)
         damage = tuple(self._run.problems)
         if not self._words:
-            return _RangeStatistics([_told(table)], [], Counter(), num_rows, partial, problems, damage)
+            return _RangeStatistics([_told(table, self._more)], [], Counter(), num_rows, partial, problems, damage)
         table, stays = _without_rank_rows(with_why(table))
         without = count_without(table)
-        combined = _combined(_with_inner(table), self._keys)
+        combined = _combined(_with_inner(table), self._keys, self._more)
         return _RangeStatistics([combined], [stays], without, num_rows, partial, problems, damage)
 
 
@@ -274,8 +294,8 @@ def inner_leaves(table: Any) -> Any:
     return pc.if_else(pa.array(is_inner), leaves, pa.scalar(None, pa.string()))
 
 
-def _told(table: Any) -> Any:
-    return with_why(table).select([*_VALUE, *_NUMBERS, WHY])
+def _told(table: Any, more: Sequence[str]) -> Any:
+    return with_why(table).select([*_VALUE, *_NUMBERS, *more, WHY])
 
 
 def _with_inner(table: Any) -> Any:
@@ -291,11 +311,14 @@ def _keys(words: Iterable[str]) -> list[str]:
     return list(dict.fromkeys([*wanted, *_NEVER_MIXED, INNER]))
 
 
-def _combined(table: Any, keys: Sequence[str]) -> Any:
+def _combined(table: Any, keys: Sequence[str], more: Sequence[str]) -> Any:
     """One row a group, in the order in which they first appear."""
     groups = group_rows(table, keys)
     columns = {name: table.column(name).take(pa.array(groups.firsts)) for name in keys}
-    return pa.table(columns | combine(table, groups.ids, groups.num_groups))
+    columns |= combine(table, groups.ids, groups.num_groups)
+    for name in more:
+        columns[name] = pa.array(added_by_group(table.column(name), groups.ids, groups.num_groups), pa.binary())
+    return pa.table(columns)
 
 
 def _without_rank_rows(table: Any) -> tuple[Any, Any]:

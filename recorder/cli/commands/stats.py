@@ -8,12 +8,15 @@ from typing import Annotated, Any
 import pyarrow.compute as pc
 import typer
 
+from ...analyze.histograms import bins_of, histogram_of_row, subnormal_count
 from ...analyze.selection import GlobalOptions, Selection
 from ...analyze.stats.reasons import WHY
-from ...analyze.stats.stats import INNER, statistics
+from ...analyze.stats.stats import HISTOGRAM, INNER, statistics
 from ...errors import LookupFailedError
+from ...format.numbers.histogram import Histogram
 from ...format.schema import COUNTS, STATISTICS
 from ...rules import hint
+from ..drawing.histograms import SCALE, WIDTH, extent, histogram_line
 from ..options import (
     Json,
     LayoutOption,
@@ -44,9 +47,13 @@ _KEYS = (
 _ALWAYS = ("step", "rank", "module_path", "site", "name", "shape")
 _TITLES = {"module_path": "module", "rows_without": "without"}
 _SHOWN_ROWS = 50
+_SUBNORMAL = "subnormal"
 _SHOWN = ("mean", "std", "min", "max", "absmax", "l2")
-_TEXTS = ("root", "module_path", "site", "name", INNER, "mode", "phase", "scope", "dtype", "shape", WHY)
-_DROPS = ("shape", "numel", "min", "max", "rows", "name", "std", "zero_count", "l2", "inf_count", "nan_count", "mean")
+_TEXTS = ("root", "module_path", "site", "name", INNER, "mode", "phase", "scope", "dtype", "shape", HISTOGRAM, WHY)
+_DROPS = (
+    "shape", "numel", _SUBNORMAL, "min", "max", "rows", "name", "std", HISTOGRAM, "zero_count", "l2", "inf_count",
+    "nan_count", "mean",
+)  # fmt: skip
 """Columns that a narrow terminal leaves out, the least important first."""
 
 
@@ -89,6 +96,9 @@ def command(
     they are combined, the column rows is how many rows stand in a line, and without is how many of these have no
     statistics and so are in none of its numbers.
 
+    Where a rule with keep=histogram kept them, the histograms are drawn: which share is in which power of two. Of
+    combined rows these are added up, of those that have one.
+
     Values that lack ranks have no numbers or, with --partial, the numbers of the other ranks.
 
     Exit code 1: something is damaged or missing; with --global also where ranks' rows contradict each other, or
@@ -100,7 +110,7 @@ def command(
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
     options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [], partial=partial)
     with mapper_for(scheduler) as mapper:
-        answer = statistics(run, selection, options, by=by or [], mapper=mapper)
+        answer = statistics(run, selection, options, by=by or [], with_histograms=not as_json, mapper=mapper)
     table, sorted_by = answer.table, ""
     if sort is not None:
         sorted_by, direction = _order(table, sort)
@@ -123,7 +133,7 @@ def command(
     tensors = "global tensors" if options.across_ranks else "each rank's own"
     which, option = ("first", "--top") if is_first else ("last", "--last")
     cut = f", the {which} {shown} of {num_rows} rows ({option} 0 shows all)" if table.num_rows < num_rows else ""
-    _print(table, keys, sorted_by, title=f"{run.name}: statistics of {tensors}{cut}")
+    _print(table, keys, sorted_by, by_value=not asked, title=f"{run.name}: statistics of {tensors}{cut}")
     for problem in answer.problems:
         say(f"finding: {problem}")
     for note in answer.notes:
@@ -138,32 +148,68 @@ def _order(table: Any, sort: str) -> tuple[str, str]:
     column = f"{column}_count" if f"{column}_count" in COUNTS else column
     if order not in ("", "asc", "desc") or (order and sort.startswith("-")):
         raise LookupFailedError(f"--sort {sort}: expected COLUMN, COLUMN:asc, COLUMN:desc or -COLUMN")
-    if column not in table.column_names:
+    names = [name for name in table.column_names if name != HISTOGRAM]  # bytes, which have no order
+    if column not in names:
         raise LookupFailedError(
             f"--sort {sort}: there is no column {column!r}"
-            + hint(column, table.column_names, otherwise=f"; columns are {', '.join(table.column_names)}")
+            + hint(column, names, otherwise=f"; columns are {', '.join(names)}")
         )
     return column, "descending" if order == "desc" or sort.startswith("-") else "ascending"
 
 
-def _print(table: Any, keys: Sequence[str], sorted_by: str, title: str) -> None:
+def _print(table: Any, keys: Sequence[str], sorted_by: str, *, by_value: bool, title: str) -> None:
+    """Print a table; `by_value`: its rows are of single values, so that each has one type."""
+    drawn, of_histograms = _histograms(table)
+    drawn |= _subnormals(table) if drawn and by_value else {}
     counts = [name for name in ("rows", "rows_without", "numel") if name in table.column_names]
-    numbers = [*_SHOWN, *COUNTS, *([WHY] if has_why(table) else [])]
+    numbers = [*_SHOWN, *COUNTS, *drawn, *([WHY] if has_why(table) else [])]
     shown = list(dict.fromkeys([*keys, *([sorted_by] if sorted_by else []), *counts, *numbers]))
-    rows = table.select(shown).to_pylist()
+    rows = table.select([name for name in shown if name not in drawn]).to_pylist()
     columns = [
         Column(
             title=_TITLES.get(name, name.removesuffix("_count")),
             is_number=name not in _TEXTS,
-            is_whole=name in ("site", "shape", "dtype"),
+            is_whole=name in ("site", "shape", "dtype", HISTOGRAM),
             is_prose=name == WHY,
             drop=len(_DROPS) - _DROPS.index(name) if name in _DROPS and name != sorted_by else 0,
-            dull="0" if name in (*COUNTS, "rows_without") else None,
+            dull="0" if name in (*COUNTS, "rows_without", _SUBNORMAL) else None,
         )
         for name in shown
     ]
-    lines = [[_text(name, row[name]) for name in shown] for row in rows]
-    Table(columns, lines, title=title).print()
+    lines = [
+        [drawn[name][place] if name in drawn else _text(name, row[name]) for name in shown]
+        for place, row in enumerate(rows)
+    ]
+    Table(columns, lines, title=title, subtitle=of_histograms).print()
+
+
+def _histograms(table: Any) -> tuple[dict[str, list[str]], str]:
+    """Draw the histograms of the rows, all in the same powers of two.
+
+    Returns:
+        A column of lines by its name, and what the lines are; neither where no row has a histogram.
+    """
+    found = [_histogram(data) for data in table.column(HISTOGRAM).to_pylist()]
+    known = [one for one in found if one is not None]
+    if not known:
+        return {}, ""
+    bins = bins_of(known, WIDTH)
+    lines = iter(map(histogram_line, bins.shares))
+    drawn = ["" if one is None else next(lines) for one in found]
+    return {HISTOGRAM: drawn}, f"histogram: of the values that are not zero, {extent(bins)}; {SCALE}"
+
+
+def _subnormals(table: Any) -> dict[str, list[str]]:
+    """Count in each row the values below the least normal number of its type; the column by its name."""
+    counts = [
+        None if (one := _histogram(data)) is None else subnormal_count(one, dtype)
+        for data, dtype in zip(table.column(HISTOGRAM).to_pylist(), table.column("dtype").to_pylist(), strict=True)
+    ]
+    return {_SUBNORMAL: ["" if count is None else str(count) for count in counts]}
+
+
+def _histogram(data: bytes | None) -> Histogram | None:
+    return histogram_of_row({"histogram": data, "zero_count": 0, "nan_count": 0})
 
 
 def has_why(table: Any) -> bool:
