@@ -250,7 +250,7 @@ class Daemon:
             if is_open:
                 self._run_errands(run, now_s)
                 self._carry(run, now_s)
-        if now_s >= self._next_summary_s:
+        if now_s >= self._next_summary_s or self._has_unlisted_run():
             self._next_summary_s = now_s + max(_SUMMARY_S, self.shared.settings.status_s)
             if is_open and not self._is_summary_due:
                 self._is_summary_due = True
@@ -258,6 +258,10 @@ class Daemon:
         if now_s >= self._next_state_s:
             self._next_state_s = now_s + _STATE_S
             self._write_state()
+
+    def _has_unlisted_run(self) -> bool:
+        """Whether a run is there that the index does not name: commands know a folder of shipped runs by its index."""
+        return any(run.is_known and not run.conflict and run.key not in self._fleet for run in self.runs)
 
     _is_summary_due = False
 

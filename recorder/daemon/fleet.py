@@ -30,6 +30,9 @@ class FleetDocument:
         self._runs: dict[str, Any] = {}
         self._has_read = False
 
+    def __contains__(self, run: str) -> bool:
+        return run in self._runs
+
     def put(self, runs: Mapping[str, Any]) -> None:
         """Put what is known of the runs of this node, where it is news."""
         for _ in range(3):
