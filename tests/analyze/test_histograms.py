@@ -25,6 +25,9 @@ TINY = np.array([[0.0, 6e-5, 1.0, -3.0], [1e-6, np.inf, 0.5, np.nan]], np.float1
 """Two values below the least normal number of float16 among them."""
 PLAIN = np.array([[0.0, 0.25, 1.0, -3.0], [0.125, 2.0, 0.5, 8.0]], np.float16)
 
+ACT = np.maximum(PLAIN, 0) * np.array([1, 0, 1, 1], np.float16)
+"""With one unit that is always zero."""
+
 
 def counted(array: Array, dtype: str | None = None) -> dict[str, bytes | None]:
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -54,7 +57,7 @@ def write(path: Path, arrays: dict[str, Array], **columns: Any) -> Path:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("histograms")
-    same = {"act": np.maximum(PLAIN, 0), "plain": PLAIN}
+    same = {"act": ACT, "plain": PLAIN}
     a = write(folder / "a", {"up": PLAIN, **same})
     return a, write(folder / "b", {"up": TINY, "act": same["act"], "plain": TINY})
 
@@ -133,7 +136,10 @@ def test_show_draws_the_last_histogram_of_each_value(runs: tuple[Path, Path], cl
     )
     assert lines[3].split()[-2:] == ["course", "histogram"]
     assert lines[4].endswith(f"!       {histogram_line(bins_of([of(TINY)], 24).shares[0])}")
+    assert "dead units  values" in lines[6] and lines[7].split()[-2:] == ["0/4", "no"]
+    assert cli("show", runs[1], "act").out.splitlines()[-1].split()[-2:] == ["1/4", "no"]
     plain = cli("show", runs[1], "plain").out
+    assert "dead units" not in plain
     assert "histogram:" not in plain and "  histogram" not in plain
     (series,) = cli("show", runs[1], "up", "--json").json["series"]
     assert "histogram" not in series["rows"][0]
@@ -143,7 +149,7 @@ def test_stats_draws_histograms_and_adds_those_of_a_group(runs: tuple[Path, Path
     titles, up, act, plain = cli("stats", runs[1]).out.splitlines()[2:]
     assert titles.split()[-2:] == ["histogram", "subnormal"]
     assert (up.split()[-1], act.split()[-1], plain.split()[-2:]) == ("2", "0", ["-", "-"])
-    a, b = Histogram.from_bytes(of(TINY).to_bytes()), Histogram.from_bytes(of(np.maximum(PLAIN, 0)).to_bytes())
+    a, b = Histogram.from_bytes(of(TINY).to_bytes()), Histogram.from_bytes(of(ACT).to_bytes())
     lines = cli("stats", runs[1], "--by", "site").out.splitlines()
     assert "of the values that are not zero, |x| from 2^-20 to 2^4;" in lines[1]
     assert lines[-1].endswith(histogram_line(bins_of([a + b], 24).shares[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Any, NamedTuple
 
 import pyarrow as pa
@@ -13,9 +14,11 @@ from ...analyze.histograms import bins_of, histogram_of_row
 from ...analyze.selection import Selection
 from ...analyze.stats.reasons import COLUMNS, WHY, with_why
 from ...analyze.stats.stats import inner_leaves
-from ...errors import LookupFailedError
+from ...errors import LookupFailedError, RunError
+from ...format.numbers.units import Units
 from ...format.schema import COUNTS, STATISTICS
 from ...globalview.run import Run
+from ...read.shards.decode import parse_shape
 from ...rules import hint
 from ...system.text import counted
 from ..drawing.histograms import SCALE, WIDTH, extent, histogram_line
@@ -48,6 +51,9 @@ _DROPS = ("min", "max", "std", "values", "l2", "zero", "micro_step", "repeat", "
 """Columns of the long table that a narrow terminal leaves out, the least important first."""
 _SERIES_DROPS = ("dtype", "histogram", "rows", "shape", "root", "scope", "mode", "phase", "steps")
 _MODULE_DROPS = ("class", "rows", "last step", "sites", "inf", "nan")
+_DEAD = "dead units"
+_MAX_UNIT_STEPS = 1000
+"""Steps of which units are read, the newest: each is a read of its own, so that few units are in memory at once."""
 _LIBRARY = "site-packages/torch/"
 _VALUES_INSIDE = ("values", "_values", "_masked_data")
 """Tensors inside composite tensors that hold the values of the composite as they are."""
@@ -85,7 +91,8 @@ def command(
 
     The column why, where there is one, says why rows have no statistics or stay with their rank. In the summary of
     modules a statistic is the largest of the last step's rows; min is the smallest. Where a rule with keep=histogram
-    kept them, the last histogram of each value of a module is drawn: which share is in which power of two.
+    kept them, the last histogram of each value of a module is drawn: which share is in which power of two. With
+    keep=units the long table says how many units have no value but zero, at the last 1,000 of its steps.
 
     With --where: the values of one site, by default the outputs, at one step, by default the last. --layout belongs to
     it. Exit code 1: a chunk is missing, or chunks contradict each other.
@@ -206,7 +213,8 @@ def _show_module(
     _print_series(series, statistic)
     first_site = series[0].key["site"]
     shown = _SHOWN_STATISTICS if statistic is None else (statistic,)
-    _print_steps([member for member in series if member.key["site"] == first_site], first_site, last, shown)
+    rows = [member.key | row for member in series if member.key["site"] == first_site for row in member.rows]
+    _print_steps(run, module_path, rows, last, shown)
     return int(bool(run.problems))
 
 
@@ -258,25 +266,45 @@ def _course(row: Row, statistic: str | None) -> str:
     return statistic or ("mean" if row["shape"] == "[]" else "absmax")
 
 
-def _print_steps(series: Sequence[Series], site: str, last: int, statistics: Sequence[str]) -> None:
-    """Print the statistics of one site, a line for each moment and rank."""
-    rows = [member.key | row for member in series for row in member.rows]
+def _print_steps(run: Run, module_path: str, rows: list[Row], last: int, statistics: Sequence[str]) -> None:
+    """Print the statistics of one site, a line for each moment and rank; with dead units where rules kept units."""
+    site = rows[0]["site"]
     steps = sorted({row["step"] for row in rows})
     shown_steps = set(steps[-last:] if last else steps)
     rows = [row for row in rows if row["step"] in shown_steps]
     rows = _as_observed(rows)
     shown = tuple(dict.fromkeys((*statistics, *COUNTS)))
     keys = [name for name in _worth_showing((*_MOMENT, *_KEY), rows) if name != "site"]
+    dead = _dead_units(run, module_path, site, sorted(shown_steps))
     lines = [
         [_text(row[name]) for name in keys]
         + [number(row[name]) for name in shown]
+        + [dead.get(_place(row), "")] * bool(dead)
         + ["yes" if row["encoding"] is not None else "no", _text(row[WHY])]
         for row in rows
     ]
-    titles = [*keys, *(name.removesuffix("_count") for name in shown), "values", WHY]
+    titles = [*keys, *(name.removesuffix("_count") for name in shown)]
+    titles += [*([_DEAD] if dead else []), "values", WHY]
     is_cut = len(shown_steps) < len(steps)
     rest = f", the last {len(shown_steps)} of {len(steps)} steps (--last 0 shows all)" if is_cut else ""
     _print(titles, lines, texts=(*_KEY[:-1], "values", WHY), title=f"{site}{rest}", drops=_DROPS, dull=True)
+
+
+def _dead_units(run: Run, module_path: str, site: str, steps: Sequence[int]) -> dict[tuple[Any, ...], str]:
+    """Return how many units of each row at some steps have no value but zero, by its place; step by step is read."""
+    found = {}
+    is_wanted = (pc.field("part") == 0) & (pc.field("module_path") == module_path) & (pc.field("site") == site)
+    for step in steps[-_MAX_UNIT_STEPS:]:
+        table = run.table([*_MOMENT, *_KEY, "shape", "units"], is_wanted, steps=(step, step + 1))
+        for row in table.filter(pc.field("units").is_valid()).to_pylist():
+            with suppress(RunError):  # `recorder verify` tells of damage
+                units = Units.from_bytes(row["units"], parse_shape(row["shape"]))
+                found[_place(row)] = f"{units.num_dead}/{len(units)}"
+    return found
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in (*_MOMENT, *_KEY))
 
 
 def _print(

@@ -91,6 +91,11 @@ class Units:
         """Which share of the values of each unit is zero: 1 for a unit that is dead."""
         return self.zero_count / max(1, self.num_values)
 
+    @property
+    def num_dead(self) -> int:
+        """How many units have no value but zero."""
+        return int(((self.zero_count == self.num_values) & (self.num_values > 0)).sum())
+
     def __str__(self) -> str:
         """A line for each of the units with the largest values, and how many are dead, for people."""
         order = np.argsort(-self.absmax, kind="stable")[:10]
@@ -99,8 +104,7 @@ class Units:
         for unit in order.tolist():
             numbers = " ".join(f"{column[unit]:11.4g}" for column in columns)
             lines.append(f"{unit:8} {numbers} {self.zero_share[unit]:6.1%}")
-        is_dead = (self.zero_count == self.num_values) & (self.num_values > 0)
-        rest = f"{len(self)} units of dim {self.dim}, {self.num_values} values each; {int(is_dead.sum())} all zero"
+        rest = f"{len(self)} units of dim {self.dim}, {self.num_values} values each; {self.num_dead} all zero"
         return "\n".join([*lines, rest])
 
     def __add__(self, other: Units) -> Units:
