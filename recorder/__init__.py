@@ -133,7 +133,7 @@ def trigger(reason: str) -> None:
         reason: why, for people; it stands with the run.
     """
     if _active is not None:
-        _active.ask("program", str(reason))
+        _active.ask("program", reason)
 
 
 if "torch" in sys.modules:  # artefacts that hold taps need the op; without torch there are none yet

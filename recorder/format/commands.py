@@ -16,6 +16,7 @@ from typing import Any
 from ..errors import CommandError, ConfigError, RunError
 from ..records import KEEP_RING
 from ..rules import EXPRESSION, Rule, parse_rules
+from ..system.text import one_line
 from .manifest import check_version
 from .members import Members
 from .rundir import encode_manifest
@@ -131,8 +132,8 @@ def read_command(raw: dict[str, Any], where: str, number: int) -> Command:
         to_step=to_step,
         rules=found.texts("rules"),
         undoes=found.optional_count("undoes"),
-        reason=found.text("reason")[:_MAX_TEXT],
-        by=found.text("by")[:_MAX_TEXT],
+        reason=one_line(found.text("reason"))[:_MAX_TEXT],
+        by=one_line(found.text("by"))[:_MAX_TEXT],
         attempt=found.count("attempt"),
         created_ns=found.count("created_ns"),
         id=found.text("id"),

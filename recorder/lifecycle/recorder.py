@@ -45,6 +45,7 @@ from ..system import log
 from ..system.events import Events
 from ..system.interrupts import comes_from_signal_handler
 from ..system.processes import own_process
+from ..system.text import one_line
 from .commands import Commands
 from .description import Description
 from .estimate import Estimate
@@ -343,14 +344,14 @@ class Recorder:
             return None
         part = pool.split(int(settings.ring_share * pool.capacity_bytes))
         writer.hold(window, Room(part.capacity_bytes, lambda: part.used_bytes))
-        return RingMemory(part, window, wanted_until=writer.wanted_until)
+        return RingMemory(part, window, is_wanted=writer.is_wanted)
 
     def _found(self, finding: Finding) -> None:
         """Ask for the steps around what a rule of `recorder check` finds. Called on the writer thread."""
         where = " ".join(filter(None, (finding.module_path, finding.site, finding.name)))
         self.ask(finding.rule, f"{finding.rule}: {where}: {finding.what}", step=finding.step)
 
-    def ask(self, kind: str, reason: str, *, step: int | None = None) -> None:
+    def ask(self, kind: str, reason: object, *, step: int | None = None) -> None:
         """Ask for the steps around one to be written; see `Triggers.ask`."""
         if self._triggers is not None:
             if step is None and self.capture is not None:
@@ -359,7 +360,7 @@ class Recorder:
 
     def ask_for_error(self, error: BaseException) -> None:
         """Ask for the last steps, because an exception leaves the training."""
-        self.ask("exception", f"{type(error).__name__}: {error}")
+        self.ask("exception", f"{type(error).__name__}: {one_line(error)}")
 
     def _undo_start(self) -> None:
         """Take a failed start back (no memory for the pool, or no thread): training goes on without a recording."""

@@ -20,18 +20,21 @@ from ..format.commands import DUMP, Command
 from ..rules import RingWindow
 from ..system import log
 from ..system.events import Events
-from ..system.text import counted
+from ..system.text import counted, one_line
 from ..system.units import size
 from ..write.ring import MAX_DUMPS, Dump
 
 _logger = logging.getLogger("recorder")
 _MAX_TEXT = 200
 _MAX_ASKED = 64
-"""The most triggers that wait for the writer thread; it looks five times a second."""
+"""The most triggers that wait for the writer thread, which looks five times a second; more are only counted."""
+_DUE = ("exception", "signal", "user")
+"""Triggers that count however soon they come: the process ends, or a person asks."""
 _TURNS_PER_S, _LONGEST_TURNS_S, _GOLDEN = 256, 4.0, 0.6180339887
 """Ranks that see the same at once take turns to tell the others, as spread out as multiples of the golden ratio are, so
 that most hear of it before they would send. Two ranks take no time; 4,096 have 4 s, and about 20 of them send."""
 MISSED_EVENT = "trigger_missed"
+PASSED_EVENT = "trigger_passed"
 
 
 class Sender(Protocol):
@@ -111,7 +114,7 @@ class Triggers:
         self._sender = sender
         self._events = events
         self._clock = clock
-        self._asked: deque[_Asked] = deque(maxlen=_MAX_ASKED)
+        self._asked: deque[_Asked] = deque()
         self._unsent: list[_Unsent] = []
         self._dumps: list[Dump] = []
         self._answered: list[_Answered] = []
@@ -120,15 +123,20 @@ class Triggers:
         self._stepped_s: float | None = None
         """When the step changed last; None before it has, because a first step compiles and may take its time."""
 
-    def ask(self, kind: str, reason: str, *, step: int | None = None) -> None:
+    def ask(self, kind: str, reason: object, *, step: int | None = None) -> None:
         """Ask for the steps around one to be written. Any thread; never waits.
 
         Args:
             kind: a word of `config.TRIGGERS`, or ``program`` or ``user`` where somebody asks on purpose.
-            reason: why, for people.
+            reason: why, for people; anything that can be shown, or not.
             step: the step in question; None for the one under way.
         """
-        self._asked.append(_Asked(kind, reason.strip()[:_MAX_TEXT] or kind, step))
+        if kind not in ("program", "user") and kind not in self._words:
+            return
+        if len(self._asked) >= _MAX_ASKED and kind not in _DUE:
+            self._count()
+            return
+        self._asked.append(_Asked(kind, one_line(reason)[:_MAX_TEXT] or kind, step))
 
     def look(self, step: int) -> None:
         """Name the windows of what was asked for, and tell the other ranks. Writer thread.
@@ -139,8 +147,7 @@ class Triggers:
         self._look_for_hang(step)
         while self._asked:
             asked = self._asked.popleft()
-            if asked.kind in ("program", "user") or asked.kind in self._words:
-                self._begin(asked, step if asked.step is None else asked.step)
+            self._begin(asked, step if asked.step is None else asked.step)
         self._send_due(self._clock())
         self._look_at_dumps()
 
@@ -179,15 +186,12 @@ class Triggers:
 
     def _begin(self, asked: _Asked, step: int) -> None:
         now = self._clock()
-        is_due = asked.kind in ("exception", "signal", "user")
-        if now < self._quiet_until_s and not is_due:
-            self._events.add(
-                "trigger_passed", "triggers that came soon after another are only counted", level=logging.INFO
-            )
+        if now < self._quiet_until_s and asked.kind not in _DUE:
+            self._count()
             return
         if len(self._dumps) >= MAX_DUMPS:
             text = f"{counted(MAX_DUMPS, 'dump')} were made; further triggers write nothing"
-            self._events.add("trigger_passed", text, key="most")
+            self._events.add("trigger_refused", text)
             return
         before, after = self._window
         first, last = max(step - before, 0), step + after
@@ -197,6 +201,10 @@ class Triggers:
         self._write(dump)
         command = Command(kind=DUMP, from_step=first, to_step=last, reason=asked.reason, by=self._by)
         self._unsent.append(_Unsent(now + self._turn_s, command, dump))
+
+    def _count(self) -> None:
+        """Count a trigger that writes nothing. Any thread."""
+        self._events.add(PASSED_EVENT, "triggers that came soon after another are only counted", level=logging.INFO)
 
     def _send_due(self, now: float) -> None:
         """Tell the other ranks, unless one of them was first to see the same."""
@@ -216,7 +224,8 @@ class Triggers:
         return next((dump for dump in self._dumps if dump.first_step <= first and last <= dump.last_step), None)
 
     def _write(self, dump: Dump) -> None:
-        self._quiet_until_s = self._clock() + self._settings.trigger_cooldown_s
+        if self._step is None or dump.first_step <= self._step:  # what lies ahead stands for nothing that happens now
+            self._quiet_until_s = self._clock() + self._settings.trigger_cooldown_s
         self._dumps.append(dump)
         if self._channel is None:
             return

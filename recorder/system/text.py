@@ -17,6 +17,16 @@ def listed(items: Iterable[object], most: int = 8) -> str:
     return ", ".join(texts[:most]) + more
 
 
+def one_line(value: object) -> str:
+    """Return anything as text on one line, with nothing that a terminal would obey; also where it has no text."""
+    try:
+        text = str(value)
+    except Exception:  # of a class of the program
+        text = f"a {type(value).__name__} that cannot be shown"
+    shown = " ".join(text.split())
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown)
+
+
 def named(noun: str, numbers: Sequence[object], most: int = 8) -> str:
     """``rank 3``, ``ranks 1, 2``."""
     return f"{noun}{'s' * (len(numbers) > 1)} {listed(numbers, most)}"

@@ -70,7 +70,7 @@ class Guard:
         if not self._is_here(host):
             return "This address is none of recorder view: its host is not this machine."
         origin = request.headers.get("origin")
-        is_own = origin is not None and urlsplit(origin)[:2] == (request.url.scheme, host)
+        is_own = origin is not None and origin == f"{request.url.scheme}://{host}"
         if (origin is not None or request.method not in ("GET", "HEAD")) and not is_own:
             return "Refused: another site asked."
         given = request.url.path.split("/")[1]

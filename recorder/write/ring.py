@@ -112,7 +112,7 @@ class Room(NamedTuple):
 
 
 class Ring:
-    """The records of the last steps. Any thread may `ask` and read `wanted_until`; the writer thread does the rest."""
+    """The records of the last steps. Any thread may `ask`, also whether a step `is_wanted`; the writer thread does the rest."""
 
     def __init__(
         self,
@@ -137,8 +137,10 @@ class Ring:
         self.due: deque[Due] = deque()
         """Records that are to be written, before any other."""
         self.dumps: list[Dump] = []
-        self.wanted_until = -1
-        """The last step that a trigger has asked for."""
+        self._wanted: list[tuple[int, int]] = []
+        """The windows that triggers have asked for so far."""
+        self._wanted_until = -1
+        """The last step of all of them."""
         self.has_changed = False
         """Whether the dumps have changed since somebody looked."""
         self._before = window.before
@@ -161,8 +163,13 @@ class Ring:
 
     def ask(self, dump: Dump) -> None:
         """Ask for the steps of a trigger. Any thread; never waits."""
-        self.wanted_until = max(self.wanted_until, dump.last_step)
+        self._wanted.append((dump.first_step, dump.last_step))
+        self._wanted_until = max(self._wanted_until, dump.last_step)
         self._asked.append(dump)
+
+    def is_wanted(self, step: int) -> bool:
+        """Whether a trigger has asked for a step; a window that lies ahead says nothing of the steps before it."""
+        return step <= self._wanted_until and any(first <= step <= last for first, last in self._wanted)
 
     def put(self, staged: Staged, measured: Measured | None) -> None:
         """Take a record whose bytes have arrived."""
@@ -172,7 +179,7 @@ class Ring:
         if step != self._now:
             self._begin(step)
         record = _HeldRecord(staged, measured)
-        if step <= self.wanted_until and (dump := self._dump_of(step)) is not None:
+        if step <= self._wanted_until and (dump := self._dump_of(step)) is not None:
             self._give(record, dump)
             return
         held = self._steps.get(step)

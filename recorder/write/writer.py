@@ -182,9 +182,9 @@ class Writer:
         """The dumps that have begun. Any thread, which must change none."""
         return () if self._ring is None else self._ring.dumps
 
-    def wanted_until(self) -> int:
-        """Return the last step that a trigger has asked for. Any thread."""
-        return -1 if self._ring is None else self._ring.wanted_until
+    def is_wanted(self, step: int) -> bool:
+        """Whether a trigger has asked for a step of the ring. Any thread."""
+        return self._ring is not None and self._ring.is_wanted(step)
 
     def put(self, staged: Staged) -> None:
         """Hand a record over, with its block. Any thread; never waits."""

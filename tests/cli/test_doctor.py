@@ -88,6 +88,18 @@ def test_what_may_be_a_loss_is_a_finding_of_the_strict(cli: Cli, run: Path, kind
     assert codes(cli, run) == (0, 1)
 
 
+def test_triggers_that_came_soon_after_another_are_no_finding_and_those_that_were_refused_are(
+    cli: Cli, run: Path
+) -> None:
+    event = {"kind": "trigger_passed", "message": "only counted", "time_ns": 1, "count": 3}
+    record(run, training(3), events=[event])
+    record(run, training(3, 1), 1)
+    assert codes(cli, run) == (0, 0)
+    assert lines(cli("doctor", run), "note", "event trigger_passed (rank 0)")
+    record(run, training(3, 2), 2, events=[event | {"kind": "trigger_refused"}])
+    assert codes(cli, run) == (1, 1)
+
+
 def test_unequal_steps_are_told_also_where_no_rule_wants_the_steps_between(cli: Cli, run: Path) -> None:
     rule = "site=output,grad_output,param,grad,optim steps=0 keep=stats"
     for rank, last in ((0, 7), (1, 7), (2, 5)):

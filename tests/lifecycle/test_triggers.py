@@ -176,6 +176,48 @@ def test_after_a_trigger_others_count_for_nothing_for_a_while_but_the_end_and_a_
     assert rank.windows[-1] == (86, 92)
 
 
+def test_of_many_triggers_at_once_the_first_and_the_one_that_ends_it_count_and_the_others_are_told() -> None:
+    rank = Rank()
+    for step in range(100, 300):
+        rank.triggers.ask("nonfinite", "NaN", step=step)
+    rank.triggers.ask("exception", "ValueError", step=300)
+    rank.look(300)
+    assert rank.windows == [(96, 102), (296, 302)]
+    assert [(event["kind"], event["count"]) for event in rank.events.as_list()] == [("trigger_passed", 199)]
+
+
+def test_a_window_that_lies_ahead_keeps_nobody_from_a_trigger_now() -> None:
+    rank = Rank()
+    rank.look(10)
+    rank.triggers.take(Command(kind=DUMP, from_step=5000, to_step=5006))
+    rank.triggers.ask("nonfinite", "NaN", step=10)
+    rank.look(10)
+    assert rank.windows == [(5000, 5006), (6, 12)]
+
+
+class _Textless:
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        ("\x1b[2Jred\r\nrecorder: all is well\0", "\\x1b[2Jred recorder: all is well\\x00"),
+        ("\ud800", "\\ud800"),
+        (" \n", "program"),
+        (None, "None"),
+        (_Textless(), "a _Textless that cannot be shown"),
+        ("x" * 1000, "x" * 200),
+    ],
+)
+def test_a_reason_is_one_line_that_no_terminal_obeys(reason: object, shown: str) -> None:
+    rank = Rank()
+    rank.triggers.ask("program", reason)
+    rank.look(10)
+    assert [dump.reason for dump in rank.ring.dumps] == [shown]
+
+
 def test_a_rank_that_learns_of_it_too_late_says_so() -> None:
     room = Room()
     one, other = Rank(room, rank=0), Rank(room, rank=1)
@@ -220,7 +262,7 @@ def test_there_is_a_bound_on_the_number_of_dumps() -> None:
         rank.triggers.ask("program", "again", step=10 * number)
         rank.look(10 * number)
     assert len(rank.windows) == MAX_DUMPS
-    assert rank.kinds == ["trigger_passed"]
+    assert rank.kinds == ["trigger_refused"]
     with pytest.raises(CommandError, match=f"has had {MAX_DUMPS} dumps"):
         rank.triggers.take(Command(kind=DUMP, from_step=99999, to_step=99999))
 

@@ -95,7 +95,13 @@ def test_only_a_page_of_this_server_may_save_panes_and_nothing_else_can_be_chang
     host = urlsplit(server.address).netloc
     own = {"Host": host, "Origin": f"http://{host}"}
     panes = json.dumps([{"name": "mine", "kind": "lines", "state": {"stat": "l2", "evil": "x"}}, {"kind": "none"}, 3])
-    for other in ({}, {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Origin": f"https://{host}"}):
+    for other in (
+        {},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://["},
+        {"Origin": f"https://{host}"},
+    ):
         assert ask(server, "run/one/panes", "PUT", panes, **other)[0] == 403
     assert ask(server, "runs", Origin="http://evil.example")[0] == 403
     assert not (folder / "one" / VIEW).exists()

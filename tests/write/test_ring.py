@@ -94,6 +94,17 @@ def test_two_triggers_at_once_write_a_step_once(training: Training) -> None:
     assert [(told["reason"], told["rows"]) for told in training.rig.manifest()["dumps"]] == [("one", 3), ("other", 2)]
 
 
+def test_a_window_that_lies_ahead_asks_for_none_of_the_steps_before_it(training: Training) -> None:
+    writer = training.rig.writer
+    writer.dump(dump(10**14, 10**14 + 3))
+    assert [writer.is_wanted(step) for step in (0, 9, 10**14 - 1, 10**14, 10**14 + 3, 10**14 + 4)] == [
+        False, False, False, True, True, False,
+    ]  # fmt: skip
+    training.steps(0, 9)
+    training.until_taken()
+    assert held_steps(training.rig) == [7, 8, 9]
+
+
 def test_a_trigger_that_comes_too_late_says_which_steps_it_missed(training: Training) -> None:
     training.steps(0, 9)
     training.until_taken()

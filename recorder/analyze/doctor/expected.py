@@ -191,7 +191,7 @@ def compare(run: Run) -> Expectation:
         num_selected=int(selected.sum()),
         num_filtered=int((selected & ~wanted).sum()),
         silent=gaps.silent(
-            wanted if len(axis) else selected,
+            wanted if len(axis) or _is_all_passed(matches, num_lived) else selected,
             has_rows,
             called,
             [writer_slots for one in ranks for writer_slots in one.writer_slots],
@@ -251,6 +251,11 @@ def _axis(rules: Sequence[Rule], ranks: Sequence[_Rank], windows: Sequence[Windo
         if wanted.sum() <= min(_MAX_SELECTED_STEPS, _MAX_CELLS // (len(rules) + 1) // len(ranks)):
             return every[wanted], len(every)
     return steps[_at_any(rules, steps, windows)], len(steps)
+
+
+def _is_all_passed(matches: Sequence[RuleMatch], num_lived: int) -> bool:
+    """Whether no step is wanted because the ring kept all of them and no trigger came, and not for want of steps."""
+    return num_lived > 0 and any(match.rule.keep == KEEP_RING for match in matches)
 
 
 def _at_any(rules: Sequence[Rule], steps: Integers, windows: Sequence[Window]) -> Flags:

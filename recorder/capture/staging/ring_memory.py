@@ -17,17 +17,17 @@ from .pool import GRAIN_BYTES, Pool, PoolBlock
 class RingMemory:
     """The share of the pool that belongs to the ring. The training thread calls all methods."""
 
-    def __init__(self, pool: Pool, window: RingWindow, *, wanted_until: Callable[[], int]) -> None:
+    def __init__(self, pool: Pool, window: RingWindow, *, is_wanted: Callable[[int], bool]) -> None:
         """Begin with nothing taken.
 
         Args:
             pool: the share.
             window: the steps around a trigger that the ring is to hold.
-            wanted_until: returns the last step that a trigger has asked for so far; the writer is at work on it.
+            is_wanted: whether a trigger has asked for a step, so that it is on its way to the disk like any other.
         """
         self.pool = pool
         self.window = window
-        self._wanted_until = wanted_until
+        self.is_wanted = is_wanted
         self._first: int | None = None
         """The first step of training of which a value came."""
         self._step_bytes = 0
@@ -42,10 +42,6 @@ class RingMemory:
             if moment.step == self._first:
                 self._step_bytes += -(-nbytes // GRAIN_BYTES) * GRAIN_BYTES or GRAIN_BYTES
         return self.pool.take(nbytes)
-
-    def is_wanted(self, step: int) -> bool:
-        """Whether a trigger has asked for a step, so that it is on its way to the disk like any other."""
-        return step <= self._wanted_until()
 
     def judge(self, step: int, num_steps: Callable[[int, int], int]) -> str | None:
         """Judge, once the first step is over, whether the window fits; return why not.

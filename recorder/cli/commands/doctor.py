@@ -52,6 +52,8 @@ _STEP_SOURCES = {
 }
 _EXPLAINING = {reason.key: reason for reason in REASONS if not reason.is_loss}
 """Reasons of gaps by the kind of event that explains them; other events say that something failed."""
+_INFORMING = {"trigger_passed"}
+"""Kinds of events that say what happened, where nothing is lacking that was promised."""
 _UNKNOWN = {
     "site": "nothing is expected there; a later version of recorder knows what is missing",
     "encoding": "their values cannot be read here; a later version of recorder reads them",
@@ -415,7 +417,9 @@ def _events(run: Run) -> Iterator[Check]:
         listed = _listed(sorted(set(ranks) - {""}, key=int))
         text = f"event {kind}{f' (rank {listed})' if listed else ''}: {message}"
         explains = _EXPLAINING.get(kind)
-        if explains is None:
+        if kind in _INFORMING:
+            yield Check("note", text)
+        elif explains is None:
             yield Check("missing", text)
         else:
             yield Check("note", text, is_strict=not explains.is_harmless)

@@ -783,7 +783,7 @@ class TestRings:
         told = ledger(10, observed=200) | {"passed": 190}
         record(run, rows, rules=list(self.RULES), ledger=told)
         found = found_in(run)
-        assert (found.gaps, found.totals) == ([], [])
+        assert (found.gaps, found.totals, found.silent) == ([], [], {})
 
     def test_a_rank_that_never_heard_of_it_has_a_hole_that_is_explained(self, run: Path) -> None:
         self.record(run, 0, range(4, 7), [self.DUMP])
