@@ -163,7 +163,12 @@ class Daemon:
             conflicts = self.counters.total("conflicts")
             left = sum(len(writer.backlog) for run in self.runs for writer in run.writers.values())
             self.left = left
-            return code or int(not is_all_there or conflicts > 0 or left > 0)
+            return code or int(not is_all_there or conflicts > 0 or left > 0 or bool(self.unshipped))
+
+    @property
+    def unshipped(self) -> dict[str, str]:
+        """Return why directories that hold a run, or may hold one, are not shipped, by their paths."""
+        return self._counts.unshipped
 
     def stop(self) -> None:
         """Stop soon. Re-entrant: the handlers of signals call it."""
@@ -295,6 +300,8 @@ class Daemon:
             run = self._runs.pop(key)
             run.close()
             self._carriers.pop(run, None)
+        for path in counts.unshipped.keys() - self._counts.unshipped.keys():
+            logger.warning("%s: is not shipped: %s", path, counts.unshipped[path])
         self._counts = counts
         self._has_found = True
 

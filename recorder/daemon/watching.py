@@ -94,6 +94,10 @@ class Entries:
     """Links, devices, and names that no key may have."""
     num_foreign: int = 0
     """Files and directories that are no part of a run."""
+    misnamed: list[str] = field(default_factory=list)
+    """Directories with names that no key may have."""
+    unshipped: dict[str, str] = field(default_factory=dict)
+    """Why directories that hold a run, or may hold one, are not shipped, by their paths."""
 
 
 @dataclass(slots=True)
@@ -186,6 +190,7 @@ class Folder:
                 if not (is_directory or is_file) or not _NAME.fullmatch(entry.name):
                     if not entry.name.startswith("."):
                         found.num_refused += 1
+                        found.misnamed += [entry.name] * is_directory
                 elif is_directory:
                     found.directories.append(entry.name)
                 else:
@@ -225,8 +230,17 @@ def _find_runs(folder: Folder, names: tuple[str, ...], counts: Entries) -> Itera
         if len(names) == _MAX_DEPTH or name.startswith("_"):
             counts.num_foreign += 1
             continue
+        try:
+            with folder.below(name) as inner:
+                yield from _find_runs(inner, (*names, name), counts)
+        except PermissionError as error:
+            counts.unshipped[f"{folder.path}/{name}"] = f"the daemon may not look into it ({error.strerror})"
+        except OSError:  # it is gone, or was replaced
+            continue
+    for name in entries.misnamed:
         with contextlib.suppress(OSError), folder.below(name) as inner:
-            yield from _find_runs(inner, (*names, name), counts)
+            os.stat(RUN_MANIFEST, dir_fd=inner.descriptor, follow_symlinks=False)
+            counts.unshipped[f"{folder.path}/{name}"] = "its name is not of letters, digits and . _ = + @ -: rename it"
 
 
 def list_run(folder: Folder) -> tuple[list[tuple[str, str]], dict[str, Stamp], Entries]:

@@ -112,7 +112,7 @@ class Room(NamedTuple):
 
 
 class Ring:
-    """The records of the last steps. Any thread may `ask`, also whether a step `is_wanted`; the writer thread does the rest."""
+    """The records of the last steps. Any thread may call `ask` and `is_wanted`; the writer thread does the rest."""
 
     def __init__(
         self,

@@ -188,6 +188,16 @@ def test_nothing_but_a_run_is_shipped(tmp_path: Path, store: StoreServer, to: st
     assert daemon.counters.of("refused_files")["content"] > 0
 
 
+def test_a_run_whose_name_no_key_may_have_is_said_and_no_success(tmp_path: Path) -> None:
+    small_run(tmp_path, "run b\x1b")
+    (tmp_path / "recordings" / "no run").mkdir()
+    code, daemon = ship(tmp_path, f"file://{tmp_path}/there")
+    assert code == 1
+    ((path, why),) = daemon.unshipped.items()
+    assert path.endswith("/run b\x1b")
+    assert "rename it" in why
+
+
 def test_a_run_is_removed_here_only_once_it_is_there(tmp_path: Path, store: StoreServer, to: str) -> None:
     run = small_run(tmp_path)
     (run.parent / "notes.txt").write_text("mine")

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ...errors import ConfigError, LookupFailedError, StoreError, not_installed
-from ...system.text import counted
+from ...system.text import counted, listed
 from ...system.units import moment, size
 from ..options import Json
 from ..output import Column, Table, print_json, printable_line, say
@@ -131,7 +131,10 @@ def _ship(settings: Any, reload: Any, *, once: bool) -> int:
         code = daemon.run_once()
         counters, num_runs = daemon.counters, len(daemon.runs)
         there = f"{counted(num_runs, 'run')}: {counted(counters.total('uploads'), 'upload')}"
-        say(f"{there} with {size(counters.total('uploaded_bytes'))}; {counted(daemon.left, 'file')} not there")
+        lacking = f"{counted(daemon.left, 'file')} not there"
+        if daemon.unshipped:
+            lacking += f"; not shipped: {listed(map(printable_line, sorted(daemon.unshipped)))}"
+        say(f"{there} with {size(counters.total('uploaded_bytes'))}; {lacking}")
     else:
         code = daemon.run()
     if daemon.is_parked:
