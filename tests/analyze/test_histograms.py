@@ -71,7 +71,8 @@ def test_shares_are_in_the_same_bins_and_add_up() -> None:
     assert (wide.first, wide.exponents_per_bin, wide.shares) == (-2, 2, [[0, 0.75], [0.5, 0]])
     assert extent(bins) == "|x| from 2^-2 to 2^2"
     assert extent(wide) == "|x| from 2^-2 to 2^2, 2 powers of two a character"
-    assert bins_of([of(np.zeros(3, np.float32))], 24).shares == [[]]
+    nothing = bins_of([of(np.zeros(3, np.float32))], 24)
+    assert nothing.shares == [[]] and extent(nothing) == "of no finite value but zero"
 
 
 def test_bins_stay_few_over_the_whole_range_of_float64() -> None:

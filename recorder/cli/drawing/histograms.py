@@ -21,6 +21,8 @@ def histogram_line(shares: Sequence[float]) -> str:
 
 def extent(bins: Bins) -> str:
     """Return which magnitudes the line is of: ``|x| from 2^-20 to 2^4, 2 powers of two a character``."""
+    if not any(bins.shares):
+        return "of no finite value but zero"
     wide = f", {bins.exponents_per_bin} powers of two a character" if bins.exponents_per_bin > 1 else ""
     return f"|x| from 2^{bins.first} to 2^{bins.last + 1}{wide}"
 
