@@ -111,6 +111,9 @@ class Settings:
     triggers: str = _setting(
         DEFAULT_TRIGGERS, "what the ring is written for: words of exception, signal, hang and rules of check; or none"
     )
+    check_settings: str = _setting(
+        "", "a file as `recorder check --settings` takes it: thresholds of triggers, and rules that are triggers"
+    )
     trigger_signal: str = _setting("", "a signal that only writes the ring, such as SIGUSR2; empty: none")
     trigger_cooldown_s: float = _setting(60.0, "after a trigger, those that nobody sent count for nothing, seconds")
     hang_s: float = _setting(300.0, "no step for so long is a hang, which is a trigger, seconds; 0: never")

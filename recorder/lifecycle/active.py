@@ -59,6 +59,7 @@ def start_from_environment() -> None:
         loaded = config.load_settings()
         if not os.environ.get(config.CHECKED_MARK):
             config.check_dir(loaded)
+        made = Recorder(loaded, version=_package.__version__, by_flag=True, on_change=_changed)
     except ConfigError as error:
         if os.environ.get(config.CHECKED_MARK):
             log.log(_logger, logging.ERROR, "recorder: not recording: %s", error)
@@ -66,7 +67,7 @@ def start_from_environment() -> None:
         sys.stderr.write(f"recorder: {error}\n")
         raise SystemExit(2) from None
     os.environ[config.CHECKED_MARK] = "1"
-    _current = Recorder(loaded, version=_package.__version__, by_flag=True, on_change=_changed)
+    _current = made
     ops.set_sink(_current.graph_taps)  # a graph may be made, or an artefact called, before anything records
 
 

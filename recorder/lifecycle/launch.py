@@ -56,7 +56,12 @@ def prepare(environ: dict[str, str], words: Sequence[str]) -> list[str]:
         ConfigError: a setting is wrong, or torch could not start the recorder.
     """
     environ[config.FLAG] = "1"
-    config.check_dir(config.load_settings(environ=environ))
+    loaded = config.load_settings(environ=environ)
+    config.check_dir(loaded)
+    if loaded.settings.check_settings:
+        from .triggers import check_settings
+
+        check_settings(loaded)
     if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
         print(
             "recorder: TORCH_DEVICE_BACKEND_AUTOLOAD=0 would keep the recorder from starting; "

@@ -53,7 +53,7 @@ from .graph_taps import GraphTaps, is_data_worker
 from .matching import collector_paused, is_only_model, unmatched_rules
 from .signals import TerminationWatch, blocked_in_new_threads, replaced_interrupts, unhandled_exception
 from .summary import FinalSummary, Summary
-from .triggers import Triggers
+from .triggers import OWN_RULE, Triggers, check_settings
 
 _logger = logging.getLogger("recorder")
 _MAX_LIVE_SCANS = 5
@@ -81,9 +81,13 @@ class Recorder:
             version: the version of the package.
             by_flag: True where the environment asks for the recording, False where the program does.
             on_change: called when this recorder begins to record (True) and when it is over (False).
+
+        Raises:
+            ConfigError: the settings name a file of rules that is wrong.
         """
         self.loaded = loaded
         self.settings = loaded.settings
+        self._thresholds, self._own_rules = check_settings(loaded)
         self.by_flag = by_flag
         self._version = version
         self._final_summary = FinalSummary(
@@ -338,8 +342,10 @@ class Recorder:
         )
         self.commands.on(DUMP, self._triggers.take)
         rules = [rule for rule in LIVE_RULES if rule.name in settings.trigger_words]
-        if rules:
-            self._checks = LiveChecks(rank=rank, on_finding=self._found, rules=rules)
+        if rules or self._own_rules:
+            self._checks = LiveChecks(
+                rank=rank, on_finding=self._found, rules=rules, thresholds=self._thresholds, own=self._own_rules
+            )
         if not has_ring:
             return None
         part = pool.split(int(settings.ring_share * pool.capacity_bytes))
@@ -349,7 +355,8 @@ class Recorder:
     def _found(self, finding: Finding) -> None:
         """Ask for the steps around what a rule of `recorder check` finds. Called on the writer thread."""
         where = " ".join(filter(None, (finding.module_path, finding.site, finding.name)))
-        self.ask(finding.rule, f"{finding.rule}: {where}: {finding.what}", step=finding.step)
+        kind = OWN_RULE if any(rule.name == finding.rule for rule in self._own_rules) else finding.rule
+        self.ask(kind, f"{finding.rule}: {where}: {finding.what}", step=finding.step)
 
     def ask(self, kind: str, reason: object, *, step: int | None = None) -> None:
         """Ask for the steps around one to be written; see `Triggers.ask`."""

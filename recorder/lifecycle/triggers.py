@@ -13,8 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from ..config import Settings
-from ..errors import CommandError
+from ..checks.book import Thresholds
+from ..checks.rule import Rule
+from ..checks.settings_file import read_settings_file
+from ..config import Loaded, Settings
+from ..errors import CommandError, ConfigError
 from ..format.answers import ENDED, IN_FORCE, MISSED
 from ..format.commands import DUMP, Command
 from ..rules import RingWindow
@@ -35,6 +38,23 @@ _TURNS_PER_S, _LONGEST_TURNS_S, _GOLDEN = 256, 4.0, 0.6180339887
 that most hear of it before they would send. Two ranks take no time; 4,096 have 4 s, and about 20 of them send."""
 MISSED_EVENT = "trigger_missed"
 PASSED_EVENT = "trigger_passed"
+OWN_RULE = "own rule"
+"""What asks because a rule of the user's has found something, whatever the user calls it."""
+_ALWAYS = ("program", "user", OWN_RULE)
+
+
+def check_settings(loaded: Loaded) -> tuple[Thresholds, list[type[Rule]]]:
+    """Return the thresholds and the rules of the file that the settings name; none where they name none.
+
+    Raises:
+        ConfigError: the file cannot be read, or something in it is wrong.
+    """
+    if not loaded.settings.check_settings:
+        return {}, []
+    try:
+        return read_settings_file(loaded.settings.check_settings)
+    except ConfigError as error:
+        raise ConfigError(f"check_settings ({loaded.sources['check_settings']}): {error}") from None
 
 
 class Sender(Protocol):
@@ -127,11 +147,11 @@ class Triggers:
         """Ask for the steps around one to be written. Any thread; never waits.
 
         Args:
-            kind: a word of `config.TRIGGERS`, or ``program`` or ``user`` where somebody asks on purpose.
+            kind: a word of `config.TRIGGERS`, `OWN_RULE`, or ``program`` or ``user`` where somebody asks on purpose.
             reason: why, for people; anything that can be shown, or not.
             step: the step in question; None for the one under way.
         """
-        if kind not in ("program", "user") and kind not in self._words:
+        if kind not in _ALWAYS and kind not in self._words:
             return
         if len(self._asked) >= _MAX_ASKED and kind not in _DUE:
             self._count()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -11,9 +10,10 @@ from typing import Annotated, NamedTuple
 import typer
 
 from ...analyze.check.check import Checked, check, installed_rules
-from ...checks.book import RULES, Thresholds, read_assignment, read_table
+from ...checks.book import RULES, Thresholds, read_assignment
 from ...checks.engine import Unjudged
 from ...checks.rule import Finding, Rule, Severity
+from ...checks.settings_file import read_settings_file
 from ...errors import LookupFailedError
 from ...globalview.run import Run, open_run
 from ...rules import hint
@@ -83,7 +83,7 @@ def command(
     if fail_on not in _FAIL_ON:
         choices = hint(fail_on, _FAIL_ON)
         raise LookupFailedError(f"--fail-on {fail_on}: expected one of {', '.join(_FAIL_ON)}{choices}")
-    thresholds, own = _read(settings)
+    thresholds, own = ({}, []) if settings is None else read_settings_file(settings)
     known = [*RULES, *installed_rules()[0], *own]
     for text in assignments or []:
         name, setting, value = read_assignment(text, known)
@@ -108,17 +108,6 @@ def _others(option: str, paths: Sequence[str], run: Run) -> list[Run]:
         if str(one.path) == str(run.path):
             raise LookupFailedError(f"{option} {path}: is the run that is checked: expected another one")
     return found
-
-
-def _read(path: Path | None) -> tuple[Thresholds, list[type[Rule]]]:
-    if path is None:
-        return {}, []
-    try:
-        with path.open("rb") as file:
-            table = tomllib.load(file)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise LookupFailedError(f"{path}: is no TOML: {error}") from None
-    return read_table(table, str(path))
 
 
 def _document(run: Run, checked: Checked) -> dict[str, object]:
