@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     import pandas
     import torch
 
+    from ..report.inline import InlinePage
+
 
 class MoreQualifiers(TypedDict, total=False):
     """What else tells tensors apart; rarely needed."""
@@ -231,6 +233,23 @@ class Run(RecordedRun):
         """
         return narrow(self, module_path)
 
+    def report(
+        self, *, against: Run | None = None, statistics: Sequence[str] = (), height_pixels: int | None = None
+    ) -> InlinePage:
+        """The page of `recorder report`, which a notebook shows below the cell; nothing is written.
+
+        Args:
+            against: another run, to be drawn beside this one.
+            statistics: those that are drawn; by default as many as there is room for.
+            height_pixels: of the page.
+
+        Raises:
+            LookupFailedError: there is nothing to draw; the message says what to record the next time.
+        """
+        from ..report.inline import inline_page
+
+        return inline_page(self, against=against, statistics=statistics, height_pixels=height_pixels)
+
     def _ipython_key_completions_(self) -> list[str]:
         return list(self.known_paths)
 
@@ -370,6 +389,31 @@ class ModuleView:
     ) -> Units:
         """Sums over the units of one tensor of the module itself, as `Run.units` gives them."""
         return self.run.units(self.path, site, step, name, rank, micro_step, call, **more)
+
+    def plot(
+        self, site: str | None = None, statistic: str | None = None, *, height_pixels: int | None = None
+    ) -> InlinePage:
+        """The lines, histograms and units of the module over steps, which a notebook shows below the cell.
+
+        The page has what is below the module, too, and can be changed there.
+
+        Args:
+            site: what is shown first: ``output``, ``grad_output``, ``grad``...
+            statistic: ``absmax``, ``l2``, ``mean``...
+            height_pixels: of the page.
+
+        Raises:
+            LookupFailedError: there is nothing to draw, or no such site.
+        """
+        from ..report.inline import inline_page
+
+        if not self.sites:
+            raise LookupFailedError(f"{self.path!r} has no rows, and nothing below it has any")
+        if site is not None and site not in self.sites:
+            raise LookupFailedError(f"{self.path!r} has no {site!r}; it has {listed(self.sites, MAX_LISTED)}")
+        view = {"view": "lines", "module": self.path, **({"site": site} if site else {})}
+        statistics = [statistic] if statistic else []
+        return inline_page(self.run, statistics=statistics, below=self.path, view=view, height_pixels=height_pixels)
 
     @cached_property
     def steps(self) -> list[int]:

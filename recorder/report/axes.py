@@ -31,12 +31,19 @@ class Axes:
     steps: set[int] = field(default_factory=set)
     scalar_steps: set[int] = field(default_factory=set)
     num_rows: int = 0
+    below: str | None = None
+    """Only this module and what is below it, and numbers of the step; None: all."""
 
     def numbers_of(self, table: Any) -> Integers:
         """For each row of a table the number of its series; -1 where it is none of these."""
         ids, keys, _ = keys_of(table)
         of_table = np.array([*(self.index.get(key, self._of_any_root(key)) for key in keys), -1], np.int64)
         return of_table[ids]
+
+    def _is_wanted(self, key: SeriesKey) -> bool:
+        if not self.below or is_number(key.site):
+            return True
+        return key.module_path == self.below or key.module_path.startswith(f"{self.below}.")
 
     def _of_any_root(self, key: SeriesKey) -> int:
         """The series of a whole model, whose stages of a pipeline are roots of their own; -1 where that is not one."""
@@ -53,7 +60,7 @@ class Axes:
         self.steps.update(np.unique(steps[~scalar]).tolist())
         for number in np.argsort(sequence[firsts], kind="stable").tolist():
             key, row = keys[number], int(firsts[number])
-            if key in self.index:
+            if key in self.index or not self._is_wanted(key):
                 continue
             self.index[key] = len(self.index)
             whole, own, dtype, numel = (

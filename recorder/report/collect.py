@@ -37,8 +37,9 @@ def collect(
     *,
     against: Run | None = None,
     statistics: Sequence[str] = (),
-    checks: Sequence[Told] = (),
+    checks: Sequence[Told] | None = (),
     judged: Sequence[Finding] = (),
+    below: str | None = None,
     report: Report = lambda num_rows: None,
 ) -> Iterator[Block]:
     """The blocks of a page.
@@ -47,8 +48,9 @@ def collect(
         run: what is drawn.
         against: another run, to be drawn beside it.
         statistics: those that are drawn; by default as many as there is room for.
-        checks: what `recorder doctor` says of the run.
+        checks: what `recorder doctor` says of the run; None where it was not asked.
         judged: what `recorder check` says of it.
+        below: draw this module and what is below it, and the numbers of the step; without: all of the run.
         report: called with how many rows were looked at, `num_looks` in all.
 
     Raises:
@@ -57,11 +59,11 @@ def collect(
     with ExitStack() as stack:
         rows = stack.enter_context(step_rows(run))
         images = ImageFinder(run)
-        axes = _axes(rows, report, images)
+        axes = _axes(rows, report, images, below)
         others, other_axes, steps = None, Axes(), None
         if against is not None:
             others = stack.enter_context(step_rows(against))
-            other_axes = _axes(others, report, None)
+            other_axes = _axes(others, report, None, below)
             steps = sorted(axes.steps | other_axes.steps)
         share = 1.0 if against is None else 0.5
         collected = StatisticsBlocks(run, axes, asked=statistics, steps=steps, share=share)
@@ -69,6 +71,9 @@ def collect(
         check_statistics(run, axes, collected)
         found = first(run)
         told: dict[str, Any] = {"version": __version__, "against": None if against is None else against.name}
+        if checks is None:
+            told["verdict"] = "`recorder doctor` was not asked; it says so on its own"
+            checks = ()
         stands_out = [*of_first(found), *judged]
         size_text = size(sum(writer.shard_bytes for writer in run.writers))
         facts = facts_of(
@@ -96,12 +101,12 @@ def collect(
             yield _against_block(run, against, diff(run, against), pairs)
 
 
-def _axes(rows: StepRows, report: Report, images: ImageFinder | None) -> Axes:
+def _axes(rows: StepRows, report: Report, images: ImageFinder | None, below: str | None) -> Axes:
     """Look over all rows once."""
-    axes = Axes()
+    axes = Axes(below=below)
     for table in rows:
         axes.add(table)
-        if images is not None:
+        if images is not None and below is None:
             images.add(table)
         report(table.num_rows)
     return axes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
 
@@ -45,11 +45,12 @@ def policy(extra: str = "") -> str:
     return f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'{extra}"
 
 
-def shell(title: str, *, extra_policy: str = "") -> tuple[str, str]:
-    """The page before its blocks and after them; `title` is any text."""
+def shell(title: str, *, extra_policy: str = "", given: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """The page before its blocks and after them; `title` is any text, and `given` what its scripts find as data."""
+    data = "".join(f' data-{name}="{html.escape(value, quote=True)}"' for name, value in (given or {}).items())
     head = (
         "<!doctype html>\n"
-        f'<html lang="en"><head><meta charset="utf-8">\n'
+        f'<html{data} lang="en"><head><meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy(extra_policy)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">\n'
@@ -60,9 +61,17 @@ def shell(title: str, *, extra_policy: str = "") -> tuple[str, str]:
     return head, f"<script>{script()}</script>\n</body></html>\n"
 
 
-def page(title: str, blocks: Iterable[Block]) -> Iterator[bytes]:
-    """The whole file, piece by piece."""
-    before, after = shell(title)
+def page(title: str, blocks: Iterable[Block], *, address: str = "", panels: Sequence[str] = ()) -> Iterator[bytes]:
+    """The whole file, piece by piece.
+
+    Args:
+        title: any text.
+        blocks: what it draws.
+        address: what it shows where its own address does not say.
+        panels: those that it has; all of which there is something to draw, if nothing is said.
+    """
+    given = {"address": address, "panels": " ".join(panels)}
+    before, after = shell(title, given={name: value for name, value in given.items() if value})
     yield before.encode()
     yield from _blocks(blocks)
     yield after.encode()
@@ -91,8 +100,7 @@ def live_page(title: str, blocks: Iterable[Block], *, kind: str) -> bytes:
         blocks: what it begins with.
         kind: ``run``, ``runs`` (the list of them) or ``side`` (several side by side).
     """
-    before, after = shell(title, extra_policy="; connect-src 'self'; frame-src 'self'")
-    before = before.replace("<html lang", f'<html data-live="{kind}" lang', 1)
+    before, after = shell(title, extra_policy="; connect-src 'self'; frame-src 'self'", given={"live": kind})
     before = before.replace("<title>", '<link rel="icon" href="data:,">\n<title>', 1)  # else it asks for /favicon.ico
     return b"".join([before.encode(), *_blocks(blocks), after.encode()])
 

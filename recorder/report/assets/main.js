@@ -53,12 +53,13 @@ class App {
     this.against = isPair ? new AgainstPanel(this, await blocks.get("against")) : null;
     this.lines = new LinesPanel(this);
     this.panes = new PanesPanel(this, blocks.has("panes") ? await blocks.get("panes") : null);
+    const { panels: wanted } = document.documentElement.dataset;
     this.panels = [
       new TopPanel(this), this.against, this.panes, new MapPanel(this),
       this.lines,
       new HistogramsPanel(this, blocks.has("histograms") ? await blocks.get("histograms") : null),
       new UnitsPanel(this, blocks.has("units") ? await blocks.get("units") : null), new GraphPanel(this), new RanksPanel(this, ranks), new ImagesPanel(this, images),
-    ].filter((panel) => panel?.isShown);
+    ].filter((panel) => panel?.isShown && (wanted === undefined || wanted.split(" ").includes(panel.id)));
   }
   build() {
     const page = document.getElementById("page");

@@ -8,16 +8,25 @@ class State {
   constructor() {
     this.values = {};
     this.listeners = [];
-    this.read();
+    this.read(location.hash || "#" + (document.documentElement.dataset.address ?? ""));
+    if (location.protocol === "about:") document.addEventListener("click", (event) => this.follow(event));
     window.addEventListener("hashchange", () => {
       if (location.hash === this.written) return;
       this.read();
       this.tell(null);
     });
   }
-  read() {
+  /** A link in a frame without an address of its own: it would lead to what is around the frame. */
+  follow(event) {
+    const link = event.target.closest?.("a[href^='#']");
+    if (!link || event.defaultPrevented) return;
+    event.preventDefault();
+    this.read(link.getAttribute("href"));
+    this.tell(null);
+  }
+  read(hash = location.hash) {
     this.values = {};
-    for (const [name, text] of new URLSearchParams(location.hash.slice(1))) {
+    for (const [name, text] of new URLSearchParams(hash.slice(1))) {
       if (LISTS.has(name)) {
         try {
           const list = JSON.parse(text);

@@ -27,9 +27,9 @@ class TopPanel {
             el("ul", { class: "checks" }, rules.map(([, text]) => el("li", {}, text))))),
         el("div", {}, el("h3", {}, "What stands out"), findings,
           el("h3", {}, "Is it whole?"),
-          el("p", { class: top.num_missing ? "verdict wrong" : "verdict right", id: "verdict" }, verdict),
+          el("p", { class: top.num_missing ? "verdict wrong" : top.verdict && !top.checks.length ? "dim" : "verdict right", id: "verdict" }, verdict),
           top.num_missing > 0 && el("ul", { class: "checks" }, checks.slice(0, Math.min(top.num_missing, 8))),
-          el("details", {}, el("summary", {}, top.verdict ? plural(top.checks.length, "rank") : `all ${plural(top.checks.length, "answer")} of recorder doctor`),
+          top.checks.length > 0 && el("details", {}, el("summary", {}, top.verdict ? plural(top.checks.length, "rank") : `all ${plural(top.checks.length, "answer")} of recorder doctor`),
             el("ul", { class: "checks" }, checks.slice(top.num_missing).map((one) => one.cloneNode(true)))),
           top.notes.length > 0 && el("details", {}, el("summary", {}, plural(top.notes.length, "note")),
             el("ul", { class: "checks" }, top.notes.map((text) => el("li", {}, text)))))));
