@@ -100,6 +100,8 @@ class Recorder:
         """What the run is told while it is under way; from the start of the recording on."""
         self._triggers: Triggers | None = None
         """What the ring is written for; None where no rule keeps one."""
+        self._has_ring = False
+        """Whether this rank has a ring, and the triggers were not told that it is off."""
         self._checks: LiveChecks | None = None
         self._pid = os.getpid()
         self._on_change = on_change
@@ -348,6 +350,7 @@ class Recorder:
             )
         if not has_ring:
             return None
+        self._has_ring = True
         part = pool.split(int(settings.ring_share * pool.capacity_bytes))
         writer.hold(window, Room(part.capacity_bytes, lambda: part.used_bytes))
         return RingMemory(part, window, is_wanted=writer.is_wanted)
@@ -436,6 +439,7 @@ class Recorder:
             self.commands.poll(self.run_dir())
             self._answer(capture)
             if self._triggers is not None:
+                self._look_at_ring(capture)
                 self._triggers.look(capture.clock.step)
             capture.nonfinite.look(self._how_to_learn_more())
             if self._estimate is not None and (line := self._estimate.look(capture.clock.step)) is not None:
@@ -464,6 +468,7 @@ class Recorder:
                 return
             if self._checks is not None:
                 self._checks.finish()
+            self._look_at_ring(self.capture)
             self.commands.look()
             self._triggers.end(self.capture.clock.step)
             news = self._description.news(self.events, self.commands) if self._description is not None else {}
@@ -472,6 +477,12 @@ class Recorder:
                 self._show_status(self.capture)
         except Exception as error:
             self.events.add("hook_error", f"a last trigger failed: {type(error).__name__}: {error}", key="ending")
+
+    def _look_at_ring(self, capture: Capture) -> None:
+        """Tell triggers that the ring is off, as capture finds out when the first step is over."""
+        if self._has_ring and not capture.selection.has_ring and self._triggers is not None:
+            self._has_ring = False
+            self._triggers.turn_off()
 
     def _show_status(self, capture: Capture) -> None:
         assert self._description is not None and self.commands is not None

@@ -131,6 +131,8 @@ class Triggers:
         self._turn_s = min(world_size / _TURNS_PER_S, _LONGEST_TURNS_S) * (rank * _GOLDEN % 1)
         self._window = window
         self._channel = channel
+        self._why_nothing = "no rule keeps a ring on this rank"
+        """Why this rank writes nothing, where it has no channel."""
         self._sender = sender
         self._events = events
         self._clock = clock
@@ -157,6 +159,11 @@ class Triggers:
             self._count()
             return
         self._asked.append(_Asked(kind, one_line(reason)[:_MAX_TEXT] or kind, step))
+
+    def turn_off(self) -> None:
+        """Write nothing from now on, because the ring cannot hold its steps; other ranks are told as before."""
+        self._channel = None
+        self._why_nothing = "the ring is off, because it cannot hold its steps"
 
     def look(self, step: int) -> None:
         """Name the windows of what was asked for, and tell the other ranks. Writer thread.
@@ -193,7 +200,7 @@ class Triggers:
         if dump.command is None:
             dump.command = command.number
         if self._channel is None:
-            self._sender.answer(command, ENDED, why="no rule keeps a ring on this rank")
+            self._sender.answer(command, ENDED, why=self._why_nothing)
             return
         self._answered.append(_Answered(command, dump))
         self._sender.answer(command, IN_FORCE, since=dump.first_step, until=dump.last_step)
@@ -247,13 +254,12 @@ class Triggers:
         if self._step is None or dump.first_step <= self._step:  # what lies ahead stands for nothing that happens now
             self._quiet_until_s = self._clock() + self._settings.trigger_cooldown_s
         self._dumps.append(dump)
-        if self._channel is None:
-            return
-        self._channel.dump(dump)
-        steps = f"steps {dump.first_step} to {dump.last_step}"
+        if self._channel is not None:
+            self._channel.dump(dump)
+        steps = f"steps {dump.first_step} to {dump.last_step} are written"
         if log.can_say(_logger):
-            text = "recorder: %s: %s are written: %s (%s)"
-            log.say(_logger, logging.WARNING, text, self._by, steps, dump.reason, dump.by)
+            said = steps if self._channel is not None else f"nothing is written, for {self._why_nothing}"
+            log.say(_logger, logging.WARNING, "recorder: %s: %s: %s (%s)", self._by, said, dump.reason, dump.by)
 
     def _look_at_dumps(self, *, is_last: bool = False) -> None:
         """Say what became of dumps, once their windows are over."""

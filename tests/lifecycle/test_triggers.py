@@ -286,6 +286,16 @@ def test_a_rank_without_a_ring_tells_the_others() -> None:
     assert without.sender.answers[1] == ("ended", "no rule keeps a ring on this rank")
 
 
+def test_a_ring_that_is_off_writes_nothing_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    rank = Rank()
+    rank.triggers.turn_off()
+    rank.triggers.ask("program", "why not", step=30)
+    rank.look(30)
+    assert rank.windows == []
+    assert rank.sender.answers[1] == ("ended", "the ring is off, because it cannot hold its steps")
+    assert "nothing is written, for the ring is off" in caplog.text
+
+
 def test_the_last_look_answers_what_is_still_open() -> None:
     rank = Rank()
     rank.triggers.ask("exception", "ValueError: x", step=30)
