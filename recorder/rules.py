@@ -198,15 +198,15 @@ class Schedule:
         slices = list(self.slices)
         if self.powers_of_two:
             slices += [(n, n + 1, 1) for n in (0, *(1 << bits for bits in range(_MAX_NUMBER_BITS)))]
-        found: dict[tuple[int, int | None, int], None] = {}
+        unique: dict[tuple[int, int | None, int], None] = {}
         for first, last in spans:
             for start, stop, stride in slices:
                 begin = start if start >= first else first + (start - first) % stride
                 ends = [end for end in (stop, None if last is None else last + 1) if end is not None]
                 end = min(ends, default=None)
                 if end is None or begin < end:
-                    found[begin, end, stride] = None
-        return Schedule.of(found)
+                    unique[begin, end, stride] = None
+        return Schedule.of(unique)
 
     def __contains__(self, number: int) -> bool:
         if self.powers_of_two and number >= 0 and number & (number - 1) == 0:

@@ -43,8 +43,8 @@ def combine(table: Any, groups: Integers, num_groups: int) -> dict[str, Any]:
     starts = np.searchsorted(groups[order], np.arange(num_groups))
 
     def add(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        found: npt.NDArray[Any] = join(Combine.SUM, values[order], starts)
-        return found
+        merged: npt.NDArray[Any] = join(Combine.SUM, values[order], starts)
+        return merged
 
     is_known = np.logical_and.reduce([table.column(name).is_valid().to_numpy() for name in (MEASURED, *NONFINITE)])
     own_counts = {name: np.where(is_known, integers(table.column(name), 0), 0) for name in COUNTS}
@@ -52,8 +52,8 @@ def combine(table: Any, groups: Integers, num_groups: int) -> dict[str, Any]:
     known = {name: numbers(table.column(name))[order] for name in STATISTICS}
     # Complex rows have counts alone: they add to the counts, and nothing is known of their values.
     finite = (numel - np.add.reduce([own_counts[name] for name in NONFINITE]))[order]
-    found = merge(known, finite, is_known[order] & ~np.isnan(known["mean"]) & (finite > 0), starts)
-    columns = {name: pa.array(found[name], pa.float64(), mask=np.isnan(found[name])) for name in STATISTICS}
+    merged = merge(known, finite, is_known[order] & ~np.isnan(known["mean"]) & (finite > 0), starts)
+    columns = {name: pa.array(merged[name], pa.float64(), mask=np.isnan(merged[name])) for name in STATISTICS}
     rows = integers(table.column("rows")) if "rows" in table.column_names else np.ones(len(groups), np.int64)
     without = integers(table.column("rows_without")) if "rows" in table.column_names else (~is_known).astype(np.int64)
     nothing = add(is_known.astype(np.int64)) == 0

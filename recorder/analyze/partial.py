@@ -20,9 +20,9 @@ from .moments import integers
 def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
     """For each row of all ranks those that are missing in it, as JSON; else an empty text."""
     ids, notes = encode(table.column("note"))
-    found = np.array([*map(_missing, notes), ""], object)[ids]
-    found[table.column("rank").is_valid().to_numpy()] = ""
-    return found
+    missing = np.array([*map(_missing, notes), ""], object)[ids]
+    missing[table.column("rank").is_valid().to_numpy()] = ""
+    return missing
 
 
 def without_numbers(table: Any) -> Any:

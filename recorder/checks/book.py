@@ -138,12 +138,12 @@ def _number(where: str, rule: type[Rule], setting: str, value: object) -> float:
         near = did_you_mean(setting, names)
         raise ConfigError(f"{where}: {rule.name} has no setting {setting!r}{near}; it has {', '.join(names)}")
     try:
-        found = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
+        number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
     except ValueError:
-        found = math.nan
-    if not math.isfinite(found):
+        number = math.nan
+    if not math.isfinite(number):
         raise ConfigError(f"{where}: {value!r} is no number")
-    return found
+    return number
 
 
 def _tables(value: object, where: str) -> Sequence[Mapping[str, Any]]:

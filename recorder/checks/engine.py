@@ -88,10 +88,10 @@ class Engine:
 
     def take(self) -> list[Finding]:
         """What was found since this was last asked, the worst first."""
-        found = [one for some in self._findings.values() for one in some]
+        findings = [one for some in self._findings.values() for one in some]
         for some in self._findings.values():
             some.clear()
-        return merged(found)
+        return merged(findings)
 
     def _feed(self, rows: Rows) -> None:
         self.last_step = int(rows.steps[-1])
@@ -201,16 +201,16 @@ def _failure(rule: Rule, error: Exception) -> Finding:
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
     """Findings that say one thing of one value on several ranks as one; the worst first, then by step."""
-    found: dict[tuple[object, ...], Finding] = {}
+    worst_of: dict[tuple[object, ...], Finding] = {}
     for one in findings:
         key = (one.rule, one.severity, one.step, one.root, one.module_path, one.site, one.name, one.what)
-        if key in found:
-            known = found[key]
+        if key in worst_of:
+            known = worst_of[key]
             worse = one if _excess(one) > _excess(known) else known
-            found[key] = worse._replace(ranks=tuple(sorted({*known.ranks, *one.ranks})))
+            worst_of[key] = worse._replace(ranks=tuple(sorted({*known.ranks, *one.ranks})))
         else:
-            found[key] = one
-    return sorted(found.values(), key=lambda one: (-one.severity, one.step))
+            worst_of[key] = one
+    return sorted(worst_of.values(), key=lambda one: (-one.severity, one.step))
 
 
 def _excess(one: Finding) -> float:

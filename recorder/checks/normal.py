@@ -277,9 +277,9 @@ class Learner:
         normal.last_step = max(normal.last_step, int(rows.steps[-1]))
         new = self._catalog.series[len(self._series) :]
         if new:
-            found = normal.numbers(new, is_new=True)
-            normal.count_run(found)
-            self._series = np.append(self._series, found)
+            of_rows = normal.numbers(new, is_new=True)
+            normal.count_run(of_rows)
+            self._series = np.append(self._series, of_rows)
         rows = rows.by_lane()
         series = self._series[rows.series]
         for numbers in self._measures.numbers(rows):
@@ -290,8 +290,8 @@ class Learner:
 
 def phase_of(steps: Integers) -> Integers:
     """The phase of training that each step lies in."""
-    found = np.log2(np.maximum(steps, _FIRST_PHASE // 2)).astype(np.int64) - int(np.log2(_FIRST_PHASE)) + 1
-    return np.asarray(np.minimum(found, _NUM_PHASES - 1))
+    phases = np.log2(np.maximum(steps, _FIRST_PHASE // 2)).astype(np.int64) - int(np.log2(_FIRST_PHASE)) + 1
+    return np.asarray(np.minimum(phases, _NUM_PHASES - 1))
 
 
 def steps_of(phase: int) -> tuple[int, int]:

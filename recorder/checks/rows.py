@@ -174,12 +174,12 @@ class Rows:
     def __getitem__(self, name: str) -> Floats:
         """A column; NaN throughout where the run lacks it."""
         if name not in self._taken:
-            found = self._numbers.get(name)
-            if found is None:
-                found = np.full(len(self), np.nan)
+            column = self._numbers.get(name)
+            if column is None:
+                column = np.full(len(self), np.nan)
             elif self._places is not None:
-                found = found[self._places]
-            self._taken[name] = found
+                column = column[self._places]
+            self._taken[name] = column
         return self._taken[name]
 
     @property
@@ -259,12 +259,12 @@ def ends(lanes: Integers) -> Flags:
 
 def previous(lanes: Integers, values: Floats, memory: Memory) -> Floats:
     """The value before each one in its lane, where rows stand lane by lane; `memory` has those of earlier rows."""
-    found = np.r_[np.nan, values[:-1]] if len(values) else values
+    before = np.r_[np.nan, values[:-1]] if len(values) else values
     is_first = begins(lanes)
-    found[is_first] = memory[lanes[is_first]]
+    before[is_first] = memory[lanes[is_first]]
     is_last = ends(lanes)
     memory[lanes[is_last]] = values[is_last]
-    return found
+    return before
 
 
 def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
@@ -273,11 +273,11 @@ def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
     firsts = np.maximum.accumulate(np.where(begins(lanes), places, 0))
     last_unset = np.maximum.accumulate(np.where(flags, -1, places))
     is_unbroken = last_unset < firsts
-    found = places - np.where(is_unbroken, firsts - 1, last_unset)
-    found = found + np.where(is_unbroken, memory[lanes], 0).astype(np.int64)
+    lengths = places - np.where(is_unbroken, firsts - 1, last_unset)
+    lengths = lengths + np.where(is_unbroken, memory[lanes], 0).astype(np.int64)
     is_last = ends(lanes)
-    memory[lanes[is_last]] = found[is_last].astype(np.float64)
-    return np.asarray(found, np.int64)
+    memory[lanes[is_last]] = lengths[is_last].astype(np.float64)
+    return np.asarray(lengths, np.int64)
 
 
 def grouped(*columns: Integers) -> tuple[Integers, Integers]:

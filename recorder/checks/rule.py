@@ -183,9 +183,9 @@ class StreakRule(Rule):
         """Look at the rows, lane by lane."""
         rows = rows.by_lane()
         flags, values = self.judge(rows)
-        found = streaks(rows.lanes, flags, self._streaks)
+        lengths = streaks(rows.lanes, flags, self._streaks)
         self._count(rows.lanes)
-        reached = np.flatnonzero((found >= self.records) & (self._said[rows.lanes] == 0))
+        reached = np.flatnonzero((lengths >= self.records) & (self._said[rows.lanes] == 0))
         for place in reached[begins(rows.lanes[reached])].tolist():
             lane = int(rows.lanes[place])
             self._said[rows.lanes[place : place + 1]] = np.ones(1)

@@ -46,8 +46,8 @@ class Sizes:
     @property
     def shapes(self) -> dict[tuple[str, str, str], tuple[int, ...]]:
         """By root, module and name of a parameter."""
-        found = zip(self._catalog.series, self._catalog.about, strict=True)
-        return {(key.root, key.module_path, key.name): about.shape for key, about in found if key.site == "param"}
+        series = zip(self._catalog.series, self._catalog.about, strict=True)
+        return {(key.root, key.module_path, key.name): about.shape for key, about in series if key.site == "param"}
 
     def width(self, base: Sizes) -> float:
         """How wide the model is beside another: the ratio that most dims of parameters have, of those that differ."""

@@ -90,9 +90,9 @@ def _outcomes(answers: dict[int, Answer]) -> list[str]:
     groups: dict[tuple[str, int | None, int | None, str], list[int]] = {}
     for rank, answer in sorted(answers.items()):
         groups.setdefault((answer.state, answer.since, answer.until, answer.why), []).append(rank)
-    found = []
+    outcomes = []
     for (state, since, until, why), ranks in groups.items():
         steps = "" if since is None else f", from step {since}" + (" on" if until is None else f" to {until}")
         because = f" ({why})" if why else ""
-        found.append(f"{counted(len(ranks), 'rank')} ({span(ranks)}): {state}{steps}{because}")
-    return found
+        outcomes.append(f"{counted(len(ranks), 'rank')} ({span(ranks)}): {state}{steps}{because}")
+    return outcomes

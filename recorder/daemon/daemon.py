@@ -283,20 +283,20 @@ class Daemon:
         self._under_way.add(self._pools[lane].submit(do))
 
     def _find_runs(self) -> None:
-        counts, found = Entries(), set[tuple[str, tuple[str, ...]]]()
+        counts, runs = Entries(), set[tuple[str, tuple[str, ...]]]()
         for root in self._watched:
             try:
                 with Folder.root(root) as folder:
-                    found |= {(root, names) for names in find_runs(folder, counts)}
+                    runs |= {(root, names) for names in find_runs(folder, counts)}
             except OSError as error:
                 self.shared.failed(error, root)
-                found |= {key for key in self._runs if key[0] == root}  # it may come back
-        for key in sorted(found - self._runs.keys()):
+                runs |= {key for key in self._runs if key[0] == root}  # it may come back
+        for key in sorted(runs - self._runs.keys()):
             try:
                 self._runs[key] = RunShipper(*key, self.shared)
             except OSError as error:
                 self.shared.failed(error, "/".join(key[1]))
-        for key in self._runs.keys() - found:
+        for key in self._runs.keys() - runs:
             run = self._runs.pop(key)
             run.close()
             self._carriers.pop(run, None)

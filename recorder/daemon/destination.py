@@ -208,8 +208,8 @@ class Bucket:
 
     def listing(self, prefix: str) -> Iterator[tuple[str, Held]]:
         wanted = (self._prefix + prefix).strip("/")
-        found = self._ask(prefix, lambda store: store.list(wanted or None).collect())
-        for meta in found:
+        metas = self._ask(prefix, lambda store: store.list(wanted or None).collect())
+        for meta in metas:
             yield meta["path"].removeprefix(self._prefix), _held(meta)
 
     def folders(self, prefix: str) -> list[str]:

@@ -80,8 +80,8 @@ def catalog(run: RunShipper, folder: Path) -> None:
         file.unlink(missing_ok=True)
     key = f"{run.key}/{CATALOG}/{node_name()}.parquet"
     try:
-        found = run.shared.destination.get(key)
-        run.shared.destination.put_if(key, content, None if found is None else found[1])
+        held = run.shared.destination.get(key)
+        run.shared.destination.put_if(key, content, None if held is None else held[1])
         run.shared.counters.add("errands", "catalog done")
         run.shared.counters.add("uploads", "catalog")
         run.shared.counters.add("uploaded_bytes", "catalog", len(content))

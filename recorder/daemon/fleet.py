@@ -51,12 +51,12 @@ class FleetDocument:
             return
 
     def _read(self) -> None:
-        found = self._destination.get(self._key)
+        held = self._destination.get(self._key)
         self._e_tag, self._runs, self._has_read = None, {}, True
-        if found is not None:
-            self._e_tag = found[1]
+        if held is not None:
+            self._e_tag = held[1]
             with contextlib.suppress(RunError):
-                runs = parse_json(found[0], self._key).get("runs")
+                runs = parse_json(held[0], self._key).get("runs")
                 self._runs = runs if isinstance(runs, dict) else {}
 
 
@@ -64,16 +64,16 @@ def remove_from_fleet(destination: Destination, run: str) -> None:
     """Take a run that was pruned out of every node's document."""
     for key, _ in destination.listing(f"{FLEET}/"):
         for _ in range(5):
-            found = destination.get(key)
-            if found is None:
+            held = destination.get(key)
+            if held is None:
                 break
             try:
-                members = parse_json(found[0], key)
+                members = parse_json(held[0], key)
             except RunError:
                 break
             if run not in members.get("runs", {}):
                 break
             del members["runs"][run]
             with contextlib.suppress(TakenError):
-                destination.put_if(key, encode_manifest(members), found[1])
+                destination.put_if(key, encode_manifest(members), held[1])
                 break

@@ -853,9 +853,9 @@ def end_of_batches(file: LocalFile, start: int = 0) -> int:
     """
     offset, end = start or FIRST_MESSAGE, start
     with contextlib.suppress(CorruptError):
-        while (found := block_at(file, offset)) is not None:
+        while (message := block_at(file, offset)) is not None:
             is_schema = offset == FIRST_MESSAGE
-            offset = found[0].end
+            offset = message[0].end
             end = end if is_schema else offset
     return end
 

@@ -86,14 +86,14 @@ def held_lock(folder: Path, destination: str, watched: list[str]) -> Iterator[Pa
 
 def running(folder: Path) -> list[dict[str, Any]]:
     """Return what the daemons that hold a lock in the folder say of themselves."""
-    found = []
+    daemons = []
     for path in sorted(folder.glob("*.lock")):
         with contextlib.suppress(OSError, ValueError), open(path) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError:
-                found.append(json.loads(path.with_suffix(".json").read_text()))
-    return found
+                daemons.append(json.loads(path.with_suffix(".json").read_text()))
+    return daemons
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:

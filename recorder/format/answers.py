@@ -54,16 +54,16 @@ class Answer:
         return {name: value for name, value in facts.items() if value is not None}
 
     @classmethod
-    def read(cls, found: Members) -> Answer:
+    def read(cls, members: Members) -> Answer:
         """Read it from an object of unknown origin."""
         return cls(
-            number=found.count("number"),
-            id=found.text("id"),
-            kind=found.text("kind"),
-            state=found.text("state"),
-            since=found.optional_count("since"),
-            until=found.optional_count("until"),
-            why=found.text("why")[:_MAX_TEXT],
-            by=found.text("by")[:_MAX_TEXT],
-            rules=found.texts("rules"),
+            number=members.count("number"),
+            id=members.text("id"),
+            kind=members.text("kind"),
+            state=members.text("state"),
+            since=members.optional_count("since"),
+            until=members.optional_count("until"),
+            why=members.text("why")[:_MAX_TEXT],
+            by=members.text("by")[:_MAX_TEXT],
+            rules=members.texts("rules"),
         )

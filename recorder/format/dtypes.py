@@ -66,8 +66,8 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
         try:
             import ml_dtypes
 
-            found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype))
-            return found
+            item_dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype))
+            return item_dtype
         except (ImportError, AttributeError):
             raise UnsupportedError(
                 f"dtype {dtype!r} needs a newer ml_dtypes: pip install --upgrade ml_dtypes"

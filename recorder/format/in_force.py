@@ -25,11 +25,11 @@ def rules_in_force(rules: Sequence[Rule], answers: Iterable[Answer]) -> list[Rul
     sets = [(answer, span) for answer in held if answer.kind == SET and (span := _span(answer)) is not None]
     if not pauses and not sets:
         return list(rules)
-    found = list(rules) if not pauses else [_at(rule, without((0, None), pauses)) for rule in rules]
+    in_force = list(rules) if not pauses else [_at(rule, without((0, None), pauses)) for rule in rules]
     for answer, span in sets:
         sent = parse_rules(list(answer.rules), takes_unknown_sites=True)
-        found += [_at(rule, without(span, pauses)) for rule in sent]
-    return [rule for rule in found if rule.steps.slices or rule.steps.powers_of_two]
+        in_force += [_at(rule, without(span, pauses)) for rule in sent]
+    return [rule for rule in in_force if rule.steps.slices or rule.steps.powers_of_two]
 
 
 Span = tuple[int, int | None]
@@ -49,15 +49,15 @@ def _span(answer: Answer) -> Span | None:
 def without(span: Span, pauses: Iterable[Span]) -> list[Span]:
     """Return what is left of a span without pauses."""
     first, last = span
-    found: list[Span] = []
+    spans: list[Span] = []
     for begin, end in sorted(pauses, key=lambda pause: pause[0]):
         if last is not None and begin > last:
             break
         if begin > first:
-            found.append((first, begin - 1))
+            spans.append((first, begin - 1))
         if end is None:
-            return found
+            return spans
         first = max(first, end + 1)
     if last is None or first <= last:
-        found.append((first, last))
-    return found
+        spans.append((first, last))
+    return spans

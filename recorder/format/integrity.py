@@ -106,10 +106,10 @@ def check_batch(
         if name not in header.crcs:
             raise CorruptError(f"{where}: column {name!r} has no checksum")
         try:
-            found = column_crcs(batch.column(name)) if crcs_of is None else crcs_of(name)
+            crcs = column_crcs(batch.column(name)) if crcs_of is None else crcs_of(name)
         except (ValueError, IndexError) as error:
             raise CorruptError(f"{where}: column {name!r}: {error}") from error
-        if found != header.crcs[name]:
+        if crcs != header.crcs[name]:
             raise CorruptError(f"{where}: column {name!r}: bytes differ from those written (CRC32C)")
     return header
 
@@ -129,8 +129,8 @@ def _metadata(fields: dict[str, object]) -> dict[bytes, bytes]:
 
 
 def _parse(metadata: Mapping[Any, Any] | None, where: str) -> dict[str, Any]:
-    found = {} if metadata is None else dict(metadata)
-    text, crc = found.get(METADATA_KEY), found.get(METADATA_CRC_KEY)
+    members = {} if metadata is None else dict(metadata)
+    text, crc = members.get(METADATA_KEY), members.get(METADATA_CRC_KEY)
     if text is None or crc is None:
         raise CorruptError(f"{where}: carries no {METADATA_KEY.decode()} metadata")
     if crc != b"%08x" % crc32c(text):

@@ -98,8 +98,8 @@ class RunManifest:
     def read(cls, raw: dict[str, Any]) -> RunManifest:
         """From an object of unknown origin; `check_version` judges whether it is a manifest of ours at all."""
         problems: list[str] = []
-        found = Members(raw, problems)
-        name, source = found.optional_text("name"), found.inner("merged_from")
+        members = Members(raw, problems)
+        name, source = members.optional_text("name"), members.inner("merged_from")
         match raw.get("version"):
             case [int(major), int(minor)]:
                 version = major, minor
@@ -107,10 +107,10 @@ class RunManifest:
                 version = FORMAT_VERSION
         return cls(
             version=version,
-            run_id=_printable(found.optional_text("run_id")),
+            run_id=_printable(members.optional_text("run_id")),
             name=name if name is not None and RUN_NAME.fullmatch(name) else None,
-            world_size=found.optional_count("world_size") or None,
-            created_ns=found.optional_count("created_ns"),
+            world_size=members.optional_count("world_size") or None,
+            created_ns=members.optional_count("created_ns"),
             merged_from=None if source is None else MergedFrom(run_id=source.text("run_id"), path=source.text("path")),
             members=raw,
             problems=tuple(problems),
@@ -178,20 +178,20 @@ class RingDump:
     num_missed: int
 
     @classmethod
-    def read(cls, found: Members) -> RingDump:
+    def read(cls, members: Members) -> RingDump:
         """From an object of unknown origin."""
-        missed = found.raw.get("missed")
+        missed = members.raw.get("missed")
         steps = [step for step in missed if type(step) is int and step >= 0] if isinstance(missed, list) else []
         return cls(
-            first_step=found.count("first_step"),
-            last_step=found.count("last_step"),
-            reason=found.text("reason"),
-            by=found.text("by"),
-            time_ns=found.count("time_ns"),
-            num_rows=found.count("rows"),
-            num_bytes=found.count("bytes"),
+            first_step=members.count("first_step"),
+            last_step=members.count("last_step"),
+            reason=members.text("reason"),
+            by=members.text("by"),
+            time_ns=members.count("time_ns"),
+            num_rows=members.count("rows"),
+            num_bytes=members.count("bytes"),
             missed=tuple(steps),
-            num_missed=max(found.count("num_missed"), len(steps)),
+            num_missed=max(members.count("num_missed"), len(steps)),
         )
 
 
@@ -262,34 +262,34 @@ class WriterManifest(Lifetime):
             if isinstance(value, dict | list):
                 raw[key] = shared.once(key, value)
         problems: list[str] = []
-        found = Members(raw, problems)
+        members = Members(raw, problems)
         roots, wrong = shared.made(raw.get("roots"), lambda: _roots(raw))
-        earlier = found.all_inner("retired_earlier")
-        settings = found.all_inner("settings")
+        earlier = members.all_inner("retired_earlier")
+        settings = members.all_inner("settings")
         return cls(
-            **_lifetime(found),
-            run_id=_printable(found.optional_text("run_id")),
-            local_rank=found.optional_count("local_rank"),
-            node_rank=found.optional_count("node_rank"),
-            world_size=found.count("world_size"),
-            step_source=found.optional_text("step_source"),
-            balance=Balance.read(found.inner("ledger")),
+            **_lifetime(members),
+            run_id=_printable(members.optional_text("run_id")),
+            local_rank=members.optional_count("local_rank"),
+            node_rank=members.optional_count("node_rank"),
+            world_size=members.count("world_size"),
+            step_source=members.optional_text("step_source"),
+            balance=Balance.read(members.inner("ledger")),
             retired_earlier={name: _retired_earlier(one) for name, one in earlier.items()},
-            restarted=found.text("restarted"),
+            restarted=members.text("restarted"),
             roots=roots,
-            rules=found.texts("rules"),
+            rules=members.texts("rules"),
             settings={
                 name: Setting(value=one.raw.get("value"), source=one.text("source")) for name, one in settings.items()
             },
-            versions=found.texts_of("versions"),
+            versions=members.texts_of("versions"),
             events=tuple(
                 Event(kind=one.text("kind"), message=one.text("message"), members=one.raw)
-                for one in found.list_inner("events")
+                for one in members.list_inner("events")
             ),
-            commands=tuple(map(Answer.read, found.list_inner("commands"))),
-            dumps=tuple(map(RingDump.read, found.list_inner("dumps"))),
-            autoload=found.flag("autoload"),
-            merged_writers=tuple(map(_merged_writer, found.list_inner("merged_writers"))),
+            commands=tuple(map(Answer.read, members.list_inner("commands"))),
+            dumps=tuple(map(RingDump.read, members.list_inner("dumps"))),
+            autoload=members.flag("autoload"),
+            merged_writers=tuple(map(_merged_writer, members.list_inner("merged_writers"))),
             members=raw,
             problems=(*problems, *wrong),
         )
@@ -320,15 +320,15 @@ def check_version(raw: Mapping[str, Any], where: str) -> None:
             raise CorruptError(f"{where}: version is {version!r}, expected [major, minor]")
 
 
-def _lifetime(found: Members) -> dict[str, Any]:
+def _lifetime(members: Members) -> dict[str, Any]:
     return {
-        "writer": found.text("writer"),
-        "attempt": found.count("attempt"),
-        "state": found.text("state"),
-        "host": found.text("host"),
-        "pid": found.count("pid"),
-        "process": found.optional_text("process"),
-        "started_ns": found.count("started_ns"),
+        "writer": members.text("writer"),
+        "attempt": members.count("attempt"),
+        "state": members.text("state"),
+        "host": members.text("host"),
+        "pid": members.count("pid"),
+        "process": members.optional_text("process"),
+        "started_ns": members.count("started_ns"),
     }
 
 
@@ -337,24 +337,24 @@ def _roots(raw: dict[str, Any]) -> tuple[tuple[Root, ...], list[str]]:
     return tuple(map(Root.read, Members(raw, problems).list_inner("roots"))), problems
 
 
-def _retired_earlier(found: Members) -> RetiredEarlier:
-    shards = found.all_inner("shards")
+def _retired_earlier(members: Members) -> RetiredEarlier:
+    shards = members.all_inner("shards")
     return RetiredEarlier(
         shards={
             name: Balance(retired_rows=one.count("rows"), retired_bytes=one.count("bytes"))
             for name, one in shards.items()
         },
-        balance=Balance.read(found.inner("ledger")),
+        balance=Balance.read(members.inner("ledger")),
     )
 
 
-def _merged_writer(found: Members) -> MergedWriter:
+def _merged_writer(members: Members) -> MergedWriter:
     return MergedWriter(
-        rank=found.optional_count("rank"),
-        writer=found.text("writer"),
-        state=found.text("state"),
-        ending=found.text("ending"),
-        balance=Balance.read(found),
+        rank=members.optional_count("rank"),
+        writer=members.text("writer"),
+        state=members.text("state"),
+        ending=members.text("ending"),
+        balance=Balance.read(members),
     )
 
 

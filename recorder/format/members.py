@@ -135,24 +135,24 @@ class Members:
     def all_inner(self, key: str) -> dict[str, Members]:
         """The objects that an object holds, by their names."""
         inner = self.inner(key)
-        found = {name: inner.inner(name) for name in list(inner.raw)} if inner is not None else {}
-        return {name: one for name, one in found.items() if one is not None}
+        objects = {name: inner.inner(name) for name in list(inner.raw)} if inner is not None else {}
+        return {name: one for name, one in objects.items() if one is not None}
 
     def list_inner(self, key: str) -> list[Members]:
         """The objects of a list."""
-        found = self._chosen(key, lambda one: isinstance(one, dict), "a list of objects")
-        return [Members(one, self._problems, f"{key}[{number}]", self) for number, one in enumerate(found)]
+        objects = self._chosen(key, lambda one: isinstance(one, dict), "a list of objects")
+        return [Members(one, self._problems, f"{key}[{number}]", self) for number, one in enumerate(objects)]
 
     def _chosen(self, key: str, is_sound: Callable[[Any], bool], expected: str) -> list[Any]:
         value: Any = self.raw.get(key)
         if not isinstance(value, list):
             self._refuse(key, value, expected)
             return []
-        found = [one for one in value if is_sound(one)]
-        if len(found) < len(value):
+        sound = [one for one in value if is_sound(one)]
+        if len(sound) < len(value):
             self._refuse(key, next(one for one in value if not is_sound(one)), f"{expected}, in all its places")
-            self.raw[key] = found
-        return found
+            self.raw[key] = sound
+        return sound
 
     def _refuse(self, key: str, value: Any, expected: str) -> None:
         if value is None:
@@ -191,5 +191,5 @@ class Shared:
         known = self._made.get(id(value))
         if known is None:
             known = self._made[id(value)] = value, make()
-        found: Made = known[1]
-        return found
+        earlier: Made = known[1]
+        return earlier

@@ -155,24 +155,24 @@ def merge(
         infinite, as in a row.
     """
     with np.errstate(all="ignore"):
-        found: dict[str, Floats] = {
+        merged: dict[str, Floats] = {
             one.name: join(one.combine, rows[one.name], starts, has_values)
             for one in STATISTIC_COLUMNS
             if one.combine in _JOIN
         }
         count = join(Combine.SUM, num_finite, starts, has_values)
-        is_constant = found["min"] == found["max"]
-        mean = np.where(is_constant, found["min"], found["sum"] / count)
+        is_constant = merged["min"] == merged["max"]
+        mean = np.where(is_constant, merged["min"], merged["sum"] / count)
         away = rows["mean"] - np.repeat(mean, np.diff(np.append(starts, len(num_finite))))
         deviations = join(Combine.SUM, num_finite * (rows["std"] ** 2 + away**2), starts, has_values)
-        found["mean"] = mean
-        found["std"] = np.where(is_constant, 0.0, np.sqrt(deviations / count))
-        found["l2"] = np.sqrt(found["sum_sq"])
+        merged["mean"] = mean
+        merged["std"] = np.where(is_constant, 0.0, np.sqrt(deviations / count))
+        merged["l2"] = np.sqrt(merged["sum_sq"])
     lacks = {name: _any(has_values & np.isnan(rows[name]), starts) for name in STATISTICS}
-    for name, values in found.items():
+    for name, values in merged.items():
         is_null = np.logical_or.reduce([count == 0, lacks[name], *(lacks[other] for other in _NEEDS.get(name, ()))])
-        found[name] = np.where(is_null, np.nan, np.where(np.isnan(values), math.inf, values))
-    return found
+        merged[name] = np.where(is_null, np.nan, np.where(np.isnan(values), math.inf, values))
+    return merged
 
 
 def _any(flags: Flags, starts: Integers) -> Flags:

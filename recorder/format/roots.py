@@ -92,26 +92,26 @@ class Module:
         return bool(Expected.CALL in kinds or has_state)
 
     @classmethod
-    def read(cls, found: Members) -> Module:
-        raw = found.raw
+    def read(cls, members: Members) -> Module:
+        raw = members.raw
         disarmed = {}
-        if "disarmed" in raw and (inner := found.inner("disarmed")) is not None:
+        if "disarmed" in raw and (inner := members.inner("disarmed")) is not None:
             disarmed = {site: step for site in list(inner.raw) if (step := inner.optional_count(site)) is not None}
         return cls(
-            path=found.text("path"),
-            class_name=found.text("class"),
-            source=found.text("source"),
-            sites=found.texts("sites"),
-            params=found.texts("params"),
-            buffers=found.texts("buffers"),
-            aliases=found.texts("aliases"),
-            tied=found.texts_of("tied") if "tied" in raw else {},
-            non_persistent=found.texts("non_persistent"),
-            foreign_hooks=found.texts("foreign_hooks"),
-            hidden=found.text("hidden"),
-            tapped=found.texts("tapped"),
-            has_dtensors=found.flag("dtensor"),
-            is_compiled=found.flag("compiled"),
+            path=members.text("path"),
+            class_name=members.text("class"),
+            source=members.text("source"),
+            sites=members.texts("sites"),
+            params=members.texts("params"),
+            buffers=members.texts("buffers"),
+            aliases=members.texts("aliases"),
+            tied=members.texts_of("tied") if "tied" in raw else {},
+            non_persistent=members.texts("non_persistent"),
+            foreign_hooks=members.texts("foreign_hooks"),
+            hidden=members.text("hidden"),
+            tapped=members.texts("tapped"),
+            has_dtensors=members.flag("dtensor"),
+            is_compiled=members.flag("compiled"),
             disarmed={site: step for site, step in disarmed.items() if step < _NEVER},
             members=raw,
         )
@@ -137,36 +137,36 @@ class Root:
     """All that its writer says, also what no field holds, for whoever writes it again."""
 
     @classmethod
-    def read(cls, found: Members) -> Root:
-        jitter = found.inner("jitter")
-        unshared = found.inner("unshared")
+    def read(cls, members: Members) -> Root:
+        jitter = members.inner("jitter")
+        unshared = members.inner("unshared")
         return cls(
-            name=found.text("name"),
-            class_name=found.text("class"),
-            modules=tuple(map(Module.read, found.list_inner("modules"))),
-            data_parallel=_ranks(found.inner("data_parallel")),
-            model_parallel=_ranks(found.inner("model_parallel")),
-            stage=_stage(found.inner("pipeline")),
+            name=members.text("name"),
+            class_name=members.text("class"),
+            modules=tuple(map(Module.read, members.list_inner("modules"))),
+            data_parallel=_ranks(members.inner("data_parallel")),
+            model_parallel=_ranks(members.inner("model_parallel")),
+            stage=_stage(members.inner("pipeline")),
             unshared={} if unshared is None else {name: unshared.text(name) for name in list(unshared.raw)},
             jitter=None if jitter is None else Jitter(moved=jitter.texts("moved"), eps=jitter.number("eps", below=1)),
-            members=found.raw,
+            members=members.raw,
         )
 
 
-def _ranks(found: Members | None) -> ParallelRanks | None:
-    if found is None:
+def _ranks(members: Members | None) -> ParallelRanks | None:
+    if members is None:
         return None
     return ParallelRanks(
-        ranks=found.ranks("ranks", MAX_RANKS, _MAX_RANK),
-        kind=found.text("kind"),
-        broadcast_buffers=found.optional_flag("broadcast_buffers"),
+        ranks=members.ranks("ranks", MAX_RANKS, _MAX_RANK),
+        kind=members.text("kind"),
+        broadcast_buffers=members.optional_flag("broadcast_buffers"),
     )
 
 
-def _stage(found: Members | None) -> Stage | None:
-    if found is None:
+def _stage(members: Members | None) -> Stage | None:
+    if members is None:
         return None
-    number, num_stages = found.optional_count("stage"), found.optional_count("num_stages")
+    number, num_stages = members.optional_count("stage"), members.optional_count("num_stages")
     if number is None or num_stages is None or not number < num_stages <= MAX_STAGES:
         return None
     return Stage(number, num_stages)

@@ -183,15 +183,15 @@ def _grid(placed: Mapping[Ints, int], shape: Ints) -> list[str]:
     return lines
 
 
-def explain(view: GlobalView, metadata: MetadataRows, found: TensorRows) -> TensorLayout:
+def explain(view: GlobalView, metadata: MetadataRows, tensor_rows: TensorRows) -> TensorLayout:
     """Where the chunks of the one tensor that a question means came from.
 
     Raises:
         LookupFailedError: its rows are several values.
     """
-    value = value_of(view, metadata, found)
+    value = value_of(view, metadata, tensor_rows)
     chunks = view.kept_values(metadata)[0].chunks(value)
-    return describe(found.what, chunks, value.plan, expected=value.expected, differing=value.differing)
+    return describe(tensor_rows.what, chunks, value.plan, expected=value.expected, differing=value.differing)
 
 
 def describe(

@@ -41,8 +41,8 @@ def as_html(facts: dict[str, str], rows: Any) -> str:
 
 def _html_sites(rows: Any) -> str:
     """A table of the sites of some rows."""
-    found = rows.group_by("site").aggregate([("step", "count"), ("step", "min"), ("step", "max")])
-    of = {row["site"]: row for row in found.to_pylist()}
+    per_site = rows.group_by("site").aggregate([("step", "count"), ("step", "min"), ("step", "max")])
+    of = {row["site"]: row for row in per_site.to_pylist()}
     lines = [
         (site, f"{of[site]['step_count']:,}", f"{of[site]['step_min']} to {of[site]['step_max']}")
         for site in in_order_of_sites(of)[:MAX_LISTED]

@@ -25,57 +25,61 @@ from .view import GlobalView
 _COLUMNS = (*DETAILS, "zero_count", "nan_count", "min", "max", "shape", "note")
 
 
-def histogram_of(view: GlobalView | None, metadata: MetadataRows, found: TensorRows, *, partial: bool) -> Histogram:
+def histogram_of(
+    view: GlobalView | None, metadata: MetadataRows, tensor_rows: TensorRows, *, partial: bool
+) -> Histogram:
     """The histogram of the one value that a question means.
 
     Args:
         view: of the run, where the rows of all ranks are meant; None where one row is.
         metadata: the run's rows.
-        found: the rows of the value.
+        tensor_rows: the rows of the value.
         partial: answer also where ranks are missing.
 
     Raises:
         LookupFailedError: there is none; the message says why.
         CorruptError: the bytes of a histogram are none.
     """
-    row = _row_of(view, metadata, found, partial=partial)
-    _check_recorded(row, "histogram", found, "a histogram", "it")
+    row = _row_of(view, metadata, tensor_rows, partial=partial)
+    _check_recorded(row, "histogram", tensor_rows, "a histogram", "it")
     try:
         counts = Histogram.from_bytes(
             row["histogram"], zero_count=row["zero_count"] or 0, nan_count=row["nan_count"] or 0
         )
     except CorruptError as error:
-        raise CorruptError(f"{found.what}: {error}") from error
+        raise CorruptError(f"{tensor_rows.what}: {error}") from error
     return replace(counts, min=row["min"], max=row["max"])
 
 
-def units_of(view: GlobalView | None, metadata: MetadataRows, found: TensorRows, *, partial: bool) -> Units:
+def units_of(view: GlobalView | None, metadata: MetadataRows, tensor_rows: TensorRows, *, partial: bool) -> Units:
     """The sums over the units of the one value that a question means; arguments and errors as for `histogram_of`."""
-    row = _row_of(view, metadata, found, partial=partial)
-    _check_recorded(row, "units", found, "sums of its units", "them")
+    row = _row_of(view, metadata, tensor_rows, partial=partial)
+    _check_recorded(row, "units", tensor_rows, "sums of its units", "them")
     try:
         return Units.from_bytes(row["units"], parse_shape(row["shape"]))
     except CorruptError as error:
-        raise CorruptError(f"{found.what}: {error}") from error
+        raise CorruptError(f"{tensor_rows.what}: {error}") from error
 
 
-def _check_recorded(row: dict[str, Any], column: str, found: TensorRows, what: str, them: str) -> None:
+def _check_recorded(row: dict[str, Any], column: str, tensor_rows: TensorRows, what: str, them: str) -> None:
     """Refuse a row that lacks what is asked for, with the reason."""
     if row[column] is not None:
         return
     note = untrusted.members(row["note"])
     why = note.get(f"no_{column}", note.get("no_statistics"))
     reason = f"it has none ({why})" if why else f"a rule with keep={column} keeps {them}"
-    raise LookupFailedError(f"{found.what} was recorded without {what}; {reason}")
+    raise LookupFailedError(f"{tensor_rows.what} was recorded without {what}; {reason}")
 
 
-def _row_of(view: GlobalView | None, metadata: MetadataRows, found: TensorRows, *, partial: bool) -> dict[str, Any]:
+def _row_of(
+    view: GlobalView | None, metadata: MetadataRows, tensor_rows: TensorRows, *, partial: bool
+) -> dict[str, Any]:
     if view is None:
         metadata.load(_COLUMNS)
-        first = np.array(found.positions[:1])
+        first = np.array(tensor_rows.positions[:1])
         return {name: metadata.take(name, first)[0].as_py() for name in _COLUMNS}
-    value = value_of(view, metadata, found)
-    plan_of(value, found.what, partial=partial)
+    value = value_of(view, metadata, tensor_rows)
+    plan_of(value, tensor_rows.what, partial=partial)
     metadata.load(METADATA_COLUMNS)
     columns = GlobalColumns(metadata, view.kept_values(metadata)[1], [value]).by_name()
     return {name: columns[name][0] for name in _COLUMNS}

@@ -62,11 +62,11 @@ class RunAsOpened(NamedTuple):
 
 def digest(run: Run) -> str:
     """A digest of what the opening of a run has found: its writers, what they say, and their files."""
-    found = [
+    writers = [
         [one.rank, one.name, one.manifest.members, [[s.path.name, s.is_sealed, s.size_bytes] for s in one.shards]]
         for one in run.writers
     ]
-    text = json.dumps([run.manifest.members, found], sort_keys=True, default=str)
+    text = json.dumps([run.manifest.members, writers], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=16).hexdigest()
 
 

@@ -183,8 +183,8 @@ class Run(RecordedRun):
         _check_words(question)
         wanted = {name: value for name, value in question.items() if name != "partial"}
         is_global = question["rank"] is None and self._may_be_in_chunks
-        found = self._find(module_path, wanted, is_global=is_global, needs_values=False)
-        return (self._view if is_global and not found.is_merged else None), self._rows, found
+        tensor_rows = self._find(module_path, wanted, is_global=is_global, needs_values=False)
+        return (self._view if is_global and not tensor_rows.is_merged else None), self._rows, tensor_rows
 
     def layout(
         self,
@@ -213,7 +213,7 @@ class Run(RecordedRun):
         question.pop("partial", None)
         check_overrides(layouts, self)
         view = self.view(layouts=layouts) if layouts else self._view
-        found = find_tensor(
+        tensor_rows = find_tensor(
             self._rows,
             self.writers,
             module_path,
@@ -223,7 +223,7 @@ class Run(RecordedRun):
             stages=view.stages,
             needs_values=False,
         )
-        return explain(view, self._rows, found)
+        return explain(view, self._rows, tensor_rows)
 
     def __getitem__(self, module_path: str) -> ModuleView:
         """The run narrowed to one module and what is below it: ``run["layers.0.mlp"]``; ``run[""]`` is the root.
@@ -270,12 +270,14 @@ class Run(RecordedRun):
         _check_words(question)
         partial = bool(question.pop("partial", False))
         is_global = question.get("rank") is None and self._may_be_in_chunks
-        found = self._find(module_path, question, is_global=is_global)
-        if is_global and not found.is_merged:
-            return global_tensor(self._view, self._rows, found, partial=partial)
-        if not partial and is_partial(self._rows, found.positions):
-            raise LookupFailedError(f"{found.what} lacks the rows of some ranks; partial=True gives what there is")
-        return self.rank_tensor(found.positions, f"{module_path!r}")
+        tensor_rows = self._find(module_path, question, is_global=is_global)
+        if is_global and not tensor_rows.is_merged:
+            return global_tensor(self._view, self._rows, tensor_rows, partial=partial)
+        if not partial and is_partial(self._rows, tensor_rows.positions):
+            raise LookupFailedError(
+                f"{tensor_rows.what} lacks the rows of some ranks; partial=True gives what there is"
+            )
+        return self.rank_tensor(tensor_rows.positions, f"{module_path!r}")
 
     @property
     def _may_be_in_chunks(self) -> bool:

@@ -24,57 +24,57 @@ def is_partial(metadata: MetadataRows, positions: Positions) -> bool:
 
 
 def global_tensor(
-    view: GlobalView, metadata: MetadataRows, found: TensorRows, *, partial: bool
+    view: GlobalView, metadata: MetadataRows, tensor_rows: TensorRows, *, partial: bool
 ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
     """Bytes, dtype and shape of the one global tensor that some ranks' rows are.
 
     Args:
         view: of the run.
         metadata: its rows.
-        found: rows of that value, of all ranks.
+        tensor_rows: rows of that value, of all ranks.
         partial: answer also where ranks are missing.
 
     Raises:
         LookupFailedError: they make no single tensor, or ranks are missing; the message says why.
         CorruptError: the bytes are not those that were written.
     """
-    if not view.counts(metadata)[found.positions].any():
+    if not view.counts(metadata)[tensor_rows.positions].any():
         why = "a later attempt recorded this step again; rank= gives what one rank had"
-        raise LookupFailedError(f"{found.what}: {why}")
-    value = value_of(view, metadata, found)
-    plan = plan_of(value, found.what, partial=partial)
+        raise LookupFailedError(f"{tensor_rows.what}: {why}")
+    value = value_of(view, metadata, tensor_rows)
+    plan = plan_of(value, tensor_rows.what, partial=partial)
     _, assembler = view.kept_values(metadata)
     if not assembler.has_payload(plan, value.positions):
         ranks = zip(value.present, value.positions, strict=False)
         lacking = [rank for rank, position in ranks if assembler.tensor(position) is None]
         raise LookupFailedError(
-            f"{found.what}: of rank {listed(lacking)} there are no values; a rule with keep=tensor keeps them"
+            f"{tensor_rows.what}: of rank {listed(lacking)} there are no values; a rule with keep=tensor keeps them"
         )
     dtype = assembler.dtype(plan, value.positions)
     item_bytes(dtype)
     try:
         return assembler.array(plan, value.positions), dtype, plan.global_shape
     except RunError as error:
-        raise type(error)(f"{found.what}: {error}") from error
+        raise type(error)(f"{tensor_rows.what}: {error}") from error
     finally:
         assembler.forget()
 
 
-def value_of(view: GlobalView, metadata: MetadataRows, found: TensorRows) -> GlobalValue:
+def value_of(view: GlobalView, metadata: MetadataRows, tensor_rows: TensorRows) -> GlobalValue:
     """The one value that some ranks' rows are; arguments as of `global_tensor`.
 
     Raises:
         LookupFailedError: they are several.
     """
     values, _ = view.kept_values(metadata)
-    chosen = values.values_of(found.positions, found.related, is_micro_batch=found.is_micro_batch)
+    chosen = values.values_of(tensor_rows.positions, tensor_rows.related, is_micro_batch=tensor_rows.is_micro_batch)
     if len(chosen) > 1:  # what stages hand on has the same name as the input and the output of the model
         chosen = [value for value in chosen if not value.is_between_stages]
     numbers = [value.stage.number for value in chosen if value.stage is not None]
     if len(chosen) > 1 and len(set(numbers)) == len(chosen):
-        raise LookupFailedError(several_stages(found.what, numbers))
+        raise LookupFailedError(several_stages(tensor_rows.what, numbers))
     if len(chosen) != 1:
-        raise LookupFailedError(f"{found.what}: {len(chosen)} values of the newest attempt are meant")
+        raise LookupFailedError(f"{tensor_rows.what}: {len(chosen)} values of the newest attempt are meant")
     return chosen[0]
 
 

@@ -82,7 +82,7 @@ class GlobalView:
 
     @cached_property
     def _parts_of_batch(self) -> dict[tuple[str, int, int], tuple[int, int] | None]:
-        found: dict[tuple[str, int, int], tuple[int, int] | None] = {}
+        part_of_writer: dict[tuple[str, int, int], tuple[int, int] | None] = {}
         of_models = whole_roots(self._topology.stages)
         parts: dict[int, tuple[dict[int, int], int]] = {}
         """By the group's identity, the part of each rank, and how many parts there are: not anew for each writer."""
@@ -96,8 +96,8 @@ class GlobalView:
                 is_unknown = bool(group.conflict) or (writer.rank is None and root.model_parallel is not None)
                 own = part_of if writer.rank is None else {writer.rank} & part_of.keys()
                 for rank in () if is_unknown else own:
-                    found[of_models.get(root.name, root.name), rank, writer.attempt] = part_of[rank], num_parts
-        return found
+                    part_of_writer[of_models.get(root.name, root.name), rank, writer.attempt] = part_of[rank], num_parts
+        return part_of_writer
 
     def windows(self, max_rows: int = 200_000, max_bytes: int | None = None) -> list[tuple[int, int]]:
         """Half-open ranges of steps that cover every recorded one, in order; found from the indexes.
@@ -108,8 +108,8 @@ class GlobalView:
         """
         sizes_of: dict[int, tuple[int, int]] = {}
         for shard in self._shards():
-            found = step_sizes(shard, has_bytes=max_bytes is not None)
-            for step, num_rows, num_bytes in zip(*(column.tolist() for column in found), strict=True):
+            sizes = step_sizes(shard, has_bytes=max_bytes is not None)
+            for step, num_rows, num_bytes in zip(*(column.tolist() for column in sizes), strict=True):
                 known = sizes_of.get(step, (0, 0))
                 sizes_of[step] = known[0] + num_rows, known[1] + num_bytes
         return cut_steps(sizes_of, max_rows, max_bytes)

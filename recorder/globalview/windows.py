@@ -19,17 +19,17 @@ def cut_steps(
     sizes_of: Mapping[int, tuple[int, int]], max_rows: int, max_bytes: int | None = None
 ) -> list[tuple[int, int]]:
     """Half-open ranges that cover steps, from the rows and bytes of each; see `GlobalView.windows`."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     first, num_rows, num_bytes = None, 0, 0
     for step in sorted(sizes_of):
         more_rows, more_bytes = sizes_of[step]
         is_full = num_rows + more_rows > max_rows or (max_bytes is not None and num_bytes + more_bytes > max_bytes)
         if first is not None and is_full:
-            found.append((first, step))
+            ranges.append((first, step))
             first, num_rows, num_bytes = None, 0, 0
         first = step if first is None else first
         num_rows, num_bytes = num_rows + more_rows, num_bytes + more_bytes
-    return [*found, (first, max(sizes_of) + 1)] if first is not None else []
+    return [*ranges, (first, max(sizes_of) + 1)] if first is not None else []
 
 
 def step_sizes(shard: ShardRows, *, has_bytes: bool) -> tuple[Ints, Ints, Ints]:

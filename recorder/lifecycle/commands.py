@@ -180,16 +180,16 @@ class Commands:
 
     def _look(self, *, is_told: bool) -> None:
         assert self._folder is not None
-        for found in self._folder.look(is_told=is_told):
-            if isinstance(found, Refusal):
+        for command in self._folder.look(is_told=is_told):
+            if isinstance(command, Refusal):
                 self.num_refused += 1
                 self.has_changed = True
-                self._events.add("command_refused", f"a command is not done: {found.why}", key=str(found.number))
-            elif found.id in self._ids:
-                self.answer(found, ENDED, why="it has the id of a command before it, and is done once")
+                self._events.add("command_refused", f"a command is not done: {command.why}", key=str(command.number))
+            elif command.id in self._ids:
+                self.answer(command, ENDED, why="it has the id of a command before it, and is done once")
             else:
-                self._ids.add(found.id)
-                self._take(found)
+                self._ids.add(command.id)
+                self._take(command)
 
     def _take(self, command: Command) -> None:
         take = self._takers.get(command.kind)
@@ -235,11 +235,11 @@ class _NodeMark:
     def read(self, patience_s: float) -> int | None:
         """Return how many commands the rank that looks has seen; None where none has looked for so long."""
         try:
-            found = os.stat(self._path, follow_symlinks=False)
+            stat_result = os.stat(self._path, follow_symlinks=False)
         except OSError:
             return None
-        is_alive = _is_ours(found) and abs(time.time() - found.st_mtime) < patience_s
-        return found.st_size if is_alive else None
+        is_alive = _is_ours(stat_result) and abs(time.time() - stat_result.st_mtime) < patience_s
+        return stat_result.st_size if is_alive else None
 
     def remove(self) -> None:
         with contextlib.suppress(OSError):
@@ -247,8 +247,8 @@ class _NodeMark:
                 os.unlink(self._path)
 
 
-def _is_ours(found: os.stat_result) -> bool:
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+def _is_ours(stat_result: os.stat_result) -> bool:
+    return stat.S_ISREG(stat_result.st_mode) and stat_result.st_uid == os.geteuid()
 
 
 def _node_memory() -> Path:

@@ -77,12 +77,12 @@ class RuleChanges:
         held = self._held()
         paused = [held.get(taken.command.number) for taken in self._taken if taken.command.kind == PAUSE]
         pauses = [(one.since, one.until) for one in paused if one is not None and not _is_empty(one)]
-        found = [rule.steps.within(without((0, None), pauses)) if pauses else rule.steps for rule in self._own]
+        schedules = [rule.steps.within(without((0, None), pauses)) if pauses else rule.steps for rule in self._own]
         for taken in self._taken:
             one = held.get(taken.command.number)
             spans: list[Span] = [] if one is None or _is_empty(one) else without((one.since, one.until), pauses)
-            found += [rule.steps.within(spans) for rule in taken.rules]
-        return found
+            schedules += [rule.steps.within(spans) for rule in taken.rules]
+        return schedules
 
     def answers(self, step: int) -> list[Answer]:
         """Return what is to be said of each command at a step. Any thread."""

@@ -39,7 +39,7 @@ def dumps_of(writers: Sequence[RecordedWriter]) -> list[RunDump]:
         for dump in writer.manifest.dumps:
             key = (writer.attempt, dump.first_step, dump.last_step, dump.reason, dump.by)
             groups.setdefault(key, []).append((writer.rank, dump))
-    found = [
+    dumps = [
         RunDump(
             first_step=members[0][1].first_step,
             last_step=members[0][1].last_step,
@@ -53,4 +53,4 @@ def dumps_of(writers: Sequence[RecordedWriter]) -> list[RunDump]:
         )
         for members in groups.values()
     ]
-    return sorted(found, key=lambda dump: (dump.time_ns, dump.first_step))
+    return sorted(dumps, key=lambda dump: (dump.time_ns, dump.first_step))

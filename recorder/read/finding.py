@@ -48,10 +48,10 @@ class ListedRun(NamedTuple):
 
 def find_run(path: str | os.PathLike[str] | Place | None = None) -> tuple[Place, RunManifest]:
     """The directory and the manifest of the run that `open_run` would open. It raises the same."""
-    found = _meant(default_folder() if path is None else path)
-    raw = store_of(found).read_json(found / RUN_MANIFEST)
-    check_version(raw, str(found / RUN_MANIFEST))
-    return found, RunManifest.read(raw)
+    place = _meant(default_folder() if path is None else path)
+    raw = store_of(place).read_json(place / RUN_MANIFEST)
+    check_version(raw, str(place / RUN_MANIFEST))
+    return place, RunManifest.read(raw)
 
 
 def typed_for(place: Place, name: str) -> str:
@@ -97,8 +97,8 @@ def runs_in(folder: Place, *, without: Collection[str] = ()) -> list[ListedRun]:
     """
     store = store_of(folder)
     names = [name for name in store.list_directory(folder, directories=True) if name not in without]
-    found = store.each(lambda name: _look_at(folder / name), names)
-    return sorted((run for run in found if run is not None), key=lambda run: (run.created_ns, run.place.name))
+    listed = store.each(lambda name: _look_at(folder / name), names)
+    return sorted((run for run in listed if run is not None), key=lambda run: (run.created_ns, run.place.name))
 
 
 def has_manifest(path: Place) -> bool:
@@ -128,17 +128,21 @@ def _meant(typed: str | os.PathLike[str] | Place, warn: Callable[..., None] = _l
     if match := _LATEST.fullmatch(place.name):
         return _counted_back(place, folders[-1:], int(match[1] or 1))
     runs = [run for folder in folders for run in runs_in(folder)]
-    found = [run for run in runs if place.name == run.place.name] or [run for run in runs if place.name in run.names]
-    found = found or [run for run in runs if any(name.startswith(place.name) for name in run.names)]
-    if found and all(run.name == found[0].name for run in found):  # their directories tell them apart, if anything
-        newest = max(found, key=lambda run: (run.created_ns, run.place.name))
-        if len(found) > 1:
-            warn("recorder: %s: took %s, the newest of %d runs called %s", place, newest.place, len(found), newest.name)
+    matches = [run for run in runs if place.name == run.place.name] or [run for run in runs if place.name in run.names]
+    matches = matches or [run for run in runs if any(name.startswith(place.name) for name in run.names)]
+    if matches and all(
+        run.name == matches[0].name for run in matches
+    ):  # their directories tell them apart, if anything
+        newest = max(matches, key=lambda run: (run.created_ns, run.place.name))
+        if len(matches) > 1:
+            warn(
+                "recorder: %s: took %s, the newest of %d runs called %s", place, newest.place, len(matches), newest.name
+            )
         return newest.place
-    if found:
-        listed = "; ".join(_described(found))
+    if matches:
+        listed = "; ".join(_described(matches))
         raise LookupFailedError(
-            f"{place}: {len(found)} runs begin so: {listed}; type more of the name or the directory"
+            f"{place}: {len(matches)} runs begin so: {listed}; type more of the name or the directory"
         )
     where = " or ".join(map(str, dict.fromkeys(folders)))
     if re.fullmatch(r"@[+-]?\d*", place.name):

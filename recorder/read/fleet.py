@@ -41,7 +41,7 @@ def fleet_runs(folder: Place) -> dict[str, dict[str, Any]]:
     there = set(store.list_directory(folder, directories=True))
     place = folder / FLEET
     names = [name for name in store.list_directory(place, directories=False) if name.endswith(".json")]
-    found: dict[str, dict[str, Any]] = {}
+    summaries: dict[str, dict[str, Any]] = {}
 
     def read(name: str) -> dict[str, Any]:
         with contextlib.suppress(RunError):
@@ -54,8 +54,8 @@ def fleet_runs(folder: Place) -> dict[str, dict[str, Any]]:
         for path, summary in runs.items() if isinstance(runs, dict) else ():
             if isinstance(summary, dict) and path.partition("/")[0] in there:  # else it was pruned a moment ago
                 one = _checked(path, summary, is_stale)
-                found[path] = _added(found[path], one) if path in found else one
-    return found
+                summaries[path] = _added(summaries[path], one) if path in summaries else one
+    return summaries
 
 
 def _checked(path: str, summary: Mapping[str, Any], is_stale: bool) -> dict[str, Any]:

@@ -111,12 +111,12 @@ class GrowingRun:
             parent = self.place / name
             newest = self._newest_of(rank)
             for one in self._list(parent):
-                found = self._followed.get(parent / one)
-                if found is None:
-                    found = self._followed[parent / one] = _Followed(parent / one, rank)
-                self._look_at_manifest(found)
-                found.is_at_work = rank in at_work and (newest is None or one == newest)
-                has_more |= self._look_at_shards(found)
+                followed = self._followed.get(parent / one)
+                if followed is None:
+                    followed = self._followed[parent / one] = _Followed(parent / one, rank)
+                self._look_at_manifest(followed)
+                followed.is_at_work = rank in at_work and (newest is None or one == newest)
+                has_more |= self._look_at_shards(followed)
         now = [(rank.rank, rank.state, rank.status.step, rank.status.num_dropped) for rank in self.ranks]
         return has_more or now != before
 
@@ -137,26 +137,26 @@ class GrowingRun:
                 raise
             return []
 
-    def _look_at_manifest(self, found: _Followed) -> None:
+    def _look_at_manifest(self, followed: _Followed) -> None:
         try:
-            seen = self._store.look_at(found.directory / WRITER_MANIFEST)
+            seen = self._store.look_at(followed.directory / WRITER_MANIFEST)
         except OSError:
             return  # it has only just begun
-        if seen != found.manifest_seen:
-            found.writer = RecordedWriter(found.directory, found.rank, [])
-            found.manifest_seen = seen
+        if seen != followed.manifest_seen:
+            followed.writer = RecordedWriter(followed.directory, followed.rank, [])
+            followed.manifest_seen = seen
 
-    def _look_at_shards(self, found: _Followed) -> bool:
+    def _look_at_shards(self, followed: _Followed) -> bool:
         has_more = False
-        for kind, number, is_open in list_shards(found.directory):
-            lane = found.lanes.setdefault(kind, _Lane(kind))
+        for kind, number, is_open in list_shards(followed.directory):
+            lane = followed.lanes.setdefault(kind, _Lane(kind))
             lane.known[number] = is_open
-        for lane in found.lanes.values():
-            lane.is_read = not self._may_have_more(found, lane)
+        for lane in followed.lanes.values():
+            lane.is_read = not self._may_have_more(followed, lane)
             has_more |= not lane.is_read
         return has_more
 
-    def _may_have_more(self, found: _Followed, lane: _Lane) -> bool:
+    def _may_have_more(self, followed: _Followed, lane: _Lane) -> bool:
         if lane.waiting or any(number >= lane.next_shard for number in lane.known):
             return True
         if lane.shard is None or lane.shard.is_complete:
@@ -177,20 +177,20 @@ class GrowingRun:
             )
             if behind is None:
                 return False
-            _, found, lane = behind
+            _, followed, lane = behind
             try:
-                lane.is_read = not self._take(found, lane)
+                lane.is_read = not self._take(followed, lane)
             except (FileNotFoundError, NotARunError):  # retired, or sealed between two looks: the next look knows
                 lane.shard, lane.waiting, lane.is_read = None, [], True
         return True
 
     def _unread(self) -> Iterator[tuple[_Followed, _Lane]]:
-        for found in self._followed.values():
-            for lane in found.lanes.values():
+        for followed in self._followed.values():
+            for lane in followed.lanes.values():
                 if not lane.is_read:
-                    yield found, lane
+                    yield followed, lane
 
-    def _take(self, found: _Followed, lane: _Lane) -> bool:
+    def _take(self, followed: _Followed, lane: _Lane) -> bool:
         """Give the next batch of a lane; False where there is none now."""
         while not lane.waiting:
             if lane.shard is not None and not lane.shard.is_complete:
@@ -204,7 +204,7 @@ class GrowingRun:
             if number is None:
                 return False
             lane.next_shard = number + 1
-            lane.shard = self._load(found, lane, number)
+            lane.shard = self._load(followed, lane, number)
             lane.waiting = lane.shard.numbers
         shard, number = lane.shard, lane.waiting.pop(0)
         assert shard is not None
@@ -213,15 +213,15 @@ class GrowingRun:
             shard.forget(number)  # damaged, which `recorder verify` tells
             return True
         batch = _Batch(shard, number, steps, shard.only([number]).num_rows)
-        if steps[0] < self.done_before and found.writer.attempt > 0:
+        if steps[0] < self.done_before and followed.writer.attempt > 0:
             self.has_again = True
-        found.pending.append(batch)
+        followed.pending.append(batch)
         lane.reached = max(lane.reached, steps[1] - 1)
         self.num_rows += batch.num_rows
         return True
 
-    def _load(self, found: _Followed, lane: _Lane, number: int) -> ShardRows:
-        path = found.directory / shard_name(lane.kind, number)
+    def _load(self, followed: _Followed, lane: _Lane, number: int) -> ShardRows:
+        path = followed.directory / shard_name(lane.kind, number)
         if lane.known[number]:
             open_path = path.with_name(open_name(path.name))
             with suppress(FileNotFoundError):
@@ -232,9 +232,9 @@ class GrowingRun:
     @property
     def horizon(self) -> int:
         """The first step of which more rows may come: those before it are whole, as far as one sees from here."""
-        found = [lane.reached for _, lane in self._unread()]
-        found += [one.reached for one in self._followed.values() if one.is_at_work and one.lanes]
-        return min(found, default=NEVER)
+        steps = [lane.reached for _, lane in self._unread()]
+        steps += [one.reached for one in self._followed.values() if one.is_at_work and one.lanes]
+        return min(steps, default=NEVER)
 
     @property
     def is_over(self) -> bool:
@@ -244,28 +244,30 @@ class GrowingRun:
     @property
     def first_pending(self) -> int:
         """The first step of the rows that are not done with; `NEVER` where there are none."""
-        steps = (max(one.steps[0], self.done_before) for found in self._followed.values() for one in found.pending)
+        steps = (
+            max(one.steps[0], self.done_before) for followed in self._followed.values() for one in followed.pending
+        )
         return min(steps, default=NEVER)
 
     @property
     def end_pending(self) -> int:
         """The step behind the last of them."""
-        return max((one.steps[1] for found in self._followed.values() for one in found.pending), default=0)
+        return max((one.steps[1] for followed in self._followed.values() for one in followed.pending), default=0)
 
     @property
     def num_pending(self) -> int:
         """How many rows the pending batches hold, those of steps that are done with among them."""
-        return sum(one.num_rows for found in self._followed.values() for one in found.pending)
+        return sum(one.num_rows for followed in self._followed.values() for one in followed.pending)
 
     def writers(self, steps: Steps) -> tuple[RecordedWriter, ...]:
         """The writers with the batches that may hold rows of some steps, and no other rows."""
         writers = []
-        for found in self._followed.values():
+        for followed in self._followed.values():
             numbers: dict[int, tuple[ShardRows, list[int]]] = {}
-            for one in found.pending:
+            for one in followed.pending:
                 if one.steps[0] < steps[1] and steps[0] < one.steps[1]:
                     numbers.setdefault(id(one.shard), (one.shard, []))[1].append(one.number)
-            writer = copy.copy(found.writer)
+            writer = copy.copy(followed.writer)
             for name in _DERIVED:
                 writer.__dict__.pop(name, None)
             writer.shards = [shard.only(some) for shard, some in numbers.values()]
@@ -275,11 +277,11 @@ class GrowingRun:
     def done(self, step: int) -> None:
         """Forget the rows of all steps before this one."""
         self.done_before = max(self.done_before, step)
-        for found in self._followed.values():
-            for one in found.pending:
+        for followed in self._followed.values():
+            for one in followed.pending:
                 if one.steps[1] <= step:
                     one.shard.forget(one.number)
-            found.pending = [one for one in found.pending if one.steps[1] > step]
+            followed.pending = [one for one in followed.pending if one.steps[1] > step]
 
 
 def _order(writer: RecordedWriter) -> tuple[int, int, int, str]:

@@ -174,8 +174,8 @@ def _of_stage(
         known = "|".join(str(number) for number in np.unique(numbers).tolist() if number != NONE)
         hint = f"choose stage={known}" if known else "these rows are of no pipeline"
         raise LookupFailedError(f"{what} has no row with stage={stage!r}; {hint}")
-    found: Positions = positions[numbers == stage]
-    return found
+    of_stage: Positions = positions[numbers == stage]
+    return of_stage
 
 
 def several_stages(what: str, numbers: Iterable[int]) -> str:

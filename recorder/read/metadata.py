@@ -86,8 +86,8 @@ class MetadataRows:
         """
         names = list(dict.fromkeys(names))
         while missing := [name for name in names if name not in self._columns]:
-            found = each_of(self._shards, lambda shard: shard.columns(missing, self._steps))
-            batches = [batch for of_shard in found for batch in of_shard]
+            batches_by_shard = each_of(self._shards, lambda shard: shard.columns(missing, self._steps))
+            batches = [batch for of_shard in batches_by_shard for batch in of_shard]
             for name in missing:
                 kind = SCHEMA.field(name).type if name in SCHEMA.names else pa.int32()
                 self._columns[name] = pa.chunked_array([batch.column(name) for batch in batches], kind)
@@ -141,8 +141,8 @@ class MetadataRows:
         """One value of a column of texts."""
         chunk = int(np.searchsorted(self._chunk_ends[name], position, side="right"))
         start = int(self._chunk_ends[name][chunk - 1]) if chunk else 0
-        found: str | None = self.column(name).chunk(chunk)[position - start].as_py()
-        return found
+        value: str | None = self.column(name).chunk(chunk)[position - start].as_py()
+        return value
 
     def shard_of(self, position: int) -> tuple[ShardRows, int]:
         """The shard of a row, and the position of its first row."""

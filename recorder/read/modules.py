@@ -25,8 +25,8 @@ def read_modules(writers: Iterable[RecordedWriter]) -> dict[tuple[str, str], Mod
 
 def listed_hooks(modules: Iterable[Module]) -> str:
     """Modules that carry hooks of the program, and which; empty where none does."""
-    found = (f"{module.path!r} ({', '.join(module.foreign_hooks)})" for module in modules if module.foreign_hooks)
-    return listed(found, _MAX_LISTED)
+    hooked = (f"{module.path!r} ({', '.join(module.foreign_hooks)})" for module in modules if module.foreign_hooks)
+    return listed(hooked, _MAX_LISTED)
 
 
 def list_paths(known: Iterable[str], recorded: Iterable[str]) -> dict[str, None]:

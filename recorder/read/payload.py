@@ -64,9 +64,9 @@ class Payloads:
                     return  # more would push out what was brought
                 some = wanted[start : start + _AT_ONCE]
                 read = store_of(some[0][1].path).each(_read, some)
-                found = {one[0]: batch for one, batch in zip(some, read, strict=True) if batch is not None}
-                num_brought_bytes += sum(batch.nbytes for batch in found.values())
-                self._batches |= found
+                brought = {one[0]: batch for one, batch in zip(some, read, strict=True) if batch is not None}
+                num_brought_bytes += sum(batch.nbytes for batch in brought.values())
+                self._batches |= brought
                 self._shrink()
 
     def encoded(self, position: int) -> Payload:
@@ -117,13 +117,13 @@ class Payloads:
         for places in np.split(in_file_order, ends_group) if len(positions) else ():
             shard, _ = self._rows.shard_of(int(positions[places[0]]))
             batch = int(batches[places[0]])
-            found = shard.read(batch, ("seq", "data"))
+            checked = shard.read(batch, ("seq", "data"))
             wanted = rows[places]
-            if wanted.min() >= 0 and wanted.max() < found.num_rows:
-                found = found.take(wanted)
-            if not np.array_equal(found.column("seq").to_numpy(), seqs[places]):
+            if wanted.min() >= 0 and wanted.max() < checked.num_rows:
+                checked = checked.take(wanted)
+            if not np.array_equal(checked.column("seq").to_numpy(), seqs[places]):
                 raise CorruptError(f"{shard.path}: its index names other rows than batch {batch} holds")
-            pieces.append(found.column("data"))
+            pieces.append(checked.column("data"))
         return [*pieces, np.argsort(in_file_order)]
 
     def _source(self, position: int) -> dict[str, Any]:
@@ -132,9 +132,9 @@ class Payloads:
         target = target_of(fields["encoding"], fields["data"])
         if target is None:
             return fields
-        found = np.flatnonzero(self._rows.numbers("seq")[start:position] == target)
-        if len(found) == 1:
-            source = self._fields(shard, start + int(found[0]))
+        matches = np.flatnonzero(self._rows.numbers("seq")[start:position] == target)
+        if len(matches) == 1:
+            source = self._fields(shard, start + int(matches[0]))
         else:  # not among the loaded rows, where these are a part of the shard
             own = int(self._rows.numbers("batch")[position]), int(self._rows.numbers("row")[position])
             place = shard.place_of(target)
@@ -153,21 +153,21 @@ class Payloads:
 
     def _fields_at(self, shard: ShardRows, position: int, batch: int, row: int, seq: int) -> dict[str, Any]:
         """Fields of the row at a place in a shard; `position` is that of any row of the shard."""
-        found = self._batch(shard, position, batch)
-        if not 0 <= row < found.num_rows or found.column("seq")[row].as_py() != seq:
+        rows = self._batch(shard, position, batch)
+        if not 0 <= row < rows.num_rows or rows.column("seq")[row].as_py() != seq:
             raise CorruptError(f"{shard.path}: batch {batch} row {row} is not the row that its index names")
-        fields = {name: found.column(name)[row].as_py() for name in _COLUMNS if name != "data"}
-        return fields | {"data": _slice(found.column("data"), row)}
+        fields = {name: rows.column(name)[row].as_py() for name in _COLUMNS if name != "data"}
+        return fields | {"data": _slice(rows.column("data"), row)}
 
     def _batch(self, shard: ShardRows, position: int, batch: int) -> Any:
         key = self._key(position, batch)
-        found = self._batches.get(key)
-        if found is None:
-            found = self._batches[key] = shard.read(batch, _COLUMNS)
+        rows = self._batches.get(key)
+        if rows is None:
+            rows = self._batches[key] = shard.read(batch, _COLUMNS)
             self._shrink()
         else:
             self._batches.move_to_end(key)
-        return found
+        return rows
 
     def _shrink(self) -> None:
         while len(self._batches) > self._max_batches:

@@ -118,8 +118,8 @@ class RecordedRun:
     @cached_property
     def jitter_moved(self) -> tuple[str, ...] | None:
         """What `jitter` moved, ``inputs`` or ``embeddings``; empty: nothing. None where no manifest says it."""
-        found = dict.fromkeys(what for fact in self._jitter_facts for what in fact.moved)
-        return tuple(found) if self._jitter_facts else None
+        moved = dict.fromkeys(what for fact in self._jitter_facts for what in fact.moved)
+        return tuple(moved) if self._jitter_facts else None
 
     @cached_property
     def jitter_eps(self) -> float:
@@ -300,10 +300,10 @@ def _text_of(filter: Any) -> str:
 def _filter(rows: MetadataRows, positions: Positions, expression: Any, names: Sequence[str]) -> Positions:
     columns = {name: rows.take(name, positions) for name in names}
     try:
-        found = pa.table(columns | {"position": positions}).filter(expression).column("position")
+        passing = pa.table(columns | {"position": positions}).filter(expression).column("position")
     except (pa.ArrowException, TypeError) as error:
         raise LookupFailedError(f"filter {expression}: cannot be applied to the metadata columns: {error}") from error
-    kept: Positions = found.to_numpy().astype(np.int64, copy=False)
+    kept: Positions = passing.to_numpy().astype(np.int64, copy=False)
     return kept
 
 

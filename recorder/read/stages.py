@@ -31,10 +31,10 @@ def mark_stage(stage: Stage, note: str | None) -> str:
 
 def missing_stages(stages: Mapping[tuple[int, str], Stage]) -> Iterator[str]:
     """A sentence for each pipeline of which stages are missing; a rank with several stages has a root for each."""
-    found: dict[int, set[int]] = {}
+    numbers_of: dict[int, set[int]] = {}
     for stage in stages.values():
-        found.setdefault(stage.num_stages, set()).add(stage.number)
-    for num_stages, some in found.items():
+        numbers_of.setdefault(stage.num_stages, set()).add(stage.number)
+    for num_stages, some in numbers_of.items():
         if gone := sorted(set(range(num_stages)) - some):
             yield f"no rank left a record of stage {listed(gone)} (from 0) of a pipeline of {num_stages}"
 
@@ -47,16 +47,16 @@ def whole_roots(stages: Mapping[tuple[int, str], Stage]) -> dict[str, str]:
 
 def stages_of_rows(rows: MetadataRows, positions: Positions, stages: Mapping[tuple[int, str], Stage]) -> Ints:
     """The stage of each of some rows, `NONE` where nothing says one; of a merged run their notes do."""
-    found: Ints = np.full(len(positions), NONE)
+    stage_of_row: Ints = np.full(len(positions), NONE)
     writers, roots = rows.writer_numbers(positions), rows.keys("root", positions)
     for (writer, root), stage in stages.items():
-        found[(writers == writer) & (roots.codes == roots.code(root))] = stage.number
+        stage_of_row[(writers == writer) & (roots.codes == roots.code(root))] = stage.number
     if not stages:
         notes = rows.keys("note", positions)
         told = [untrusted.members(text).get("stage") for text in notes.texts or ()]
         sound = (stage if type(stage) is int and 0 <= stage < MAX_STAGES else NONE for stage in told)
-        found = np.array([*sound, NONE])[notes.codes]
-    return found
+        stage_of_row = np.array([*sound, NONE])[notes.codes]
+    return stage_of_row
 
 
 class MicroBatches:

@@ -133,8 +133,8 @@ class RunWatch:
                 except RunError:
                     if self._store.exists(parent):  # else removed between the two listings
                         raise
-        seen = iter(list(self._store.each(self._refresh, [one for found in of_rank.values() for one in found])))
-        ranks = (self._describe(rank, [next(seen) for _ in found]) for rank, found in of_rank.items())
+        seen = iter(list(self._store.each(self._refresh, [one for sources in of_rank.values() for one in sources])))
+        ranks = (self._describe(rank, [next(seen) for _ in sources]) for rank, sources in of_rank.items())
         return sorted((one for one in ranks if one is not None), key=lambda one: one.rank)
 
     def _describe(self, rank: int, writers: list[_Seen]) -> RankNow | None:
@@ -176,14 +176,14 @@ class RunWatch:
     def _read_manifest(self, seen: _Seen) -> None:
         path = seen.directory / WRITER_MANIFEST
         try:
-            found = self._store.look_at(path)
-            if (found.changed_ns, found.inode) == (seen.changed_ns, seen.inode):
+            stat = self._store.look_at(path)
+            if (stat.changed_ns, stat.inode) == (seen.changed_ns, seen.inode):
                 return
             members = self._store.read_json(path, _MAX_SMALL_MANIFEST_BYTES)
             seen.status = _parse_manifest(seen.directory, members)
         except (OSError, RunError):
             return
-        seen.changed_ns, seen.inode = found.changed_ns, found.inode
+        seen.changed_ns, seen.inode = stat.changed_ns, stat.inode
 
     def _silent_s(self, seen: _Seen) -> float:
         """By the file's own time, which is the file system's: hosts need not agree on theirs."""
@@ -207,30 +207,30 @@ class RunWatch:
 
 
 def _parse(writer: str, raw: dict[str, Any]) -> Status:
-    found = Members(raw)
-    recent, balance = found.inner("recent") or Members({}), Balance.read(found)
+    members = Members(raw)
+    recent, balance = members.inner("recent") or Members({}), Balance.read(members)
     return Status(
         **_identity(writer, raw),
-        interval_s=found.number("interval_s"),
-        step=found.count("step"),
+        interval_s=members.number("interval_s"),
+        step=members.count("step"),
         observed=balance.observed,
         written=balance.written,
         dropped=_drops(balance),
-        written_bytes=found.count("written_bytes"),
-        used_bytes=found.count("used_bytes"),
-        max_bytes=found.count("max_bytes"),
-        free_bytes=found.optional_count("free_bytes"),
-        pool_bytes=found.count("pool_bytes"),
-        pool_used_bytes=found.count("pool_used_bytes"),
-        pool_peak_bytes=found.count("pool_peak_bytes"),
-        waited_s=found.number("waited_s"),
-        longest_wait_s=found.number("longest_wait_s"),
-        queue_length=found.count("queue_length"),
+        written_bytes=members.count("written_bytes"),
+        used_bytes=members.count("used_bytes"),
+        max_bytes=members.count("max_bytes"),
+        free_bytes=members.optional_count("free_bytes"),
+        pool_bytes=members.count("pool_bytes"),
+        pool_used_bytes=members.count("pool_used_bytes"),
+        pool_peak_bytes=members.count("pool_peak_bytes"),
+        waited_s=members.number("waited_s"),
+        longest_wait_s=members.number("longest_wait_s"),
+        queue_length=members.count("queue_length"),
         recent_s=recent.number("seconds"),
         recent_steps=recent.count("steps"),
         recent_bytes=recent.count("bytes"),
-        commands=tuple(map(Answer.read, found.list_inner("commands")[-_MAX_ANSWERS:])),
-        num_commands_refused=found.count("commands_refused"),
+        commands=tuple(map(Answer.read, members.list_inner("commands")[-_MAX_ANSWERS:])),
+        num_commands_refused=members.count("commands_refused"),
     )
 
 
@@ -249,11 +249,11 @@ def _parse_manifest(directory: Place, raw: dict[str, Any]) -> Status:
 
 
 def _identity(writer: str, raw: dict[str, Any]) -> dict[str, Any]:
-    found = asdict(Lifetime.read(raw))
+    identity = asdict(Lifetime.read(raw))
     for name in ("host", "process"):
-        found[name] = found[name] and found[name][:_MAX_TEXT]
-    state = found["state"] if found["state"] in ENDED else "recording"
-    return found | {"writer": writer, "state": state}
+        identity[name] = identity[name] and identity[name][:_MAX_TEXT]
+    state = identity["state"] if identity["state"] in ENDED else "recording"
+    return identity | {"writer": writer, "state": state}
 
 
 def _shard_bytes(directory: Place) -> int:

@@ -98,10 +98,10 @@ class RecordedWriter:
 
     def unknown_columns(self) -> Counter[str]:
         """Columns that this version does not know and passes over, and how many rows have them."""
-        found = Counter[str]()
+        counts = Counter[str]()
         for shard in self.shards:
-            found += Counter(dict.fromkeys(shard.unknown_columns(), shard.num_rows))
-        return found
+            counts += Counter(dict.fromkeys(shard.unknown_columns(), shard.num_rows))
+        return counts
 
     @property
     def shard_bytes(self) -> int:
@@ -117,10 +117,10 @@ class RecordedWriter:
     @cached_property
     def balance(self) -> Balance:
         """The newest accounts there are: in the manifest, the last batch of a shard, or the last status."""
-        found = [self.manifest.balance]
-        found += [Balance.read(Members(shard.last_ledger())) for shard in self.newest_shards()]
-        found += [note.balance for note in self.retired_later]  # it may have gone with its shard
-        balance = max(found, key=lambda balance: (balance.observed, balance.written))
+        balances = [self.manifest.balance]
+        balances += [Balance.read(Members(shard.last_ledger())) for shard in self.newest_shards()]
+        balances += [note.balance for note in self.retired_later]  # it may have gone with its shard
+        balance = max(balances, key=lambda balance: (balance.observed, balance.written))
         if self._last_words is not None:
             retired = {"rows": balance.retired_rows, "bytes": balance.retired_bytes}
             balance = Balance.read(Members({"retired": retired, **self._last_words}))
@@ -134,14 +134,14 @@ class RecordedWriter:
     @cached_property
     def retired_shards(self) -> dict[tuple[str, int], Balance]:
         """Shards of it that a later writer has deleted, by kind and number, with how much they held."""
-        found = {}
+        retired = {}
         present = {name[:2] for shard in self.shards if (name := parse_shard_name(shard.path.name))}
         for note in self.retired_later:
             for text, size in note.shards.items():
                 name = parse_shard_name(text)
                 if name is not None and name[:2] not in present:
-                    found[name[:2]] = size
-        return found
+                    retired[name[:2]] = size
+        return retired
 
     @cached_property
     def state(self) -> str:
@@ -191,10 +191,10 @@ class RecordedWriter:
     @property
     def problems(self) -> list[str]:
         """What is damaged, and so missing from the rows; one message each."""
-        found = [self.manifest_problem] if self.manifest_problem else []
+        problems = [self.manifest_problem] if self.manifest_problem else []
         for shard in self.shards:
-            found += shard.damage
-        return found
+            problems += shard.damage
+        return problems
 
     def newest_shards(self) -> Iterator[ShardRows]:
         """The last one of each kind."""
@@ -221,11 +221,11 @@ def find_writers(run: Place) -> list[RecordedWriter]:
         NotARunError: a directory cannot be listed.
     """
     store = store_of(run)
-    found = []
+    folders = []
     for name, rank in writer_folders(run):
-        found += [(run / name / writer, rank) for writer in list_writers(run / name)]
+        folders += [(run / name / writer, rank) for writer in list_writers(run / name)]
     shared = Shared()
-    writers = list(store.each(lambda one: _load_writer(*one, shared), found))
+    writers = list(store.each(lambda one: _load_writer(*one, shared), folders))
     _find_copies(writers)
     _share_notes(writers)
     return sorted(writers, key=lambda w: (-1 if w.rank is None else w.rank, w.attempt, w.started_ns, w.name))
@@ -315,13 +315,15 @@ def _load_shard(directory: Place, kind: str, number: int, is_open: bool) -> Shar
 
 def list_shards(directory: Place) -> list[tuple[str, int, bool]]:
     """Kind, number and whether it is open, once a shard, in the order of their numbers."""
-    found: dict[tuple[int, str], bool] = {}
+    is_open_by_key: dict[tuple[int, str], bool] = {}
     store = store_of(directory)
     for name in store.list_directory(directory, directories=False, is_part=lambda name: bool(parse_shard_name(name))):
         if shard := parse_shard_name(name):
             key = (shard.number, shard.kind)
-            found[key] = shard.is_open and found.get(key, True)  # sealed a moment ago, it may still have both names
-    return [(kind, number, is_open) for (number, kind), is_open in sorted(found.items())]
+            is_open_by_key[key] = shard.is_open and is_open_by_key.get(
+                key, True
+            )  # sealed a moment ago, it may still have both names
+    return [(kind, number, is_open) for (number, kind), is_open in sorted(is_open_by_key.items())]
 
 
 def _changed_s(path: Place) -> float:

@@ -47,8 +47,8 @@ class Axes:
 
     def _of_any_root(self, key: SeriesKey) -> int:
         """The series of a whole model, whose stages of a pipeline are roots of their own; -1 where that is not one."""
-        found = [number for other, number in self.index.items() if other[1:] == key[1:]]
-        return found[0] if len(found) == 1 else -1
+        numbers = [number for other, number in self.index.items() if other[1:] == key[1:]]
+        return numbers[0] if len(numbers) == 1 else -1
 
     def add(self, table: Any) -> None:
         """Learn from the rows of a range of steps, which are by rank and `seq`."""

@@ -32,10 +32,10 @@ def read_panes(run: Place) -> list[dict[str, Any]]:
     return []
 
 
-def checked_panes(found: object) -> list[dict[str, Any]]:
+def checked_panes(document: object) -> list[dict[str, Any]]:
     """What of a JSON value are panes: name, kind, width and state each."""
     panes: list[dict[str, Any]] = []
-    for one in found if isinstance(found, list) else ():
+    for one in document if isinstance(document, list) else ():
         if not isinstance(one, Mapping) or one.get("kind") not in KINDS or len(panes) >= MAX_PANES:
             continue
         name, state = one.get("name"), one.get("state")
@@ -50,9 +50,9 @@ def checked_panes(found: object) -> list[dict[str, Any]]:
     return panes
 
 
-def _state(found: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {name: found[name] for name in _STATES if isinstance(found.get(name), (str, int, float))}
-    lists = {name: found[name] for name in _LISTS if isinstance(found.get(name), list)}
+def _state(pane: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {name: pane[name] for name in _STATES if isinstance(pane.get(name), (str, int, float))}
+    lists = {name: pane[name] for name in _LISTS if isinstance(pane.get(name), list)}
     return {name: value for name, value in (plain | lists).items() if len(json.dumps(value)) < MAX_BYTES // 8}
 
 

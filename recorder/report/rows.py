@@ -123,7 +123,7 @@ def keys_of(table: Any) -> tuple[Integers, list[SeriesKey], Integers]:
     coded = [encode(table.column(name)) for name in SERIES_KEY]
     groups = group([numbers + 1 for numbers, _ in coded])
     texts = [
-        [found[number] if number >= 0 else "" for number in numbers[groups.firsts].tolist()] for numbers, found in coded
+        [words[number] if number >= 0 else "" for number in numbers[groups.firsts].tolist()] for numbers, words in coded
     ]
     return groups.ids, [SeriesKey(*key) for key in zip(*texts, strict=True)], groups.firsts
 
@@ -133,8 +133,8 @@ def values_of(table: Any, series: Integers, names: Sequence[str]) -> Values:
     steps, ranks = integers(table.column("step")), integers(table.column("rank"))
     groups = group([series, codes(table.column("step")), ranks + 1])
     if groups.num_groups == table.num_rows:
-        found = {name: numbers(table.column(name)) for name in names}
-        return Values(series, steps, ranks, found)
+        columns = {name: numbers(table.column(name)) for name in names}
+        return Values(series, steps, ranks, columns)
     combined = combine(table, groups.ids, groups.num_groups)
-    found = {name: numbers(combined[name]) for name in names}
-    return Values(series[groups.firsts], steps[groups.firsts], ranks[groups.firsts], found)
+    columns = {name: numbers(combined[name]) for name in names}
+    return Values(series[groups.firsts], steps[groups.firsts], ranks[groups.firsts], columns)

@@ -157,30 +157,30 @@ def facts_of(run: Run, *, steps: str, states: Sequence[str], rows: str) -> Itera
         yield "rule", rule
 
 
-def of_first(found: First) -> Iterator[Finding]:
+def of_first(search: First) -> Iterator[Finding]:
     """What `recorder first` says."""
-    if (bad := found.nonfinite) is not None:
+    if (bad := search.nonfinite) is not None:
         place = bad.place
         what = " and ".join(f"{n} {word}" for n, word in ((bad.nan_count, "NaN"), (bad.inf_count, "infinite")) if n)
         where = f"step {place.step}, {_named(place)}" + ("" if place.rank is None else f", rank {place.rank}")
-        rest = f"{counted(found.num_nonfinite, 'value')} of {counted(found.num_nonfinite_modules, 'module')}"
+        rest = f"{counted(search.num_nonfinite, 'value')} of {counted(search.num_nonfinite_modules, 'module')}"
         yield Finding(f"First NaN or infinity: {where} ({what} of {counted(bad.numel, 'element')})", _link(place))
-        if found.num_nonfinite > 1:
+        if search.num_nonfinite > 1:
             yield Finding(f"From there on {rest} are not finite", {"view": "map", "site": place.site})
-    if (differing := found.replica) is not None:
+    if (differing := search.replica) is not None:
         groups = " | ".join(span(sorted(ranks)) for ranks in differing.groups[:_MAX_LISTED])
         where = f"step {differing.place.step}, {_named(differing.place)}, ranks {groups}"
         yield Finding(f"First replica that differs: {where}", _link(differing.place))
-    for one in found.buffers[:_MAX_LISTED]:
+    for one in search.buffers[:_MAX_LISTED]:
         if one.is_stale:
             yield Finding(f"Ranks hold different buffers: step {one.place.step}, {_named(one.place)}", _link(one.place))
-    if not found.is_found:
+    if not search.is_found:
         yield Finding("No NaN, and no infinity that was not there from the first record on", {}, "right")
-        if found.num_compared:
-            compared = f"{found.num_compared} compared"
+        if search.num_compared:
+            compared = f"{search.num_compared} compared"
             yield Finding(f"No parameter, gradient or state differs between its replicas ({compared})", {}, "right")
-        elif found.why_none_compared:
-            yield Finding(f"Replicas were not compared: {found.why_none_compared}", {}, "note")
+        elif search.why_none_compared:
+            yield Finding(f"Replicas were not compared: {search.why_none_compared}", {}, "note")
 
 
 def _of_dumps(run: Run) -> Iterator[Finding]:

@@ -126,8 +126,8 @@ class _Probe:
     def _find_models(self, places: list[tuple[int, int, Any]]) -> None:
         """Find the outermost modules that hold the optimizer's parameters, and name those parameters."""
         # Not isinstance: that asks a proxy for its class, which may load what it stands for.
-        found = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
-        modules = [module for module in found if "_modules" in vars(module)]  # and not one that is being made
+        instances = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
+        modules = [module for module in instances if "_modules" in vars(module)]  # and not one that is being made
         inner = {id(child) for module in modules for child in module._modules.values()}
         outer = [module for module in modules if id(module) not in inner]
         held = [{id(parameter): name for name, parameter in module.named_parameters()} for module in outer]

@@ -180,11 +180,11 @@ class CommandFolder:
         """
         now = self._clock()
         try:
-            found = os.stat(self._folder, follow_symlinks=False)
-            if not stat.S_ISDIR(found.st_mode):
+            folder_stat = os.stat(self._folder, follow_symlinks=False)
+            if not stat.S_ISDIR(folder_stat.st_mode):
                 return []
-            if found.st_mtime_ns != self._changed_ns:
-                self._changed_ns, self._changed_s = found.st_mtime_ns, now
+            if folder_stat.st_mtime_ns != self._changed_ns:
+                self._changed_ns, self._changed_s = folder_stat.st_mtime_ns, now
             is_fresh = now - self._changed_s < _FRESH_S or now - self._listed_s >= _RELIST_S
             if not (is_told or is_fresh or self._damaged_since_s):
                 return []
@@ -197,16 +197,16 @@ class CommandFolder:
     def _read(self, number: int, now: float) -> Command | Refusal | None:
         """Read one file; None where it may not be whole yet."""
         name = f"{COMMANDS}/{command_name(number)}"
-        found: Command | Refusal
+        command: Command | Refusal
         try:
-            found = read_command(read_json(self._folder / command_name(number), COMMAND_BYTES), name, number)
+            command = read_command(read_json(self._folder / command_name(number), COMMAND_BYTES), name, number)
         except CommandError as error:
-            found = Refusal(number, str(error))
+            command = Refusal(number, str(error))
         except (RecorderError, OSError) as error:
             since_s = self._damaged_since_s.setdefault(number, now)
             if isinstance(error, CorruptError | OSError) and now - since_s < _UNFINISHED_S:
                 return None
-            found = Refusal(number, str(error))
+            command = Refusal(number, str(error))
         self._damaged_since_s.pop(number, None)
         self._seen.add(number)
-        return found
+        return command

@@ -376,10 +376,10 @@ class Drawing:
 
     def blocks(self) -> dict[str, str]:
         """Everything that the page needs, by name, as base64."""
-        found = {name: _packed(data) for name, (_, data) in self._kept.items()}
+        packed = {name: _packed(data) for name, (_, data) in self._kept.items()}
         if self.collected is not None:
-            found |= {block.name: _packed(block.encoded()) for block in self._of_steps()}
-        return found
+            packed |= {block.name: _packed(block.encoded()) for block in self._of_steps()}
+        return packed
 
     def _of_steps(self) -> Iterator[Block]:
         assert self.collected is not None
@@ -390,15 +390,15 @@ class Drawing:
 
     def blocks_since(self, version: int) -> dict[str, str]:
         """What has changed after a version of the same epoch."""
-        found = {name: _packed(data) for name, (changed, data) in self._kept.items() if changed > version}
+        packed = {name: _packed(data) for name, (changed, data) in self._kept.items() if changed > version}
         if self.collected is not None:
             cube, scalar_cube = self.collected.growing_cubes[:2]
             grown = [*cube.grown("values", version), *scalar_cube.grown("scalars", version)]
             if grown:
                 known = {**self.collected.steps_known(), "global_steps": self.collected.global_steps}
                 grown.append(Block(name="steps", data=known))
-            found |= {block.name: _packed(block.encoded()) for block in grown}
-        return found
+            packed |= {block.name: _packed(block.encoded()) for block in grown}
+        return packed
 
     @staticmethod
     def packed(block: Block) -> dict[str, str]:

@@ -91,10 +91,10 @@ class WatchedRun:
             now, drawing = self.now, self._drawing
             parts, of_now = known.split("-"), now.split("-")
             is_all = parts[:2] != of_now[:2] or len(parts) != len(of_now) or not all(map(str.isdigit, parts[1:]))
-            found = drawing.blocks() if is_all else drawing.blocks_since(int(parts[2]))
+            blocks = drawing.blocks() if is_all else drawing.blocks_since(int(parts[2]))
             if is_all or parts[3] != of_now[3]:
-                found |= drawing.packed(panes_block(self._panes, self._why_not_saved))
-        return now, is_all, found
+                blocks |= drawing.packed(panes_block(self._panes, self._why_not_saved))
+        return now, is_all, blocks
 
     def save(self, panes: Any) -> str | None:
         """Keep the panes that a page has now; why they are not saved with the run, else None."""
@@ -155,8 +155,8 @@ class Watching:
             place = next((one for one in self._places() if one.name == name), None)
             if place is None:
                 return None
-            found = self._watched[name] = WatchedRun(*find_run(place), self._judge, self._doctor)
-            return found
+            watched = self._watched[name] = WatchedRun(*find_run(place), self._judge, self._doctor)
+            return watched
 
     def _places(self) -> list[Place]:
         if self.run is not None:

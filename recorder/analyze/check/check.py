@@ -111,13 +111,13 @@ def _sizes(run: Run, steps: int) -> Sizes:
 
 def _excused(findings: Sequence[Finding], normal: Normal) -> list[Finding]:
     """What a rule says of a sound run, too, is a note here."""
-    found = [
+    noted = [
         one._replace(severity=Severity.NOTE, what=f"{one.what}; so it is in a sound run")
         if one.severity > Severity.NOTE and _place(one) in normal.said
         else one
         for one in findings
     ]
-    return sorted(found, key=lambda one: -one.severity)
+    return sorted(noted, key=lambda one: -one.severity)
 
 
 def _place(one: Finding) -> tuple[str, str, str, str, str]:
@@ -143,14 +143,14 @@ def _num_lost(run: Run) -> int:
 
 def installed_rules() -> tuple[list[type[Rule]], list[str]]:
     """Rules that installed packages add, and why some of them are left out."""
-    found: list[type[Rule]] = []
+    rules: list[type[Rule]] = []
     notes = []
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
         try:
-            found.append(_load(point, [rule.name for rule in (*RULES, *found)]))
+            rules.append(_load(point, [rule.name for rule in (*RULES, *rules)]))
         except Exception as error:  # a package of somebody else's may raise anything
             notes.append(f"the entry point {point.name} = {point.value} was left out: {type(error).__name__}: {error}")
-    return found, notes
+    return rules, notes
 
 
 def _load(point: EntryPoint, names: Sequence[str]) -> type[Rule]:

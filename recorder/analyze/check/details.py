@@ -94,7 +94,7 @@ def columns_of(names: Iterable[str], table: Any) -> list[Any]:
 
 
 def _column(detail: Detail, table: Any) -> Any:
-    found = np.full(table.num_rows, math.nan)
+    numbers = np.full(table.num_rows, math.nan)
     data = table.column(detail.column)
     places = np.flatnonzero(data.is_valid().to_numpy(zero_copy_only=False)) if data.null_count < len(data) else ()
     rows = table.select([detail.column, "dtype", "shape"]).take(pa.array(places, pa.int64()))
@@ -102,5 +102,5 @@ def _column(detail: Detail, table: Any) -> Any:
     for place, (own, dtype, shape) in zip(places, texts, strict=True):
         with suppress(RunError):
             number = detail.number_of(own, dtype, shape)
-            found[place] = math.nan if number is None else number
-    return pa.array(found)
+            numbers[place] = math.nan if number is None else number
+    return pa.array(numbers)

@@ -126,8 +126,8 @@ class RunRows:
         groups = group([ids + 1 for ids, _ in coded.values()])
         first = table.select(["dtype", "shape"]).take(pa.array(groups.firsts))
         texts = [
-            [found[number] if number >= 0 else "" for number in ids[groups.firsts].tolist()]
-            for ids, found in coded.values()
+            [words[number] if number >= 0 else "" for number in ids[groups.firsts].tolist()]
+            for ids, words in coded.values()
         ]
         series_of = [
             self.catalog.number(SeriesKey(*key), About(dtype, _shape(shape)))
@@ -135,11 +135,11 @@ class RunRows:
         ]
         roots, names = coded["root"]
         places = group([roots + 1, ranks + 1])
-        found = [
+        parts_and_peers = [
             self._places.get((names[int(roots[row])] if roots[row] >= 0 else "", int(ranks[row])), (int(ranks[row]), 0))
             for row in places.firsts.tolist()
         ]
-        part_and_peer = np.array(found, np.int64).reshape(-1, 2)[places.ids]
+        part_and_peer = np.array(parts_and_peers, np.int64).reshape(-1, 2)[places.ids]
         return np.array(series_of, np.int64)[groups.ids], part_and_peer[:, 0], part_and_peer[:, 1]
 
 
@@ -152,20 +152,20 @@ def _is_number(name: str) -> bool:
 def _shape(text: str | None) -> tuple[int, ...]:
     """Return the shape that an untrusted row names; no dims where it names none."""
     with suppress(ValueError, TypeError, RecursionError):
-        found = json.loads(text or "")
-        if isinstance(found, list) and all(type(size) is int for size in found):
-            return tuple(found)
+        shape = json.loads(text or "")
+        if isinstance(shape, list) and all(type(size) is int for size in shape):
+            return tuple(shape)
     return ()
 
 
 def _places(view: GlobalView, topology: Topology, run: Run) -> dict[tuple[str, int], tuple[int, int]]:
     """By root and rank, which part of the batch the rank works on, and which piece of the model it holds."""
-    found: dict[tuple[str, int], tuple[int, int]] = {}
+    places: dict[tuple[str, int], tuple[int, int]] = {}
     peers: dict[int, dict[int, int]] = {}
     """By the group's identity, the piece of the model that each rank holds."""
     for number, writer in enumerate(run.writers):
         for root in writer.manifest.roots:
-            if writer.rank is None or (root.name, writer.rank) in found:
+            if writer.rank is None or (root.name, writer.rank) in places:
                 continue
             part = view.part_of_batch(root.name, writer.rank, writer.attempt)
             group = topology.group(root.name, "", number)
@@ -174,5 +174,5 @@ def _places(view: GlobalView, topology: Topology, run: Run) -> dict[tuple[str, i
                     rank: place for ranks in reversed(group.model_groups) for place, rank in enumerate(ranks)
                 }
             peer = peers[id(group)].get(writer.rank, 0)
-            found[root.name, writer.rank] = (writer.rank if part is None else part[0]), peer
-    return found
+            places[root.name, writer.rank] = (writer.rank if part is None else part[0]), peer
+    return places

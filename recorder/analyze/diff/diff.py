@@ -179,12 +179,12 @@ def _damage(run: Run) -> list[str]:
 
 def _module_paths(run: Run) -> list[str]:
     """Modules with rows, shard by shard: the names of all rows at once would take more memory than the comparison."""
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for writer in run.writers:
         for shard in writer.shards:
             for batch in shard.columns(["module_path"]):
-                found |= dict.fromkeys(batch.column("module_path").unique().to_pylist())
-    return list(found)
+                paths |= dict.fromkeys(batch.column("module_path").unique().to_pylist())
+    return list(paths)
 
 
 def _unpaired_modules(paths: Sequence[str], names: Mapping[str, str]) -> tuple[UnpairedModules, UnpairedModules]:
@@ -251,12 +251,12 @@ class _Comparison:
         self._moved = [
             one | two for one, two in zip(self._moved or [set[str]() for _ in result.moved], result.moved, strict=True)
         ]
-        found = self._beyond_noise.of(result.judged, result.measured, rows)
-        self._naming.add(result.steps, found, rows)
-        self._differing.append(found.differing)
-        self._counts += np.array([getattr(found, name) for name in _COUNTED])
-        self._partial += found.partial
-        self._unread += found.unread
+        beyond = self._beyond_noise.of(result.judged, result.measured, rows)
+        self._naming.add(result.steps, beyond, rows)
+        self._differing.append(beyond.differing)
+        self._counts += np.array([getattr(beyond, name) for name in _COUNTED])
+        self._partial += beyond.partial
+        self._unread += beyond.unread
         self._compared.append(result.compared)
 
     def refuse_nothing(self, a: Run, b: Run, selection: Selection, hints: Sequence[RenameHint]) -> None:
@@ -306,8 +306,8 @@ class _Comparison:
         """All of it, once every range is in."""
         table = pa.concat_tables(self._differing)
         steps = [seen.steps for seen in self._seen]
-        only = [join_ranges(found) for found in self._only]
-        lacks = sum(found.num_rows for found in only)
+        only = [join_ranges(tables) for tables in self._only]
+        lacks = sum(tables.num_rows for tables in only)
         counts = dict(zip(_COUNTED, map(int, self._counts), strict=True))
         not_paired = {_ON_OTHER_PARTS: self._num_apart, _IN_OTHER_MICRO_STEPS: self._num_in_other_micro_steps}
         why = {_SUMMANDS: counts["summands"], _PRINTS: counts["by_print_alone"], **not_paired}

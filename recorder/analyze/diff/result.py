@@ -183,8 +183,8 @@ def by_module(table: Any, compared: Any) -> Any:
 
 def _extreme(function: np.ufunc, values: Floats, order: Integers, starts: Integers) -> Any:
     """Return the extreme of each group, nulls left out; null where a group has nothing else."""
-    found = function.reduceat(values[order], starts) if len(starts) else values
-    return pa.array(found, mask=np.isnan(found))
+    extremes = function.reduceat(values[order], starts) if len(starts) else values
+    return pa.array(extremes, mask=np.isnan(extremes))
 
 
 def first_difference(table: Any) -> Difference | None:

@@ -36,7 +36,7 @@ def accounted(
         lost: missing values by site, by rank and reason.
         writers: the writers of each rank.
     """
-    found: dict[str, Integers] = {}
+    missing: dict[str, Integers] = {}
     for rank, by_reason in lost.items():
         balances = [writer.balance for writer in writers.get(rank, ())]
         known = {
@@ -45,8 +45,8 @@ def accounted(
         }
         for reason, by_site in by_reason.items():
             if by_site.sum() <= known[reason]:
-                found[reason] = found.get(reason, 0) + by_site
-    return found
+                missing[reason] = missing.get(reason, 0) + by_site
+    return missing
 
 
 def dropped_tail(

@@ -208,7 +208,7 @@ def _ranks(run: Run, slots: Slots, rules: Sequence[Rule], is_merged: bool) -> li
     groups: dict[int | None, list[int]] = {}
     for number, writer in enumerate(run.writers):
         groups.setdefault(None if is_merged else writer.rank, []).append(number)
-    found = []
+    ranks = []
     for rank, numbers in groups.items():
         if not is_merged and any(run.writers[number].is_counted for number in numbers):
             numbers = numbers[-1:]
@@ -217,8 +217,8 @@ def _ranks(run: Run, slots: Slots, rules: Sequence[Rule], is_merged: bool) -> li
         texts = {rule.text for writer in writers for rule in read_rules(writer.manifest)[0]}
         if not any(writer.manifest.roots for writer in writers):  # lost: then what holds on the others
             writer_slots, texts = slots.writer_slots, {rule.text for rule in rules}
-        found.append(_Rank(rank, writers, texts, writer_slots, [read_slots(writer, slots) for writer in writers]))
-    return found
+        ranks.append(_Rank(rank, writers, texts, writer_slots, [read_slots(writer, slots) for writer in writers]))
+    return ranks
 
 
 def _rules(run: Run) -> tuple[list[Rule], list[str]]:
@@ -259,37 +259,37 @@ def _is_all_passed(matches: Sequence[RuleMatch], num_lived: int) -> bool:
 
 
 def _at_any(rules: Sequence[Rule], steps: Integers, windows: Sequence[Window]) -> Flags:
-    found = np.zeros(len(steps), bool)
+    are_wanted = np.zeros(len(steps), bool)
     for rule in rules:
-        found |= at_steps(rule, steps, windows)
-    return found
+        are_wanted |= at_steps(rule, steps, windows)
+    return are_wanted
 
 
 def at_steps(rule: Rule, steps: Integers, windows: Sequence[Window] = ()) -> Flags:
     """At which steps a rule wants values on the disk: its schedule, and of a ring the windows of triggers."""
-    found = _in_schedule(rule, steps)
-    return found & _in_windows(windows, steps) if rule.keep == KEEP_RING else found
+    are_wanted = _in_schedule(rule, steps)
+    return are_wanted & _in_windows(windows, steps) if rule.keep == KEEP_RING else are_wanted
 
 
 def _in_windows(windows: Sequence[Window], steps: Integers) -> Flags:
-    found = np.zeros(len(steps), bool)
+    are_inside = np.zeros(len(steps), bool)
     for first, last in windows:
-        found |= (steps >= first) & (steps <= last)
-    return found
+        are_inside |= (steps >= first) & (steps <= last)
+    return are_inside
 
 
 def _in_schedule(rule: Rule, steps: Integers) -> Flags:
     """`Schedule`'s meaning for many steps at once."""
     schedule = rule.steps
-    found = np.zeros(len(steps), bool)
+    are_chosen = np.zeros(len(steps), bool)
     for start, stop, stride in schedule.slices:
         if start > _LARGEST:
             continue
         chosen = (steps >= start) & ((steps - start) % min(stride, _LARGEST) == 0)
-        found |= chosen if stop is None or stop > _LARGEST else chosen & (steps < stop)
+        are_chosen |= chosen if stop is None or stop > _LARGEST else chosen & (steps < stop)
     if schedule.powers_of_two:
-        found |= (steps >= 0) & (steps & (steps - 1) == 0)
-    return found
+        are_chosen |= (steps >= 0) & (steps & (steps - 1) == 0)
+    return are_chosen
 
 
 _LARGEST = np.iinfo(np.int64).max
@@ -400,19 +400,19 @@ def _absent_views(
     selected = _any_selected(ranks, slots)
     hidden = np.zeros(len(slots.modules), np.int64)
     disarmed = np.full(slots.num_slots, NEVER, np.int64)
-    found = []
+    views = []
     for on_rank, group in groups.items():
         code, when = _wanted(slots, matches, masks, seen, selected, on_rank, len(axis))
         view = RankView(
             slots, axis, rank=group[0], writers=[], selected=selected, hidden=hidden, disarmed=disarmed,
             untapped=np.zeros(slots.num_slots, bool), tied={}, code=code, when=when,
         )  # fmt: skip
-        found.append((group, view))
-    return found
+        views.append((group, view))
+    return views
 
 
 def _uneven(ranks: Sequence[_Rank], views: Sequence[RankView], axis: Integers) -> list[Uneven]:
-    found = []
+    uneven = []
     for mode, number in MODES.items():
         reference: Integers | None = None
         first: RankView | None = None
@@ -439,45 +439,45 @@ def _uneven(ranks: Sequence[_Rank], views: Sequence[RankView], axis: Integers) -
         if differing:
             alone = sum(total > 0 for total in totals) == 1
             who = [one.rank for one, total in zip(ranks, totals, strict=True) if total] if alone else differing
-            found.append(Uneven(mode, who, axis[steps].tolist(), alone))
-    return found
+            uneven.append(Uneven(mode, who, axis[steps].tolist(), alone))
+    return uneven
 
 
 def _tails(ranks: Sequence[_Rank], views: Sequence[RankView]) -> list[DroppedTail]:
     end = max((view.last_step for view in views if view.last_step is not None), default=None)
-    found = []
+    tails = []
     for one, view in zip(ranks, views, strict=True):
         if view.last_step is not None and view.last_step == end:
             last_seq = int(one.rows[-1].numbered.seq.max(initial=-1))
-            found.append(dropped_tail(one.rank, one.writers, last_seq, view.last_step))
-    return [tail for tail in found if tail is not None]
+            tails.append(dropped_tail(one.rank, one.writers, last_seq, view.last_step))
+    return [tail for tail in tails if tail is not None]
 
 
 def _partial(ranks: Sequence[_Rank]) -> list[Partial]:
-    found: dict[tuple[tuple[int, ...], str], list[Integers]] = {}
+    steps_of: dict[tuple[tuple[int, ...], str], list[Integers]] = {}
     for one in ranks:
         for rows in one.rows:
             for present, expected, mode, steps in rows.partial:
                 missing = sorted(_rank_list(expected) - _rank_list(present))
-                found.setdefault((tuple(missing), mode), []).append(steps)
+                steps_of.setdefault((tuple(missing), mode), []).append(steps)
     return [
         Partial(list(missing), sum(map(len, steps)), distinct(np.concatenate(steps)).tolist(), mode)
-        for (missing, mode), steps in found.items()
+        for (missing, mode), steps in steps_of.items()
     ]
 
 
 def _rank_list(text: str | None) -> set[int]:
     try:
-        found = json.loads(text or "[]")
+        parsed = json.loads(text or "[]")
     except (ValueError, RecursionError):
         return set()
-    return {item for item in found if type(item) is int} if isinstance(found, list) else set()
+    return {item for item in parsed if type(item) is int} if isinstance(parsed, list) else set()
 
 
 def _reaches(rules: Sequence[Rule], ranks: Sequence[int], is_merged: bool) -> list[RuleReach]:
-    found = []
+    reaches = []
     for rule in rules:
         if rule.rank != EVERY and not is_merged:
             inside = sorted(rank for rank in ranks if rank in rule.rank)
-            found.append(RuleReach(rule.text, inside, sorted(set(ranks) - set(inside))))
-    return found
+            reaches.append(RuleReach(rule.text, inside, sorted(set(ranks) - set(inside))))
+    return reaches

@@ -185,7 +185,7 @@ class Gaps:
             hidden = np.maximum(hidden, one.hidden)
         below = _above(slots, called)
         gone = np.any([one.modules for (code, *_), one in self._sums.items() if code in _GONE], axis=0)
-        found: dict[str, list[tuple[str, str]]] = {}
+        silent: dict[str, list[tuple[str, str]]] = {}
         for number in np.flatnonzero(wanted & ~has_rows).tolist():
             module = slots.modules[number]
             key = HIDDEN[hidden[number] - 1] if hidden[number] else "children" if below[number] else "never_called"
@@ -193,8 +193,8 @@ class Gaps:
                 key = "gone"
             elif key == "never_called" and not module.params:
                 key = "without_parameters"
-            found.setdefault(key, []).append((module.root, module.path))
-        return found
+            silent.setdefault(key, []).append((module.root, module.path))
+        return silent
 
     def collected(self) -> list[Gap]:
         """The gaps, harmless ones first; sites that lack for the same reason together."""
@@ -203,12 +203,12 @@ class Gaps:
             reason = REASONS[code - 1]
             modules = one.modules.tobytes() if reason.key in _OF_MODULE else b""
             groups.setdefault((code, detail, root, modules), []).append((site, one))
-        found = []
+        gaps = []
         for (code, detail, root, _), members in groups.items():
             modules = np.any([one.modules for _, one in members], axis=0)
             steps = np.any([one.steps for _, one in members], axis=0)
             ranks = dict.fromkeys(rank for _, one in members for rank in one.ranks)
-            found.append(
+            gaps.append(
                 Gap(
                     reason=REASONS[code - 1],
                     detail=detail,
@@ -220,7 +220,7 @@ class Gaps:
                     num_missing=sum(one.total[0] for _, one in members),
                 )
             )
-        return sorted(found, key=lambda gap: (gap.reason.is_loss, not gap.reason.is_harmless, gap.num_missing))
+        return sorted(gaps, key=lambda gap: (gap.reason.is_loss, not gap.reason.is_harmless, gap.num_missing))
 
 
 class _Sum(NamedTuple):
@@ -268,16 +268,16 @@ def _explain_block(
     begin, end = modules
     low, high = int(slots.first[begin]), int(slots.first[end])
     site, module = slots.site[low:high], slots.module[low:high] - begin
-    found = view.cells(view.found, low, high, columns)
+    recorded = view.cells(view.found, low, high, columns)
     expected = view.when[view.code[low:high]][:, columns]
-    np.add.at(gaps.found, site, (expected & found).sum(axis=1))
-    missing = expected & ~found
+    np.add.at(gaps.found, site, (expected & recorded).sum(axis=1))
+    missing = expected & ~recorded
     rows = np.flatnonzero(missing.any(axis=1))
     if not len(rows):
         return
-    reason = _reasons(view, slots, (low, high), columns, found, module_reason, rows)
+    reason = _reasons(view, slots, (low, high), columns, recorded, module_reason, rows)
     free = view.bits[columns] == 0
-    some, there = missing[rows], found[rows]
+    some, there = missing[rows], recorded[rows]
     lost = np.zeros(len(columns), np.uint8)
     for cause in reversed(CAUSES):
         lost[view.bits[columns] & cause > 0] = _CODE[_OF_CAUSE[cause]]
@@ -315,7 +315,7 @@ def _explain_block(
 
 
 def _reasons(
-    view: RankView, slots: Slots, block: tuple[int, int], columns: Integers, found: Flags,
+    view: RankView, slots: Slots, block: tuple[int, int], columns: Integers, recorded: Flags,
     module_reason: Integers, rows: Integers,
 ) -> npt.NDArray[np.uint8]:  # fmt: skip
     """Why some slots x steps would have no value even if nothing had been lost."""
@@ -323,7 +323,7 @@ def _reasons(
     site, module = slots.site[low:high][rows], slots.module[low:high][rows]
     root = slots.root_of[module]
     first = slots.first[module] - low
-    called = np.any([found[first + place] for place in range(len(OF_CALLS))], axis=0)
+    called = np.any([recorded[first + place] for place in range(len(OF_CALLS))], axis=0)
     graded = view.cells(view.found_with_grad, low, high, columns)
     with_grad = np.any([graded[first + place] for place in range(len(OF_CALLS))], axis=0)
     root_called, root_graded = view.called[root][:, columns], view.called_with_grad[root][:, columns]
@@ -341,7 +341,7 @@ def _reasons(
     put("disarmed", view.axis[columns][None, :] >= view.disarmed[low:high][rows][:, None])
     put("untapped", (view.untapped[low:high][rows] & (view.hidden[module] > 0))[:, None])
     put("evaluation", is_forward & ~is_value & ~root_graded & ~is_hidden[:, None])
-    shown = found[first + _VALUE_PLACE[np.minimum(site, len(OF_CALLS) - 1)]]
+    shown = recorded[first + _VALUE_PLACE[np.minimum(site, len(OF_CALLS) - 1)]]
     for key in ("tapped", "dtensor"):
         is_hidden = view.hidden[module] == HIDDEN.index(key) + 1
         put(key, is_forward & is_hidden[:, None] & called & ~shown)
@@ -352,14 +352,14 @@ def _reasons(
     codes[:] = np.where((codes == 0) & is_forward, of_module, codes)
 
     def of_site(name: str) -> Flags:
-        found: Flags = (site == SLOT_SITES.index(name))[:, None]
-        return found
+        recorded: Flags = (site == SLOT_SITES.index(name))[:, None]
+        return recorded
 
     def neighbour(name: str, other: str) -> tuple[Flags, Flags]:
         """Whether the parameter's slot of another site is there, and whether it was selected."""
         is_site, distance = site == SLOT_SITES.index(name), SLOT_SITES.index(name) - SLOT_SITES.index(other)
         there, chosen = np.zeros_like(updated), np.zeros((len(rows), 1), bool)
-        there[is_site] = found[rows[is_site] - distance]
+        there[is_site] = recorded[rows[is_site] - distance]
         chosen[is_site, 0] = view.selected[low:high][rows[is_site] - distance]
         return there, chosen
 
@@ -401,24 +401,24 @@ def _module_reasons(slots: Slots, view: RankView, has_rows: Flags, called: Flags
         ("bypassed", has_grad),
         ("unused", has_param & wants_grad),
     )
-    found = np.full(len(slots.modules), _CODE["never_called"])
+    reasons = np.full(len(slots.modules), _CODE["never_called"])
     for key, flags in reversed(order):
-        found[flags] = _CODE[key]
+        reasons[flags] = _CODE[key]
     # What hides a module, or that its children ran without it, explains its values whether or not it left other rows.
     has_params = np.array([bool(module.params) for module in slots.modules], bool)
-    found[~has_rows & has_params & ~np.isin(found, _EXPLAINED)] = _CODE["silent"]
-    return found
+    reasons[~has_rows & has_params & ~np.isin(reasons, _EXPLAINED)] = _CODE["silent"]
+    return reasons
 
 
 def _above(slots: Slots, flags: Flags) -> Flags:
     """Modules with a flagged one somewhere below them."""
-    found = np.zeros(len(flags), bool)
+    are_above = np.zeros(len(flags), bool)
     layer = slots.parent_of[flags]
     while len(layer := np.unique(layer[layer >= 0])):
-        layer = layer[~found[layer]]
-        found[layer] = True
+        layer = layer[~are_above[layer]]
+        are_above[layer] = True
         layer = slots.parent_of[layer]
-    return found
+    return are_above
 
 
 def _explain_empty_steps(
@@ -483,21 +483,21 @@ def _add_steps(
 
 def _details(view: RankView) -> dict[int, str]:
     """What the accounts and the shards of a rank say beyond the reason."""
-    found: dict[int, str] = {}
+    details: dict[int, str] = {}
     dropped = sorted({reason for writer in view.writers for reason in writer.balance.dropped})
     if dropped:
-        found[_CODE["dropped"]] = found[_CODE["perhaps_dropped"]] = ", ".join(dropped)
-    found[_CODE["retired"]] = retention(view.writers)
+        details[_CODE["dropped"]] = details[_CODE["perhaps_dropped"]] = ", ".join(dropped)
+    details[_CODE["retired"]] = retention(view.writers)
     if view.tied:
-        found[_CODE["tied"]] = f"tied to {listed(map(repr, sorted(set(view.tied.values()))))}"
+        details[_CODE["tied"]] = f"tied to {listed(map(repr, sorted(set(view.tied.values()))))}"
     damaged = [shard.path.name for writer in view.writers for shard in writer.shards if shard.damage]
     if damaged:
-        found[_CODE["corrupt"]] = ", ".join(damaged)
+        details[_CODE["corrupt"]] = ", ".join(damaged)
     ends = [writer.last_step for writer in view.writers if writer.state == "unclosed"]
     if ends:
         known = [str(end) for end in ends if end is not None]
-        found[_CODE["died"]] = f"the record ends in step {', '.join(known)}" if known else "there are no rows"
+        details[_CODE["died"]] = f"the record ends in step {', '.join(known)}" if known else "there are no rows"
     if view.last_step is not None:
-        found[_CODE["ended"]] = f"its last step is {view.last_step}"
-        found[_CODE["later"]] = f"its first step is {view.first_step}"
-    return found
+        details[_CODE["ended"]] = f"its last step is {view.last_step}"
+        details[_CODE["later"]] = f"its first step is {view.first_step}"
+    return details

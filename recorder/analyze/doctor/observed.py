@@ -113,8 +113,8 @@ def _codes(column: Any) -> _Codes:
         return np.zeros(0, np.int64), []
     if isinstance(encoded, pa.ChunkedArray):
         encoded = encoded.unify_dictionaries().combine_chunks()
-    found = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
-    return found, encoded.dictionary.to_pylist()
+    codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
+    return codes, encoded.dictionary.to_pylist()
 
 
 def _translate(codes: _Codes, meaning: dict[str, int]) -> Integers:
@@ -123,8 +123,8 @@ def _translate(codes: _Codes, meaning: dict[str, int]) -> Integers:
 
 
 def _is(codes: _Codes, text: str) -> Flags:
-    found: Flags = _translate(codes, {text: 1}) == 1
-    return found
+    flags: Flags = _translate(codes, {text: 1}) == 1
+    return flags
 
 
 def _modules(slots: Slots, roots: _Codes, paths: _Codes) -> Integers:
@@ -136,18 +136,20 @@ def _modules(slots: Slots, roots: _Codes, paths: _Codes) -> Integers:
     for pair in present.tolist():
         root, path = divmod(pair, len(paths[1]) + 1)
         places.append(slots.place.get((roots[1][root], paths[1][path]), -1))
-    found: Integers = np.array(places, np.int64)[inverse.reshape(-1)]
-    return found
+    modules: Integers = np.array(places, np.int64)[inverse.reshape(-1)]
+    return modules
 
 
 def _unknown(writer: RecordedWriter, codes: Mapping[str, _Codes]) -> Counter[tuple[str, str]]:
     """Return the words in a writer's rows that this version does not know, by kind."""
-    found = Counter({("column", name): count for name, count in writer.unknown_columns().items()})
+    unknown = Counter({("column", name): count for name, count in writer.unknown_columns().items()})
     for kind, known in (("site", SITE_OF), ("encoding", ENCODING_OF)):
         numbers, texts = codes[kind]
         counts = np.bincount(numbers[numbers >= 0], minlength=len(texts)).tolist()
-        found += Counter({(kind, text): count for text, count in zip(texts, counts, strict=True) if text not in known})
-    return found
+        unknown += Counter(
+            {(kind, text): count for text, count in zip(texts, counts, strict=True) if text not in known}
+        )
+    return unknown
 
 
 def _incomplete(numbers: dict[str, Integers], dtypes: _Codes, payload: Any) -> int:
@@ -181,5 +183,5 @@ def _lacking(columns: dict[str, Any], step: Integers) -> list[tuple[str, str, st
         return []
     named = {"present": present, "expected": expected, "mode": columns["mode"], "step": step}
     some = pa.table(named).filter(pa.array(lacks))
-    found = some.group_by(["present", "expected", "mode"]).aggregate([("step", "list")]).to_pylist()
-    return [(row["present"], row["expected"], row["mode"], np.array(row["step_list"], np.int64)) for row in found]
+    groups = some.group_by(["present", "expected", "mode"]).aggregate([("step", "list")]).to_pylist()
+    return [(row["present"], row["expected"], row["mode"], np.array(row["step_list"], np.int64)) for row in groups]

@@ -110,14 +110,14 @@ class RankView:
     def cells(self, keys: Integers, low: int, high: int, columns: Integers) -> Flags:
         """Return, for each slot of a block and each of some steps, whether the value is among the sorted `keys`."""
         num_steps = self.when.shape[1]
-        found = np.zeros((high - low, len(columns)), bool)
+        has_value = np.zeros((high - low, len(columns)), bool)
         begin, end = np.searchsorted(keys, [low * num_steps, high * num_steps])
         slot, step = np.divmod(keys[begin:end], num_steps)
         column = np.full(num_steps, -1)
         column[columns] = np.arange(len(columns))
         there = column[step] >= 0
-        found[slot[there] - low, column[step[there]]] = True
-        return found
+        has_value[slot[there] - low, column[step[there]]] = True
+        return has_value
 
 
 def _joined(some: Integers, more: Integers) -> Integers:

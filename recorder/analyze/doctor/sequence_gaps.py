@@ -96,10 +96,10 @@ def lost_steps(writers: Sequence[RecordedWriter], rows: Sequence[NumberedRows], 
                 size = np.where((when == TOTAL) | (gaps.earliest <= when) & (when <= gaps.latest), gaps.size, 0)
                 np.add.at(rooms[when], begin, np.minimum(size, _MANY))
                 np.add.at(rooms[when], end, -np.minimum(size, _MANY))
-    found = np.zeros(len(steps), np.uint8)
+    causes = np.zeros(len(steps), np.uint8)
     for cause, change in changes.items():
-        found[np.cumsum(change[:-1]) > 0] |= cause
-    return LostRows(found, np.cumsum(rooms, axis=1)[:, :-1])
+        causes[np.cumsum(change[:-1]) > 0] |= cause
+    return LostRows(causes, np.cumsum(rooms, axis=1)[:, :-1])
 
 
 def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) -> list[_Gaps]:
@@ -115,7 +115,7 @@ def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) 
     if balance.passed and not balance.num_missing:
         usual = usual_between
     everything = np.zeros(1, np.int64), np.full(1, _END)
-    found: list[_Gaps] = []
+    gaps_found: list[_Gaps] = []
     spans = _removed(writer, rows)
     if not len(rows.seq):
         cause = min((span[2] for span in spans), default=usual)
@@ -141,18 +141,18 @@ def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) 
             size = (after - before - 1)[of]
             if cause == DROPPED and balance.passed:
                 size = np.minimum(size, balance.num_dropped)
-            found.append(_Gaps(cause, first[of], last[of], size, earliest[of], latest[of]))
+            gaps_found.append(_Gaps(cause, first[of], last[of], size, earliest[of], latest[of]))
     rest = balance.observed - int(rows.seq[-1]) - 1
     end = np.array([_END if following is None else following - 1])
     tail = np.array([rows.step[-1]])
     at_end = min((kind for _, high, kind in spans if high == _END), default=None)
     if at_end is not None and rest > 0:
-        found.append(_Gaps.anytime(at_end, tail, np.maximum(tail, end), rest))
+        gaps_found.append(_Gaps.anytime(at_end, tail, np.maximum(tail, end), rest))
     elif is_open is not None:
-        found.append(_Gaps.anytime(is_open, tail, np.maximum(tail, end), rest))
+        gaps_found.append(_Gaps.anytime(is_open, tail, np.maximum(tail, end), rest))
     elif rest > 0 and usual != _PASSED:
-        found.append(_Gaps.anytime(usual, tail, np.maximum(tail, end), rest))
-    return found
+        gaps_found.append(_Gaps.anytime(usual, tail, np.maximum(tail, end), rest))
+    return gaps_found
 
 
 def _when(rows: NumberedRows, places: Integers) -> tuple[Integers, Integers]:
@@ -168,7 +168,7 @@ def _when(rows: NumberedRows, places: Integers) -> tuple[Integers, Integers]:
 
 def _removed(writer: RecordedWriter, rows: NumberedRows) -> list[tuple[int, int, int]]:
     """Numbers (exclusive on both sides) between which shards are damaged or were removed by retention."""
-    found = []
+    removed = []
     limits = _limits(rows, len(writer.shards))
     for kind in ("tensors", "stats"):
         shards = []
@@ -180,13 +180,13 @@ def _removed(writer: RecordedWriter, rows: NumberedRows) -> list[tuple[int, int,
         for position, (following, first, last, is_damaged) in enumerate(shards):
             rest = [low for _, low, _, _ in shards[position + 1 :] if low >= 0]
             if following > number + 1 and writer.balance.retired_rows:
-                found.append((high, first if first >= 0 else min(rest, default=_END), RETIRED))
+                removed.append((high, first if first >= 0 else min(rest, default=_END), RETIRED))
             if is_damaged:
-                found.append((high, min(rest, default=_END), DAMAGED))
+                removed.append((high, min(rest, default=_END), DAMAGED))
             number, high = following, max(high, last)
         if any(retired == kind and gone > number for retired, gone in writer.retired_shards):
-            found.append((high, _END, RETIRED))
-    return found
+            removed.append((high, _END, RETIRED))
+    return removed
 
 
 def _limits(rows: NumberedRows, num_shards: int) -> list[tuple[int, int]]:

@@ -97,15 +97,15 @@ class Slots:
         return len(self.module)
 
     def _parents(self) -> Integers:
-        found = np.full(len(self.modules), -1, np.int64)
+        parents = np.full(len(self.modules), -1, np.int64)
         for number, module in enumerate(self.modules):
             path = module.path
             while path and path.count(".") < _MAX_DEPTH:
                 path = path.rpartition(".")[0]
                 if (above := self.place.get((module.root, path))) is not None:
-                    found[number] = above
+                    parents[number] = above
                     break
-        return found
+        return parents
 
     def _lay_out(self) -> None:
         names: dict[str, int] = {"": 0}
@@ -150,16 +150,16 @@ class Slots:
             site: its place in `SLOT_SITES`, -1 for another.
             name: of a parameter or buffer by `name_code`, -1 for one that no module has.
         """
-        found = np.full(len(module), -1, np.int64)
+        slots = np.full(len(module), -1, np.int64)
         known = (module >= 0) & (site >= 0)
         forward = known & (site < len(OF_CALLS))
-        found[forward] = self.first[module[forward]] + site[forward]
+        slots[forward] = self.first[module[forward]] + site[forward]
         named = np.flatnonzero(known & (site >= len(OF_CALLS)) & (name >= 0))
         if len(named) and len(self._named):
             keys = self._key(module[named], site[named], name[named])
             at = np.minimum(np.searchsorted(self._named_keys, keys), len(self._named) - 1)
-            found[named] = np.where(self._named_keys[at] == keys, self._named[at], -1)
-        return found
+            slots[named] = np.where(self._named_keys[at] == keys, self._named[at], -1)
+        return slots
 
     def name_code(self, name: str) -> int:
         """The number of a parameter's or buffer's name; of optimizer state (``weight.exp_avg``) the parameter's."""
@@ -196,14 +196,14 @@ class Slots:
         return WriterSlots(selected[of_slots], hidden, disarmed[of_slots], untapped[of_slots], self._tied(modules))
 
     def _tied(self, modules: Sequence[tuple[Root, Described]]) -> dict[int, str]:
-        found: dict[int, str] = {}
+        tied: dict[int, str] = {}
         for root, module in modules:
             number = self.place[root.name, module.path]
             for name, first in module.tied.items():
                 of_module = range(self.first[number], self.first[number + 1])
                 code, states = self._name_codes.get(name), range(len(OF_CALLS), len(OF_CALLS) + len(OF_PARAMETERS))
-                found |= {slot: first for slot in of_module if self.name[slot] == code and self.site[slot] in states}
-        return found
+                tied |= {slot: first for slot in of_module if self.name[slot] == code and self.site[slot] in states}
+        return tied
 
 
 def _is_taken(own: Integers, above: Integers) -> Flags:
@@ -219,13 +219,13 @@ def _hidden(module: Described) -> int:
 
 
 def _join(described: Sequence[Sequence[tuple[Root, Described]]]) -> list[Module]:
-    found: dict[tuple[str, str], Module] = {}
+    module_of: dict[tuple[str, str], Module] = {}
     for root, one in (pair for modules in described for pair in modules):
         lists = [list(dict.fromkeys(names)) for names in (one.params, one.buffers, one.aliases)]
-        known = found.setdefault((root.name, one.path), Module(root.name, one.path, one.class_name, *lists))
+        known = module_of.setdefault((root.name, one.path), Module(root.name, one.path, one.class_name, *lists))
         for kept, more in zip((known.params, known.buffers, known.aliases), lists, strict=True):
             kept += [name for name in more if name not in kept]
-    return list(found.values())
+    return list(module_of.values())
 
 
 class RuleMatch(NamedTuple):
@@ -246,12 +246,12 @@ def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
         problems.append(f"there are {len(texts)} rules; those behind the first {_MAX_RULES} are not judged")
     for text in texts[:_MAX_RULES]:
         try:
-            found = parse_rules(text, takes_unknown_sites=True)
+            parsed = parse_rules(text, takes_unknown_sites=True)
         except (ConfigError, RecursionError) as error:
             problems.append(f"rule {text!r} cannot be read, so nothing is expected by it: {error}")
             continue
-        rules += found
-        if unknown := [site for rule in found for site in rule.site if site not in SITE_OF]:
+        rules += parsed
+        if unknown := [site for rule in parsed for site in rule.site if site not in SITE_OF]:
             sites = ", ".join(map(repr, unknown))
             problems.append(f"rule {text!r} names sites that are unknown to this version, and not judged: {sites}")
     try:
@@ -316,5 +316,5 @@ class _BoundedExpressions:
 
 def distinct(numbers: Integers) -> Integers:
     """Sorted, each once. By sorting: numpy's own looks integers up in a hash table, at a fifth of the speed."""
-    found = np.sort(numbers)
-    return found[np.insert(np.diff(found) > 0, 0, True)] if len(found) else found
+    ascending = np.sort(numbers)
+    return ascending[np.insert(np.diff(ascending) > 0, 0, True)] if len(ascending) else ascending

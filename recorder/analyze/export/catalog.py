@@ -113,10 +113,10 @@ def _ranges(writers: Sequence[RecordedWriter], max_rows: int) -> Iterator[tuple[
     if sum(writer.num_rows for writer in writers) <= max_rows:
         yield _FIRST_STEP, _LAST_STEP
         return
-    found = [_count(shard.columns(["step"])) for writer in writers for shard in writer.shards]
-    every = np.concatenate([steps for steps, _ in found])
+    counted = [_count(shard.columns(["step"])) for writer in writers for shard in writer.shards]
+    every = np.concatenate([steps for steps, _ in counted])
     steps, places = np.unique(every, return_inverse=True)
-    rows = np.bincount(places, np.concatenate([counts for _, counts in found]), len(steps))
+    rows = np.bincount(places, np.concatenate([counts for _, counts in counted]), len(steps))
     before = np.cumsum(rows) - rows  # a range begins where its number of rows does
     starts = np.flatnonzero(np.diff(before // max_rows, prepend=-1) > 0)
     edges = [_FIRST_STEP, *steps[starts[1:]].tolist(), _LAST_STEP]

@@ -46,7 +46,7 @@ def write_checkpoint(folder: Path, tensors: HasSpans, entries: Sequence[Entry], 
         UnsupportedError: this torch lacks an element type.
     """
     dtypes = {entry.name: _torch_dtype(entry) for entry in entries}
-    found: dict[str, Any] = {}
+    entries_by_name: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     with (folder / _DATA).open("xb") as file:
         for entry in entries:
@@ -57,13 +57,13 @@ def write_checkpoint(folder: Path, tensors: HasSpans, entries: Sequence[Entry], 
                 tensor = _as_tensor(values, dtypes[entry.name], shape)
                 places[MetadataIndex(entry.name, offsets, number)] = _save(file, tensor)
                 report(values.nbytes)
-            found[entry.name] = TensorStorageMetadata(
+            entries_by_name[entry.name] = TensorStorageMetadata(
                 TensorProperties(dtype=dtypes[entry.name]),
                 torch.Size(entry.shape),
                 [ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)) for offsets, shape in chunks],
             )
         _sync(file)
-    metadata = Metadata(found, {name: (name,) for name in found}, places, StorageMeta())
+    metadata = Metadata(entries_by_name, {name: (name,) for name in entries_by_name}, places, StorageMeta())
     metadata.version = _VERSION
     with (folder / _METADATA).open("xb") as file:
         pickle.dump(metadata, file)

@@ -125,9 +125,9 @@ class Export:
         for place, why in self._unreadable.items():
             places.setdefault(why, []).append(place)
         lines = []
-        for why, found in places.items():
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            lines.append(f"left out: {self._names[found[0]]}{more}, which cannot be read: {why}")
+        for why, unreadable in places.items():
+            more = f" and {len(unreadable) - 1} more" if len(unreadable) > 1 else ""
+            lines.append(f"left out: {self._names[unreadable[0]]}{more}, which cannot be read: {why}")
         more = f"left out: and more for {len(lines) - _MAX_NAMED} further reasons"
         return [*lines[:_MAX_NAMED], *([more] if len(lines) > _MAX_NAMED else [])]
 
@@ -216,8 +216,10 @@ class _RowsWithPayload:
         """Some rows of a range of steps as one table."""
         rows = self._rows.all_of(first, last)
         table = rows.table.take(pa.array(places))
-        found = zip(places, self._as_rows(table), self._has_bytes(table, (first, last), places), strict=True)
-        return _as_table([values for at, row, has in found for values in _parts(row, rows, at, has_bytes=has)])
+        rows_with_bytes = zip(places, self._as_rows(table), self._has_bytes(table, (first, last), places), strict=True)
+        return _as_table(
+            [values for at, row, has in rows_with_bytes for values in _parts(row, rows, at, has_bytes=has)]
+        )
 
     def one_by_one(self, steps: tuple[int, int], place: int) -> Iterator[Any]:
         """A large row in several tables."""
@@ -228,8 +230,8 @@ class _RowsWithPayload:
             yield _as_table([values])
 
     def _as_rows(self, table: Any) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = (table if self._takes_partial else without_numbers(table)).to_pylist()
-        return found
+        rows: list[dict[str, Any]] = (table if self._takes_partial else without_numbers(table)).to_pylist()
+        return rows
 
     def _has_bytes(self, table: Any, steps: tuple[int, int], places: Sequence[int]) -> list[bool]:
         is_whole = missing_ranks(table) == ""
@@ -293,10 +295,10 @@ def format_of(path: Path) -> str:
     Raises:
         LookupFailedError: it means none.
     """
-    found = path.suffix.removeprefix(".").lower()
-    if found not in FORMATS:
+    suffix = path.suffix.removeprefix(".").lower()
+    if suffix not in FORMATS:
         raise LookupFailedError(f"{path}: the name does not say which format; choose of {', '.join(FORMATS)}")
-    return found
+    return suffix
 
 
 def _parts(row: dict[str, Any], rows: Any, at: int, *, has_bytes: bool) -> Iterator[dict[str, Any]]:

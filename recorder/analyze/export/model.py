@@ -108,8 +108,8 @@ class Model:
         """Steps at which some rank recorded what is asked for, with its values."""
         is_asked = (pc.field("site") == SITES[self.what][0]) & (pc.field("root") == self.root)
         table = self._run.table(["step"], is_asked & pc.field("encoding").is_valid())
-        found: list[int] = sorted(table.column("step").unique().to_pylist())
-        return found
+        steps: list[int] = sorted(table.column("step").unique().to_pylist())
+        return steps
 
     def _mine(self, table: Any) -> Any:
         return table.filter((pc.field("root") == self.root) & pc.field("site").isin(SITES[self.what]))

@@ -33,21 +33,21 @@ def state_dict_of(run: Run, root: str) -> StateDict:
     Raises:
         UnsupportedError: the manifests say that there are too many.
     """
-    found = StateDict({}, set())
+    state_dict = StateDict({}, set())
     aliases: dict[str, str] = {}
     for module in (module for known in _roots(run) if known.name == root for module in known.modules):
         for name in module.params:
             own = full_name(module.path, name)
-            found.names.setdefault(own, module.tied.get(name, own))
+            state_dict.names.setdefault(own, module.tied.get(name, own))
         for name in module.buffers:
             own = full_name(module.path, name)
             if name in module.non_persistent:
-                found.left_out.add(own)
+                state_dict.left_out.add(own)
             else:
-                found.names.setdefault(own, own)
+                state_dict.names.setdefault(own, own)
         aliases |= dict.fromkeys(module.aliases, module.path)
-    _add_shared(found.names, aliases)
-    return found
+    _add_shared(state_dict.names, aliases)
+    return state_dict
 
 
 def full_name(path: str, name: str) -> str:

@@ -204,7 +204,7 @@ class Tensors:
         Raises:
             LookupFailedError: nothing is selected, or nothing of it has values.
         """
-        found: list[Entry] = []
+        entries: list[Entry] = []
         times: Counter[str] = Counter()
         num_selected = 0
         columns = [*NAMING, *ORIGIN, "at", "dtype", "shape"]
@@ -218,17 +218,17 @@ class Tensors:
                 if times[name] > 1:  # rows that no key tells apart, as of a damaged run
                     name = f"{name}/again={times[name]}"
                 num_bytes = math.prod(shape) * item_bytes(dtype)
-                found.append(Entry((chosen.first, chosen.last), at, name, dtype, shape, num_bytes, row, origin))
+                entries.append(Entry((chosen.first, chosen.last), at, name, dtype, shape, num_bytes, row, origin))
         if not num_selected:
             raise self.explain_nothing()
-        if not found and partial and not self._options.partial:
+        if not entries and partial and not self._options.partial:
             raise LookupFailedError(f"{' '.join(partial.notes(is_taken=False))}, and nothing else is selected")
-        if not found:
+        if not entries:
             raise LookupFailedError(
                 f"none of the {num_selected} selected rows has values, only statistics: export them with --to parquet, "
                 "or record with keep=tensor"
             )
-        return found
+        return entries
 
     def explain_nothing(self) -> LookupFailedError:
         """The error for a selection that matches nothing."""
@@ -241,14 +241,14 @@ class Tensors:
         Args:
             rows: the range of steps, the place among its rows, and the element type.
         """
-        found: dict[Place, str] = {}
+        unreadable: dict[Place, str] = {}
         for first, last, at, dtype in rows:
             try:
                 for _ in row_spans(self._large.all_of(first, last), at, dtype):
                     pass
             except RunError as error:
-                found[(first, last), at] = str(error)
-        return found
+                unreadable[(first, last), at] = str(error)
+        return unreadable
 
     def in_turn(self, entries: Sequence[Entry]) -> InTurn:
         """The bytes of tensors that are asked for in this very order."""

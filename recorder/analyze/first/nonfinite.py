@@ -98,16 +98,16 @@ class NonFiniteFinder:
 
     def _notes(self) -> list[str]:
         """What is not a finding and should be known."""
-        found = list(self._masks.values())[:_MAX_NOTED]
+        notes = list(self._masks.values())[:_MAX_NOTED]
         if len(self._masks) > _MAX_NOTED:
-            found.append(f"{len(self._masks) - _MAX_NOTED} more values are infinite from their first record on")
+            notes.append(f"{len(self._masks) - _MAX_NOTED} more values are infinite from their first record on")
         if self._unchecked:
             why = "have neither statistics nor values and could not be looked at; keep=stats records them"
-            found.append(f"{self._unchecked} rows {why}")
-        found += [f"could not be looked at: {problem}" for problem in self._problems[:_MAX_PROBLEMS]]
+            notes.append(f"{self._unchecked} rows {why}")
+        notes += [f"could not be looked at: {problem}" for problem in self._problems[:_MAX_PROBLEMS]]
         if len(self._problems) > _MAX_PROBLEMS:
-            found.append(f"{len(self._problems) - _MAX_PROBLEMS} more values could not be read")
-        return found
+            notes.append(f"{len(self._problems) - _MAX_PROBLEMS} more values could not be read")
+        return notes
 
 
 class _Counts:
@@ -139,9 +139,9 @@ class _Counts:
 
     def bad(self) -> npt.NDArray[np.bool_]:
         """Rows of these steps that are not finite, without those that are excused."""
-        found = ((self.nan > 0) | (self.inf > 0)) & ~self.excused()
-        found[: self._timeline.num_firsts] = False
-        return np.asarray(found)
+        bad = ((self.nan > 0) | (self.inf > 0)) & ~self.excused()
+        bad[: self._timeline.num_firsts] = False
+        return np.asarray(bad)
 
     def firsts(self) -> Firsts:
         """The first record of each value, and where that is infinite of each of its shapes: what excuses later ones."""
@@ -160,11 +160,11 @@ class _Counts:
     def search(self) -> int | None:
         """The first bad row, once every row before it is known."""
         while True:
-            found = np.flatnonzero(self.bad())
-            limit = int(found[0]) if len(found) else self._timeline.num_rows
+            bad_rows = np.flatnonzero(self.bad())
+            limit = int(bad_rows[0]) if len(bad_rows) else self._timeline.num_rows
             num_before = int(np.searchsorted(self._todo, limit))
             if not num_before:
-                return limit if len(found) else None
+                return limit if len(bad_rows) else None
             for row, values in self._timeline.arrays(self._todo[:num_before]):
                 last = row
                 if self._is_bad(row, values):

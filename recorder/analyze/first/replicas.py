@@ -164,18 +164,18 @@ class ReplicaFinder:
     def _notes(self) -> list[str]:
         """What could not be compared."""
         nothing, alone, after = self._num_uncompared
-        found = []
+        notes = []
         if nothing:
-            found.append(f"{nothing} replicas have neither fingerprints nor statistics nor values to compare")
+            notes.append(f"{nothing} replicas have neither fingerprints nor statistics nor values to compare")
         if alone:
-            found.append(f"{alone} replicas have statistics alone: they are equal, which proves nothing")
+            notes.append(f"{alone} replicas have statistics alone: they are equal, which proves nothing")
         if after:
-            found.append(f"{after} replicas after the first that differs have no fingerprints and were not compared")
+            notes.append(f"{after} replicas after the first that differs have no fingerprints and were not compared")
         if self._own:
-            found.append(
+            notes.append(
                 f"{len(self._own)} parameters, gradients and states are each rank's own, as experts' are: left out"
             )
-        return found + self._problems
+        return notes + self._problems
 
     def _why_none(self) -> str:
         """Why nothing could be compared, if nothing was."""
@@ -259,12 +259,12 @@ class _Replicas:
 
     def search(self, asked: npt.NDArray[np.bool_]) -> int | None:
         """The first of the groups asked for that differs, once every one before it is known."""
-        found = np.flatnonzero(self._differs & asked)
-        limit = int(found[0]) if len(found) else self._groups.num_groups
+        differing = np.flatnonzero(self._differs & asked)
+        limit = int(differing[0]) if len(differing) else self._groups.num_groups
         for number in np.flatnonzero(self._is_open[:limit] & asked[:limit]).tolist():
             if self._read(number):
                 return int(number)
-        return limit if len(found) else None
+        return limit if len(differing) else None
 
     def first_numbers(self, asked: npt.NDArray[np.bool_]) -> Integers:
         """For each value that ever differs its first group that does."""
@@ -302,8 +302,8 @@ class _Replicas:
 
     def describe_buffer(self, number: int) -> Differing:
         """The first difference of a buffer, and whether the buffer differs in its last record, too."""
-        found = self.describe(number)
-        return _with_last(found, self.differs_last(_name(found.place)))
+        difference = self.describe(number)
+        return _with_last(difference, self.differs_last(_name(difference.place)))
 
     def differs_last(self, name: _Name) -> bool | None:
         """Whether ranks differ in the last record of a buffer; None where that is not known."""
@@ -369,9 +369,9 @@ class _Replicas:
             if name != "step":
                 same &= timeline.codes[name] == timeline.codes[name][row]
         same &= timeline.codes["step"] < timeline.codes["step"][row]
-        found = np.flatnonzero(same)
-        if len(found):
-            return timeline.place(int(found[-1]))
+        equal = np.flatnonzero(same)
+        if len(equal):
+            return timeline.place(int(equal[-1]))
         if self._equal is None:
             return None
         values = {name: timeline.table.column(name)[row].as_py() for name in SERIES_KEY}
@@ -428,8 +428,8 @@ def _are_own(timeline: Timeline, facts: Topology) -> npt.NDArray[np.bool_]:
     named = zip(
         *(timeline.table.column(name).take(pa.array(cells.firsts)).to_pylist() for name in columns), strict=True
     )
-    found = np.array([facts.own_parameters.has(root, path, name) for root, path, name in named], np.bool_)
-    return np.asarray(found[cells.ids] if len(found) else np.zeros(timeline.num_rows, np.bool_))
+    are_own = np.array([facts.own_parameters.has(root, path, name) for root, path, name in named], np.bool_)
+    return np.asarray(are_own[cells.ids] if len(are_own) else np.zeros(timeline.num_rows, np.bool_))
 
 
 def _is_boxed(placements: str) -> bool:
@@ -443,8 +443,8 @@ def _shards(table: Any) -> Integers:
     pairs = group([codes(table.column(name)) for name in ("placements", "mesh")])
     texts = table.select(["placements", "mesh"]).take(pa.array(pairs.firsts)).to_pylist()
     numbers: dict[Any, int] = {None: 0}
-    found = [numbers.setdefault(_shard(text["placements"], text["mesh"]), len(numbers)) for text in texts]
-    return np.array([*found, 0], np.int64)[pairs.ids]
+    shards = [numbers.setdefault(_shard(text["placements"], text["mesh"]), len(numbers)) for text in texts]
+    return np.array([*shards, 0], np.int64)[pairs.ids]
 
 
 def _shard(placements: str | None, mesh: str | None) -> tuple[int, ...] | None:
@@ -497,15 +497,15 @@ def _leaders(run: Run, timeline: Timeline, facts: Topology) -> tuple[Integers, s
 
 def _syncs(run: Run) -> dict[str, str]:
     """Return, by root, what wrappers do to buffers, where a manifest says so."""
-    found: dict[str, str] = {}
+    syncs: dict[str, str] = {}
     for writer in run.writers:
         for root in writer.manifest.roots:
             facts = root.data_parallel
             if facts is not None and facts.kind in ("fsdp1", "fsdp2"):
-                found[root.name] = OWN
+                syncs[root.name] = OWN
             elif facts is not None and facts.kind == "ddp" and facts.broadcast_buffers is not None:
-                found[root.name] = BROADCAST if facts.broadcast_buffers else NEVER
-    return found
+                syncs[root.name] = BROADCAST if facts.broadcast_buffers else NEVER
+    return syncs
 
 
 def _noted_by_merge(timeline: Timeline) -> Iterator[Differing]:

@@ -192,8 +192,8 @@ class Timeline:
             if not len(inside):
                 continue
             there = view.rows(first, last)
-            wanted, found = common_ids(table.take(pa.array(inside)), there.table, ("step", "rank", "attempt", "seq"))
-            place_of = dict(zip(*(side.tolist() for side in join(wanted, found)), strict=True))
+            wanted, present = common_ids(table.take(pa.array(inside)), there.table, ("step", "rank", "attempt", "seq"))
+            place_of = dict(zip(*(side.tolist() for side in join(wanted, present)), strict=True))
             for number, row in enumerate(rows[inside].tolist()):
                 try:
                     yield row, there.array(place_of[number]) if number in place_of else self.array(row)
@@ -259,23 +259,23 @@ def _stages(run: Run, facts: Topology, table: Any) -> Integers:
         notes, texts = encode(table.column("note"))
         of_text = np.array([-1 if (stage := stage_of(text)[0]) is None else stage for text in texts] + [-1], np.int64)
         return of_text[notes]
-    found = np.full(table.num_rows, -1, np.int64)
+    stages = np.full(table.num_rows, -1, np.int64)
     of_root = {(run.writers[number].rank, root): stage.number for (number, root), stage in facts.stages.items()}
     if of_root:
         is_value = ~holds(table.column("site"), NUMBERS.__contains__)
         ranks, (roots, names) = integers(table.column("rank")), encode(table.column("root"))
         for (rank, root), stage in of_root.items():
             if root in names:
-                found[is_value & (ranks == rank) & (roots == names.index(root))] = stage
-    return found
+                stages[is_value & (ranks == rank) & (roots == names.index(root))] = stage
+    return stages
 
 
 def is_equal(column: Any, value: object) -> npt.NDArray[np.bool_]:
     """Which rows of a column hold a value; None for null."""
     if isinstance(value, str):
         return holds(column, value.__eq__)
-    found = column.is_null() if value is None else pc.equal(column, value).fill_null(False)
-    return np.array(found.to_numpy(), np.bool_)
+    flags = column.is_null() if value is None else pc.equal(column, value).fill_null(False)
+    return np.array(flags.to_numpy(), np.bool_)
 
 
 class Attempts:

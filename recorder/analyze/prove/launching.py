@@ -153,7 +153,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _runs_of(folder: Path, before: set[str], recorded: Observed) -> list[Run]:
     """Find the new runs of a folder that a process of the recorded launch has written."""
     pids = {rank.pid for rank in recorded.ranks.values()}
-    found = []
+    runs = []
     if not folder.is_dir():
         return []
     for listed in runs_in(folder):
@@ -164,8 +164,8 @@ def _runs_of(folder: Path, before: set[str], recorded: Observed) -> list[Run]:
         except RecorderError:
             continue
         if any(writer.manifest.pid in pids for writer in run.writers):
-            found.append(run)
-    return found
+            runs.append(run)
+    return runs
 
 
 def _keep(proof: Proof, run: Path) -> None:

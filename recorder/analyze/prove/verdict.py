@@ -107,13 +107,13 @@ def judge(plain: Observed, again: Observed, recorded: Observed, *, num_steps: in
 
 def _unseeded(plain: Observed, again: Observed) -> set[str]:
     """Return the random states that differ from the first step on because nobody has seeded them."""
-    found = set()
+    unseeded = set()
     for rank, seen in plain.ranks.items():
         other = again.ranks.get(rank)
         if other is not None and other.looks and seen.looks:
             a, b = seen.looks[0].digests, other.looks[0].digests
-            found |= {key for key in _UNSEEDED if a.get(key) != b.get(key)}
-    return found
+            unseeded |= {key for key in _UNSEEDED if a.get(key) != b.get(key)}
+    return unseeded
 
 
 def _unread(plain: Observed) -> list[str]:
@@ -123,18 +123,18 @@ def _unread(plain: Observed) -> list[str]:
 
 def _compare(a: Observed, b: Observed, ignored: set[str]) -> _Course:
     """Compare the ranks that both have, up to the first step that differs."""
-    found: list[_Difference] = []
+    differences: list[_Difference] = []
     num_compared = 0
     for rank in a.ranks.keys() & b.ranks.keys():
         for one, other in zip(a.ranks[rank].looks, b.ranks[rank].looks, strict=False):
             keys = (one.digests.keys() | other.digests.keys()) - ignored
             differing = [key for key in keys if one.digests.get(key) != other.digests.get(key)]
             num_compared += len(keys)
-            found += [_Difference(one.step, rank, key) for key in differing]
+            differences += [_Difference(one.step, rank, key) for key in differing]
             if differing:
                 break
-    first = min((difference.step for difference in found), default=None)
-    return _Course(sorted(one for one in found if one.step == first), num_compared)
+    first = min((difference.step for difference in differences), default=None)
+    return _Course(sorted(one for one in differences if one.step == first), num_compared)
 
 
 def _ends(a: Observed, b: Observed) -> str:

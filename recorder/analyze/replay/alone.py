@@ -142,12 +142,12 @@ def _replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
         called = torch.compile(module) if options.compile else module
         _seed(facts, device, notes)
         try:
-            found = dict(_run(called, args, kwargs, facts, tensors, inputs, dtype))
+            replayed = dict(_run(called, args, kwargs, facts, tensors, inputs, dtype))
         except Exception as error:
             raise CannotReplay(f"the call fails here: {type(error).__name__}: {error}") from error
-    found |= {f"grad.{name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
-    compared = [_compare(name, tensors[name], found[name]) for name in tensors if name in found]
-    missing = [name for name in tensors if name.startswith("output.") and name not in found]
+    replayed |= {f"grad.{name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
+    compared = [_compare(name, tensors[name], replayed[name]) for name in tensors if name in replayed]
+    missing = [name for name in tensors if name.startswith("output.") and name not in replayed]
     if missing or not compared:
         raise CannotReplay(f"the module returned something else than was recorded: no {', '.join(missing) or 'output'}")
     return sorted(compared, key=lambda one: (not one.name.startswith("output"), one.name)), notes
@@ -217,7 +217,7 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     (num_bytes,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + num_bytes])
     body = memoryview(bytearray(data[8 + num_bytes :]))
-    found = {}
+    tensors = {}
     for name, one in header.items():
         if name == "__metadata__":
             continue
@@ -226,8 +226,8 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
             raise ValueError(f"{name} ends behind the end of {path.name}")
         dtype = getattr(torch, _TYPES[one["dtype"]])
         flat = torch.frombuffer(body[start:stop], dtype=dtype) if stop > start else torch.empty(0, dtype=dtype)
-        found[name] = flat.reshape(one["shape"])
-    return found
+        tensors[name] = flat.reshape(one["shape"])
+    return tensors
 
 
 def _other_versions(facts: Mapping[str, Any]) -> Iterator[str]:
@@ -342,21 +342,21 @@ def _inputs(
     facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return each argument by name: the leaf that takes its gradient, and the tensor that the module gets."""
-    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    inputs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for name, about in facts["tensors"].items():
         if not name.startswith("input."):
             continue
         source = about.get("same_as", name)
-        if source in found:
-            found[name] = found[source]
+        if source in inputs:
+            inputs[name] = inputs[source]
             continue
         leaf = tensors[name].to(device, _type_of(tensors[name], dtype))
         if about["requires_grad"] and facts["grad"] and not facts["inference"]:
             leaf = leaf.clone().requires_grad_()
-            found[name] = leaf, _Enter.apply(leaf, about)  # type: ignore[no-untyped-call]
+            inputs[name] = leaf, _Enter.apply(leaf, about)  # type: ignore[no-untyped-call]
         else:
-            found[name] = leaf, _strided(leaf, about)
-    return found
+            inputs[name] = leaf, _strided(leaf, about)
+    return inputs
 
 
 def _value(node: Mapping[str, Any], inputs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Any:
@@ -436,25 +436,25 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _leaves(item, f"{name}{join}{key}")
 
 
-def _compare(name: str, recorded: torch.Tensor, found: torch.Tensor) -> Compared:
-    found = found.detach().cpu()
-    if tuple(found.shape) != tuple(recorded.shape):
+def _compare(name: str, recorded: torch.Tensor, replayed: torch.Tensor) -> Compared:
+    replayed = replayed.detach().cpu()
+    if tuple(replayed.shape) != tuple(recorded.shape):
         return Compared(name, DIFFERENT, float("nan"), float("nan"), recorded.numel(), recorded.numel())
-    is_equal = found.dtype == recorded.dtype and torch.equal(_bits(found), _bits(recorded))
+    is_equal = replayed.dtype == recorded.dtype and torch.equal(_bits(replayed), _bits(recorded))
     if is_equal or not recorded.numel():
         return Compared(name, EQUAL, 0.0, 0.0, 0, recorded.numel())
     if not (recorded.is_floating_point() or recorded.is_complex()):
-        num_differing = int((recorded != found).sum())
+        num_differing = int((recorded != replayed).sum())
         return Compared(
             name, DIFFERENT if num_differing else EQUAL, float("nan"), float("nan"), num_differing, recorded.numel()
         )
     wide = torch.complex128 if recorded.is_complex() else torch.float64
-    a, b = recorded.to(wide), found.to(wide)
+    a, b = recorded.to(wide), replayed.to(wide)
     is_finite = a.isfinite() & b.isfinite()
     apart = (a - b).abs()[is_finite]
     largest, scale = (float(x.max()) if x.numel() else 0.0 for x in (apart, a.abs()[is_finite]))
     is_same_elsewhere = bool(((a == b) | (a.isnan() & b.isnan()))[~is_finite].all())
-    narrowest = max(torch.finfo(recorded.dtype).eps, torch.finfo(found.dtype).eps)
+    narrowest = max(torch.finfo(recorded.dtype).eps, torch.finfo(replayed.dtype).eps)
     is_rounding = is_same_elsewhere and largest <= ROUNDING * narrowest * scale
     verdict = ROUNDED if is_rounding else TOTAL if name.startswith("grad_input") else DIFFERENT
     num_differing = int((a != b).sum()) - int((a.isnan() & b.isnan()).sum())

@@ -87,7 +87,7 @@ def _calls_of(run: Run, path: str, step: int, rank: int) -> list[RecordedCall]:
     tied = {name for info in run.modules.values() for name in info.tied.values()}
     local = [row for row in local if not row["repeat"] and _full_name(row) not in tied]
     newest = max((row["attempt"] for row in heads), default=0)
-    found = []
+    calls = []
     for head in heads:
         if head["attempt"] != newest:
             continue
@@ -96,12 +96,12 @@ def _calls_of(run: Run, path: str, step: int, rank: int) -> list[RecordedCall]:
         slice_ = {column: head[column] for column in _KEY if column != "call"}
         is_alone = sum(all(other[column] == value for column, value in slice_.items()) for other in heads) == 1
         of_slice = [row for row in local if all(row[column] == value for column, value in slice_.items())]
-        found.append(
+        calls.append(
             RecordedCall(
                 module_path=path, step=step, rank=rank, key=key, rows=of_call, gradients=of_slice if is_alone else ()
             )
         )
-    return sorted(found, key=lambda call: (call.key["micro_step"] or 0, call.key["call"]))
+    return sorted(calls, key=lambda call: (call.key["micro_step"] or 0, call.key["call"]))
 
 
 def _full_name(row: Mapping[str, Any]) -> str:

@@ -41,10 +41,10 @@ def count_without(table: Any) -> Counter[str]:
 
 def _why(note: str | None, placements: str | None, has: int) -> str | None:
     told = untrusted.members(note)
-    found = [] if has == _HAS_ALL else [_no_statistics(told, placements, has)]
+    reasons = [] if has == _HAS_ALL else [_no_statistics(told, placements, has)]
     if isinstance(told.get("per_rank"), str):
-        found.append(f"per rank: {told['per_rank']}")
-    return "; ".join(filter(None, found)) or None  # of a row with counts and no more these tell: nothing is finite
+        reasons.append(f"per rank: {told['per_rank']}")
+    return "; ".join(filter(None, reasons)) or None  # of a row with counts and no more these tell: nothing is finite
 
 
 def _no_statistics(told: dict[str, Any], placements: str | None, has: int) -> str:

@@ -156,7 +156,7 @@ def _constructor(module: nn.Module, cls: type[Any]) -> dict[str, Any] | None:
     if not cls.__module__.startswith("torch.nn.modules.") or is_made_of_others:
         return None
     held = {name for name, _ in module.named_parameters(recurse=False)}
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     parameters = list(inspect.signature(cls.__init__).parameters.values())
     if issubclass(cls, nn.RNNBase):
         parameters = list(inspect.signature(nn.RNNBase.__init__).parameters.values())
@@ -165,16 +165,16 @@ def _constructor(module: nn.Module, cls: type[Any]) -> dict[str, Any] | None:
         if name in _NO_SETTINGS:
             continue
         if name in _OF_PARAMETERS and not isinstance(getattr(module, name, None), bool):
-            found[name] = not held.isdisjoint(_OF_PARAMETERS[name])
+            arguments[name] = not held.isdisjoint(_OF_PARAMETERS[name])
         elif hasattr(module, name) and (node := _setting(getattr(module, name))) is not None:
-            found[name] = node
+            arguments[name] = node
         elif parameter.default is parameter.empty:
             return None
     if cls is nn.RNN:
-        found["nonlinearity"] = module.nonlinearity
+        arguments["nonlinearity"] = module.nonlinearity
     if cls in (nn.RNN, nn.GRU):  # which refuse it
-        del found["proj_size"]
-    return found
+        del arguments["proj_size"]
+    return arguments
 
 
 def _setting(value: Any) -> Any:

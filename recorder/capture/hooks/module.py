@@ -125,8 +125,8 @@ class Watch:
 
     def _find_rule_sets(self) -> Mapping[str, int]:
         selection = self.capture.selection
-        found = selection.rule_sets(self.node_path, self.class_name, self._is_leaf, is_callable=self._is_callable)
-        return {**found, **dict.fromkeys(self._disarmed, NOTHING)} if self._disarmed else found
+        rule_sets = selection.rule_sets(self.node_path, self.class_name, self._is_leaf, is_callable=self._is_callable)
+        return {**rule_sets, **dict.fromkeys(self._disarmed, NOTHING)} if self._disarmed else rule_sets
 
     def _asks_for_local(self, rule_sets: Mapping[str, int]) -> bool:
         has_parameters = any(True for _ in self.own("_parameters"))

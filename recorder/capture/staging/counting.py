@@ -47,12 +47,12 @@ def count(data: npt.NDArray[np.uint8], dtype: str, decoded: Iterable[npt.NDArray
 
 def _count_floats(bits: npt.NDArray[Any], shift: int, bins: Bins) -> None:
     half = len(bins) // 2
-    found = np.bincount((bits >> bits.dtype.type(shift)).astype(np.int64), minlength=len(bins)).astype(np.uint64)
+    counts = np.bincount((bits >> bits.dtype.type(shift)).astype(np.int64), minlength=len(bins)).astype(np.uint64)
     for sign in (0, half):
         zero, infinite = (bits.dtype.type((sign + exponent) << shift) for exponent in (0, half - 1))
-        found[sign] -= np.uint64(np.count_nonzero(bits == zero))
-        found[sign + half - 1] = np.count_nonzero(bits == infinite)
-    bins += found
+        counts[sign] -= np.uint64(np.count_nonzero(bits == zero))
+        counts[sign + half - 1] = np.count_nonzero(bits == infinite)
+    bins += counts
 
 
 def _count_integers(values: npt.NDArray[Any], num_bytes: int, bins: Bins) -> None:

@@ -74,10 +74,10 @@ class DeviceMeasure:
             columns = _statistics(values) if self._keep & KEEP_STATS else [nothing] * len(_BoxResult._fields)
             fingerprint = _fingerprint(values, shape, weights) if self._keep & KEEP_FINGERPRINT else nothing
             results.append(torch.stack([*columns, fingerprint]))
-        found = torch.stack(results).reshape(-1)
+        statistics = torch.stack(results).reshape(-1)
         if not isinstance(self._sides, Sides):
-            return found
-        return torch.cat((found, self._sum_units(flat, self._sides).view(torch.int64).reshape(-1)))
+            return statistics
+        return torch.cat((statistics, self._sum_units(flat, self._sides).view(torch.int64).reshape(-1)))
 
     def _sum_units(self, flat: torch.Tensor, sides: Sides) -> torch.Tensor:
         """Return the sums of x and x^2, the largest magnitude and the number of zeros of each unit, as float64."""

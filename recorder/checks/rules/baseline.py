@@ -32,9 +32,9 @@ class BaselineRule(Rule):
         new = self.catalog.series[len(self._series) :]
         if new:
             self._series = np.append(self._series, self.normal.numbers(new))
-        found = self._series[rows.series]
-        self._is_known |= bool((found >= 0).any())
-        return found
+        numbers = self._series[rows.series]
+        self._is_known |= bool((numbers >= 0).any())
+        return numbers
 
     def finish(self) -> Iterator[Finding]:
         """Say where there is nothing to compare with."""
@@ -83,8 +83,8 @@ class Unusual(BaselineRule):
         lanes, said = rows.lanes[own.rows], self._said[own.statistic]
         with np.errstate(invalid="ignore"):
             flags = far > self.thresholds["spreads"]
-        found = streaks(lanes, flags, self._streaks[own.statistic])
-        reached = np.flatnonzero((found >= self.thresholds["records"]) & (said[lanes] == 0))
+        lengths = streaks(lanes, flags, self._streaks[own.statistic])
+        reached = np.flatnonzero((lengths >= self.thresholds["records"]) & (said[lanes] == 0))
         for place in reached[begins(lanes[reached])].tolist():
             said[lanes[place : place + 1]] = np.ones(1)
             side = "above" if above[place] > 0 else "below"
@@ -132,13 +132,14 @@ class Invariant(BaselineRule):
         for what, places, holds in self.measures.held(rows):
             lanes, said = rows.lanes[places], self._said[what]
             is_broken = self.normal.always(series[places], what) & ~holds
-            found = streaks(lanes, is_broken, self._streaks[what])
-            reached = np.flatnonzero((found >= self.thresholds["records"]) & (said[lanes] == 0))
+            lengths = streaks(lanes, is_broken, self._streaks[what])
+            reached = np.flatnonzero((lengths >= self.thresholds["records"]) & (said[lanes] == 0))
             for place in reached[begins(lanes[reached])].tolist():
                 said[lanes[place : place + 1]] = np.ones(1)
                 yield self.finding(
                     int(lanes[place]), int(rows.steps[places[place]]), f"in the sound runs it {_words(what)}",
-                    "records in which it does not", float(found[place]), self.thresholds["records"], _SEVERITIES[what],
+                    "records in which it does not", float(lengths[place]), self.thresholds["records"],
+                    _SEVERITIES[what],
                 )  # fmt: skip
 
     def finish(self) -> Iterator[Finding]:

@@ -98,8 +98,8 @@ class CourseRule(Rule):
 
     def _course_of(self, lanes: Integers) -> Integers:
         """The course that each row belongs to."""
-        found = self._number[lanes]
-        for lane in np.unique(lanes[np.isnan(found)]).tolist():
+        courses = self._number[lanes]
+        for lane in np.unique(lanes[np.isnan(courses)]).tolist():
             key, rank = self.catalog.series[int(self.catalog.series_of[lane])], int(self.catalog.rank_of[lane])
             what = (_LOSS, rank, f"{key.name} {key.mode}") if key.site == "scalar" else (_NORM, rank, key.scope)
             self._number[np.array([lane])] = np.array([self._courses.number(what, lane)], np.float64)

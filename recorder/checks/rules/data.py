@@ -90,13 +90,13 @@ class Data(Rule):
         for number, memory in enumerate(self._before, 1):
             was = previous(lanes, was.copy(), memory)
             period = np.where((period == 0) & (was == marks), number, period)
-        found = streaks(lanes, period > 0, self._repeats)
-        reached = np.flatnonzero((found >= self.thresholds["repeats"]) & (self._is_repeat_said[lanes] == 0))
+        lengths = streaks(lanes, period > 0, self._repeats)
+        reached = np.flatnonzero((lengths >= self.thresholds["repeats"]) & (self._is_repeat_said[lanes] == 0))
         for place in reached[begins(lanes[reached])].tolist():
             self._is_repeat_said[lanes[place : place + 1]] = np.ones(1)
             what = f"the batch is that of {int(period[place])} records before, again and again"
             limit = self.thresholds["repeats"]
-            yield self.finding(int(lanes[place]), int(steps[place]), what, "records in a row", found[place], limit)
+            yield self.finding(int(lanes[place]), int(steps[place]), what, "records in a row", lengths[place], limit)
 
 
 class _Still:
@@ -120,10 +120,10 @@ class _Still:
             yield from self._judge(rows, name, flags, is_label)
 
     def _judge(self, rows: Rows, name: str, flags: Flags, is_label: Flags) -> Iterator[tuple[int, int, str, int]]:
-        found = streaks(rows.lanes, flags, self._streaks[name])
-        reached = np.flatnonzero((found >= self._repeats) & (self._said[rows.lanes] == 0))
+        lengths = streaks(rows.lanes, flags, self._streaks[name])
+        reached = np.flatnonzero((lengths >= self._repeats) & (self._said[rows.lanes] == 0))
         for place in reached[begins(rows.lanes[reached])].tolist():
             self._said[rows.lanes[place : place + 1]] = np.ones(1)
             what = "the labels never change" if name == "same" else "all labels of a batch are equal"
             words = what if is_label[place] else "all elements of the input are equal"
-            yield int(rows.lanes[place]), int(rows.steps[place]), words, int(found[place])
+            yield int(rows.lanes[place]), int(rows.steps[place]), words, int(lengths[place])

@@ -103,11 +103,11 @@ def command(
 
 
 def _others(option: str, paths: Sequence[str], run: Run) -> list[Run]:
-    found = [open_run(path) for path in dict.fromkeys(paths)]
-    for path, one in zip(dict.fromkeys(paths), found, strict=True):
+    runs = [open_run(path) for path in dict.fromkeys(paths)]
+    for path, one in zip(dict.fromkeys(paths), runs, strict=True):
         if str(one.path) == str(run.path):
             raise LookupFailedError(f"{option} {path}: is the run that is checked: expected another one")
-    return found
+    return runs
 
 
 def _document(run: Run, checked: Checked) -> dict[str, object]:
@@ -136,10 +136,10 @@ def _print(run: Run, checked: Checked, typed: str) -> None:
     for note in checked.notes:
         say(f"note: {note}")
     judged = f"{checked.num_judged} of {counted(checked.num_rules, 'rule')}"
-    found = ", ".join(
+    tally = ", ".join(
         counted(sum(one.worst.severity is severity for one in folded), severity.word) for severity in reversed(Severity)
     )
-    say(f"{run.name}: {judged} judged {counted(checked.num_rows, 'row')}: {found if folded else 'nothing found'}")
+    say(f"{run.name}: {judged} judged {counted(checked.num_rows, 'row')}: {tally if folded else 'nothing found'}")
 
 
 def fold(findings: Sequence[Finding]) -> list[Folded]:
@@ -147,9 +147,9 @@ def fold(findings: Sequence[Finding]) -> list[Folded]:
     groups: dict[tuple[object, ...], list[Finding]] = {}
     for one in findings:
         groups.setdefault((one.rule, one.severity, one.what, one.site, one.measure), []).append(one)
-    found = []
+    folded = []
     for some in (some for group in groups.values() for some in _with_equal_names(group)):
-        found.append(
+        folded.append(
             Folded(
                 worst=some[0],
                 paths=list(dict.fromkeys(one.module_path for one in some)),
@@ -159,7 +159,7 @@ def fold(findings: Sequence[Finding]) -> list[Folded]:
                 ranks=sorted({rank for one in some for rank in one.ranks}),
             )
         )
-    return found
+    return folded
 
 
 def _with_equal_names(findings: Sequence[Finding]) -> list[list[Finding]]:
@@ -209,11 +209,11 @@ def _command(typed: str, one: Folded) -> str:
 
 def _reasons(unjudged: Sequence[Unjudged]) -> list[tuple[str, list[str]]]:
     """Rules that lack the same, together."""
-    found: dict[str, list[str]] = {}
+    rules_of: dict[str, list[str]] = {}
     for one in unjudged:
         setting = f"; the next time add the rule '{one.setting}'" if one.setting else ""
-        found.setdefault(one.why + setting, []).append(one.rule)
-    return list(found.items())
+        rules_of.setdefault(one.why + setting, []).append(one.rule)
+    return list(rules_of.items())
 
 
 def _list(rules: Sequence[type[Rule]], thresholds: Thresholds, *, as_json: bool) -> int:

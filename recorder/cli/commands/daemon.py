@@ -147,13 +147,13 @@ def _ship(settings: Any, reload: Any, *, once: bool) -> int:
 def _status(settings: Any, *, as_json: bool) -> int:
     from ...daemon.state import running, state_folder
 
-    found = running(state_folder(settings.state))
+    daemons = running(state_folder(settings.state))
     if as_json:
-        print_json(found)
-        return int(not found)
-    if not found:
+        print_json(daemons)
+        return int(not daemons)
+    if not daemons:
         say("no daemon is at work here")
-    for one in found:
+    for one in daemons:
         num_left = counted(one.get("backlog_files", 0), "file")
         say(
             f"process {one.get('pid')} ships {', '.join(one.get('watch', ()))} to {one.get('to')}: "
@@ -169,7 +169,7 @@ def _status(settings: Any, *, as_json: bool) -> int:
             say(f"{counted(one['conflicts'], 'conflict')}: something else is there under the name of a file")
         if time.time() - one.get("time_s", 0) > 60:
             say(f"it has said nothing since {moment(int(one.get('time_s', 0) * 1e9))}")
-    return int(not found)
+    return int(not daemons)
 
 
 def _keep_house(

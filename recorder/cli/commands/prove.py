@@ -54,20 +54,20 @@ def command(
     launched = prepare(environ, rest)
     if shutil.which(launched[0], path=environ.get("PATH")) is None:
         raise ConfigError(f"cannot run {launched[0]!r}: no such program")
-    found = prove(launched, environ, num_steps=steps, report=_say_launch)
-    proof = found.proof
+    proved = prove(launched, environ, num_steps=steps, report=_say_launch)
+    proof = proved.proof
     if as_json:
-        runs = [str(run.path) for run in found.runs]
+        runs = [str(run.path) for run in proved.runs]
         members = {name: getattr(proof, name) for name in ("verdict", "text", "steps", "ranks", "first_step", "notes")}
-        print_json({**members, "runs": runs, "said": found.said})
+        print_json({**members, "runs": runs, "said": proved.said})
         return _EXIT_CODES.get(proof.verdict, 2)
-    if found.said:
-        for line in found.said.splitlines():
+    if proved.said:
+        for line in proved.said.splitlines():
             say(f"  | {printable(line)}")
     for note in proof.notes:
         say_state("note", note)
     say_state(proof_state(proof), proof.text)
-    for run in found.runs:
+    for run in proved.runs:
         say(f"kept with {printable(run.name)}; recorder doctor {shlex.quote(typed_for(run.path, run.name))} shows it")
     return _EXIT_CODES.get(proof.verdict, 2)
 

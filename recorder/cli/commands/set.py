@@ -125,17 +125,17 @@ def _unmatched(run: Run, rule: Rule) -> str | None:
 
 
 def _list(run: Run, *, as_json: bool) -> int:
-    found = run.commands
+    commands = run.commands
     if as_json:
-        entries = [command_members(one) | {"answers": answer_members(run, one)} for one in found.sound]
-        print_json({"run": str(run.path), "commands": entries, "problems": list(found.problems)})
-        return int(bool(found.problems))
+        entries = [command_members(one) | {"answers": answer_members(run, one)} for one in commands.sound]
+        print_json({"run": str(run.path), "commands": entries, "problems": list(commands.problems)})
+        return int(bool(commands.problems))
     for one in told(run, with_dumps=True):
         say(f"command {one.command.number}: {describe(one.command)}, by {one.command.by or 'somebody'}")
         for line in one.lines:
             say(f"  {line}")
-    for problem in found.problems:
+    for problem in commands.problems:
         say(f"note: no command: {problem}")
-    if not found.sound and not found.problems:
+    if not commands.sound and not commands.problems:
         say("it was told nothing")
-    return int(bool(found.problems))
+    return int(bool(commands.problems))

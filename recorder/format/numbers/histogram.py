@@ -181,20 +181,20 @@ class Histogram:
         at = np.asarray(edges, np.float64)
         if at.ndim != 1 or len(at) < 2 or not (np.diff(at) > 0).all():
             raise ValueError("edges: expected at least two ascending numbers")
-        found = np.zeros(len(at) - 1)
+        counts = np.zeros(len(at) - 1)
         for whole, count in self._ascending():
             if not count or math.isinf(whole.low):
                 continue
             bounds = self._clipped(whole)
             if bounds.low == bounds.high:
                 place = int(np.searchsorted(at, bounds.low, side="right")) - 1
-                place -= place == len(found) and bounds.low == at[-1]
-                if 0 <= place < len(found):
-                    found[place] += count
+                place -= place == len(counts) and bounds.low == at[-1]
+                if 0 <= place < len(counts):
+                    counts[place] += count
             else:
                 inside = np.clip(at, bounds.low, bounds.high)
-                found += count * (np.diff(inside / 2) / (bounds.high / 2 - bounds.low / 2))
-        return found
+                counts += count * (np.diff(inside / 2) / (bounds.high / 2 - bounds.low / 2))
+        return counts
 
     def to_bytes(self) -> bytes:
         """As the column has it: the shortest form, so that equal histograms have equal bytes."""
@@ -234,10 +234,10 @@ class Histogram:
 
 def added(histograms: Iterable[Histogram]) -> Histogram:
     """That of all values of several."""
-    found = Histogram()
+    total = Histogram()
     for one in histograms:
-        found = found + one
-    return found
+        total = total + one
+    return total
 
 
 def _packed(first: int, negative: Counts, positive: Counts, infinite: Counts) -> bytes:

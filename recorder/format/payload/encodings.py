@@ -120,27 +120,27 @@ def _read_planes(source: memoryview, payload_bytes: int, item_bytes: int) -> Byt
 
 
 def _join_planes(pieces: Pieces, item_bytes: int) -> list[memoryview]:
-    found = [_find_planes(source, payload_bytes, item_bytes) for source, payload_bytes in pieces]
-    return [of_one[k] for k in range(item_bytes) for of_one in found]
+    planes_of = [_find_planes(source, payload_bytes, item_bytes) for source, payload_bytes in pieces]
+    return [of_one[k] for k in range(item_bytes) for of_one in planes_of]
 
 
 def _find_planes(source: memoryview, payload_bytes: int, item_bytes: int) -> list[memoryview]:
     """The frames of each plane: every plane begins a frame."""
-    found: list[memoryview] = []
+    plane_frames: list[memoryview] = []
     num_items = payload_bytes // item_bytes
     begin = position = total = 0
     while position < len(source) and total < payload_bytes:
         frame = measure_frame(source[position:])
         position += frame.frame_bytes
         total += frame.content_bytes
-        if total == num_items * (len(found) + 1):
-            found.append(source[begin:position])
+        if total == num_items * (len(plane_frames) + 1):
+            plane_frames.append(source[begin:position])
             begin = position
     expect_bytes("zstd content", total, payload_bytes)
     expect_bytes("payload", len(source), position)
-    if len(found) != item_bytes:
-        raise CorruptError(f"payload of {len(found)} planes that begin a frame: expected {item_bytes}")
-    return found
+    if len(plane_frames) != item_bytes:
+        raise CorruptError(f"payload of {len(plane_frames)} planes that begin a frame: expected {item_bytes}")
+    return plane_frames
 
 
 def _write_planes(writer: PayloadWriter, data: Bytes, item_bytes: int, out: Bytes, huffman: Kernels | None) -> int:
@@ -226,13 +226,13 @@ def encoding_of(name: str) -> Encoding:
     Raises:
         UnsupportedError: it is unknown to this version.
     """
-    found = ENCODING_OF.get(name)
-    if found is None:
+    encoding = ENCODING_OF.get(name)
+    if encoding is None:
         raise UnsupportedError(
             f"payload encoding {name!r} is unknown to this version of recorder, which reads {', '.join(ENCODINGS)}; "
             "a later version reads it, and all other columns of the row can be read"
         )
-    return found
+    return encoding
 
 
 def target_of(name: str, payload: object) -> int | None:

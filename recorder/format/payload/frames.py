@@ -118,11 +118,11 @@ def measure_frame(source: Any) -> Frame:
     return Frame(position + 4, parameters.content_size)
 
 
-def expect_bytes(what: str, found: int, expected: int) -> None:
+def expect_bytes(what: str, num_bytes: int, expected: int) -> None:
     """Refuse a number of bytes that is not the expected one.
 
     Raises:
         CorruptError: it is not; the message begins with `what`.
     """
-    if found != expected:
-        raise CorruptError(f"{what} of {found} bytes: expected {expected}")
+    if num_bytes != expected:
+        raise CorruptError(f"{what} of {num_bytes} bytes: expected {expected}")

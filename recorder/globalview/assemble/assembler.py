@@ -112,8 +112,8 @@ class Assembler:
         """The payload of a rank's own tensor as it is."""
         tensor = self._whole(position)
         for part, start in zip(tensor.positions, (0, *tensor.ends), strict=False):
-            found = self._payloads.encoded(part)
-            yield PayloadPart(found.encoding, [memoryview(found.data)], found.payload_bytes, start)
+            encoded = self._payloads.encoded(part)
+            yield PayloadPart(encoded.encoding, [memoryview(encoded.data)], encoded.payload_bytes, start)
 
     def parts(self, plan: Plan, positions: Sequence[int]) -> Iterator[PayloadPart]:
         """The payload of a global tensor, part by part."""
@@ -204,14 +204,14 @@ class Assembler:
         return out.view(_items(dtype))
 
     def _decoded_part(self, position: int) -> npt.NDArray[np.uint8]:
-        found = self._decoded.get(position)
-        if found is None:
-            found = self._decoded[position] = self._decode(position)
+        decoded = self._decoded.get(position)
+        if decoded is None:
+            decoded = self._decoded[position] = self._decode(position)
             while len(self._decoded) > 1 and sum(map(len, self._decoded.values())) > _CACHE_BYTES:
                 self._decoded.popitem(last=False)
         else:
             self._decoded.move_to_end(position)
-        return found
+        return decoded
 
     def _check_claims(self, plan: Plan, positions: Sequence[int]) -> None:
         """Before a whole tensor is allocated: its parts must hold what their rows say, by their frames' own headers.
@@ -239,10 +239,10 @@ class Assembler:
 
     def _decode(self, position: int) -> npt.NDArray[np.uint8]:
         """The bytes of a part: as many as its metadata row promised, which an index may have said, not the shard."""
-        found = self._payloads.decoded(position)
-        if len(found) != self._rows.numbers("payload_bytes")[position]:
+        decoded = self._payloads.decoded(position)
+        if len(decoded) != self._rows.numbers("payload_bytes")[position]:
             raise CorruptError(f"{self._where(position)}: its payload is not as long as its index says")
-        return found
+        return decoded
 
     def _whole(self, position: int) -> Tensor:
         """The local tensor of a row.
@@ -269,10 +269,10 @@ class Assembler:
         at: Positions = np.flatnonzero(parts > 0)
         writers = rows.writer_numbers(at).tolist()
         bases = (rows.numbers("seq")[at] - parts[at]).tolist()
-        found: dict[tuple[int, int], list[int]] = {}
+        further_parts: dict[tuple[int, int], list[int]] = {}
         for position, writer, base in zip(at.tolist(), writers, bases, strict=True):
-            found.setdefault((writer, base), []).append(position)
-        return found
+            further_parts.setdefault((writer, base), []).append(position)
+        return further_parts
 
     def _find_tensor(self, position: int) -> Tensor | None:
         rows = self._rows

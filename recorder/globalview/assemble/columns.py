@@ -50,7 +50,7 @@ class GlobalColumns:
         own: dict[str, list[Any]] = {name: self._of_firsts(name) for name in ("dtype", "encoding", "note")}
         dtypes = [plan.dtype or dtype for plan, dtype in zip(plans, own["dtype"], strict=True)]
         has_values = [self._assembler.has_payload(*one) for one in zip(plans, self._positions, strict=True)]
-        encodings = [(own["encoding"][i] or PLAIN) if found else None for i, found in enumerate(has_values)]
+        encodings = [(own["encoding"][i] or PLAIN) if is_there else None for i, is_there in enumerate(has_values)]
         numels = [math.prod(plan.global_shape) for plan in plans]
         columns: dict[str, list[Any]] = {
             **{column.name: [0 if column.is_required else None] * len(values) for column in _MEANINGLESS},
@@ -80,17 +80,17 @@ class GlobalColumns:
     def _of_firsts(self, name: str) -> list[Any]:
         """A column of the first chunks."""
         at = np.array([positions[0] for positions in self._positions], np.int64)
-        found: list[Any] = self._metadata.take(name, at).to_pylist()
-        return found
+        values: list[Any] = self._metadata.take(name, at).to_pylist()
+        return values
 
     def _were_recorded(self, has_values: Sequence[bool]) -> list[bool]:
         """Whether any rank recorded the values of a row; looked up for those that have none here."""
-        rows = [positions for positions, found in zip(self._positions, has_values, strict=True) if not found]
+        rows = [positions for positions, has_own in zip(self._positions, has_values, strict=True) if not has_own]
         at = np.array([position for positions in rows for position in positions], np.int64)
         is_there = iter(self._metadata.take("encoding", at).is_valid().to_pylist() if rows else ())
         return [
-            found or any(list(islice(is_there, len(positions))))
-            for positions, found in zip(self._positions, has_values, strict=True)
+            has_own or any(list(islice(is_there, len(positions))))
+            for positions, has_own in zip(self._positions, has_values, strict=True)
         ]
 
     def _fingerprints(self, dtypes: Sequence[str]) -> list[str | None]:
@@ -99,19 +99,19 @@ class GlobalColumns:
             for plan, positions in zip(self._plans, self._positions, strict=True)
         ]
         texts = self._metadata.take("fingerprint", np.array([at for one in used for at in one], np.int64)).to_pylist()
-        found: list[str | None] = []
+        fingerprints: list[str | None] = []
         start = 0
         for plan, positions, dtype in zip(self._plans, used, dtypes, strict=True):
             own = texts[start : start + len(positions)]
             start += len(positions)
             if not _is_copied(plan) or any(len(fill.region.boxes) > 1 for fill in plan.fills):
-                found.append(None)  # a strided shard's was taken of it as it lies in memory
+                fingerprints.append(None)  # a strided shard's was taken of it as it lies in memory
             elif len(own) == 1 and plan.fills[0].moved is None:
-                found.append(own[0])
+                fingerprints.append(own[0])
             else:
                 moves = [fill.moved for fill in plan.fills]
-                found.append(combine_fingerprints(own, moves, ITEM_BYTES.get(dtype, 1)))
-        return found
+                fingerprints.append(combine_fingerprints(own, moves, ITEM_BYTES.get(dtype, 1)))
+        return fingerprints
 
     def _statistics(self) -> tuple[dict[str, list[Any]], list[str | None]]:
         """Combined statistics by name, and why some values have none."""
@@ -130,9 +130,9 @@ class GlobalColumns:
         at = np.array(positions, np.int64)
         chunks = {name: _floats(metadata.take(name, at)) for name in (*STATISTICS, *COUNTS)}
         numels = metadata.numbers("numel")[at].astype(np.float64)
-        found = combine(chunks, numels, np.array(factors), np.array(starts, np.int64))
+        combined = combine(chunks, numels, np.array(factors), np.array(starts, np.int64))
         columns: dict[str, list[Any]] = {}
-        for name, column in found.items():
+        for name, column in combined.items():
             has_none = np.isnan(column) | np.array([reason is not None for reason in reasons])
             kind: Any = int if name in COUNTS else float
             columns[name] = [
@@ -171,13 +171,13 @@ class GlobalColumns:
 
     def _units(self, reasons: Sequence[str | None]) -> list[bytes | None]:
         """Sums over the units of each value; None where its statistics are missing too, for the reason given."""
-        found: list[bytes | None] = [None] * len(self._plans)
+        units: list[bytes | None] = [None] * len(self._plans)
         if self._metadata.column("units").null_count == self._metadata.num_rows:
-            return found
+            return units
         for i, plan in enumerate(self._plans):
             if reasons[i] is None and plan.fills:
-                found[i] = self._units_of(i, plan)
-        return found
+                units[i] = self._units_of(i, plan)
+        return units
 
     def _units_of(self, i: int, plan: Plan) -> bytes | None:
         """The sums over the units of a value, from those of its chunks: units side by side, or added."""

@@ -188,9 +188,11 @@ class GlobalRows:
 
     def _find_cut(self, columns: dict[str, Any]) -> npt.NDArray[np.bool_]:
         """Rows that stay per rank and lack a further part: they have no values to give."""
-        found = columns["payload_bytes"].fill_null(NONE).to_numpy()
+        payload_bytes = columns["payload_bytes"].fill_null(NONE).to_numpy()
         is_cut = np.zeros(len(self._sources), bool)
-        for i in np.flatnonzero((found != NONE) & (found < _whole_bytes(columns["dtype"], columns["numel"]))).tolist():
+        for i in np.flatnonzero(
+            (payload_bytes != NONE) & (payload_bytes < _whole_bytes(columns["dtype"], columns["numel"]))
+        ).tolist():
             source = self._sources[i]
             is_cut[i] = isinstance(source, int) and self._assembler.tensor(source) is None
         return is_cut

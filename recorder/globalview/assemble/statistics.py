@@ -44,12 +44,12 @@ def combine(chunks: Mapping[str, Floats], numels: Floats, factors: Floats, start
         }
         lows, highs = scaled["min"], scaled["max"]
         scaled |= {"min": np.where(negative, highs, lows), "max": np.where(negative, lows, highs)}
-    found = merge(scaled, num_finite, num_finite > 0, starts)
+    merged = merge(scaled, num_finite, num_finite > 0, starts)
     # One chunk alone keeps what was measured, bit by bit: a mean is not always sum / n to the last digit.
     same = (np.diff([*starts, len(numels)]) == 1) & (factors[starts] == 1.0)
     for name in STATISTICS:
-        found[name] = np.where(same, chunks[name][starts], np.where(is_known, found[name], np.nan))
-    return {**found, **{name: np.where(is_known, values, np.nan) for name, values in counts.items()}}
+        merged[name] = np.where(same, chunks[name][starts], np.where(is_known, merged[name], np.nan))
+    return {**merged, **{name: np.where(is_known, values, np.nan) for name, values in counts.items()}}
 
 
 def combine_fingerprints(

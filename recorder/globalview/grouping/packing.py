@@ -48,10 +48,10 @@ def mix(columns: Sequence[npt.NDArray[Any]]) -> Ints:
 def bits_of(column: Any) -> Ints:
     """A column of numbers as integers that are equal where the values are, NaN and null included."""
     values = (column.fill_null(0) if column.null_count else column).to_numpy()
-    found: Ints = values.view(np.int64).copy()
+    bits: Ints = values.view(np.int64).copy()
     if column.null_count:
-        found[column.is_null().to_numpy()] = NULL
-    return found
+        bits[column.is_null().to_numpy()] = NULL
+    return bits
 
 
 def digest(columns: Sequence[Ints]) -> Ints:

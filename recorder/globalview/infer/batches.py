@@ -107,11 +107,11 @@ class RootBatches:
 
     @cached_property
     def _slices(self) -> dict[tuple[str, str, int], dict[int, set[int]]]:
-        found: dict[tuple[str, str, int], dict[int, set[int]]] = {}
+        micro_steps: dict[tuple[str, str, int], dict[int, set[int]]] = {}
         for (root, mode, step, micro_step), of_ranks in self._calls.items():
             for rank in of_ranks:
-                found.setdefault((root, mode, step), {}).setdefault(rank, set()).add(micro_step)
-        return found
+                micro_steps.setdefault((root, mode, step), {}).setdefault(rank, set()).add(micro_step)
+        return micro_steps
 
     @cached_property
     def _calls(self) -> dict[_When, dict[int, list[_Call]]]:
@@ -129,21 +129,21 @@ class RootBatches:
         }
         bits = {name: bits_of(rows.take(name, positions)) for name in (*STATISTICS, *COUNTS)}
         is_measured, statistics = bits[MEASURED] != NULL, digest([*bits.values()])
-        found: dict[_When, dict[int, list[_Call]]] = {}
+        calls: dict[_When, dict[int, list[_Call]]] = {}
         last: dict[tuple[_When, int], int] = {}
         for i in range(len(positions)):
             root, mode, name, shape, global_shape, dtype, content = (text_of(columns[n], i) for n in names)
             if not content and is_measured[i] and dtype.startswith(("float", "bfloat")):
                 content = str(statistics[i])
             when, rank = (root, mode, numbers["step"][i], numbers["micro_step"][i]), numbers["rank"][i]
-            of_rank = found.setdefault(when, {}).setdefault(rank, [])
+            of_rank = calls.setdefault(when, {}).setdefault(rank, [])
             if last.get((when, rank)) != numbers["call"][i]:
                 last[when, rank] = numbers["call"][i]
                 of_rank.append(_Call(numbers["seq"][i], {}))
             sizes = parse_shape(global_shape or shape)
             if sizes:
                 of_rank[-1].leaves[name] = _Leaf(sizes, content)
-        return found
+        return calls
 
 
 def _batches(
@@ -152,11 +152,11 @@ def _batches(
     expected: tuple[int, ...],
     varies: Callable[[str], bool],
 ) -> tuple[Batch, ...]:
-    found: list[Batch] = []
+    batches: list[Batch] = []
     for of_ranks in calls:
         if all(rank in of_ranks for rank in ranks):
-            found += [batch for batch in _of_call(of_ranks, ranks, expected, varies) if batch not in found]
-    return tuple(found[:_MAX_BATCHES]) or NO_BATCH
+            batches += [batch for batch in _of_call(of_ranks, ranks, expected, varies) if batch not in batches]
+    return tuple(batches[:_MAX_BATCHES]) or NO_BATCH
 
 
 def _of_call(
@@ -178,15 +178,15 @@ def _of_call(
     for some in (own or leaves).values():
         sizes = tuple(leaf.shape[0] for leaf in some)
         num_dims[sizes] = max(num_dims.get(sizes, 0), len(some[0].shape))
-    found = []
+    batches = []
     for sizes in sorted(votes, key=lambda sizes: (-votes[sizes], -num_dims[sizes])):
         name = next(name for name, some in (own or leaves).items() if tuple(leaf.shape[0] for leaf in some) == sizes)
         all_leaves = [of_ranks[rank].leaves.get(name) if rank in of_ranks else None for rank in expected]
         known = [leaf.shape[0] for leaf in all_leaves if leaf is not None]
         total = sum(known) if len(known) == len(expected) else None
         inner = {math.prod(leaf.shape[1:stop]) for leaf in all_leaves if leaf for stop in range(2, len(leaf.shape) + 1)}
-        found.append(Batch(sizes, not differing, tuple(sorted(inner - {0, 1})), total))
-    return found
+        batches.append(Batch(sizes, not differing, tuple(sorted(inner - {0, 1})), total))
+    return batches
 
 
 def _are_shared(leaves: Sequence[_Leaf]) -> bool:

@@ -63,12 +63,12 @@ class Comparison:
 
     def pattern(self) -> tuple[tuple[int, ...], ...]:
         """Which rows have the same fingerprint, and which the same statistics: of each the first of its like."""
-        found = []
+        patterns = []
         for column in (self._grouped.fingerprints, self._grouped.statistics):
             numbers = column[self._places].tolist()
             first: dict[int, int] = {}
-            found.append(tuple(NONE if n == NONE else first.setdefault(n, i) for i, n in enumerate(numbers)))
-        return tuple(found)
+            patterns.append(tuple(NONE if n == NONE else first.setdefault(n, i) for i, n in enumerate(numbers)))
+        return tuple(patterns)
 
     def replication(self) -> Replication:
         return self._across_steps.replication(None)
@@ -106,10 +106,10 @@ class Comparison:
         if is_measured and (statistics != statistics[0]).any():
             return False
         self.has_read = True
-        found = self._is_same(self._grouped.chosen[list(places)].tolist())
-        if found is None and is_measured and self._is_float:
-            self.is_by_statistics = found = True
-        return found
+        is_same = self._is_same(self._grouped.chosen[list(places)].tolist())
+        if is_same is None and is_measured and self._is_float:
+            self.is_by_statistics = is_same = True
+        return is_same
 
 
 class ComparisonOfSome:

@@ -118,8 +118,8 @@ class Leaves:
             sample, every = self._values_of(leaf)
             _, is_void, _ = self._load()
             numbers = self._spread([number for number in every if not is_void[number]])
-            found = [sample.cut(number, chunks) for number in numbers] if sample is not None else []
-            self._cuts[key] = {dim for dim in found if isinstance(dim, int)}
+            dims = [sample.cut(number, chunks) for number in numbers] if sample is not None else []
+            self._cuts[key] = {dim for dim in dims if isinstance(dim, int)}
         return self._cuts[key]
 
     def varies(self, root: str, mode: str, name: str) -> bool:
@@ -148,8 +148,8 @@ class Leaves:
 
     def _values_of(self, leaf: Leaf) -> tuple[Sample | None, list[int]]:
         sample, _, _ = self._load()
-        found = None if sample is None else sample.leaves.get(leaf)
-        return sample, [] if found is None else found.tolist()
+        values = None if sample is None else sample.leaves.get(leaf)
+        return sample, [] if values is None else values.tolist()
 
     def _spread(self, numbers: Sequence[int]) -> list[int]:
         """A few of them, the first and the last among these."""
@@ -158,8 +158,8 @@ class Leaves:
 
     def _moments(self, leaf: Leaf) -> list[BatchDims]:
         sample, numbers = self._values_of(leaf)
-        found = [sample.moment(number) for number in self._spread(numbers)] if sample is not None else []
-        return [one for one in found if one is not None]
+        moments = [sample.moment(number) for number in self._spread(numbers)] if sample is not None else []
+        return [one for one in moments if one is not None]
 
     def _judge(self, leaf: Leaf, chunks: ChunkKeys | None) -> Replication:
         sample, every = self._values_of(leaf)
@@ -168,22 +168,22 @@ class Leaves:
             return Replication.UNKNOWN
         grouped = sample.grouped
         numbers = [number for number in every if not grouped.has_nan[number]]
-        found: set[Observation] = set()
+        observations: set[Observation] = set()
         if chunks is None:
             is_unequal = grouped.equal == 0
             if any(is_unequal[number] for number in numbers):
-                found.add(Observation.UNEQUAL)
+                observations.add(Observation.UNEQUAL)
             numbers = [number for number in numbers if not is_unequal[number]]
         numbers = [number for number in numbers if not is_void[number]]
         sure = [number for number in numbers if not is_doubtful[number]]
-        found |= {sample.look(number, chunks) for number in self._spread(sure)}
+        observations |= {sample.look(number, chunks) for number in self._spread(sure)}
         in_doubt = [number for number in numbers if is_doubtful[number]]
-        found |= {sample.look(number, chunks) for number in self._spread(in_doubt)} - {Observation.PERHAPS}
-        if Observation.EQUAL in found:
+        observations |= {sample.look(number, chunks) for number in self._spread(in_doubt)} - {Observation.PERHAPS}
+        if Observation.EQUAL in observations:
             return Replication.REPLICATED
-        if Observation.UNEQUAL in found:
+        if Observation.UNEQUAL in observations:
             return Replication.DISTINCT
-        if Observation.PERHAPS in found and Observation.REPEATED not in found:
+        if Observation.PERHAPS in observations and Observation.REPEATED not in observations:
             return Replication.DISTINCT if chunks is None and self._follows_the_batch(leaf) else Replication.REPLICATED
         return Replication.UNKNOWN
 

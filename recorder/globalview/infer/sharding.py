@@ -74,22 +74,22 @@ class ShardingInference:
         """
         parameters, dims_beside = self._step(wanted.step)
         ranks = tuple(chunk.rank for chunk in chunks)
-        found: set[int] = {*known}
-        if not found and all(chunk.shape for chunk in chunks) and self._is_linear(wanted.root, wanted.module_path):
-            found = _common([_by_parameters(parameters, wanted, chunk, ranks) for chunk in chunks])
-        if not found:
+        dims: set[int] = {*known}
+        if not dims and all(chunk.shape for chunk in chunks) and self._is_linear(wanted.root, wanted.module_path):
+            dims = _common([_by_parameters(parameters, wanted, chunk, ranks) for chunk in chunks])
+        if not dims:
             places = [(wanted.root, chunk.rank, chunk.shape) for chunk in chunks]
             cuts = [dims_beside.get(place, set()) if place not in self._whole else set() for place in places]
-            found = _common([{cut.dim for cut in some if _is_of(cut, ranks)} for some in cuts])
-            if len(found) == 1 and any(chunk.shape.count(chunk.shape[min(found)]) > 1 for chunk in chunks):
-                found = set()  # a copy of such a value that is turned round has the same shape
+            dims = _common([{cut.dim for cut in some if _is_of(cut, ranks)} for some in cuts])
+            if len(dims) == 1 and any(chunk.shape.count(chunk.shape[min(dims)]) > 1 for chunk in chunks):
+                dims = set()  # a copy of such a value that is turned round has the same shape
         shapes = ", ".join(str(list(shape)) for shape in dict.fromkeys(chunk.shape for chunk in chunks))
         why = f"ranks {', '.join(map(str, ranks[:8]))} share a batch, and their tensors of {shapes} differ"
-        if len(found) == 1:
-            (dim,) = found
+        if len(dims) == 1:
+            (dim,) = dims
             others = {(*chunk.shape[:dim], *chunk.shape[dim + 1 :]) for chunk in chunks}
             return dim if len(others) == 1 else NoPlan("per_rank", f"{why} in other dims than {dim}, which is cut")
-        more = f"values beside them are cut along dims {sorted(found)}" if found else "nothing says how they are one"
+        more = f"values beside them are cut along dims {sorted(dims)}" if dims else "nothing says how they are one"
         return NoPlan("per_rank", f"{why}; {more}; --layout '...=shard(DIM)' can")
 
     def _step(self, step: int) -> tuple[dict[object, set[_ShardedDim]], dict[object, set[_ShardedDim]]]:
@@ -116,7 +116,7 @@ class ShardingInference:
         ranks = rows.numbers("rank")[positions]
         codes = np.stack([*(keys.codes for keys in columns.values()), ranks])
         _, firsts = np.unique(codes, axis=1, return_index=True)
-        found = []
+        sharded = []
         for i in firsts.tolist():
             root, path, site, shape, whole, placements, mesh = (text_of(columns[name], i) for name in _COLUMNS)
             chunk = RankChunk(int(ranks[i]), "", parse_shape(shape), parse_shape(whole), None, placements, mesh)
@@ -124,8 +124,8 @@ class ShardingInference:
             if site in ACTIVATIONS and chunk.shape == chunk.global_shape:
                 self._whole.add((root, chunk.rank, chunk.shape))
             if values_of(site) == "param" or (site in ACTIVATIONS and len(cuts) == 1):
-                found += [(site, root, path, chunk.rank, chunk.shape, cut) for cut in cuts]
-        return found
+                sharded += [(site, root, path, chunk.rank, chunk.shape, cut) for cut in cuts]
+        return sharded
 
     def _equal(self, step: int) -> set[object]:
         """Root, rank and shape of plain values that several ranks have alike to the last bit; no constants, no NaN."""
@@ -175,7 +175,7 @@ def _cuts_of(chunk: RankChunk) -> list[_ShardedDim]:
         return []
     if any(at >= num for at, num in zip(coordinate, shape, strict=True)):
         return []
-    found = []
+    sharded_dims = []
     for axis, (placement, num) in enumerate(zip(placements, shape, strict=True)):
         kind, dim = placement.get("kind"), placement.get("dim")
         if kind == "Replicate" or num == 1:
@@ -190,8 +190,8 @@ def _cuts_of(chunk: RankChunk) -> list[_ShardedDim]:
         at: list[int | slice] = [*coordinate]
         at[axis] = slice(None)
         along = np.array(ranks).reshape(shape)[tuple(at)].tolist() if ranks else []
-        found.append(_ShardedDim(dim, size, tuple(along)))
-    return found
+        sharded_dims.append(_ShardedDim(dim, size, tuple(along)))
+    return sharded_dims
 
 
 def _common(of_ranks: Sequence[set[int]]) -> set[int]:

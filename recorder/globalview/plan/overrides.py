@@ -48,14 +48,14 @@ def parse_overrides(layouts: Sequence[str]) -> Overrides:
     Raises:
         ValueError: one of them is not of this form.
     """
-    found = []
+    overrides = []
     for layout in layouts:
         pattern, equals, wanted = layout.rpartition("=")
         if not equals or not pattern:
             raise ValueError(f"layout {layout!r}: expected PATTERN=LAYOUT, such as 'layers.*:output:=shard(1)'")
         parse_override(wanted)
-        found.append((tuple(one if ":" in one else f"{one}:*" for one in parse_patterns(pattern)), wanted))
-    return found
+        overrides.append((tuple(one if ":" in one else f"{one}:*" for one in parse_patterns(pattern)), wanted))
+    return overrides
 
 
 def find_override(overrides: Overrides, module_path: str, site: str, name: str) -> Override | None:

@@ -51,12 +51,12 @@ def choose_steps(writers: Sequence[RecordedWriter]) -> list[int] | None:
     is_telling = (low < high) & (columns["nan_count"].fill_null(0).to_numpy() == 0)
     is_unmeasured = columns["nan_count"].is_null().to_numpy()
     has_values = columns["payload_bytes"].is_valid().to_numpy()
-    found: dict[int, None] = {}
+    chosen: dict[int, None] = {}
     for mode in range(len(modes.texts or ())):
         for site in _SITES:
             of_stream = (modes.codes == mode) & (sites.codes == sites.code(site))
-            found |= dict.fromkeys(_choose(steps, of_stream & (is_telling | is_unmeasured), has_values))
-    return sorted(list(found)[:_MAX_STEPS] or steps[:1].tolist())
+            chosen |= dict.fromkeys(_choose(steps, of_stream & (is_telling | is_unmeasured), has_values))
+    return sorted(list(chosen)[:_MAX_STEPS] or steps[:1].tolist())
 
 
 def _choose(

@@ -100,24 +100,24 @@ def _first_words(writers: Sequence[RecordedWriter], names: _Names) -> dict[tuple
 
     None where it says nothing. A merged row of several ranks says it for all of them.
     """
-    found: dict[tuple[str, str], tuple[int, dict[int, Any]]] = {}
+    first_words: dict[tuple[str, str], tuple[int, dict[int, Any]]] = {}
     ends = pa.array(sorted({full.rpartition(".")[2] for _, full in names}))
     for shard in (shard for writer in writers for shard in writer.shards):
         for batch in shard.columns(_FIRSTS):
             is_asked = pc.and_(pc.equal(batch.column("site"), "param"), pc.is_in(batch.column("name"), ends))
             for row in batch.filter(pc.fill_null(is_asked, False)).to_pylist():
                 one = row["root"], _joined(row["module_path"], row["name"])
-                if one not in names or row["step"] > found.get(one, (row["step"],))[0]:
+                if one not in names or row["step"] > first_words.get(one, (row["step"],))[0]:
                     continue
-                if row["step"] < found.setdefault(one, (row["step"], {}))[0]:
-                    found[one] = row["step"], {}
+                if row["step"] < first_words.setdefault(one, (row["step"], {}))[0]:
+                    first_words[one] = row["step"], {}
                 number = tuple(repr(row[name]) for name in (*STATISTICS, *COUNTS))
                 word = row["fingerprint"] or (number if row[MEASURED] is not None else None)
                 ranks = [row["rank"]]
                 if row["rank"] is None and row["ranks_present"]:
                     ranks = list(parse_shape(row["ranks_present"]))
-                found[one][1].update((rank, word) for rank in ranks if rank is not None)
-    return {one: words for one, (_, words) in found.items()}
+                first_words[one][1].update((rank, word) for rank in ranks if rank is not None)
+    return {one: words for one, (_, words) in first_words.items()}
 
 
 def _are_alike(words: dict[int, Any]) -> bool:

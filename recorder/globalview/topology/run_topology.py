@@ -98,22 +98,22 @@ class Topology:
         if self.counting():
             newest = max((place[n] for n, writer in enumerate(self._writers) if writer.num_rows), default=0)
             return {step: newest for steps in steps_of.values() for step in steps}
-        found: dict[int, tuple[bool, int]] = {}
+        best: dict[int, tuple[bool, int]] = {}
         for number, steps in steps_of.items():
             for step in steps:
                 rank = step < self._complete_to[place[number]], place[number]
-                found[step] = max(found.get(step, rank), rank)
-        return {step: launch for step, (_, launch) in found.items()}
+                best[step] = max(best.get(step, rank), rank)
+        return {step: launch for step, (_, launch) in best.items()}
 
     @cached_property
     def _complete_to(self) -> dict[int, int]:
         """The first step that each launch, by its place in the order of starts, did not complete on all its ranks."""
-        found: dict[int, int] = {}
+        first_incomplete: dict[int, int] = {}
         for place, writer in zip(self.launch_places(), self._writers, strict=True):
             if writer.last_step is not None:
                 end = writer.last_step + (writer.state == "closed")
-                found[place] = min(found.get(place, end), end)
-        return found
+                first_incomplete[place] = min(first_incomplete.get(place, end), end)
+        return first_incomplete
 
     def launch_places(self) -> list[int]:
         """By number of the writer, the place of its launch in the order of starts."""
@@ -126,25 +126,25 @@ class Topology:
 
     @cached_property
     def _last_steps(self) -> dict[int, int]:
-        found: dict[int, int] = {}
+        last_steps: dict[int, int] = {}
         for writer in self._writers:
             if writer.rank is not None and writer.last_step is not None:
-                found[writer.rank] = max(found.get(writer.rank, -1), writer.last_step)
-        return found
+                last_steps[writer.rank] = max(last_steps.get(writer.rank, -1), writer.last_step)
+        return last_steps
 
     @cached_property
     def _world_sizes(self) -> list[int | None]:
         """The number of ranks of the job by writer, since relaunches may differ; None where the run says it."""
         if len(set(self.launches)) < 2:
             return [None] * len(self.launches)
-        found: dict[Launch, int] = {}
+        world_sizes: dict[Launch, int] = {}
         ranks: dict[Launch, int] = {}
         for launch, writer in zip(self.launches, self._writers, strict=True):
-            found[launch] = max(found.get(launch, 0), writer.manifest.world_size)
+            world_sizes[launch] = max(world_sizes.get(launch, 0), writer.manifest.world_size)
             ranks[launch] = max(ranks.get(launch, 0), writer.rank or 0)
-        is_sound = {launch: ranks[launch] < size <= MAX_RANKS for launch, size in found.items()}
+        is_sound = {launch: ranks[launch] < size <= MAX_RANKS for launch, size in world_sizes.items()}
         return [
-            found[launch] if is_sound[launch] and found[launch] != self._world_size else None
+            world_sizes[launch] if is_sound[launch] and world_sizes[launch] != self._world_size else None
             for launch in self.launches
         ]
 
@@ -156,8 +156,8 @@ class Topology:
             for root in writer.manifest.roots:
                 key = world_size, root.name, None if root.stage is None else root.stage.number
                 told.setdefault(key, []).append(self._told(writer, root, world_size))
-        found = {key: find_group(some) for key, some in told.items()}
-        return {key: group for key, group in found.items() if group is not None}
+        groups = {key: find_group(some) for key, some in told.items()}
+        return {key: group for key, group in groups.items() if group is not None}
 
     def _told(self, writer: RecordedWriter, root: Root, world_size: int | None) -> RankStatement:
         source = "ddp" if root.data_parallel and root.data_parallel.kind == "ddp" else "fsdp"
@@ -173,13 +173,13 @@ class Topology:
     @cached_property
     def _modules(self) -> dict[int, set[tuple[str, str]]]:
         """Roots and paths by rank, of the ranks whose manifests tell."""
-        found: dict[int, set[tuple[str, str]]] = {}
+        modules: dict[int, set[tuple[str, str]]] = {}
         for writer in self._writers:
             if writer.rank is not None and writer.manifest.roots:
-                known = found.setdefault(writer.rank, set())
+                known = modules.setdefault(writer.rank, set())
                 for root in writer.manifest.roots:
                     known.update((root.name, module.path) for module in root.modules)
-        return found
+        return modules
 
     @cached_property
     def stages(self) -> dict[tuple[int, str], Stage]:

@@ -111,16 +111,16 @@ class ShardRows:
                 except CorruptError as error:
                     logger.warning("%s; the rows are read from the shard instead", error)
                     self._use_shard()
-            found = []
+            batches = []
             for number in self._batches_of(steps):
                 try:
-                    found.append(self._metadata_batch(number, names))
+                    batches.append(self._metadata_batch(number, names))
                 except CorruptError as error:
                     self._rows_of.pop(number)
                     self._note(str(error))
-        if len(found) <= _MAX_CHUNKS:
-            return found
-        return pa.Table.from_batches(found).combine_chunks().to_batches()  # type: ignore[no-any-return]
+        if len(batches) <= _MAX_CHUNKS:
+            return batches
+        return pa.Table.from_batches(batches).combine_chunks().to_batches()  # type: ignore[no-any-return]
 
     def unknown_columns(self) -> list[str]:
         """Columns that this version does not know, and passes over.
@@ -178,14 +178,14 @@ class ShardRows:
             except FileNotFoundError:
                 return store.open_growing(final)  # sealed since: the batches stand where they stood
 
-        found = salvage(lambda: store.open_growing(self.path), max_batches=max_batches)
-        self._shard = Shard(open_source, found.layout, found.blocks)
-        self._rows_of = found.rows_of
-        self._salvaged, self._open_growing = found, open_source
-        self._last_header = found.last_header
-        self.num_trailing_bytes = found.num_trailing_bytes
-        self.tail_damage = found.tail_damage
-        self._note(*found.damage)
+        salvaged = salvage(lambda: store.open_growing(self.path), max_batches=max_batches)
+        self._shard = Shard(open_source, salvaged.layout, salvaged.blocks)
+        self._rows_of = salvaged.rows_of
+        self._salvaged, self._open_growing = salvaged, open_source
+        self._last_header = salvaged.last_header
+        self.num_trailing_bytes = salvaged.num_trailing_bytes
+        self.tail_damage = salvaged.tail_damage
+        self._note(*salvaged.damage)
 
     @property
     def is_complete(self) -> bool:
@@ -198,12 +198,12 @@ class ShardRows:
         A shard that was sealed meanwhile has its last ones, and is complete then. FileNotFoundError: it is gone.
         """
         assert self._salvaged is not None and self._open_growing is not None and self._shard is not None
-        found = self._salvaged = salvage(self._open_growing, self._salvaged, max_batches)
+        salvaged = self._salvaged = salvage(self._open_growing, self._salvaged, max_batches)
         kept = {number: self._shard.blocks[number] for number in self._rows_of}
-        self._shard = Shard(self._open_growing, found.layout, kept | found.blocks)
-        self._rows_of |= found.rows_of
-        self._note(*found.damage)
-        return list(found.blocks)
+        self._shard = Shard(self._open_growing, salvaged.layout, kept | salvaged.blocks)
+        self._rows_of |= salvaged.rows_of
+        self._note(*salvaged.damage)
+        return list(salvaged.blocks)
 
     @property
     def numbers(self) -> list[int]:
@@ -248,18 +248,21 @@ class ShardRows:
     def _span(self, number: int) -> Steps | None:
         if number not in self._spans:
             try:
-                found = (self._index or self._itself()).read(number, ("step",)).batch.column("step")
-                extremes = pc.min_max(found).as_py()
-                self._spans[number] = (extremes["min"], extremes["max"] + 1) if len(found) else (0, 0)
+                steps = (self._index or self._itself()).read(number, ("step",)).batch.column("step")
+                extremes = pc.min_max(steps).as_py()
+                self._spans[number] = (extremes["min"], extremes["max"] + 1) if len(steps) else (0, 0)
             except CorruptError:
                 self._spans[number] = None
         return self._spans[number]
 
     def _metadata_batch(self, number: int, names: Sequence[str]) -> Any:
         """Columns out of the shard itself, and the place of its rows."""
-        found = self._itself().read(number, [name for name in names if name not in _PLACE_NAMES]).batch
-        places = {"batch": np.full(found.num_rows, number, np.int32), "row": np.arange(found.num_rows, dtype=np.int32)}
-        arrays = [pa.array(places[name]) if name in _PLACE_NAMES else found.column(name) for name in names]
+        checked = self._itself().read(number, [name for name in names if name not in _PLACE_NAMES]).batch
+        places = {
+            "batch": np.full(checked.num_rows, number, np.int32),
+            "row": np.arange(checked.num_rows, dtype=np.int32),
+        }
+        arrays = [pa.array(places[name]) if name in _PLACE_NAMES else checked.column(name) for name in names]
         return pa.RecordBatch.from_arrays(arrays, list(names))
 
     def _use_shard(self) -> None:
@@ -283,12 +286,12 @@ class ShardRows:
                 self._shard = Shard(open_source, Layout(SCHEMA), {})
                 self._note(str(error))
             except CorruptError as error:
-                found = salvage(open_source)
-                self._shard = Shard(open_source, found.layout, found.blocks)
-                self.num_trailing_bytes = found.num_trailing_bytes
-                rest = f"; {found.num_trailing_bytes} bytes follow the last whole batch and are none"
-                first = f"{error}{rest if found.num_trailing_bytes else ''}"
-                self._note(first, *(each for each in found.damage if each != str(error)))
+                salvaged = salvage(open_source)
+                self._shard = Shard(open_source, salvaged.layout, salvaged.blocks)
+                self.num_trailing_bytes = salvaged.num_trailing_bytes
+                rest = f"; {salvaged.num_trailing_bytes} bytes follow the last whole batch and are none"
+                first = f"{error}{rest if salvaged.num_trailing_bytes else ''}"
+                self._note(first, *(each for each in salvaged.damage if each != str(error)))
         return self._shard
 
     def _note(self, *damage: str) -> None:

@@ -179,13 +179,13 @@ class _Walk:
         return block.end
 
     def _read(self, offset: int) -> tuple[Block, CheckedBatch]:
-        found = block_at(self.source, offset)
-        if found is None or found[1].kind != BATCH_MESSAGE:
+        message = block_at(self.source, offset)
+        if message is None or message[1].kind != BATCH_MESSAGE:
             raise CorruptError(f"{self.source.where}: no batch begins at byte {offset}")
-        checked = read_batch(self.source, found[0], self.layout, METADATA_COLUMNS)
+        checked = read_batch(self.source, message[0], self.layout, METADATA_COLUMNS)
         if self.last_header is not None and checked.header.number <= self.last_header.number:
             raise CorruptError(f"{self.source.where}: batch {checked.header.number} follows {self.last_header.number}")
-        return found[0], checked
+        return message[0], checked
 
     def _next_batch(self, offset: int) -> int | None:
         """Where the next whole batch begins at or behind `offset`."""
@@ -216,9 +216,9 @@ class _Walk:
 
     def _pieces(self, offset: int) -> Iterator[tuple[int, int]]:
         """Offset and size of pieces of what is on the disk from `offset` on, which is a multiple of 8 or the start."""
-        for found in self.source.data_ranges(offset):
-            for start in range(found.start, found.stop, _SCAN_BYTES):
-                yield start, min(_SCAN_BYTES, found.stop - start)
+        for extent in self.source.data_ranges(offset):
+            for start in range(extent.start, extent.stop, _SCAN_BYTES):
+                yield start, min(_SCAN_BYTES, extent.stop - start)
 
 
 def is_cut_write(source: ByteSource, offset: int) -> bool:
@@ -249,7 +249,7 @@ def is_cut_write(source: ByteSource, offset: int) -> bool:
 
 def _declared_bytes(source: ByteSource, offset: int) -> int:
     try:
-        found = block_at(source, offset)
+        message = block_at(source, offset)
     except CorruptError:
         return 0
-    return found[0].body_bytes if found else 0
+    return message[0].body_bytes if message else 0

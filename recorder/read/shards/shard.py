@@ -114,9 +114,9 @@ class Layout:
         def crcs(name: str) -> list[int | None]:
             place = place_of[name]
             (num_rows, num_nulls), kind, first, stop = nodes[place], kinds[place], starts[place], starts[place + 1]
-            found = None if num_nulls else _crcs_without_nulls(kind, num_rows, buffers[first + 1 : stop], body)
-            if found is not None:
-                return found
+            fast = None if num_nulls else _crcs_without_nulls(kind, num_rows, buffers[first + 1 : stop], body)
+            if fast is not None:
+                return fast
             parts = [body[start : start + size] for start, size in buffers[first:stop]]
             return buffer_crcs(kind, num_rows, num_nulls, parts)
 
@@ -194,10 +194,10 @@ def read_layout(source: ByteSource, extra: tuple[Any, ...] = (), without: tuple[
         CorruptError: a column is missing or has another type.
         UnsupportedError: a column of a kind that no version 1 file may have.
     """
-    found = block_at(source, FIRST_MESSAGE)
-    if found is None or found[1].kind != SCHEMA_MESSAGE:
+    schema_message = block_at(source, FIRST_MESSAGE)
+    if schema_message is None or schema_message[1].kind != SCHEMA_MESSAGE:
         raise CorruptError(f"{source.where}: does not begin with a schema")
-    block = found[0]
+    block = schema_message[0]
     message = source.read(block.offset, block.end - block.offset).to_pybytes()
     try:
         return _parse_layout(message, extra, without), block

@@ -9,7 +9,7 @@ from typing import Any
 def members(note: str | None) -> dict[str, Any]:
     """What a row's note says; nothing of what is no JSON object."""
     try:
-        found = json.loads(note) if note else {}
+        parsed = json.loads(note) if note else {}
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}

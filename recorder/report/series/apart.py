@@ -17,11 +17,11 @@ def pairs_of(a: StatisticsBlocks, b: StatisticsBlocks) -> list[int]:
     of_any_root: dict[tuple[str, ...], list[int]] = {}
     for number, key in enumerate(b.series):
         of_any_root.setdefault(key[1:], []).append(number)
-    found = []
+    pairs = []
     for key in a.series:
         others = of_any_root.get(key[1:], [])
-        found.append(numbers.get(key, others[0] if len(others) == 1 else -1))
-    return found
+        pairs.append(numbers.get(key, others[0] if len(others) == 1 else -1))
+    return pairs
 
 
 def apart_blocks(a: StatisticsBlocks, b: StatisticsBlocks, pairs: list[int]) -> Iterator[Block]:

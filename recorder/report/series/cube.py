@@ -61,8 +61,8 @@ class Cube:
 
     def columns_of(self, steps: Integers) -> Integers:
         """The column of each step, all of which are known."""
-        found: Integers = self._column[np.searchsorted(self.steps, steps)]
-        return found
+        columns: Integers = self._column[np.searchsorted(self.steps, steps)]
+        return columns
 
     def put(
         self, series: Integers, lanes: Integers, steps: Integers, numbers: Mapping[str, npt.NDArray[np.float64]]
@@ -137,8 +137,8 @@ class GrowingCube(Cube):
 
     def columns_of(self, steps: Integers) -> Integers:
         """The column of each step; one that is not known is of the column before it."""
-        found = np.searchsorted(np.array(self._first_steps, np.int64), steps, side="right") - 1
-        return np.maximum(found, 0)
+        columns = np.searchsorted(np.array(self._first_steps, np.int64), steps, side="right") - 1
+        return np.maximum(columns, 0)
 
     def add_steps(self, steps: Sequence[int]) -> None:
         """Make columns for those of ascending steps that lie behind all that are known."""

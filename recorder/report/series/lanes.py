@@ -71,9 +71,9 @@ class Lanes:
         """What the page knows of each."""
         ranks = [None] * len(self.kinds)
         own = [*(() if self.has_spread else self.ranks)]
-        found = [{"kind": kind, "rank": None} for kind in self.kinds[: len(ranks) - len(own)]]
-        found += [{"kind": "rank", "rank": rank} for rank in own]
-        return found + [{"kind": "odd", "rank": rank} for rank in self.odd]
+        described = [{"kind": kind, "rank": None} for kind in self.kinds[: len(ranks) - len(own)]]
+        described += [{"kind": "rank", "rank": rank} for rank in own]
+        return described + [{"kind": "odd", "rank": rank} for rank in self.odd]
 
 
 class Spread(NamedTuple):
@@ -91,7 +91,7 @@ def spread_of(values: Values, judged_by: str | None) -> Spread:
     """Order the ranks' values of each series and step; deviations are those of the statistic `judged_by`."""
     groups = group([values.series, values.steps - values.steps.min(initial=0)])
     ids = groups.ids
-    found: dict[str, tuple[npt.NDArray[np.float64], ...]] = {}
+    quantiles: dict[str, tuple[npt.NDArray[np.float64], ...]] = {}
     deviation = np.full(len(ids), np.nan)
     for name, numbers in values.numbers.items():
         order = np.lexsort([numbers, ids])  # NaN stands last
@@ -104,16 +104,16 @@ def spread_of(values: Values, judged_by: str | None) -> Spread:
             place = starts + np.maximum((share * (counts - 1)).astype(np.int64), 0)
             return np.where(counts > 0, in_order[place], np.nan)
 
-        found[name] = at(0.0), at(0.5), at(1.0)
+        quantiles[name] = at(0.0), at(0.5), at(1.0)
         if name == judged_by:
-            median = found[name][1]
+            median = quantiles[name][1]
             quartiles = np.maximum(at(0.75) - at(0.25), _LEAST_SHARE * np.abs(median))
             apart = np.abs(numbers - median[ids])
             with np.errstate(divide="ignore", invalid="ignore"):
                 deviation = np.where(apart == 0, 0.0, apart / quartiles[ids])
             deviation[(counts < _MIN_RANKS)[ids]] = np.nan
             deviation = np.where(np.isinf(deviation), 1e6, np.minimum(deviation, 1e6))
-    return Spread(values.series[groups.firsts], values.steps[groups.firsts], found, deviation)
+    return Spread(values.series[groups.firsts], values.steps[groups.firsts], quantiles, deviation)
 
 
 class OddRanks:

@@ -58,15 +58,15 @@ def quantise(values: npt.NDArray[np.float32], has_row: npt.NDArray[np.bool_], le
     rows = has_row.reshape(len(values), -1)
     codes = np.where(is_number, FIRST + np.clip(steps, 0, levels - 1), np.where(rows, NO_NUMBER, NO_ROW))
     kind = np.uint8 if levels <= COARSE else np.uint16
-    found = _differences(codes.astype(kind).reshape(values.shape))
-    return Quantised(found, low.astype(np.float32), high.astype(np.float32), unit)
+    differences = _differences(codes.astype(kind).reshape(values.shape))
+    return Quantised(differences, low.astype(np.float32), high.astype(np.float32), unit)
 
 
 def _differences(codes: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    found = codes.copy()
-    found[:, 1:] -= codes[:, :-1]
-    along = found.copy()
-    along[:, :, 1:] -= found[:, :, :-1]
+    differences = codes.copy()
+    differences[:, 1:] -= codes[:, :-1]
+    along = differences.copy()
+    along[:, :, 1:] -= differences[:, :, :-1]
     return along
 
 

@@ -198,7 +198,7 @@ class StatisticsBlocks:
                 self.odd.add(values, spread)
             if self.lanes.has_spread:
                 for place, lane in enumerate(self.lanes.spread_lanes):
-                    numbers = {name: found[place] for name, found in spread.numbers.items()}
+                    numbers = {name: column[place] for name, column in spread.numbers.items()}
                     cube.put(spread.series, np.full(len(spread.series), lane), spread.steps, numbers)
                 if cube is self.cube and is_final:
                     self._put_deviations(values, spread.deviation)
@@ -355,7 +355,7 @@ def _described(axes: Axes, modules: Mapping[str, int], key: SeriesKey) -> list[A
 
 
 def _put(cube: Cube, values: Values, lanes: Integers, chosen: Integers) -> None:
-    numbers = {name: found[chosen] for name, found in values.numbers.items()}
+    numbers = {name: column[chosen] for name, column in values.numbers.items()}
     cube.put(values.series[chosen], lanes[chosen], values.steps[chosen], numbers)
 
 

@@ -73,7 +73,7 @@ def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> 
     """
     left, ranks_b = a.take(pa.array(pairs.a)), integers(b.column("rank").take(pa.array(pairs.b)))
     notes_b = b.column("note").take(pa.array(pairs.b)).to_pylist()
-    found: dict[tuple[Any, ...], Event] = {}
+    events_by_key: dict[tuple[Any, ...], Event] = {}
     constant = _constant_buffers(a)
     for number, row in enumerate(_rows(left)):
         event = _event(float(pairs.a[number]), row)
@@ -85,11 +85,11 @@ def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> 
         if differs[number]:
             event = event._replace(differs=True, ranks=() if rank is None else (rank,), pair=number)
         event = event._replace(is_open=bool(is_open[number]))
-        _join(found, row, event)
+        _join(events_by_key, row, event)
     for event, row in _alone(a, b, pairs):
-        _join(found, row, event)
+        _join(events_by_key, row, event)
     steps: dict[int, list[Event]] = {}
-    for key, event in found.items():
+    for key, event in events_by_key.items():
         steps.setdefault(key[VALUE_KEY.index("step")], []).append(event)
     return {step: sorted(steps[step], key=lambda event: event.order) for step in sorted(steps)}
 
@@ -104,13 +104,13 @@ def differing_ranks(note: str | None) -> tuple[int, ...]:
 def differing_steps(a: Any, b: Any, pairs: Alignment, differs: Flags) -> list[int]:
     """Common steps at which something differs, or one run alone has a gradient."""
     steps = integers(a.column("step"))
-    found = set(steps[pairs.a[differs]].tolist())
+    differing = set(steps[pairs.a[differs]].tolist())
     for table, places in ((a, pairs.only_a), (b, pairs.only_b)):
         alone = table.select(["step", "site", "note"]).take(pa.array(places))
         came_apart = pa.array(holds(alone.column("note"), lambda note: "replicas_differ" in untrusted.members(note)))
         alone = alone.filter(pc.or_(pc.is_in(alone.column("site"), pa.array(GRADIENTS)), came_apart))
-        found.update(alone.column("step").unique().to_pylist())
-    return sorted(found & set(steps[pairs.a].tolist()))
+        differing.update(alone.column("step").unique().to_pylist())
+    return sorted(differing & set(steps[pairs.a].tolist()))
 
 
 def of_steps(pairs: Alignment, a: Any, b: Any, steps: list[int]) -> tuple[Alignment, Integers]:
@@ -145,13 +145,13 @@ def _constant_buffers(table: Any) -> set[tuple[str, str, str]]:
     return {name for name, values in known.items() if len(values) == len({rank for _, rank in values})}
 
 
-def _join(found: dict[tuple[Any, ...], Event], row: dict[str, Any], event: Event) -> None:
+def _join(events_by_key: dict[tuple[Any, ...], Event], row: dict[str, Any], event: Event) -> None:
     key = (*(row[name] for name in VALUE_KEY), event.stage if event.is_handed_on else None)
-    known = found.get(key)
+    known = events_by_key.get(key)
     if known is None or (event.differs and not known.differs):
-        found[key] = event if known is None else event._replace(order=known.order)
+        events_by_key[key] = event if known is None else event._replace(order=known.order)
     elif event.differs:
-        found[key] = known._replace(ranks=tuple(dict.fromkeys((*known.ranks, *event.ranks))))
+        events_by_key[key] = known._replace(ranks=tuple(dict.fromkeys((*known.ranks, *event.ranks))))
 
 
 def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[Event, dict[str, Any]]]:

@@ -185,11 +185,11 @@ def _are_unlike(a: Side, b: Side, pairs: Alignment, is_equal: npt.NDArray[np.boo
     sides = [side.table.select(["rank", "note"]).take(pa.array(at)) for side, at in ((a, pairs.a), (b, pairs.b))]
     is_whole = [side.column("rank").is_null().to_numpy() for side in sides]
     is_apart = [holds(side.column("note"), _is_apart) for side in sides]
-    found = np.zeros(len(pairs.a), np.bool_)
+    are_unlike = np.zeros(len(pairs.a), np.bool_)
     for whole, apart, at in ((is_whole[0], is_apart[1], pairs.a), (is_whole[1], is_apart[0], pairs.b)):
         unlike = whole & apart
-        found |= unlike & ~np.isin(at, at[unlike & is_equal])
-    return found
+        are_unlike |= unlike & ~np.isin(at, at[unlike & is_equal])
+    return are_unlike
 
 
 def _is_apart(note: str) -> bool:
@@ -230,8 +230,8 @@ def _factor(row: dict[str, Any]) -> float | None:
     if row.get("nonfinite_a") != row.get("nonfinite_b"):
         return None
     cosine, one, two = (np.array(row.get(name), np.float64) for name in ("cosine", "l2_a", "l2_b"))  # None is NaN
-    found = float(multiples(cosine, one, two))
-    return None if math.isnan(found) else found
+    factor = float(multiples(cosine, one, two))
+    return None if math.isnan(factor) else factor
 
 
 def _factor_of_norms(row: dict[str, Any]) -> float | None:
@@ -300,11 +300,11 @@ def _distances(a: Side, b: Side, row_a: int, row_b: int) -> dict[tuple[int, int]
     if len(places) < 2:
         return {}
     one, two = a.array(row_a), b.array(row_b)
-    found: dict[tuple[int, int], float] = {}
+    distances: dict[tuple[int, int], float] = {}
     for rank, micro_step, region in places:
         far = _far(*(_part(values, region) for values in (one, two)))
-        found[rank, micro_step] = max(far, found.get((rank, micro_step), 0.0))
-    return found
+        distances[rank, micro_step] = max(far, distances.get((rank, micro_step), 0.0))
+    return distances
 
 
 def _of_ranks(a: Side, b: Side, row_a: int, row_b: int, ranks: list[int]) -> dict[str, Any]:

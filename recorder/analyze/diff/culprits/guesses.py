@@ -139,10 +139,10 @@ def _fit(a: Side, b: Side, sums: Sequence[tuple[list[int], int, int]]) -> bool:
 def _by_mean(a: Side, b: Side, sums: Sequence[tuple[list[int], int, int]]) -> Iterator[bool]:
     for terms, _, row in sums:
         means = [a.table.column("mean")[at].as_py() for at in terms]
-        found, rest = b.table.column("mean")[row].as_py(), _REST.get(b.table.column("dtype")[row].as_py(), _USUAL_REST)
-        if found is not None and None not in means:
+        mean, rest = b.table.column("mean")[row].as_py(), _REST.get(b.table.column("dtype")[row].as_py(), _USUAL_REST)
+        if mean is not None and None not in means:
             sizes = [a.table.column("absmax")[at].as_py() or 0.0 for at in terms]
-            yield abs(found - math.fsum(means)) <= rest * max(map(abs, means)) + 1e-7 * math.fsum(sizes)
+            yield abs(mean - math.fsum(means)) <= rest * max(map(abs, means)) + 1e-7 * math.fsum(sizes)
 
 
 def _gradients(side: Side, step: int, rank: int | None) -> dict[tuple[str, str, str], int]:
@@ -150,12 +150,12 @@ def _gradients(side: Side, step: int, rank: int | None) -> dict[tuple[str, str, 
     table = side.table
     is_wanted = pc.and_(pc.equal(table.column("site"), "grad"), pc.equal(table.column("phase"), "optimizer"))
     at = np.flatnonzero(pc.fill_null(pc.and_(is_wanted, pc.equal(table.column("step"), step)), False).to_numpy())
-    found: dict[tuple[str, str, str], int] = {}
+    row_of: dict[tuple[str, str, str], int] = {}
     for row in at.tolist():
         of, *one = (table.column(name)[row].as_py() for name in ("rank", "root", "module_path", "name"))
-        if of == rank or (of is None and (one[0], one[1], one[2]) not in found):
-            found[one[0], one[1], one[2]] = row
-    return found
+        if of == rank or (of is None and (one[0], one[1], one[2]) not in row_of):
+            row_of[one[0], one[1], one[2]] = row
+    return row_of
 
 
 def norm_of_gradients(side: Side, step: int, root: str) -> float:

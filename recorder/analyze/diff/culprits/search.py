@@ -104,12 +104,12 @@ class _Step:
 
     def slices(self, phase: str) -> Iterator[list[Event]]:
         """The events of a phase, micro-step by micro-step."""
-        found: dict[Any, list[Event]] = {}
+        slices: dict[Any, list[Event]] = {}
         for event in self.events:
             if event.phase == phase and event.site != "scalar":
                 # Of a pipeline, micro-step 0 has the whole batch; only what goes between stages has its own.
-                found.setdefault((event.mode, 0 if event.is_handed_on else event.micro_step), []).append(event)
-        yield from found.values()
+                slices.setdefault((event.mode, 0 if event.is_handed_on else event.micro_step), []).append(event)
+        yield from slices.values()
 
 
 class _Forward:
@@ -181,31 +181,31 @@ class CulpritSearch:
     def step(self, step: int, events: Sequence[Event]) -> list[Suspect]:
         """The culprits of a step."""
         self._num_steps += 1
-        found: list[Suspect] = []
+        suspects: list[Suspect] = []
         for root in dict.fromkeys(event.root for event in events):
             now = _Step(root, [event for event in events if event.root == root])
             before = self._previous.get(root)
             of_root = [*_states(step, now, before), *_forward(step, now, before), *_recompute(step, now)]
             of_root += _backward(step, now)
-            found += _collapsed([*self._without_groups(step, of_root), *_gradients(step, now)], now)
+            suspects += _collapsed([*self._without_groups(step, of_root), *_gradients(step, now)], now)
             self._previous[root] = step, now
         known = {(one.root, one.path, one.phase, one.event.alone) for one in self.found}
-        fresh = [one for one in found if (one.root, one.path, one.phase, one.event.alone) not in known]
+        fresh = [one for one in suspects if (one.root, one.path, one.phase, one.event.alone) not in known]
         self.found += fresh
         return fresh
 
-    def _without_groups(self, step: int, found: list[Suspect]) -> list[Suspect]:
+    def _without_groups(self, step: int, suspects: list[Suspect]) -> list[Suspect]:
         """The suspects without updates that the learning rate of one group explains: its parameters differ."""
         for rate in self.found:
-            if (rate.step, rate.why) != (step - 1, _OF_A_GROUP) or rate.root not in {one.root for one in found}:
+            if (rate.step, rate.why) != (step - 1, _OF_A_GROUP) or rate.root not in {one.root for one in suspects}:
                 continue
-            held = [one for one in found if (one.step, one.phase, one.event.site) == (rate.step, UPDATE, "param")]
+            held = [one for one in suspects if (one.step, one.phase, one.event.site) == (rate.step, UPDATE, "param")]
             paths = {one.path for one in held}
             if held:
                 path = held[0].path if len(paths) == 1 else None
                 self.groups.append((rate, rate._replace(path=path, num_params=len(held))))
-                found = [one for one in found if one not in held]
-        return found
+                suspects = [one for one in suspects if one not in held]
+        return suspects
 
 
 def _forward(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> Iterator[Suspect]:
@@ -399,7 +399,7 @@ def _inherits_update(event: Event, old: _Step) -> bool:
     return bool(old.differing)
 
 
-def _collapsed(found: list[Suspect], now: _Step) -> list[Suspect]:
+def _collapsed(suspects: list[Suspect], now: _Step) -> list[Suspect]:
     """One suspect for each module and phase, and one for all parameters, or all of a stage, that are touched alike."""
     stage_of = {(event.path, event.name): event.stage for event in now.events if values_of(event.site) == "param"}
     params = {(path, name) for _, path, site, name in now.known if site == "grad"}
@@ -407,7 +407,7 @@ def _collapsed(found: list[Suspect], now: _Step) -> list[Suspect]:
     has_way = any(event.site == "grad_output" for event in now.events)
     result: list[Suspect] = []
     for phase in (REDUCTION, BACKWARD, UPDATE, START):
-        of_params = [one for one in found if one.phase == phase and one.event.site in OF_PARAMETERS]
+        of_params = [one for one in suspects if one.phase == phase and one.event.site in OF_PARAMETERS]
         touched = {(one.path or "", one.event.name.partition(".")[0]) for one in of_params}
         stages: tuple[int, ...] = ()
         if not _are_alike(touched, params):
@@ -415,14 +415,14 @@ def _collapsed(found: list[Suspect], now: _Step) -> list[Suspect]:
             of_params = [one for one in of_params if one.event.stage in stages]
             touched = {param for param in touched if param in stage_of and stage_of[param] in stages}
         if of_params:
-            found = [one for one in found if one not in of_params]
-            if not any(one.path is None and one.phase == phase for one in found):
+            suspects = [one for one in suspects if one not in of_params]
+            if not any(one.path is None and one.phase == phase for one in suspects):
                 # What no gradient on the way shows is no backward: it does not go wrong in all modules at once.
                 is_behind = has_way and phase == BACKWARD and not any(one.event.alone for one in of_params)
                 shown = REDUCTION if is_behind and of_params[0].event.phase == "optimizer" else phase
                 result.append(of_params[0]._replace(path=None, phase=shown, num_params=len(touched), stages=stages))
     seen: set[tuple[str | None, str]] = set()
-    for one in found:
+    for one in suspects:
         if (one.path, one.phase) not in seen:
             seen.add((one.path, one.phase))
             result.append(one)
@@ -437,12 +437,12 @@ def _stages_alike(
     touched: set[tuple[str, str]], params: set[tuple[str, str]], stage_of: Mapping[tuple[str, str], int | None]
 ) -> tuple[int, ...]:
     """The stages of a pipeline of which all parameters are touched."""
-    found = []
+    stages = []
     for stage in sorted({stage for stage in stage_of.values() if stage is not None}):
         own = {param for param in params if stage_of.get(param) == stage}
         if _are_alike(touched & own, own):
-            found.append(stage)
-    return tuple(found)
+            stages.append(stage)
+    return tuple(stages)
 
 
 def _time(one: Suspect) -> tuple[int, float]:

@@ -105,24 +105,24 @@ def compare(a: Array, b: Array, tolerance: Tolerance) -> Distance:
     assert a.shape == b.shape
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     bits = _ULP_BITS.get(str(a.dtype)) if a.dtype == b.dtype else None
-    found = [
+    chunks = [
         _compare(flat_a[at : at + _CHUNK_ITEMS], flat_b[at : at + _CHUNK_ITEMS], bits, tolerance)
         for at in range(0, flat_a.size, _CHUNK_ITEMS)
     ]
-    dot, squares_a, squares_b = (math.fsum(chunk.products[i] for chunk in found) for i in range(3))
+    dot, squares_a, squares_b = (math.fsum(chunk.products[i] for chunk in chunks) for i in range(3))
     norm = math.sqrt(squares_a) * math.sqrt(squares_b)
-    max_abs = max((chunk.max_abs for chunk in found), default=0.0)
+    max_abs = max((chunk.max_abs for chunk in chunks), default=0.0)
     return Distance(
         numel=flat_a.size,
-        num_outside=sum(chunk.num_outside for chunk in found),
+        num_outside=sum(chunk.num_outside for chunk in chunks),
         max_abs=max_abs,
-        of_max=max_abs / max(chunk.magnitude for chunk in found) if max_abs else 0.0,
-        l2_apart=math.hypot(*(chunk.l2_apart for chunk in found)),
-        max_rel=max((chunk.max_rel for chunk in found), default=0.0),
-        max_ulp=None if bits is None else max((chunk.max_ulp for chunk in found), default=0),
+        of_max=max_abs / max(chunk.magnitude for chunk in chunks) if max_abs else 0.0,
+        l2_apart=math.hypot(*(chunk.l2_apart for chunk in chunks)),
+        max_rel=max((chunk.max_rel for chunk in chunks), default=0.0),
+        max_ulp=None if bits is None else max((chunk.max_ulp for chunk in chunks), default=0),
         cosine=min(max(dot / norm, -1.0), 1.0) if norm and math.isfinite(norm) else None,
-        nonfinite_a=sum(chunk.nonfinite_a for chunk in found),
-        nonfinite_b=sum(chunk.nonfinite_b for chunk in found),
+        nonfinite_a=sum(chunk.nonfinite_a for chunk in chunks),
+        nonfinite_b=sum(chunk.nonfinite_b for chunk in chunks),
     )
 
 

@@ -106,11 +106,11 @@ class Drift:
         of = [(root, line["module_path"], line["name"], line["rank_b"]) for line in lines]
         wrong = self._wrong.get(root, set())
         size = _typical_size(step, root, pairs) if lines else 0.0
-        found = [
+        are_noise = [
             p not in wrong and self._is_noise(step, pairs, p, line, size) for p, line in zip(of, lines, strict=True)
         ]
-        self._wrong[root] = {p for p, is_noise in zip(of, found, strict=True) if not is_noise}
-        return found
+        self._wrong[root] = {p for p, is_noise in zip(of, are_noise, strict=True) if not is_noise}
+        return are_noise
 
     def end(self, step: int, pairs: Pairs) -> None:
         """Keep what the parameters of the next step are made from."""
@@ -119,14 +119,14 @@ class Drift:
     def _is_noise(self, step: int, pairs: Pairs, parameter: Parameter, line: dict[str, Any], size: float) -> bool:
         known = self._apart[parameter][0] if parameter in self._apart else 0.0
         if line["kind"] == "values":
-            found = self._is_made_from_noise(step, pairs, parameter, line["number"], line["allowed"])
-            if found is None:  # of what it was made from not enough was kept
-                found = bool(line["l2_apart"] <= MARGIN * known)
-            if found:
+            is_noise = self._is_made_from_noise(step, pairs, parameter, line["number"], line["allowed"])
+            if is_noise is None:  # of what it was made from not enough was kept
+                is_noise = bool(line["l2_apart"] <= MARGIN * known)
+            if is_noise:
                 own = line["l2_a"] or line["max_abs"] / line["of_max"]
                 norm = max(own, size * float(np.sqrt(line["numel"])))
                 self._apart[parameter] = line["l2_apart"], line["l2_apart"] / norm
-            return found
+            return is_noise
         one, two = line["statistic_a"], line["statistic_b"]  # none moves by more than the norm of the difference
         return one is not None and two is not None and bool(abs(two - one) <= MARGIN * known)
 
@@ -193,13 +193,13 @@ def _sources(numbers_of: Integers, pairs: Pairs, parameter: Parameter) -> dict[t
     ranks = pairs.b.table.column("rank").take(pa.array(pairs.aligned.b[numbers_of]))
     wanted = pc.and_(pc.equal(rows.column("root"), root), pc.equal(rows.column("module_path"), path))
     wanted = pc.and_(wanted, pc.equal(rows.column("phase"), "optimizer"))
-    found = {}
+    sources = {}
     for place in np.flatnonzero(wanted.to_numpy()).tolist():
         site, of = (rows.column(column)[place].as_py() for column in ("site", "name"))
         is_its = of == name if values_of(site) == "param" else site == "optim" and of.startswith(f"{name}.")
         if is_its and ranks[place].as_py() in (None, rank):
-            found[site, of] = int(numbers_of[place])
-    return found
+            sources[site, of] = int(numbers_of[place])
+    return sources
 
 
 def _typical_size(step: int, root: str, pairs: Pairs) -> float:

@@ -269,10 +269,10 @@ class Measured:
         with np.errstate(invalid="ignore"):
             by_values = self._max_abs <= self._allowed
             by_statistics = self._statistic <= MARGIN * self.noise_of_statistics + self._eps
-        found = (self.kinds == "values") & by_values & self.is_finite
-        found |= (self.kinds == "statistics") & by_statistics & self.is_finite
-        found |= (self.kinds == "fingerprint") & self._has_other_print
-        return np.asarray(found | (self.kinds == "dtype"))
+        are_noise = (self.kinds == "values") & by_values & self.is_finite
+        are_noise |= (self.kinds == "statistics") & by_statistics & self.is_finite
+        are_noise |= (self.kinds == "fingerprint") & self._has_other_print
+        return np.asarray(are_noise | (self.kinds == "dtype"))
 
     def are_noise_farther(self, rows: Integers, factors: Floats, off: float = 0.0) -> Flags:
         """Whether rows differ by no more than the twin would if it began the step so many times farther apart.
@@ -285,8 +285,8 @@ class Measured:
             limit = MARGIN * factors * self._noise_of_norms[rows] + eps * self._norms[rows]
             by_norm = (self._l2_apart[rows] <= limit) & (eps > 0)
             by_statistics = self._statistic[rows] <= MARGIN * factors * self._lifted_statistics[rows] + eps
-        found = ((kinds == "values") & by_norm) | ((kinds == "statistics") & by_statistics)
-        return np.asarray((found & self.is_finite[rows]) | (kinds == "fingerprint"))
+        are_noise = ((kinds == "values") & by_norm) | ((kinds == "statistics") & by_statistics)
+        return np.asarray((are_noise & self.is_finite[rows]) | (kinds == "fingerprint"))
 
     def are_multiples(self, rows: Integers) -> Flags:
         """Whether the one tensor is a multiple of the other, which rounding does not make of it."""
@@ -317,8 +317,8 @@ class Measured:
             by_norm = rest <= MARGIN * self._noise_of_norms[rows] + eps * self._norms[rows]
             noise = MARGIN * self._lifted_statistics[rows] + eps
             by_statistics = (self._statistic[rows] <= abs(off) + noise) & (np.abs(two / one - factor) <= noise)
-        found = ((kinds == "values") & by_norm) | ((kinds == "statistics") & by_statistics)
-        return np.asarray(found & self.is_finite[rows] & (eps > 0))
+        are_scaled = ((kinds == "values") & by_norm) | ((kinds == "statistics") & by_statistics)
+        return np.asarray(are_scaled & self.is_finite[rows] & (eps > 0))
 
     def rounding_of_sum(self, rows: Integers, numel: int) -> float:
         """How far from 1 rounding may take the ratio of two norms of as many elements, added up in other orders.
@@ -368,10 +368,10 @@ class Measured:
 def multiples(cosine: Floats, one: Floats, two: Floats) -> Floats:
     """Return the factors between tensors that are multiples of each other, from cosines and norms; else NaN."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        found = np.where(cosine > 0, 1.0, -1.0) * two / one
-        off, rest = np.abs(found - 1), np.sqrt(np.maximum(0.0, 1 - cosine * cosine))
-        is_one = (two > 0) & np.isfinite(found) & (off > _MIN_FACTOR) & (rest <= _MAX_REST * off)
-    return np.where(is_one, found, np.nan)
+        factors = np.where(cosine > 0, 1.0, -1.0) * two / one
+        off, rest = np.abs(factors - 1), np.sqrt(np.maximum(0.0, 1 - cosine * cosine))
+        is_one = (two > 0) & np.isfinite(factors) & (off > _MIN_FACTOR) & (rest <= _MAX_REST * off)
+    return np.where(is_one, factors, np.nan)
 
 
 def _scales(table: Any) -> Floats:
@@ -382,8 +382,8 @@ def _scales(table: Any) -> Floats:
 
 def _norms(table: Any, scales: Floats) -> Floats:
     """The norm of each pair's first tensor; where no statistics were kept the most that it can be."""
-    found = numbers(table.column("l2_a"))
-    return np.where(np.isnan(found), scales * np.sqrt(numbers(table.column("numel"))), found)
+    norms = numbers(table.column("l2_a"))
+    return np.where(np.isnan(norms), scales * np.sqrt(numbers(table.column("numel"))), norms)
 
 
 def _roundings(table: Any) -> Floats:

@@ -68,8 +68,8 @@ class Side(NamedTuple):
 
     def array(self, row: int) -> npt.NDArray[Any]:
         """The tensor of a row of `table`."""
-        found: npt.NDArray[Any] = self.rows.array(self.table.column("at")[row].as_py())
-        return found
+        tensor: npt.NDArray[Any] = self.rows.array(self.table.column("at")[row].as_py())
+        return tensor
 
 
 def _parts_of_batch(view: Any, table: Any) -> Any:
@@ -165,12 +165,12 @@ def judge(a: Side, b: Side, pairs: Alignment, tolerance: Tolerance, report: Call
     lacks = missing_ranks(left), missing_ranks(right)
     is_partial = lacks[0] != lacks[1]
     kinds[is_partial & (kinds != "") & (kinds != "dtype")] = "partial"
-    found = _table(left, right, kinds, np.flatnonzero(by_values), distances, statistics, by_statistics)
+    judged = _table(left, right, kinds, np.flatnonzero(by_values), distances, statistics, by_statistics)
     for side, ranks in zip("ab", lacks, strict=True):
         texts = ranks[kinds != ""]
-        found = found.append_column(f"lacks_{side}", pa.array(texts.tolist(), pa.string(), mask=texts == ""))
+        judged = judged.append_column(f"lacks_{side}", pa.array(texts.tolist(), pa.string(), mask=texts == ""))
     return Verdicts(
-        found,
+        judged,
         num_pairs=len(pairs.a),
         by_fingerprint=int(is_equal.sum()),
         by_values=int(by_values.sum()),
@@ -278,12 +278,12 @@ def moved_roots(a: Side, b: Side) -> set[str]:
     differs = has_prints & ~_same(left, right, "fingerprint")
     differs |= has_numbers & ~np.logical_and.reduce([_same(left, right, name) for name in ("l2", "absmax", "mean")])
     roots = left.column("root")
-    found = set(roots.filter(pa.array(differs)).unique().to_pylist())
+    moved = set(roots.filter(pa.array(differs)).unique().to_pylist())
     for pair in np.flatnonzero(has_values & ~has_prints & ~has_numbers).tolist():
-        if (root := roots[pair].as_py()) not in found:
+        if (root := roots[pair].as_py()) not in moved:
             one, two = a.rows.array(int(pairs.a[pair])), b.rows.array(int(pairs.b[pair]))
-            found |= {root} if one.shape != two.shape or not are_identical(one, two) else set()
-    return found
+            moved |= {root} if one.shape != two.shape or not are_identical(one, two) else set()
+    return moved
 
 
 def _same(left: Any, right: Any, name: str) -> Flags:
@@ -303,8 +303,8 @@ def _is_found(table: Any) -> Flags:
 
 def _any(table: Any) -> Flags:
     """Rows that say anything of their values."""
-    found = [table.column(name).is_valid().to_numpy() for name in ("fingerprint", "encoding", "nan_count")]
-    return found[0] | found[1] | found[2]  # type: ignore[no-any-return]
+    are_valid = [table.column(name).is_valid().to_numpy() for name in ("fingerprint", "encoding", "nan_count")]
+    return are_valid[0] | are_valid[1] | are_valid[2]  # type: ignore[no-any-return]
 
 
 def _has_none(table: Any) -> Flags:

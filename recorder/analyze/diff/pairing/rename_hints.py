@@ -75,11 +75,11 @@ class UnpairedModules:
 
     def by_look(self, sites: set[str]) -> dict[frozenset[Any], list[str]]:
         """Group the modules with rows at these sites by how they look, in the order of execution."""
-        found: dict[frozenset[Any], list[str]] = {}
+        paths_of_look: dict[frozenset[Any], list[str]] = {}
         for path, tensors in self._tensors.items():
             if look := frozenset(tensor for tensor in tensors if tensor[0] in sites):
-                found.setdefault(look, []).append(path)
-        return found
+                paths_of_look.setdefault(look, []).append(path)
+        return paths_of_look
 
     def state(self, path: str) -> frozenset[Any]:
         """Fingerprints of a module's own first parameters and buffers."""

@@ -92,7 +92,7 @@ def read_renames(path: Path) -> Renames:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LookupFailedError(f"{path}: the file of renamed modules cannot be read: {error}") from None
-    found: list[Rename] = []
+    renames: list[Rename] = []
     for number, line in enumerate(lines, 1):
         text, where = line.partition("#")[0].strip(), f"{path}:{number}"
         if not text:
@@ -101,11 +101,11 @@ def read_renames(path: Path) -> Renames:
         if not equals or not old or not new or "=" in new:
             raise LookupFailedError(f"{where}: {text!r} is no line such as encoder.layers = blocks")
         old, new = (name.strip("'\"") for name in (old, new))
-        for other in found:
+        for other in renames:
             if new == other.new or old == other.old:
                 twice = new if new == other.new else old
                 raise LookupFailedError(f"{where}: {twice!r} stands in {other.where} too, as {other.old} = {other.new}")
-        found.append(Rename(old, new, where))
-    if not found:
+        renames.append(Rename(old, new, where))
+    if not renames:
         raise LookupFailedError(f"{path}: no line such as encoder.layers = blocks is in it")
-    return Renames(found)
+    return Renames(renames)

@@ -103,10 +103,10 @@ class BoardExport:
                 is_damaged |= tensors.is_damaged
             if not num_values:
                 raise tensors.explain_nothing()
-        found = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
+        file_bytes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
         notes += partial.notes(is_taken=self._options.partial)
         is_whole = not (partial or is_damaged or self._run.problems)
-        return Exported(path, num_values, sum(found), notes, problems, is_whole)
+        return Exported(path, num_values, sum(file_bytes), notes, problems, is_whole)
 
     def _tensors(self, rank: int | None) -> tuple[Tensors, Selection]:
         selection = self._selection if rank is None else replace(self._selection, rank=rank)
@@ -124,7 +124,7 @@ class BoardExport:
             for one in entries
             if is_picture(str(one.place["site"]), one.shape) and one.payload_bytes <= _MAX_TENSOR_BYTES
         ]
-        found: dict[int, dict[str, Picture]] = {}
+        pictures: dict[int, dict[str, Picture]] = {}
         in_turn = tensors.in_turn(chosen)
         for entry in chosen:
             try:
@@ -135,8 +135,8 @@ class BoardExport:
                 continue
             made = picture_of(str(entry.place["site"]), array)
             if made is not None:
-                found.setdefault(int(entry.place["step"]), {})[_tag(entry.place)] = made
-        return found
+                pictures.setdefault(int(entry.place["step"]), {})[_tag(entry.place)] = made
+        return pictures
 
 
 def _steps(
