@@ -62,9 +62,9 @@ def layout_problems(run: Run) -> list[str] | None:
     metadata, positions = view.sampled()
     if metadata.num_rows > _MAX_LOADED_ROWS:
         return None
-    facts = Topology(run.writers, run.run_id, run.world_size)
+    topology = Topology(run.writers, run.run_id, run.world_size)
     values = GlobalValues(
-        metadata, facts, loss="mean", overrides=[], is_same=_unknown, items_of=_unknown, leaves=view.leaves
+        metadata, topology, loss="mean", overrides=[], is_same=_unknown, items_of=_unknown, leaves=view.leaves
     )
     for _ in values.values(positions):
         pass

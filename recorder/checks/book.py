@@ -162,28 +162,28 @@ def _own_rule(table: Mapping[str, Any], where: str) -> type[Rule]:
     name, statistic, site = (table.get(key) for key in ("name", "statistic", "site"))
     if not isinstance(name, str) or not name.isidentifier() or name in {rule.name for rule in RULES}:
         raise ConfigError(f"{where}: [[{_OWN}]] name = {name!r}: expected a word that is no rule's name yet")
-    here = f"{where}: rule {name}"
+    where_rule = f"{where}: rule {name}"
     if statistic not in _STATISTICS:
         near = did_you_mean(str(statistic), _STATISTICS)
-        raise ConfigError(f"{here}: statistic = {statistic!r}{near}: expected one of {', '.join(_STATISTICS)}")
+        raise ConfigError(f"{where_rule}: statistic = {statistic!r}{near}: expected one of {', '.join(_STATISTICS)}")
     if site not in SITES:
         raise ConfigError(
-            f"{here}: site = {site!r}{did_you_mean(str(site), SITES)}: expected one of {', '.join(SITES)}"
+            f"{where_rule}: site = {site!r}{did_you_mean(str(site), SITES)}: expected one of {', '.join(SITES)}"
         )
     limits = [key for key in ("above", "below") if key in table]
     if len(limits) != 1 or not isinstance(table[limits[0]], (int, float)):
-        raise ConfigError(f"{here}: expected one number, above or below")
+        raise ConfigError(f"{where_rule}: expected one number, above or below")
     severities = {one.word: one for one in Severity}
     severity = table.get("severity", Severity.WARNING.word)
     if severity not in severities:
-        raise ConfigError(f"{here}: severity = {severity!r}: expected one of {', '.join(severities)}")
+        raise ConfigError(f"{where_rule}: severity = {severity!r}: expected one of {', '.join(severities)}")
     records = table.get("records", 1)
     if not isinstance(records, int) or isinstance(records, bool) or records < 1:
-        raise ConfigError(f"{here}: records = {records!r}: expected a whole number from 1 on")
+        raise ConfigError(f"{where_rule}: records = {records!r}: expected a whole number from 1 on")
     try:
         modules = parse_patterns(str(table.get("module", "*")))
     except ValueError as error:
-        raise ConfigError(f"{here}: module: {error}") from None
+        raise ConfigError(f"{where_rule}: module: {error}") from None
     limit = float(table[limits[0]])
     source = f"{where}"
     sentence = f"{statistic} of {site} is {limits[0]} {limit:g}, {records} records in a row."

@@ -42,7 +42,7 @@ class Answer:
 
     def short_members(self) -> dict[str, Any]:
         """Return it for a status, which has little room."""
-        facts = {
+        members = {
             "number": self.number,
             "id": self.id,
             "kind": self.kind,
@@ -51,7 +51,7 @@ class Answer:
             "until": self.until,
             "why": self.why[:_MAX_TEXT] or None,
         }
-        return {name: value for name, value in facts.items() if value is not None}
+        return {name: value for name, value in members.items() if value is not None}
 
     @classmethod
     def read(cls, members: Members) -> Answer:

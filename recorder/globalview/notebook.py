@@ -20,7 +20,7 @@ def run_html(run: RecordedRun) -> str:
     """A run as HTML: what it is, and how many rows of which site."""
     states = [writer.state for writer in run.writers]
     ranks = span(run.ranks) + (f" of {run.world_size}" if run.world_size else "")
-    facts = {
+    table_rows = {
         "run": run.run_id,
         "path": str(run.path),
         "ranks": ranks,
@@ -30,12 +30,14 @@ def run_html(run: RecordedRun) -> str:
         "writers": ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)),
         "problems": "; ".join([*run.problems, *run.endings]),
     }
-    return as_html(facts, run.table(["site", "step"]))
+    return as_html(table_rows, run.table(["site", "step"]))
 
 
-def as_html(facts: dict[str, str], rows: Any) -> str:
+def as_html(table_rows: dict[str, str], rows: Any) -> str:
     """What is known of something as a table, above a table of the sites of its rows."""
-    lines = "".join(f"<tr><th>{_shown(key)}</th><td>{_shown(value)}</td></tr>" for key, value in facts.items() if value)
+    lines = "".join(
+        f"<tr><th>{_shown(key)}</th><td>{_shown(value)}</td></tr>" for key, value in table_rows.items() if value
+    )
     return f"<table><tbody>{lines}</tbody></table>{_html_sites(rows)}"
 
 

@@ -466,7 +466,7 @@ class ModuleView:
 
     def _repr_html_(self) -> str:
         sources = dict.fromkeys(info.source for (_, path), info in self.run.modules.items() if path == self.path)
-        facts = {
+        table_rows = {
             "module": repr(self.path),
             "class": ", ".join(self._class_names),
             "source": ", ".join(sources),
@@ -474,7 +474,7 @@ class ModuleView:
             "steps": span(self.steps),
             "children": listed(self.children, MAX_LISTED),
         }
-        return as_html(facts, self.table(["site", "step"]))
+        return as_html(table_rows, self.table(["site", "step"]))
 
 
 def narrow(run: Run, path: str, below: str = "") -> ModuleView:

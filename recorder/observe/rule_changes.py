@@ -118,7 +118,7 @@ def _is_empty(held: _Held | None) -> bool:
 
 def _answer(taken: _Taken, held: _Held | None, step: int) -> Answer:
     command = taken.command
-    facts = {
+    given = {
         "number": command.number,
         "id": command.id,
         "kind": command.kind,
@@ -126,7 +126,7 @@ def _answer(taken: _Taken, held: _Held | None, step: int) -> Answer:
         "rules": command.rules,
     }
     if held is None:
-        return Answer(**facts, state=REFUSED, why=taken.refused)  # type: ignore[arg-type]
+        return Answer(**given, state=REFUSED, why=taken.refused)  # type: ignore[arg-type]
     why = [taken.note] if taken.note else []
     is_late = held.since > command.from_step
     if is_late:
@@ -135,11 +135,11 @@ def _answer(taken: _Taken, held: _Held | None, step: int) -> Answer:
         why.append(f"ended by command {held.ended_by}")
     if _is_empty(held):
         state = MISSED if is_late and not held.ended_by else ENDED
-        return Answer(**facts, state=state, why="; ".join(why))  # type: ignore[arg-type]
+        return Answer(**given, state=state, why="; ".join(why))  # type: ignore[arg-type]
     if step < held.since:
         state = WAITING
     elif command.kind in (UNDO, RESUME) or (held.until is not None and step > held.until):
         state = ENDED
     else:
         state = IN_FORCE
-    return Answer(**facts, state=state, since=held.since, until=held.until, why="; ".join(why))  # type: ignore[arg-type]
+    return Answer(**given, state=state, since=held.since, until=held.until, why="; ".join(why))  # type: ignore[arg-type]

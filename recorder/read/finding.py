@@ -184,9 +184,9 @@ def _described(runs: Sequence[ListedRun]) -> Iterator[str]:
     """Describe runs so that a person tells them apart: name, directory where the name is not enough, time, steps."""
     names = [run.name for run in runs]
     for run in runs[-_MAX_LISTED:]:
-        facts = [] if names.count(run.name) == 1 else [run.place.name]
-        facts += filter(None, [moment(run.created_ns), _last_step(run.place)])
-        yield f"{run.name} ({', '.join(facts)})" if facts else run.name
+        details = [] if names.count(run.name) == 1 else [run.place.name]
+        details += filter(None, [moment(run.created_ns), _last_step(run.place)])
+        yield f"{run.name} ({', '.join(details)})" if details else run.name
     if len(runs) > _MAX_LISTED:
         yield f"and {len(runs) - _MAX_LISTED} older"
 

@@ -93,19 +93,19 @@ def gaps_block(checks: Sequence[Told], modules: Mapping[str, int]) -> Block:
     """Why values are not there, for the holes of the map."""
     gaps: list[dict[str, Any]] = []
     for check in checks:
-        facts = check.facts
-        if not {"reason", "sites", "modules", "steps", "ranks"} <= facts.keys() or len(gaps) >= _MAX_GAPS:
+        details = check.facts
+        if not {"reason", "sites", "modules", "steps", "ranks"} <= details.keys() or len(gaps) >= _MAX_GAPS:
             continue
-        places = sorted(modules[path] for path in facts["modules"] if path in modules)
-        ranks = sorted(rank for rank in facts["ranks"] if rank is not None)
+        places = sorted(modules[path] for path in details["modules"] if path in modules)
+        ranks = sorted(rank for rank in details["ranks"] if rank is not None)
         why = check.text.split(": ", 3)
         gaps.append(
             {
                 "text": why[2] if len(why) > 3 else check.text,
                 "state": check.state,
-                "sites": list(facts["sites"]),
+                "sites": list(details["sites"]),
                 "modules": _ranges(places),
-                "steps": _ranges(sorted(facts["steps"])),
+                "steps": _ranges(sorted(details["steps"])),
                 "ranks": _ranges(ranks),
             }
         )

@@ -68,8 +68,8 @@ def write_catalog(
         WriteError: the file exists, or cannot be written.
     """
     path = Path(path)
-    facts = Topology(run.writers, run.run_id, run.world_size)
-    counting = _Counting(run, facts)
+    topology = Topology(run.writers, run.run_id, run.world_size)
+    counting = _Counting(run, topology)
     num_rows = 0
     with published_file(path) as file, _open(file, run) as parquet:
         for block in _blocks(run.writers, rows_a_block):
@@ -79,7 +79,9 @@ def write_catalog(
                 parquet.write_table(table, row_group_size=_ROWS_A_GROUP)
                 num_rows += table.num_rows
             report(sum(writer.shard_bytes for writer in writers))
-    left_out = [f"writer {facts.describe(number)} belongs to another run; left out" for number in facts.foreign_writers]
+    left_out = [
+        f"writer {topology.describe(number)} belongs to another run; left out" for number in topology.foreign_writers
+    ]
     return Catalog(path, num_rows, path.stat().st_size, counting.num_superseded, [*run.problems, *left_out])
 
 
@@ -151,11 +153,11 @@ def _rows(
 class _Counting:
     """Tells which rows count: those of this run, and at a step of several launches those of the launch that counts."""
 
-    def __init__(self, run: Run, facts: Topology) -> None:
+    def __init__(self, run: Run, topology: Topology) -> None:
         self.num_superseded = 0
         self._is_stranger = np.zeros(len(run.writers), np.bool_)
-        self._is_stranger[facts.foreign_writers] = True
-        self._launches = np.array(facts.launch_places(), np.int64)
+        self._is_stranger[topology.foreign_writers] = True
+        self._launches = np.array(topology.launch_places(), np.int64)
         self._steps, self._wins = np.zeros(0, np.int64), np.zeros(0, np.int64)
         if len(set(self._launches.tolist())) < 2:
             return
@@ -167,7 +169,7 @@ class _Counting:
                 one = first_of.setdefault(int(self._launches[number]), number)
                 own = [_count(shard.columns(["step"]))[0] for shard in writer.shards]
                 steps_of[one] = np.unique(np.concatenate([steps_of.get(one, np.zeros(0, np.int64)), *own]))
-        winners = facts.winners({number: steps.tolist() for number, steps in steps_of.items()})
+        winners = topology.winners({number: steps.tolist() for number, steps in steps_of.items()})
         self._steps = np.array(sorted(winners), np.int64)
         self._wins = np.array([winners[step] for step in self._steps.tolist()], np.int64)
 

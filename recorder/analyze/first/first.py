@@ -52,15 +52,15 @@ def first(run: Run) -> First:
     optimizer state of data-parallel ranks; buffers are told apart, because a forward may update each rank's own until
     DDP broadcasts the first rank's. They are a finding where DDP was told not to, and nothing else makes them equal.
     """
-    facts = Topology(run.writers, run.run_id, run.world_size)
-    attempts = Attempts(run, facts)
-    nonfinite_finder, replica_finder = NonFiniteFinder(), ReplicaFinder(run, facts)
+    topology = Topology(run.writers, run.run_id, run.world_size)
+    attempts = Attempts(run, topology)
+    nonfinite_finder, replica_finder = NonFiniteFinder(), ReplicaFinder(run, topology)
     firsts: Firsts | None = None
     num_superseded = 0
     ranges = run.view().windows(_RANGE_ROWS)
     with cut_rows(run, ranges, whole_rows) as tables_of:
         for steps in ranges if len(ranges) > 1 else [None]:
-            timeline = Timeline(run, facts, attempts, steps, firsts, tables_of(steps) if steps else None)
+            timeline = Timeline(run, topology, attempts, steps, firsts, tables_of(steps) if steps else None)
             firsts = nonfinite_finder.add(timeline)
             replica_finder.add(timeline)
             num_superseded += timeline.num_superseded

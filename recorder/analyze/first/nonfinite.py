@@ -257,11 +257,11 @@ def _healthy(
 def _beside(timeline: Timeline, state: _Counts, row: int) -> Iterator[Beside]:
     """Each once, however often the step saw it."""
     step, root, module, rank = (timeline.codes[name] for name in ("step", "root", "module_path", "rank"))
-    here = (step == step[row]) & ((rank == rank[row]) | timeline.table.column("rank").is_null().to_numpy())
+    same_step = (step == step[row]) & ((rank == rank[row]) | timeline.table.column("rank").is_null().to_numpy())
     of_module = holds(timeline.table.column("site"), ("param", "input").__contains__)
     of_module &= (root == root[row]) & (module == module[row])
     losses = _is_loss(timeline.table)
-    rows = np.flatnonzero(here & (of_module | (losses & ~losses[row])) & (np.arange(timeline.num_rows) != row))
+    rows = np.flatnonzero(same_step & (of_module | (losses & ~losses[row])) & (np.arange(timeline.num_rows) != row))
     state.complete(rows)
     bad = rows[(state.nan[rows] > 0) | (state.inf[rows] > 0)]
     bad = bad[~state.excused()[bad]]
@@ -278,10 +278,10 @@ def _is_loss(table: Any) -> npt.NDArray[np.bool_]:
 
 def _is_skipped(timeline: Timeline, row: int) -> bool:
     """The scalar ``skipped`` of the step, on this rank."""
-    here = (timeline.codes["step"] == timeline.codes["step"][row]) & (
+    same_step = (timeline.codes["step"] == timeline.codes["step"][row]) & (
         timeline.codes["rank"] == timeline.codes["rank"][row]
     )
-    rows = np.flatnonzero(here)
+    rows = np.flatnonzero(same_step)
     table = timeline.table.take(rows)
     return any(
         site == "scalar" and name == "skipped" and (mean or 0) > 0

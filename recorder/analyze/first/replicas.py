@@ -105,8 +105,8 @@ class ReplicaSearch(NamedTuple):
 class ReplicaFinder:
     """Finds the first difference of replicas, by step and then in the order of execution, step range by range."""
 
-    def __init__(self, run: Run, facts: Topology) -> None:
-        self._run, self._facts = run, facts
+    def __init__(self, run: Run, topology: Topology) -> None:
+        self._run, self._facts = run, topology
         self._first: Differing | None = None
         self._has_buffer = False
         self._values: dict[_Name, None] = {}
@@ -199,14 +199,14 @@ class ReplicaFinder:
 class _Replicas:
     """Groups of rows that must be equal, in the order of time; each is equal, differs, or is not known yet."""
 
-    def __init__(self, run: Run, facts: Topology, timeline: Timeline, equal: Any) -> None:
+    def __init__(self, run: Run, topology: Topology, timeline: Timeline, equal: Any) -> None:
         self._timeline = timeline
         self._equal = equal
         table = timeline.table
         is_candidate = holds(table.column("site"), STATES.__contains__)
         is_candidate &= ~holds(table.column("phase"), "backward".__eq__)  # gradients before their reduction
         is_candidate[: timeline.num_firsts] = False
-        leaders, self._assumed = _leaders(run, timeline, facts)
+        leaders, self._assumed = _leaders(run, timeline, topology)
         is_plain = table.column("placements").is_null().to_numpy() & ~holds(table.column("note"), _is_apart)
         shards = _shards(table)
         has_offsets = table.column("offsets").is_valid().to_numpy()
@@ -215,7 +215,7 @@ class _Replicas:
         is_placed |= (shards > 0) & holds(table.column("placements"), _has_replicas)
         is_placed &= table.column("placements").is_valid().to_numpy() & ~holds(table.column("placements"), _is_summand)
         is_placed &= integers(table.column("numel")) != 0  # an empty slice begins where another one does
-        is_own = is_plain & is_candidate & _are_own(timeline, facts)
+        is_own = is_plain & is_candidate & _are_own(timeline, topology)
         is_counted = is_own & ~holds(table.column("shape"), "[]".__eq__)
         counted = np.flatnonzero(is_counted)
         of_own = group([timeline.codes[name][counted] for name in _NAME])
@@ -421,14 +421,14 @@ def _is_apart(note: str) -> bool:
     return "no_layout" in untrusted.members(note)
 
 
-def _are_own(timeline: Timeline, facts: Topology) -> npt.NDArray[np.bool_]:
+def _are_own(timeline: Timeline, topology: Topology) -> npt.NDArray[np.bool_]:
     """Which rows are of parameters that each rank has for itself."""
     columns = ("root", "module_path", "name")
     cells = group([timeline.codes[name] for name in columns])
     named = zip(
         *(timeline.table.column(name).take(pa.array(cells.firsts)).to_pylist() for name in columns), strict=True
     )
-    are_own = np.array([facts.own_parameters.has(root, path, name) for root, path, name in named], np.bool_)
+    are_own = np.array([topology.own_parameters.has(root, path, name) for root, path, name in named], np.bool_)
     return np.asarray(are_own[cells.ids] if len(are_own) else np.zeros(timeline.num_rows, np.bool_))
 
 
@@ -468,7 +468,7 @@ def _statistics_ids(table: Any) -> Integers:
     return group([np.unique(column, return_inverse=True)[1] for column in columns]).ids
 
 
-def _leaders(run: Run, timeline: Timeline, facts: Topology) -> tuple[Integers, set[str]]:
+def _leaders(run: Run, timeline: Timeline, topology: Topology) -> tuple[Integers, set[str]]:
     """For each row the lowest rank that works on the same model; and roots where that is assumed.
 
     Ranks of other stages of a pipeline do not. Where manifests contradict each other, each rank's own word counts.
@@ -487,8 +487,8 @@ def _leaders(run: Run, timeline: Timeline, facts: Topology) -> tuple[Integers, s
         if rank is None or is_merged or number is None:
             leaders.append(-1 if rank is None else 0)
             continue
-        of_model = facts.group(root, "", number)
-        ranks = facts.own_ranks(root, number) if of_model.conflict else of_model.ranks
+        of_model = topology.group(root, "", number)
+        ranks = topology.own_ranks(root, number) if of_model.conflict else of_model.ranks
         leaders.append(min(ranks) if rank in ranks else rank)
         if of_model.source == "assumed" and not of_model.model_groups:
             assumed.add(root)
@@ -500,11 +500,15 @@ def _syncs(run: Run) -> dict[str, str]:
     syncs: dict[str, str] = {}
     for writer in run.writers:
         for root in writer.manifest.roots:
-            facts = root.data_parallel
-            if facts is not None and facts.kind in ("fsdp1", "fsdp2"):
+            data_parallel = root.data_parallel
+            if data_parallel is not None and data_parallel.kind in ("fsdp1", "fsdp2"):
                 syncs[root.name] = OWN
-            elif facts is not None and facts.kind == "ddp" and facts.broadcast_buffers is not None:
-                syncs[root.name] = BROADCAST if facts.broadcast_buffers else NEVER
+            elif (
+                data_parallel is not None
+                and data_parallel.kind == "ddp"
+                and data_parallel.broadcast_buffers is not None
+            ):
+                syncs[root.name] = BROADCAST if data_parallel.broadcast_buffers else NEVER
     return syncs
 
 

@@ -103,7 +103,7 @@ class Timeline:
     def __init__(
         self,
         run: Run,
-        facts: Topology,
+        topology: Topology,
         attempts: Attempts,
         steps: tuple[int, int] | None = None,
         firsts: Firsts | None = None,
@@ -113,13 +113,13 @@ class Timeline:
 
         Args:
             run: all of it.
-            facts: of the run.
+            topology: of the run.
             attempts: of the run; it has seen all writers' rows of these steps, or sees them now.
             steps: from the first up to, but not including, the last; all by default.
             firsts: of earlier steps.
             tables: what `whole_rows` gives of the writers that are looked at, and of these steps; by default of all.
         """
-        self.run, self.facts, self.attempts, self.steps = run, facts, attempts, steps
+        self.run, self.facts, self.attempts, self.steps = run, topology, attempts, steps
         self.firsts = firsts
         table = _in_order(whole_rows(run.writers, steps) if tables is None else tables)
         counts = attempts.counting(table)
@@ -132,7 +132,7 @@ class Timeline:
         starts = np.flatnonzero(np.r_[True, (np.diff(codes_of_steps) != 0) | (np.diff(ranks) != 0)])
         lengths = np.diff(np.r_[starts, len(ranks)])
         places = np.arange(len(ranks)) - np.repeat(starts, lengths) if len(ranks) else np.zeros(0, np.int64)
-        order = _times(run, facts, table, codes_of_steps, ranks, places).order()
+        order = _times(run, topology, table, codes_of_steps, ranks, places).order()
         table, places = table.take(pa.array(order)), places[order]
         self.num_firsts = 0 if firsts is None else int(firsts.table.num_rows)
         if firsts is not None:
@@ -236,7 +236,7 @@ def _in_order(tables: Iterable[Any]) -> Any:
     return table.take(pa.array(np.lexsort(keys)))
 
 
-def _times(run: Run, facts: Topology, table: Any, steps: Integers, ranks: Integers, places: Integers) -> Times:
+def _times(run: Run, topology: Topology, table: Any, steps: Integers, ranks: Integers, places: Integers) -> Times:
     """When the rows were seen, where a row's place in its rank's step is the time that ranks share."""
     phases = {
         phase: holds(table.column("phase"), {phase}.__contains__) for phase in ("forward", "backward", "recompute")
@@ -247,20 +247,20 @@ def _times(run: Run, facts: Topology, table: Any, steps: Integers, ranks: Intege
         phases["forward"],
         phases["backward"] | phases["recompute"],
         places,
-        _stages(run, facts, table),
+        _stages(run, topology, table),
         codes(table.column("micro_step")),
         ranks,
     )
 
 
-def _stages(run: Run, facts: Topology, table: Any) -> Integers:
+def _stages(run: Run, topology: Topology, table: Any) -> Integers:
     """The pipeline stage of each row, -1 where there is none: of a merged run as rows say, else as manifests do."""
     if run.is_merged:
         notes, texts = encode(table.column("note"))
         of_text = np.array([-1 if (stage := stage_of(text)[0]) is None else stage for text in texts] + [-1], np.int64)
         return of_text[notes]
     stages = np.full(table.num_rows, -1, np.int64)
-    of_root = {(run.writers[number].rank, root): stage.number for (number, root), stage in facts.stages.items()}
+    of_root = {(run.writers[number].rank, root): stage.number for (number, root), stage in topology.stages.items()}
     if of_root:
         is_value = ~holds(table.column("site"), NUMBERS.__contains__)
         ranks, (roots, names) = integers(table.column("rank")), encode(table.column("root"))
@@ -281,8 +281,8 @@ def is_equal(column: Any, value: object) -> npt.NDArray[np.bool_]:
 class Attempts:
     """Which attempt counts at each step. It learns as the steps of all ranks are shown to it."""
 
-    def __init__(self, run: Run, facts: Topology) -> None:
-        self._run, self._facts = run, facts
+    def __init__(self, run: Run, topology: Topology) -> None:
+        self._run, self._facts = run, topology
         self._newest: dict[int, int] = {}
         """By step."""
         self._is_one = len({writer.attempt for writer in run.writers}) < 2 or len(self._found()) < 2
@@ -298,15 +298,15 @@ class Attempts:
         steps, ranks, attempts = (integers(table.column(name)) for name in ("step", "rank", "attempt"))
         if self._is_one:
             return np.ones(len(steps), np.bool_)
-        run, facts = self._run, self._facts
+        run, topology = self._run, self._facts
         distinct, places = np.unique(steps, return_inverse=True)
         if not all(step in self._newest for step in distinct.tolist()):
             steps_of = {}
             for number, writer in enumerate(run.writers):
                 own = (attempts == writer.attempt) & (ranks == (-1 if writer.rank is None else writer.rank))
                 steps_of[number] = np.unique(steps[own]).tolist()
-            attempt_at = {place: run.writers[number].attempt for number, place in enumerate(facts.launch_places())}
-            winners = {step: attempt_at[place] for step, place in facts.winners(steps_of).items()}
+            attempt_at = {place: run.writers[number].attempt for number, place in enumerate(topology.launch_places())}
+            winners = {step: attempt_at[place] for step, place in topology.winners(steps_of).items()}
             self._newest |= {step: winners.get(step, -1) for step in distinct.tolist()}
         newest = np.array([self._newest[step] for step in distinct.tolist()], np.int64)[places]
         return np.asarray((attempts == newest) | (newest < 0))

@@ -118,31 +118,31 @@ def _replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
     try:
         bundle = json.loads((folder / "bundle.json").read_text(encoding="utf-8"))
         tensors = _read_tensors(folder / "tensors.safetensors")
-        facts = bundle["facts"]
+        call = bundle["facts"]
         if bundle["bundle"] != VERSION:
             raise CannotReplay(f"{folder}: a bundle of version {bundle['bundle']}; write it anew with this recorder")
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise CannotReplay(f"{folder}: cut short or damaged ({type(error).__name__}: {error}); write it anew") from None
     if bundle["lacks"]:
         raise CannotReplay("cannot be run, something is missing: " + "; ".join(bundle["lacks"][:4]))
-    odd = [name for name, about in facts["tensors"].items() if "dtensor" in about or "layout" in about]
+    odd = [name for name, about in call["tensors"].items() if "dtensor" in about or "layout" in about]
     if odd:
         raise CannotReplay(f"{', '.join(odd[:4])}: a part of a distributed or sparse tensor, which is not replayed")
-    notes = list(_other_versions(facts))
+    notes = list(_other_versions(call))
     device = torch.device(options.device or "cpu")
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    with _settings(facts):
+    with _settings(call):
         module = make_module(bundle, options, notes)
         if options.factory:  # others have no memory yet
             module = module.to(device, dtype)
-        _load(module, facts, tensors, device, dtype)
-        inputs = _inputs(facts, tensors, device, dtype)
-        args = [_value(node, inputs) for node in facts["args"]]
-        kwargs = {key: _value(node, inputs) for key, node in facts["kwargs"]}
+        _load(module, call, tensors, device, dtype)
+        inputs = _inputs(call, tensors, device, dtype)
+        args = [_value(node, inputs) for node in call["args"]]
+        kwargs = {key: _value(node, inputs) for key, node in call["kwargs"]}
         called = torch.compile(module) if options.compile else module
-        _seed(facts, device, notes)
+        _seed(call, device, notes)
         try:
-            replayed = dict(_run(called, args, kwargs, facts, tensors, inputs, dtype))
+            replayed = dict(_run(called, args, kwargs, call, tensors, inputs, dtype))
         except Exception as error:
             raise CannotReplay(f"the call fails here: {type(error).__name__}: {error}") from error
     replayed |= {f"grad.{name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
@@ -155,11 +155,11 @@ def _replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
 
 def make_module(bundle: Mapping[str, Any], options: Options, notes: list[str]) -> nn.Module:
     """Make the module: of torch.nn from its settings, any other with the factory."""
-    facts = bundle["facts"]
-    where, _, qualified = facts["class"].partition(":")
+    call = bundle["facts"]
+    where, _, qualified = call["class"].partition(":")
     if options.factory:
         made = _from_factory(options.factory)
-        names = {name.partition(".")[2] for name in facts["tensors"] if name.startswith("param.")}
+        names = {name.partition(".")[2] for name in call["tensors"] if name.startswith("param.")}
         is_itself = type(made).__qualname__ == qualified and names <= {name for name, _ in made.named_parameters()}
         if not is_itself:
             try:
@@ -174,27 +174,25 @@ def make_module(bundle: Mapping[str, Any], options: Options, notes: list[str]) -
                 f"{options.factory}: {bundle['module']!r} is a {type(made).__qualname__}, not {qualified}"
             )
         code = code_digest(type(made))
-        if facts["python"].split(".")[:2] != sys.version.split()[0].split(".")[:2]:
+        if call["python"].split(".")[:2] != sys.version.split()[0].split(".")[:2]:
             notes.append(
-                f"whether the code of {qualified} has changed cannot be told: it ran in Python {facts['python']}"
+                f"whether the code of {qualified} has changed cannot be told: it ran in Python {call['python']}"
             )
-        elif code != facts["code"]:
-            changed = f"the code of {type(made).__qualname__} is not that which was recorded ({facts['source']})"
+        elif code != call["code"]:
+            changed = f"the code of {type(made).__qualname__} is not that which was recorded ({call['source']})"
             if not options.anyway:
                 raise CannotReplay(f"{changed}; --anyway runs it all the same")
             notes.append(changed)
         return made
-    if facts["constructor"] is None or not where.startswith("torch.nn.modules."):
+    if call["constructor"] is None or not where.startswith("torch.nn.modules."):
         raise CannotReplay(
             f"{qualified} is no module that can be made from its settings: give --factory MODULE:FUNCTION"
         )
-    settings = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in facts["constructor"].items()
-    }
+    settings = {name: tuple(value) if isinstance(value, list) else value for name, value in call["constructor"].items()}
     try:
         cls = getattr(importlib.import_module(where), qualified)
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise CannotReplay(f"{facts['class']} is no module")
+            raise CannotReplay(f"{call['class']} is no module")
         with torch.device("meta"):  # what the recording holds takes the place of its parameters
             return cls(**settings)
     except (ImportError, AttributeError, TypeError, ValueError) as error:

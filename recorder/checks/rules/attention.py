@@ -35,8 +35,8 @@ class _Attention(StreakRule):
 
     def class_of(self, key: SeriesKey) -> str:
         """The class of the module that a value is of."""
-        facts = self.catalog.modules.get((key.root, key.module_path))
-        return "" if facts is None else facts.class_name
+        module = self.catalog.modules.get((key.root, key.module_path))
+        return "" if module is None else module.class_name
 
     def is_softmax(self, key: SeriesKey) -> bool:
         """Whether a value is of a softmax of attention. Other softmaxes, as that of a classifier, may well be sure."""

@@ -94,11 +94,11 @@ class Unusual(BaselineRule):
                 "spreads", far[place], self.thresholds["spreads"],
             )  # fmt: skip
             low, high = steps_of(int(phase_of(np.array([step]))[0]))
-            here, least, most = (
+            value, least, most = (
                 _plain(number, is_log=statistic.is_log)
                 for number in (own.values[place], ranges.low[place], ranges.high[place])
             )
-            yield one._replace(detail=f"{here} here, {least} to {most} there at steps {low} to {high}")
+            yield one._replace(detail=f"{value} here, {least} to {most} there at steps {low} to {high}")
 
 
 class Invariant(BaselineRule):
@@ -147,14 +147,14 @@ class Invariant(BaselineRule):
         yield from super().finish()
         if self.normal is None or len(self._steps) < _LEAST_STEPS:
             return
-        here = set(self.catalog.series)
+        recorded = set(self.catalog.series)
         for key in self.normal.in_every_run():
-            facts = self.catalog.modules.get((key.root, key.module_path))
+            module = self.catalog.modules.get((key.root, key.module_path))
             if (
-                key not in here
+                key not in recorded
                 and key.site in ("grad", "grad_output")
-                and facts is not None
-                and key.site in facts.sites
+                and module is not None
+                and key.site in module.sites
             ):
                 yield self._missing(key)
 

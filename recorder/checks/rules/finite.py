@@ -95,13 +95,13 @@ class NonFinite(Rule):
 
     def _say(self, rows: Rows, is_bad: Flags, place: int, nan: float, inf: float) -> Finding:
         """A finding on the module that made it, which the other rows of the step and rank tell."""
-        here = (rows.steps == rows.steps[place]) & (rows.ranks == rows.ranks[place])
+        same_step = (rows.steps == rows.steps[place]) & (rows.ranks == rows.ranks[place])
         keys = self.catalog.series
         key = keys[int(rows.series[place])]
         is_of_module = np.array([(one.root, one.module_path) == (key.root, key.module_path) for one in keys], np.bool_)
-        of_module = here & is_of_module[rows.series]
+        of_module = same_step & is_of_module[rows.series]
         sites = {site: of_module & _at_site(keys, site)[rows.series] for site in ("input", "param")}
-        skipped = here & np.array([one.site == "scalar" and one.name == _SKIPPED for one in keys])[rows.series]
+        skipped = same_step & np.array([one.site == "scalar" and one.name == _SKIPPED for one in keys])[rows.series]
         what = "the value is not finite"
         if (sites["param"] & is_bad).any() and key.site != "param":
             what += ", and neither is a parameter of the module"

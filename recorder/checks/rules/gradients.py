@@ -128,8 +128,8 @@ class NoGradient(Rule):
         alike = {(root, template(path), name) for root, path, name in having}
         for lane in range(self.catalog.num_lanes):
             key = keys[int(self.catalog.series_of[lane])]
-            facts = self.catalog.modules.get((key.root, key.module_path))
-            is_asked = facts is None or "grad" in facts.sites
+            module = self.catalog.modules.get((key.root, key.module_path))
+            is_asked = module is None or "grad" in module.sites
             never = key.site == "param" and (key.root, key.module_path, key.name) not in having
             if never and is_asked and self._records[np.array([lane])][0] >= self.thresholds["records"]:
                 is_odd = (key.root, template(key.module_path), key.name) in alike
