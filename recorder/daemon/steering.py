@@ -78,10 +78,10 @@ class Carrier:
         key = read_key(run.shared.settings.key_file)
         while self._next <= MAX_COMMANDS:
             name = f"{run.key}/{COMMANDS}/{command_name(self._next)}"
-            found = run.shared.destination.get(name)
-            if found is None:
+            held = run.shared.destination.get(name)
+            if held is None:
                 return
-            result, why = self._take(self._next, found[0], key)
+            result, why = self._take(self._next, held[0], key)
             if result:
                 run.shared.counters.add("commands", result)
                 logger.log(
@@ -132,10 +132,10 @@ def send_to_store(destination: Destination, run: str, command: Command, key: byt
     Raises:
         CommandError: there is no such run, or no writer would take the command.
     """
-    found = destination.get(f"{run}/{RUN_MANIFEST}")
-    if found is None:
+    held = destination.get(f"{run}/{RUN_MANIFEST}")
+    if held is None:
         raise CommandError(f"{destination.url}/{run}: no such run; `recorder ls {destination.url}` lists them")
-    run_id = str(parse_json(found[0], run).get("run_id"))
+    run_id = str(parse_json(held[0], run).get("run_id"))
     text = command.encode()
     names = [name.rpartition("/")[2] for name, _ in destination.listing(f"{run}/{COMMANDS}/")]
     first = max((number for name in names if (number := parse_command_name(name)) is not None), default=0) + 1

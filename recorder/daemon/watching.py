@@ -183,21 +183,21 @@ class Folder:
 
     def entries(self, *, with_stamps: bool = True) -> Entries:
         """List the directory; without stamps no file is asked for its size."""
-        found = Entries()
+        listed = Entries()
         with os.scandir(self.descriptor) as entries:
             for entry in entries:
                 is_directory, is_file = entry.is_dir(follow_symlinks=False), entry.is_file(follow_symlinks=False)
                 if not (is_directory or is_file) or not _NAME.fullmatch(entry.name):
                     if not entry.name.startswith("."):
-                        found.num_refused += 1
-                        found.misnamed += [entry.name] * is_directory
+                        listed.num_refused += 1
+                        listed.misnamed += [entry.name] * is_directory
                 elif is_directory:
-                    found.directories.append(entry.name)
+                    listed.directories.append(entry.name)
                 else:
                     with contextlib.suppress(FileNotFoundError):
-                        found.files[entry.name] = _stamp(entry) if with_stamps else Stamp(0, 0, 0)
-        found.directories.sort()
-        return found
+                        listed.files[entry.name] = _stamp(entry) if with_stamps else Stamp(0, 0, 0)
+        listed.directories.sort()
+        return listed
 
     def changed_ns(self) -> int:
         return os.fstat(self.descriptor).st_mtime_ns
@@ -265,28 +265,28 @@ def list_run(folder: Folder) -> tuple[list[tuple[str, str]], dict[str, Stamp], E
 def list_writer(folder: Folder) -> WriterFiles:
     """Return the files of a writer."""
     entries = folder.entries()
-    found = WriterFiles(num_refused=entries.num_refused)
-    found.num_foreign = sum(not name.startswith("_") for name in entries.directories)
+    files = WriterFiles(num_refused=entries.num_refused)
+    files.num_foreign = sum(not name.startswith("_") for name in entries.directories)
     indexes: dict[str, Stamp] = {}
     for name, stamp in entries.files.items():
         shard = parse_shard_name(name)
         if shard is not None:
-            (found.opened if shard.is_open else found.sealed)[name] = stamp
+            (files.opened if shard.is_open else files.sealed)[name] = stamp
         elif name == WRITER_MANIFEST:
-            found.manifest = stamp
+            files.manifest = stamp
         elif name == STATUS:
-            found.status = stamp
+            files.status = stamp
         elif name.endswith(".index") and name.startswith("_"):
             indexes[name] = stamp
         elif _ASIDE.fullmatch(name):
-            found.aside[name] = stamp
+            files.aside[name] = stamp
         elif not _REMAINS.fullmatch(name):
-            found.num_foreign += 1
-    found.indexes = {
-        index_name(name): indexes[index_name(name)] for name in found.sealed if index_name(name) in indexes
+            files.num_foreign += 1
+    files.indexes = {
+        index_name(name): indexes[index_name(name)] for name in files.sealed if index_name(name) in indexes
     }
-    found.num_foreign += len(indexes) - len(found.indexes)
-    return found
+    files.num_foreign += len(indexes) - len(files.indexes)
+    return files
 
 
 def sealed_name(name: str) -> str:

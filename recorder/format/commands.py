@@ -124,19 +124,19 @@ def read_command(raw: dict[str, Any], where: str, number: int) -> Command:
     except RunError as error:
         raise CommandError(str(error)) from None
     problems: list[str] = []
-    found = Members(raw, problems)
-    to_step = found.optional_count("to_step")
+    members = Members(raw, problems)
+    to_step = members.optional_count("to_step")
     command = Command(
-        kind=found.text("kind"),
-        from_step=_whole(found, "from_step"),
+        kind=members.text("kind"),
+        from_step=_whole(members, "from_step"),
         to_step=to_step,
-        rules=found.texts("rules"),
-        undoes=found.optional_count("undoes"),
-        reason=one_line(found.text("reason"))[:_MAX_TEXT],
-        by=one_line(found.text("by"))[:_MAX_TEXT],
-        attempt=found.count("attempt"),
-        created_ns=found.count("created_ns"),
-        id=found.text("id"),
+        rules=members.texts("rules"),
+        undoes=members.optional_count("undoes"),
+        reason=one_line(members.text("reason"))[:_MAX_TEXT],
+        by=one_line(members.text("by"))[:_MAX_TEXT],
+        attempt=members.count("attempt"),
+        created_ns=members.count("created_ns"),
+        id=members.text("id"),
         number=number,
     )
     problem = problems[0] if problems else problem_of(command)
@@ -188,7 +188,7 @@ def _problem_of_rules(command: Command) -> str | None:
     return None
 
 
-def _whole(found: Members, key: str) -> int:
+def _whole(members: Members, key: str) -> int:
     """Return a count that must be there, or -1, which no step is."""
-    value = found.optional_count(key)
+    value = members.optional_count(key)
     return -1 if value is None else value

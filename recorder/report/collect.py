@@ -69,12 +69,12 @@ def collect(
         collected = StatisticsBlocks(run, axes, asked=statistics, steps=steps, share=share)
         collected.collect(rows, report)
         check_statistics(run, axes, collected)
-        found = first(run)
+        nonfinite = first(run)
         told: dict[str, Any] = {"version": __version__, "against": None if against is None else against.name}
         if checks is None:
             told["verdict"] = "`recorder doctor` was not asked; it says so on its own"
             checks = ()
-        stands_out = [*of_first(found), *judged]
+        stands_out = [*of_first(nonfinite), *judged]
         size_text = size(sum(writer.shard_bytes for writer in run.writers))
         facts = facts_of(
             run,
@@ -82,7 +82,7 @@ def collect(
             states=[writer.state for writer in run.writers],
             rows=f"{run.num_rows:,}, {size_text}",
         )
-        yield top_block(run, checks, stands_out, found.notes, collected, told, list(facts))
+        yield top_block(run, checks, stands_out, nonfinite.notes, collected, told, list(facts))
         keys: list[SeriesKey] = [*axes.index, *other_axes.index]
         block, modules = modules_block(run, keys)
         yield block
@@ -112,26 +112,26 @@ def _axes(rows: StepRows, report: Report, images: ImageFinder | None, below: str
     return axes
 
 
-def _against_block(a: Run, b: Run, found: Diff, pairs: list[int]) -> Block:
+def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> Block:
     """How two runs compare."""
     names = ("step", "module_path", "site", "name", "kind", "max_abs", "of_max", "statistic", "statistic_rel")
-    rows = found.table.slice(0, _MAX_DIFFERING).select(list(names)).to_pylist()
+    rows = compared.table.slice(0, _MAX_DIFFERING).select(list(names)).to_pylist()
     return Block(
         name="against",
         data={
             "a": a.name,
             "b": b.name,
             "pairs": pairs,
-            "verdict": found.verdict,
-            "num_compared": found.num_compared,
-            "num_differing": found.table.num_rows,
-            "culprits": [_culprit(one._asdict()) for one in found.culprits],
+            "verdict": compared.verdict,
+            "num_compared": compared.num_compared,
+            "num_differing": compared.table.num_rows,
+            "culprits": [_culprit(one._asdict()) for one in compared.culprits],
             "differing": [[row[name] for name in names] for row in rows],
-            "only_a": [list(row.values()) for row in found.only_a.slice(0, _MAX_DIFFERING).to_pylist()],
-            "only_b": [list(row.values()) for row in found.only_b.slice(0, _MAX_DIFFERING).to_pylist()],
-            "steps_only_a": found.steps_only_a[:_MAX_DIFFERING],
-            "steps_only_b": found.steps_only_b[:_MAX_DIFFERING],
-            "left_out": [[one.num_values, one.why] for one in found.left_out],
+            "only_a": [list(row.values()) for row in compared.only_a.slice(0, _MAX_DIFFERING).to_pylist()],
+            "only_b": [list(row.values()) for row in compared.only_b.slice(0, _MAX_DIFFERING).to_pylist()],
+            "steps_only_a": compared.steps_only_a[:_MAX_DIFFERING],
+            "steps_only_b": compared.steps_only_b[:_MAX_DIFFERING],
+            "left_out": [[one.num_values, one.why] for one in compared.left_out],
         },
     )
 

@@ -110,9 +110,9 @@ def stats(
         raise ImportError(not_installed("stats", "pandas", "analysis"))
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
     options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layouts, partial=partial)
-    found = statistics(run, selection, options, by=(by,) if isinstance(by, str) else by)
-    frame: pandas.DataFrame = (as_long(found.table) if long else found.table).to_pandas()
-    frame.attrs |= {"notes": found.notes, "problems": list(found.problems)}
+    result = statistics(run, selection, options, by=(by,) if isinstance(by, str) else by)
+    frame: pandas.DataFrame = (as_long(result.table) if long else result.table).to_pandas()
+    frame.attrs |= {"notes": result.notes, "problems": list(result.problems)}
     return frame
 
 
@@ -148,23 +148,23 @@ def statistics(
     ranges: list[tuple[int, ...]]
     if options.across_ranks:
         ranges = list(global_step_ranges(run.view(loss=options.loss, layouts=options.layouts)))
-        found = _joined(mapper(_GlobalStatistics, (run, selection, options, words, keys, more), ranges), selection)
+        joined = _joined(mapper(_GlobalStatistics, (run, selection, options, words, keys, more), ranges), selection)
     else:
         ranges = list(attempt_step_ranges(run))
-        found = _joined(mapper(_RankStatistics, (run, selection, options, words, keys, more), ranges), selection)
-    if not found.num_rows:
+        joined = _joined(mapper(_RankStatistics, (run, selection, options, words, keys, more), ranges), selection)
+    if not joined.num_rows:
         raise selection.explain_nothing(run.table(["module_path", "site", "name", "step", "rank"]), _named(run))
-    notes, problems = found.partial.notes(is_taken=options.partial), found.problems.texts()
-    damage = sorted({*found.damage, *run.problems})
-    is_whole = not (found.partial or damage)
-    table = pa.concat_tables(found.tables)
+    notes, problems = joined.partial.notes(is_taken=options.partial), joined.problems.texts()
+    damage = sorted({*joined.damage, *run.problems})
+    is_whole = not (joined.partial or damage)
+    table = pa.concat_tables(joined.tables)
     if not words:
         return Statistics(table, notes, problems, is_whole, damage)
-    if len(found.tables) > 1:
+    if len(joined.tables) > 1:
         table = _combined(table, keys, more)
-    notes += _say_without(table, found.without)
-    if found.left_out:
-        notes += _say_left_out(pa.concat_tables(found.left_out))
+    notes += _say_without(table, joined.without)
+    if joined.left_out:
+        notes += _say_left_out(pa.concat_tables(joined.left_out))
     return Statistics(_without_empty_inner(table), notes, problems, is_whole, damage)
 
 
@@ -210,12 +210,12 @@ class _RankStatistics:
             if partial and not self._takes_partial:
                 table = without_numbers(table)
         if not self._words:
-            found, without = _told(table, self._more), Counter[str]()
+            combined, without = _told(table, self._more), Counter[str]()
         else:
             without = count_without(with_why(table))
-            found = _combined(_with_inner(table), self._keys, self._more)
+            combined = _combined(_with_inner(table), self._keys, self._more)
         problems, damage = Problems(self._selection), tuple(self._run.problems)
-        return _RangeStatistics([found], [], without, table.num_rows, partial, problems, damage)
+        return _RangeStatistics([combined], [], without, table.num_rows, partial, problems, damage)
 
 
 class _GlobalStatistics:
