@@ -41,7 +41,7 @@ from tests.storage.server import StoreServer
         (["--config", "broken.toml"], "broken.toml: is not TOML"),
         (["--config", "missing.toml"], "missing.toml: cannot be read"),
         (["--once", "--watch", "recordings", "--to", "s3://no-such-bucket/x"], "no such bucket"),
-        (["dance"], "dance: expected one of ship, status, prune, keep, unkeep, tell"),
+        (["dance"], "dance: expected one of ship, status, prune, keep, unkeep"),
         (["prune", "--to", "there"], "prune: say what goes"),
         (["prune", "--older-than", "1d"], "prune: needs --to"),
         (["keep", "run-b", "--to", "there"], "run-b: no such run"),
