@@ -9,6 +9,9 @@ from ..errors import ConfigError
 from .book import Thresholds, read_table
 from .rule import Rule
 
+_MAX_BYTES = 1 << 20
+"""A larger file is none that a person wrote."""
+
 
 def read_settings_file(path: str | PathLike[str]) -> tuple[Thresholds, list[type[Rule]]]:
     """Return the thresholds and the rules of a file.
@@ -18,9 +21,14 @@ def read_settings_file(path: str | PathLike[str]) -> tuple[Thresholds, list[type
     """
     try:
         with open(path, "rb") as file:
-            table = tomllib.load(file)
+            text = file.read(_MAX_BYTES + 1)
+        if len(text) > _MAX_BYTES:
+            raise ConfigError(f"{path}: is larger than {_MAX_BYTES} bytes; expected thresholds and rules in TOML")
+        table = tomllib.loads(text.decode())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is no TOML: {error}") from None
     return read_table(table, str(path))
