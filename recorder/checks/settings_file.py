@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from os import PathLike
 
+from ..config import Loaded
 from ..errors import ConfigError
 from .book import Thresholds, read_table
 from .rule import Rule
@@ -32,3 +33,17 @@ def read_settings_file(path: str | PathLike[str]) -> tuple[Thresholds, list[type
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is no TOML: {error}") from None
     return read_table(table, str(path))
+
+
+def check_settings(loaded: Loaded) -> tuple[Thresholds, list[type[Rule]]]:
+    """Return the thresholds and the rules of the file that the settings name; none where they name none.
+
+    Raises:
+        ConfigError: the file cannot be read, or something in it is wrong.
+    """
+    if not loaded.settings.check_settings:
+        return {}, []
+    try:
+        return read_settings_file(loaded.settings.check_settings)
+    except ConfigError as error:
+        raise ConfigError(f"check_settings ({loaded.sources['check_settings']}): {error}") from None

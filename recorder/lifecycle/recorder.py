@@ -35,6 +35,7 @@ from ..capture.staging.pool import Pool, default_capacity_bytes
 from ..capture.staging.ring_memory import RingMemory
 from ..checks.live import LIVE_RULES, LiveChecks
 from ..checks.rule import Finding
+from ..checks.settings_file import check_settings
 from ..config import Loaded
 from ..format.commands import DUMP, PAUSE, RESUME, SET, UNDO
 from ..observe import tree
@@ -53,7 +54,7 @@ from .graph_taps import GraphTaps, is_data_worker
 from .matching import collector_paused, is_only_model, unmatched_rules
 from .signals import TerminationWatch, blocked_in_new_threads, replaced_interrupts, unhandled_exception
 from .summary import FinalSummary, Summary
-from .triggers import OWN_RULE, Triggers, check_settings
+from .triggers import OWN_RULE, Triggers
 
 _logger = logging.getLogger("recorder")
 _MAX_LIVE_SCANS = 5

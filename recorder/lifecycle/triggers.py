@@ -13,11 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from ..checks.book import Thresholds
-from ..checks.rule import Rule
-from ..checks.settings_file import read_settings_file
-from ..config import Loaded, Settings
-from ..errors import CommandError, ConfigError
+from ..config import Settings
+from ..errors import CommandError
 from ..format.answers import ENDED, IN_FORCE, MISSED
 from ..format.commands import DUMP, Command
 from ..rules import RingWindow
@@ -41,20 +38,6 @@ PASSED_EVENT = "trigger_passed"
 OWN_RULE = "own rule"
 """What asks because a rule of the user's has found something, whatever the user calls it."""
 _ALWAYS = ("program", "user", OWN_RULE)
-
-
-def check_settings(loaded: Loaded) -> tuple[Thresholds, list[type[Rule]]]:
-    """Return the thresholds and the rules of the file that the settings name; none where they name none.
-
-    Raises:
-        ConfigError: the file cannot be read, or something in it is wrong.
-    """
-    if not loaded.settings.check_settings:
-        return {}, []
-    try:
-        return read_settings_file(loaded.settings.check_settings)
-    except ConfigError as error:
-        raise ConfigError(f"check_settings ({loaded.sources['check_settings']}): {error}") from None
 
 
 class Sender(Protocol):
