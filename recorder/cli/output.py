@@ -21,7 +21,7 @@ MAX_CELL = 200
 _MAX_DEPTH = 50
 """Levels of a JSON document; what untrusted input nests deeper is left out."""
 _DASH = "-"
-_COLORS = {"ok": "green", "note": "yellow", "missing": "bold red", "fault": "bold red"}
+_COLORS = {"ok": "green", "note": "yellow", "missing": "bold red", "differs": "bold red", "fault": "bold red"}
 _MIN_PROSE = 24
 _MIN_TEXT = 8
 _MAX_JOINT_WIDTH = 24
@@ -304,12 +304,13 @@ def progress(title: str, total: int, unit: str = "") -> Iterator[Callable[[int],
 
 
 class LineHandler(logging.Handler):
-    """Prints each warning of the library as one line on stderr."""
+    """Prints each warning of the library, and each note, as one line on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
         text = printable_line(record.getMessage().removeprefix("recorder: "))  # the prefix is for a program's own log
-        print(f"recorder: {record.levelname.lower()}: {text}", file=sys.stderr)
+        word = getattr(record, "word", record.levelname.lower())
+        print(f"recorder: {word}: {text}", file=sys.stderr)
 
 
 def number(value: float | int | None) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..format.answers import MISSED, REFUSED, WAITING, Answer
-from ..format.commands import DUMP, Command
+from ..format.answers import ENDED, MISSED, REFUSED, WAITING, Answer
+from ..format.commands import DUMP, RESUME, UNDO, Command
 from ..globalview.run import Run
 from ..system.text import counted
 from .output import span
+
+_DONE = "done"
 
 
 def describe(command: Command) -> str:
@@ -63,6 +66,8 @@ def told(run: Run, *, with_dumps: bool = False) -> Iterator[Told]:
             if answer.id == command.id and rank is not None  # a daemon may have carried it to another number
         }
         unheard = sorted(rank for rank in newest if rank is not None and rank not in answers)
+        if command.kind in (UNDO, RESUME):  # what ends something is not itself what ended
+            answers = {rank: replace(one, state=_DONE) if one.state == ENDED else one for rank, one in answers.items()}
         lines = _outcomes(answers)
         if unheard:
             lines.append(f"{counted(len(unheard), 'rank')} ({span(unheard)}): never heard of it")

@@ -436,7 +436,8 @@ class Daemon:
             logger.warning("stops with %d uploads under way; the next start goes on with them", num_parked)
         for run in self.runs:
             run.close()
-        logger.info("stopped")
+        if not self.shared.is_once:
+            logger.info("stopped")
         return 0
 
     left = 0

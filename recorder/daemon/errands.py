@@ -81,8 +81,12 @@ def catalog(run: RunShipper, folder: Path) -> None:
     key = f"{run.key}/{CATALOG}/{node_name()}.parquet"
     try:
         held = run.shared.destination.get(key)
-        run.shared.destination.put_if(key, content, None if held is None else held[1])
+        is_news = held is None or held[0] != content
+        if is_news:
+            run.shared.destination.put_if(key, content, None if held is None else held[1])
         run.shared.counters.add("errands", "catalog done")
+        if not is_news:
+            return
         run.shared.counters.add("uploads", "catalog")
         run.shared.counters.add("uploaded_bytes", "catalog", len(content))
     except (StoreError, TakenError) as error:

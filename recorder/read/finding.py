@@ -68,12 +68,25 @@ def typed_for(place: Place, name: str) -> str:
     return str(place)
 
 
-def find_folder(path: str | None) -> Place | None:
-    """The folder of runs that is meant; None where it is something else, such as a run."""
-    place = place_of(default_folder() if path is None else path)
-    if not store_of(place).is_directory(place) or has_manifest(place):
+def find_folder(path: str | None, *, may_be_empty: bool = False) -> Place | None:
+    """The folder of runs that is meant; None where it is something else, such as a run.
+
+    Args:
+        path: what was typed; None for the folder of `default_folder`.
+        may_be_empty: whether a folder is meant, too, that no run is in yet, and that of `default_folder` where it is
+            not there yet. Another name that is not there may be that of a run.
+    """
+    place, default = place_of(default_folder() if path is None else path), place_of(default_folder())
+    store = store_of(place)
+    if not store.is_directory(place):
+        return place if may_be_empty and _is_same(place, default) and not store.exists(place) else None
+    if has_manifest(place):
         return None
-    return place if is_fleet(place) or runs_in(place) else None
+    if is_fleet(place) or runs_in(place):
+        return place
+    parents: Sequence[Place] = place.absolute().parents
+    is_part = any(has_manifest(parent) for parent in list(parents)[:2]) or command_of_merge(place) is not None
+    return place if may_be_empty and not is_part else None
 
 
 def default_folder() -> str:
@@ -112,7 +125,12 @@ def find_run_around(folder: Path) -> Path | None:
     return next((one for one in (real, *real.parents) if LOCAL.is_file(one / RUN_MANIFEST)), None)
 
 
-def _meant(typed: str | os.PathLike[str] | Place, warn: Callable[..., None] = _logger.warning) -> Place:
+def _say_note(*words: object) -> None:
+    """Tell a program through logging, and whoever typed a command as a note: nothing is wrong."""
+    _logger.warning(*words, extra={"word": "note"})
+
+
+def _meant(typed: str | os.PathLike[str] | Place, warn: Callable[..., None] = _say_note) -> Place:
     place = place_of(typed)
     store = store_of(place)
     try:
@@ -126,6 +144,8 @@ def _meant(typed: str | os.PathLike[str] | Place, warn: Callable[..., None] = _l
     if str(typed) == place.name:  # no folder was typed
         folders += [other for other in _default_folders() if not _is_same(other, place.parent)]
     if match := _LATEST.fullmatch(place.name):
+        if str(typed) == place.name and not any(map(runs_in, folders[-1:])):
+            raise NotARunError(f"no run in {default_folder()} yet; start the training with RECORDER=1 in front")
         return _counted_back(place, folders[-1:], int(match[1] or 1))
     runs = [run for folder in folders for run in runs_in(folder)]
     matches = [run for run in runs if place.name == run.place.name] or [run for run in runs if place.name in run.names]

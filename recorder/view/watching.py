@@ -18,7 +18,7 @@ from ..read.finding import ListedRun, find_run, runs_in
 from ..read.status import RunWatch
 from ..report.blocks import Block
 from ..report.panes import checked_panes, panes_block, read_panes
-from ..storage.locations import Place
+from ..storage.locations import Place, store_of
 from .drawing import Doctor, Drawing, Judge
 from .panes import save_panes, why_not_saved
 
@@ -161,12 +161,18 @@ class Watching:
     def _places(self) -> list[Place]:
         if self.run is not None:
             return [self.run]
-        return [] if self.folder is None else [one.place for one in runs_in(self.folder)]
+        return [one.place for one in self._runs()]
+
+    def _runs(self) -> list[ListedRun]:
+        """The runs of the folder; none where it is not there, or not yet."""
+        if self.folder is None or not store_of(self.folder).is_directory(self.folder):
+            return []
+        return runs_in(self.folder)
 
     def listed(self) -> list[dict[str, Any]]:
         """The runs of the folder for people, the newest first."""
         with self._lock:
-            runs = [] if self.folder is None else runs_in(self.folder)[-_MAX_LISTED:]
+            runs = self._runs()[-_MAX_LISTED:]
             return [self._describe(run) for run in reversed(runs)]
 
     def _describe(self, run: ListedRun) -> dict[str, Any]:

@@ -70,6 +70,17 @@ def test_an_error_is_exit_code_1(cli: Cli, recorded: Path) -> None:
     assert found.exit_code == 1 and found.out.startswith("error   nonfinite: 'layers.0' output, step 9, rank 1:")
 
 
+def test_what_is_not_judged_is_one_line_unless_it_is_asked_for(cli: Cli, trained: Path) -> None:
+    unjudged = cli("check", trained, "--json").json["not_judged"]
+    lines = [line for line in cli("check", trained).out.splitlines() if "not judged" in line]
+    assert len(unjudged) > 5 and len(lines) == 1
+    assert lines[0].startswith(f"{len(unjudged)} of 25 rules not judged, for want of ")
+    assert "keep=units (2)" in lines[0] and lines[0].endswith("; --verbose names each")
+    told = cli("check", trained, "--verbose").out
+    assert all(one["rule"] in told and one["why"] in told for one in unjudged)
+    assert "not judged: width: needs --width RUN" in cli("check", trained, "--rule", "width").out
+
+
 def test_json_has_every_finding_and_what_was_not_judged(cli: Cli, trained: Path) -> None:
     found = cli("check", trained, "--json").json
     assert [(one["module_path"], one["severity"], one["ranks"]) for one in found["findings"]] == [

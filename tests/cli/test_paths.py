@@ -72,7 +72,7 @@ def test_a_run_is_meant_by_its_name_its_id_their_beginnings_or_its_age(
 def test_the_newest_is_the_default_and_said(cli: Cli, named: Path, typed: list[str]) -> None:
     found = cli("top", *typed)
     assert found.out.startswith("big=1: ")
-    assert found.err == "recorder: warning: recordings: took big=1, the newest of 3 runs\n"
+    assert found.err == "recorder: note: recordings: took big=1, the newest of 3 runs\n"
     assert open_run().name == "big=1"
 
 
@@ -97,8 +97,8 @@ def test_of_several_runs_of_one_name_the_newest_is_taken_and_said(cli: Cli, name
     older = make_run(named / "3a-id", name="big=1", created_ns=9)
     found = cli("top", typed)
     assert found.exit_code == 0
-    warning = f"{typed}: took recordings/2a-id, the newest of 2 runs called big=1"
-    assert found.err == f"recorder: warning: {warning}\n"
+    note = f"{typed}: took recordings/2a-id, the newest of 2 runs called big=1"
+    assert found.err == f"recorder: note: {note}\n"
     assert open_run(typed).path.name == "2a-id" and open_run("3a-id").path.resolve() == older
     assert cli("top", "2a-id").err == "", "directories tell them apart"
 
@@ -208,6 +208,16 @@ def test_an_empty_folder_is_not_answered_with_the_same_command(cli: Cli, tmp_pat
     found = cli("ls", tmp_path)
     assert found.exit_code == 2
     assert "no run here" in found.err and "recorder ls" not in found.err and "RECORDER=1" in found.err
+
+
+@pytest.mark.parametrize("words", [("set", "latest", "pause"), ("show", "latest"), ("top", "@-1")])
+def test_the_latest_before_there_is_a_run_says_how_there_is_one(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = cli(*words)
+    assert found.exit_code == 2
+    assert found.err == "recorder: no run in recordings yet; start the training with RECORDER=1 in front\n"
 
 
 def test_doctor_of_a_folder_without_a_run_is_not_answered_with_itself(cli: Cli, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.storage.server import StoreServer
     ("words", "said"),
     [
         (["--watch", "recordings"], "to: no destination is named"),
-        (["--to", "there"], "watch: no folder is named"),
+        (["--to", "recordings/there"], "lies in the watched folder"),
         (["--watch", "nowhere", "--to", "there"], "watch = 'nowhere': is no folder"),
         (["--watch", "recordings/run-a", "--to", "there"], "is a run; name the folder that it lies in"),
         (["--watch", "recordings", "--watch", "recordings/run-a/..", "--to", "there"], "which is watched, too"),

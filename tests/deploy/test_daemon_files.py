@@ -159,7 +159,7 @@ def test_an_epilog_ships_what_a_job_has_left(tmp_path: Path) -> None:
     values = {"SCRATCH": str(tmp_path / "scratch"), "SHIP_TO": str(there), "SLURM_JOB_ID": "7"}
     done = run_epilog(tmp_path, **values)
     assert done.returncode == 0, done.stderr
-    assert "0 files not there" in done.stderr
+    assert "all files are there" in done.stderr
     assert open_run(there / "7" / "run-a").num_rows == open_run(run).num_rows
     assert list((there / "7" / "run-a" / "_catalog").glob("*.parquet"))
     assert run_epilog(tmp_path, **values | {"SLURM_JOB_ID": "8"}).returncode == 0, "a job that recorded nothing"

@@ -19,9 +19,12 @@ from urllib.parse import urlsplit
 import pytest
 
 from recorder.cli.app import run_command
+from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.cli.commands.view import listen
+from recorder.read.finding import find_folder
 from recorder.report.panes import VIEW, read_panes
 from recorder.view.server import ViewServer
+from recorder.view.watching import Watching
 from tests.read.handmade import HandmadeWriter, make_row, make_run
 from tests.view.serving import serving
 
@@ -158,9 +161,29 @@ def test_without_its_extra_the_command_says_what_to_install(
 
 
 def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
     with pytest.raises(SystemExit) as ended:
-        run_command(["view", str(tmp_path)])
+        run_command(["view", str(file)])
     assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_folder_that_no_run_is_in_yet_is_an_empty_list_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = find_folder("recordings", may_be_empty=True)
+    assert folder is not None and find_folder(None, may_be_empty=True) == folder and find_folder("recordings") is None
+    assert find_folder("recordigns", may_be_empty=True) is None, "it may be meant as the name of a run"
+    watching = Watching(folder, None, told_by_check, told_by_doctor)
+    assert watching.listed() == [] and watching.find("one") is None
+    with serving(Path(str(folder))) as server:
+        assert ask(server, "")[0] == 200
+    Path("recordings").mkdir()
+    assert find_folder("recordings", may_be_empty=True) == folder and watching.listed() == []
+    make_run(Path("recordings/one"), created_ns=1)
+    assert [run["directory"] for run in watching.listed()] == ["one"]
+    assert find_folder("recordings/one", may_be_empty=True) is None
 
 
 def test_ctrl_c_ends_it_while_a_page_is_open(folder: Path) -> None:

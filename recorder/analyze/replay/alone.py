@@ -7,7 +7,7 @@ This file lies in the folder that `recorder replay` writes, as replay.py, and ne
     python replay.py --dtype float64                  # the arbiter: how far from the exact result was the recorded one?
     python replay.py --device cuda --compile          # elsewhere, or compiled
 
-Exit code 0: everything was had again, bit by bit or within rounding. 1: something differs. 2: it cannot be run.
+Exit code 0: everything was reproduced, bit by bit or within rounding. 1: something differs. 2: it cannot be run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs all recorded calls of a step again, each from its own inputs: `audit`.
 
-A call whose output cannot be had again from its recorded inputs was computed wrongly then, or here: by a broken machine
-or a race. One that can be had again is what the program makes. torch is loaded when an audit is asked for.
+A call whose output cannot be reproduced from its recorded inputs was computed wrongly then, or here: by a broken
+machine or a race. One that can be reproduced is what the program makes. torch is loaded when an audit is asked for.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ...errors import RunError
 from ...globalview.run import Run
 from .bundle import RecordedCall, fill_bundle, recorded_calls
 
-HAD_AGAIN, WITHIN_ROUNDING, NOT_HAD_AGAIN, CANNOT_TELL = (
-    "had again",
-    "had again within rounding",
-    "not had again",
+REPRODUCED, WITHIN_ROUNDING, NOT_REPRODUCED, CANNOT_TELL = (
+    "reproduced",
+    "reproduced within rounding",
+    "not reproduced",
     "cannot tell",
 )
 
@@ -80,13 +80,13 @@ def _audited(run: Run, call: RecordedCall, folder: Path, factory: str) -> Audite
         return tell(CANNOT_TELL, str(error))
     if wrong is not None:
         elements = f"{wrong.num_differing} of {wrong.numel} elements differ"
-        said = f"{wrong.name}: {elements}, by {wrong.largest:.3g} of {wrong.scale:.3g}"
+        said = f"{wrong.name.rstrip('.')}: {elements}, by {wrong.largest:.3g} of {wrong.scale:.3g}"
         if not is_repeatable:
             return tell(CANNOT_TELL, f"{said}, and another time by something else: it does not repeat itself here")
         if notes:
             return tell(CANNOT_TELL, "; ".join([said, *notes]))
-        return tell(NOT_HAD_AGAIN, f"{said}, twice alike here: at the time, or here, a machine or a race was at fault")
+        return tell(NOT_REPRODUCED, f"{said}, twice alike here: at the time, or here, a machine or a race was at fault")
     counts = Counter(one.verdict for one in compared)
     told = f"{counts[EQUAL]} of {len(compared) - counts[TOTAL]} tensors bit by bit"
     is_exact = counts[EQUAL] + counts[TOTAL] == len(compared)
-    return tell(HAD_AGAIN if is_exact else WITHIN_ROUNDING, "; ".join([told, *notes]))
+    return tell(REPRODUCED if is_exact else WITHIN_ROUNDING, "; ".join([told, *notes]))

@@ -198,7 +198,7 @@ def _readme(document: Mapping[str, Any]) -> str:
         f"One call of a module, recorded in the run {document['run']}: {where}.\n\n"
         f"    python {SCRIPT}{needs}\n\n"
         f"runs it again with torch {facts.get('torch')} or another, without any other package, and compares outputs\n"
-        "and gradients with what was recorded. Exit code 0: all had again; 1: something differs; 2: it cannot be run.\n"
+        "and gradients with what was recorded. Exit code 0: all reproduced; 1: something differs; 2: it cannot run.\n"
         f"`python {SCRIPT} --help` lists the options. {BUNDLE} says how the call was made, {TENSORS} holds its\n"
         "tensors.\n"
     )

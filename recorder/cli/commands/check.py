@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -31,6 +33,10 @@ _MAX_MODULES = 4
 _MAX_FINDINGS = 40
 _MAX_RANKS = 8
 _INDENT = " " * 8
+_KEEP = re.compile(r"(keep=\S+)")
+_NEED = re.compile(r"(?:it )?needs ([^:;,(]+)")
+_MAX_WANTS = 6
+_OTHER = "something else"
 
 
 class Folded(NamedTuple):
@@ -70,13 +76,16 @@ def command(
         str, typer.Option(metavar="SEVERITY", help=f"From where on the exit code is 1: {', '.join(_FAIL_ON)}.")
     ] = Severity.ERROR.word,
     list_rules: Annotated[bool, typer.Option("--list", help="List the rules and their thresholds.")] = False,
+    is_verbose: Annotated[
+        bool, typer.Option("--verbose", help="Name each rule that is not judged, and what it needs.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Say what is wrong with a training, rule by rule.
 
     NaN, spikes, dead layers, gradients that vanish, a rank that is odd: the rules read the statistics of all steps and
     ranks, and no tensor. The worst findings stand first; what a rule says of many modules is one line. A rule that
-    the run lacks the numbers for is not judged, and the command says what to record.
+    the run lacks the numbers for is not judged; with --verbose, or --rule, the command says of each what to record.
 
     Exit code 1: a finding of the severity of --fail-on or worse, or the run is damaged, so that there may be one.
     """
@@ -98,7 +107,7 @@ def command(
     if as_json:
         print_json(_document(run, checked))
     else:
-        _print(run, checked, path or run.name)
+        _print(run, checked, path or run.name, are_reasons_wanted=is_verbose or bool(rule))
     return int(is_failure)
 
 
@@ -124,15 +133,19 @@ def _document(run: Run, checked: Checked) -> dict[str, object]:
     }
 
 
-def _print(run: Run, checked: Checked, typed: str) -> None:
+def _print(run: Run, checked: Checked, typed: str, *, are_reasons_wanted: bool) -> None:
     folded = fold(checked.findings)
     for one in folded[:_MAX_FINDINGS]:
         say_state(one.worst.severity.word, sentence(one))
         say(f"{_INDENT}{one.worst.advice}{_command(typed, one)}")
     if len(folded) > _MAX_FINDINGS:
         say(f"{_INDENT}and {len(folded) - _MAX_FINDINGS} more findings; --json has all")
-    for why, names in _reasons(checked.unjudged):
-        say(f"not judged: {', '.join(names)}: {why}")
+    reasons = _reasons(checked.unjudged)
+    if are_reasons_wanted or len(reasons) == 1:
+        for why, names in reasons:
+            say(f"not judged: {', '.join(names)}: {why}")
+    elif reasons:
+        say(f"{_wants(checked)}; --verbose names each")
     for note in checked.notes:
         say(f"note: {note}")
     judged = f"{checked.num_judged} of {counted(checked.num_rules, 'rule')}"
@@ -205,6 +218,18 @@ def _command(typed: str, one: Folded) -> str:
     words += ["--step", f"{max(worst.step - 5, 0)}:{worst.step + 2}"] if worst.step >= 0 else []
     words += ["--rank", str(worst.ranks[0])] if len(one.ranks) == 1 else []
     return f": {shlex.join(words)}"
+
+
+def _wants(checked: Checked) -> str:
+    """Return what the rules that were not judged lack, the most frequent first, in one line."""
+    counts: Counter[str] = Counter()
+    for one in checked.unjudged:
+        need = _KEEP.search(one.setting) or _NEED.match(one.why)
+        counts[need[1] if need is not None else _OTHER] += 1
+    ordered = sorted(counts.items(), key=lambda item: (item[0] == _OTHER, -item[1]))
+    wants = ", ".join(f"{want} ({count})" for want, count in ordered[:_MAX_WANTS])
+    wants += ", ..." if len(ordered) > _MAX_WANTS else ""
+    return f"{len(checked.unjudged)} of {counted(checked.num_rules, 'rule')} not judged, for want of {wants}"
 
 
 def _reasons(unjudged: Sequence[Unjudged]) -> list[tuple[str, list[str]]]:

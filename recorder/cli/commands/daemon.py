@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Annotated, Any
 
 import typer
 
 from ...errors import ConfigError, LookupFailedError, StoreError, not_installed
+from ...read.finding import default_folder
 from ...system.text import counted, listed
 from ...system.units import moment, size
 from ..options import Json
@@ -31,7 +32,8 @@ def command(
         typer.Argument(metavar="RUN", help="Of prune, keep and unkeep: runs below --to."),
     ] = None,
     watch: Annotated[
-        list[str] | None, typer.Option(metavar="DIR", help="A folder of this node's runs. Repeatable.")
+        list[str] | None,
+        typer.Option(metavar="DIR", help="A folder of this node's runs; RECORDER_DIR, or recordings. Repeatable."),
     ] = None,
     to: Annotated[
         str | None, typer.Option(metavar="URL", help="Where runs go: s3://BUCKET/PREFIX, gs://, az:// or file:///DIR.")
@@ -117,7 +119,12 @@ def command(
     if action == "status":
         return _status(settings, as_json=as_json)
     if action == "ship":
-        return _ship(settings, lambda: load_daemon_settings(config, arguments), once=once)
+
+        def load() -> DaemonSettings:
+            found = load_daemon_settings(config, arguments)
+            return found if found.watch else replace(found, watch=(default_folder(),))
+
+        return _ship(load(), load, once=once)
     return _keep_house(action, settings, runs or [], older_than, max_bytes, is_wanted=yes, as_json=as_json)
 
 
@@ -131,10 +138,11 @@ def _ship(settings: Any, reload: Any, *, once: bool) -> int:
         code = daemon.run_once()
         counters, num_runs = daemon.counters, len(daemon.runs)
         there = f"{counted(num_runs, 'run')}: {counted(counters.total('uploads'), 'upload')}"
-        lacking = f"{counted(daemon.left, 'file')} not there"
+        lacking = [f"{counted(daemon.left, 'file')} not there"] if daemon.left else []
         if daemon.unshipped:
-            lacking += f"; not shipped: {listed(map(printable_line, sorted(daemon.unshipped)))}"
-        say(f"{there} with {size(counters.total('uploaded_bytes'))}; {lacking}")
+            lacking.append(f"not shipped: {listed(map(printable_line, sorted(daemon.unshipped)))}")
+        rest = "; ".join(lacking) or ("not everything is there" if code else "all files are there")
+        say(f"{there} with {size(counters.total('uploaded_bytes'))}; {rest}")
     else:
         code = daemon.run()
     if daemon.is_parked:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ...analyze.replay.audit import CANNOT_TELL, NOT_HAD_AGAIN, audit
+from ...analyze.replay.audit import CANNOT_TELL, NOT_REPRODUCED, audit
 from ...analyze.replay.bundle import SCRIPT, recorded_calls, write_bundle
 from ...errors import LookupFailedError
 from ...globalview.run import open_run
@@ -23,7 +23,7 @@ EPILOG = (
     "Examples: recorder replay recordings blocks.0.mlp.up --step 3 -o bundle    "
     "recorder replay recordings --step 3 --audit"
 )
-_STATES = {NOT_HAD_AGAIN: "missing", CANNOT_TELL: "note"}
+_STATES = {NOT_REPRODUCED: "differs", CANNOT_TELL: "note"}
 
 
 def command(
@@ -46,9 +46,9 @@ def command(
 
     It needs a recording with a rule such as 'module=blocks.3.mlp steps=100 keep=replay', and writes a folder with the
     call's tensors, how it was made, and a script, replay.py, that runs it and compares. With --audit it runs the calls
-    of all modules and ranks of a step here, and names those whose output cannot be had again.
+    of all modules and ranks of a step here, and names those whose output cannot be reproduced.
 
-    Exit code 1: with --audit, the output or a gradient of a call cannot be had again.
+    Exit code 1: with --audit, the output or a gradient of a call cannot be reproduced.
     """
     if step is None:
         raise LookupFailedError("replay needs the step: --step 100")
@@ -62,10 +62,10 @@ def command(
         if as_json:
             print_json([one._asdict() for one in results])
         else:
-            for one in sorted(results, key=lambda one: (one.verdict in _STATES, one.verdict == NOT_HAD_AGAIN)):
+            for one in sorted(results, key=lambda one: (one.verdict in _STATES, one.verdict == NOT_REPRODUCED)):
                 where = f"{printable(repr(one.module))}, rank {one.rank}"
                 say_state(_STATES.get(one.verdict, "ok"), f"{where}: {one.verdict}: {printable(one.why)}")
-        return int(any(one.verdict == NOT_HAD_AGAIN for one in results))
+        return int(any(one.verdict == NOT_REPRODUCED for one in results))
     if module is None or out is None:
         raise LookupFailedError(
             "replay needs a module and a folder to write: recorder replay RUN MODULE --step N -o FOLDER; or --audit"

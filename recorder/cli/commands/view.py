@@ -37,9 +37,9 @@ def command(
 ) -> int:
     """Watch runs in a browser while they record.
 
-    It serves the page of recorder report, live: of a run, or of each run of a folder, which is a list. New steps appear
-    about two seconds after they were recorded. Pictures can be kept as panes, under names; they are saved beside the
-    run, and nothing else is ever written.
+    It serves the page of recorder report, live: of a run, or of each run of a folder, which is a list. Where no run is
+    there yet, the list waits for one. New steps appear about two seconds after they were recorded. Pictures can be kept
+    as panes, under names; they are saved beside the run, and nothing else is ever written.
 
     It prints an address with a token in it, which is all that a browser needs: whoever has the address sees the runs.
     From another machine, forward the port: ssh -L 8765:localhost:8765 HOST. Ctrl-C ends it.
@@ -50,7 +50,7 @@ def command(
     from ...view.server import ViewServer
     from ...view.watching import Watching
 
-    folder = find_folder(path)
+    folder = find_folder(path, may_be_empty=True)
     run = None if folder is not None else find_run(path)[0]
     logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # what it says is not for whoever watches a run
     with closing(listen(host, port)) as listener:

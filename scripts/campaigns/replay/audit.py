@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import recorder
-from recorder.analyze.replay.audit import NOT_HAD_AGAIN, audit
+from recorder.analyze.replay.audit import NOT_REPRODUCED, audit
 from tests.distributed import jobs
 
 from .program import NUM_STEPS
@@ -37,7 +37,7 @@ def main(arguments: argparse.Namespace) -> int:
         for step in range(NUM_STEPS):
             found = audit(recorder.open_run(folder / "recordings"), step=step)
             num_calls += len(found)
-            said = {(one.module, one.rank) for one in found if one.verdict == NOT_HAD_AGAIN}
+            said = {(one.module, one.rank) for one in found if one.verdict == NOT_REPRODUCED}
             if said != ({wrong[step]} if step in wrong else set()):
                 num_bad += 1
                 print(f"step {step}: flipped {wrong.get(step)}, said {sorted(said)}", flush=True)

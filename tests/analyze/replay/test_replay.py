@@ -1,4 +1,4 @@
-"""Tests of `recorder replay`: a recorded call runs again, alone, and what cannot be had again is named."""
+"""Tests of `recorder replay`: a recorded call runs again, alone, and what cannot be reproduced is named."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import recorder
 from recorder.analyze.replay import alone
-from recorder.analyze.replay.audit import HAD_AGAIN, NOT_HAD_AGAIN, WITHIN_ROUNDING, audit
+from recorder.analyze.replay.audit import NOT_REPRODUCED, REPRODUCED, WITHIN_ROUNDING, audit
 from recorder.analyze.replay.bundle import recorded_calls, write_bundle
 from recorder.errors import ConfigError, LookupFailedError, WriteError
 from recorder.rules import parse_rules
@@ -59,7 +59,7 @@ def test_training_is_not_changed_by_what_a_replay_needs(zoo: recorder.Run, tmp_p
 def test_every_call_of_a_step_is_had_again(zoo: recorder.Run) -> None:
     found = {one.module: one for one in audit(zoo, step=1, factory=FACTORY)}
     assert {name for name, module in models.make().named_modules() if not name.endswith(".out_proj")} == found.keys()
-    verdicts = {name: one.verdict for name, one in found.items() if one.verdict != HAD_AGAIN}
+    verdicts = {name: one.verdict for name, one in found.items() if one.verdict != REPRODUCED}
     assert set(verdicts.values()) <= {WITHIN_ROUNDING}, verdicts
     assert {"attention", "lstm", "conv", "drop", "act", "embedding"}.isdisjoint(verdicts)
     assert int(found["down"].why.split()[0]) == 4  # the output, gradients of the input, of weight and of bias
@@ -86,9 +86,9 @@ def test_a_flipped_bit_in_an_output_is_named_with_its_module(tmp_path: Path, mon
     monkeypatch.setattr(nn.functional, "linear", broken)
     run = record(tmp_path, model)
     monkeypatch.undo()
-    found = [one for one in audit(run, step=1, factory=FACTORY) if one.verdict == NOT_HAD_AGAIN]
+    found = [one for one in audit(run, step=1, factory=FACTORY) if one.verdict == NOT_REPRODUCED]
     assert {one.module for one in found} == {"", "down"}  # the module, and the whole model, whose call it is a part of
-    assert "output.: 1 of 96 elements differ" in next(one.why for one in found if one.module == "down")
+    assert "output: 1 of 96 elements differ" in next(one.why for one in found if one.module == "down")
 
 
 def test_what_does_not_repeat_itself_here_is_not_judged(zoo: recorder.Run, monkeypatch: pytest.MonkeyPatch) -> None:
