@@ -61,6 +61,7 @@ def test_a_large_shard_goes_in_parts(tmp_path: Path, store: StoreServer, to: str
 
 
 def test_a_run_is_whole_at_the_destination_while_it_grows(tmp_path: Path, store: StoreServer, to: str) -> None:
+    (tmp_path / "recordings").mkdir()  # the writer makes its folder in its own time
     rig = Rig(tmp_path / "recordings" / "run-a", flush_interval_s=0.05).start()
     with at_work(tmp_path, to):
         for step in range(5):
