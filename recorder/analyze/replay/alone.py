@@ -146,10 +146,11 @@ def _replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
         except Exception as error:
             raise CannotReplay(f"the call fails here: {type(error).__name__}: {error}") from error
     replayed |= {f"grad.{name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
-    compared = [_compare(name, tensors[name], replayed[name]) for name in tensors if name in replayed]
+    compared = [_compare(_shown(name), tensors[name], replayed[name]) for name in tensors if name in replayed]
     missing = [name for name in tensors if name.startswith("output.") and name not in replayed]
     if missing or not compared:
-        raise CannotReplay(f"the module returned something else than was recorded: no {', '.join(missing) or 'output'}")
+        named = ", ".join(map(_shown, missing)) or "output"
+        raise CannotReplay(f"the module returned something else than was recorded: no {named}")
     return sorted(compared, key=lambda one: (not one.name.startswith("output"), one.name)), notes
 
 
@@ -432,6 +433,11 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from _leaves(item, f"{name}{join}{key}")
+
+
+def _shown(name: str) -> str:
+    """Return a tensor's name as people read it: an output that is one tensor has no name behind its site."""
+    return name.removesuffix(".")
 
 
 def _compare(name: str, recorded: torch.Tensor, replayed: torch.Tensor) -> Compared:

@@ -80,7 +80,7 @@ def _audited(run: Run, call: RecordedCall, folder: Path, factory: str) -> Audite
         return tell(CANNOT_TELL, str(error))
     if wrong is not None:
         elements = f"{wrong.num_differing} of {wrong.numel} elements differ"
-        said = f"{wrong.name.rstrip('.')}: {elements}, by {wrong.largest:.3g} of {wrong.scale:.3g}"
+        said = f"{wrong.name}: {elements}, by {wrong.largest:.3g} of {wrong.scale:.3g}"
         if not is_repeatable:
             return tell(CANNOT_TELL, f"{said}, and another time by something else: it does not repeat itself here")
         if notes:

@@ -135,9 +135,8 @@ def fill_bundle(run: Run, call: RecordedCall, folder: Path) -> list[str]:
             inside = f"{call.module_path}." if call.module_path else ""
             name = f"grad.{_full_name(row).removeprefix(inside)}"
         if row["encoding"] is None or row["dtype"] not in SAFETENSORS_TYPES:
-            lacks.append(
-                f"{name}: its values are not recorded" if row["encoding"] is None else f"{name}: {row['dtype']}"
-            )
+            why = "its values are not recorded" if row["encoding"] is None else row["dtype"]
+            lacks.append(f"{name.removesuffix('.')}: {why}")
             continue
         arrays[name] = _array(run, call, row)
         tensors[name] = {"dtype": row["dtype"], "shape": list(arrays[name].shape)}
