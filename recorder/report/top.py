@@ -176,9 +176,8 @@ def of_first(search: First) -> Iterator[Finding]:
             yield Finding(f"Ranks hold different buffers: step {one.place.step}, {_named(one.place)}", _link(one.place))
     if not search.is_found:
         yield Finding("No NaN, and no infinity that was not there from the first record on", {}, "right")
-        if search.num_compared:
-            compared = f"{search.num_compared} compared"
-            yield Finding(f"No parameter, gradient or state differs between its replicas ({compared})", {}, "right")
+        if told := search.replicas_agree:
+            yield Finding(told[0].upper() + told[1:], {}, "right")
         elif search.why_none_compared:
             yield Finding(f"Replicas were not compared: {search.why_none_compared}", {}, "note")
 

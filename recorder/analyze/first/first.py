@@ -7,14 +7,16 @@ from typing import NamedTuple
 from ...globalview.run import Run
 from ...globalview.topology.run_topology import Topology
 from ...read.modules import listed_hooks
+from ...system.text import counted
 from ..problems import layout_problems
 from .nonfinite import NonFinite, NonFiniteFinder
-from .replicas import Differing, ReplicaFinder
+from .replicas import FINDINGS, Differing, ReplicaFinder
 from .spool import cut_rows
 from .timeline import Attempts, Firsts, Timeline, whole_rows
 
 _RANGE_ROWS = 1_000_000
 """Rows of a range of steps, which are in memory together at about 1 kB each; a step of more is in one range."""
+_NOUNS = {"param": "parameter", "grad": "gradient", "optim": "optimizer state"}
 
 
 class First(NamedTuple):
@@ -32,9 +34,13 @@ class First(NamedTuple):
     buffers: list[Differing]
     """Buffers that differ between ranks; a finding of its own if one is stale."""
     num_compared: int
-    """Replicas that were compared."""
+    """Replicas that were compared, buffers among them."""
+    num_compared_of: dict[str, int]
+    """By site, how many."""
+    not_recorded: list[str]
+    """Of the sites at which replicas that differ are a finding, those of which there is no row."""
     why_none_compared: str
-    """Why none were; empty where some were."""
+    """Why none were but buffers; empty where some were."""
     notes: list[str]
     """What the search saw and does not count, or could not look at."""
 
@@ -42,6 +48,18 @@ class First(NamedTuple):
     def is_found(self) -> bool:
         """Whether something went wrong."""
         return self.nonfinite is not None or self.replica is not None or any(one.is_stale for one in self.buffers)
+
+    @property
+    def replicas_agree(self) -> str:
+        """Which replicas agree, and what was not recorded, as a sentence; empty where some differ or none are known."""
+        numbers = {site: self.num_compared_of[site] for site in FINDINGS if site in self.num_compared_of}
+        if self.replica is not None or not numbers:
+            return ""
+        *nouns, last = (_NOUNS[site] for site in numbers)
+        what = f"{', '.join(nouns)} or {last}" if nouns else last
+        missing = " and ".join(f"{_NOUNS[site]}s" for site in self.not_recorded)
+        rest = f"; {missing} were not recorded" if missing else ""
+        return f"no {what} differs between its replicas ({counted(sum(numbers.values()), 'value')} compared{rest})"
 
 
 def first(run: Run) -> First:
@@ -77,7 +95,9 @@ def first(run: Run) -> First:
         replica=replicas.first,
         differing=replicas.values,
         buffers=replicas.buffers,
-        num_compared=replicas.num_compared,
+        num_compared=sum(replicas.num_compared.values()),
+        num_compared_of=replicas.num_compared,
+        not_recorded=replicas.not_recorded,
         why_none_compared=replicas.why_none,
         notes=notes,
     )

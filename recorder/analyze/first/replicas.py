@@ -8,6 +8,7 @@ nothing does, it is assumed, and the finding says so.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from ..keys import SERIES_KEY, VALUE_KEY, Integers, codes, group, holds
 from ..moments import integers, numbers
 from .timeline import PLACE_COLUMNS, Place, Timeline, is_equal
 
+FINDINGS = tuple(site for site in STATES if site != "buffer")
 """Sites at which ranks that differ are a finding."""
 BROADCAST, NEVER, OWN = "broadcast", "never", "own"
 """What becomes of a rank's buffers: DDP sends the first rank's to all before each forward; DDP was told not to; FSDP
@@ -95,10 +97,12 @@ class ReplicaSearch(NamedTuple):
     """Module, site and name of all of these that ever differ, in the order in which they first did."""
     buffers: list[Differing]
     """The first difference of each buffer, by step."""
-    num_compared: int
-    """Values that were compared over ranks."""
+    num_compared: dict[str, int]
+    """By site, the values that were compared over ranks."""
+    not_recorded: list[str]
+    """The sites at which replicas that differ are a finding, and of which there is no row."""
     why_none: str
-    """Why nothing was compared; empty where something was."""
+    """Why nothing was compared but buffers; empty where something was."""
     notes: list[str]
 
 
@@ -113,7 +117,8 @@ class ReplicaFinder:
         self._buffers: dict[_Name, Differing] = {}
         self._noted: dict[_Name, Differing] = {}
         self._equal: Any = None
-        self._num_compared = 0
+        self._num_compared: Counter[str] = Counter()
+        self._recorded: set[str] = set()
         self._ranks: set[int] = set()
         self._has_unknown = self._has_statistics_alone = False
         self._num_uncompared = _Uncompared(0, 0, 0)
@@ -137,6 +142,7 @@ class ReplicaFinder:
         for one in _noted_by_merge(timeline):
             self._noted.setdefault(_name(one.place), one)
         self._num_compared += replicas.num_compared
+        self._recorded |= set(timeline.table.column("site").unique().to_pylist())
         self._ranks |= {rank for rank in timeline.table.column("rank").unique().to_pylist() if rank is not None}
         self._has_unknown |= replicas.has_unknown
         self._has_statistics_alone |= replicas.has_statistics_alone
@@ -156,7 +162,8 @@ class ReplicaFinder:
             self._first,
             [name[1:] for name in self._values],
             sorted(buffers, key=lambda one: one.place.step),
-            self._num_compared,
+            dict(self._num_compared),
+            [site for site in FINDINGS if site not in self._recorded],
             self._why_none(),
             self._notes(),
         )
@@ -178,13 +185,15 @@ class ReplicaFinder:
         return notes + self._problems
 
     def _why_none(self) -> str:
-        """Why nothing could be compared, if nothing was."""
-        if self._num_compared:
+        """Why nothing could be compared but buffers, if nothing was."""
+        if not self._num_compared.keys().isdisjoint(FINDINGS):
             return ""
         if self._has_statistics_alone:
             return "there are statistics alone, and equal ones prove nothing"
         if self._has_unknown:
             return "there are neither fingerprints nor values"
+        if len(self._ranks) > 1 and self._recorded.isdisjoint(FINDINGS):
+            return "no parameter, gradient or optimizer state was recorded"
         if len(self._ranks) > 1:
             return "no parameter, gradient or optimizer state is held by several ranks; sharded ones are not"
         if len(self._ranks) == 1 and not self._run.is_merged:
@@ -231,9 +240,10 @@ class _Replicas:
         self.problems: list[str] = []
 
     @property
-    def num_compared(self) -> int:
-        """Values held by several ranks, of which it is known whether they agree."""
-        return int(((self._sizes > 1) & ~self._is_open & ~self._is_unknown).sum())
+    def num_compared(self) -> Counter[str]:
+        """By site, the values held by several ranks, of which it is known whether they agree."""
+        compared = self._groups.firsts[(self._sizes > 1) & ~self._is_open & ~self._is_unknown]
+        return Counter(self._table.column("site").take(pa.array(compared)).to_pylist())
 
     def _judge(self) -> None:
         """Judge all groups at once by what their rows say."""

@@ -98,12 +98,9 @@ def _spread(answer: First) -> str:
 
 def _print_replica(run: Run, answer: First) -> None:
     differing = answer.replica
-    if differing is None and not answer.num_compared:
+    if differing is None:
         why = answer.why_none_compared or "there is no parameter, gradient or optimizer state to compare"
-        say(f"{run.name}: replicas: not compared, because {why}")
-    elif differing is None:
-        rest = f"{counted(answer.num_compared, 'value')} compared"
-        say(f"{run.name}: no parameter, gradient or optimizer state differs between its replicas ({rest})")
+        say(f"{run.name}: {answer.replicas_agree or f'replicas: not compared, because {why}'}")
     else:
         title = f"first replica that differs: step {differing.place.step}, {_value(differing.place)}"
         _print_pairs(f"{run.name}: {title}, ranks {_groups(differing)}", _replica_rows(answer, differing))

@@ -338,6 +338,23 @@ def test_ranks_that_share_a_batch_hold_replicas_too(tmp_path: Path) -> None:
         assert (differing.place.step, differing.groups) == (1, [[0, 2, 3], [1]])
 
 
+@pytest.mark.parametrize(
+    ("sites", "told"),
+    [
+        (["grad"], "no gradient differs between its replicas (1 value compared; {} were not recorded)"),
+        (["grad", "optim", "buffer"], "no gradient or optimizer state differs between its replicas (2 values compared"),
+        (["param", "grad", "optim"], "no parameter, gradient or optimizer state differs {} (3 values compared)"),
+        (["buffer"], ""),
+    ],
+)
+def test_what_agrees_is_what_was_compared_and_the_rest_is_named(tmp_path: Path, sites: list[str], told: str) -> None:
+    ranks = [[row for site in sites for row in params(rank, [1.0], site=site)] for rank in range(2)]
+    result = found(write(tmp_path / "run", *ranks))
+    middle = "between its replicas" if len(sites) == 3 else "parameters and optimizer states"
+    assert result.replicas_agree.startswith(told.format(middle)) and bool(result.replicas_agree) == bool(told)
+    assert (result.why_none_compared == "") == bool(told)
+
+
 def test_stages_of_a_pipeline_hold_no_replicas(tmp_path: Path) -> None:
     rows = {rank: params(rank, [float(rank)]) for rank in range(2)}
     facts = {rank: {"pipeline": {"stage": rank, "num_stages": 2}} for rank in rows}
