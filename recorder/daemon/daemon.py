@@ -161,9 +161,8 @@ class Daemon:
                 self._summarise()
             code = self._finish()
             conflicts = self.counters.total("conflicts")
-            left = sum(len(writer.backlog) for run in self.runs for writer in run.writers.values())
-            self.left = left
-            return code or int(not is_all_there or conflicts > 0 or left > 0 or bool(self.unshipped))
+            self.left = sum(len(run.backlog) for run in self.runs)
+            return code or int(not is_all_there or conflicts > 0 or self.left > 0 or bool(self.unshipped))
 
     @property
     def unshipped(self) -> dict[str, str]:
@@ -317,20 +316,19 @@ class Daemon:
         settings = self.shared.settings
         if run.needs_repair:
             self._errand(run, lambda: errands.repair(run))
-        elif run.may_go and now_s >= run.settled_since_s + settings.keep_local_s and self._is_cataloged(run):
+            return
+        if run.may_go and now_s >= run.settled_since_s + settings.keep_local_s and self._is_cataloged(run):
             self._errand(run, lambda: self._remove(run))
             return
-        if settings.catalog_s and (run.is_settled or now_s >= run.next_catalog_s):
-            num_rows = run.summary()["rows"]
-            if num_rows and num_rows != run.cataloged_rows:
-                run.next_catalog_s = now_s + settings.catalog_s
-                if run.cataloged_rows >= 0 or run.is_settled:
-                    run.cataloged_rows = num_rows
-                    assert self._state_path is not None, "the lock is held"
-                    folder = self._state_path.parent
-                    self._errand(run, lambda: errands.catalog(run, folder))
-                else:
-                    run.cataloged_rows = 0  # the first one comes after a while, or at the end
+        if run.is_known and (run.is_settled or now_s >= run.next_catalog_s) and not self._is_cataloged(run):
+            run.next_catalog_s = now_s + settings.catalog_s
+            if run.cataloged_rows >= 0 or run.is_settled:
+                run.cataloged_rows = run.num_rows
+                assert self._state_path is not None, "the lock is held"
+                folder = self._state_path.parent
+                self._errand(run, lambda: errands.catalog(run, folder))
+                return
+            run.cataloged_rows = 0  # the first one comes after a while, or at the end
         if settings.check_s and now_s >= run.next_check_s and not run.is_settled:
             run.next_check_s = now_s + settings.check_s
             self._errand(run, lambda: self._check(run))
@@ -354,7 +352,7 @@ class Daemon:
         self._submit("small", do, run)
 
     def _is_cataloged(self, run: RunShipper) -> bool:
-        return not self.shared.settings.catalog_s or run.cataloged_rows == run.summary()["rows"]
+        return not self.shared.settings.catalog_s or run.num_rows in (0, run.cataloged_rows)
 
     def _errand(self, run: RunShipper, job: Callable[[], None]) -> None:
         self._errands.add(run.key)
@@ -402,7 +400,7 @@ class Daemon:
     def _write_state(self) -> None:
         if self._state_path is None:
             return
-        backlog = [stamp for run in self.runs for writer in run.writers.values() for stamp in writer.backlog.values()]
+        backlog = [stamp for run in self.runs for stamp in run.backlog]
         state = {
             "pid": os.getpid(),
             "to": self.shared.destination.url,

@@ -18,12 +18,11 @@ from typing import Any
 
 from ..errors import StoreError
 from .destination import TakenError
-from .fleet import node_name
+from .fleet import catalog_name
 from .shipping import RunShipper
 
 logger = logging.getLogger("recorder.daemon")
 
-CATALOG = "_catalog"
 _LONGEST_S = 1800.0
 _MAX_CATALOG_BYTES = 256 << 20
 
@@ -68,6 +67,7 @@ def repair(run: RunShipper) -> None:
 
 def catalog(run: RunShipper, folder: Path) -> None:
     """Make the catalog of this node's part of a run anew, and put it beside the run."""
+    num_rows = run.cataloged_rows
     file = folder / f"catalog-{os.getpid()}-{os.urandom(4).hex()}.parquet"
     try:
         code, _, said = _run(["catalog", run.path, "-o", str(file)], run.shared.is_stopping)
@@ -78,17 +78,16 @@ def catalog(run: RunShipper, folder: Path) -> None:
         content = file.read_bytes()
     finally:
         file.unlink(missing_ok=True)
-    key = f"{run.key}/{CATALOG}/{node_name()}.parquet"
+    key = f"{run.key}/{catalog_name()}"
     try:
         held = run.shared.destination.get(key)
         is_news = held is None or held[0] != content
         if is_news:
             run.shared.destination.put_if(key, content, None if held is None else held[1])
         run.shared.counters.add("errands", "catalog done")
-        if not is_news:
-            return
-        run.shared.counters.add("uploads", "catalog")
-        run.shared.counters.add("uploaded_bytes", "catalog", len(content))
+        if is_news:
+            run.shared.uploaded("catalog", len(content))
+        run.ledger.add(catalog_name(), len(content), f"rows:{num_rows}")
     except (StoreError, TakenError) as error:
         run.shared.counters.add("errands", "catalog failed")
         if isinstance(error, StoreError):

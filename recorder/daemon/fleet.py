@@ -14,10 +14,17 @@ from ..format.rundir import encode_manifest, parse_json
 from ..read.fleet import FLEET
 from .destination import Destination, TakenError
 
+_CATALOG = "_catalog"
+
 
 def node_name() -> str:
     """Return the name of this node in a key."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", os.uname().nodename)[:100] or "node"
+
+
+def catalog_name() -> str:
+    """Return the name, below a run, of the catalog of this node's part."""
+    return f"{_CATALOG}/{node_name()}.parquet"
 
 
 class FleetDocument:

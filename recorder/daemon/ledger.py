@@ -1,7 +1,7 @@
 """What of a run the store has confirmed: one line of JSON a file, beside the run, appended and never changed.
 
-It may be lost, or lack its last line: what it does not name is put again, and found there. It names immutable files
-alone; documents that change are compared with the store's after a start.
+It may be lost, or lack its last line: what it does not name is put again, and found there. Of a document that changes,
+the last line says which state of it is there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Confirmed(NamedTuple):
 
     size_bytes: int
     how: str
-    """``etag``, ``read``, ``synced`` or ``there``, as `Destination.put_new` says."""
+    """``etag``, ``read``, ``synced`` or ``there``, as `Destination.put_new` says; ``crc:`` and the checksum of a
+    document; ``rows:`` and the rows of a catalog."""
 
 
 def ledger_name(url: str) -> str:
@@ -68,9 +69,13 @@ class ShippedLedger:
         if text and not text.endswith(b"\n"):
             os.write(self._descriptor, b"\n")
 
+    def get(self, name: str) -> Confirmed | None:
+        """Return what was confirmed of a file."""
+        return self._files.get(name)
+
     def has(self, name: str, stamp: Stamp) -> bool:
         """Whether the store has confirmed a file of this size under this name."""
-        confirmed = self._files.get(name)
+        confirmed = self.get(name)
         return confirmed is not None and confirmed.size_bytes == stamp.size_bytes
 
     def names(self) -> dict[str, Confirmed]:

@@ -119,7 +119,7 @@ class DaemonCollector:
 
     def _of_store(self) -> Iterator[Any]:
         runs, now = self._runs(), time.time()
-        backlog = [stamp for run in runs for writer in list(run.writers.values()) for stamp in writer.backlog.values()]
+        backlog = [stamp for run in runs for stamp in run.backlog]
         yield _gauge(
             "recorder_daemon_store_up", "1 while the store does what it is asked, else 0", not self._health.problem
         )

@@ -8,9 +8,9 @@ that the writer left is there: so who reads there never misses a row that an end
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -22,11 +22,12 @@ from crc32c import crc32c
 from ..errors import CorruptError, RunError, StoreError
 from ..format.manifest import Balance, Lifetime
 from ..format.members import Members
-from ..format.rundir import MAX_MANIFEST_BYTES, RUN_MANIFEST, WRITER_MANIFEST, parse_json, parse_rank_dir
+from ..format.rundir import MAX_MANIFEST_BYTES, RUN_MANIFEST, WRITER_MANIFEST, index_name, parse_json, parse_rank_dir
 from ..format.status import STATUS, STATUS_BYTES
 from ..read.shards.messages import FIRST_MESSAGE, block_at
 from .counters import Counters, Health
 from .destination import DamagedError, Destination, Held, TakenError
+from .fleet import catalog_name
 from .ledger import ShippedLedger
 from .settings import DaemonSettings
 from .watching import Entries, Folder, LocalFile, RefusedError, Stamp, WriterFiles, list_run, list_writer, sealed_name
@@ -65,6 +66,11 @@ class Shipping:
     def look_s(self) -> float:
         """How often a writer at work is looked at, seconds."""
         return min(_LOOK_S, self.settings.fresh_s / 5)
+
+    def uploaded(self, kind: str, num_bytes: int) -> None:
+        """Count an object that was put."""
+        self.counters.add("uploads", kind)
+        self.counters.add("uploaded_bytes", kind, num_bytes)
 
     def failed(self, error: Exception, where: str) -> None:
         """Count an error of a job and log it once; the job is tried again."""
@@ -116,11 +122,11 @@ class RunShipper:
         self.writers: dict[tuple[str, str], WriterShipper] = {}
         self.conflict = ""
         """Why nothing of the run is shipped; empty where it is."""
+        self.was_pruned = False
         self.is_settled = False
         self.settled_since_s = 0.0
         """When everything was there for the first time, by the monotonic clock."""
         self._counts = Entries()
-        self.cataloged_rows = -1
         self.next_catalog_s = self.next_check_s = self.next_carry_s = 0.0
         self.is_carrying = False
         self.findings: dict[tuple[str, str], int] = {}
@@ -137,6 +143,11 @@ class RunShipper:
         self._changes: dict[str, int] = {}
         with Folder.root(root) as top, top.below(*names) as folder:
             self.ledger = ShippedLedger(folder, shared.destination.url)
+        cataloged = (
+            re.fullmatch(r"rows:(\d+)", confirmed.how) if (confirmed := self.ledger.get(catalog_name())) else None
+        )
+        self.cataloged_rows = int(cataloged[1]) if cataloged else -1
+        """Rows of the run when its catalog was made; -1: none was."""
         if self.ledger.problem:
             logger.warning("%s", self.ledger.problem)
 
@@ -186,6 +197,18 @@ class RunShipper:
         if not self.is_settled:
             self.settled_since_s = 0.0
         return jobs
+
+    @property
+    def num_rows(self) -> int:
+        """Return the rows that the run's writers here have written and kept."""
+        return sum(writer.num_rows for writer in list(self.writers.values()))
+
+    @property
+    def backlog(self) -> list[Stamp]:
+        """Return the sealed files that the destination has not confirmed; one that is settled has none."""
+        if self.is_settled:
+            return []
+        return [stamp for writer in list(self.writers.values()) for stamp in writer.backlog.values()]
 
     @property
     def has_stuck_files(self) -> bool:
@@ -314,6 +337,8 @@ class RunShipper:
             logger.warning("%s: the store has lost %d files; they are put again", self.key, len(lost))
             self.shared.counters.add("lost_objects", amount=len(lost))
             self.ledger.forget(lost)
+            if catalog_name() in lost:
+                self.cataloged_rows = -1
         with self._lock:
             for name in [name for name in self._documents if name not in self.held]:
                 del self._documents[name]
@@ -339,7 +364,7 @@ class RunShipper:
             if other != self.run_id:
                 self.conflict = f"another run has its name there (run_id {other or 'unreadable'})"
         elif there is None and self.shared.destination.get(f"{PRUNED}/{self.key}.json") is not None:
-            self.conflict = "it was pruned there"
+            self.conflict, self.was_pruned = "it was pruned there", True
             logger.info("%s is not shipped: %s", self.path, self.conflict)
             return False
         if self.conflict:
@@ -392,8 +417,8 @@ class RunShipper:
             self._note_conflict(name)
             return
         shared.health.succeeded()
-        shared.counters.add("uploads", _kind(name))
-        shared.counters.add("uploaded_bytes", _kind(name), file.size_bytes)
+        if how != "there":
+            shared.uploaded(_kind(name), file.size_bytes)
         shared.counters.add("confirmed", how)
         self.ledger.add(name, file.size_bytes, how)
 
@@ -419,7 +444,7 @@ class RunShipper:
         known = self._documents.get(name)
         if known is not None and known.crc == crc:
             return
-        confirmed, held = self.ledger.names().get(name), self.held.get(name)
+        confirmed, held = self.ledger.get(name), self.held.get(name)
         noted = confirmed.how if confirmed is not None else ""
         if known is None and held is not None and noted == f"crc:{crc:08x}":  # as before the last start
             self._documents[name] = _Document(crc, held.e_tag)
@@ -436,21 +461,23 @@ class RunShipper:
                 self.suspect()
                 continue
             if there[0] == content or stays(there[0]):
-                tag = there[1]
-                break
+                self._note_document(name, crc, there[1], len(content) if is_noted else None)
+                return
             if there[0] and not (is_ours(there[0]) or noted == f"crc:{crc32c(there[0]):08x}"):
                 self._note_conflict(name)
                 return
             e_tag = there[1]
         else:
             return  # somebody is faster; the next look tries again
-        shared.health.succeeded()
-        shared.counters.add("uploads", _kind(name))
-        shared.counters.add("uploaded_bytes", _kind(name), len(content))
+        shared.uploaded(_kind(name), len(content))
+        self._note_document(name, crc, tag, len(content) if is_noted else None)
+
+    def _note_document(self, name: str, crc: int, e_tag: str, noted_bytes: int | None) -> None:
+        self.shared.health.succeeded()
         with self._lock:
-            self._documents[name] = _Document(crc, tag)
-        if is_noted:
-            self.ledger.add(name, len(content), f"crc:{crc:08x}")
+            self._documents[name] = _Document(crc, e_tag)
+        if noted_bytes is not None:
+            self.ledger.add(name, noted_bytes, f"crc:{crc:08x}")
 
     def has_document(self, name: str, content: bytes) -> bool:
         known = self._documents.get(name)
@@ -481,7 +508,7 @@ class RunShipper:
             "world_size": self.facts.get("world_size") or 0,
             "ranks": sorted({writer["rank"] for writer in writers if writer["rank"] is not None}),
             "last_step": max(steps, default=None),
-            "rows": sum(writer["rows"] for writer in writers),
+            "rows": self.num_rows,
             "bytes": sum(writer["bytes"] for writer in writers),
             "dropped": dropped,
             "state": next((state for state in ("unclosed", "recording", "closed") if state in states), "empty"),
@@ -501,6 +528,8 @@ class WriterShipper:
         """``alive``, ``closed``, ``dead`` (its process is gone), or ``quiet``: nobody here can tell."""
         self.status: dict[str, Any] = {}
         self.lifetime = Lifetime()
+        self.balance = Balance()
+        """Of the manifest or of the status, which is later."""
         self.step_changed_s = 0.0
         self.stuck: set[str] = set()
         """Files that cannot be shipped, until somebody does something: there or here is something else."""
@@ -577,18 +606,17 @@ class WriterShipper:
     def _is_large_lane(self, name: str) -> bool:
         return not name.lstrip("_").startswith("stats")
 
+    @property
+    def num_rows(self) -> int:
+        return self.balance.written - self.balance.retired_rows
+
     def summary(self) -> dict[str, Any]:
-        balance = Balance.read(Members(self._ledger))
-        if self.status:
-            last = Balance.read(Members(self.status))
-            balance = max(balance, last, key=lambda one: (one.observed, one.written))
         state = {"alive": "recording", "closed": "closed"}.get(self.state, "unclosed")
         step = self.status.get("step")
         return {
             "rank": self.rank,
             "state": state,
-            "rows": balance.written - balance.retired_rows,
-            "dropped": dict(balance.dropped),
+            "dropped": dict(self.balance.dropped),
             "bytes": self.files.num_bytes,
             "step": step if isinstance(step, int) else None,
             "started_ns": self.lifetime.started_ns,
@@ -645,6 +673,8 @@ class WriterShipper:
             changed_ns = folder.changed_ns()
             manifest = self._read_manifest(folder)
             status = self._read_status(folder)
+            balances = (Balance.read(Members(members)) for members in (self._ledger, self.status))
+            self.balance = max(balances, key=lambda one: (one.observed, one.written))
             files = list_writer(folder)  # after the manifest: what a closed one promises is in this list
             self.files = files
             self._judge(files)
@@ -669,7 +699,7 @@ class WriterShipper:
                 run.put_document(self.below + WRITER_MANIFEST, manifest, is_ours=self._is_of_it)
             if status is not None and not is_held_back and (now_s >= self._next_status_s or self.state != "alive"):
                 self._next_status_s = now_s + settings.status_s
-                run.put_document(self.below + STATUS, status, is_ours=self._is_of_it, is_noted=False)
+                run.put_document(self.below + STATUS, status, is_ours=self._is_of_it, is_noted=self.state != "alive")
             for name, stamp in files.aside.items():
                 if not run.is_aside_there(self.below + name, stamp):
                     run.ship_aside(folder, self.below, name, stamp)
@@ -688,7 +718,7 @@ class WriterShipper:
         files = self.files
         with self._open() as folder:
             for name in sorted(files.sealed, key=lambda name: files.sealed[name].changed_ns):
-                for wanted in (name, _index_of(name)):
+                for wanted in (name, index_name(name)):
                     stamp = files.sealed.get(wanted) or files.indexes.get(wanted)
                     if stamp is None or not self._is_large_lane(name) or self._is_there(wanted, stamp):
                         continue
@@ -760,8 +790,7 @@ class WriterShipper:
                 return
             self._snapshots[name] = _Snapshot(end, crc32c(content), tag, stamp)
         self._there.add(name)
-        counters.add("uploads", "open")
-        counters.add("uploaded_bytes", "open", end)
+        self.run.shared.uploaded("open", end)
         self.run.shared.health.succeeded()
 
     def _put_large_prefix(self, name: str, key: str, file: LocalFile, end: int, stamp: Stamp) -> None:
@@ -776,13 +805,11 @@ class WriterShipper:
             destination.put_new(key, file)
         self._snapshots[name] = _Snapshot(end, 0, "", stamp)
         self._there.add(name)
-        self.run.shared.counters.add("uploads", "open")
-        self.run.shared.counters.add("uploaded_bytes", "open", end)
+        self.run.shared.uploaded("open", end)
 
     def _remove_stale(self) -> None:
         """Remove open shards there whose sealed shards are there."""
-        confirmed = self.run.ledger.names()
-        stale = [name for name in self._there if self.below + sealed_name(name) in confirmed]
+        stale = [name for name in self._there if self.run.ledger.get(self.below + sealed_name(name)) is not None]
         if stale:
             self.run.shared.destination.delete([f"{self.run.key}/{self.below}{name}" for name in stale])
             self._there -= set(stale)
@@ -860,10 +887,6 @@ def end_of_batches(file: LocalFile, start: int = 0) -> int:
     return end
 
 
-def _index_of(name: str) -> str:
-    return f"_{name.removesuffix('.arrow')}.index"
-
-
 def _kind(name: str) -> str:
     """Return the word by which uploads of a file are counted."""
     last = name.rpartition("/")[2]
@@ -874,8 +897,3 @@ def _kind(name: str) -> str:
     if last.endswith(".arrow"):
         return "stats" if last.startswith("stats") else "tensors"
     return "manifest" if last in (RUN_MANIFEST, WRITER_MANIFEST) else "document"
-
-
-def as_json(value: object) -> bytes:
-    """Return the text of a small document."""
-    return json.dumps(value, separators=(",", ":")).encode()

@@ -27,7 +27,7 @@ def state_folder(setting: str) -> Path:
     """
     runtime = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0] or os.environ.get("XDG_RUNTIME_DIR", "")
     if setting:
-        path = Path(setting)
+        path = Path(setting).absolute()  # errands have another working directory
     elif runtime:
         path = Path(runtime) / "recorder-daemon"
     elif os.getuid() == 0:

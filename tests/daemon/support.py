@@ -66,7 +66,10 @@ def objects(store: StoreServer, prefix: str) -> dict[str, bytes]:
     """What lies below a prefix, but for the fleet's index."""
     listed = store.client.list_objects_v2(Bucket=BUCKET, Prefix=f"{prefix}/").get("Contents", ())
     keys = [one["Key"] for one in listed]
-    found = {key: store.client.get_object(Bucket=BUCKET, Key=key)["Body"].read() for key in keys}
+    found = {}
+    for key in keys:
+        with contextlib.suppress(store.client.exceptions.NoSuchKey):  # a daemon at work has removed it since
+            found[key] = store.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
     return {key[len(prefix) + 1 :]: content for key, content in found.items() if "/_fleet/" not in key}
 
 

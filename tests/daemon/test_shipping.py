@@ -13,6 +13,7 @@ import pytest
 import recorder
 from recorder.errors import StoreError
 from recorder.format.rundir import encode_manifest
+from recorder.format.status import encode_status
 from recorder.storage.locations import place_of, store_of
 from tests.daemon.proxy import FaultyProxy
 from tests.daemon.support import at_work, faults, files, objects, ship, wait_until
@@ -39,13 +40,38 @@ def prefix_of(to: str) -> str:
 
 def test_once_ships_every_byte_and_a_second_time_puts_nothing(tmp_path: Path, store: StoreServer, to: str) -> None:
     run = small_run(tmp_path)
-    code, _ = ship(tmp_path, to)
-    assert code == 0
+    for writer in run.glob("rank=*/*"):
+        (writer / "_status.json").write_bytes(encode_status({"state": "closed", "step": 3}))
+    code, daemon = ship(tmp_path, to)
+    assert (code, daemon.counters.of("uploads")["status"]) == (0, 2)
     assert objects(store, prefix_of(to)) == files(run.parent)
     assert faults(f"{to}/run-a") == faults(run) == []
     with store.counting() as requests:
-        assert ship(tmp_path, to)[0] == 0
-    assert requests["PUT"] == 0
+        code, daemon = ship(tmp_path, to)
+    assert (code, daemon.counters.of("uploads"), requests["PUT"]) == (0, {}, 0)
+
+
+def test_a_catalog_is_made_once_and_again_where_the_store_has_lost_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    there = tmp_path / "there"
+    made = []
+    for step in range(3):
+        if step == 2:
+            (catalog,) = there.glob("run-a/_catalog/*.parquet")
+            catalog.unlink()
+        code, daemon = ship(tmp_path, str(there), catalog_s=3600.0, state="state")
+        made.append((code, daemon.counters.of("errands"), daemon.counters.of("uploads").get("catalog", 0)))
+    assert made == [(0, {"catalog done": 1}, 1), (0, {}, 0), (0, {"catalog done": 1}, 1)]
+
+
+def test_a_run_without_rows_is_there_at_once(tmp_path: Path) -> None:
+    HandmadeWriter(make_run(tmp_path / "recordings" / "run-a")).finish()
+    make_run(tmp_path / "recordings" / "run-b")
+    code, daemon = ship(tmp_path, str(tmp_path / "there"), catalog_s=3600.0, deadline_s=60.0)
+    assert (code, daemon.counters.of("errands"), len(daemon.runs)) == (0, {}, 2)
 
 
 def test_a_large_shard_goes_in_parts(tmp_path: Path, store: StoreServer, to: str) -> None:

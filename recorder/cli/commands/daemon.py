@@ -136,13 +136,15 @@ def _ship(settings: Any, reload: Any, *, once: bool) -> int:
     daemon = Daemon(settings, reload)
     if once:
         code = daemon.run_once()
-        counters, num_runs = daemon.counters, len(daemon.runs)
-        there = f"{counted(num_runs, 'run')}: {counted(counters.total('uploads'), 'upload')}"
+        num_uploads, num_bytes = (daemon.counters.total(name) for name in ("uploads", "uploaded_bytes"))
+        news = f"{counted(num_uploads, 'upload')} with {size(num_bytes)}" if num_uploads else "nothing new"
         lacking = [f"{counted(daemon.left, 'file')} not there"] if daemon.left else []
         if daemon.unshipped:
             lacking.append(f"not shipped: {listed(map(printable_line, sorted(daemon.unshipped)))}")
+        if num_pruned := sum(run.was_pruned for run in daemon.runs):
+            lacking.append(f"{counted(num_pruned, 'run')} pruned there and not put again")
         rest = "; ".join(lacking) or ("not everything is there" if code else "all files are there")
-        say(f"{there} with {size(counters.total('uploaded_bytes'))}; {rest}")
+        say(f"{counted(len(daemon.runs), 'run')}: {news}; {rest}")
     else:
         code = daemon.run()
     if daemon.is_parked:
