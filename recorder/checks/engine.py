@@ -176,6 +176,7 @@ def is_finding(one: object) -> bool:
         isinstance(one.severity, Severity)
         and all(isinstance(text, str) for text in texts)
         and all(isinstance(number, (int, float)) for number in numbers)
+        and isinstance(one.since, (int, type(None)))
         and isinstance(one.ranks, tuple)
         and all(isinstance(rank, int) for rank in one.ranks)
     )
@@ -203,7 +204,7 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
     """Findings that say one thing of one value on several ranks as one; the worst first, then by step."""
     worst_of: dict[tuple[object, ...], Finding] = {}
     for one in findings:
-        key = (one.rule, one.severity, one.step, one.root, one.module_path, one.site, one.name, one.what)
+        key = (one.rule, one.severity, one.step, one.since, one.root, one.module_path, one.site, one.name, one.what)
         if key in worst_of:
             known = worst_of[key]
             worse = one if _excess(one) > _excess(known) else known

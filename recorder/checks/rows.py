@@ -280,6 +280,48 @@ def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
     return np.asarray(lengths, np.int64)
 
 
+class Reached(NamedTuple):
+    """A row at which something has held for enough records in a row."""
+
+    place: int
+    num: int
+    """Records for which it has held."""
+    since: int | None
+    """The step of the first of these; None where there is but one."""
+
+
+class Streaks:
+    """What holds for some records in a row, told once for each lane."""
+
+    def __init__(self, told: Memory | None = None) -> None:
+        """Nothing has held yet.
+
+        Args:
+            told: the lanes of which it was told; several kinds that have it in common tell a lane once together.
+        """
+        self._lengths, self._since = Memory(0.0), Memory()
+        self._told = Memory(0.0) if told is None else told
+
+    def reached(self, lanes: Integers, steps: Integers, flags: Flags, records: float) -> list[Reached]:
+        """By lane, the first of these rows with which it has held for so many records; rows stand lane by lane."""
+        lengths = streaks(lanes, flags, self._lengths)
+        places = np.arange(len(lanes))
+        firsts = np.maximum.accumulate(np.where(begins(lanes), places, 0))
+        starts = places - np.maximum(lengths, 1) + 1
+        since = np.where(starts >= firsts, steps[np.maximum(starts, 0)], self._since[lanes])
+        is_last = ends(lanes)
+        self._since[lanes[is_last]] = since[is_last]
+        new = np.flatnonzero((lengths >= records) & (self._told[lanes] == 0))
+        new = new[begins(lanes[new])]
+        self._told[lanes[new]] = np.ones(len(new))
+        return [
+            Reached(place, num, first if num > 1 else None)
+            for place, num, first in zip(
+                new.tolist(), lengths[new].tolist(), since[new].astype(np.int64).tolist(), strict=True
+            )
+        ]
+
+
 def grouped(*columns: Integers) -> tuple[Integers, Integers]:
     """For each row the number of its group of rows that agree in all columns, and the first row of each group.
 

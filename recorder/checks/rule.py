@@ -6,6 +6,7 @@ numbers for each lane.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -14,7 +15,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from .normal import Normal
-from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, begins, streaks
+from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, Streaks, begins
 from .sizes import Sizes
 
 
@@ -66,9 +67,16 @@ class Finding(NamedTuple):
     """What to do next."""
     detail: str = ""
     """Numbers in words that make the finding plainer."""
+    since: int | None = None
+    """Since which step it holds, where it is said once it has held for some records in a row, at `step`."""
+
+    @property
+    def first_step(self) -> int:
+        """The first step at which it holds, as far as is known."""
+        return self.step if self.since is None else self.since
 
 
-class Rule:
+class Rule(ABC):
     """The base of all rules. A subclass fills in the class variables and `add`."""
 
     name: ClassVar[str]
@@ -112,9 +120,9 @@ class Rule:
         """Whether it reads the rows of a series."""
         return key.site in self.sites
 
+    @abstractmethod
     def add(self, rows: Rows) -> Iterable[Finding]:
         """Look at the rows of the next whole steps that it wants, at least one."""
-        raise NotImplementedError
 
     def finish(self) -> Iterable[Finding]:
         """What can be said once there are no more rows."""
@@ -129,6 +137,7 @@ class Rule:
         value: float,
         threshold: float,
         severity: Severity | None = None,
+        since: int | None = None,
     ) -> Finding:
         """A finding on the value of a lane."""
         key = self.catalog.series[int(self.catalog.series_of[lane])]
@@ -147,6 +156,7 @@ class Rule:
             value=float(value),
             threshold=float(threshold),
             advice=self.advice,
+            since=since,
         )
 
 
@@ -163,7 +173,7 @@ class StreakRule(Rule):
 
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
         super().__init__(catalog, thresholds)
-        self._streaks, self._said, self._counts = Memory(0.0), Memory(0.0), Memory(0.0)
+        self._streaks, self._counts = Streaks(), Memory(0.0)
         self._most = 0
 
     @property
@@ -171,9 +181,9 @@ class StreakRule(Rule):
         """For how many records in a row it has to hold."""
         return int(self.thresholds.get("records", 1))
 
+    @abstractmethod
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """For each row, whether it holds, and the number; rows stand lane by lane."""
-        raise NotImplementedError
 
     def severity_of(self, lane: int) -> Severity:
         """How bad it is for the value of a lane."""
@@ -183,20 +193,13 @@ class StreakRule(Rule):
         """Look at the rows, lane by lane."""
         rows = rows.by_lane()
         flags, values = self.judge(rows)
-        lengths = streaks(rows.lanes, flags, self._streaks)
         self._count(rows.lanes)
-        reached = np.flatnonzero((lengths >= self.records) & (self._said[rows.lanes] == 0))
-        for place in reached[begins(rows.lanes[reached])].tolist():
+        for place, _, since in self._streaks.reached(rows.lanes, rows.steps, flags, self.records):
             lane = int(rows.lanes[place])
-            self._said[rows.lanes[place : place + 1]] = np.ones(1)
             yield self.finding(
-                lane, int(rows.steps[place]), self.said_of(rows, place), self.measure, values[place],
-                self.thresholds[self.limit], self.severity_of(lane),
+                lane, int(rows.steps[place]), self.what, self.measure, values[place],
+                self.thresholds[self.limit], self.severity_of(lane), since,
             )  # fmt: skip
-
-    def said_of(self, rows: Rows, place: int) -> str:
-        """What is wrong, in words, of the value of a row."""
-        return self.what
 
     def finish(self) -> Iterator[Finding]:
         """Say where there were too few records."""

@@ -82,6 +82,7 @@ def test_a_statistic_far_from_what_it_was_is_named(normal: Normal, of: str, fact
     change = lambda name, step, rank, values: values * factor if name == of and step >= 16 else values  # noqa: E731
     (one,) = [one for one in judged(training(3, change), normal).findings if words in one.what]
     assert (one.rule, one.step, one.ranks) == ("unusual", 18, (0, 1))
+    assert one.since == 16
     assert " here, " in one.detail and one.detail.endswith("there at steps 16 to 31")
 
 

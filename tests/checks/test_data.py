@@ -26,7 +26,7 @@ def test_a_batch_that_comes_again_and_again_is_named(period: int) -> None:
     found = said(batches(lambda step, rank: {"x": noise(step % period, rank)}, ranks=2), Data)
     step = 19 + period
     assert places(found) == [("", step, (0, 1))]
-    assert f"that of {period} records before" in found[0].what
+    assert f"that of {period} records before" in found[0].what and found[0].since == period
 
 
 def test_a_longer_cycle_is_a_training_set() -> None:
@@ -35,7 +35,9 @@ def test_a_longer_cycle_is_a_training_set() -> None:
 
 def test_an_input_of_equal_elements_is_named() -> None:
     found = said(batches(lambda step, rank: {"x": np.full(8, float(step)), "mask": np.ones(4)}), Data)
-    assert [(one.name, one.step, one.what) for one in found] == [("x", 19, "all elements of the input are equal")]
+    assert [(one.name, one.step, one.since, one.what) for one in found] == [
+        ("x", 19, 0, "all elements of the input are equal")
+    ]
 
 
 def test_labels_that_never_change_or_are_all_alike_are_named() -> None:

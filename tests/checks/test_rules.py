@@ -238,6 +238,7 @@ def test_an_update_as_large_as_the_weight_is_named() -> None:
     )
     (one,) = said(recorded, Update)
     assert places([one]) == [("blocks.5", 2, (0,))] and one.value == pytest.approx(2, rel=0.1)
+    assert one.since is None and one.first_step == 2, "a single record holds for no more than itself"
     from_zero = parameters(lambda step, number: noise(number) * 1e-3 * step)
     assert said(from_zero, Update) == []
 
@@ -252,8 +253,11 @@ def test_a_weight_that_begins_on_another_scale_or_constant_is_named() -> None:
 
 
 def test_a_dead_output_is_named_after_five_records() -> None:
-    recorded = outputs(lambda step, rank, path, values: values * 0 if path == "blocks.7" else np.maximum(values, 0))
-    assert places(said(recorded, Dead)) == [("blocks.7", 4, (0,))]
+    def change(step: int, rank: int, path: str, values: Any) -> Any:
+        return values * 0 if path == "blocks.7" and step >= 2 else np.maximum(values, 0)
+
+    found = said(outputs(change), Dead)
+    assert places(found) == [("blocks.7", 6, (0,))] and found[0].since == found[0].first_step == 2
     beginning = outputs(lambda step, rank, path, values: values * (step > 0))
     assert said(beginning, Dead) == [], "a branch that begins at zero"
 
@@ -306,7 +310,8 @@ def test_two_ranks_with_one_batch_are_named() -> None:
                 recorded.add(
                     step, "", noise(step, 1 if same and rank == 3 else rank), rank=rank, site="input", name="x"
                 )
-        assert places(said(recorded, Data)) == expected
+        found = said(recorded, Data)
+        assert places(found) == expected and all(one.since == 0 for one in found)
 
 
 def test_a_running_variance_that_leaps_is_named() -> None:
@@ -349,7 +354,7 @@ def test_steps_that_are_skipped_one_after_the_other_are_named() -> None:
     recorded = Recorded()
     for step in range(60):
         recorded.add(step, "", float(step < 16 or step > 30), site="scalar", name="skipped")
-    assert [(one.step, one.severity) for one in said(recorded, Skipped)] == [(50, Severity.ERROR)]
+    assert [(one.step, one.since, one.severity) for one in said(recorded, Skipped)] == [(50, 31, Severity.ERROR)]
 
 
 def attention(weights: Any, logits: Any, path: str = "layers.0.attention.softmax") -> list[str]:

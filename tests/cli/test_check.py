@@ -37,7 +37,7 @@ def test_what_many_modules_have_is_one_sentence_with_the_number_and_a_command(cl
     found = cli("check", trained)
     first, second, *_ = found.out.splitlines()
     assert first == (
-        "warning dead: 'blocks.{0..2}.act' output, step 4, ranks 0,1: the output is zero in nearly all elements "
+        "warning dead: 'blocks.{0..2}.act' output, since step 0, ranks 0,1: the output is zero in nearly all elements "
         "(share of zeros 1, threshold 0.99)"
     )
     assert second.endswith(f"recorder stats {trained} blocks.0.act --site output --step 0:6")
@@ -89,6 +89,7 @@ def test_json_has_every_finding_and_what_was_not_judged(cli: Cli, trained: Path)
     assert {"rule": "vanishing", "setting": "site=grad keep=stats"}.items() <= next(
         one for one in found["not_judged"] if one["rule"] == "vanishing"
     ).items()
+    assert {(one["since"], one["step"]) for one in found["findings"]} == {(0, 4)}
     assert found["rows"] == 64
 
 
@@ -159,7 +160,7 @@ def test_sound_runs_say_what_is_normal(cli: Cli, trained: Path, tmp_path: Path) 
     found = cli("check", loud, "--baseline", one, "--baseline", two, "--fail-on", "warning")
     assert found.exit_code == 1
     assert found.out.startswith(
-        "warning unusual: 'blocks.{0..3}.act' output, step 2, ranks 0,1: root mean square is above"
+        "warning unusual: 'blocks.{0..3}.act' output, since step 0, ranks 0,1: root mean square is above"
     )
     assert "there at steps 0 to 7)" in found.out.splitlines()[0]
     excused = cli("check", trained, "--baseline", trained_again(tmp_path, trained), "--fail-on", "warning")

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from ..normal import HELD, STATISTICS, Measures, Numbers, Ranges, phase_of, steps_of
-from ..rows import Catalog, Floats, Integers, Memory, Rows, SeriesKey, begins, streaks
+from ..rows import Catalog, Floats, Integers, Rows, SeriesKey, Streaks
 from ..rule import Finding, Rule, Setting, Severity
 
 _NEEDED = "needs --baseline SOUND_RUN: a run of the same training that went well"
@@ -60,8 +60,7 @@ class Unusual(BaselineRule):
 
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
         super().__init__(catalog, thresholds)
-        self._streaks = [Memory(0.0) for _ in STATISTICS]
-        self._said = [Memory(0.0) for _ in STATISTICS]
+        self._streaks = [Streaks() for _ in STATISTICS]
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         """Hold each statistic against its range, and count how long it is outside."""
@@ -80,18 +79,16 @@ class Unusual(BaselineRule):
         statistic = STATISTICS[own.statistic]
         above, below = (own.values - ranges.high) / ranges.spread, (ranges.low - own.values) / ranges.spread
         far = above if statistic.only_above else np.fmax(above, below)
-        lanes, said = rows.lanes[own.rows], self._said[own.statistic]
+        lanes, steps = rows.lanes[own.rows], rows.steps[own.rows]
         with np.errstate(invalid="ignore"):
             flags = far > self.thresholds["spreads"]
-        lengths = streaks(lanes, flags, self._streaks[own.statistic])
-        reached = np.flatnonzero((lengths >= self.thresholds["records"]) & (said[lanes] == 0))
-        for place in reached[begins(lanes[reached])].tolist():
-            said[lanes[place : place + 1]] = np.ones(1)
+        streaks = self._streaks[own.statistic]
+        for place, _, since in streaks.reached(lanes, steps, flags, self.thresholds["records"]):
             side = "above" if above[place] > 0 else "below"
-            step = int(rows.steps[own.rows[place]])
+            step = int(steps[place])
             one = self.finding(
                 int(lanes[place]), step, f"{statistic.name} is {side} what it was in the sound runs",
-                "spreads", far[place], self.thresholds["spreads"],
+                "spreads", far[place], self.thresholds["spreads"], since=since,
             )  # fmt: skip
             low, high = steps_of(int(phase_of(np.array([step]))[0]))
             value, least, most = (
@@ -117,8 +114,7 @@ class Invariant(BaselineRule):
 
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
         super().__init__(catalog, thresholds)
-        self._streaks = [Memory(0.0) for _ in HELD]
-        self._said = [Memory(0.0) for _ in HELD]
+        self._streaks = [Streaks() for _ in HELD]
         self._steps: set[int] = set()
 
     def add(self, rows: Rows) -> Iterator[Finding]:
@@ -130,16 +126,12 @@ class Invariant(BaselineRule):
         rows = rows.by_lane()
         series = self.numbers(rows)
         for what, places, holds in self.measures.held(rows):
-            lanes, said = rows.lanes[places], self._said[what]
+            lanes, steps = rows.lanes[places], rows.steps[places]
             is_broken = self.normal.always(series[places], what) & ~holds
-            lengths = streaks(lanes, is_broken, self._streaks[what])
-            reached = np.flatnonzero((lengths >= self.thresholds["records"]) & (said[lanes] == 0))
-            for place in reached[begins(lanes[reached])].tolist():
-                said[lanes[place : place + 1]] = np.ones(1)
+            for place, num, since in self._streaks[what].reached(lanes, steps, is_broken, self.thresholds["records"]):
                 yield self.finding(
-                    int(lanes[place]), int(rows.steps[places[place]]), f"in the sound runs it {_words(what)}",
-                    "records in which it does not", float(lengths[place]), self.thresholds["records"],
-                    _SEVERITIES[what],
+                    int(lanes[place]), int(steps[place]), f"in the sound runs it {_words(what)}",
+                    "records in which it does not", num, self.thresholds["records"], _SEVERITIES[what], since,
                 )  # fmt: skip
 
     def finish(self) -> Iterator[Finding]:

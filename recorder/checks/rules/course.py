@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
@@ -75,9 +76,9 @@ class CourseRule(Rule):
                     lane = self._blamed(rows, course, int(steps[at[place]]), shares)
                     yield self.finding(lane, int(steps[at[place]]), what, measure, number, threshold)
 
+    @abstractmethod
     def judge(self, courses: Integers, values: Floats) -> Iterator[tuple[int, str, str, float, float]]:
         """Judge the samples of a step: place of the sample, words, measure, number, threshold."""
-        raise NotImplementedError
 
     def kind(self, course: int) -> str:
         """What a course is of."""

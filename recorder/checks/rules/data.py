@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..rows import Catalog, Flags, Integers, Memory, Rows, SeriesKey, begins, grouped, previous, streaks
+from ..rows import Catalog, Integers, Memory, Rows, SeriesKey, Streaks, grouped, previous
 from ..rule import Finding, Rule, Setting
 
 _BATCH = ("mean", "std", "absmax", "l2")
@@ -38,12 +38,12 @@ class Data(Rule):
 
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
         super().__init__(catalog, thresholds)
-        self._num: dict[tuple[int, int], int] = {}
-        """By lane and by the lane whose batch it repeats, in how many records in a row."""
+        self._same: dict[tuple[int, int], tuple[int, int]] = {}
+        """By lane and by the lane whose batch it repeats, in how many records in a row, and since which step."""
         self._said: set[int] = set()
         self._before = [Memory() for _ in range(max(int(self.thresholds["period"]), 1))]
         """By the lane that stands for a rank, the marks of its last batches."""
-        self._repeats, self._is_repeat_said = Memory(0.0), Memory(0.0)
+        self._repeats = Streaks()
         self._still = _Still(catalog, self.thresholds["repeats"])
 
     def wants(self, key: SeriesKey) -> bool:
@@ -63,8 +63,11 @@ class Data(Rule):
             if len(at) > 1:
                 yield from self._of_ranks(int(steps[at[0]]), owners[at], parts[at], totals[at])
         yield from self._again(steps, owners, totals)
-        for lane, step, words, num in self._still.add(rows):
-            yield self.finding(lane, step, words, "records in a row", num, self.thresholds["repeats"])
+        for lane, step, words, num, since in self._still.add(rows):
+            yield self._in_a_row(lane, step, words, num, "repeats", since)
+
+    def _in_a_row(self, lane: int, step: int, what: str, num: int, limit: str, since: int | None) -> Finding:
+        return self.finding(lane, step, what, "records in a row", num, self.thresholds[limit], since=since)
 
     def _of_ranks(self, step: int, lanes: Integers, parts: Integers, totals: Integers) -> Iterator[Finding]:
         """Ranks with the same batch."""
@@ -73,13 +76,15 @@ class Data(Rule):
         going_on = {}
         for place in same.tolist():
             first, second = sorted((int(lanes[order[place]]), int(lanes[order[place + 1]])))
-            going_on[first, second] = num = self._num.get((first, second), 0) + 1
+            num, since = self._same.get((first, second), (0, step))
+            num += 1
+            going_on[first, second] = num, since
             if num >= self.thresholds["records"] and second not in self._said:
                 self._said.add(second)
                 rank = int(self.catalog.rank_of[first])
                 what = f"the batch is that of rank {rank}"
-                yield self.finding(second, step, what, "records in a row", num, self.thresholds["records"])
-        self._num = going_on
+                yield self._in_a_row(second, step, what, num, "records", since)
+        self._same = going_on
 
     def _again(self, steps: Integers, owners: Integers, totals: Integers) -> Iterator[Finding]:
         """Batches that were there a few records before."""
@@ -90,13 +95,9 @@ class Data(Rule):
         for number, memory in enumerate(self._before, 1):
             was = previous(lanes, was.copy(), memory)
             period = np.where((period == 0) & (was == marks), number, period)
-        lengths = streaks(lanes, period > 0, self._repeats)
-        reached = np.flatnonzero((lengths >= self.thresholds["repeats"]) & (self._is_repeat_said[lanes] == 0))
-        for place in reached[begins(lanes[reached])].tolist():
-            self._is_repeat_said[lanes[place : place + 1]] = np.ones(1)
+        for place, num, since in self._repeats.reached(lanes, steps, period > 0, self.thresholds["repeats"]):
             what = f"the batch is that of {int(period[place])} records before, again and again"
-            limit = self.thresholds["repeats"]
-            yield self.finding(int(lanes[place]), int(steps[place]), what, "records in a row", lengths[place], limit)
+            yield self._in_a_row(int(lanes[place]), int(steps[place]), what, num, "repeats", since)
 
 
 class _Still:
@@ -105,25 +106,22 @@ class _Still:
     def __init__(self, catalog: Catalog, repeats: float) -> None:
         self._catalog, self._repeats = catalog, repeats
         self._last = Memory()
-        self._streaks = {name: Memory(0.0) for name in ("same", "flat")}
-        self._said = Memory(0.0)
+        told = Memory(0.0)
+        self._same, self._flat = Streaks(told), Streaks(told)
 
-    def add(self, rows: Rows) -> Iterator[tuple[int, int, str, int]]:
-        """Lane, step, words and number of records of what is found."""
+    def add(self, rows: Rows) -> Iterator[tuple[int, int, str, int, int | None]]:
+        """Lane, step, words, number of records and first step of what is found."""
         rows = rows.by_lane()
         is_label = self._catalog.mark("labels", lambda key: _LABELS.fullmatch(key.name) is not None)[rows.series]
         is_float = np.array(["float" in about.dtype for about in self._catalog.about], np.bool_)[rows.series]
         marks = rows["l2"] + 1e-3 * rows["mean"]
         is_same = is_label & (marks == previous(rows.lanes, marks, self._last))
         is_flat = (rows["min"] == rows["max"]) & (is_label | is_float) & (rows["numel"] >= _LEAST_ELEMENTS)
-        for name, flags in (("same", is_same), ("flat", is_flat)):
-            yield from self._judge(rows, name, flags, is_label)
-
-    def _judge(self, rows: Rows, name: str, flags: Flags, is_label: Flags) -> Iterator[tuple[int, int, str, int]]:
-        lengths = streaks(rows.lanes, flags, self._streaks[name])
-        reached = np.flatnonzero((lengths >= self._repeats) & (self._said[rows.lanes] == 0))
-        for place in reached[begins(rows.lanes[reached])].tolist():
-            self._said[rows.lanes[place : place + 1]] = np.ones(1)
-            what = "the labels never change" if name == "same" else "all labels of a batch are equal"
-            words = what if is_label[place] else "all elements of the input are equal"
-            yield int(rows.lanes[place]), int(rows.steps[place]), words, int(lengths[place])
+        kinds = (
+            (self._same, is_same, "the labels never change"),
+            (self._flat, is_flat, "all labels of a batch are equal"),
+        )
+        for streaks, flags, of_labels in kinds:
+            for place, num, since in streaks.reached(rows.lanes, rows.steps, flags, self._repeats):
+                words = of_labels if is_label[place] else "all elements of the input are equal"
+                yield int(rows.lanes[place]), int(rows.steps[place]), words, num, since

@@ -47,6 +47,7 @@ class Folded(NamedTuple):
     names: list[str]
     """Names of the values at the site."""
     first_step: int
+    """From which it holds, of all values the first."""
     last_step: int
     ranks: list[int]
 
@@ -167,8 +168,8 @@ def fold(findings: Sequence[Finding]) -> list[Folded]:
                 worst=some[0],
                 paths=list(dict.fromkeys(one.module_path for one in some)),
                 names=list(dict.fromkeys(one.name for one in some if one.name)),
-                first_step=min(one.step for one in some),
-                last_step=max(one.step for one in some),
+                first_step=min(one.first_step for one in some),
+                last_step=max(one.first_step for one in some),
                 ranks=sorted({rank for one in some for rank in one.ranks}),
             )
         )
@@ -195,6 +196,7 @@ def sentence(one: Folded) -> str:
     more = f" and {len(paths) - _MAX_MODULES} more" if len(paths) > _MAX_MODULES else ""
     names = f" {', '.join(one.names[:_MAX_MODULES])}" if one.names else ""
     steps = f"step {one.first_step}" + (f" to {one.last_step}" if one.last_step > one.first_step else "")
+    steps = steps if worst.since is None else f"since {steps}"
     against = f"{worst.measure} {number(worst.value)}, threshold {number(worst.threshold)}"
     against += f"; {worst.detail}" if worst.detail else ""
     where = f"{', '.join(paths[:_MAX_MODULES])}{more} {worst.site}{names}"
@@ -215,7 +217,7 @@ def _command(typed: str, one: Folded) -> str:
     if not worst.site:
         return ""
     words = ["recorder", "stats", typed, worst.module_path, "--site", worst.site]
-    words += ["--step", f"{max(worst.step - 5, 0)}:{worst.step + 2}"] if worst.step >= 0 else []
+    words += ["--step", f"{max(worst.first_step - 5, 0)}:{worst.step + 2}"] if worst.step >= 0 else []
     words += ["--rank", str(worst.ranks[0])] if len(one.ranks) == 1 else []
     return f": {shlex.join(words)}"
 
