@@ -25,6 +25,8 @@ logger = logging.getLogger("recorder.daemon")
 
 _LONGEST_S = 1800.0
 _MAX_CATALOG_BYTES = 256 << 20
+_TOLD = ("rule", "severity", "step", "ranks", "module_path")
+"""What the webhook is told of a finding."""
 
 
 def _run(words: list[str], is_stopping: Callable[[], bool]) -> tuple[int, str, str]:
@@ -111,6 +113,6 @@ def check(run: RunShipper) -> list[dict[str, Any]]:
         what = str(finding.get("rule")), str(finding.get("severity"))
         counts[what] = counts.get(what, 0) + 1
         if what[1] == "error" and counts[what] > before.get(what, 0):
-            news.append({"run": run.key, **{k: finding.get(k) for k in ("rule", "severity", "step", "rank", "module")}})
+            news.append({"run": run.key, **{name: finding.get(name) for name in _TOLD}})
     run.findings = counts
     return news

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import cli as cli
+from tests.cli.conftest import recorded as recorded
 from tests.daemon.proxy import FaultyProxy
 from tests.storage.conftest import server as server
 from tests.storage.conftest import store as store

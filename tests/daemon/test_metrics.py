@@ -13,12 +13,14 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from recorder.daemon import webhook
+from recorder.daemon import errands, webhook
 from recorder.records import KEEP_STATS
+from tests.cli.conftest import Cli
 from tests.daemon.support import at_work, wait_until
 from tests.write.rig import Rig
 
@@ -104,6 +106,25 @@ def test_promtool_has_nothing_against_the_metrics(shown: dict[str, str]) -> None
     done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
     own = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("recorder_")]
     assert own == []
+
+
+def test_the_webhook_is_told_rank_and_module_of_what_check_finds(
+    cli: Cli, recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = cli("check", recorded, "--json")
+    monkeypatch.setattr(errands, "_run", lambda words, is_stopping: (told.exit_code, told.out, told.err))
+    shared = SimpleNamespace(is_stopping=lambda: False, counters=SimpleNamespace(add=lambda *words: None))
+    run: Any = SimpleNamespace(path=str(recorded), key="run-a", shared=shared, findings={})
+    first = {
+        "run": "run-a",
+        "rule": "nonfinite",
+        "severity": "error",
+        "step": 9,
+        "ranks": [1],
+        "module_path": "layers.0",
+    }
+    assert errands.check(run)[0] == first
+    assert errands.check(run) == [], "what was told is no news"
 
 
 @pytest.mark.parametrize("kind", ["fine", "slow", "redirect", "endless", "refuses", "down"])
