@@ -72,7 +72,8 @@ def _name_of(node: ast.expr) -> str:
 
 def find_messages() -> Iterator[Message]:
     """Yield every message, file by file."""
-    kinds = error_names() | set(_BUILT_IN)
+    ours = error_names()
+    kinds = ours | set(_BUILT_IN)
     for path in sorted((ROOT / "recorder").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         raised = {id(node.exc) for node in ast.walk(tree) if isinstance(node, ast.Raise)}
@@ -81,7 +82,7 @@ def find_messages() -> Iterator[Message]:
                 continue
             name = _name_of(node.func)
             of_log = isinstance(node.func, ast.Attribute) and name in _LEVELS
-            is_ours = name in error_names() or (name in kinds and id(node) in raised) or name in _CALLS
+            is_ours = name in ours or (name in kinds and id(node) in raised) or name in _CALLS
             if is_ours or of_log:
                 text = " ".join(" ".join(text_of(one) for one in node.args).split())
                 yield Message(str(path.relative_to(ROOT)), node.lineno, f"log.{name}" if of_log else name, text)

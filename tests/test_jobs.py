@@ -117,8 +117,8 @@ class Desk:
 
 
 @pytest.fixture(scope="module")
-def launched() -> Iterator[list[Launched]]:
-    yield []
+def launched() -> list[Launched]:
+    return []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])

@@ -29,6 +29,8 @@ def run_and_module(run: str | None, module: str | None) -> tuple[Run, str | None
             raise error from None
         if Selection(module=run).modules(list(newest.known_paths)):
             return newest, run
+        if Path(run).exists():  # and so was meant
+            raise
         near = hint(run, newest.known_paths)
         raise LookupFailedError(f"{error}; and {newest.name}, the newest, has no module {run!r}{near}") from None
 

@@ -659,7 +659,7 @@ class Recorder:
                     break
                 except (KeyboardInterrupt, SystemExit):  # raised by a signal handler of the program
                     interrupted()
-        if num_interrupts > 1:
+        if num_interrupts > 1 and self._writer is not None and not self._writer.close(_LAST_S).is_complete:
             text = "recorder: interrupted while the recording ended; what was not written yet is lost"
             log.log(_logger, logging.WARNING, text)
 

@@ -46,22 +46,15 @@ def read_chapters() -> list[Chapter]:
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     listed = [f"docs/{name}" for name in re.findall(r"^\| \[.*?\]\((\w[\w-]*\.md)\)", index, flags=re.MULTILINE)]
     jobs = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs" / "jobs").glob("*.md"))]
-    behind = {
-        "docs/architecture.md": "work",
-        "docs/cost.md": "rely",
-        "docs/limits.md": "rely",
-        "docs/missing.md": "rely",
-    }
-    guide = [page for page in listed if page not in behind]
-    rely = [page for page in listed if behind.get(page) == "rely"]
-    chapters = [
+    architecture, rely = "docs/architecture.md", ("docs/missing.md", "docs/cost.md", "docs/limits.md")
+    guide = [page for page in listed if page not in (architecture, *rely)]
+    return [
         Chapter("Jobs", tuple(jobs)),
         Chapter("Guide", ("docs/README.md", *guide, *deploy)),
         Chapter("Reference", (*(f"reference/{page.name}" for page in reference.PAGES), "recorder/format/FORMAT.md")),
         Chapter("What to rely on", (*rely, "SECURITY.md", "scripts/benchmarks/MEASUREMENTS.md", "CHANGELOG.md")),
-        Chapter("How it works", ("docs/architecture.md", "CONTRIBUTING.md", "tests/faults/TABLE.md")),
+        Chapter("How it works", (architecture, "CONTRIBUTING.md", "tests/faults/TABLE.md")),
     ]
-    return [chapter for chapter in chapters if chapter.pages]
 
 
 def lay_out(stage: Path) -> None:

@@ -191,6 +191,8 @@ def test_one_word_is_a_run_or_a_module_of_the_newest(cli: Cli, recorded: Path, m
     assert (neither.exit_code, neither.err.count("\n")) == (2, 1)
     assert "layer.0: no such directory, and no run of this name in . or recordings; " in neither.err
     assert "run-a, the newest, has no module 'layer.0'; nearest are 'layers.0'" in neither.err
+    Path("empty").mkdir()
+    assert "no module" not in cli("show", "empty").err
 
 
 def test_a_module_where_nothing_was_recorded_is_one_line(

@@ -236,7 +236,7 @@ def test_however_often_it_is_interrupted_the_ledger_is_closed(trainer: Trainer, 
     (writer,) = finished.run.writers
     assert (writer.state, writer.balance.num_missing) == ("closed", 0), finished.output
     assert writer.balance.written == writer.num_rows > 0
-    assert finished.run.problems == []
+    assert finished.lines("what was not written yet is lost") == finished.run.problems == []
 
 
 def last_words(finished: Finished) -> list[int]:
