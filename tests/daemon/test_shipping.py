@@ -230,8 +230,8 @@ def test_a_run_is_removed_here_only_once_it_is_there(tmp_path: Path, store: Stor
     (run.parent / "notes.txt").write_text("mine")
     expected = files(run)
     with at_work(tmp_path, to, keep_local="0s") as daemon:
-        wait_until(lambda: not run.exists())
-        assert daemon.counters.of("removed_runs") == {"": 1}
+        wait_until(lambda: daemon.counters.of("removed_runs") == {"": 1})
+        assert not run.exists()
     assert objects(store, f"{prefix_of(to)}/run-a") == expected
     assert [path.name for path in run.parent.iterdir()] == ["notes.txt"]
 

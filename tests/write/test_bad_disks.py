@@ -217,6 +217,7 @@ def test_a_writer_whose_syncs_hang_has_closed_within_its_deadline(tmp_path: Path
     assert rig.drain()
     disk.stalled.add("sync")
     rig.put(KILOBYTE)
+    wait_until(lambda: rig.writer.stats().ledger["written"] == 2)
     report = rig.writer.close(6.0)
     manifest = rig.manifest()
     disk.recover()
