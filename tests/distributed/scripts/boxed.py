@@ -3,9 +3,10 @@
     python -m tests.ranks 2 boxed.py CASES.json
 
 CASES.json is a list of objects: `folder`, where the run goes; `settings` of `attach`; `steps`; `seed`; and `events`, a
-list of `[step, rank, what]`. After the last step each rank waits until it has written what triggers asked it for, so
-that a slow machine has seconds to spare; a case with `"waits": false` ends at once. Of each rank `folder/rankN.pt` has
-the losses and the parameters. With `"disk": true` a case has a disk that its events can make full, slow or healthy.
+list of `[step, rank, what]`; with ``told`` a rank waits until it knows of a trigger. After the last step each rank
+waits until it has written what triggers asked it for, so that a slow machine has seconds to spare; a case with
+`"waits": false` ends at once. Of each rank `folder/rankN.pt` has the losses and the parameters. With `"disk": true` a
+case has a disk that its events can make full, slow or healthy.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ def happens(what: str, model: nn.Module, x: Tensor) -> None:
         model.train()
     elif what == "error":
         raise ArithmeticError("the program fails")
+    elif what == "told":
+        waits(1, None)
     elif what == "signal":
         os.kill(os.getpid(), signal.SIGUSR2)
     elif what == "stop":
