@@ -58,7 +58,6 @@ _MAX_DOCTOR_ROWS = 300_000
 """`recorder doctor` is asked of a run that is over, unless it has more rows."""
 _MAX_TOLD = 200
 _BAD_STATES = ("killed", "failed", "silent")
-_MAX_FINE_CELLS = 250_000
 
 Judge = Callable[[Sequence[Judgement]], list[Finding]]
 Doctor = Callable[[Run], list[Told]]
@@ -82,14 +81,14 @@ class Drawing:
         """Grows where all columns are others: then a page needs everything anew."""
         self.version = 0
         """Grows with each change."""
-        self.state = "reading"
-        """``reading`` (for the first time), ``live``, ``over``, or ``gone``."""
-        self._checked: list[Told] | None = None
         self._begin(manifest)
 
     def _begin(self, manifest: RunManifest) -> None:
         """Forget all that was drawn."""
         self.manifest = manifest
+        self.state = "reading"
+        """``reading`` (for the first time), ``live``, ``over``, or ``gone``."""
+        self._checked: list[Told] | None = None
         self.growing = GrowingRun(self.place, manifest)
         self.axes = Axes()
         self.collected: StatisticsBlocks | None = None
@@ -108,9 +107,8 @@ class Drawing:
         self._seen: deque[tuple[float, int]] = deque()
         self._kept: dict[str, tuple[int, bytes]] = {}
         """By name the version and the bytes of blocks that do not grow with steps."""
-        self._slow_at_s = -_SLOW_S
+        self._slow_at_s, self._slow_version = -_SLOW_S, -1
         self._is_checked = False
-        self._ranks_drawn: list[int] = []
         self._num_series = -1
         self.epoch += 1
 
@@ -121,7 +119,8 @@ class Drawing:
                 return self._is_another()
             is_new = self.growing.look()
             has_more = self.growing.advance(_READ_ROWS)
-            if self.growing.has_again or self._has_other_ranks():
+            goes_on = self.state == "over" and not self.growing.is_over
+            if self.growing.has_again or goes_on or self._has_other_ranks():
                 self._begin(self.manifest)
                 return True
             self._draw_new(is_new, has_more)
@@ -135,7 +134,6 @@ class Drawing:
             store = store_of(self.place)
             store.refresh()
             manifest = RunManifest.read(store.read_json(self.place / RUN_MANIFEST))
-            self.state, self._checked = "reading", None
             self._begin(manifest)
             return True
         if self.state != "gone":
@@ -146,29 +144,25 @@ class Drawing:
 
     def _has_other_ranks(self) -> bool:
         """Whether a rank has begun since lanes were made: each has one of its own, or counts among all."""
-        return self.collected is not None and self._run((0, 0)).ranks != self._ranks_drawn
+        return self.collected is not None and self._run((0, 0)).ranks != self.collected.lanes.ranks
 
     def _draw_new(self, is_new: bool, has_more: bool) -> None:
         growing = self.growing
-        before = growing.done_before
         first, end = growing.first_pending, min(self._whole_until(has_more), growing.end_pending)
         state = "reading" if has_more else "over" if growing.is_over else "live"
-        is_slow_due = time.monotonic() - self._slow_at_s >= _SLOW_S or (state == "over" and not self._is_checked)
-        if not is_new and end <= max(before, first) and state == self.state and not is_slow_due:
-            return
-        is_changed = is_new or end > max(before, first) or state != self.state
-        self.version += int(is_changed)
-        self._restore()
-        if end > first:
-            self._draw_final(first, end)
-        if not has_more and growing.end_pending > growing.first_pending:
-            self._draw_open(growing.first_pending, growing.end_pending)
-        self.state = state
-        if state == "over" and not self._is_checked:
-            self._finish()
-        if is_changed:
+        if is_new or end > max(growing.done_before, first) or state != self.state:
+            self.version += 1
+            self._restore()
+            if end > first:
+                self._draw_final(first, end)
+            if not has_more and growing.end_pending > growing.first_pending:
+                self._draw_open(growing.first_pending, growing.end_pending)
+            self.state = state
+            if state == "over" and not self._is_checked:
+                self._finish()
             self._keep_top()
-        if is_slow_due and self.collected is not None:
+        is_due = state == "over" or time.monotonic() - self._slow_at_s >= _SLOW_S
+        if is_due and self.collected is not None and self.version != self._slow_version:
             self._keep_slow()
 
     def _whole_until(self, has_more: bool) -> int:
@@ -252,7 +246,6 @@ class Drawing:
             )
             if older is not None:
                 self.collected.adopt(older)
-            self._ranks_drawn = run.ranks
             self.epoch += 1
             block, self._modules = modules_block(run, list(axes.index))
             self._keep(block)
@@ -321,9 +314,9 @@ class Drawing:
 
     def _keep(self, block: Block) -> None:
         data = block.encoded()
-        known = self._kept.get(block.name)
-        if known is None or known[1] != data:
-            self._kept[block.name] = max(self.version, 1), data
+        if block.name not in self._kept or self._kept[block.name][1] != data:
+            self.version += 1
+            self._kept[block.name] = self.version, data
 
     def _keep_top(self) -> None:
         ranks = self.growing.ranks
@@ -361,32 +354,20 @@ class Drawing:
         """Make what is made of everything."""
         assert self.collected is not None
         self._slow_at_s = time.monotonic()
-        before = dict(self._kept)
         for block in self.collected.further_blocks():
             self._keep(block)
         run = self._run((0, 0))
         self._keep(_with_status(ranks_block(run, self.axes, self.collected, self._layouts), self.growing.ranks))
         self._keep(_images(self._first_images, self._last_images))
         self._keep(gaps_block(self._checked or (), self._modules))
-        if self._kept != before:
-            self.version += 1
-            for name, (_, data) in self._kept.items():
-                if before.get(name) != self._kept[name]:
-                    self._kept[name] = self.version, data
+        self._slow_version = self.version
 
     def blocks(self) -> dict[str, str]:
         """Everything that the page needs, by name, as base64."""
         packed = {name: _packed(data) for name, (_, data) in self._kept.items()}
         if self.collected is not None:
-            packed |= {block.name: _packed(block.encoded()) for block in self._of_steps()}
+            packed |= {block.name: _packed(block.encoded()) for block in self.collected.step_blocks(self._modules)}
         return packed
-
-    def _of_steps(self) -> Iterator[Block]:
-        assert self.collected is not None
-        yield self.collected.axes_block(self._modules)
-        yield from self.collected.cube.blocks("values", _MAX_FINE_CELLS)
-        if self.collected.scalars:
-            yield from self.collected.scalar_cube.blocks("scalars", _MAX_FINE_CELLS)
 
     def blocks_since(self, version: int) -> dict[str, str]:
         """What has changed after a version of the same epoch."""

@@ -35,19 +35,24 @@ def read_page(path: Path) -> dict[str, Read]:
     text = path.read_text(encoding="utf-8")
     found = {}
     for name, packed in re.findall(r'<script type="application/x-recorder-block" data-name="([^"]+)">([^<]*)<', text):
-        whole = zlib.decompress(base64.b64decode(packed), -zlib.MAX_WBITS)
-        length = int.from_bytes(whole[:4], "little")
-        head = json.loads(whole[4 : 4 + length])
-        assert (head["version"], head["name"]) == (1, name)
-        start = -(-(4 + length) // 8) * 8
-        arrays = {
-            one["name"]: np.frombuffer(
-                whole, np.dtype(one["type"]), int(np.prod(one["shape"])), start + one["offset"]
-            ).reshape(one["shape"])
-            for one in head["arrays"]
-        }
-        found[name] = Read(head["data"], arrays)
+        found[name] = unpacked(base64.b64decode(packed), name)
     return found
+
+
+def unpacked(data: bytes, name: str | None = None) -> Read:
+    """A block, of its bytes; `name` is what it should be called."""
+    whole = zlib.decompress(data, -zlib.MAX_WBITS)
+    length = int.from_bytes(whole[:4], "little")
+    head = json.loads(whole[4 : 4 + length])
+    assert head["version"] == 1 and name in (None, head["name"])
+    start = -(-(4 + length) // 8) * 8
+    arrays = {
+        one["name"]: np.frombuffer(
+            whole, np.dtype(one["type"]), int(np.prod(one["shape"])), start + one["offset"]
+        ).reshape(one["shape"])
+        for one in head["arrays"]
+    }
+    return Read(head["data"], arrays)
 
 
 def values_of(block: Read) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import base64
-import json
-import zlib
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pytest
 
 import recorder
 from recorder.cli.commands.report import told_by_check, told_by_doctor
+from recorder.format.numbers.histogram import Histogram
 from recorder.read.finding import find_run
 from recorder.report.collect import collect
 from recorder.report.series.cube import GrowingCube
+from recorder.report.series.histograms import HistogramCollector
 from recorder.view import drawing
 from recorder.view.drawing import Drawing
 from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
-from tests.report.pages import Read, values_of
+from tests.report.pages import Read, unpacked, values_of
 
 NUM_STEPS, MODULES = 12, ("a", "b", "b.c")
 
@@ -49,25 +50,11 @@ def refresh(drawn: Drawing) -> None:
 
 def read(packed: dict[str, str]) -> dict[str, Read]:
     """Blocks as a server sends them."""
-    found = {}
-    for name, text in packed.items():
-        whole = zlib.decompress(base64.b64decode(text), -zlib.MAX_WBITS)
-        length = int.from_bytes(whole[:4], "little")
-        head = json.loads(whole[4 : 4 + length])
-        start = -(-(4 + length) // 8) * 8
-        arrays = {
-            one["name"]: np.frombuffer(
-                whole, np.dtype(one["type"]), int(np.prod(one["shape"])), start + one["offset"]
-            ).reshape(one["shape"])
-            for one in head["arrays"]
-        }
-        found[name] = Read(head["data"], arrays)
-    return found
+    return {name: unpacked(base64.b64decode(text)) for name, text in packed.items()}
 
 
 def at_once(run: Path) -> dict[str, Read]:
-    blocks = collect(recorder.open_run(run))
-    return read({block.name: base64.b64encode(block.encoded()).decode() for block in blocks})
+    return {block.name: unpacked(block.encoded()) for block in collect(recorder.open_run(run))}
 
 
 def same(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> None:
@@ -157,6 +144,29 @@ def test_a_restart_at_earlier_steps_draws_what_counts(tmp_path: Path) -> None:
     same(numbers[0, 0], np.array([2.0, 2, 2, 5, 5, 5]))
 
 
+@pytest.mark.usefixtures("no_wait")
+def test_a_run_that_goes_on_after_its_end_is_judged_anew_at_its_next_end(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    first = HandmadeWriter(run)
+    first.add_shard([[make_row(step, [2.0], step=step, module_path="a") for step in range(3)]])
+    first.finish(exit_reason="end")
+    drawn = draw(run)
+    refresh(drawn)
+    assert drawn.state == "over" and read(drawn.blocks())["top"].data["verdict"] is None  # doctor was asked
+    second = HandmadeWriter(run, name="20260101-000001-host-2")
+    more = [make_row(step, [np.nan], step=step, module_path="a", attempt=1) for step in range(3, 6)]
+    second.add_shard([more])
+    second.finish(attempt=1, started_ns=first.manifest["started_ns"] + 10**9, state="recording")
+    refresh(drawn)
+    top = read(drawn.blocks())["top"].data
+    assert drawn.state == "live" and top["verdict"] is not None and dict(top["facts"])["steps"] == "0 to 5 (6)"
+    second.finish(attempt=1, started_ns=first.manifest["started_ns"] + 10**9, exit_reason="end")
+    refresh(drawn)
+    top = read(drawn.blocks())["top"].data
+    assert drawn.state == "over" and top["verdict"] is None
+    assert any("nonfinite: 'a' output, step 3" in text for text, _, _ in top["findings"])
+
+
 def test_a_deleted_run_stays_on_the_page_and_one_that_comes_back_is_drawn_anew(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     HandmadeWriter(run).add_shard([[make_row(step, [2.0], step=step, module_path="a") for step in range(3)]])
@@ -188,6 +198,18 @@ def test_columns_that_are_put_together_keep_what_stands_out() -> None:
         some = values[first:end]
         assert cube.values["absmax"][0, 0, column] == np.float32(some[np.abs(some).argmax()])
         assert cube.values["min"][0, 0, column] == np.float32(some.min())
+
+
+def test_there_is_room_for_histograms_of_any_number_of_series(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HistogramCollector, "max_collected", 40)
+    growing = HistogramCollector(None, [0], 0)
+    data = Histogram(counts=np.array([[0], [4]])).to_bytes()
+    for step in range(100):
+        columns = {"step": [step] * 10, "rank": [0] * 10, "zero_count": [0] * 10, "histogram": [data] * 10}
+        growing.add(pa.table(columns), lambda table: np.arange(table.num_rows))
+    block = growing.block("histograms")
+    assert block is not None and block.data["steps"] == [0, 32, 64, 96]  # as many as fit, evenly apart
+    assert block.data["shape"][:2] == [10, 4] and block.arrays["codes"].any(axis=2).all()
 
 
 def test_what_is_not_final_is_taken_out_again() -> None:

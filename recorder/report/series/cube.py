@@ -88,9 +88,10 @@ class Cube:
 
     def blocks(self, prefix: str, max_fine: int) -> list[Block]:
         """A block for each statistic; of no more than `max_fine` cells in all with the finer codes."""
-        cells = int(np.prod(self.shape)) * len(self.values)
-        levels = FINE if cells <= max_fine else COARSE
-        return [_block(prefix, name, values, self.has_row, levels, {}) for name, values in self.values.items()]
+        num = self.num_columns
+        levels = FINE if self.shape[0] * self.shape[1] * num * len(self.values) <= max_fine else COARSE
+        has_row = self.has_row[:, :, :num]
+        return [_block(prefix, name, values[:, :, :num], has_row, levels, {}) for name, values in self.values.items()]
 
 
 class GrowingCube(Cube):
@@ -207,34 +208,20 @@ class GrowingCube(Cube):
             _block(prefix, name, values[:, :, columns], has_row, FINE, data) for name, values in self.values.items()
         ]
 
-    def blocks(self, prefix: str, max_fine: int) -> list[Block]:
-        """A block for each statistic, of all columns that there are."""
-        num = self.num_columns
-        levels = FINE if self.shape[0] * self.shape[1] * num * len(self.values) <= max_fine else COARSE
-        has_row = self.has_row[:, :, :num]
-        return [_block(prefix, name, values[:, :, :num], has_row, levels, {}) for name, values in self.values.items()]
-
     def _halve(self) -> None:
         """Make one column of two, which holds the value that stands out."""
         assert self._saved is None, "what is not final is taken out first"
         num = len(self._first_steps)
-        pairs = num // 2
+        num_pairs, num_left = num // 2, -(-num // 2)  # the last of an odd number stays as it is
         for name, array in self.values.items():
-            left, right = array[:, :, 0 : 2 * pairs : 2], array[:, :, 1 : 2 * pairs : 2]
-            is_right = np.isnan(left) | (_weight(name, right) > _weight(name, left))
-            joined = np.where(is_right, right, left)
-            odd = array[:, :, num - 1 : num].copy()
-            array[:, :, :] = np.nan
-            array[:, :, :pairs] = joined
-            if num % 2:
-                array[:, :, pairs : pairs + 1] = odd
-        rows = self.has_row[:, :, 0 : 2 * pairs : 2] | self.has_row[:, :, 1 : 2 * pairs : 2]
-        odd_rows = self.has_row[:, :, num - 1 : num].copy()
-        self.has_row[:, :, :] = False
-        self.has_row[:, :, :pairs] = rows
-        if num % 2:
-            self.has_row[:, :, pairs : pairs + 1] = odd_rows
-        else:
+            kept, right = array[:, :, 0:num:2].copy(), array[:, :, 1:num:2]
+            left = kept[:, :, :num_pairs]
+            np.copyto(left, right, where=np.isnan(left) | (_weight(name, right) > _weight(name, left)))
+            array[:, :, :num_left], array[:, :, num_left:] = kept, np.nan
+        has_row = self.has_row[:, :, 0:num:2].copy()
+        has_row[:, :, :num_pairs] |= self.has_row[:, :, 1:num:2]
+        self.has_row[:, :, :num_left], self.has_row[:, :, num_left:] = has_row, False
+        if num % 2 == 0:
             self._num_in_last += self._width
         self._first_steps = self._first_steps[::2]
         self._width *= 2

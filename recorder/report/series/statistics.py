@@ -19,9 +19,9 @@ from ..axes import Axes, is_number
 from ..blocks import Block
 from ..rows import SeriesKey, StepRows, Values, values_of
 from .cube import Cube, GrowingCube
-from .histograms import GrowingHistograms, HistogramCollector
+from .histograms import HistogramCollector
 from .lanes import Lanes, OddRanks, spread_of
-from .units import GrowingUnits, UnitsCollector
+from .units import UnitsCollector
 
 DRAWN = ("absmax", "l2", "mean", "std", "min", "max")
 """The statistics that a page holds, the most telling first; counts it always holds."""
@@ -111,10 +111,9 @@ class StatisticsBlocks:
         )  # fmt: skip
         self.odd = OddRanks(self.lanes.ranks)
         self._judged_by = next((name for name in _JUDGED_BY if name in self.names), None)
-        histograms = GrowingHistograms if is_growing else HistogramCollector
-        units = GrowingUnits if is_growing else UnitsCollector
-        self.histograms = histograms(list(steps), self.lanes.ranks, len(self.series))
-        self.units = units(list(steps), self.lanes.ranks, len(self.series))
+        known = None if is_growing else steps
+        self.histograms = HistogramCollector(known, self.lanes.ranks, len(self.series))
+        self.units = UnitsCollector(known, self.lanes.ranks, len(self.series))
         self.reasons: dict[tuple[int, bool], str] = {}
         """By series and whether it is of all ranks, why it has no statistics, or stays with its ranks."""
         self.global_steps: int | None = None
@@ -147,7 +146,9 @@ class StatisticsBlocks:
         if self.lanes.has_spread:
             self.lanes.set_odd(self.odd.found())
             for table in rows if self.lanes.odd else ():
-                self._put_ranks(table.filter(pc.is_in(table.column("rank"), pa.array(self.lanes.odd, pa.int32()))))
+                of_odd = pc.is_in(table.column("rank"), pa.array(self.lanes.odd, pa.int32()))
+                for values, cube in self._split(table.filter(of_odd)):
+                    self._put_own(values, cube)
         if self.lanes.has_global and not self.lanes.is_merged:
             self._add_global(rows)
 
@@ -189,8 +190,7 @@ class StatisticsBlocks:
             self.histograms.add(table, self._numbers_of)
             self.units.add(table, self._numbers_of)
         for values, cube in self._split(table):
-            own = self.lanes.of_ranks(values.ranks)
-            _put(cube, values, own, np.flatnonzero(own >= 0))
+            self._put_own(values, cube)
             if len(self.lanes.ranks) < 3:
                 continue
             spread = spread_of(values, self._judged_by if cube is self.cube else None)
@@ -208,10 +208,12 @@ class StatisticsBlocks:
         ids = self._axes.numbers_of(table)
         return np.asarray(np.where(self._is_scalar[ids], -1, self._number[ids]), np.int64)
 
-    def _put_ranks(self, table: Any) -> None:
-        for values, cube in self._split(table):
-            own = self.lanes.of_ranks(values.ranks)
-            _put(cube, values, own, np.flatnonzero(own >= 0))
+    def _put_own(self, values: Values, cube: Cube) -> None:
+        """Put the values of ranks that have lanes of their own into these."""
+        lanes = self.lanes.of_ranks(values.ranks)
+        chosen = np.flatnonzero(lanes >= 0)
+        numbers = {name: column[chosen] for name, column in values.numbers.items()}
+        cube.put(values.series[chosen], lanes[chosen], values.steps[chosen], numbers)
 
     def _put_deviations(self, values: Values, deviation: Any) -> None:
         assert self.by_rank is not None and self.rank_steps is not None
@@ -278,16 +280,19 @@ class StatisticsBlocks:
 
     def blocks(self, modules: Mapping[str, int]) -> Iterator[Block]:
         """What was collected."""
-        yield self.axes_block(modules)
-        if self._make is Cube:
-            for cube in (self.cube, self.scalar_cube):
-                cube.keep_lanes(len(self.lanes.described()))
+        for cube in (self.cube, self.scalar_cube):
+            cube.keep_lanes(len(self.lanes.described()))
+        yield from self.step_blocks(modules)
+        yield from self.further_blocks()
+
+    def step_blocks(self, modules: Mapping[str, int]) -> Iterator[Block]:
+        """What there is to draw, and all that grows with steps."""
+        yield self._axes_block(modules)
         yield from self.cube.blocks(f"{self._prefix}values", _MAX_FINE_CELLS)
         if self.scalars:
             yield from self.scalar_cube.blocks(f"{self._prefix}scalars", _MAX_FINE_CELLS)
-        yield from self.further_blocks()
 
-    def axes_block(self, modules: Mapping[str, int]) -> Block:
+    def _axes_block(self, modules: Mapping[str, int]) -> Block:
         """What there is to draw; `modules` gives the number of each path."""
         axes = self._axes
         return Block(
@@ -352,11 +357,6 @@ def _described(axes: Axes, modules: Mapping[str, int], key: SeriesKey) -> list[A
     numel = axes.numels[number]
     shown = [modules[key.module_path], key.site, key.name, key.mode, key.root]
     return [*shown, axes.shapes[number], axes.dtypes[number], numel]
-
-
-def _put(cube: Cube, values: Values, lanes: Integers, chosen: Integers) -> None:
-    numbers = {name: column[chosen] for name, column in values.numbers.items()}
-    cube.put(values.series[chosen], lanes[chosen], values.steps[chosen], numbers)
 
 
 def _fit(
