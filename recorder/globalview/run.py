@@ -177,13 +177,13 @@ class Run(RecordedRun):
         return units_of(*self._found(module_path, question | more), partial=bool(more.get("partial")))
 
     def _found(
-        self, module_path: str, question: Mapping[str, Any]
+        self, module_path: str, question: Mapping[str, Any], *, needs_values: bool = False
     ) -> tuple[GlobalView | None, MetadataRows, TensorRows]:
-        """The rows that a question of what rows say means, and the view that puts them together where one does."""
+        """The rows that a question means, behind the view that puts them together where one does."""
         _check_words(question)
         wanted = {name: value for name, value in question.items() if name != "partial"}
         is_global = question["rank"] is None and self._may_be_in_chunks
-        tensor_rows = self._find(module_path, wanted, is_global=is_global, needs_values=False)
+        tensor_rows = self._find(module_path, wanted, is_global=is_global, needs_values=needs_values)
         return (self._view if is_global and not tensor_rows.is_merged else None), self._rows, tensor_rows
 
     def layout(
@@ -264,16 +264,14 @@ class Run(RecordedRun):
         return f"<Run {self.name!r}: {ranks}, {steps}, {rows}{rest}>"
 
     def _tensor_bytes(
-        self, module_path: str, question: dict[str, Any]
+        self, module_path: str, question: Mapping[str, Any]
     ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
         """Bytes, dtype and shape of the one tensor that a question means."""
-        _check_words(question)
-        partial = bool(question.pop("partial", False))
-        is_global = question.get("rank") is None and self._may_be_in_chunks
-        tensor_rows = self._find(module_path, question, is_global=is_global)
-        if is_global and not tensor_rows.is_merged:
-            return global_tensor(self._view, self._rows, tensor_rows, partial=partial)
-        if not partial and is_partial(self._rows, tensor_rows.positions):
+        view, rows, tensor_rows = self._found(module_path, question, needs_values=True)
+        partial = bool(question.get("partial"))
+        if view is not None:
+            return global_tensor(view, rows, tensor_rows, partial=partial)
+        if not partial and is_partial(rows, tensor_rows.positions):
             raise LookupFailedError(
                 f"{tensor_rows.what} lacks the rows of some ranks; partial=True gives what there is"
             )
@@ -284,9 +282,7 @@ class Run(RecordedRun):
         """Whether several rows may be one tensor: of several ranks, or of the micro-batches of a pipeline."""
         return max(len(self.ranks), self.world_size or 1) > 1 or (not self.is_merged and self._view.has_pipeline)
 
-    def _find(
-        self, module_path: str, question: dict[str, Any], *, is_global: bool, needs_values: bool = True
-    ) -> TensorRows:
+    def _find(self, module_path: str, question: dict[str, Any], *, is_global: bool, needs_values: bool) -> TensorRows:
         """The rows of the one tensor that a question means: those of all ranks where it is global."""
         if self.is_merged:
             counts = np.ones(self.num_rows, bool) if is_global else None

@@ -102,14 +102,15 @@ class GrowingRun:
         Raises:
             NotARunError: the run is gone, or another one lies there.
         """
-        before = [(rank.rank, rank.state, rank.status.step, rank.status.num_dropped) for rank in self.ranks]
+        before = self._said
         self.ranks = self._watch.look()  # refreshes the store
         self._check_identity()
         at_work = {rank.rank for rank in self.ranks if rank.state not in (*ENDED, "silent")}
+        newest_of: dict[int | None, str] = {rank.rank: rank.status.writer for rank in self.ranks}
         has_more = False
         for name, rank in writer_folders(self.place):
             parent = self.place / name
-            newest = self._newest_of(rank)
+            newest = newest_of.get(rank)
             for one in self._list(parent):
                 followed = self._followed.get(parent / one)
                 if followed is None:
@@ -117,17 +118,16 @@ class GrowingRun:
                 self._look_at_manifest(followed)
                 followed.is_at_work = rank in at_work and (newest is None or one == newest)
                 has_more |= self._look_at_shards(followed)
-        now = [(rank.rank, rank.state, rank.status.step, rank.status.num_dropped) for rank in self.ranks]
-        return has_more or now != before
+        return has_more or self._said != before
+
+    @property
+    def _said(self) -> list[tuple[object, ...]]:
+        return [(rank.rank, rank.state, rank.status.step, rank.status.num_dropped) for rank in self.ranks]
 
     def _check_identity(self) -> None:
-        raw = self._store.read_json(self.place / RUN_MANIFEST)
-        now = RunManifest.read(raw)
+        now = RunManifest.read(self._store.read_json(self.place / RUN_MANIFEST))
         if (now.run_id, now.created_ns) != (self.manifest.run_id, self.manifest.created_ns):
             raise NotARunError(f"{self.place}: another run lies there by now")
-
-    def _newest_of(self, rank: int | None) -> str | None:
-        return next((one.status.writer for one in self.ranks if one.rank == rank), None)
 
     def _list(self, folder: Place) -> list[str]:
         try:

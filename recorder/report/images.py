@@ -56,11 +56,11 @@ class ImageFinder:
             return
         some = table.take(chosen)
         ids, keys, _ = keys_of(some)
-        steps, calls = integers(some.column("step")), integers(some.column("call"))
+        steps, calls, sizes = (integers(some.column(name)) for name in ("step", "call", "payload_bytes"))
         for row in np.lexsort([calls, steps]).tolist():
             key = keys[ids[row]]
             kind = _kind(key.site, dims[shapes[chosen[row]]])
-            if kind is None or integers(some.column("payload_bytes"))[row] > _MAX_TENSOR_BYTES:
+            if kind is None or sizes[row] > _MAX_TENSOR_BYTES:
                 continue
             known = self._found.setdefault(key, [])
             if known and known[-1].where["step"] == steps[row]:

@@ -17,14 +17,16 @@ from .blocks import Block
 
 _SCRIPTS = (
     "vendor/uPlot.iife.min.js", "blocks.js", "format.js", "data.js", "state.js", "ui.js", "dumps.js", "heat.js",
-    "map.js", "lines.js", "graph.js", "ranks.js", "images.js", "histograms.js", "units.js", "against.js", "top.js",
-    "panes.js", "live.js", "main.js",
+    "map.js", "lines.js", "graph.js", "ranks.js", "images.js", "series.js", "histograms.js", "units.js", "against.js",
+    "top.js", "panes.js", "live.js", "main.js",
 )  # fmt: skip
 """In the order in which they stand in the page, each using what those before it define."""
 _STYLES = ("vendor/uPlot.min.css", "page.css")
 BLOCK_TYPE = "application/x-recorder-block"
 """No type of a script that a browser would run."""
 _LINE_BYTES = 3 << 16
+_SERVER_ALONE = "; connect-src 'self'; frame-src 'self'"
+"""What a page may ask that a server sends: that server."""
 
 
 @cache
@@ -88,8 +90,7 @@ def _blocks(blocks: Iterable[Block]) -> Iterator[bytes]:
 
 def live_policy() -> str:
     """The content security policy of a page that a server of this machine sends: it may ask that server alone."""
-    own = "connect-src 'self'; frame-src 'self'"
-    return policy(f"; {own}; frame-ancestors 'self'")
+    return policy(f"{_SERVER_ALONE}; frame-ancestors 'self'")
 
 
 def live_page(title: str, blocks: Iterable[Block], *, kind: str) -> bytes:
@@ -100,7 +101,7 @@ def live_page(title: str, blocks: Iterable[Block], *, kind: str) -> bytes:
         blocks: what it begins with.
         kind: ``run``, ``runs`` (the list of them) or ``side`` (several side by side).
     """
-    before, after = shell(title, extra_policy="; connect-src 'self'; frame-src 'self'", given={"live": kind})
+    before, after = shell(title, extra_policy=_SERVER_ALONE, given={"live": kind})
     before = before.replace("<title>", '<link rel="icon" href="data:,">\n<title>', 1)  # else it asks for /favicon.ico
     return b"".join([before.encode(), *_blocks(blocks), after.encode()])
 

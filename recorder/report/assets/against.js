@@ -19,7 +19,7 @@ class AgainstPanel {
     };
     const culprits = data.culprits.map((one) => {
       const module = one.seen_at ?? one.module_path ?? "";
-      const where = one.module_path === null ? "all parameters alike" : `${pathText(one.module_path)} ${[one.site, one.name].filter(Boolean).join(" ")}`;
+      const where = one.module_path === null ? "all parameters alike" : valueText(one.module_path, one.site, one.name);
       const ranks = one.ranks.length ? `, ranks ${one.ranks.slice(0, 8).join(", ")}` : "";
       const by = one.max_abs !== null ? `, by up to ${shortNumber(one.max_abs)}` : one.statistic ? `, ${one.statistic} ${shortNumber(one.statistic_a)} | ${shortNumber(one.statistic_b)}` : "";
       return el("li", { class: "wrong" }, follow(module, one.site, one.name, one.step, `step ${one.step}, ${one.phase}: ${where}${ranks}${by}`),
@@ -29,7 +29,7 @@ class AgainstPanel {
       el("td", { class: "number" }, String(step)), el("td", {}, follow(module, site, name, step, pathText(module))), el("td", {}, [site, name].filter(Boolean).join(" ")),
       el("td", {}, kind), el("td", { class: "number" }, shortNumber(abs)), el("td", { class: "number" }, shortNumber(ofMax ?? rel)), el("td", {}, statistic ?? "")));
     const only = (rows, name) => rows.length > 0 && el("details", {}, el("summary", {}, `${plural(rows.length, "value")} only in ${visible(name)}`),
-      el("ul", { class: "checks" }, rows.map((row) => el("li", {}, `${pathText(row[1])} ${[row[2], row[3]].filter(Boolean).join(" ")}: ${plural(row[4], "row")}`))));
+      el("ul", { class: "checks" }, rows.map((row) => el("li", {}, `${valueText(row[1], row[2], row[3])}: ${plural(row[4], "row")}`))));
     const isEqual = data.verdict.startsWith("equal");
     put(section, 
       el("p", { class: isEqual ? "verdict right" : "verdict wrong", id: "diff-verdict" }, `${data.a} | ${data.b}: ${data.verdict}: ${plural(data.num_differing, "value")} of ${data.num_compared.toLocaleString("en")} differ`),
@@ -91,7 +91,7 @@ class AgainstPanel {
   }
   describe(row, column) {
     const cell = this.drawn.cells[row][column], step = this.app.run.steps[this.drawn.from + column];
-    const lines = [cell?.series ? `${pathText(cell.series.path)} ${[cell.series.site, cell.series.name].filter(Boolean).join(" ")}` : this.drawn.rows[row].label, `step ${step}`];
+    const lines = [cell?.series ? valueText(cell.series.path, cell.series.site, cell.series.name) : this.drawn.rows[row].label, `step ${step}`];
     if (cell?.kind === NUMBER) lines.push(`${shortNumber(cell.a)} | ${shortNumber(cell.b)}`, `${shortNumber(100 * cell.value, 3)} % apart`);
     else if (cell?.kind === NONFINITE) lines.push(`${cell.nan} NaN, ${cell.inf} infinite in the two together`);
     else lines.push("not in both runs");

@@ -20,6 +20,11 @@ function pathText(path) {
   return path === "" ? "(the model)" : visible(path);
 }
 
+/** What a value is called: the path of its module, its site, and its name there. */
+function valueText(path, site, name) {
+  return [pathText(path), site, name].filter(Boolean).join(" ");
+}
+
 /** A text of a stranger without characters that hide or turn others around. */
 function visible(text) {
   return String(text).replace(/[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g,

@@ -46,7 +46,7 @@ class ImagesPanel {
     const facts = [one.kind, `step ${one.step}`, one.rank === null ? "" : `rank ${one.rank}`, `[${one.shape.join(", ")}]`,
       `${shortNumber(one.low, 3)} to ${shortNumber(one.high, 3)}`, more, one.mode === "train" ? "" : one.mode].filter(Boolean);
     return el("figure", { class: "image" }, el("figcaption", {},
-      el("strong", {}, `${pathText(one.module)} ${[one.site, one.name].filter(Boolean).join(" ")}`), el("span", { class: "dim" }, facts.join(" · "))),
+      el("strong", {}, valueText(one.module, one.site, one.name)), el("span", { class: "dim" }, facts.join(" · "))),
     el("div", { class: "tiles" }, canvases));
   }
 }

@@ -240,7 +240,7 @@ class LinesPanel {
     const lines = [];
     for (const [number, series] of pinned.entries()) {
       const lanes = isEach ? run.drawnLanes : [choices.lane];
-      const name = `${pathText(series.path)} ${[series.site, series.name].filter(Boolean).join(" ")}`;
+      const name = valueText(series.path, series.site, series.name);
       const colorOf = (lane) => lineColor(pinned.length > 1 ? number : Math.max(lane, 0));
       const named = (lane) => (pinned.length > 1 ? `${name}, ${run.laneName(lane)}` : run.laneName(lane));
       lines.push(...linesOf(run, picture, series, { lanes, colorOf, named }));
@@ -262,7 +262,7 @@ class LinesPanel {
       this.pictures.append(chart.element);
     }
     const title = pinned.length === 1 ?
-      `${pathText(pinned[0].path)} ${[pinned[0].site, pinned[0].name].filter(Boolean).join(" ")}` : plural(pinned.length, "value");
+      valueText(pinned[0].path, pinned[0].site, pinned[0].name) : plural(pinned.length, "value");
     this.pictures.hidden = !pinned.length;
     if (pinned.length) {
       const about = [STATISTIC_TEXTS[statistic], pinned.length === 1 ? `${pinned[0].dtype} ${pinned[0].shape}` : ""];

@@ -2,6 +2,8 @@
 
 const LIVE = document.documentElement.dataset.live ?? null;
 const LIVE_TEXTS = { reading: "reading what is there", live: "live", over: "over", gone: "deleted" };
+/** Panels that do not grow with steps: each is made anew where its block is a new one, and not drawn at other times. */
+const REMADE = { top: TopPanel, ranks: RanksPanel, images: ImagesPanel, histograms: HistogramsPanel, units: UnitsPanel };
 
 class App {
   constructor(blocks) {
@@ -177,8 +179,7 @@ class App {
     if (names.has("gaps")) this.gaps = new Gaps(this, await this.blocks.get("gaps"));
     if (names.has("panes")) this.panes.take(await this.blocks.get("panes"));
     for (const name of [...names].filter((one) => one.includes("/"))) this.run.cubes.delete(name);
-    const kinds = { top: TopPanel, ranks: RanksPanel, images: ImagesPanel, histograms: HistogramsPanel, units: UnitsPanel };
-    for (const [id, Panel] of Object.entries(kinds)) {
+    for (const [id, Panel] of Object.entries(REMADE)) {
       if (names.has(id)) await this.remake(id, new Panel(this, await this.blocks.get(id)));
     }
     this.told();
@@ -199,7 +200,7 @@ class App {
     this.isStale = false;
     const active = document.activeElement;
     const isTyping = (panel) => active?.matches?.("input, select") && panel.section.contains(active) && active.type !== "checkbox";
-    this.redraw(this.panels.filter((panel) => panel.id !== "top" && panel.id !== "ranks" && panel.id !== "images" && !isTyping(panel))).then(() => {
+    this.redraw(this.panels.filter((panel) => !(panel.id in REMADE) && !isTyping(panel))).then(() => {
       this.isDrawing = false;
       this.notBefore = performance.now() + 4 * (performance.now() - now);
       this.told();

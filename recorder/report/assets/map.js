@@ -310,7 +310,7 @@ class MapPanel {
     const { rows, cells, steps, ranks } = this.drawn;
     const cell = cells[row][column], [from] = columnRange(run.steps, state);
     const series = cell?.series;
-    const title = series ? `${pathText(series.path)} ${[series.site, series.name].filter(Boolean).join(" ")}` : rows[row].label;
+    const title = series ? valueText(series.path, series.site, series.name) : rows[row].label;
     const lines = [visible(title)];
     if (steps) {
       const last = this.drawn.isOfSteps ? run.lastStep(from + column) : steps[column];

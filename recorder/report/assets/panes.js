@@ -128,8 +128,8 @@ class PanesPanel {
   async drawOne(one) {
     const { own, kind, body } = one;
     own.choices = new Choices(own);
+    const block = this.app.blocks.has(kind) ? await this.app.blocks.get(kind) : null; // a live one has newer and newer ones
     if (one.panel === null) {
-      const block = this.app.blocks.has(kind) ? await this.app.blocks.get(kind) : null;
       own.lines = new LinesPanel(own, kind === "numbers" ? "numbers" : "lines");
       one.panel = kind === "map" ? new MapPanel(own) : kind === "graph" ? new GraphPanel(own) :
         kind === "histograms" ? new HistogramsPanel(own, block) : kind === "units" ? new UnitsPanel(own, block) : own.lines;
@@ -140,18 +140,12 @@ class PanesPanel {
       }
       one.panel.build(body);
     }
+    if (block !== null) one.panel.block = block;
     await one.panel.update();
     for (const named of body.querySelectorAll("[id]")) named.removeAttribute("id"); // the page's own panels have these
   }
   async update() {
     this.isBuilt = true;
     for (const one of this.drawn) await this.drawOne(one);
-  }
-  /** The run has other series, lanes or columns: pictures are made anew. */
-  forget() {
-    for (const one of this.drawn) {
-      one.panel = null;
-      one.body.replaceChildren();
-    }
   }
 }

@@ -40,7 +40,7 @@ class RanksPanel {
     return `rank ${text.slice(0, 4).join(", ")}${text.length > 4 ? ` and ${text.length - 4} more` : ""}`;
   }
   titleOf(one) {
-    return `${pathText(one.module)} ${[one.site, one.name].filter(Boolean).join(" ")}`;
+    return valueText(one.module, one.site, one.name);
   }
   captionOf(one) {
     return [one.shape === null ? "no single tensor" : `[${one.shape.join(", ")}]`, one.source && `layout: ${one.source}`,

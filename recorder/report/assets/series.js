@@ -1,0 +1,34 @@
+// What histograms and units share: a heat map over steps for each of the chosen values.
+
+class SeriesPanel {
+  constructor(app, block, id, title) {
+    Object.assign(this, { app, block, id, title });
+    this.isShown = block !== null;
+    this.listens = ["pins", "module", "site", "mode", "name"];
+  }
+  build(section) {
+    this.heats = el("div", {});
+    put(section, el("p", { class: "note" }, this.note(plural(this.block.data.ranks.length || 1, "rank"))), this.heats);
+  }
+  /** The chosen values of which the block has something, else its first. */
+  update() {
+    const { series, shape } = this.block.data;
+    const chosen = this.app.lines.pinned.filter((one) => series.includes(one.number)).slice(0, 4);
+    this.heats.replaceChildren();
+    for (const one of chosen.length ? chosen : series.slice(0, 1).map((number) => this.app.run.series[number])) {
+      this.picture(one, series.indexOf(one.number) * shape[1]);
+    }
+  }
+  /** Draw cells, by row and by some `steps` of the block; cells that are null stay empty. */
+  draw(series, { what, unit, kinds, steps, rows, cells, describe }) {
+    const name = valueText(series.path, series.site, series.name);
+    const columns = steps.map((step) => this.block.data.steps[step]);
+    const heat = new HeatMap({
+      label: `${what} of ${visible(name)} over steps`, choose: () => {}, fold: () => {}, app: this.app,
+      describe: (row, column) => [visible(name), `step ${columns[column]}`, ...describe(row, column)],
+    });
+    const colors = new Colors(cells.flat().filter((cell) => cell?.kind === NUMBER).map((cell) => cell.value));
+    put(this.heats, el("h3", {}, name), legendOf(colors, unit, kinds), heat.element);
+    heat.draw({ rows, columns: columns.map(String), cell: (r, c) => cells[r][c], colors, steps: columns.map((step) => [step, step]) });
+  }
+}
