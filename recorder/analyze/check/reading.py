@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...checks.rows import About, Catalog, ModuleFacts, Rows, SeriesKey
-from ...format.schema import COUNTS, SCHEMA, STATISTICS
+from ...format.schema import COUNTS, MAX_COUNT, SCHEMA
 from ...globalview.run import Run
 from ...globalview.topology.run_topology import Topology
 from ...globalview.view import GlobalView
@@ -26,15 +26,18 @@ from ..first.spool import cut_rows
 from ..first.timeline import Attempts
 from ..keys import encode, group
 from ..moments import integers, numbers
-from .details import DETAILS, columns_of
+from .details import SOURCES, columns_of
 
 RANGE_ROWS = 1_500_000
 """Rows of a range of steps, of all ranks, which are in memory together; a single step may have more."""
 _RECOMPUTED = "recompute"
 _KEY = ("root", "module_path", "site", "name", "mode", "phase", "scope")
 _TEXTS = (*_KEY, "dtype", "shape")
-_NUMBERS = ("numel", *STATISTICS, *COUNTS)
+_NUMBERS = ("numel", "mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", *COUNTS)
+"""What rules read without saying so."""
 _ORDER = ("step", "rank", "attempt", "seq")
+_EVERY = (-MAX_COUNT, MAX_COUNT)
+"""All steps, which spares a look at what steps each batch has."""
 
 Steps = tuple[int, int]
 Integers = npt.NDArray[np.int64]
@@ -50,11 +53,11 @@ class RunRows:
 
         Args:
             run: whose rows.
-            columns: what rules read beside the statistics; those that no version of the format has are left out.
+            columns: what rules read beside the usual statistics; those that no version of the format has are left out.
             steps: from the first up to, but not including, the last; by default all.
             catalog: of rows that were read before, where these are the next ones of the same run.
         """
-        self._details = [name for name in DETAILS if name in columns]
+        self._details = [name for name in SOURCES if name in columns]
         self._run = run
         self._numbers = tuple(dict.fromkeys([*_NUMBERS, *(name for name in columns if _is_number(name))]))
         self._schema = pa.schema(
@@ -79,11 +82,12 @@ class RunRows:
     def __iter__(self) -> Iterator[Rows]:
         """Rows of the next steps, by step, rank and `seq`."""
         attempts = Attempts(self._run, self._topology)
-        ranges = self._view.windows(RANGE_ROWS) if self._steps is None else [self._steps]
+        ranges = [self._steps or _EVERY]
+        if self._steps is None and self._run.num_rows > RANGE_ROWS:
+            ranges = self._view.windows(RANGE_ROWS)
         with cut_rows(self._run, ranges, self._tables) as tables_of:
             for steps in ranges:
-                table = pa.concat_tables([self._schema.empty_table(), *tables_of(steps)])
-                table = table.unify_dictionaries().combine_chunks()
+                table = pa.concat_tables([self._schema.empty_table(), *tables_of(steps)]).unify_dictionaries()
                 counts = attempts.counting(table)
                 if not counts.all():
                     self.num_superseded += int((~counts).sum())
@@ -94,10 +98,10 @@ class RunRows:
 
     def _tables(self, writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
         wanted = (*_ORDER, *self._numbers, *_TEXTS)
-        sources = dict.fromkeys(DETAILS[name].column for name in self._details)
+        sources = dict.fromkeys(SOURCES[name] for name in self._details)
         for writer in writers:
             for shard in writer.shards:
-                for batch in shard.columns((*wanted, *sources, "part"), steps):
+                for batch in shard.columns((*wanted, *sources, "part"), None if steps == _EVERY else steps):
                     at, part = (batch.column(name).to_numpy() for name in ("step", "part"))
                     is_wanted = (at >= steps[0]) & (at < steps[1]) & (part == 0)
                     table = pa.Table.from_batches([batch])

@@ -23,7 +23,8 @@ Counts = npt.NDArray[np.int64]
 _Bins = npt.NDArray[np.uint64]
 _HEAD = struct.Struct("<BBh")
 """Bytes of a count, 0, and the exponent of the first bin."""
-_LOWEST, _HIGHEST = -1074, 1023
+LOWEST, HIGHEST = -1074, 1023
+"""The exponents of the lowest and of the highest bin that there may be."""
 _SUBNORMAL = {-127: -149, -1023: -1074}
 """Bins that hold the subnormal values of an element type, and the exponent of the least of these."""
 NORMAL_EXPONENTS = {"float16": (-14, 15), "float8_e4m3fn": (-6, 8), "float8_e5m2": (-14, 15), "float32": (-126, 127)}
@@ -109,7 +110,7 @@ class Histogram:
         """That of the values times a factor; None where the factor is no power of two, so that bins would mix."""
         power, exponent = math.frexp(abs(factor))
         shifted = self.first + exponent - 1
-        is_inside = not self.counts.size or (shifted >= _LOWEST and shifted + self.counts.shape[1] - 1 <= _HIGHEST)
+        is_inside = not self.counts.size or (shifted >= LOWEST and shifted + self.counts.shape[1] - 1 <= HIGHEST)
         if power != 0.5 or not is_inside:
             return None
         flip = -1 if factor < 0 else 1
@@ -220,7 +221,7 @@ class Histogram:
             raise CorruptError(f"a histogram of {len(data)} bytes begins with {width}, {layout}: this is none")
         numbers = np.frombuffer(data, f"<u{width}", offset=_HEAD.size).astype(np.int64)
         num_bins = len(numbers) // 2 - 1
-        is_inside = not num_bins or _LOWEST <= first <= _HIGHEST + 1 - num_bins
+        is_inside = not num_bins or LOWEST <= first <= HIGHEST + 1 - num_bins
         if ((numbers < 0) | (numbers >= MAX_COUNT)).any() or not is_inside:
             raise CorruptError(f"a histogram of {num_bins} bins from exponent {first} on: these are none")
         return cls(
@@ -259,7 +260,7 @@ def _bounds(exponent: int) -> Bounds:
 
 
 def _power(exponent: int) -> float:
-    return math.ldexp(1.0, exponent) if exponent <= _HIGHEST else math.inf
+    return math.ldexp(1.0, exponent) if exponent <= HIGHEST else math.inf
 
 
 # How the writer counts: in an array of the element type's own, which the compiled loops fill as well.

@@ -33,7 +33,8 @@ from tests.forking import fork
 
 RULES = "site=* keep=stats,fingerprint,histogram,units"
 OF_CHANNELS = "; class=ReLU site=output keep=units unit_dim=1"
-BATCH = 16
+BATCH = 32
+"""Of fewer samples a unit has too few values to be judged."""
 _VALIDATION_STEPS = 10
 
 
