@@ -153,7 +153,7 @@ class Measured(NamedTuple):
     inf_count: int | None = None
     zero_count: int | None = None
     fingerprint: int | None = None
-    """Unsigned 64-bit; of the local tensor moved to its place in the global one where offsets are known."""
+    """Unsigned 64-bit; of the local tensor moved to its position in the global one where offsets are known."""
     note: str | None = None
     """The reason why statistics are missing, such as ``no_statistics:complex64``."""
     histogram: bytes | None = None

@@ -110,8 +110,8 @@ def test_recording_is_measured_against_the_machine() -> None:
 def test_the_picture_is_svg_with_a_dot_for_each_recorder() -> None:
     root = ElementTree.fromstring(draw(table.panels(report())))
     dots = root.findall("{http://www.w3.org/2000/svg}circle")
-    places = [float(dot.attrib["cx"]) for dot in dots]
-    assert len(dots) == 5 and max(places) == places[3]  # TensorBoard
+    centers = [float(dot.attrib["cx"]) for dot in dots]
+    assert len(dots) == 5 and max(centers) == centers[3]  # TensorBoard
     texts = [text.text for text in root.findall("{http://www.w3.org/2000/svg}text")]
     assert "recorder, tensors" in texts and "busy: a training" in texts
 

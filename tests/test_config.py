@@ -100,7 +100,7 @@ def test_a_mistake_is_told_with_key_value_and_what_is_allowed(environ: dict[str,
         load_settings({}, environ)
 
 
-def test_a_file_that_is_no_toml_names_the_place(tmp_path: Path) -> None:
+def test_a_file_that_is_no_toml_names_the_line(tmp_path: Path) -> None:
     file = tmp_path / "recorder.toml"
     file.write_text("pool_bytes = = 3")
     with pytest.raises(ConfigError, match=r"is not TOML: .*line 1"):
@@ -150,11 +150,11 @@ def test_a_preset_is_set_by_file_environment_and_argument(tmp_path: Path) -> Non
     assert load_settings({"preset": "none"}, from_file).settings.rules == DEFAULT_RULES
 
 
-def check(place: object) -> None:
-    check_dir(load_settings({"dir": place}, {}))
+def check(directory: object) -> None:
+    check_dir(load_settings({"dir": directory}, {}))
 
 
-def test_a_place_for_runs_may_be_missing_and_is_not_made(tmp_path: Path) -> None:
+def test_a_directory_for_runs_may_be_missing_and_is_not_made(tmp_path: Path) -> None:
     check(tmp_path / "not" / "yet" / "there")
     check(tmp_path)
     (tmp_path / "linked").symlink_to(tmp_path)
@@ -163,19 +163,19 @@ def test_a_place_for_runs_may_be_missing_and_is_not_made(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("below", ["", "recordings", "deep/er"])
-def test_a_place_for_runs_that_is_or_lies_below_a_file_is_refused(tmp_path: Path, below: str) -> None:
+def test_a_directory_for_runs_that_is_or_lies_below_a_file_is_refused(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"dir \(argument\): dir = '.*file.* is no directory; name a directory that"):
         check(tmp_path / "file" / below)
 
 
-def test_a_link_that_leads_nowhere_is_no_place_for_runs(tmp_path: Path) -> None:
+def test_a_link_that_leads_nowhere_is_no_directory_for_runs(tmp_path: Path) -> None:
     (tmp_path / "linked").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="is no directory"):
         check(tmp_path / "linked" / "recordings")
 
 
-def test_the_source_of_a_wrong_place_is_named(tmp_path: Path) -> None:
+def test_the_source_of_a_wrong_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^RECORDER_DIR \(environment\): dir = '/dev/null/runs': /dev/null is no"):
         check_dir(load_settings({}, {"RECORDER_DIR": "/dev/null/runs"}))
 
@@ -214,13 +214,13 @@ check_dir(load_settings({"dir": sys.argv[1] + "/runs"}, {}))
 
 
 def test_a_directory_that_this_user_may_not_write_is_refused(tmp_path: Path) -> None:
-    place = tmp_path / "theirs"
-    place.mkdir()
-    for each in (place, *tmp_path.parents[:3], tmp_path):
+    directory = tmp_path / "theirs"
+    directory.mkdir()
+    for each in (directory, *tmp_path.parents[:3], tmp_path):
         if os.getuid() == 0 and str(each).startswith(str(Path(tempfile.gettempdir()))):
             each.chmod(0o755)
-    place.chmod(0o555)
-    done = subprocess.run([sys.executable, "-c", _FORBIDDEN, str(place)], capture_output=True, text=True)
+    directory.chmod(0o555)
+    done = subprocess.run([sys.executable, "-c", _FORBIDDEN, str(directory)], capture_output=True, text=True)
     assert "ConfigError" in done.stderr and "cannot be " in done.stderr, done.stderr
 
 

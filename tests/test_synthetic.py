@@ -44,11 +44,11 @@ def test_it_is_sound_and_whole(run: Path, cli: Cli) -> None:
 def test_both_faults_are_found(run: Path) -> None:
     found = recorder.first(recorder.open_run(run))
     assert found.nonfinite is not None and found.replica is not None
-    place = found.nonfinite.place
-    assert (place.module_path, place.site, place.step, place.rank) == ("blocks.1", "output", 40, 4)
+    value = found.nonfinite.value
+    assert (value.module_path, value.site, value.step, value.rank) == ("blocks.1", "output", 40, 4)
     assert (found.num_nonfinite, found.nonfinite.num_steps_healthy) == (1, 4)
-    place = found.replica.place
-    assert (place.module_path, place.site, place.step, place.rank) == ("blocks.2", "param", 70, 1)
+    value = found.replica.value
+    assert (value.module_path, value.site, value.step, value.rank) == ("blocks.2", "param", 70, 1)
     assert found.replica.groups == [[0, 2, 3, 4, 5], [1]]
     assert found.num_compared == 10 * 2 * 3
     assert found.replica.last_equal is not None and found.replica.last_equal.step == 60
@@ -97,7 +97,7 @@ def test_the_command_makes_one(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and ": 18 rows, " in done.stdout, done.stderr
     first = recorder.first(recorder.open_run(tmp_path / "run")).nonfinite
-    assert first is not None and (first.place.step, first.place.rank) == (20, 1)
+    assert first is not None and (first.value.step, first.value.rank) == (20, 1)
     refused = subprocess.run(
         [*words[:4], str(tmp_path / "other"), "--ranks", "2", "--steps", "30", "--nan-step", "21", "--nan-rank", "1"],
         cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120,

@@ -59,9 +59,9 @@ def added_by_group(column: Any, groups: Integers, num_groups: int) -> list[bytes
         num_groups: how many there are.
     """
     found: list[Histogram | None] = [None] * num_groups
-    places = np.flatnonzero(column.is_valid().to_numpy()) if column.null_count < len(column) else np.zeros(0, np.int64)
-    rows = column.take(pa.array(places, pa.int64())).to_pylist()
-    for group, data in zip(groups[places].tolist(), rows, strict=True):
+    indices = np.flatnonzero(column.is_valid().to_numpy()) if column.null_count < len(column) else np.zeros(0, np.int64)
+    rows = column.take(pa.array(indices, pa.int64())).to_pylist()
+    for group, data in zip(groups[indices].tolist(), rows, strict=True):
         one = histogram_of_row({"histogram": data, "zero_count": 0, "nan_count": 0})
         if one is not None:
             known = found[group]

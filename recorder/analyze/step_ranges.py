@@ -73,9 +73,9 @@ def attempt_step_ranges(run: Run) -> list[AttemptSteps]:
                 for attempt in np.unique(attempts).tolist():
                     of_attempt = attempts == attempt
                     known = sizes_of.setdefault(attempt, {})
-                    distinct, places, counts = np.unique(steps[of_attempt], return_inverse=True, return_counts=True)
+                    distinct, indices, counts = np.unique(steps[of_attempt], return_inverse=True, return_counts=True)
                     totals = np.zeros(len(distinct), np.int64)
-                    np.add.at(totals, places.reshape(-1), nbytes[of_attempt])
+                    np.add.at(totals, indices.reshape(-1), nbytes[of_attempt])
                     for step, rows, total in zip(distinct.tolist(), counts.tolist(), totals.tolist(), strict=True):
                         before = known.get(step, (0, 0))
                         known[step] = before[0] + rows, before[1] + total

@@ -230,7 +230,7 @@ class Capture:
             keep: bits of KEEP_*; not 0.
             tensor: a tensor of any kind; it is read before this returns and never held.
             scope: the scope of a gradient or parameter; None where it has no meaning.
-            chunk: the place in a global tensor, where the caller knows more than the tensor.
+            chunk: the position in a global tensor, where the caller knows more than the tensor.
             note: JSON text for the row.
             put: takes the record instead of the channel.
         """

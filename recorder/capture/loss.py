@@ -1,6 +1,6 @@
 """Finds the loss: a tensor of one element whose backward is called. It is recorded as the scalar ``loss``.
 
-The one place that every such call passes is the function with which `torch.autograd` starts its engine; no hook of
+Every such call passes the function with which `torch.autograd` starts its engine; no hook of
 torch tells what a backward begins from. It stands aside where dynamo compiles, where a graph is made, inside another
 backward, and for `torch.autograd.grad`, but for a pipeline's stages, whose backward that may be. Nothing here may read
 a value, hold a graph, or raise into training.

@@ -108,8 +108,8 @@ class Measures:
         """By what may hold: rows that tell, and whether it holds of each."""
         keys = ("input", *_STATE, "grad")
         of_site = self._catalog.mark("may hold", lambda key: key.site in keys and key.phase != "recompute")
-        places = np.flatnonzero(of_site[rows.series] & ~np.isnan(rows["sum_sq"]))
-        rows = rows.take(places)
+        indices = np.flatnonzero(of_site[rows.series] & ~np.isnan(rows["sum_sq"]))
+        rows = rows.take(indices)
         if not len(rows):
             return
         marks = np.zeros(len(rows), np.uint64)
@@ -122,9 +122,9 @@ class Measures:
         is_new = rows.steps > previous(rows.lanes, rows.steps.astype(np.float64), self._last)
         told = np.flatnonzero(is_new & ~np.isnan(before))
         changed = marks_as_floats[told] != before[told]
-        yield _CHANGES, places[told], changed
+        yield _CHANGES, indices[told], changed
         told_state = is_state[told]
-        yield _STAYS, places[told[told_state]], ~changed[told_state]
+        yield _STAYS, indices[told[told_state]], ~changed[told_state]
         ids, firsts, num_ranks = self._peers(rows)
         (several,) = np.nonzero(num_ranks > 1)
         if not len(several):
@@ -133,12 +133,12 @@ class Measures:
         num_marks = np.bincount(ids[distinct_firsts], minlength=len(firsts))
         is_several = np.isin(ids, several)
         there = np.flatnonzero(is_several)
-        yield _EQUAL, places[there], num_marks[ids[there]] == 1
+        yield _EQUAL, indices[there], num_marks[ids[there]] == 1
         parts = self._catalog.part_of[rows.lanes]
         _, firsts_of_parts = grouped(ids, parts)
         num_parts = np.bincount(ids[firsts_of_parts], minlength=len(firsts))
         apart = np.flatnonzero(num_parts[ids] > 1)
-        yield _DIFFERENT, places[apart], num_marks[ids[apart]] >= num_parts[ids[apart]]
+        yield _DIFFERENT, indices[apart], num_marks[ids[apart]] >= num_parts[ids[apart]]
 
     def _peers(self, rows: Rows) -> tuple[Integers, Integers, Integers]:
         """The group of each row with those of its peers that are the same value, their firsts, and their ranks."""
@@ -150,18 +150,18 @@ class Measures:
     def _over_ranks(self, rows: Rows, rms: Floats) -> Numbers:
         """How far the largest rank is from the smallest, at the rank that is farthest from the median."""
         of_rank = self._catalog.mark("of a rank", lambda key: key.differs_by_batch)[rows.series]
-        (places,) = np.nonzero((rms > _TINY) & of_rank)
-        if not len(places):
-            return Numbers(_RANKS, places, np.zeros(0))
-        ids, _, num_ranks = self._peers(rows.take(places))
-        logs = np.log10(rms[places])
+        (indices,) = np.nonzero((rms > _TINY) & of_rank)
+        if not len(indices):
+            return Numbers(_RANKS, indices, np.zeros(0))
+        ids, _, num_ranks = self._peers(rows.take(indices))
+        logs = np.log10(rms[indices])
         order = np.lexsort((logs, ids))
         starts = np.cumsum(num_ranks) - num_ranks
         low, high = order[starts], order[starts + num_ranks - 1]
         middle = logs[order[starts + (num_ranks - 1) // 2]]
         farthest = np.where(logs[high] - middle > middle - logs[low], high, low)
         (several,) = np.nonzero(num_ranks > 1)
-        return Numbers(_RANKS, places[farthest[several]], (logs[high] - logs[low])[several])
+        return Numbers(_RANKS, indices[farthest[several]], (logs[high] - logs[low])[several])
 
 
 class Normal:
@@ -284,8 +284,8 @@ class Learner:
         series = self._series[rows.series]
         for numbers in self._measures.numbers(rows):
             normal.add(series[numbers.rows], numbers, rows.steps[numbers.rows])
-        for what, places, holds in self._measures.held(rows):
-            normal.add_held(series[places], what, holds)
+        for what, indices, holds in self._measures.held(rows):
+            normal.add_held(series[indices], what, holds)
 
 
 def phase_of(steps: Integers) -> Integers:

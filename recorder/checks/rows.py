@@ -129,11 +129,11 @@ class Catalog:
         """
         mixed, firsts, inverse = np.unique(series * _MAX_RANK + ranks + 1, return_index=True, return_inverse=True)
         known = [self._lane_of.get(one, -1) for one in mixed.tolist()]
-        new = [place for place, lane in enumerate(known) if lane < 0]
+        new = [index for index, lane in enumerate(known) if lane < 0]
         if new:
             rows = firsts[new]
-            for place in new:
-                known[place] = self._lane_of[int(mixed[place])] = len(self._lane_of)
+            for index in new:
+                known[index] = self._lane_of[int(mixed[index])] = len(self._lane_of)
             self.series_of = np.append(self.series_of, series[rows])
             self.rank_of = np.append(self.rank_of, ranks[rows])
             self.part_of = np.append(self.part_of, (ranks if parts is None else parts)[rows])
@@ -145,7 +145,7 @@ class Catalog:
 class Rows:
     """Rows of whole steps, by step and then in the order of execution of each rank. Some of them cost no copy."""
 
-    __slots__ = ("_numbers", "_places", "_taken", "catalog", "lanes", "steps")
+    __slots__ = ("_indices", "_numbers", "_taken", "catalog", "lanes", "steps")
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Rows:
         steps: Integers,
         lanes: Integers,
         numbers: Mapping[str, Floats],
-        places: Integers | None = None,
+        indices: Integers | None = None,
     ) -> None:
         """Rows of a catalog.
 
@@ -162,10 +162,10 @@ class Rows:
             steps: of each row.
             lanes: of each row.
             numbers: statistics, counts and `numel`, NaN where a row has none; a column that the run lacks is not there.
-            places: which rows of `numbers` these are; by default all of them.
+            indices: which rows of `numbers` these are; by default all of them.
         """
         self.catalog, self.steps, self.lanes = catalog, steps, lanes
-        self._numbers, self._places = numbers, places
+        self._numbers, self._indices = numbers, indices
         self._taken: dict[str, Floats] = {}
 
     def __len__(self) -> int:
@@ -177,8 +177,8 @@ class Rows:
             column = self._numbers.get(name)
             if column is None:
                 column = np.full(len(self), np.nan)
-            elif self._places is not None:
-                column = column[self._places]
+            elif self._indices is not None:
+                column = column[self._indices]
             self._taken[name] = column
         return self._taken[name]
 
@@ -199,11 +199,11 @@ class Rows:
         """Some of the rows; a column is copied once it is asked for."""
         if isinstance(chosen, np.ndarray) and chosen.dtype == np.bool_:
             chosen = np.flatnonzero(chosen)
-        if self._places is not None:
-            places = self._places[chosen]
+        if self._indices is not None:
+            indices = self._indices[chosen]
         else:
-            places = np.arange(len(self))[chosen] if isinstance(chosen, slice) else chosen.astype(np.int64, copy=False)
-        return Rows(self.catalog, self.steps[chosen], self.lanes[chosen], self._numbers, places)
+            indices = np.arange(len(self))[chosen] if isinstance(chosen, slice) else chosen.astype(np.int64, copy=False)
+        return Rows(self.catalog, self.steps[chosen], self.lanes[chosen], self._numbers, indices)
 
     def by_lane(self) -> Rows:
         """The rows lane by lane, each in the order of time."""
@@ -269,11 +269,11 @@ def previous(lanes: Integers, values: Floats, memory: Memory) -> Floats:
 
 def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
     """How many rows in a row of its lane are flagged, up to each row, where rows stand lane by lane."""
-    places = np.arange(len(lanes))
-    firsts = np.maximum.accumulate(np.where(begins(lanes), places, 0))
-    last_unset = np.maximum.accumulate(np.where(flags, -1, places))
+    indices = np.arange(len(lanes))
+    firsts = np.maximum.accumulate(np.where(begins(lanes), indices, 0))
+    last_unset = np.maximum.accumulate(np.where(flags, -1, indices))
     is_unbroken = last_unset < firsts
-    lengths = places - np.where(is_unbroken, firsts - 1, last_unset)
+    lengths = indices - np.where(is_unbroken, firsts - 1, last_unset)
     lengths = lengths + np.where(is_unbroken, memory[lanes], 0).astype(np.int64)
     is_last = ends(lanes)
     memory[lanes[is_last]] = lengths[is_last].astype(np.float64)
@@ -283,7 +283,7 @@ def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
 class Reached(NamedTuple):
     """A row at which something has held for enough records in a row."""
 
-    place: int
+    row: int
     num: int
     """Records for which it has held."""
     since: int | None
@@ -305,9 +305,9 @@ class Streaks:
     def reached(self, lanes: Integers, steps: Integers, flags: Flags, records: float) -> list[Reached]:
         """By lane, the first of these rows with which it has held for so many records; rows stand lane by lane."""
         lengths = streaks(lanes, flags, self._lengths)
-        places = np.arange(len(lanes))
-        firsts = np.maximum.accumulate(np.where(begins(lanes), places, 0))
-        starts = places - np.maximum(lengths, 1) + 1
+        indices = np.arange(len(lanes))
+        firsts = np.maximum.accumulate(np.where(begins(lanes), indices, 0))
+        starts = indices - np.maximum(lengths, 1) + 1
         since = np.where(starts >= firsts, steps[np.maximum(starts, 0)], self._since[lanes])
         is_last = ends(lanes)
         self._since[lanes[is_last]] = since[is_last]
@@ -315,8 +315,8 @@ class Streaks:
         new = new[begins(lanes[new])]
         self._told[lanes[new]] = np.ones(len(new))
         return [
-            Reached(place, num, first if num > 1 else None)
-            for place, num, first in zip(
+            Reached(row, num, first if num > 1 else None)
+            for row, num, first in zip(
                 new.tolist(), lengths[new].tolist(), since[new].astype(np.int64).tolist(), strict=True
             )
         ]

@@ -194,10 +194,10 @@ class StreakRule(Rule):
         rows = rows.by_lane()
         flags, values = self.judge(rows)
         self._count(rows.lanes)
-        for place, _, since in self._streaks.reached(rows.lanes, rows.steps, flags, self.records):
-            lane = int(rows.lanes[place])
+        for index, _, since in self._streaks.reached(rows.lanes, rows.steps, flags, self.records):
+            lane = int(rows.lanes[index])
             yield self.finding(
-                lane, int(rows.steps[place]), self.what, self.measure, values[place],
+                lane, int(rows.steps[index]), self.what, self.measure, values[index],
                 self.thresholds[self.limit], self.severity_of(lane), since,
             )  # fmt: skip
 

@@ -53,10 +53,10 @@ class Sizes:
         """How wide the model is beside another: the ratio that most dims of parameters have, of those that differ."""
         shapes = base.shapes
         ratios = [
-            size / shapes[key][place]
+            size / shapes[key][index]
             for key, shape in self.shapes.items()
             if len(shapes.get(key, ())) == len(shape)
-            for place, size in enumerate(shape)
-            if size != shapes[key][place] > 0
+            for index, size in enumerate(shape)
+            if size != shapes[key][index] > 0
         ]
         return statistics.mode(ratios) if ratios else 1.0

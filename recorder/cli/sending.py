@@ -21,7 +21,7 @@ from ..read.fleet import FLEET
 from ..read.status import ENDED as OVER
 from ..read.status import RankNow, RunWatch
 from ..storage.commands import send
-from ..storage.locations import Place, store_of
+from ..storage.locations import Location, store_of
 from .output import print_json, say_state, span
 from .told import command_members
 
@@ -43,7 +43,7 @@ _SILENT = ("silent", "starting")
 class Target:
     """A run that is under way, as it was found."""
 
-    run: Place
+    run: Location
     name: str
     manifest: RunManifest
     watch: RunWatch
@@ -125,29 +125,29 @@ def find_target(path: str | None, key_file: str | None) -> Target:
     Raises:
         CommandError: it is over, nobody has begun to record it, or there is a key and no daemon to want it.
     """
-    place, manifest = find_run(path)
-    name = manifest.name or place.name
-    store = _store_of_shipped(place)
+    location, manifest = find_run(path)
+    name = manifest.name or location.name
+    store = _store_of_shipped(location)
     if key_file is not None and store is None:
         raise CommandError(f"--key-file {key_file}: {name} lies where it records; what is sent there is not signed")
-    watch = RunWatch(place)
+    watch = RunWatch(location)
     seen = watch.look()
     ranks = [rank for rank in seen if rank.state not in OVER]
     if not ranks:
         what = "no rank has begun to record it" if not seen else f"it is over (its ranks are {_states(seen)})"
         raise CommandError(f"{name}: {what}, so that there is nobody to be told; RECORDER_RULES is for the next run")
     key = b"" if store is None else _key(key_file)
-    return Target(run=place, name=name, manifest=manifest, watch=watch, ranks=ranks, store=store, key=key)
+    return Target(run=location, name=name, manifest=manifest, watch=watch, ranks=ranks, store=store, key=key)
 
 
-def _store_of_shipped(place: Place) -> Destination | None:
+def _store_of_shipped(location: Location) -> Destination | None:
     """Return where a run was shipped to, as the folder above it; None where it lies where it records."""
-    above = place.parents[:2]  # a daemon keeps the folders of its runs
-    if isinstance(place, Path) and not any(store_of(one).is_directory(one / FLEET) for one in above):
+    above = location.parents[:2]  # a daemon keeps the folders of its runs
+    if isinstance(location, Path) and not any(store_of(one).is_directory(one / FLEET) for one in above):
         return None
     from ..daemon.destination import Throttle, parse_destination
 
-    return parse_destination(str(place.parent), Throttle(0))
+    return parse_destination(str(location.parent), Throttle(0))
 
 
 def _key(file: str | None) -> bytes:

@@ -77,7 +77,7 @@ class Throttle:
 
 
 class Destination(Protocol):
-    """A place below which runs are kept; keys are relative to it. Any thread may call."""
+    """Where a daemon keeps runs; keys are relative to it. Any thread may call."""
 
     url: str
 
@@ -139,18 +139,18 @@ class Bucket:
             if file.size_bytes <= PART_BYTES:
                 content = file.bytes(0, file.size_bytes)
                 self._throttle.take(len(content))
-                placed = self._ask(key, lambda store: _put(store, path, content, "create", attributes))
+                put_e_tag = self._ask(key, lambda store: _put(store, path, content, "create", attributes))
             else:
                 if self.head(key) is not None:
                     raise TakenError(key)
-                placed = self._ask(key, lambda store: self._put_parts(store, path, file, attributes))
+                put_e_tag = self._ask(key, lambda store: self._put_parts(store, path, file, attributes))
         except TakenError:
             if self._is_same(key, file, e_tag):
                 return "there"
             if self._claims(key, crc):  # it was to be ours, and is damaged
                 self._delete_damaged(key)
             raise
-        if placed == e_tag:
+        if put_e_tag == e_tag:
             return "etag"
         if not self._reads_same(key, file):
             self._delete_damaged(key)
@@ -285,7 +285,7 @@ class Directory:
         """Do nothing: a folder has no credentials."""
 
     def put_new(self, key: str, file: LocalFile) -> str:
-        final = self._place(key)
+        final = self._made_path(key)
         temporary = self._temporary(final)
         try:
             with open(temporary, "xb") as out:
@@ -310,7 +310,7 @@ class Directory:
         return "synced"
 
     def put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
-        final = self._place(key)
+        final = self._made_path(key)
         temporary = self._temporary(final)
         try:
             with open(temporary, "xb") as out:
@@ -372,7 +372,7 @@ class Directory:
                     break
                 folder = folder.parent
 
-    def _place(self, key: str) -> Path:
+    def _made_path(self, key: str) -> Path:
         final = self.path / key
         try:
             final.parent.mkdir(parents=True, exist_ok=True)
@@ -412,8 +412,8 @@ def parse_destination(text: str, throttle: Throttle) -> Bucket | Directory:
 def _put(store: Any, path: str, content: bytes, mode: Any, attributes: dict[str, str], tag: str = "e_tag") -> str:
     import obstore
 
-    placed: Any = obstore.put(store, path, content, mode=mode, attributes=attributes or None)
-    return _bare(placed[tag])
+    answer: Any = obstore.put(store, path, content, mode=mode, attributes=attributes or None)
+    return _bare(answer[tag])
 
 
 def _digests(file: LocalFile, num_bytes: int) -> tuple[int, str]:

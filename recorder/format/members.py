@@ -150,7 +150,7 @@ class Members:
             return []
         sound = [one for one in value if is_sound(one)]
         if len(sound) < len(value):
-            self._refuse(key, next(one for one in value if not is_sound(one)), f"{expected}, in all its places")
+            self._refuse(key, next(one for one in value if not is_sound(one)), f"{expected}, in every item")
             self.raw[key] = sound
         return sound
 

@@ -130,7 +130,7 @@ def join(how: Combine, values: npt.NDArray[Any], starts: Integers, has_values: F
 
     Args:
         how: `SUM`, `MIN` or `MAX`.
-        values: of the rows, group by group. Further axes are those of a row's own list, and are joined place by place.
+        values: of the rows, group by group. Further axes are those of a row's own list, joined element by element.
         starts: where each group begins; each has a row.
         has_values: which rows count; without, all do.
     """

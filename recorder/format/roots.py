@@ -70,7 +70,7 @@ class Module:
     non_persistent: tuple[str, ...] = ()
     """Buffers that no state dict has."""
     foreign_hooks: tuple[str, ...] = ()
-    """Hooks of the program on it: when, name and place."""
+    """Hooks of the program on it: when each runs, its name and its source line."""
     hidden: str = ""
     """Why hooks see no call of it; empty where they do."""
     tapped: tuple[str, ...] = ()

@@ -58,7 +58,7 @@ class Combine(Enum):
     ANEW = "anew"
     """Worked out of more than this column, where global rows are made (`globalview.view`)."""
     SUM = "sum"
-    """They add. What is a list in each row adds place by place."""
+    """They add. Lists are added element by element."""
     MIN = "min"
     MAX = "max"
     MOMENTS = "moments"

@@ -25,8 +25,8 @@ _MAX_CELLS = 16
 _MAX_MESHES = 4
 _MAX_CHARACTERS = 100
 _SOURCES = {
-    "dtensor": "rows name their places (DTensor)",
-    "fsdp": "rows name their places (FSDP), or replicas that FSDP keeps",
+    "dtensor": "rows name their positions (DTensor)",
+    "fsdp": "rows name their positions (FSDP), or replicas that FSDP keeps",
     "ddp": "replicas that DDP keeps",
     "single": "one rank has it",
     "assumed": "the batches of data-parallel ranks end to end, or replicas without a wrapper",
@@ -54,7 +54,7 @@ class LayoutChunk:
     is_copy: bool
     """Whether another rank's chunk was taken in its stead."""
     reduce_op: str = ""
-    """How a summand is reduced with the others of its place, such as ``sum``; empty for any other value."""
+    """How a summand is reduced with the others of its region, such as ``sum``; empty for any other value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +111,8 @@ class TensorLayout:
             f"mesh {_sizes(self.mesh_shape)}" + (f", {kind}" if len(kinds) == 1 and (kind := min(kinds)) else ""),
         ]
         for number, mesh in enumerate(list(meshes)[:_MAX_MESHES]):
-            placed = {p.coordinate: p.rank for p in self.pieces if p.coordinate and p.mesh == mesh}
-            lines += [""] * (number > 0) + _grid(placed, self.mesh_shape)
+            rank_at = {p.coordinate: p.rank for p in self.pieces if p.coordinate and p.mesh == mesh}
+            lines += [""] * (number > 0) + _grid(rank_at, self.mesh_shape)
         return lines + (["  ..."] if len(meshes) > _MAX_MESHES else [])
 
     def _cut(self) -> list[str]:
@@ -147,7 +147,7 @@ class TensorLayout:
     def _table(self) -> list[str]:
         has_micro_batches = any(chunk.micro_step for chunk in self.pieces)
         differ = len({chunk.placements for chunk in self.pieces}) > 1
-        titles = ["rank", *(["micro-batch"] if has_micro_batches else []), "mesh", *(["placed"] if differ else [])]
+        titles = ["rank", *(["micro-batch"] if has_micro_batches else []), "mesh", *(["placement"] if differ else [])]
         titles += ["offsets", "shape", ""]
         lines = [
             [
@@ -168,17 +168,17 @@ class TensorLayout:
 
 
 def _together(chunks: Sequence[LayoutChunk]) -> str:
-    """The ranks of one place: ``0,2``, or ``0+1`` of summands; copies of summands are left out."""
+    """The ranks of one region: ``0,2``, or ``0+1`` of summands; copies of summands are left out."""
     summands = [str(chunk.rank) for chunk in chunks if chunk.reduce_op and not chunk.is_copy]
     return "+".join(summands) or ",".join(str(chunk.rank) for chunk in chunks)
 
 
-def _grid(placed: Mapping[Ints, int], shape: Ints) -> list[str]:
+def _grid(rank_at: Mapping[Ints, int], shape: Ints) -> list[str]:
     """Ranks by their coordinates; a dot where a rank is missing."""
-    width = max(len(str(rank)) for rank in placed.values())
+    width = max(len(str(rank)) for rank in rank_at.values())
     lines = []
     for lead in itertools.product(*map(range, shape[:-1])):
-        row = [placed.get((*lead, column)) for column in range(shape[-1])]
+        row = [rank_at.get((*lead, column)) for column in range(shape[-1])]
         lines.append("  " + " ".join("." * width if rank is None else str(rank).rjust(width) for rank in row))
     return lines
 
@@ -251,13 +251,15 @@ def describe(
 
 
 def _beside(chunks: Sequence[RankChunk], number: int, starts: Mapping[int, Ints | None]) -> Ints | None:
-    """Return where the summand begins of which a chunk is a copy: it has the same place on axes that cut or sum."""
+    """Return where the summand begins that a chunk copies: both have the same coordinates on axes that cut or sum."""
 
-    def place(chunk: RankChunk) -> list[int]:
+    def sharded_coordinate(chunk: RankChunk) -> list[int]:
         kinds = [placement.get("kind") for placement in parse_placements(chunk.placements)]
         return [at for at, kind in zip(parse_mesh(chunk.mesh).coordinate, kinds, strict=False) if kind != "Replicate"]
 
-    return next((starts[i] for i in starts if place(chunks[i]) == place(chunks[number])), None)
+    return next(
+        (starts[i] for i in starts if sharded_coordinate(chunks[i]) == sharded_coordinate(chunks[number])), None
+    )
 
 
 def _op_of(fill: Fill, plan: Plan) -> str:

@@ -25,7 +25,7 @@ from ..read.metadata import MetadataRows
 from ..read.run import RecordedRun
 from ..read.shards.decode import as_array, check_bytes
 from ..rules import hint
-from ..storage.locations import Place
+from ..storage.locations import Location
 from ..storage.objects import ObjectPath
 from ..system.text import counted, listed
 from .explain import TensorLayout, explain
@@ -197,7 +197,7 @@ class Run(RecordedRun):
         layouts: Sequence[str] = (),
         **more: Unpack[MoreQualifiers],
     ) -> TensorLayout:
-        """Where each chunk of a global tensor came from: its ranks, their places, how that is known. Print it.
+        """Where each chunk of a global tensor came from: its ranks, their positions, how that is known. Print it.
 
         Arguments are those of `array`, and `layouts`, those of `view`; no values are needed, and of chunks that make
         no tensor it says why.
@@ -499,7 +499,7 @@ def _check_words(question: Mapping[str, Any]) -> None:
         raise TypeError(f"unknown argument {word!r}{f'; did you mean {near[0]!r}?' if near else ''}")
 
 
-def open_run(path: str | PathLike[str] | Place | None = None) -> Run:
+def open_run(path: str | PathLike[str] | Location | None = None) -> Run:
     """Open a recorded run for reading, also one that is still being written or was left by a kill.
 
     Args:
@@ -516,9 +516,9 @@ def open_run(path: str | PathLike[str] | Place | None = None) -> Run:
         UnsupportedError: it is of a newer major version.
         StoreError: the store cannot be reached, or refuses.
     """
-    return open_place(path.anew() if isinstance(path, ObjectPath) else path)
+    return open_location(path.anew() if isinstance(path, ObjectPath) else path)
 
 
-def open_place(path: str | PathLike[str] | Place | None) -> Run:
-    """A run at a path, or at a place whose store is known already."""
+def open_location(path: str | PathLike[str] | Location | None) -> Run:
+    """Open a run at a path, or at a location whose store is known already."""
     return Run(*find_run(path))

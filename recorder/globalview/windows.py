@@ -39,14 +39,14 @@ def step_sizes(shard: ShardRows, *, has_bytes: bool) -> tuple[Ints, Ints, Ints]:
     """
     columns = shard.columns(["step", "units", *(["payload_bytes"] if has_bytes else [])])
     every = np.concatenate([*(batch.column("step").to_numpy() for batch in columns), np.zeros(0, np.int64)])
-    steps, places, counts = np.unique(every, return_inverse=True, return_counts=True)
+    steps, indices, counts = np.unique(every, return_inverse=True, return_counts=True)
     nbytes = np.zeros(len(steps), np.int64)
     if has_bytes and len(every):
         payloads = [batch.column("payload_bytes").fill_null(0).to_numpy() for batch in columns]
-        np.add.at(nbytes, places.reshape(-1), np.concatenate(payloads))
+        np.add.at(nbytes, indices.reshape(-1), np.concatenate(payloads))
     if any(batch.column("units").null_count < batch.num_rows for batch in columns):
         lengths = [pc.binary_length(batch.column("units")).fill_null(0).to_numpy() for batch in columns]
         unit_bytes = np.zeros(len(steps), np.int64)
-        np.add.at(unit_bytes, places.reshape(-1), np.concatenate(lengths))
+        np.add.at(unit_bytes, indices.reshape(-1), np.concatenate(lengths))
         counts = counts + unit_bytes // _ROW_BYTES
     return steps, counts, nbytes

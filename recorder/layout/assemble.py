@@ -62,8 +62,8 @@ def _copy_boxes(target: Items, target_start: Ints, source: Source) -> None:
         low, sizes = shared
         local_low = tuple(at + i - first for at, i, first in zip(box.local_start, low, box.start, strict=True))
         view = _local_view(source, local_low, sizes)
-        places = tuple(slice(i - first, i - first + n) for i, first, n in zip(low, target_start, sizes, strict=True))
-        target[places] = view
+        slices = tuple(slice(i - first, i - first + n) for i, first, n in zip(low, target_start, sizes, strict=True))
+        target[slices] = view
 
 
 def _local_view(source: Source, low: Ints, sizes: Ints) -> Items:

@@ -25,7 +25,7 @@ class BatchGroup(NamedTuple):
     """The chunks of ranks that share a part of the batch."""
 
     units: Groups
-    """Units of chunks by their numbers: those that are placed over one mesh, or one plain chunk."""
+    """Units of chunks by their numbers: those that are distributed over one mesh, or one plain chunk."""
     ranks: Ints
     """The ranks that should have a chunk."""
 

@@ -39,7 +39,7 @@ class Mesh(NamedTuple):
 
     shape: Ints
     coordinate: Ints
-    """The place of the row's rank in the mesh."""
+    """The coordinates of the row's rank in the mesh."""
     ranks: Ints
     """All ranks of the mesh, row-major; empty where the row does not name them."""
 
@@ -83,14 +83,16 @@ def plan_by_placements(chunks: Sequence[RankChunk], num_expected: int) -> Plan |
     if clash is not None:
         i, j = (fills[k].terms[0].chunk for k in clash)
         return NoPlan(
-            "inconsistent", f"the chunks of ranks {chunks[i].rank} and {chunks[j].rank} overlap: {_places(chunks)}"
+            "inconsistent", f"the chunks of ranks {chunks[i].rank} and {chunks[j].rank} overlap: {_positions(chunks)}"
         )
-    num_places = math.prod(mesh_of(chunks[0]).shape)
+    num_ranks = math.prod(mesh_of(chunks[0]).shape)
     covered = sum(fill.region.numel for fill in fills)
-    is_partial_sum_whole = "Partial" not in kinds or len(chunks) >= num_places
+    is_partial_sum_whole = "Partial" not in kinds or len(chunks) >= num_ranks
     is_complete = covered == math.prod(global_shape) and is_partial_sum_whole
-    if not is_complete and len(chunks) >= num_places:
-        return NoPlan("inconsistent", f"no rank holds {math.prod(global_shape) - covered} elements: {_places(chunks)}")
+    if not is_complete and len(chunks) >= num_ranks:
+        return NoPlan(
+            "inconsistent", f"no rank holds {math.prod(global_shape) - covered} elements: {_positions(chunks)}"
+        )
     source = "fsdp" if "FlatShard" in kinds else "dtensor"
     op = "sum" if op == "avg" else op
     return Plan(global_shape, tuple(fills), source, op=op, copies=tuple(copies), is_complete=is_complete)
@@ -114,7 +116,7 @@ def _by_axis(
         by_sharding.setdefault(sharded, i)
     if len(by_sharding) > 1 and _region_of(chunks[same[0]]).numel:  # type: ignore[union-attr]
         clash = [chunks[i].rank for i in by_sharding.values()]
-        why = f"ranks {clash[0]} and {clash[1]} say they hold the same elements: {_places(chunks)}"
+        why = f"ranks {clash[0]} and {clash[1]} say they hold the same elements: {_positions(chunks)}"
         return [], (), NoPlan("inconsistent", why)
     if not op:
         return same[:1], tuple(same), None
@@ -211,10 +213,10 @@ def _contradiction(chunks: Sequence[RankChunk]) -> NoPlan | None:
         if other != chunk.rank:
             at = list(mesh_of(chunk).coordinate)
             return NoPlan("inconsistent", f"ranks {other} and {chunk.rank} both say they are at {at} of the mesh")
-    return next((problem for chunk in chunks if (problem := _misplaced(chunk)) is not None), None)
+    return next((problem for chunk in chunks if (problem := _coordinate_problem(chunk)) is not None), None)
 
 
-def _misplaced(chunk: RankChunk) -> NoPlan | None:
+def _coordinate_problem(chunk: RankChunk) -> NoPlan | None:
     """Return the problem where a rank is not at its own coordinate of the mesh."""
     mesh = mesh_of(chunk)
     if len(mesh.coordinate) != len(mesh.shape):
@@ -236,7 +238,7 @@ def _misplaced(chunk: RankChunk) -> NoPlan | None:
     return None
 
 
-def _places(chunks: Sequence[RankChunk]) -> str:
+def _positions(chunks: Sequence[RankChunk]) -> str:
     shown = []
     for chunk in chunks[:MAX_NAMED]:
         flat = [p.get("offset") for p in _placements(chunk) if p.get("kind") == "FlatShard"]

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from .regions import Ints, Region
 
-UNPLACED = {
-    "no_layout": "it is a chunk of a tensor in which its place is not known",
+RANK_BOUND = {
+    "no_layout": "it is a chunk of a tensor in which its position is not known",
     "inner_of": "it is a part of a composite tensor, which means nothing without the rank's other parts",
 }
 """Members of a row's note that keep its chunk with its rank, and why."""
@@ -26,8 +26,8 @@ class RankChunk(NamedTuple):
     offsets: Ints | None = None
     placements: str | None = None
     mesh: str | None = None
-    unplaced: str | None = None
-    """The member of `UNPLACED` that its row has."""
+    rank_bound: str | None = None
+    """The member of `RANK_BOUND` that its row has."""
     micro_step: int = 0
     """The number of the micro-batch, where a pipeline ran the batch in several."""
 

@@ -83,7 +83,7 @@ class Unequal:
 
 
 def decide_state(chunks: Sequence[RankChunk], *, source: str, num_expected: int) -> Plan | NoPlan:
-    """Decide parameters, gradients, buffers and optimizer state: placed by their own rows, else replicas."""
+    """Decide parameters, gradients, buffers and optimizer state: as their own rows say, else as replicas."""
     if (decision := _without_rule(chunks, num_expected)) is not None:
         return decision
     return _unequal_shapes(chunks) or _replicas(chunks, source)
@@ -219,7 +219,7 @@ def decide_gradient(
         return forward
     assert forward is not None
     if forward.dim is None:
-        return NoPlan("per_rank", "the value itself is placed by its own row, the gradient is a plain tensor")
+        return NoPlan("per_rank", "the value's own row names its position, the gradient is a plain tensor")
     if len({len(chunk.shape) for chunk in chunks}) != 1 or _unequal_shapes(chunks, but=forward.dim) is not None:
         return NoPlan("per_rank", f"gradients of {_shapes(chunks)} cannot be laid end to end along dim {forward.dim}")
     plan = concatenated(chunks, forward.dim, forward.note)
@@ -307,7 +307,7 @@ def _loss_factors(
 
 
 def mixed(chunks: Sequence[RankChunk]) -> NoPlan | None:
-    """Return the problem where only some chunks know their place, or where dtypes differ."""
+    """Return the problem where only some chunks know their position, or where dtypes differ."""
     if len({chunk.global_shape is None for chunk in chunks}) > 1:
         without = next(chunk.rank for chunk in chunks if chunk.global_shape is None)
         return NoPlan("inconsistent", f"rank {without} holds a plain tensor, other ranks hold chunks of a global one")

@@ -34,7 +34,7 @@ class Summary:
     ledger: Mapping[str, Any]
     """The final accounts."""
     nonfinite: tuple[int, str, str] | None
-    """Step, place and kind of the first value of rank 0 that was not finite."""
+    """Step, value and kind of the first value of rank 0 that was not finite."""
     written_bytes: int
     waited_s: float
     longest_wait_s: float

@@ -79,7 +79,7 @@ static inline void put_little(uint8_t *out, uint64_t value, int num_bytes) {
   for (int i = 0; i < num_bytes; i++) out[i] = (uint8_t)(value >> 8 * i);
 }
 
-/* Bits to a place of few bytes, the first the lowest. */
+/* Bits to a buffer of few bytes, the first the lowest. */
 struct bits {
   uint8_t *out;
   uint64_t held;
@@ -207,14 +207,14 @@ static int64_t describe_by_states(const uint8_t *weights, int num, uint8_t out[1
   to.out = end_bits(&to);
 
   uint8_t spread[64];
-  int place = 0, first[MAX_BITS + 2] = {0}, filled[MAX_BITS + 1];
+  int at = 0, first[MAX_BITS + 2] = {0}, filled[MAX_BITS + 1];
   for (int weight = 0; weight <= MAX_BITS; weight++) {
     first[weight + 1] = first[weight] + shares[weight];
     filled[weight] = first[weight];
-    for (int i = 0; i < shares[weight]; i++, place = (place + size / 2 + size / 8 + 3) & (size - 1))
-      spread[place] = (uint8_t)weight;
+    for (int i = 0; i < shares[weight]; i++, at = (at + size / 2 + size / 8 + 3) & (size - 1))
+      spread[at] = (uint8_t)weight;
   }
-  uint8_t states[64]; /* of each weight the places where it lies, in order */
+  uint8_t states[64]; /* of each weight the positions where it lies, in order */
   for (int i = 0; i < size; i++) states[filled[spread[i]]++] = (uint8_t)i;
   int state[2] = {-1, -1};
   struct bits stream = {to.out, 0, 0};

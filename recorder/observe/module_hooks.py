@@ -1,4 +1,4 @@
-"""Hooks on modules that do no harm: their copies are inert, and they keep their places among the program's hooks.
+"""Hooks on modules that do no harm: their copies are inert, and they keep their positions among the program's hooks.
 
 A model with hooks is copied, pickled and compiled by its user. A copy or a pickle of a `Hook` is inert
 (`contextlib.nullcontext().__exit__`, which takes anything and returns None, needs no `recorder` where it is loaded).

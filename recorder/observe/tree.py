@@ -233,10 +233,10 @@ class Signature:
                 self._rest = parameter.name
         self._first = self._positional[0] if self._positional else f"{self._rest}.0"
 
-    def name_at(self, place: int) -> str:
-        """Return the name of the positional argument at a place."""
+    def name_at(self, index: int) -> str:
+        """Return the name of the positional argument at an index."""
         known = len(self._positional)
-        return self._positional[place] if place < known else f"{self._rest}.{place - known}"
+        return self._positional[index] if index < known else f"{self._rest}.{index - known}"
 
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
         """Return every tensor among the arguments with its name and path."""

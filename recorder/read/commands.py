@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..errors import RecorderError
 from ..format.commands import COMMAND_BYTES, COMMANDS, Command, command_name, parse_command_name, read_command
-from ..storage.locations import Place, store_of
+from ..storage.locations import Location, store_of
 
 
 class SentCommands(NamedTuple):
@@ -16,7 +16,7 @@ class SentCommands(NamedTuple):
     problems: tuple[str, ...] = ()
 
 
-def read_commands(run: Place) -> SentCommands:
+def read_commands(run: Location) -> SentCommands:
     """Read the commands of a run; one that was sent none has no directory for them."""
     store, folder = store_of(run), run / COMMANDS
     sound: list[Command] = []

@@ -20,7 +20,7 @@ from ..errors import LookupFailedError, NotARunError, RecorderError, RunError
 from ..format.manifest import RunManifest, check_version
 from ..format.members import Members
 from ..format.rundir import MERGE_MANIFEST, RUN_MANIFEST
-from ..storage.locations import LOCAL, Place, place_of, store_of
+from ..storage.locations import LOCAL, Location, location_of, store_of
 from ..system.text import counted
 from ..system.units import moment
 from .fleet import is_fleet
@@ -34,7 +34,7 @@ _logger = logging.getLogger("recorder")
 class ListedRun(NamedTuple):
     """A run as its folder and its manifest show it; its rows are not looked at."""
 
-    place: Place
+    location: Location
     name: str
     run_id: str
     """Empty in a merged run, whose id is that of the run which it was merged from."""
@@ -43,32 +43,32 @@ class ListedRun(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """Every name by which the run may be asked for."""
-        return self.name, self.place.name, self.run_id
+        return self.name, self.location.name, self.run_id
 
 
-def find_run(path: str | os.PathLike[str] | Place | None = None) -> tuple[Place, RunManifest]:
+def find_run(path: str | os.PathLike[str] | Location | None = None) -> tuple[Location, RunManifest]:
     """The directory and the manifest of the run that `open_run` would open. It raises the same."""
-    place = _meant(default_folder() if path is None else path)
-    raw = store_of(place).read_json(place / RUN_MANIFEST)
-    check_version(raw, str(place / RUN_MANIFEST))
-    return place, RunManifest.read(raw)
+    location = _meant(default_folder() if path is None else path)
+    raw = store_of(location).read_json(location / RUN_MANIFEST)
+    check_version(raw, str(location / RUN_MANIFEST))
+    return location, RunManifest.read(raw)
 
 
-def typed_for(place: Place, name: str) -> str:
+def typed_for(location: Location, name: str) -> str:
     """Return what a person types here to mean a run, unquoted: its name, FOLDER/NAME, or else its path.
 
     Args:
-        place: the directory of the run.
+        location: the directory of the run.
         name: the name of the run.
     """
-    for typed in (name, place.parent / name):
+    for typed in (name, location.parent / name):
         with suppress(RecorderError, OSError):
-            if _is_same(_meant(typed, warn=lambda *words: None), place):
+            if _is_same(_meant(typed, warn=lambda *words: None), location):
                 return str(typed)
-    return str(place)
+    return str(location)
 
 
-def find_folder(path: str | None, *, may_be_empty: bool = False) -> Place | None:
+def find_folder(path: str | None, *, may_be_empty: bool = False) -> Location | None:
     """The folder of runs that is meant; None where it is something else, such as a run.
 
     Args:
@@ -76,17 +76,17 @@ def find_folder(path: str | None, *, may_be_empty: bool = False) -> Place | None
         may_be_empty: whether a folder is meant, too, that no run is in yet, and that of `default_folder` where it is
             not there yet. Another name that is not there may be that of a run.
     """
-    place, default = place_of(default_folder() if path is None else path), place_of(default_folder())
-    store = store_of(place)
-    if not store.is_directory(place):
-        return place if may_be_empty and _is_same(place, default) and not store.exists(place) else None
-    if has_manifest(place):
+    location, default = location_of(default_folder() if path is None else path), location_of(default_folder())
+    store = store_of(location)
+    if not store.is_directory(location):
+        return location if may_be_empty and _is_same(location, default) and not store.exists(location) else None
+    if has_manifest(location):
         return None
-    if is_fleet(place) or runs_in(place):
-        return place
-    parents: Sequence[Place] = place.absolute().parents
-    is_part = any(has_manifest(parent) for parent in list(parents)[:2]) or command_of_merge(place) is not None
-    return place if may_be_empty and not is_part else None
+    if is_fleet(location) or runs_in(location):
+        return location
+    parents: Sequence[Location] = location.absolute().parents
+    is_part = any(has_manifest(parent) for parent in list(parents)[:2]) or command_of_merge(location) is not None
+    return location if may_be_empty and not is_part else None
 
 
 def default_folder() -> str:
@@ -98,7 +98,7 @@ def default_folder() -> str:
     return load_settings().settings.dir
 
 
-def runs_in(folder: Place, *, without: Collection[str] = ()) -> list[ListedRun]:
+def runs_in(folder: Location, *, without: Collection[str] = ()) -> list[ListedRun]:
     """The runs in a folder, the newest last.
 
     Args:
@@ -111,10 +111,10 @@ def runs_in(folder: Place, *, without: Collection[str] = ()) -> list[ListedRun]:
     store = store_of(folder)
     names = [name for name in store.list_directory(folder, directories=True) if name not in without]
     listed = store.each(lambda name: _look_at(folder / name), names)
-    return sorted((run for run in listed if run is not None), key=lambda run: (run.created_ns, run.place.name))
+    return sorted((run for run in listed if run is not None), key=lambda run: (run.created_ns, run.location.name))
 
 
-def has_manifest(path: Place) -> bool:
+def has_manifest(path: Location) -> bool:
     """Whether a directory says that it is a run, sound or not."""
     return store_of(path).is_file(path / RUN_MANIFEST)
 
@@ -130,73 +130,78 @@ def _say_note(*words: object) -> None:
     _logger.warning(*words, extra={"word": "note"})
 
 
-def _meant(typed: str | os.PathLike[str] | Place, warn: Callable[..., None] = _say_note) -> Place:
-    place = place_of(typed)
-    store = store_of(place)
+def _meant(typed: str | os.PathLike[str] | Location, warn: Callable[..., None] = _say_note) -> Location:
+    location = location_of(typed)
+    store = store_of(location)
     try:
-        if store.is_directory(place):
-            return place if has_manifest(place) else _newest_in(place, warn)
-        if store.exists(place):
-            raise NotARunError(f"{place}: not a directory; name the directory of a run, or a folder of runs")
-        folders = [place.parent] if place.name and store.is_directory(place.parent) else []
+        if store.is_directory(location):
+            return location if has_manifest(location) else _newest_in(location, warn)
+        if store.exists(location):
+            raise NotARunError(f"{location}: not a directory; name the directory of a run, or a folder of runs")
+        folders = [location.parent] if location.name and store.is_directory(location.parent) else []
     except OSError as error:
-        raise NotARunError(f"{place}: cannot be opened ({error.strerror})") from error
-    if str(typed) == place.name:  # no folder was typed
-        folders += [other for other in _default_folders() if not _is_same(other, place.parent)]
-    if match := _LATEST.fullmatch(place.name):
-        if str(typed) == place.name and not any(map(runs_in, folders[-1:])):
+        raise NotARunError(f"{location}: cannot be opened ({error.strerror})") from error
+    if str(typed) == location.name:  # no folder was typed
+        folders += [other for other in _default_folders() if not _is_same(other, location.parent)]
+    if match := _LATEST.fullmatch(location.name):
+        if str(typed) == location.name and not any(map(runs_in, folders[-1:])):
             raise NotARunError(f"no run in {default_folder()} yet; start the training with RECORDER=1 in front")
-        return _counted_back(place, folders[-1:], int(match[1] or 1))
+        return _counted_back(location, folders[-1:], int(match[1] or 1))
     runs = [run for folder in folders for run in runs_in(folder)]
-    matches = [run for run in runs if place.name == run.place.name] or [run for run in runs if place.name in run.names]
-    matches = matches or [run for run in runs if any(name.startswith(place.name) for name in run.names)]
+    matches = [run for run in runs if location.name == run.location.name]
+    matches = matches or [run for run in runs if location.name in run.names]
+    matches = matches or [run for run in runs if any(name.startswith(location.name) for name in run.names)]
     if matches and all(
         run.name == matches[0].name for run in matches
     ):  # their directories tell them apart, if anything
-        newest = max(matches, key=lambda run: (run.created_ns, run.place.name))
+        newest = max(matches, key=lambda run: (run.created_ns, run.location.name))
         if len(matches) > 1:
             warn(
-                "recorder: %s: took %s, the newest of %d runs called %s", place, newest.place, len(matches), newest.name
+                "recorder: %s: took %s, the newest of %d runs called %s",
+                location,
+                newest.location,
+                len(matches),
+                newest.name,
             )
-        return newest.place
+        return newest.location
     if matches:
         listed = "; ".join(_described(matches))
         raise LookupFailedError(
-            f"{place}: {len(matches)} runs begin so: {listed}; type more of the name or the directory"
+            f"{location}: {len(matches)} runs begin so: {listed}; type more of the name or the directory"
         )
     where = " or ".join(map(str, dict.fromkeys(folders)))
-    if re.fullmatch(r"@[+-]?\d*", place.name):
-        raise NotARunError(f"{place}: no such run; @-1 is the newest, @-2 the one before")
-    raise NotARunError(f"{place}: no such directory{_nearest(place, runs, where)}")
+    if re.fullmatch(r"@[+-]?\d*", location.name):
+        raise NotARunError(f"{location}: no such run; @-1 is the newest, @-2 the one before")
+    raise NotARunError(f"{location}: no such directory{_nearest(location, runs, where)}")
 
 
-def _newest_in(folder: Place, warn: Callable[..., None]) -> Place:
+def _newest_in(folder: Location, warn: Callable[..., None]) -> Location:
     runs = runs_in(folder)
     if not runs:
         _raise_no_run(folder)
     if len(runs) > 1:
         warn("recorder: %s: took %s, the newest of %d runs", folder, runs[-1].name, len(runs))
-    return runs[-1].place
+    return runs[-1].location
 
 
-def _counted_back(place: Place, folders: Sequence[Place], number: int) -> Place:
+def _counted_back(location: Location, folders: Sequence[Location], number: int) -> Location:
     """Return the run of a folder that is so many back from the newest."""
     if not folders:
-        raise NotARunError(f"{place}: no such directory; name a folder of runs before the @")
+        raise NotARunError(f"{location}: no such directory; name a folder of runs before the @")
     runs = runs_in(folders[0])
     if not runs:
         _raise_no_run(folders[0])
     if number > len(runs):
-        raise NotARunError(f"{place}: {folders[0]} holds {counted(len(runs), 'run')}, the oldest is @-{len(runs)}")
-    return runs[-number].place
+        raise NotARunError(f"{location}: {folders[0]} holds {counted(len(runs), 'run')}, the oldest is @-{len(runs)}")
+    return runs[-number].location
 
 
-def _default_folders() -> list[Place]:
-    folder = place_of(default_folder())
+def _default_folders() -> list[Location]:
+    folder = location_of(default_folder())
     return [folder] if store_of(folder).is_directory(folder) else []
 
 
-def _is_same(folder: Place, other: Place) -> bool:
+def _is_same(folder: Location, other: Location) -> bool:
     return os.path.realpath(str(folder)) == os.path.realpath(str(other))
 
 
@@ -204,29 +209,29 @@ def _described(runs: Sequence[ListedRun]) -> Iterator[str]:
     """Describe runs so that a person tells them apart: name, directory where the name is not enough, time, steps."""
     names = [run.name for run in runs]
     for run in runs[-_MAX_LISTED:]:
-        details = [] if names.count(run.name) == 1 else [run.place.name]
-        details += filter(None, [moment(run.created_ns), _last_step(run.place)])
+        details = [] if names.count(run.name) == 1 else [run.location.name]
+        details += filter(None, [moment(run.created_ns), _last_step(run.location)])
         yield f"{run.name} ({', '.join(details)})" if details else run.name
     if len(runs) > _MAX_LISTED:
         yield f"and {len(runs) - _MAX_LISTED} older"
 
 
-def _last_step(place: Place) -> str:
+def _last_step(location: Location) -> str:
     with suppress(RunError):
-        steps = [writer.last_step for writer in find_writers(place) if writer.last_step is not None]
+        steps = [writer.last_step for writer in find_writers(location) if writer.last_step is not None]
         return f"up to step {max(steps)}" if steps else "no steps"
     return ""
 
 
-def _nearest(place: Place, runs: Sequence[ListedRun], where: str) -> str:
-    near = difflib.get_close_matches(place.name, [run.name for run in runs], n=3)
+def _nearest(location: Location, runs: Sequence[ListedRun], where: str) -> str:
+    near = difflib.get_close_matches(location.name, [run.name for run in runs], n=3)
     if near:
         return f", and no run of this name in {where}; nearest {'is' if len(near) == 1 else 'are'} {', '.join(near)}"
     return f", and no run of this name in {where}" if where else ""
 
 
-def _raise_no_run(folder: Place) -> NoReturn:
-    parents: Sequence[Place] = folder.absolute().parents
+def _raise_no_run(folder: Location) -> NoReturn:
+    parents: Sequence[Location] = folder.absolute().parents
     for parent in list(parents)[:2]:  # a rank's or a writer's directory was given
         if has_manifest(parent):
             raise NotARunError(f"{folder}: is a part of a run; open the run: recorder ls {parent}")
@@ -237,7 +242,7 @@ def _raise_no_run(folder: Place) -> NoReturn:
     raise NotARunError(f"{folder}: no run here ({RUN_MANIFEST} is missing); {why}")
 
 
-def command_of_merge(folder: Place) -> str | None:
+def command_of_merge(folder: Location) -> str | None:
     """The command that goes on with the merge which has begun in a directory; None where none has."""
     store = store_of(folder)
     if not store.is_file(folder / MERGE_MANIFEST):
@@ -254,16 +259,16 @@ def command_of_merge(folder: Place) -> str | None:
     return shlex.join(words)
 
 
-def _look_at(place: Place) -> ListedRun | None:
+def _look_at(location: Location) -> ListedRun | None:
     """A directory as a run; None where it is none, nameless and old where its manifest is damaged."""
-    if not has_manifest(place):
+    if not has_manifest(location):
         return None
     manifest = RunManifest()
     with suppress(RunError):
-        manifest = RunManifest.read(store_of(place).read_json(place / RUN_MANIFEST))
+        manifest = RunManifest.read(store_of(location).read_json(location / RUN_MANIFEST))
     return ListedRun(
-        place=place,
-        name=manifest.name or place.name,
+        location=location,
+        name=manifest.name or location.name,
         run_id=manifest.run_id or "" if manifest.merged_from is None else "",
         created_ns=manifest.created_ns or 0,
     )

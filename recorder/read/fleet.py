@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import RunError
-from ..storage.locations import Place, store_of
+from ..storage.locations import Location, store_of
 from ..storage.objects import ObjectPath
 
 FLEET = "_fleet"
@@ -23,14 +23,14 @@ _QUIET_S = 300.0
 """A node that has said nothing for so long does not know any more whether a run records."""
 
 
-def is_fleet(folder: Place) -> bool:
+def is_fleet(folder: Location) -> bool:
     """Whether a folder of an object store has an index; one listing, which is kept."""
     if not isinstance(folder, ObjectPath):
         return False
     return FLEET in store_of(folder).list_directory(folder, directories=True)
 
 
-def fleet_runs(folder: Place) -> dict[str, dict[str, Any]]:
+def fleet_runs(folder: Location) -> dict[str, dict[str, Any]]:
     """Return the summaries of the runs below a folder of an object store, by their paths in it; none without an index.
 
     Nodes that have parts of one run are added up.
@@ -39,13 +39,13 @@ def fleet_runs(folder: Place) -> dict[str, dict[str, Any]]:
         return {}
     store = store_of(folder)
     there = set(store.list_directory(folder, directories=True))
-    place = folder / FLEET
-    names = [name for name in store.list_directory(place, directories=False) if name.endswith(".json")]
+    location = folder / FLEET
+    names = [name for name in store.list_directory(location, directories=False) if name.endswith(".json")]
     summaries: dict[str, dict[str, Any]] = {}
 
     def read(name: str) -> dict[str, Any]:
         with contextlib.suppress(RunError):
-            return store.read_json(place / name, _MAX_BYTES)
+            return store.read_json(location / name, _MAX_BYTES)
         return {}
 
     for document in store.each(read, names):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..errors import NotARunError, RunError
 from ..format.manifest import RunManifest
 from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, open_name, shard_name
-from ..storage.locations import Place, store_of
+from ..storage.locations import Location, store_of
 from ..storage.protocol import Seen
 from .shards.rows import ShardRows, Steps, load_open, load_sealed
 from .status import ENDED, RankNow, RunWatch
@@ -60,7 +60,7 @@ class _Lane:
 class _Followed:
     """One writer's directory."""
 
-    def __init__(self, directory: Place, rank: int | None) -> None:
+    def __init__(self, directory: Location, rank: int | None) -> None:
         self.directory, self.rank = directory, rank
         self.writer = RecordedWriter(directory, rank, [])
         self.manifest_seen: Seen | None = None
@@ -76,19 +76,19 @@ class _Followed:
 class GrowingRun:
     """A run as it was looked at last. `look` lists it; `advance` finds more batches; `writers` gives the rows."""
 
-    def __init__(self, place: Place, manifest: RunManifest) -> None:
+    def __init__(self, location: Location, manifest: RunManifest) -> None:
         """Nothing is looked at yet.
 
         Args:
-            place: where the run is.
+            location: where the run is.
             manifest: of the run.
         """
-        self.place, self.manifest = place, manifest
+        self.location, self.manifest = location, manifest
         self.ranks: list[RankNow] = []
         """What each rank shows of itself."""
-        self._store = store_of(place)
-        self._watch = RunWatch(place)
-        self._followed: dict[Place, _Followed] = {}
+        self._store = store_of(location)
+        self._watch = RunWatch(location)
+        self._followed: dict[Location, _Followed] = {}
         self.num_rows = 0
         """Rows that were found so far."""
         self.has_again = False
@@ -108,8 +108,8 @@ class GrowingRun:
         at_work = {rank.rank for rank in self.ranks if rank.state not in (*ENDED, "silent")}
         newest_of: dict[int | None, str] = {rank.rank: rank.status.writer for rank in self.ranks}
         has_more = False
-        for name, rank in writer_folders(self.place):
-            parent = self.place / name
+        for name, rank in writer_folders(self.location):
+            parent = self.location / name
             newest = newest_of.get(rank)
             for one in self._list(parent):
                 followed = self._followed.get(parent / one)
@@ -125,11 +125,11 @@ class GrowingRun:
         return [(rank.rank, rank.state, rank.status.step, rank.status.num_dropped) for rank in self.ranks]
 
     def _check_identity(self) -> None:
-        now = RunManifest.read(self._store.read_json(self.place / RUN_MANIFEST))
+        now = RunManifest.read(self._store.read_json(self.location / RUN_MANIFEST))
         if (now.run_id, now.created_ns) != (self.manifest.run_id, self.manifest.created_ns):
-            raise NotARunError(f"{self.place}: another run lies there by now")
+            raise NotARunError(f"{self.location}: another run lies there by now")
 
-    def _list(self, folder: Place) -> list[str]:
+    def _list(self, folder: Location) -> list[str]:
         try:
             return list_writers(folder)
         except RunError:
@@ -172,12 +172,10 @@ class GrowingRun:
         """Find more batches, of about so many rows, of the ranks that are furthest behind; False where all is read."""
         stop = self.num_rows + max_rows
         while self.num_rows < stop:
-            behind = min(
-                ((lane.reached, place, lane) for place, lane in self._unread()), key=lambda one: one[0], default=None
-            )
+            behind = min(self._unread(), key=lambda unread: unread[1].reached, default=None)
             if behind is None:
                 return False
-            _, followed, lane = behind
+            followed, lane = behind
             try:
                 lane.is_read = not self._take(followed, lane)
             except (FileNotFoundError, NotARunError):  # retired, or sealed between two looks: the next look knows

@@ -16,7 +16,7 @@ from ..errors import LookupFailedError
 from ..format.roots import Stage
 from ..rules import hint
 from ..system.text import listed
-from .metadata import NONE, PLACE_COLUMNS, Keys, MetadataRows, Positions, is_text
+from .metadata import NONE, POSITION_COLUMNS, Keys, MetadataRows, Positions, is_text
 from .stages import stages_of_rows
 from .writers import RecordedWriter
 
@@ -71,7 +71,7 @@ def find_tensor(
     Raises:
         LookupFailedError: no tensor, or more than one; the message lists the choices.
     """
-    rows.load([*QUALIFIERS, "module_path", "encoding", "part", *PLACE_COLUMNS])
+    rows.load([*QUALIFIERS, "module_path", "encoding", "part", *POSITION_COLUMNS])
     of_module = np.flatnonzero(rows.module_paths().codes == module_code(rows, module_path))
     positions, what = _answering(rows, writers, of_module, question, f"{module_path!r}", stages)
     if counts is None:  # also of one attempt: a job that is launched again begins with attempt 0 again

@@ -24,7 +24,7 @@ NONE = -1
 
 _FEW_CHUNKS = 64
 TIME_ORDER = ("attempt", "step", "rank", "seq")
-PLACE_COLUMNS = ("seq", "batch", "row")
+POSITION_COLUMNS = ("seq", "batch", "row")
 """What leads from a row to its payload."""
 
 

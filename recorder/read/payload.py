@@ -31,7 +31,7 @@ _Key = tuple[int, int]
 
 
 class Payloads:
-    """Payloads by position in `MetadataRows`, whose `PLACE_COLUMNS` must be loaded."""
+    """Payloads by position in `MetadataRows`, whose `POSITION_COLUMNS` must be loaded."""
 
     def __init__(self, rows: MetadataRows, num_writers: int = 1) -> None:
         self._rows = rows
@@ -114,14 +114,14 @@ class Payloads:
         keys = np.stack([shards, batches])[:, in_file_order]
         ends_group = np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(axis=0)) + 1
         pieces: list[Any] = []
-        for places in np.split(in_file_order, ends_group) if len(positions) else ():
-            shard, _ = self._rows.shard_of(int(positions[places[0]]))
-            batch = int(batches[places[0]])
+        for of_batch in np.split(in_file_order, ends_group) if len(positions) else ():
+            shard, _ = self._rows.shard_of(int(positions[of_batch[0]]))
+            batch = int(batches[of_batch[0]])
             checked = shard.read(batch, ("seq", "data"))
-            wanted = rows[places]
+            wanted = rows[of_batch]
             if wanted.min() >= 0 and wanted.max() < checked.num_rows:
                 checked = checked.take(wanted)
-            if not np.array_equal(checked.column("seq").to_numpy(), seqs[places]):
+            if not np.array_equal(checked.column("seq").to_numpy(), seqs[of_batch]):
                 raise CorruptError(f"{shard.path}: its index names other rows than batch {batch} holds")
             pieces.append(checked.column("data"))
         return [*pieces, np.argsort(in_file_order)]
@@ -137,9 +137,9 @@ class Payloads:
             source = self._fields(shard, start + int(matches[0]))
         else:  # not among the loaded rows, where these are a part of the shard
             own = int(self._rows.numbers("batch")[position]), int(self._rows.numbers("row")[position])
-            place = shard.place_of(target)
-            is_before = place is not None and place < own
-            source = self._fields_at(shard, position, *place, target) if place and is_before else {}
+            found_at = shard.position_of(target)
+            is_before = found_at is not None and found_at < own
+            source = self._fields_at(shard, position, *found_at, target) if found_at and is_before else {}
         if any(source.get(name) != fields[name] for name in ("dtype", "payload_bytes")):
             raise CorruptError(
                 f"{shard.path}: row seq={fields['seq']} refers to row seq={target}, which does not hold its content"
@@ -152,7 +152,7 @@ class Payloads:
         return self._fields_at(shard, position, batch, row, seq)
 
     def _fields_at(self, shard: ShardRows, position: int, batch: int, row: int, seq: int) -> dict[str, Any]:
-        """Fields of the row at a place in a shard; `position` is that of any row of the shard."""
+        """Fields of the row at a position in a shard; `position` is that of any row of the shard."""
         rows = self._batch(shard, position, batch)
         if not 0 <= row < rows.num_rows or rows.column("seq")[row].as_py() != seq:
             raise CorruptError(f"{shard.path}: batch {batch} row {row} is not the row that its index names")

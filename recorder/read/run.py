@@ -25,11 +25,11 @@ from ..format.proof import PROOF, PROOF_BYTES, UNKNOWN, Proof
 from ..format.roots import Jitter, Module
 from ..format.rundir import RUN_MANIFEST
 from ..format.schema import METADATA_COLUMNS, SCHEMA
-from ..storage.locations import OpenPlace, Place, store_of
+from ..storage.locations import Location, OpenLocation, store_of
 from .commands import SentCommands, read_commands
 from .dumps import RunDump, dumps_of
 from .long_form import LONG_KEY, choose_statistics, to_long
-from .metadata import NONE, PLACE_COLUMNS, TIME_ORDER, MetadataRows, Positions
+from .metadata import NONE, POSITION_COLUMNS, TIME_ORDER, MetadataRows, Positions
 from .modules import list_paths, read_modules
 from .payload import Payloads
 from .shards.decode import parse_shape
@@ -47,7 +47,7 @@ class RecordedRun:
     `globalview.run.Run` is the public class: it adds the questions about whole tensors.
     """
 
-    def __init__(self, path: Place, manifest: RunManifest, writers: Sequence[RecordedWriter] | None = None) -> None:
+    def __init__(self, path: Location, manifest: RunManifest, writers: Sequence[RecordedWriter] | None = None) -> None:
         """Look at the run.
 
         Args:
@@ -55,7 +55,7 @@ class RecordedRun:
             manifest: of the run.
             writers: some of its rows, as somebody found them who follows the run; by default all that there are.
         """
-        self.path: OpenPlace = path
+        self.path: OpenLocation = path
         """A `pathlib.Path`; of a run in an object store an `ObjectPath`."""
         self.manifest = manifest
         """What `_run.json` says."""
@@ -199,7 +199,7 @@ class RecordedRun:
                 near = difflib.get_close_matches(name, SCHEMA.names, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; columns are {', '.join(SCHEMA.names)}"
                 raise LookupFailedError(f"no column {name!r}{hint}")
-        # Only columns whose name occurs in the filter are read; one addressed by its place needs them all.
+        # Only columns whose name occurs in the filter are read; for one that names a column by its index, all are.
         text = "" if filter is None else _text_of(filter)
         filtered = [name for name in METADATA_COLUMNS if name in text or "FieldPath" in text]
         metadata = [name for name in names if name != "data"]
@@ -207,7 +207,7 @@ class RecordedRun:
         if steps is not None:
             rows = MetadataRows(self.writers, steps)
             payloads = Payloads(rows, len(self.writers))
-        rows.load([*metadata, *filtered, *TIME_ORDER, *(PLACE_COLUMNS if "data" in names else ())])
+        rows.load([*metadata, *filtered, *TIME_ORDER, *(POSITION_COLUMNS if "data" in names else ())])
         positions = rows.in_order()
         if steps is not None:
             numbers = rows.numbers("step")[positions]

@@ -108,7 +108,7 @@ class Times(NamedTuple):
         if (self.stage == NONE).all():
             return np.lexsort([self.rank, self.seq, self.step])
         kind = np.where(self.is_forward, 0, np.where(self.is_backward, 1, 2))
-        place = np.where(self.stage == NONE, 0, np.where(self.is_backward, -self.stage, self.stage))
+        stage_order = np.where(self.stage == NONE, 0, np.where(self.is_backward, -self.stage, self.stage))
         micro_step = np.where(self.stage == NONE, 0, self.micro_step)
         begins = self.seq.copy()  # when the first stage that took part began with it
         staged = np.flatnonzero(self.stage != NONE)
@@ -117,7 +117,7 @@ class Times(NamedTuple):
         by_stage = np.lexsort([self.seq[staged], self.stage[staged], groups])
         is_first = np.r_[True, np.diff(groups[by_stage]) > 0]
         begins[staged] = self.seq[staged][by_stage][is_first][groups]
-        return np.lexsort([self.rank, self.seq, place, micro_step, kind, self.mode, begins, self.step])
+        return np.lexsort([self.rank, self.seq, stage_order, micro_step, kind, self.mode, begins, self.step])
 
 
 def in_order(rows: MetadataRows, at: Positions, stage: Ints) -> Ints:

@@ -17,7 +17,7 @@ from ..format.manifest import Balance, Lifetime
 from ..format.members import Members
 from ..format.rundir import WRITER_MANIFEST, parse_shard_name
 from ..format.status import STATUS, STATUS_BYTES
-from ..storage.locations import Place, store_of
+from ..storage.locations import Location, store_of
 from .writers import list_writers, writer_folders
 
 _MAX_REASONS = 64
@@ -100,7 +100,7 @@ class RankNow:
 class _Seen:
     """One writer directory, as it was looked at last."""
 
-    directory: Place
+    directory: Location
     status: Status
     is_shown: bool = False
     """Whether there is a status, and not a manifest alone."""
@@ -111,11 +111,11 @@ class _Seen:
 class RunWatch:
     """A run that is looked at again and again. Ranks may begin, begin again and end meanwhile."""
 
-    def __init__(self, run: Place, *, now_ns: Callable[[], int] = time.time_ns) -> None:
+    def __init__(self, run: Location, *, now_ns: Callable[[], int] = time.time_ns) -> None:
         self.run = run
         self._store = store_of(run)
         self._now_ns = now_ns
-        self._seen: dict[Place, _Seen] = {}
+        self._seen: dict[Location, _Seen] = {}
 
     def look(self) -> list[RankNow]:
         """Every rank as it is now, in order.
@@ -124,7 +124,7 @@ class RunWatch:
             NotARunError: the run's directory cannot be listed any more.
         """
         self._store.refresh()
-        of_rank: dict[int, list[Place]] = {}
+        of_rank: dict[int, list[Location]] = {}
         for name, rank in writer_folders(self.run):
             if rank is not None:
                 parent = self.run / name
@@ -152,7 +152,7 @@ class RunWatch:
             num_alive=sum(state not in ENDED for state in states),
         )
 
-    def _refresh(self, directory: Place) -> _Seen:
+    def _refresh(self, directory: Location) -> _Seen:
         """Read what has changed since the last look; a torn or senseless file leaves what was known."""
         seen = self._seen.get(directory)
         if seen is None:
@@ -234,7 +234,7 @@ def _parse(writer: str, raw: dict[str, Any]) -> Status:
     )
 
 
-def _parse_manifest(directory: Place, raw: dict[str, Any]) -> Status:
+def _parse_manifest(directory: Location, raw: dict[str, Any]) -> Status:
     """What is known of a writer that shows no status (the setting, or an older version)."""
     balance = Balance.read(Members(raw).inner("ledger"))
     return Status(
@@ -256,7 +256,7 @@ def _identity(writer: str, raw: dict[str, Any]) -> dict[str, Any]:
     return identity | {"writer": writer, "state": state}
 
 
-def _shard_bytes(directory: Place) -> int:
+def _shard_bytes(directory: Location) -> int:
     store, total = store_of(directory), 0
     try:
         for name in store.list_directory(directory, directories=False):

@@ -23,7 +23,7 @@ from ..format.members import Members, Shared
 from ..format.rundir import WRITER_MANIFEST, parse_rank_dir, parse_shard_name, shard_name
 from ..format.schema import SCHEMA
 from ..format.status import STATUS, STATUS_BYTES
-from ..storage.locations import OpenPlace, Place, store_of
+from ..storage.locations import Location, OpenLocation, store_of
 from .shards.rows import ShardRows, each_of, load_open, load_sealed
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class RecordedWriter:
     """One process lifetime: what it says of itself and what it left."""
 
     def __init__(
-        self, directory: Place, rank: int | None, shards: list[ShardRows], shared: Shared | None = None
+        self, directory: Location, rank: int | None, shards: list[ShardRows], shared: Shared | None = None
     ) -> None:
         """Read the manifest.
 
@@ -50,7 +50,7 @@ class RecordedWriter:
             shards: its shards.
             shared: holds what manifests of one run say alike.
         """
-        self.directory: OpenPlace = directory
+        self.directory: OpenLocation = directory
         self.name = directory.name
         self.rank = rank
         """None in a merged run."""
@@ -214,7 +214,7 @@ class RecordedWriter:
         return time.time() - changed_s < _QUIET_S
 
 
-def find_writers(run: Place) -> list[RecordedWriter]:
+def find_writers(run: Location) -> list[RecordedWriter]:
     """Every writer of a run, by rank and then by start.
 
     Raises:
@@ -231,7 +231,7 @@ def find_writers(run: Place) -> list[RecordedWriter]:
     return sorted(writers, key=lambda w: (-1 if w.rank is None else w.rank, w.attempt, w.started_ns, w.name))
 
 
-def writer_folders(run: Place) -> list[tuple[str, int | None]]:
+def writer_folders(run: Location) -> list[tuple[str, int | None]]:
     """The directories in a run that hold writers, and whose they are; None for global rows.
 
     Raises:
@@ -245,7 +245,7 @@ def writer_folders(run: Place) -> list[tuple[str, int | None]]:
     return [(name, parse_rank_dir(name)) for name in names if is_one(name)]
 
 
-def list_writers(folder: Place) -> list[str]:
+def list_writers(folder: Location) -> list[str]:
     """The writers in the directory of a rank, whose names may be any. NotARunError: as for `writer_folders`."""
     return store_of(folder).list_directory(folder, directories=True, is_part=lambda name: True)
 
@@ -291,7 +291,7 @@ def load_balances(writers: Iterable[RecordedWriter]) -> None:
         pass  # kept by the shard
 
 
-def _load_writer(directory: Place, rank: int | None, shared: Shared) -> RecordedWriter:
+def _load_writer(directory: Location, rank: int | None, shared: Shared) -> RecordedWriter:
     store = store_of(directory)
     for is_last_try in [False] * (_NUM_TRIES - 1) + [True]:
         try:
@@ -309,11 +309,11 @@ def _load_writer(directory: Place, rank: int | None, shared: Shared) -> Recorded
     return writer
 
 
-def _load_shard(directory: Place, kind: str, number: int, is_open: bool) -> ShardRows:
+def _load_shard(directory: Location, kind: str, number: int, is_open: bool) -> ShardRows:
     return (load_open if is_open else load_sealed)(directory / shard_name(kind, number))
 
 
-def list_shards(directory: Place) -> list[tuple[str, int, bool]]:
+def list_shards(directory: Location) -> list[tuple[str, int, bool]]:
     """Kind, number and whether it is open, once a shard, in the order of their numbers."""
     is_open_by_key: dict[tuple[int, str], bool] = {}
     store = store_of(directory)
@@ -326,21 +326,21 @@ def list_shards(directory: Place) -> list[tuple[str, int, bool]]:
     return [(kind, number, is_open) for (number, kind), is_open in sorted(is_open_by_key.items())]
 
 
-def _changed_s(path: Place) -> float:
+def _changed_s(path: Location) -> float:
     try:
         return store_of(path).look_at(path).changed_ns / 1e9
     except OSError:
         return 0.0
 
 
-def _size_bytes(path: Place) -> int:
+def _size_bytes(path: Location) -> int:
     try:
         return store_of(path).look_at(path).size_bytes
     except OSError:
         return 0
 
 
-def as_problem(path: Place, problems: Sequence[str]) -> str | None:
+def as_problem(path: Location, problems: Sequence[str]) -> str | None:
     """What is wrong with the members of a manifest, as one sentence; None where nothing is."""
     if not problems:
         return None

@@ -39,14 +39,14 @@ class Block:
         Inside: the length of a JSON document as a little-endian uint32, the document, zeros up to a multiple of 8, and
         the arrays one after the other, each from such a multiple on, where the document says.
         """
-        placed, pieces, at = [], [], 0
+        entries, pieces, at = [], [], 0
         for name, array in self.arrays.items():
             assert array.dtype.name in _TYPES, f"{self.name}: {name} is {array.dtype}, which browsers do not have"
             little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-            placed.append({"name": name, "type": array.dtype.name, "shape": list(array.shape), "offset": at})
+            entries.append({"name": name, "type": array.dtype.name, "shape": list(array.shape), "offset": at})
             pieces.append(little.tobytes() + bytes(-little.nbytes % _ALIGN_BYTES))
             at += len(pieces[-1])
-        head = {"version": VERSION, "name": self.name, "data": _finite(self.data), "arrays": placed}
+        head = {"version": VERSION, "name": self.name, "data": _finite(self.data), "arrays": entries}
         text = json.dumps(head, separators=(",", ":"), allow_nan=False).encode()
         start = len(text).to_bytes(4, "little") + text
         packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)

@@ -166,7 +166,7 @@ def _shrunk(pictures: npt.NDArray[np.float32], side: int) -> npt.NDArray[np.floa
             starts = np.arange(side) * size // side
             counts = np.diff(np.r_[starts, size]).astype(np.float32)
             summed = np.add.reduceat(pictures, starts, axis=axis)
-            pictures = summed / counts.reshape([-1 if place == axis else 1 for place in range(4)])
+            pictures = summed / counts.reshape([-1 if index == axis else 1 for index in range(4)])
     return pictures
 
 

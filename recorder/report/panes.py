@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import RunError
-from ..storage.locations import Place, store_of
+from ..storage.locations import Location, store_of
 from .blocks import Block
 
 VIEW = "_view.json"
@@ -23,7 +23,7 @@ _STATES = ("site", "mode", "name", "stat", "lane", "axes", "log", "each", "from"
 _LISTS = ("pins", "open", "shut")
 
 
-def read_panes(run: Place) -> list[dict[str, Any]]:
+def read_panes(run: Location) -> list[dict[str, Any]]:
     """The panes of a run; none where there are none, or nobody can read them."""
     store = store_of(run)
     with suppress(RunError, OSError):

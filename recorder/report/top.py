@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..analyze.first.first import First
-from ..analyze.first.timeline import Place
+from ..analyze.first.timeline import RecordedValue
 from ..globalview.notebook import span
 from ..globalview.run import Run
 from ..read.dumps import RunDump
@@ -96,7 +96,7 @@ def gaps_block(checks: Sequence[Told], modules: Mapping[str, int]) -> Block:
         details = check.facts
         if not {"reason", "sites", "modules", "steps", "ranks"} <= details.keys() or len(gaps) >= _MAX_GAPS:
             continue
-        places = sorted(modules[path] for path in details["modules"] if path in modules)
+        module_numbers = sorted(modules[path] for path in details["modules"] if path in modules)
         ranks = sorted(rank for rank in details["ranks"] if rank is not None)
         why = check.text.split(": ", 3)
         gaps.append(
@@ -104,7 +104,7 @@ def gaps_block(checks: Sequence[Told], modules: Mapping[str, int]) -> Block:
                 "text": why[2] if len(why) > 3 else check.text,
                 "state": check.state,
                 "sites": list(details["sites"]),
-                "modules": _ranges(places),
+                "modules": _ranges(module_numbers),
                 "steps": _ranges(sorted(details["steps"])),
                 "ranks": _ranges(ranks),
             }
@@ -160,20 +160,20 @@ def facts_of(run: Run, *, steps: str, states: Sequence[str], rows: str) -> Itera
 def of_first(search: First) -> Iterator[Finding]:
     """What `recorder first` says."""
     if (bad := search.nonfinite) is not None:
-        place = bad.place
+        value = bad.value
         what = " and ".join(f"{n} {word}" for n, word in ((bad.nan_count, "NaN"), (bad.inf_count, "infinite")) if n)
-        where = f"step {place.step}, {_named(place)}" + ("" if place.rank is None else f", rank {place.rank}")
+        where = f"step {value.step}, {_named(value)}" + ("" if value.rank is None else f", rank {value.rank}")
         rest = f"{counted(search.num_nonfinite, 'value')} of {counted(search.num_nonfinite_modules, 'module')}"
-        yield Finding(f"First NaN or infinity: {where} ({what} of {counted(bad.numel, 'element')})", _link(place))
+        yield Finding(f"First NaN or infinity: {where} ({what} of {counted(bad.numel, 'element')})", _link(value))
         if search.num_nonfinite > 1:
-            yield Finding(f"From there on {rest} are not finite", {"view": "map", "site": place.site})
+            yield Finding(f"From there on {rest} are not finite", {"view": "map", "site": value.site})
     if (differing := search.replica) is not None:
         groups = " | ".join(span(sorted(ranks)) for ranks in differing.groups[:_MAX_LISTED])
-        where = f"step {differing.place.step}, {_named(differing.place)}, ranks {groups}"
-        yield Finding(f"First replica that differs: {where}", _link(differing.place))
+        where = f"step {differing.value.step}, {_named(differing.value)}, ranks {groups}"
+        yield Finding(f"First replica that differs: {where}", _link(differing.value))
     for one in search.buffers[:_MAX_LISTED]:
         if one.is_stale:
-            yield Finding(f"Ranks hold different buffers: step {one.place.step}, {_named(one.place)}", _link(one.place))
+            yield Finding(f"Ranks hold different buffers: step {one.value.step}, {_named(one.value)}", _link(one.value))
     if not search.is_found:
         yield Finding("No NaN, and no infinity that was not there from the first record on", {}, "right")
         if told := search.replicas_agree:
@@ -243,13 +243,13 @@ def _of_key(key: SeriesKey) -> str:
     return " ".join(filter(None, (repr(key.module_path), key.site, key.name)))
 
 
-def _named(place: Place) -> str:
-    return " ".join(filter(None, (repr(place.module_path), place.site, place.name)))
+def _named(value: RecordedValue) -> str:
+    return " ".join(filter(None, (repr(value.module_path), value.site, value.name)))
 
 
-def _link(place: Place) -> dict[str, Any]:
-    link = {"view": "lines", "module": place.module_path, "site": place.site, "name": place.name, "step": place.step}
-    return link if place.rank is None else {**link, "rank": place.rank}
+def _link(value: RecordedValue) -> dict[str, Any]:
+    link = {"view": "lines", "module": value.module_path, "site": value.site, "name": value.name, "step": value.step}
+    return link if value.rank is None else {**link, "rank": value.rank}
 
 
 def _link_of(key: SeriesKey, step: int, statistic: str) -> dict[str, Any]:

@@ -97,9 +97,11 @@ class _Probe:
     def _digests(self, optimizer: Any) -> dict[str, str]:
         """Return a digest of each value, by its kind and its name with a space between."""
         seen: dict[str, str] = {}
-        places = [(g, i, p) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])]
-        if any(id(parameter) not in self._names for _, _, parameter in places):
-            self._find_models(places)
+        parameters = [
+            (g, i, p) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])
+        ]
+        if any(id(parameter) not in self._names for _, _, parameter in parameters):
+            self._find_models(parameters)
         for number, reference in enumerate(self._models):
             if (model := reference()) is None:
                 continue
@@ -107,7 +109,7 @@ class _Probe:
                 seen[f"buffer {_prefix(number)}{_canonical(model, name)}"] = _digest(buffer)
             for name, parameter in model.named_parameters():
                 _see_parameter(seen, f"{_prefix(number)}{_canonical(model, name)}", parameter)
-        for group, index, parameter in places:
+        for group, index, parameter in parameters:
             name = self._names.get(id(parameter)) or f"(parameter {index} of group {group})"
             _see_parameter(seen, name, parameter)
             _see(seen, f"optim {name}", optimizer.state.get(parameter, {}))
@@ -123,7 +125,7 @@ class _Probe:
             seen["rng cuda"] = _digest(torch.cuda.get_rng_state())
         return seen
 
-    def _find_models(self, places: list[tuple[int, int, Any]]) -> None:
+    def _find_models(self, parameters: list[tuple[int, int, Any]]) -> None:
         """Find the outermost modules that hold the optimizer's parameters, and name those parameters."""
         # Not isinstance: that asks a proxy for its class, which may load what it stands for.
         instances = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
@@ -131,16 +133,16 @@ class _Probe:
         inner = {id(child) for module in modules for child in module._modules.values()}
         outer = [module for module in modules if id(module) not in inner]
         held = [{id(parameter): name for name, parameter in module.named_parameters()} for module in outer]
-        for _, _, parameter in places:
+        for _, _, parameter in parameters:
             if id(parameter) in self._names:
                 continue
             candidates = [number for number, names in enumerate(held) if id(parameter) in names]
             if candidates:
                 best = max(candidates, key=lambda number: len(held[number]))
-                model, place = outer[best], len(self._models)
+                model, model_number = outer[best], len(self._models)
                 self._models.append(weakref.ref(model))
                 for identity, name in held[best].items():
-                    self._names.setdefault(identity, _prefix(place) + _canonical(model, name))
+                    self._names.setdefault(identity, _prefix(model_number) + _canonical(model, name))
             else:
                 self._names[id(parameter)] = ""
 

@@ -1,4 +1,4 @@
-"""Places where a run may lie, directories and object stores, and the `Store` that leads to each.
+"""Locations of runs in directories and object stores, and the `Store` that leads to each.
 
 Must never write. Paths of a store are made from what was typed and from names that `format.rundir` knows, as on a disk.
 """
@@ -89,19 +89,19 @@ def _is_wanted(entry: os.DirEntry[str], directories: bool, is_part: IsPart) -> b
 LOCAL = LocalStore()
 
 
-Place = Path | ObjectPath
+Location = Path | ObjectPath
 """The path of a run, or of a file in one."""
-OpenPlace = Path | Any
-"""The type of a place that an opened run shows: whoever opened a directory uses it as a `Path` without a cast."""
+OpenLocation = Path | Any
+"""The type of a location that an opened run shows: whoever opened a directory uses it as a `Path` without a cast."""
 
 
-def store_of(place: Place) -> Store:
-    """Return the store that a place lies in."""
-    return LOCAL if isinstance(place, Path) else place.store
+def store_of(location: Location) -> Store:
+    """Return the store that a location lies in."""
+    return LOCAL if isinstance(location, Path) else location.store
 
 
-def place_of(path: str | os.PathLike[str] | Place) -> Place:
-    """Return the place that a typed path, a URL or a path object means.
+def location_of(path: str | os.PathLike[str] | Location) -> Location:
+    """Return the location that a typed path, a URL or a path object means.
 
     Raises:
         NotARunError: the URL is of an unknown kind of store.

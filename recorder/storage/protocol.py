@@ -24,7 +24,7 @@ class Seen(NamedTuple):
 
 
 class Store(Protocol):
-    """Access to the files of one kind of place. A store shows its content as it was when listed, until `refresh`."""
+    """Access to the files of one kind of storage. A store shows its content as it was when listed, until `refresh`."""
 
     @property
     def filesystem(self) -> Any:

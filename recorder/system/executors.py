@@ -207,10 +207,10 @@ def _connect(address: str) -> Any:
 
     try:
         # What a client finds of this by itself costs it 20 s, and a traceback when it is collected.
-        scheme, place = parse_address(address)
+        scheme, host_port = parse_address(address)
         if scheme not in backends:
             raise ValueError(f"{scheme}:// is not known")
-        parse_host_port(place)
+        parse_host_port(host_port)
         return Client(address, timeout=_CONNECT_S, set_as_default=False, name="recorder")
     except ValueError as error:
         raise ClusterError(f"{address}: is no address of a scheduler ({error}); it is like tcp://host:8786") from error

@@ -12,7 +12,7 @@ from .module_taps import Where
 
 
 def where_of(node: Node, root: str, site: str) -> Where:
-    """Return what a tap on a module says of its place."""
+    """Return where a tap on a module says that it stands."""
     return Where(root, node.path, site, node.class_name, node.is_leaf, source_line(node.owner) or "")
 
 

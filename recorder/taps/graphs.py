@@ -102,7 +102,7 @@ def tap_output(module: nn.Module, args: tuple[Any, ...], output: Any, where: str
 
     def visit(tensor: torch.Tensor, name: str) -> torch.Tensor:
         for known, tapped in seen:
-            if known is tensor:  # one tensor at two places of an output stays one
+            if known is tensor:  # one tensor that an output holds twice stays one
                 return tapped
         if not _is_tappable(tensor):
             return tensor

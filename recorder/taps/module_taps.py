@@ -43,7 +43,7 @@ _models: dict[str, weakref.ref[nn.Module]] = {}
 
 
 class Where(NamedTuple):
-    """The place of the value that a tap shows; as JSON text it is an argument of the op."""
+    """Which value a tap shows; as JSON text it is an argument of the op."""
 
     root: str
     """The name under which the model was instrumented."""
@@ -70,7 +70,7 @@ class Where(NamedTuple):
             raise ValueError(str(error)) from None
         is_typed = all(isinstance(value, bool if name == "leaf" else str) for name, value in parsed._asdict().items())
         if not is_typed or parsed.site not in VALUES_OF_CALLS:
-            raise ValueError(f"not the place of a tap: {text[:200]!r}")
+            raise ValueError(f"not the address of a tap: {text[:200]!r}")
         return parsed
 
 
@@ -96,7 +96,7 @@ def tap_inputs_of(module: nn.Module, where: Where) -> None:
 
 
 def where_tapped(module: nn.Module) -> Iterator[Where]:
-    """Yield the places of the taps on a module."""
+    """Yield which values the taps on a module show."""
     hook = module._forward_hooks.get(_KEY)
     if hook is not None:
         yield Where.from_text(hook.where)  # type: ignore[attr-defined]
@@ -261,7 +261,7 @@ def _scripted(value: str, kind: str, name: str, where: str) -> list[str]:
         value: the variable.
         kind: the type of the variable.
         name: an expression for the name of the value in the output.
-        where: the place of the tap, as text.
+        where: which value the tap shows, as text.
     """
     if kind == "Tensor":
         return [f"{value} = torch.ops.recorder.see({value}, {name}, {where!r})"]

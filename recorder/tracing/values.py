@@ -30,7 +30,7 @@ _MAX_COMPARED = 2000
 
 
 class Key(NamedTuple):
-    """The place at which a tensor was seen; a look-up may leave out everything but the path."""
+    """Where a tensor was seen; a look-up may leave out everything but the path."""
 
     module_path: str
     site: str = "output"
@@ -40,7 +40,7 @@ class Key(NamedTuple):
     call: int = 0
     """The number of the module's call in the trace."""
     repeat: int = 0
-    """The number of the tensor at this place, such as 1 for a second backward."""
+    """The number of the tensor with this key, such as 1 for a second backward."""
 
     @property
     def short(self) -> str:

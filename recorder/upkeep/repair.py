@@ -27,7 +27,7 @@ from ..format.rundir import index_name, open_name, parse_shard_name, shard_name
 from ..format.schema import PAYLOAD
 from ..globalview.run import Run
 from ..read.shards import untrusted
-from ..read.shards.rows import PLACE_FIELDS, SHARD_BYTES_KEY
+from ..read.shards.rows import POSITION_FIELDS, SHARD_BYTES_KEY
 from ..read.shards.salvage import Salvaged, salvage
 from ..read.shards.shard import Shard, open_sealed
 from ..read.writers import RecordedWriter
@@ -341,8 +341,8 @@ def _payload_problem(shard: Shard, number: int) -> str:
 def _index_problem(path: Path, shard_bytes: int, metadata: Sequence[str]) -> str:
     """Return why an index cannot be used; empty where it can."""
     try:
-        index, _ = open_sealed(path, extra=PLACE_FIELDS, without=("data",))
-        names = [*metadata, *(field.name for field in PLACE_FIELDS)]
+        index, _ = open_sealed(path, extra=POSITION_FIELDS, without=("data",))
+        names = [*metadata, *(field.name for field in POSITION_FIELDS)]
         if set(index.schema.names) != set(names):
             return "had other columns than its shard"
         for number in index.blocks:

@@ -28,12 +28,12 @@ from ..read.shards.messages import (
     footer_bytes,
     footer_text,
 )
-from ..read.shards.rows import PLACE_FIELDS, SHARD_BYTES_KEY, ShardRows
+from ..read.shards.rows import POSITION_FIELDS, SHARD_BYTES_KEY, ShardRows
 from ..read.shards.salvage import salvage
 from ..read.shards.shard import ARROW_ERRORS, CheckedBatch, Shard, open_sealed, read_batch, read_layout
 from ..read.unsealed import unsealed_note
 from ..read.writers import RecordedWriter
-from ..storage.locations import LOCAL, Place, store_of
+from ..storage.locations import LOCAL, Location, store_of
 from ..storage.untrusted_files import ByteSource
 from ..system.processes import available_cores
 from ..system.text import counted
@@ -163,7 +163,7 @@ def _read_all(shard: Shard, report: Report) -> Iterator[tuple[int, CheckedBatch 
 class _SealedFile:
     """One pass over all bytes of a sealed file, including those that no column's checksum covers."""
 
-    def __init__(self, path: Place, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()) -> None:
+    def __init__(self, path: Location, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()) -> None:
         """Read the beginning and the end of the file. Arguments and errors are those of `open_sealed`."""
         with store_of(path).open_sealed(path) as source:
             self._source = source
@@ -232,9 +232,9 @@ def _read_index(rows: ShardRows, metadata: Sequence[str]) -> tuple[Any, list[Fin
     """
     path = rows.path.with_name(index_name(rows.path.name))
     try:
-        file = _SealedFile(path, extra=PLACE_FIELDS, without=("data",))
+        file = _SealedFile(path, extra=POSITION_FIELDS, without=("data",))
         index, batches = file.shard, []
-        names = [*metadata, *(field.name for field in PLACE_FIELDS)]
+        names = [*metadata, *(field.name for field in POSITION_FIELDS)]
         if set(index.schema.names) != set(names):
             raise CorruptError(f"{path}: has other columns than its shard")
         for number in index.blocks:
@@ -253,28 +253,28 @@ def _read_index(rows: ShardRows, metadata: Sequence[str]) -> tuple[Any, list[Fin
     return pa.Table.from_batches(batches, schema), []
 
 
-def _compare(index: Any, numbers: list[int], metadata: dict[int, Any], path: Place) -> Iterator[Finding]:
+def _compare(index: Any, numbers: list[int], metadata: dict[int, Any], path: Location) -> Iterator[Finding]:
     """Compare an index with the metadata columns of the batches of its shard, up to the first that cannot be read."""
     start = 0
-    places: list[tuple[int, int]] = []
+    positions: list[tuple[int, int]] = []
     for number in numbers:
         if number not in metadata:
             break  # its damage is a finding already
-        places.append((number, start))
+        positions.append((number, start))
         start += metadata[number].num_rows
-    expected = _listed([(number, metadata[number]) for number, _ in places])
+    expected = _listed([(number, metadata[number]) for number, _ in positions])
     if expected is not None and not _is_same(index.slice(0, start), expected):
         wrong = next(
             number
-            for number, first in places
+            for number, first in positions
             if not _is_same(*(table.slice(first, metadata[number].num_rows) for table in (index, expected)))
         )
         yield Finding(True, f"{path}: differs from batch {wrong} of the shard; delete it, it is derived")
-    elif start != index.num_rows and len(places) == len(numbers):
+    elif start != index.num_rows and len(positions) == len(numbers):
         yield Finding(True, f"{path}: lists {index.num_rows} rows, the shard has {start}; delete it, it is derived")
 
 
-def _apart(batch: Any, path: Place) -> Any:
+def _apart(batch: Any, path: Location) -> Any:
     """Return a batch that keeps no payload in memory: a copy, where the message was fetched from a store."""
     if store_of(path) is LOCAL:  # the file is mapped
         return batch
@@ -285,12 +285,12 @@ def _listed(batches: list[tuple[int, Any]]) -> Any:
     """Return the table that an index of these batches must hold; None for no batches."""
     if not batches:
         return None
-    places = {
+    positions = {
         "batch": np.concatenate([np.full(batch.num_rows, number, np.int32) for number, batch in batches]),
         "row": np.concatenate([np.arange(batch.num_rows, dtype=np.int32) for _, batch in batches]),
     }
     table = pa.Table.from_batches([batch for _, batch in batches])
-    for name, values in places.items():
+    for name, values in positions.items():
         # Not `pa.array`, which would import pandas.
         column = pa.Array.from_buffers(pa.int32(), len(values), [None, pa.py_buffer(values)])
         table = table.append_column(name, column)

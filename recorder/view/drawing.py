@@ -35,7 +35,7 @@ from ..report.ranks import layouts_of, ranks_block
 from ..report.rows import rows_between
 from ..report.series.statistics import StatisticsBlocks
 from ..report.top import Finding, Told, facts_of, gaps_block, top_block
-from ..storage.locations import Place, store_of
+from ..storage.locations import Location, store_of
 from ..system.text import counted
 from ..system.units import size
 
@@ -66,17 +66,17 @@ Doctor = Callable[[Run], list[Told]]
 class Drawing:
     """The blocks of one run. One thread calls `refresh`; the same lock guards it and `blocks_since`."""
 
-    def __init__(self, place: Place, manifest: RunManifest, judge: Judge, doctor: Doctor) -> None:
+    def __init__(self, location: Location, manifest: RunManifest, judge: Judge, doctor: Doctor) -> None:
         """Nothing is read yet.
 
         Args:
-            place: where the run is.
+            location: where the run is.
             manifest: of the run.
             judge: makes sentences of what `recorder check` found.
             doctor: says of a run that is over whether it is whole.
         """
-        self.place, self._judge, self._doctor = place, judge, doctor
-        self.name = manifest.name or place.name
+        self.location, self._judge, self._doctor = location, judge, doctor
+        self.name = manifest.name or location.name
         self.epoch = 0
         """Grows where all columns are others: then a page needs everything anew."""
         self.version = 0
@@ -89,7 +89,7 @@ class Drawing:
         self.state = "reading"
         """``reading`` (for the first time), ``live``, ``over``, or ``gone``."""
         self._checked: list[Told] | None = None
-        self.growing = GrowingRun(self.place, manifest)
+        self.growing = GrowingRun(self.location, manifest)
         self.axes = Axes()
         self.collected: StatisticsBlocks | None = None
         self._modules: Mapping[str, int] = {}
@@ -131,9 +131,9 @@ class Drawing:
     def _is_another(self) -> bool:
         """The run is gone; another one of the same name may lie there."""
         with suppress(RunError, OSError):
-            store = store_of(self.place)
+            store = store_of(self.location)
             store.refresh()
-            manifest = RunManifest.read(store.read_json(self.place / RUN_MANIFEST))
+            manifest = RunManifest.read(store.read_json(self.location / RUN_MANIFEST))
             self._begin(manifest)
             return True
         if self.state != "gone":
@@ -229,7 +229,7 @@ class Drawing:
 
     def _run(self, steps: tuple[int, int]) -> Run:
         """The run with rows of some steps alone."""
-        return Run(self.place, self.manifest, self.growing.writers(steps))
+        return Run(self.location, self.manifest, self.growing.writers(steps))
 
     def _grow(self, run: Run, table: Any) -> None:
         """Make room for what a table has that was not there before."""
@@ -310,7 +310,7 @@ class Drawing:
             self._found += self._engine.finish().findings
         if self.growing.num_rows <= _MAX_DOCTOR_ROWS and self.collected is not None:
             with suppress(RunError, OSError):
-                self._checked = self._doctor(Run(self.place, self.manifest))
+                self._checked = self._doctor(Run(self.location, self.manifest))
 
     def _keep(self, block: Block) -> None:
         data = block.encoded()

@@ -10,10 +10,10 @@ from typing import Any
 
 from ..format.rundir import encode_manifest
 from ..report.panes import VIEW
-from ..storage.locations import Place
+from ..storage.locations import Location
 
 
-def why_not_saved(run: Place) -> str | None:
+def why_not_saved(run: Location) -> str | None:
     """Why panes cannot be saved with a run; None where they can."""
     if not isinstance(run, Path):
         return "the run lies in an object store, which recorder view never writes to"
@@ -22,7 +22,7 @@ def why_not_saved(run: Place) -> str | None:
     return None
 
 
-def save_panes(run: Place, panes: list[dict[str, Any]]) -> str | None:
+def save_panes(run: Location, panes: list[dict[str, Any]]) -> str | None:
     """Save the panes of a run, whole or not at all; why they could not be saved, else None."""
     why = why_not_saved(run)
     if why is not None:

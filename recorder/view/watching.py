@@ -18,7 +18,7 @@ from ..read.finding import ListedRun, find_run, runs_in
 from ..read.status import RunWatch
 from ..report.blocks import Block
 from ..report.panes import checked_panes, panes_block, read_panes
-from ..storage.locations import Place, store_of
+from ..storage.locations import Location, store_of
 from .drawing import Doctor, Drawing, Judge
 from .panes import save_panes, why_not_saved
 
@@ -38,22 +38,22 @@ _logger = logging.getLogger("recorder")
 class WatchedRun:
     """One run, and the thread that follows it."""
 
-    def __init__(self, place: Place, manifest: RunManifest, judge: Judge, doctor: Doctor) -> None:
+    def __init__(self, location: Location, manifest: RunManifest, judge: Judge, doctor: Doctor) -> None:
         """Begin at once."""
-        self.name = manifest.name or place.name
-        self.place = place
+        self.name = manifest.name or location.name
+        self.location = location
         self._boot = secrets.token_hex(4)
-        self._drawing = Drawing(place, manifest, judge, doctor)
+        self._drawing = Drawing(location, manifest, judge, doctor)
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._wanted = threading.Event()
         self._num_watching = 0
-        self._panes = read_panes(place)
+        self._panes = read_panes(location)
         self._panes_version = 1
-        self._why_not_saved = why_not_saved(place)
+        self._why_not_saved = why_not_saved(location)
         self.problem = ""
         """Why the run cannot be drawn; empty where it can."""
-        self._thread = threading.Thread(target=self._follow, name=f"recorder-view {place.name}", daemon=True)
+        self._thread = threading.Thread(target=self._follow, name=f"recorder-view {location.name}", daemon=True)
         self._thread.start()
 
     def opened(self) -> None:
@@ -101,7 +101,7 @@ class WatchedRun:
         with self._lock:
             self._panes = checked_panes(panes)
             self._panes_version += 1
-            self._why_not_saved = save_panes(self.place, self._panes)
+            self._why_not_saved = save_panes(self.location, self._panes)
             return self._why_not_saved
 
     def _follow(self) -> None:
@@ -123,7 +123,7 @@ class WatchedRun:
             self._stopped.wait(0.01 if has_more and not self.problem else self._pause_s(time.thread_time() - began_s))
 
     def _pause_s(self, took_s: float) -> float:
-        pause_s = _LOOK_S if isinstance(self.place, Path) else _STORE_LOOK_S
+        pause_s = _LOOK_S if isinstance(self.location, Path) else _STORE_LOOK_S
         if self._drawing.state in ("over", "gone"):
             pause_s = _OVER_LOOK_S
         return max(pause_s, took_s * (1 / _AT_MOST - 1))
@@ -132,7 +132,7 @@ class WatchedRun:
 class Watching:
     """All runs of a folder, or the one run that was asked for."""
 
-    def __init__(self, folder: Place | None, run: Place | None, judge: Judge, doctor: Doctor) -> None:
+    def __init__(self, folder: Location | None, run: Location | None, judge: Judge, doctor: Doctor) -> None:
         """Nothing is looked at yet.
 
         Args:
@@ -152,16 +152,16 @@ class Watching:
         with self._lock:
             if name in self._watched:
                 return self._watched[name]
-            place = next((one for one in self._places() if one.name == name), None)
-            if place is None:
+            location = next((one for one in self._locations() if one.name == name), None)
+            if location is None:
                 return None
-            watched = self._watched[name] = WatchedRun(*find_run(place), self._judge, self._doctor)
+            watched = self._watched[name] = WatchedRun(*find_run(location), self._judge, self._doctor)
             return watched
 
-    def _places(self) -> list[Place]:
+    def _locations(self) -> list[Location]:
         if self.run is not None:
             return [self.run]
-        return [one.place for one in self._runs()]
+        return [one.location for one in self._runs()]
 
     def _runs(self) -> list[ListedRun]:
         """The runs of the folder; none where it is not there, or not yet."""
@@ -176,7 +176,7 @@ class Watching:
             return [self._describe(run) for run in reversed(runs)]
 
     def _describe(self, run: ListedRun) -> dict[str, Any]:
-        watch = self._status.setdefault(run.place.name, RunWatch(run.place))
+        watch = self._status.setdefault(run.location.name, RunWatch(run.location))
         try:
             ranks = watch.look()
         except (RunError, OSError):
@@ -186,7 +186,7 @@ class Watching:
             states[rank.state] = states.get(rank.state, 0) + 1
         steps = [rank.status.step for rank in ranks if rank.status.has_step]
         return {
-            "directory": run.place.name, "name": run.name, "created_s": run.created_ns / 1e9, "ranks": len(ranks),
+            "directory": run.location.name, "name": run.name, "created_s": run.created_ns / 1e9, "ranks": len(ranks),
             "states": states, "step": max(steps, default=None),
         }  # fmt: skip
 

@@ -91,9 +91,9 @@ def one_step(
         if is_mixed:
             gradient: dict[str, Any] = {"module_path": path, "site": "grad_output", "step": step, "phase": "backward"}
             found.append(fake_staged(bfloat16(activation), dtype="bfloat16", keep=no_fingerprint, **gradient))
-            other = placed(rank, world_size, (weight.shape[0], weight.shape[1] * world_size), 1)
+            other = chunk_of(rank, world_size, (weight.shape[0], weight.shape[1] * world_size), 1)
             found.append(fake_staged(weight, site="param", name="cut", chunk=other, keep=all_kept, **update))
-        rows = placed(rank, world_size, (weight.shape[0] * world_size, weight.shape[1]), 0)
+        rows = chunk_of(rank, world_size, (weight.shape[0] * world_size, weight.shape[1]), 0)
         half = bfloat16(weight)
         found.append(
             fake_staged(half, site="param", name="weight", dtype="bfloat16", chunk=rows, keep=all_kept, **update)
@@ -109,7 +109,7 @@ def bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     return found
 
 
-def placed(rank: int, world_size: int, global_shape: tuple[int, ...], dim: int) -> Chunk:
+def chunk_of(rank: int, world_size: int, global_shape: tuple[int, ...], dim: int) -> Chunk:
     """A rank's equal share along a dim."""
     offsets = tuple(rank * (size // world_size) if d == dim else 0 for d, size in enumerate(global_shape))
     placements = json.dumps([{"kind": "Shard", "dim": dim}], separators=(",", ":"))

@@ -78,5 +78,5 @@ def _line(x1: float, y1: float, x2: float, y2: float, color: str, width: int) ->
 
 
 def _text(x: float, y: float, text: str, *, anchor: str, color: str = INK, weight: str = "normal") -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}" font-weight="{weight}"'
-    return f"<text {place}>{escape(text)}</text>"
+    attributes = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}" font-weight="{weight}"'
+    return f"<text {attributes}>{escape(text)}</text>"

@@ -1,6 +1,6 @@
 """What is compared: ways to record every leaf module's output and every parameter's gradient at every step.
 
-All see the same tensors at the same two places: in a forward hook of each module without children, and in a hook just
+All see the same tensors from the same two hooks: in a forward hook of each module without children, and in a hook just
 before the optimizer's update. Nothing here may import `recorder`: its own runs differ by environment alone.
 """
 

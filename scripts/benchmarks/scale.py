@@ -106,20 +106,20 @@ def wrong(what: str, cost: Cost, shape: Shape) -> str:
         return f"exit code {cost.exit_code}: {cost.output[-500:]}"
     if what == "first":
         found = json.loads(cost.output)
-        bad, replica = found["nonfinite"]["place"], found["replica"]["place"]
-        places = [(one["module_path"], one["step"], one["rank"]) for one in (bad, replica)]
-        if places != [(shape.nan_module, *(shape.nan or ())), (shape.differing_module, *(shape.differs or ()))]:
-            return f"named {places}"
+        bad, replica = found["nonfinite"]["value"], found["replica"]["value"]
+        named = [(one["module_path"], one["step"], one["rank"]) for one in (bad, replica)]
+        if named != [(shape.nan_module, *(shape.nan or ())), (shape.differing_module, *(shape.differs or ()))]:
+            return f"named {named}"
         if found["num_compared"] != 2 * shape.modules * len(shape.recorded):
             return f"compared {found['num_compared']} values"
     if what == "check":
         found = json.loads(cost.output)
-        places = [
+        named = [
             (one["module_path"], one["step"], one["ranks"]) for one in found["findings"] if one["rule"] == "nonfinite"
         ]
         step, rank = shape.nan or (None, None)
-        if places != [(shape.nan_module, step, [rank])] or found["rows"] != shape.ranks * shape.rows_a_rank:
-            return f"named {places} in {found['rows']} rows"
+        if named != [(shape.nan_module, step, [rank])] or found["rows"] != shape.ranks * shape.rows_a_rank:
+            return f"named {named} in {found['rows']} rows"
     if what == "catalog" and f'"rows": {shape.ranks * shape.rows_a_rank}' not in cost.output:
         return f"another number of rows: {cost.output}"
     return ""

@@ -223,18 +223,18 @@ def _batches(shape: Shape) -> Iterator[dict[str, Any]]:
         seq = np.arange(first * shape.rows_a_step, first * shape.rows_a_step + len(steps))
         value = seq % shape.rows_a_step
 
-        def column(place: int, kind: Any, value: Any = value) -> Any:
+        def column(index: int, kind: Any, value: Any = value) -> Any:
             """What the values of a step have there, in the order in which they are seen."""
-            return pa.array([one[place] for one in of_value], kind).take(pa.array(value))
+            return pa.array([one[index] for one in of_value], kind).take(pa.array(value))
 
         modules, (sites, names, phases, scopes) = (
             pa.array([f"blocks.{one[0]}" for one in of_value]).take(pa.array(value)),
-            (column(place, pa.string()) for place in range(1, 5)),
+            (column(index, pa.string()) for index in range(1, 5)),
         )
         is_output = value < shape.modules
         numbers = 1.0 + ((seq * 31 + value * 7) % _NUM_NUMBERS) / _NUM_NUMBERS
-        prints = [f"{(step * 1_000_003 + place) * 0x9E3779B97F4A7C15 % (1 << 64):016x}"
-                  for step, place in zip(steps.tolist(), value.tolist(), strict=True)]  # fmt: skip
+        prints = [f"{(step * 1_000_003 + index) * 0x9E3779B97F4A7C15 % (1 << 64):016x}"
+                  for step, index in zip(steps.tolist(), value.tolist(), strict=True)]  # fmt: skip
         columns: dict[str, Any] = dict.fromkeys(SCHEMA.names)
         columns |= {name: numbers.astype(np.float32).astype(np.float64) * _FACTORS[name] for name in STATISTICS}
         columns |= dict.fromkeys(COUNTS, 0)

@@ -33,12 +33,12 @@ def writing(
 ) -> Iterator[tuple[Writer, Callable[..., int]]]:
     """A writer of one rank, and what puts a record with the next number; complete when it is left."""
     observed = 0
-    place = RunTarget(run_dir=run, run_manifest=run_manifest(world_size), rank=rank, attempt=0)
+    target = RunTarget(run_dir=run, run_manifest=run_manifest(world_size), rank=rank, attempt=0)
     writer = Writer(
         settings=WriteSettings(**{"min_free_bytes": 0, "max_bytes": 1 << 50, "direct_io": "off", **settings}),
         measure=measure,
         observed=lambda: observed,
-        resolve_dir=lambda: place,
+        resolve_dir=lambda: target,
         poll=lambda: None,
     )
     writer.set_manifest(writer_manifest(rank, world_size))

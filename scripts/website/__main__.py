@@ -63,21 +63,21 @@ def lay_out(stage: Path) -> None:
     pages += [path for room in ("docs", "deploy") for path in sorted((ROOT / room).rglob("*.md"))]
     for page in pages:
         text = page.read_text(encoding="utf-8")
-        place = stage / page.relative_to(ROOT)
+        copied = stage / page.relative_to(ROOT)
         for linked in _files_linked(page, text):
             target = stage / linked.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(linked, target)
-        if place == stage / "README.md":
-            place, text = stage / "index.md", f"{text}\n{_contents()}"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(_to_index(page, text), encoding="utf-8")
+        if copied == stage / "README.md":
+            copied, text = stage / "index.md", f"{text}\n{_contents()}"
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        copied.write_text(_to_index(page, text), encoding="utf-8")
     (stage / "reference").mkdir()
     for made in reference.PAGES:
         (stage / "reference" / made.name).write_text(made.make(), encoding="utf-8")
     (stage / "_static").mkdir()
-    for name, place in (("conf.py", stage), ("site.css", stage / "_static")):
-        shutil.copy(Path(__file__).parent / name, place)
+    for name, copied in (("conf.py", stage), ("site.css", stage / "_static")):
+        shutil.copy(Path(__file__).parent / name, copied)
 
 
 def _files_linked(page: Path, text: str) -> Iterator[Path]:

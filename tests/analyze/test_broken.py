@@ -32,13 +32,13 @@ def test_a_sound_run_has_no_finding(runs: dict[str, recorder.Run]) -> None:
 def test_first_names_the_nan(runs: dict[str, recorder.Run]) -> None:
     bad = first(runs["nan"]).nonfinite
     assert bad is not None
-    place = bad.place
-    assert (place.step, place.module_path, place.site, place.rank, place.module_class) == (2, "act", "output", 1, "Act")
+    value = bad.value
+    assert (value.step, value.module_path, value.site, value.rank, value.module_class) == (2, "act", "output", 1, "Act")
     assert (bad.nan_count, bad.inf_count, bad.numel) == (8, 0, 32)
     assert bad.before is not None
     assert (bad.before.step, bad.before.module_path, bad.before.site, bad.before.rank) == (2, "act", "input", 1)
     assert bad.last_healthy is not None and bad.last_healthy.step == 1
-    assert "broken.py:" in place.source
+    assert "broken.py:" in value.source
 
 
 def test_diff_names_where_the_nan_begins(runs: dict[str, recorder.Run]) -> None:
@@ -54,8 +54,8 @@ def test_diff_names_where_the_nan_begins(runs: dict[str, recorder.Run]) -> None:
 def test_first_names_the_gradient_that_is_not_reduced(runs: dict[str, recorder.Run]) -> None:
     found = first(runs["skipped"])
     assert found.nonfinite is None and found.replica is not None
-    place = found.replica.place
-    assert (place.step, place.module_path, place.site, place.name) == (0, "down", "grad", "weight")
+    value = found.replica.value
+    assert (value.step, value.module_path, value.site, value.name) == (0, "down", "grad", "weight")
     assert (found.replica.groups, found.replica.is_assumed) == ([[0], [1]], False)
     assert set(found.differing) == {("down", "grad", "weight"), ("down", "param", "weight")}
 
@@ -77,7 +77,7 @@ def test_diff_names_the_gradient_that_is_not_reduced_and_its_ranks(runs: dict[st
 def test_a_stale_buffer_is_found_by_first_and_by_diff(runs: dict[str, recorder.Run]) -> None:
     told = first(runs["stale"])
     assert told.is_found and told.replica is None
-    buffers = {(one.place.module_path, one.place.name): one for one in told.buffers}
+    buffers = {(one.value.module_path, one.value.name): one for one in told.buffers}
     assert set(buffers) == {("norm", "running_mean"), ("norm", "running_var")}
     assert buffers["norm", "running_mean"].groups == [[0], [1]]
     found = diff(runs["sound"], runs["stale"])

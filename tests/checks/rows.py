@@ -46,7 +46,7 @@ class Recorded:
         """Some rows as rules take them."""
         names = dict.fromkeys(name for _, _, numbers in made for name in numbers)
         columns = {name: np.array([numbers.get(name, np.nan) for _, _, numbers in made]) for name in names}
-        steps, lanes = (np.array([one[place] for one in made], np.int64) for place in (0, 1))
+        steps, lanes = (np.array([one[index] for one in made], np.int64) for index in (0, 1))
         return Rows(self.catalog, steps, lanes, columns)
 
     def judge(

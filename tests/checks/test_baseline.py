@@ -14,7 +14,7 @@ from recorder.checks.rows import ModuleFacts
 from recorder.checks.rule import Severity
 from recorder.checks.rules.baseline import Invariant, Unusual
 from tests.checks.rows import Recorded
-from tests.checks.test_rules import OPTIMIZER, noise, places
+from tests.checks.test_rules import OPTIMIZER, noise, subjects
 
 STEPS = 40
 
@@ -96,11 +96,11 @@ def test_a_smaller_loss_is_no_finding(normal: Normal) -> None:
 def test_one_rank_of_two_that_is_unlike_the_other_is_named(normal: Normal) -> None:
     change = lambda name, step, rank, values: values * 10 if (name, rank) == ("output", 1) else values  # noqa: E731
     found = [one for one in judged(training(3, change), normal).findings if "spread over ranks" in one.what]
-    assert places(found) == [("up", 2, (1,))]
+    assert subjects(found) == [("up", 2, (1,))]
 
 
 @pytest.mark.parametrize(
-    ("change", "what", "place", "severity"),
+    ("change", "what", "subject", "severity"),
     [
         (
             lambda name, step, rank, values: values + 1e-3 * rank if name == "param" and step > 8 else values,
@@ -120,10 +120,10 @@ def test_one_rank_of_two_that_is_unlike_the_other_is_named(normal: Normal) -> No
         ),
     ],
 )  # fmt: skip
-def test_what_always_held_is_expected(normal: Normal, change: Any, what: str, place: Any, severity: Severity) -> None:
+def test_what_always_held_is_expected(normal: Normal, change: Any, what: str, subject: Any, severity: Severity) -> None:
     found = [one for one in judged(training(3, change), normal).findings if what in one.what]
     assert [(one.rule, one.severity) for one in found] == [("invariant", severity)]
-    assert places(found) == [place]
+    assert subjects(found) == [subject]
 
 
 def test_a_gradient_that_is_not_there_is_named(normal: Normal) -> None:

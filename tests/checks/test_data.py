@@ -9,7 +9,7 @@ import pytest
 
 from recorder.checks.rules.data import Data
 from tests.checks.rows import Recorded
-from tests.checks.test_rules import noise, places, said
+from tests.checks.test_rules import noise, said, subjects
 
 
 def batches(make: Any, ranks: int = 1, steps: int = 40, **more: Any) -> Recorded:
@@ -25,7 +25,7 @@ def batches(make: Any, ranks: int = 1, steps: int = 40, **more: Any) -> Recorded
 def test_a_batch_that_comes_again_and_again_is_named(period: int) -> None:
     found = said(batches(lambda step, rank: {"x": noise(step % period, rank)}, ranks=2), Data)
     step = 19 + period
-    assert places(found) == [("", step, (0, 1))]
+    assert subjects(found) == [("", step, (0, 1))]
     assert f"that of {period} records before" in found[0].what and found[0].since == period
 
 

@@ -39,7 +39,7 @@ def said(recorded: Recorded, rule: type[Rule], **thresholds: float) -> list[Find
     return first
 
 
-def places(found: list[Finding]) -> list[tuple[str, int, tuple[int, ...]]]:
+def subjects(found: list[Finding]) -> list[tuple[str, int, tuple[int, ...]]]:
     return [(one.module_path, one.step, one.ranks) for one in found]
 
 
@@ -59,7 +59,7 @@ def test_a_nan_is_named_once_at_the_module_that_made_it() -> None:
         return np.where(values > 1, np.nan, values) if step >= 3 and path >= "blocks.5" and rank == 1 else values
 
     (one,) = said(outputs(change, ranks=2), NonFinite)
-    assert places([one]) == [("blocks.5", 3, (1,))]
+    assert subjects([one]) == [("blocks.5", 3, (1,))]
     assert one.severity is Severity.ERROR and one.measure == "NaN elements"
 
 
@@ -67,7 +67,7 @@ def test_a_nan_that_comes_back_is_named_again() -> None:
     def change(step: int, rank: int, path: str, values: Any) -> Any:
         return values * np.nan if step in (2, 3, 6) and path == "blocks.1" else values
 
-    assert places(said(outputs(change), NonFinite)) == [("blocks.1", 2, (0,)), ("blocks.1", 6, (0,))]
+    assert subjects(said(outputs(change), NonFinite)) == [("blocks.1", 2, (0,)), ("blocks.1", 6, (0,))]
 
 
 def test_the_rule_says_whether_the_module_made_it_or_was_given_it() -> None:
@@ -91,13 +91,13 @@ def test_a_mask_is_no_finding_and_one_that_grows_is() -> None:
     recorded = outputs(lambda step, rank, path, values: mask(3) if path == "blocks.2" else values)
     assert said(recorded, NonFinite) == []
     growing = outputs(lambda step, rank, path, values: mask(3 + (step == 5)) if path == "blocks.2" else values)
-    assert places(said(growing, NonFinite)) == [("blocks.2", 5, (0,))]
+    assert subjects(said(growing, NonFinite)) == [("blocks.2", 5, (0,))]
 
 
 def test_a_gradient_may_hold_no_infinity_from_its_first_record_on() -> None:
     recorded = Recorded()
     recorded.add(0, "up", [np.inf, 1.0], site="grad", name="weight", phase="optimizer")
-    assert places(recorded.judge(NonFinite).findings) == [("up", 0, (0,))]
+    assert subjects(recorded.judge(NonFinite).findings) == [("up", 0, (0,))]
 
 
 def test_a_step_that_grad_scaler_skipped_is_a_note_and_hides_nothing() -> None:
@@ -119,8 +119,8 @@ def gradients(scale: Any, steps: int = 150) -> Recorded:
 
 def test_a_gradient_that_jumps_is_named_with_the_module_that_grew_most() -> None:
     recorded = gradients(lambda step, path: 1000.0 if (step, path) == (120, "blocks.3") else 1.0)
-    assert places(said(recorded, Jump)) == [("blocks.3", 120, (0,))]
-    assert places(said(recorded, Spike)) == [("blocks.3", 120, (0,))]
+    assert subjects(said(recorded, Jump)) == [("blocks.3", 120, (0,))]
+    assert subjects(said(recorded, Spike)) == [("blocks.3", 120, (0,))]
 
 
 def test_noise_neither_spikes_nor_jumps() -> None:
@@ -160,7 +160,7 @@ def test_a_loss_that_stands_still_or_rises_is_named(value: Any, words: str | Non
 
 def test_a_gradient_that_vanishes_is_named() -> None:
     recorded = gradients(lambda step, path: 1e-9 if path == "blocks.0" else 1.0, steps=5)
-    assert places(said(recorded, Vanishing)) == [("blocks.0", 2, (0,))]
+    assert subjects(said(recorded, Vanishing)) == [("blocks.0", 2, (0,))]
     assert said(gradients(lambda step, path: 1e-9, steps=5), Vanishing) == [], "a training that is done has none left"
 
 
@@ -214,7 +214,7 @@ def moving(step: int, number: int) -> Any:
 
 def test_a_parameter_with_a_gradient_that_does_not_change_is_named() -> None:
     recorded = parameters(lambda step, number: moving(0 if number == 3 else step, number))
-    assert places(said(recorded, Unchanged)) == [("blocks.3", 3, (0,))]
+    assert subjects(said(recorded, Unchanged)) == [("blocks.3", 3, (0,))]
     without = parameters(lambda step, number: moving(0, number), gradient=0.0)
     assert said(without, Unchanged) == [], "no_gradient says that"
     narrow = parameters(lambda step, number: moving(0 if number == 3 else step, number), dtype="bfloat16")
@@ -237,7 +237,7 @@ def test_an_update_as_large_as_the_weight_is_named() -> None:
         )
     )
     (one,) = said(recorded, Update)
-    assert places([one]) == [("blocks.5", 2, (0,))] and one.value == pytest.approx(2, rel=0.1)
+    assert subjects([one]) == [("blocks.5", 2, (0,))] and one.value == pytest.approx(2, rel=0.1)
     assert one.since is None and one.first_step == 2, "a single record holds for no more than itself"
     from_zero = parameters(lambda step, number: noise(number) * 1e-3 * step)
     assert said(from_zero, Update) == []
@@ -248,7 +248,7 @@ def test_a_weight_that_begins_on_another_scale_or_constant_is_named() -> None:
         return np.full((4, 8), 0.1) if number == 1 else moving(step, number) * (30.0 if number == 4 else 1.0)
 
     recorded = parameters(begin)
-    assert sorted(places(said(recorded, Initialisation))) == [("blocks.1", 0, (0,)), ("blocks.4", 0, (0,))]
+    assert sorted(subjects(said(recorded, Initialisation))) == [("blocks.1", 0, (0,)), ("blocks.4", 0, (0,))]
     assert said(parameters(moving), Initialisation) == []
 
 
@@ -257,7 +257,7 @@ def test_a_dead_output_is_named_after_five_records() -> None:
         return values * 0 if path == "blocks.7" and step >= 2 else np.maximum(values, 0)
 
     found = said(outputs(change), Dead)
-    assert places(found) == [("blocks.7", 6, (0,))] and found[0].since == found[0].first_step == 2
+    assert subjects(found) == [("blocks.7", 6, (0,))] and found[0].since == found[0].first_step == 2
     beginning = outputs(lambda step, rank, path, values: values * (step > 0))
     assert said(beginning, Dead) == [], "a branch that begins at zero"
 
@@ -311,7 +311,7 @@ def test_two_ranks_with_one_batch_are_named() -> None:
                     step, "", noise(step, 1 if same and rank == 3 else rank), rank=rank, site="input", name="x"
                 )
         found = said(recorded, Data)
-        assert places(found) == expected and all(one.since == 0 for one in found)
+        assert subjects(found) == expected and all(one.since == 0 for one in found)
 
 
 def test_a_running_variance_that_leaps_is_named() -> None:
@@ -330,7 +330,7 @@ def test_a_running_variance_of_one_rank_alone_is_named() -> None:
             for rank in range(3):
                 values = np.ones(8) * (factor if rank == 2 else 1)
                 recorded.add(step, "bn", values, rank=rank, site="buffer", name="running_var", phase="optimizer")
-        assert places(said(recorded, RunningStatistics)) == expected
+        assert subjects(said(recorded, RunningStatistics)) == expected
 
 
 def test_a_validation_that_rises_far_above_the_training_is_named() -> None:
@@ -365,7 +365,7 @@ def attention(weights: Any, logits: Any, path: str = "layers.0.attention.softmax
     return [one.measure for one in said(recorded, Attention)]
 
 
-def test_attention_on_single_places_and_logits_that_are_too_large_are_named() -> None:
+def test_attention_on_single_positions_and_logits_that_are_too_large_are_named() -> None:
     even, sharp = np.full((4, 8), 1 / 8), np.eye(8)[:4]
     masked = np.where(np.eye(8) > 0, -np.inf, 3.0)
     assert attention(even, masked) == []

@@ -101,8 +101,8 @@ def test_a_wrong_setting_is_json_too(cli: Cli, monkeypatch: pytest.MonkeyPatch) 
 def completions(folder: Path, line: str) -> list[str]:
     """What bash offers at the end of a line."""
     words = line.split()
-    place = len(words) - (not line.endswith(" "))
-    told = {"COMP_WORDS": line, "COMP_CWORD": str(place), "_RECORDER_COMPLETE": "complete_bash"}
+    index = len(words) - (not line.endswith(" "))
+    told = {"COMP_WORDS": line, "COMP_CWORD": str(index), "_RECORDER_COMPLETE": "complete_bash"}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RECORDER")} | told
     command = [sys.executable, "-m", "recorder"]
     found = subprocess.run(

@@ -104,8 +104,8 @@ def test_of_several_runs_of_one_name_the_newest_is_taken_and_said(cli: Cli, name
 
 
 def test_a_merged_run_does_not_compete_by_the_id_of_its_source(cli: Cli, named: Path) -> None:
-    for number, place in enumerate([named / "mm60", named.parent / "mm80"]):
-        make_run(place, run_id="0a-id", created_ns=10**19 + number, merged_from={"run_id": "0a-id"})
+    for number, directory in enumerate([named / "mm60", named.parent / "mm80"]):
+        make_run(directory, run_id="0a-id", created_ns=10**19 + number, merged_from={"run_id": "0a-id"})
     for typed in ("0a-id", "0a"):
         assert headline(cli, typed) == headline(cli, f"recordings/{typed}") == "demo-20260101-000000"
     assert headline(cli, "mm60") == "mm60" and headline(cli, "mm8") == "mm80"

@@ -77,7 +77,7 @@ def test_first_tells_which_ranks_differ(cli: Cli, tmp_path: Path) -> None:
     as_json = cli("first", run, "--json")
     assert as_json.exit_code == 1 and as_json.json["found"] is True
     replica = as_json.json["replica"]
-    assert (replica["place"]["step"], replica["groups"], replica["last_equal"]["step"]) == (1, [[0], [1]], 0)
+    assert (replica["value"]["step"], replica["groups"], replica["last_equal"]["step"]) == (1, [[0], [1]], 0)
     assert as_json.json["nonfinite"] is None
 
 
@@ -258,8 +258,8 @@ def test_diff_of_a_run_that_lacks_a_rank_says_so(cli: Cli, tmp_path: Path) -> No
     ("command", "needs_global"), [("diff RUN RUN", False), ("stats RUN", True), ("export RUN -o OUT", True)]
 )
 def test_a_loss_and_a_layout_reach_the_view(cli: Cli, tmp_path: Path, command: str, needs_global: bool) -> None:
-    places = {"RUN": training(tmp_path / "run"), "OUT": tmp_path / "out.parquet"}
-    typed = [places.get(word, word) for word in command.split()]
+    typed_paths = {"RUN": training(tmp_path / "run"), "OUT": tmp_path / "out.parquet"}
+    typed = [typed_paths.get(word, word) for word in command.split()]
     for options in (("--loss", "median"), ("--layout", "up"), ("--layout", "spread")):
         found = cli(*typed, *options, *["--global"] * needs_global)
         assert (found.exit_code, found.out, found.err.count("\n")) == (2, "", 1)

@@ -164,7 +164,7 @@ def test_rows_of_a_step_stand_as_they_were_observed(cli: Cli, tmp_path: Path) ->
         rows += [make_row(2, [3.0], rank=rank, mode="no_grad"), make_row(3, [4.0], rank=rank, step=1)]
         HandmadeWriter(run, rank).add_shard([rows[::-1]])
     lines = cli("show", run, "layers.0").out.splitlines()
-    start = next(place for place, line in enumerate(lines) if line.startswith("step"))
+    start = next(header for header, line in enumerate(lines) if line.startswith("step"))
     modes = [(line.split()[0], line.split()[1], line.split()[2]) for line in lines[start + 1 :]]
     expected = [("0", mode, rank) for mode in ("train", "eval", "no_grad") for rank in ("0", "1")]
     assert modes == [*expected, ("1", "train", "0"), ("1", "train", "1")]

@@ -57,8 +57,8 @@ def pieces(text: str) -> set[str]:
 def test_no_word_is_broken_and_no_table_is_wider(
     cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch, command: str, width: int
 ) -> None:
-    places = {"FOLDER": folder, "RUN": folder / "run-0", "OTHER": folder / "run-1"}
-    words = [str(places.get(word, word)) for word in command.split()]
+    paths = {"FOLDER": folder, "RUN": folder / "run-0", "OTHER": folder / "run-1"}
+    words = [str(paths.get(word, word)) for word in command.split()]
     monkeypatch.delenv("COLUMNS", raising=False)
     whole = cli(*words).out
     monkeypatch.setenv("COLUMNS", str(width))

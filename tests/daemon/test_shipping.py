@@ -14,7 +14,7 @@ import recorder
 from recorder.errors import StoreError
 from recorder.format.rundir import encode_manifest
 from recorder.format.status import encode_status
-from recorder.storage.locations import place_of, store_of
+from recorder.storage.locations import location_of, store_of
 from tests.daemon.proxy import FaultyProxy
 from tests.daemon.support import at_work, faults, files, objects, ship, wait_until
 from tests.read.handmade import HandmadeWriter, make_row, make_run
@@ -301,7 +301,7 @@ def test_a_reader_takes_what_was_replaced_since_it_listed_a_run(tmp_path: Path, 
     writer = next(name for name in objects(store, prefix_of(to)) if name.endswith("_writer.json")).rpartition("/")[0]
     opened = f"{prefix_of(to)}/{writer}/_stats-000009.arrow.open"
     store.put(opened, b"0123456789")
-    run = place_of(f"{to}/run-a")
+    run = location_of(f"{to}/run-a")
     there = store_of(run)
     rank, name = writer.split("/")[1:]
     directory = run / rank / name

@@ -96,13 +96,13 @@ def test_the_dashboard_has_what_grafana_wants_of_one() -> None:
     assert dashboard["title"]
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(ids)) == len(ids)
-    places: set[tuple[int, int]] = set()
+    taken: set[tuple[int, int]] = set()
     for panel in dashboard["panels"]:
         where = panel["gridPos"]
         assert where["x"] + where["w"] <= 24
         cells = {(where["x"] + x, where["y"] + y) for x in range(where["w"]) for y in range(where["h"])}
-        assert not cells & places, f"{panel['title']} lies over another panel"
-        places |= cells
+        assert not cells & taken, f"{panel['title']} lies over another panel"
+        taken |= cells
         assert panel["datasource"]["uid"] == "${datasource}"
         assert all(target["refId"] and target["expr"] for target in panel["targets"])
     names = {variable["name"] for variable in dashboard["templating"]["list"]}

@@ -72,7 +72,7 @@ def test_data_and_scale_are_leaves_of_their_own(finished: Finished) -> None:
     assert outer == {"bfloat16"}
 
 
-def test_a_weight_has_its_place_and_a_scale_has_none(finished: Finished) -> None:
+def test_a_weight_has_its_position_and_a_scale_has_none(finished: Finished) -> None:
     frame = run_of(finished, "float8_gathered").to_pandas()
     params = frame[(frame["site"] == "param") & (frame["module_path"] == "0.up")].set_index("name")
     assert set(params.index) == {"weight", "bias", "weight._precomputed_scale"}

@@ -72,12 +72,12 @@ class Pieces:
             assert json.loads(row.global_shape) == shape
             placement = json.loads(row.placements)[-1]
             if placement["kind"] == "FlatShard":
-                place: Any = slice(placement["offset"], placement["offset"] + len(piece))
-                whole.view(-1)[place], count.view(-1)[place] = piece, count.view(-1)[place] + 1
+                region: Any = slice(placement["offset"], placement["offset"] + len(piece))
+                whole.view(-1)[region], count.view(-1)[region] = piece, count.view(-1)[region] + 1
             else:
                 starts = json.loads(row.offsets)
-                place = tuple(slice(i, i + size) for i, size in zip(starts, piece.shape, strict=True))
-                whole[place], count[place] = piece, count[place] + 1
+                region = tuple(slice(i, i + size) for i, size in zip(starts, piece.shape, strict=True))
+                whole[region], count[region] = piece, count[region] + 1
         assert (count == 1).all()
         marks = sum(int(row.fingerprint, 16) for row, _ in pieces)
         assert marks % MODULUS == fingerprint(whole.reshape(-1).view(torch.uint8).numpy(), 4, tuple(shape))
@@ -178,7 +178,7 @@ def test_without_sharding_rows_are_plain_replicas(pieces: Any, case: str) -> Non
 
 
 @pytest.mark.parametrize("case", IMAGES)
-def test_slices_in_another_memory_format_claim_no_place(pieces: Any, case: str) -> None:
+def test_slices_in_another_memory_format_claim_no_position(pieces: Any, case: str) -> None:
     found = pieces(case)
     rows = found.by_key["param", "conv", "weight", 0]
     assert {row.note for row, _ in rows} == {'{"no_layout":"memory_format"}'}

@@ -146,7 +146,7 @@ def is_strided(row: Any) -> bool:
 
 @pytest.mark.parametrize("case", CASES)
 def test_pieces_make_up_the_tensors_of_one_process(wholes: dict[str, Wholes], case: str) -> None:
-    """Activations, their gradients, parameters and their gradients; what names no place is a replica."""
+    """Activations, their gradients, parameters and their gradients; what names no position is a replica."""
     found = wholes[case]
     assert set(found.by_key) == set(found.expected)
     for key, expected in found.expected.items():
@@ -156,14 +156,14 @@ def test_pieces_make_up_the_tensors_of_one_process(wholes: dict[str, Wholes], ca
 
 
 @pytest.mark.parametrize("case", ["sp", "sp_fsdp2"])
-def test_every_activation_of_a_sequence_parallel_model_has_a_place(wholes: dict[str, Wholes], case: str) -> None:
+def test_every_activation_of_a_sequence_parallel_model_has_a_position(wholes: dict[str, Wholes], case: str) -> None:
     frame = wholes[case].frame
     frame = frame[frame["site"].isin(["input", "output", "grad_input", "grad_output"])]
     assert frame[frame["placements"].isna()].groupby(["site", "module_path"]).size().to_dict() == {}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("tp")])
-def test_plain_tensors_between_two_linears_have_a_place(wholes: dict[str, Wholes], case: str) -> None:
+def test_plain_tensors_between_two_linears_have_a_position(wholes: dict[str, Wholes], case: str) -> None:
     frame = wholes[case].frame
     for path, sites in (("blocks.0.mlp.act", 4), ("blocks.1.attn.core", 8)):
         rows = frame[(frame["module_path"] == path) & (frame["step"] == 1) & (frame["rank"] == 0)]
@@ -172,7 +172,7 @@ def test_plain_tensors_between_two_linears_have_a_place(wholes: dict[str, Wholes
 
 
 @pytest.mark.parametrize("case", OF_TWO)
-def test_what_a_program_taps_in_a_region_has_a_place_too(runs: dict[str, recorder.Run], case: str) -> None:
+def test_what_a_program_taps_in_a_region_has_a_position_too(runs: dict[str, recorder.Run], case: str) -> None:
     frame = runs[case].to_pandas()
     rows = frame[(frame["site"] == "tap") & (frame["mode"] == "train") & (frame["rank"] == 0)]
     assert dict(rows.groupby("phase").size()) == {"backward": 4, "forward": 4}

@@ -46,12 +46,12 @@ def test_parameters_are_named_by_the_module_that_owns_them(train: Train, layout:
 
 @pytest.mark.parametrize("layout", [*SHARDED, "checkpoint"])
 def test_activations_lie_under_the_same_paths_as_in_a_plain_run(train: Train, layout: str) -> None:
-    def places(finished: Finished) -> set[tuple[str, str, str]]:
+    def values(finished: Finished) -> set[tuple[str, str, str]]:
         frame = finished.run.to_pandas()
         frame = frame[(frame["rank"] == 0) & frame["site"].isin(["input", "output", "grad_input", "grad_output"])]
         return set(zip(frame["site"], frame["module_path"], frame["name"], strict=True))
 
-    assert places(recorded(train, layout)) == places(recorded(train, "plain"))
+    assert values(recorded(train, layout)) == values(recorded(train, "plain"))
 
 
 @pytest.mark.parametrize("layout", ["fsdp1", "fsdp1 orig"])

@@ -79,7 +79,7 @@ def test_all_ranks_have_the_steps_around_a_nan_of_one_of_them_bit_by_bit(run_of:
     assert values(boxed) == values(full, first=8, last=14)
     assert len(values(boxed)) == 7 * len(values(full, first=0, last=0))
     first = recorder.first(boxed).nonfinite
-    assert first is not None and (first.place.step, first.place.rank) == (12, 1)
+    assert first is not None and (first.value.step, first.value.rank) == (12, 1)
 
 
 @pytest.mark.parametrize(

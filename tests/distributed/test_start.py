@@ -233,7 +233,9 @@ def test_in_a_child_process_a_wrong_setting_is_one_line(succeeded: End) -> None:
 
 
 @pytest.mark.parametrize(("name", "word"), [("a file", "a_file': is no directory"), ("below a file", "/a_file is no")])
-def test_a_place_that_can_never_be_written_stops_the_launch_with_one_message(ended: End, name: str, word: str) -> None:
+def test_a_directory_that_can_never_be_written_stops_the_launch_with_one_message(
+    ended: End, name: str, word: str
+) -> None:
     finished = ended(name)
     assert finished.returncode == 2
     (message,) = finished.output.splitlines()

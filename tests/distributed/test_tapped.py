@@ -18,7 +18,7 @@ from .scripts.tapped import CASES
 # One process serves them all; the others are run by naming them, or with -m slow.
 QUICK = ("ddp outside", "ddp flag", "ddp blocks", "fsdp2 outside", "fsdp2 blocks", "fsdp2 checkpointed")
 NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
-PLACE = ("site", "module_path", "name", "step", "micro_step", "call", "repeat", "mode", "phase")
+KEY = ("site", "module_path", "name", "step", "micro_step", "call", "repeat", "mode", "phase")
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +38,16 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
 
 
 def rows(run: recorder.Run, rank: int) -> dict[tuple[Any, ...], Any]:
-    """Every row of a rank by its place; one that is there twice fails."""
+    """Every row of a rank by its key; one that is there twice fails."""
     frame = run.to_pandas()
     frame = frame[frame["rank"] == rank]
     found: dict[tuple[Any, ...], Any] = {}
     for row in frame.to_dict("records"):
         micro_step = None if row["micro_step"] != row["micro_step"] else row["micro_step"]
-        key = tuple(micro_step if name == "micro_step" else row[name] for name in PLACE)
+        key = tuple(micro_step if name == "micro_step" else row[name] for name in KEY)
         assert key not in found, f"{key} is there twice"
-        place = {name: value for name, value in zip(PLACE, key, strict=True) if name != "module_path"}
-        found[key] = run.array(str(row["module_path"]), rank=rank, root=row["root"], **place)  # type: ignore[arg-type]
+        question = {name: value for name, value in zip(KEY, key, strict=True) if name != "module_path"}
+        found[key] = run.array(str(row["module_path"]), rank=rank, root=row["root"], **question)  # type: ignore[arg-type]
     return found
 
 

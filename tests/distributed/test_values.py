@@ -137,9 +137,9 @@ def test_local_shards_say_where_they_lie(train: Train, what: str, site: str) -> 
             at = {"shape": layout["mesh"], "dim_names": ["dp"], "coordinate": list(layout["coordinate"])}
             assert mesh == {**at, "ranks": [0, 1]}
             assert row["layout_source"] == "dtensor"
-            place = tuple(slice(start, start + size) for start, size in zip(offsets, value.shape, strict=True))
-            assert torch.equal(full[place], value)
-            covered.setdefault(key, torch.zeros(full.shape, dtype=torch.int64))[place] += 1
+            region = tuple(slice(start, start + size) for start, size in zip(offsets, value.shape, strict=True))
+            assert torch.equal(full[region], value)
+            covered.setdefault(key, torch.zeros(full.shape, dtype=torch.int64))[region] += 1
             sizes.add((rank, value.shape[0], full.shape[0]))
     assert covered and all((count == 1).all() for count in covered.values())
     assert {(0, 4, 7), (1, 3, 7), (0, 1, 1), (1, 0, 1)} <= sizes, "uneven and empty shards are among them"
@@ -167,8 +167,8 @@ def test_slices_say_where_they_lie(train: Train, what: str, site: str) -> None:
             assert pd.isna(row["offsets"])
             assert json.loads(row["global_shape"]) == layout["shape"]
             assert json.loads(row["shape"]) == list(value.shape)
-            place = {"shape": [2], "dim_names": None, "coordinate": [rank], "ranks": [0, 1]}
-            assert json.loads(row["mesh"]) == place
+            mesh = {"shape": [2], "dim_names": None, "coordinate": [rank], "ranks": [0, 1]}
+            assert json.loads(row["mesh"]) == mesh
             ((kind, start),) = [(p["kind"], p["offset"]) for p in json.loads(row["placements"])]
             assert kind == "FlatShard"
             assert start == layout["start"] or not value.numel()
@@ -189,7 +189,7 @@ def test_slices_say_where_they_lie(train: Train, what: str, site: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["plain", "ddp", "fsdp1", "fsdp2"])
-def test_activations_have_no_global_place(train: Train, what: str) -> None:
+def test_activations_have_no_global_position(train: Train, what: str) -> None:
     frame = train(*RECORDED[what]).run.to_pandas()
     activations = frame[frame["site"].isin(["input", "output", "grad_input", "grad_output"])]
     assert activations[["global_shape", "offsets", "placements", "mesh"]].isna().all(axis=None)

@@ -90,7 +90,7 @@ def _many_ranks(path: Path, rows_of: Callable[[int], list[Row]]) -> None:
         writer.finish()
 
 
-def _forged_places(path: Path) -> None:
+def _forged_placements(path: Path) -> None:
     """Pieces of a tensor of 2^47 elements, which payloads of a few bytes say that they are."""
     mesh = '{"shape":[2],"coordinate":[%d]}'
 
@@ -204,7 +204,7 @@ BOMBS = {
     "a shape of 10^15 elements, and its bytes": Bomb(
         _with_rows(make_row(0, [1.0]) | {"shape": "[1000000000000]", "numel": 10**12, "payload_bytes": 4 * 10**12})
     ),
-    "pieces of a tensor of 2^47 elements": Bomb(_forged_places),
+    "pieces of a tensor of 2^47 elements": Bomb(_forged_placements),
     "parts that hold nothing": Bomb(_with_rows(*_parts(b"", "plain"))),
     "parts of frames that hold nothing": Bomb(_with_rows(*_parts(_frame(PART_BYTES, 1), "raw"))),
     "200 parts of zeros": Bomb(_with_rows(*_parts(_zeros(PART_BYTES), "raw")), 40, 400 * _MIB, has_arrays=False),

@@ -1,4 +1,4 @@
-"""Names, links and places of foreign_writers, in every command: nothing is followed, written elsewhere or obeyed."""
+"""Names, links and folders of foreign writers, in every command: nothing is followed, written elsewhere or obeyed."""
 
 from __future__ import annotations
 
@@ -115,10 +115,10 @@ def _link(at: Path, to: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["_merging", "global", "rank=00001", "global/source", "rank=00000/UNIT", "_merge.json"]
+    "member", ["_merging", "global", "rank=00001", "global/source", "rank=00000/UNIT", "_merge.json"]
 )
 def test_a_merge_into_a_strangers_directory_writes_and_removes_nothing_behind_links(
-    tmp_path: Path, sound: Path, place: str
+    tmp_path: Path, sound: Path, member: str
 ) -> None:
     out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
     merge_run(open_run(sound), out)
@@ -128,7 +128,7 @@ def test_a_merge_into_a_strangers_directory_writes_and_removes_nothing_behind_li
         (elsewhere / name).mkdir()
         (elsewhere / name / "file").write_text("precious")
     before = sorted((str(path), path.is_file() and path.read_bytes()) for path in elsewhere.rglob("*"))
-    _link(out / place.replace("UNIT", unit), elsewhere)
+    _link(out / member.replace("UNIT", unit), elsewhere)
     with pytest.raises(WriteError):
         merge_run(open_run(sound), out)
     assert sorted((str(path), path.is_file() and path.read_bytes()) for path in elsewhere.rglob("*")) == before

@@ -31,8 +31,8 @@ def scenarios(memory: Path) -> dict[str, Scenario]:
 def problems_of(scenario: Scenario, folder: Path, seed: int, num_prefixes: int = NUM_PREFIXES) -> list[str]:
     lengths = range(scenario.num_sure + 1, len(scenario.ops) + 1)
     chosen = random.Random(seed).sample(lengths, min(num_prefixes, len(lengths)))
-    place = Path(tempfile.mkdtemp(dir=folder))
-    results = [power.check_prefix(scenario, length, seed, place, limit=NUM_STATES) for length in chosen]
+    directory = Path(tempfile.mkdtemp(dir=folder))
+    results = [power.check_prefix(scenario, length, seed, directory, limit=NUM_STATES) for length in chosen]
     assert sum(result.num_states for result in results) >= num_prefixes
     return [problem for result in results for problem in result.problems]
 
@@ -61,10 +61,10 @@ def test_a_writer_that_syncs_less_would_be_noticed(scenarios: dict[str, Scenario
     record = scenarios["record"]
     harmed = replace(record, ops=[op for op in record.ops if not WORSE[worse](op)])
     end = next(number for number, op in enumerate(harmed.ops) if is_durable_promise(op)) + 1
-    place = Path(tempfile.mkdtemp(dir=memory))
+    directory = Path(tempfile.mkdtemp(dir=memory))
     nothing_pending = [op for op, sure in zip(harmed.ops[:end], power.is_sure(harmed.ops[:end]), strict=True) if sure]
-    power.lay_out(nothing_pending, place / "state")
-    assert power.problems_of(place / "state", harmed.ops[:end], harmed, is_thorough=False) != []
+    power.lay_out(nothing_pending, directory / "state")
+    assert power.problems_of(directory / "state", harmed.ops[:end], harmed, is_thorough=False) != []
 
 
 def test_a_final_name_before_the_sync_would_be_noticed(scenarios: dict[str, Scenario], memory: Path) -> None:
@@ -73,10 +73,10 @@ def test_a_final_name_before_the_sync_would_be_noticed(scenarios: dict[str, Scen
     inode = record.ops[link].inode
     sync = max(n for n, op in enumerate(record.ops[:link]) if op.kind == "sync" and op.inode == inode)
     early = [op for number, op in enumerate(record.ops[: link + 2]) if number != sync]
-    place = Path(tempfile.mkdtemp(dir=memory))
+    directory = Path(tempfile.mkdtemp(dir=memory))
     part = [op for op, sure in zip(early, power.is_sure(early), strict=True) if sure or op.kind != "write"]
-    power.lay_out(part, place / "state")
-    assert power.problems_of(place / "state", early, record, is_thorough=False) != []
+    power.lay_out(part, directory / "state")
+    assert power.problems_of(directory / "state", early, record, is_thorough=False) != []
 
 
 def test_a_name_is_sure_by_its_directory_and_data_by_its_file() -> None:

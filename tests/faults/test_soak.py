@@ -47,7 +47,7 @@ def test_a_leak_is_told_and_a_full_disk_too(capsys: pytest.CaptureFixture[str]) 
 
 
 def rising(seconds: float, num_samples: int = 60) -> list[soak.Sample]:
-    """Memory that still finds its place, fast and in steps; a descriptor that comes and stays."""
+    """Memory that still settles, fast and in steps; a descriptor that comes and stays."""
     source = random.Random(0)
     return [
         soak.Sample(time_s=seconds * i / num_samples,

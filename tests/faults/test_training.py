@@ -50,15 +50,15 @@ def assert_balanced(recording: Recording) -> dict[str, int]:
     return dropped
 
 
-PLACES = [
+FUNCTIONS = [
     (Root, "begins"), (Root, "ends"), (Root, "record_state"), (Root, "slice_now"), (RootClock, "begin"),
     (Watch, "before_forward"), (Watch, "after_forward"), (Watch, "record"), (Watch, "_leaf"),
     (Clock, "advance_if_stepped"), (Clock, "optimizer_stepped"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("owner", "name"), PLACES, ids=lambda place: getattr(place, "__name__", place))
-def test_an_error_of_ours_at_any_place_changes_no_bit_of_training(
+@pytest.mark.parametrize(("owner", "name"), FUNCTIONS, ids=lambda value: getattr(value, "__name__", value))
+def test_an_error_of_ours_in_any_function_changes_no_bit_of_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:
     expected = train(tiny())
@@ -132,7 +132,7 @@ def test_views_that_are_changed_in_place_train_as_without_the_recorder(tmp_path:
 
 
 @pytest.mark.parametrize("where", ["meta", "inference", "autocast"])
-def test_contexts_of_the_user_leave_values_and_places_alone(tmp_path: Path, where: str) -> None:
+def test_contexts_of_the_user_leave_values_and_positions_alone(tmp_path: Path, where: str) -> None:
     def run() -> list[torch.Tensor]:
         model = tiny()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

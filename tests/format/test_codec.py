@@ -138,16 +138,16 @@ def test_any_buffer_is_accepted_and_the_result_is_writable(
 
 
 @_BY_ENCODING
-@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+@given(share=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_flipped_bit_in_zstd_content_never_gives_other_numbers(
-    encoding: str, payload: bytes, data: Bytes, item_bytes: int, place: float, bit: int
+    encoding: str, payload: bytes, data: Bytes, item_bytes: int, share: float, bit: int
 ) -> None:
     # Plain bytes have no checksum of their own; the batch's covers them.
     num_checked = {"plain": 0, "planes_plain": 8 + int.from_bytes(payload[:8], "little")}.get(encoding, len(payload))
     if not num_checked:
         return
     damaged = bytearray(payload)
-    damaged[int(place * num_checked)] ^= 1 << bit
+    damaged[int(share * num_checked)] ^= 1 << bit
     try:
         decoded = decode(encoding, bytes(damaged), len(data), item_bytes)
     except CorruptError:

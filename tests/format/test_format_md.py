@@ -167,4 +167,4 @@ def test_the_constants_and_examples_of_the_page_are_right() -> None:
         for values, item_bytes, shape, offsets in examples
     ]
     boxes = [(b"\2", (1, 1), (0, 2)), (b"\3\4", (1, 2), (1, 0))]
-    assert of_a_run == f"{sum(independent.fingerprint(data, 1, *place) for data, *place in boxes) % (1 << 64):016x}"
+    assert of_a_run == f"{sum(independent.fingerprint(data, 1, *index) for data, *index in boxes) % (1 << 64):016x}"

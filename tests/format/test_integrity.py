@@ -119,9 +119,9 @@ def test_another_number_of_rows_is_corrupt() -> None:
 
 
 @given(st.integers(0, len(_METADATA[METADATA_KEY]) - 1), st.integers(0, 7))
-def test_a_flipped_bit_in_the_header_shows(place: int, bit: int) -> None:
+def test_a_flipped_bit_in_the_header_shows(index: int, bit: int) -> None:
     text = bytearray(_METADATA[METADATA_KEY])
-    text[place] ^= 1 << bit
+    text[index] ^= 1 << bit
     with pytest.raises(CorruptError, match="CRC32C"):
         check_batch(_BATCH, {**_METADATA, METADATA_KEY: bytes(text)}, where="here")
 

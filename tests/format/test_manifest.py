@@ -72,7 +72,7 @@ def test_what_a_later_version_adds_is_kept_for_whoever_writes_it_again() -> None
         ({"autoload": 1}, "autoload is 1, expected true or false"),
         ({"ledger": {"dropped": {"a": "b"}}}, "ledger.dropped.a is 'b', expected a whole number, not negative"),
         ({"roots": {}}, "roots is {}, expected a list of objects"),
-        ({"roots": [ROOT, 3]}, "roots is 3, expected a list of objects, in all its places"),
+        ({"roots": [ROOT, 3]}, "roots is 3, expected a list of objects, in every item"),
         (
             {"roots": [{"modules": [{"path": "a"}, {"params": "weight"}]}]},
             "roots[0].modules[1].params is 'weight', expected a list of texts",

@@ -78,7 +78,7 @@ def test_a_statistic_that_one_row_lacks_is_null_and_so_is_what_is_made_of_it() -
     assert [name for name in STATISTICS if np.isnan(found[name][0])] == ["l2", "sum_sq"]
 
 
-def test_lists_are_added_place_by_place() -> None:
+def test_lists_are_added_element_by_element() -> None:
     histograms = np.array([[1, 0, 2], [3, 1, 0], [5, 5, 5]])
     assert join(Combine.SUM, histograms, np.array([0, 2])).tolist() == [[4, 1, 2], [5, 5, 5]]
     without = join(Combine.SUM, histograms, np.array([0, 2]), np.array([True, False, True]))

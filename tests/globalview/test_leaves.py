@@ -345,7 +345,7 @@ class TestTensorParallel:
     """Of plain tensors of two ranks that share a batch."""
 
     def run(self, path: Path, acts: list[list[Array]], keep: str, *, has_neighbour: list[bool]) -> Run:
-        """The act's tensors by step and rank; of a neighbour beside it, which is placed, at some steps."""
+        """The act's tensors by step and rank; of a neighbour beside it, which is a DTensor, at some steps."""
         mesh, rows = Mesh([0, 1]), dict[int, list[Row]]({0: [], 1: []})
         for step, own in enumerate(acts):
             x, hidden = values(5, 2), values(5, 6)

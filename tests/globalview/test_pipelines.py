@@ -129,16 +129,16 @@ def test_the_first_nan_is_where_it_came_up_and_not_in_the_stage_that_was_given_i
                     k: v for k, v in plain(0, spoiled).items() if k in (*COUNTS, *STATISTICS, "data")
                 }
 
-    for place in ((0, "layers.0", "output"), (0, "", "output"), (1, "", "input"), (1, "layers.1", "output")):
-        spoil(*place)
+    for question in ((0, "layers.0", "output"), (0, "", "output"), (1, "", "input"), (1, "layers.1", "output")):
+        spoil(*question)
     run = mesh_run(tmp_path / "run", rows, {rank: stage(rank) for rank in rows})
     if is_merged:
         merge_run(run, tmp_path / "merged")
         run = open_run(tmp_path / "merged")
     found = first(run).nonfinite
     assert found is not None
-    assert (found.place.module_path, found.place.site, found.nan_count) == ("layers.0", "output", 10)
-    assert found.place.rank == (None if is_merged else 0)
+    assert (found.value.module_path, found.value.site, found.nan_count) == ("layers.0", "output", 10)
+    assert found.value.rank == (None if is_merged else 0)
 
 
 def test_gradients_are_scaled_by_micro_batches(tmp_path: Path) -> None:

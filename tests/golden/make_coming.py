@@ -31,8 +31,8 @@ from .values import Array, values
 
 Row = dict[str, Any]
 NEWEST = Path(__file__).parent / f"v{FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}"
-_PLACE = SCHEMA.get_field_index("zero_count") + 1
-COMING_SCHEMA = SCHEMA.insert(_PLACE, pa.field(COLUMN, pa.int64())).with_metadata(
+_INDEX = SCHEMA.get_field_index("zero_count") + 1
+COMING_SCHEMA = SCHEMA.insert(_INDEX, pa.field(COLUMN, pa.int64())).with_metadata(
     {VERSION_KEY: b"%d.%d" % (FORMAT_VERSION[0], MINOR)}
 )
 VERSION = {"version": [FORMAT_VERSION[0], MINOR]}

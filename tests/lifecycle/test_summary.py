@@ -106,9 +106,9 @@ def test_where_rank_0_is_not_to_be_recorded_it_says_so_and_where_the_others_reco
     outputs: dict[str, str], name: str
 ) -> None:
     lines = outputs[name].splitlines()
-    (place,) = [number for number, line in enumerate(lines) if line.endswith("; no rule is for rank 0")]
-    assert lines[place].startswith("recorder: 0 rows")
-    assert lines[place + 1].startswith("recorder: next: recorder show ")
+    (index,) = [number for number, line in enumerate(lines) if line.endswith("; no rule is for rank 0")]
+    assert lines[index].startswith("recorder: 0 rows")
+    assert lines[index + 1].startswith("recorder: next: recorder show ")
 
 
 def test_a_full_pipe_that_nobody_reads_holds_the_end_up_no_longer_than_the_deadline(tmp_path: Path) -> None:

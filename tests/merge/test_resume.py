@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """In memory where there is such a place: hundreds of syncs are not the point."""
+    """In memory where there is such a directory: hundreds of syncs are not the point."""
     if not Path("/dev/shm").is_dir():
         yield tmp_path
         return

@@ -139,14 +139,14 @@ def test_pieces_that_do_not_fit_are_refused_and_the_rest_merges(tmp_path: Path) 
     run = make_run(tmp_path / "run")
     for rank in (0, 1):
         writer = HandmadeWriter(run, rank)
-        placed: dict[str, Any] = {
+        layout: dict[str, Any] = {
             "rank": rank, "micro_step": None, "phase": "optimizer", "site": "param", "global_shape": "[6,4]",
             "placements": '[{"kind":"Shard","dim":0}]', "layout_source": "dtensor",
             "mesh": json.dumps({"shape": [2], "dim_names": None, "coordinate": [rank]}, separators=(",", ":")),
         }  # fmt: skip
         rows = [
-            make_row(0, weight(rank), name="overlapping", offsets=f"[{2 * rank},0]", **placed),
-            make_row(1, weight(rank), name="weight", offsets=f"[{3 * rank},0]", **placed),
+            make_row(0, weight(rank), name="overlapping", offsets=f"[{2 * rank},0]", **layout),
+            make_row(1, weight(rank), name="weight", offsets=f"[{3 * rank},0]", **layout),
         ]
         writer.add_shard([rows])
         writer.finish(roots=roots(kind="fsdp2"))

@@ -137,7 +137,7 @@ def llama() -> Case:
 
 
 def t5() -> Case:
-    """Encoder and decoder, with one embedding at four places."""
+    """Encoder and decoder, with one embedding that is used four times."""
     vision()
     from transformers import T5Config, T5ForConditionalGeneration
 

@@ -145,9 +145,9 @@ def test_codes_that_would_be_too_long_are_made_to_fit(ratio: float, num_values: 
 @pytest.mark.parametrize("value", [0, 1, 0x12, 0x47, 0x7F, 0x80, 0xFF])
 def test_a_value_that_occurs_once_is_coded_wherever_it_is(value: int) -> None:
     plane = _activations("float32", 2 * _BLOCK)[3::4].copy()
-    for place in np.random.default_rng(value).integers(0, len(plane), 25):
+    for index in np.random.default_rng(value).integers(0, len(plane), 25):
         changed = plane.copy()
-        changed[place] = value
+        changed[index] = value
         assert len(_frames(changed)) < 0.36 * len(plane)
 
 
@@ -248,12 +248,12 @@ def test_payloads_of_both_are_laid_side_by_side() -> None:
     assert decode(encoding, b"".join(buffers), len(data), 4).tobytes() == data.tobytes()
 
 
-@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-def test_a_flipped_bit_never_gives_other_numbers(place: float, bit: int) -> None:
+@given(share=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_a_flipped_bit_never_gives_other_numbers(share: float, bit: int) -> None:
     plane = _activations("float32", 5000)[3::4].copy()
     out = np.empty(_room(len(plane)), np.uint8)
     frames = out[: native.Kernels().huffman(plane, 1, 0, out)]
-    frames[int(place * len(frames))] ^= 1 << bit
+    frames[int(share * len(frames))] ^= 1 << bit
     try:
         decoded = decode("raw", frames, len(plane), 1)
     except CorruptError:

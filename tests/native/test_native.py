@@ -111,12 +111,12 @@ def test_statistics_have_the_bits_of_python(kernels: native.Kernels, dtype: str)
 
 
 @needs_library
-@pytest.mark.parametrize("place", range(0, 32768 + 600, 597))
-def test_a_single_special_value_is_seen_wherever_it_is(kernels: native.Kernels, place: int) -> None:
+@pytest.mark.parametrize("index", range(0, 32768 + 600, 597))
+def test_a_single_special_value_is_seen_wherever_it_is(kernels: native.Kernels, index: int) -> None:
     for dtype, values in _SPECIAL.items():
         for value in values:
-            data = np.random.default_rng(place).normal(0, 1, 33400).astype(dtype)
-            data[place] = value
+            data = np.random.default_rng(index).normal(0, 1, 33400).astype(dtype)
+            data[index] = value
             keep = KEEP_STATS | KEEP_HISTOGRAM
             found = measure(data.view(np.uint8), dtype, (33400,), None, keep, kernels=kernels)
             assert _bits(found) == _bits(measure(data.view(np.uint8), dtype, (33400,), None, keep))

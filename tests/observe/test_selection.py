@@ -145,7 +145,7 @@ def test_attach_refuses_a_wrong_setting(tmp_path: Path) -> None:
         recorder.attach(Tiny(), enabled=True, dir=tmp_path, pool_byts=1)
 
 
-def test_attach_refuses_a_place_that_can_never_be_written(tmp_path: Path) -> None:
+def test_attach_refuses_a_directory_that_can_never_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     model = Tiny()
     with pytest.raises(ConfigError, match=r"dir \(argument\): dir = '.*/file': is no directory"):

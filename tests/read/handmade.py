@@ -19,7 +19,7 @@ from recorder.format.rundir import index_name, open_name, rank_dir, shard_name
 from recorder.format.schema import METADATA_COLUMNS, SCHEMA
 
 Row = dict[str, Any]
-PLACE_FIELDS = [pa.field("batch", pa.int32(), nullable=False), pa.field("row", pa.int32(), nullable=False)]
+POSITION_FIELDS = [pa.field("batch", pa.int32(), nullable=False), pa.field("row", pa.int32(), nullable=False)]
 
 
 def make_row(seq: int, values: npt.ArrayLike | None = None, **columns: Any) -> Row:
@@ -119,12 +119,12 @@ def shard_bytes(
 
 def index_bytes(batches: Sequence[Sequence[Row]], num_shard_bytes: int) -> bytes:
     """The bytes of the index of a sealed shard."""
-    fields = [SCHEMA.field(name) for name in METADATA_COLUMNS] + PLACE_FIELDS
+    fields = [SCHEMA.field(name) for name in METADATA_COLUMNS] + POSITION_FIELDS
     metadata = {**(SCHEMA.metadata or {}), b"recorder_shard_bytes": str(num_shard_bytes).encode()}
     rows = [
-        {name: value for name, value in row.items() if name != "data"} | {"batch": number, "row": place}
+        {name: value for name, value in row.items() if name != "data"} | {"batch": number, "row": index}
         for number, batch in enumerate(batches)
-        for place, row in enumerate(batch)
+        for index, row in enumerate(batch)
     ]
     return shard_bytes([rows], schema=pa.schema(fields, metadata=metadata))
 

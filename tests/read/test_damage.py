@@ -99,14 +99,14 @@ def test_every_value_byte_that_flips_is_found_by_verify(tmp_path: Path, kind: st
     path, target = make_damaged_run(tmp_path, kind)
     assert not [finding for finding in verify(open_run(path)) if finding.is_fault]
     data = target.read_bytes()
-    places = [
+    offsets = [
         data.rindex(b"layers.0"),
         data.rindex(np.float64(open_run(path).table(["l2"])["l2"][0].as_py()).tobytes()),
     ]
-    for place in places:
-        flip(target, 8 * place + 3)
+    for offset in offsets:
+        flip(target, 8 * offset + 3)
         assert any(target.name in finding.text for finding in verify(open_run(path)))
-        flip(target, 8 * place + 3)
+        flip(target, 8 * offset + 3)
 
 
 def test_a_damaged_payload_is_named_when_it_is_asked_for(tmp_path: Path) -> None:
@@ -149,13 +149,13 @@ def test_damage_found_late_takes_its_batch_out_of_every_column(tmp_path: Path) -
 def test_an_index_damaged_after_opening_is_replaced_by_the_shard(tmp_path: Path) -> None:
     path, index = make_damaged_run(tmp_path, "index")
     expected = open_run(path).table(["fingerprint", "l2"])
-    place = index.read_bytes().rindex(np.float64(expected["l2"][0].as_py()).tobytes())
-    flip(index, 8 * place)
+    offset = index.read_bytes().rindex(np.float64(expected["l2"][0].as_py()).tobytes())
+    flip(index, 8 * offset)
     found = open_run(path).table(["fingerprint", "l2"])
     assert found.equals(expected)
 
 
-def test_an_index_that_lies_about_places_is_noticed(tmp_path: Path) -> None:
+def test_an_index_that_lies_about_positions_is_noticed(tmp_path: Path) -> None:
     from tests.read.handmade import index_bytes
 
     path, index = make_damaged_run(tmp_path, "index")

@@ -32,9 +32,9 @@ def run_of(writer: HandmadeWriter) -> Path:
     return writer.directory.parents[1]
 
 
-def patch(path: Path, place: int, data: bytes) -> None:
+def patch(path: Path, position: int, data: bytes) -> None:
     old = path.read_bytes()
-    path.write_bytes(old[:place] + data + old[place + len(data) :])
+    path.write_bytes(old[:position] + data + old[position + len(data) :])
 
 
 class TestLinksAndDevices:
@@ -200,8 +200,8 @@ class TestForgedSizes:
         source = MappedFile(shard)
         schema_end = block_at(source, 8)[0].end  # type: ignore[index]
         body_bytes = block_at(source, schema_end)[0].body_bytes  # type: ignore[index]
-        place = shard.read_bytes().index(struct.pack("<q", body_bytes), schema_end)
-        patch(shard, place, struct.pack("<q", 1 << 40))
+        position = shard.read_bytes().index(struct.pack("<q", body_bytes), schema_end)
+        patch(shard, position, struct.pack("<q", 1 << 40))
         run = open_run(run_of(writer))
         assert run.num_rows == 0
         assert run.writers[0].shards[0].num_trailing_bytes > 0
@@ -213,9 +213,9 @@ class TestForgedSizes:
         block = footer_blocks(source)[0]
         _, message = block_at(source, block.offset)  # type: ignore[misc]
         assert message.is_compressed
-        place = block.offset + block.metadata_bytes + max(message.buffers, key=lambda buffer: buffer[1])[0]
+        position = block.offset + block.metadata_bytes + max(message.buffers, key=lambda buffer: buffer[1])[0]
         for claim in (1 << 40, MAX_BATCH_BYTES + 1, (1 << 63) - 1):
-            patch(shard, place, struct.pack("<q", claim))
+            patch(shard, position, struct.pack("<q", claim))
             run = open_run(run_of(writer))
             assert run.table().num_rows == 0
             assert "declares" in run.problems[0]

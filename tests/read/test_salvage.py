@@ -68,8 +68,8 @@ def test_a_cut_at_any_byte_leaves_whole_batches(tmp_path: Path) -> None:
 def test_a_flip_in_the_last_batch_is_no_cut_write(tmp_path: Path) -> None:
     data = shard_bytes(BATCHES[:2], is_sealed=False)
     start, whole = batch_ends()[1], open_with(tmp_path, data).table()
-    places = random.Random(0).sample(range(start, len(data)), 60)
-    for at in [*range(start, start + 1000, 15), *places]:
+    offsets = random.Random(0).sample(range(start, len(data)), 60)
+    for at in [*range(start, start + 1000, 15), *offsets]:
         damaged = bytearray(data)
         damaged[at] ^= 1 << at % 8
         run = open_quiet(tmp_path, bytes(damaged))

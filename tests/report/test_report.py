@@ -165,8 +165,8 @@ def test_histograms_are_shares_of_the_values_by_sign_and_power_of_two(cli: Cli, 
     assert (block.data["steps"], block.data["ranks"], block.data["shape"][:2]) == ([0, 1, 2], [0, 1], [1, 3])
     codes = block.arrays["codes"][0, 1].astype(int)
     shares = np.where(codes > 0, block.data["least"] ** (1 - (codes - 1) / (block.data["levels"] - 1)), 0)
-    exponent_of = {place: block.data["first"] + place - block.data["zero"] for place in range(len(shares))}
-    found = {exponent_of[place]: share for place, share in enumerate(shares) if share}
+    exponent_of = {bin_index: block.data["first"] + bin_index - block.data["zero"] for bin_index in range(len(shares))}
+    found = {exponent_of[bin_index]: share for bin_index, share in enumerate(shares) if share}
     lowest = block.data["lowest"]
     bins = {lowest - 2: 4 / 32, 0: 4 / 32, -1 - lowest + 1: 8 / 32, 0 - lowest + 1: 16 / 32}
     assert found.keys() == bins.keys()

@@ -162,10 +162,10 @@ def test_damage_is_found_in_a_store_as_on_a_disk(
     shard = folder / "tensors-000000.arrow"
     name = {"index": "_tensors-000000.index", "manifest": "_writer.json"}.get(what, shard.name)
     content = bytearray((folder / name).read_bytes())
-    place = len(content) - 40 if what == "footer" else len(content) // 2
+    offset = len(content) - 40 if what == "footer" else len(content) // 2
     if what == "payload":
-        place = content.index(rows_of(0, 1, 0)[3]["data"]) + 10
-    content[place] ^= 0x10
+        offset = content.index(rows_of(0, 1, 0)[3]["data"]) + 10
+    content[offset] ^= 0x10
     (folder / name).write_bytes(content[:-3000] if what == "cut" else content)
     url = store.upload(path, f"{tmp_path.name}/{what}/run-a")
     for command in ("verify", "ls", "doctor"):

@@ -66,9 +66,9 @@ def test_a_bucket_or_a_run_that_is_not_there_is_said(store: StoreServer, cli: Cl
     assert "expected s3://BUCKET/PATH" in refusal(cli("show", "s3:///run"))
 
 
-@pytest.mark.parametrize("place", ["runs/./run", "runs/../run", "runs//run"])
-def test_a_path_that_a_store_may_take_for_another_is_refused(cli: Cli, place: str) -> None:
-    assert "without names that are empty, '.' or '..'" in refusal(cli("verify", f"s3://{BUCKET}/{place}"))
+@pytest.mark.parametrize("url", ["runs/./run", "runs/../run", "runs//run"])
+def test_a_path_that_a_store_may_take_for_another_is_refused(cli: Cli, url: str) -> None:
+    assert "without names that are empty, '.' or '..'" in refusal(cli("verify", f"s3://{BUCKET}/{url}"))
 
 
 @pytest.mark.parametrize("bucket", [f"user:{SECRET_KEY}@{BUCKET}", f"{BUCKET}:80"])
@@ -77,13 +77,13 @@ def test_credentials_and_ports_in_a_path_are_refused_and_not_repeated(cli: Cli, 
 
 
 @pytest.mark.parametrize(
-    "place", ["hdfs://host/run", "ftp://host/run", "foo://bar", "https://host/run", "s3a://bucket/run"]
+    "url", ["hdfs://host/run", "ftp://host/run", "foo://bar", "https://host/run", "s3a://bucket/run"]
 )
-def test_other_stores_are_refused_by_name(cli: Cli, place: str) -> None:
-    scheme = place.partition(":")[0]
+def test_other_stores_are_refused_by_name(cli: Cli, url: str) -> None:
+    scheme = url.partition(":")[0]
     assert (
-        f"{place}: {scheme}:// is not supported; runs are read from directories and from s3://, gs://, az://"
-        in refusal(cli("ls", place))
+        f"{url}: {scheme}:// is not supported; runs are read from directories and from s3://, gs://, az://"
+        in refusal(cli("ls", url))
     )
 
 
@@ -105,9 +105,9 @@ def test_nothing_is_written_to_a_store(store: StoreServer, cli: Cli, key: str, a
 
 
 def test_a_recording_into_a_store_is_refused_at_launch() -> None:
-    for place in ("s3://bucket/recordings", "s3:/bucket", "gs://bucket"):
+    for url in ("s3://bucket/recordings", "s3:/bucket", "gs://bucket"):
         with pytest.raises(ConfigError, match=r"RECORDER_DIR .*recording goes to a file system.*copy the run up"):
-            load_settings(environ={"RECORDER": "1", "RECORDER_DIR": place})
+            load_settings(environ={"RECORDER": "1", "RECORDER_DIR": url})
 
 
 def test_refused_credentials_are_said_without_them(

@@ -43,7 +43,7 @@ def test_a_run_in_a_store_is_drawn_and_listed_as_its_copy_on_a_disk(store: Store
         pass
     assert in_store.growing.num_rows == 6
 
-    place, _ = find_run(url)
-    watching = Watching(place.parent, None, told_by_check, told_by_doctor)
+    location, _ = find_run(url)
+    watching = Watching(location.parent, None, told_by_check, told_by_doctor)
     assert [one["directory"] for one in watching.listed()] == ["run"]
-    assert "object store" in (why_not_saved(place) or "")
+    assert "object store" in (why_not_saved(location) or "")

@@ -15,7 +15,7 @@ import recorder
 RULES = "site=output,grad_output,tap keep=tensor"
 Seen = dict[tuple[str, str, str, int], np.ndarray[Any, Any]]
 """Values by module path, site, name and call."""
-_PLACE = ("site", "name", "call", "step", "root", "micro_step", "mode", "phase", "rank")
+_KEY = ("site", "name", "call", "step", "root", "micro_step", "mode", "phase", "rank")
 
 
 class Block(nn.Module):
@@ -112,8 +112,8 @@ def recorded(run: recorder.Run, **equal: Any) -> Seen:
     for row in frame[frame["site"].isin(["output", "grad_output"])].to_dict("records"):
         key = str(row["module_path"]), str(row["site"]), str(row["name"]), int(row["call"])
         assert key not in found, f"{key} is there twice"
-        place: dict[str, Any] = {name: row[name] for name in _PLACE}
-        found[key] = run.array(key[0], **place)
+        question: dict[str, Any] = {name: row[name] for name in _KEY}
+        found[key] = run.array(key[0], **question)
     return found
 
 

@@ -82,7 +82,7 @@ class Cache(nn.Module):
 
 
 class Twice(nn.Module):
-    """One tensor at two places of an output."""
+    """One tensor that an output holds twice."""
 
     class Pair(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

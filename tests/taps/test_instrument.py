@@ -1,4 +1,4 @@
-"""Where taps are placed, what they leave alone, and how they are taken out again."""
+"""Where taps are put, what they leave alone, and how they are taken out again."""
 
 from __future__ import annotations
 
@@ -287,13 +287,13 @@ def all_values(folder: Path, model: nn.Module, wrap: Callable[[nn.Module], Any],
             train(model_, batch(seed=step))
             optimizer.step()
             optimizer.zero_grad()
-    run, place = recorder.open_run(folder), ("site", "name", "step", "call", "repeat", "mode", "phase")
+    run, columns = recorder.open_run(folder), ("site", "name", "step", "call", "repeat", "mode", "phase")
     frame = run.to_pandas()
     found = {}
     for row in frame[frame["site"] != "scalar"].to_dict("records"):
-        key = row["module_path"], *(row[name] for name in place)
+        key = row["module_path"], *(row[name] for name in columns)
         assert key not in found, f"{key} is there twice"
-        question = dict(zip(place, key[1:], strict=True))
+        question = dict(zip(columns, key[1:], strict=True))
         found[key] = run.array(str(row["module_path"]), rank=0, **question)
     return found
 
@@ -322,8 +322,8 @@ def test_an_exported_program_has_the_inputs_of_an_eager_model(tmp_path: Path) ->
     recorder.instrument(model, select="site=input,output")
     made = torch.export.export(model, (batch(),)).module()
     graph = attached(made, tmp_path / "graph", lambda: train(made, batch()), rules)
-    place = ["module_path", "site", "name", "call"]
-    keys = [{tuple(row) for row in run.to_pandas()[place].to_numpy().tolist()} for run in (eager, graph)]
+    columns = ["module_path", "site", "name", "call"]
+    keys = [{tuple(row) for row in run.to_pandas()[columns].to_numpy().tolist()} for run in (eager, graph)]
     assert keys[0] == keys[1], keys[0] ^ keys[1]
     for path, site, name, call in keys[0]:
         one, other = (run.array(path, site=site, name=name, call=call, rank=0) for run in (eager, graph))
@@ -553,8 +553,8 @@ def test_a_script_shows_what_lies_in_dicts_lists_and_optionals(is_loaded: bool, 
         torch.jit.save(made, tmp_path / "made.pt")
         made = torch.jit.load(tmp_path / "made.pt")
     script = attached(made, tmp_path / "script", run(made))
-    place = ["module_path", "site", "name", "call"]
-    keys = [{tuple(row) for row in one.to_pandas()[place].to_numpy().tolist()} for one in (eager, script)]
+    columns = ["module_path", "site", "name", "call"]
+    keys = [{tuple(row) for row in one.to_pandas()[columns].to_numpy().tolist()} for one in (eager, script)]
     assert keys[0] == keys[1] and ("both", "output", "1.k.0", 0) in keys[0], keys[0] ^ keys[1]
     for path, site, name, call in keys[0]:
         one, other = (run.array(path, site=site, name=name, call=call, rank=0) for run in (eager, script))

@@ -91,9 +91,9 @@ def test_what_is_drawn_step_by_step_is_what_is_drawn_at_once(tmp_path: Path) -> 
     live, whole = read(drawn.blocks()), at_once(run)
     for name in ("steps", "num_steps", "last_step", "lanes", "statistics", "scalars", "scalar_steps", "global_steps"):
         assert live["axes"].data[name] == whole["axes"].data[name], name
-    place = [live["axes"].data["series"].index(one) for one in whole["axes"].data["series"]]
+    order = [live["axes"].data["series"].index(one) for one in whole["axes"].data["series"]]
     for name in ("absmax", "l2", "mean", "min", "max", "nan_count"):
-        same(values_of(live[f"values/{name}"])[0][place], values_of(whole[f"values/{name}"])[0])
+        same(values_of(live[f"values/{name}"])[0][order], values_of(whole[f"values/{name}"])[0])
     same(values_of(live["scalars/mean"])[0], values_of(whole["scalars/mean"])[0])
     assert any("nonfinite: 'b' output, step 7" in text for text, _, _ in live["top"].data["findings"])
     assert live["top"].data["verdict"] is None and live["top"].data["checks"]  # by then doctor was asked

@@ -41,12 +41,12 @@ class Rig:
     ) -> None:
         self.num_observed = 0
         self.staged: list[Staged] = []
-        place = RunTarget(run_dir=run_dir, run_manifest={"run_id": run_dir.name}, rank=rank, attempt=attempt)
+        target = RunTarget(run_dir=run_dir, run_manifest={"run_id": run_dir.name}, rank=rank, attempt=attempt)
         self.writer = Writer(
             settings=WriteSettings(**{"min_free_bytes": 0, **settings}),
             measure=measure,
             observed=lambda: self.num_observed,
-            resolve_dir=resolve_dir or (lambda: place),
+            resolve_dir=resolve_dir or (lambda: target),
             poll=poll,
             disk=disk,
             ending=ending,

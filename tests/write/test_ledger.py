@@ -1,4 +1,4 @@
-"""The accounts: every row is in one place, whoever counts and whenever."""
+"""The accounts: every row is in one account, whoever counts and whenever."""
 
 from __future__ import annotations
 

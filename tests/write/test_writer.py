@@ -206,8 +206,8 @@ def test_shards_end_at_their_size_and_an_index_fits_each(
         assert schema.names == [*METADATA_COLUMNS, "batch", "row"]
         found = pa.Table.from_batches([batch for batch, _ in read_sealed(index)])
         assert found.select(METADATA_COLUMNS).equals(pa.Table.from_batches(batches).select(METADATA_COLUMNS))
-        places = [(number, row) for number, batch in enumerate(batches) for row in range(batch.num_rows)]
-        assert list(zip(*found.select(["batch", "row"]).to_pydict().values(), strict=True)) == places
+        positions = [(number, row) for number, batch in enumerate(batches) for row in range(batch.num_rows)]
+        assert list(zip(*found.select(["batch", "row"]).to_pydict().values(), strict=True)) == positions
 
 
 def test_every_batch_carries_the_ledger_so_far(tmp_path: Path) -> None:
@@ -702,7 +702,7 @@ def test_a_record_survives_its_failing_statistics(tmp_path: Path) -> None:
     assert [(row["mean"], row["note"]) for row in rig.rows()] == [(None, '{"no_statistics":"error"}')] * 5
 
 
-def test_a_place_that_cannot_be_resolved_is_said_and_everything_is_counted(
+def test_a_directory_that_cannot_be_resolved_is_said_and_everything_is_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def resolve_dir() -> RunTarget:

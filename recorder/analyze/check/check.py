@@ -95,7 +95,7 @@ def _learnt(baselines: Sequence[Run], rules: Sequence[type[Rule]], settings: Map
             learner.add(some)
             engine.add(some)
         said = [one for one in engine.finish().findings if one.severity > Severity.NOTE]
-        normal.said |= {_place(one) for one in said}
+        normal.said |= {_subject(one) for one in said}
     return normal
 
 
@@ -113,14 +113,14 @@ def _excused(findings: Sequence[Finding], normal: Normal) -> list[Finding]:
     """What a rule says of a sound run, too, is a note here."""
     noted = [
         one._replace(severity=Severity.NOTE, what=f"{one.what}; so it is in a sound run")
-        if one.severity > Severity.NOTE and _place(one) in normal.said
+        if one.severity > Severity.NOTE and _subject(one) in normal.said
         else one
         for one in findings
     ]
     return sorted(noted, key=lambda one: -one.severity)
 
 
-def _place(one: Finding) -> tuple[str, str, str, str, str]:
+def _subject(one: Finding) -> tuple[str, str, str, str, str]:
     return one.rule, one.root, one.module_path, one.site, one.name
 
 

@@ -52,8 +52,8 @@ def _largest(units: ManyUnits) -> Floats:
     num = np.count_nonzero(sizes, axis=1)
     is_told = (num >= 2) & np.isfinite(sizes).all(axis=1)
     ascending = np.sort(np.where(sizes > 0, sizes, np.inf), axis=1)
-    places = np.arange(len(sizes)), np.maximum(num - 1, 0) // 2, np.minimum(num // 2, sizes.shape[1] - 1)
-    middle = (ascending[places[0], places[1]] + ascending[places[0], places[2]]) / 2
+    indices = np.arange(len(sizes)), np.maximum(num - 1, 0) // 2, np.minimum(num // 2, sizes.shape[1] - 1)
+    middle = (ascending[indices[0], indices[1]] + ascending[indices[0], indices[2]]) / 2
     return np.where(is_told, units.absmax.max(axis=1) / middle, np.nan)
 
 

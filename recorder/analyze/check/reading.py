@@ -77,7 +77,7 @@ class RunRows:
         """Rows of steps that a restart did again."""
         self._view = run.view()
         self._topology = Topology(run.writers, run.run_id, run.world_size)
-        self._places = _places(self._view, self._topology, run)
+        self._parts_and_peers = _parts_and_peers(self._view, self._topology, run)
 
     def __iter__(self) -> Iterator[Rows]:
         """Rows of the next steps, by step, rank and `seq`."""
@@ -138,12 +138,12 @@ class RunRows:
             for *key, dtype, shape in zip(*texts, *(column.to_pylist() for column in first.columns), strict=True)
         ]
         roots, names = coded["root"]
-        places = group([roots + 1, ranks + 1])
+        pairs = group([roots + 1, ranks + 1])
         parts_and_peers = [
-            self._places.get((names[int(roots[row])] if roots[row] >= 0 else "", int(ranks[row])), (int(ranks[row]), 0))
-            for row in places.firsts.tolist()
+            self._parts_and_peers.get((names[root] if root >= 0 else "", rank), (rank, 0))
+            for root, rank in zip(roots[pairs.firsts].tolist(), ranks[pairs.firsts].tolist(), strict=True)
         ]
-        part_and_peer = np.array(parts_and_peers, np.int64).reshape(-1, 2)[places.ids]
+        part_and_peer = np.array(parts_and_peers, np.int64).reshape(-1, 2)[pairs.ids]
         return np.array(series_of, np.int64)[groups.ids], part_and_peer[:, 0], part_and_peer[:, 1]
 
 
@@ -162,21 +162,21 @@ def _shape(text: str | None) -> tuple[int, ...]:
     return ()
 
 
-def _places(view: GlobalView, topology: Topology, run: Run) -> dict[tuple[str, int], tuple[int, int]]:
+def _parts_and_peers(view: GlobalView, topology: Topology, run: Run) -> dict[tuple[str, int], tuple[int, int]]:
     """By root and rank, which part of the batch the rank works on, and which piece of the model it holds."""
-    places: dict[tuple[str, int], tuple[int, int]] = {}
+    pairs: dict[tuple[str, int], tuple[int, int]] = {}
     peers: dict[int, dict[int, int]] = {}
     """By the group's identity, the piece of the model that each rank holds."""
     for number, writer in enumerate(run.writers):
         for root in writer.manifest.roots:
-            if writer.rank is None or (root.name, writer.rank) in places:
+            if writer.rank is None or (root.name, writer.rank) in pairs:
                 continue
             part = view.part_of_batch(root.name, writer.rank, writer.attempt)
             group = topology.group(root.name, "", number)
             if id(group) not in peers:
                 peers[id(group)] = {
-                    rank: place for ranks in reversed(group.model_groups) for place, rank in enumerate(ranks)
+                    rank: index for ranks in reversed(group.model_groups) for index, rank in enumerate(ranks)
                 }
             peer = peers[id(group)].get(writer.rank, 0)
-            places[root.name, writer.rank] = (writer.rank if part is None else part[0]), peer
-    return places
+            pairs[root.name, writer.rank] = (writer.rank if part is None else part[0]), peer
+    return pairs

@@ -86,8 +86,8 @@ class Diff(NamedTuple):
     """The stages that differ although all that they are made from agrees, the first on top; what else differs inherits.
     Of the first steps with differences."""
     table: Any
-    """`pa.Table` of the values that differ, in that order: place, kind, dtypes, shapes, distances and, where rules kept
-    them, the histograms of both as the column of a run has them."""
+    """`pa.Table` of the values that differ, in that order: value, kind, dtypes, shapes, distances and, where rules
+    kept them, the histograms of both as the column of a run has them."""
     modules: Any
     """`pa.Table`: a row for each module that differs, the first that does so on top."""
     only_a: Any

@@ -144,15 +144,15 @@ class RangeComparer:
         seen, only = (Seen(), Seen()), []
         unpaired = UnpairedModules(self._own_names[0]), UnpairedModules(self._own_names[1])
         steps = pc.unique(a.table.column("step")), pc.unique(b.table.column("step"))
-        for number, (side, others, places) in enumerate(
+        for number, (side, others, unpaired_rows) in enumerate(
             zip((a, b), reversed(steps), (pairs.only_a, pairs.only_b), strict=True)
         ):
             problems[number].add(side.rows.findings)
             seen[number].add(side)
             unpaired[number].add(side.table)
-            alone = side.table.take(pa.array(places))
+            alone = side.table.take(pa.array(unpaired_rows))
             only.append(by_value(alone.filter(pc.is_in(alone.column("step"), others))))
-            self._report(side.payload_bytes(places))
+            self._report(side.payload_bytes(unpaired_rows))
         judged = measured = counts = known = None
         moved: list[set[str]] = []
         if len(pairs.a):

@@ -26,7 +26,7 @@ _MAX_CELLS = 4_000_000
 """Slots x steps of a block."""
 _VALUES = [OF_CALLS.index(site) for site in VALUES_OF_CALLS]
 """Sites of a call's values; the others have their gradients."""
-_VALUE_PLACE = np.array([OF_CALLS.index(values_of(site)) for site in OF_CALLS])
+_VALUE_OFFSET = np.array([OF_CALLS.index(values_of(site)) for site in OF_CALLS])
 """For each site of calls, that of the values."""
 """Names of tied parameters in one line."""
 
@@ -323,9 +323,9 @@ def _reasons(
     site, module = slots.site[low:high][rows], slots.module[low:high][rows]
     root = slots.root_of[module]
     first = slots.first[module] - low
-    called = np.any([recorded[first + place] for place in range(len(OF_CALLS))], axis=0)
+    called = np.any([recorded[first + offset] for offset in range(len(OF_CALLS))], axis=0)
     graded = view.cells(view.found_with_grad, low, high, columns)
-    with_grad = np.any([graded[first + place] for place in range(len(OF_CALLS))], axis=0)
+    with_grad = np.any([graded[first + offset] for offset in range(len(OF_CALLS))], axis=0)
     root_called, root_graded = view.called[root][:, columns], view.called_with_grad[root][:, columns]
     updated = view.updated[root][:, columns]
     codes = np.zeros((len(rows), len(columns)), np.uint8)
@@ -335,13 +335,13 @@ def _reasons(
 
     is_forward = (site < len(OF_CALLS))[:, None]
     is_value = np.isin(site, _VALUES)[:, None]
-    watched = np.any([view.selected[slots.first[module] + place] for place in _VALUES], axis=0)[:, None]
+    watched = np.any([view.selected[slots.first[module] + offset] for offset in _VALUES], axis=0)[:, None]
     is_hidden = (view.hidden[module] > 0) & ~view.called[root].any(axis=1)
     put("root_idle", is_forward & ~root_called & ~is_hidden[:, None])
     put("disarmed", view.axis[columns][None, :] >= view.disarmed[low:high][rows][:, None])
     put("untapped", (view.untapped[low:high][rows] & (view.hidden[module] > 0))[:, None])
     put("evaluation", is_forward & ~is_value & ~root_graded & ~is_hidden[:, None])
-    shown = recorded[first + _VALUE_PLACE[np.minimum(site, len(OF_CALLS) - 1)]]
+    shown = recorded[first + _VALUE_OFFSET[np.minimum(site, len(OF_CALLS) - 1)]]
     for key in ("tapped", "dtensor"):
         is_hidden = view.hidden[module] == HIDDEN.index(key) + 1
         put(key, is_forward & is_hidden[:, None] & called & ~shown)

@@ -132,11 +132,11 @@ def _modules(slots: Slots, roots: _Codes, paths: _Codes) -> Integers:
         return np.zeros(0, np.int64)
     pairs = roots[0] * (len(paths[1]) + 1) + paths[0]
     present, inverse = np.unique(pairs, return_inverse=True)
-    places = []
+    module_numbers = []
     for pair in present.tolist():
         root, path = divmod(pair, len(paths[1]) + 1)
-        places.append(slots.place.get((roots[1][root], paths[1][path]), -1))
-    modules: Integers = np.array(places, np.int64)[inverse.reshape(-1)]
+        module_numbers.append(slots.number_of.get((roots[1][root], paths[1][path]), -1))
+    modules: Integers = np.array(module_numbers, np.int64)[inverse.reshape(-1)]
     return modules
 
 
@@ -165,11 +165,11 @@ def _incomplete(numbers: dict[str, Integers], dtypes: _Codes, payload: Any) -> i
     item = np.array([*sizes, -1], np.int64)[dtypes[0]]
     with_payload = payload.is_valid().to_numpy() & (item > 0)
     first = numbers["seq"] - numbers["part"]
-    tensors, place = np.unique(first[with_payload], return_inverse=True)
+    tensors, index = np.unique(first[with_payload], return_inverse=True)
     there = np.zeros(len(tensors), np.int64)
-    np.add.at(there, place, numbers["payload_bytes"][with_payload])
+    np.add.at(there, index, numbers["payload_bytes"][with_payload])
     whole = np.zeros(len(tensors), np.int64)
-    np.maximum.at(whole, place, (numbers["numel"] * item)[with_payload])
+    np.maximum.at(whole, index, (numbers["numel"] * item)[with_payload])
     return int((there < whole).sum())
 
 

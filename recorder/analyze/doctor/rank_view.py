@@ -87,10 +87,10 @@ class RankView:
         self.first_step, self.last_step = (pick(end for end in ends if end is not None) for pick in (min, max))
         if not len(axis):
             return
-        place = np.minimum(np.searchsorted(axis, step), len(axis) - 1)
-        there = axis[place] == step
+        index = np.minimum(np.searchsorted(axis, step), len(axis) - 1)
+        there = axis[index] == step
         in_tree = there & (rows.slot >= 0)
-        self.alive[place[in_tree]] = True
+        self.alive[index[in_tree]] = True
         of_root = there & (rows.root >= 0)
         forward = (rows.site >= 0) & (rows.site < len(OF_CALLS))
         for flags, wanted in (
@@ -98,8 +98,8 @@ class RankView:
             (self.called_with_grad, of_root & forward & rows.with_grad),
             (self.updated, of_root & rows.is_update),
         ):
-            flags[rows.root[wanted], place[wanted]] = True
-        keys = rows.slot.astype(np.int64) * len(axis) + place
+            flags[rows.root[wanted], index[wanted]] = True
+        keys = rows.slot.astype(np.int64) * len(axis) + index
         self.found = _joined(self.found, distinct(keys[in_tree]))
         graded = _joined(self.found_with_grad, distinct(keys[in_tree & forward & rows.with_grad]))
         self.found_with_grad = graded

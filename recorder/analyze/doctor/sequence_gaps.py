@@ -123,13 +123,13 @@ def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) 
             return []
         gaps = _Gaps.anytime(cause, *everything, balance.observed)
         return [gaps] if is_open is not None or balance.observed or cause == DAMAGED else []
-    places = np.flatnonzero(np.diff(rows.seq) > 1)
-    before, after = rows.seq[places], rows.seq[places + 1]
-    first, last = rows.step[places], rows.step[places + 1]
+    indices = np.flatnonzero(np.diff(rows.seq) > 1)
+    before, after = rows.seq[indices], rows.seq[indices + 1]
+    first, last = rows.step[indices], rows.step[indices + 1]
     if rows.seq[0] > 0:
         before, after = np.insert(before, 0, -1), np.insert(after, 0, rows.seq[0])
         first, last = np.insert(first, 0, rows.step[0]), np.insert(last, 0, rows.step[0])
-    earliest, latest = _when(rows, places)
+    earliest, latest = _when(rows, indices)
     causes = np.full(len(before), usual_between, np.int64)
     for cause in (RETIRED, DAMAGED):
         for low, high, kind in spans:
@@ -155,11 +155,11 @@ def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) 
     return gaps_found
 
 
-def _when(rows: NumberedRows, places: Integers) -> tuple[Integers, Integers]:
+def _when(rows: NumberedRows, indices: Integers) -> tuple[Integers, Integers]:
     """When in a step the numbers after each of these rows were given, at the earliest and at the latest."""
-    before, after = rows.when[places], rows.when[places + 1]
-    is_slice = (rows.micro_step[places] == rows.micro_step[places + 1]) | (after == UPDATE)
-    is_known = (rows.step[places] == rows.step[places + 1]) & is_slice & (before <= after) & (after < ANYTIME)
+    before, after = rows.when[indices], rows.when[indices + 1]
+    is_slice = (rows.micro_step[indices] == rows.micro_step[indices + 1]) | (after == UPDATE)
+    is_known = (rows.step[indices] == rows.step[indices + 1]) & is_slice & (before <= after) & (after < ANYTIME)
     earliest, latest = np.where(is_known, before, FORWARD), np.where(is_known, after, UPDATE)
     if rows.seq[0] > 0:
         earliest, latest = np.insert(earliest, 0, FORWARD), np.insert(latest, 0, UPDATE)
@@ -172,10 +172,10 @@ def _removed(writer: RecordedWriter, rows: NumberedRows) -> list[tuple[int, int,
     limits = _limits(rows, len(writer.shards))
     for kind in ("tensors", "stats"):
         shards = []
-        for place, shard in enumerate(writer.shards):
+        for index, shard in enumerate(writer.shards):
             name = parse_shard_name(shard.path.name)
             if name is not None and name.kind == kind:
-                shards.append((name.number, *limits[place], bool(shard.damage)))
+                shards.append((name.number, *limits[index], bool(shard.damage)))
         number, high = -1, -1
         for position, (following, first, last, is_damaged) in enumerate(shards):
             rest = [low for _, low, _, _ in shards[position + 1 :] if low >= 0]

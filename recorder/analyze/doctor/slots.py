@@ -57,7 +57,7 @@ class WriterSlots(NamedTuple):
     selected: Flags
     """For each slot: a rule selects its site, on the writer's rank."""
     hidden: Integers
-    """For each module, why hooks see no call of it: 0, or 1 + the place in `HIDDEN`."""
+    """For each module, why hooks see no call of it: 0, or 1 + the index in `HIDDEN`."""
     disarmed: Integers
     """For each slot, the step from which on its hooks were disarmed, as they kept failing; `NEVER` elsewhere."""
     untapped: Flags
@@ -80,7 +80,7 @@ class Slots:
             numbers.append(number)
         described = [[(root, module) for root in tree for module in root.modules] for tree in trees]
         self.modules = _join(described)
-        self.place = {(module.root, module.path): number for number, module in enumerate(self.modules)}
+        self.number_of = {(module.root, module.path): number for number, module in enumerate(self.modules)}
         """Number of a module by root and path."""
         self.roots = list(dict.fromkeys(module.root for module in self.modules))
         root_number = {root: number for number, root in enumerate(self.roots)}
@@ -102,7 +102,7 @@ class Slots:
             path = module.path
             while path and path.count(".") < _MAX_DEPTH:
                 path = path.rpartition(".")[0]
-                if (above := self.place.get((module.root, path))) is not None:
+                if (above := self.number_of.get((module.root, path))) is not None:
                     parents[number] = above
                     break
         return parents
@@ -147,7 +147,7 @@ class Slots:
 
         Args:
             module: its number, -1 where it is in no tree.
-            site: its place in `SLOT_SITES`, -1 for another.
+            site: its index in `SLOT_SITES`, -1 for another.
             name: of a parameter or buffer by `name_code`, -1 for one that no module has.
         """
         slots = np.full(len(module), -1, np.int64)
@@ -174,7 +174,7 @@ class Slots:
         of_dtensors: list[int] = []
         disarmed = np.full((len(self.modules), len(SLOT_SITES)), NEVER, np.int64)
         for root, module in modules:
-            number = self.place[root.name, module.path]
+            number = self.number_of[root.name, module.path]
             for site, step in module.disarmed.items():
                 if site in SLOT_SITES:
                     disarmed[number, SLOT_SITES.index(site)] = step
@@ -198,7 +198,7 @@ class Slots:
     def _tied(self, modules: Sequence[tuple[Root, Described]]) -> dict[int, str]:
         tied: dict[int, str] = {}
         for root, module in modules:
-            number = self.place[root.name, module.path]
+            number = self.number_of[root.name, module.path]
             for name, first in module.tied.items():
                 of_module = range(self.first[number], self.first[number + 1])
                 code, states = self._name_codes.get(name), range(len(OF_CALLS), len(OF_CALLS) + len(OF_PARAMETERS))
@@ -289,7 +289,7 @@ def _leaves(slots: Slots) -> Flags:
     is_leaf[slots.parent_of[slots.parent_of >= 0]] = False
     for module in slots.modules:
         for alias in module.aliases:
-            above = slots.place.get((module.root, alias.rpartition(".")[0]))
+            above = slots.number_of.get((module.root, alias.rpartition(".")[0]))
             if above is not None and alias:
                 is_leaf[above] = False
     return is_leaf

@@ -117,8 +117,8 @@ def _ranges(writers: Sequence[RecordedWriter], max_rows: int) -> Iterator[tuple[
         return
     counted = [_count(shard.columns(["step"])) for writer in writers for shard in writer.shards]
     every = np.concatenate([steps for steps, _ in counted])
-    steps, places = np.unique(every, return_inverse=True)
-    rows = np.bincount(places, np.concatenate([counts for _, counts in counted]), len(steps))
+    steps, indices = np.unique(every, return_inverse=True)
+    rows = np.bincount(indices, np.concatenate([counts for _, counts in counted]), len(steps))
     before = np.cumsum(rows) - rows  # a range begins where its number of rows does
     starts = np.flatnonzero(np.diff(before // max_rows, prepend=-1) > 0)
     edges = [_FIRST_STEP, *steps[starts[1:]].tolist(), _LAST_STEP]
@@ -157,7 +157,7 @@ class _Counting:
         self.num_superseded = 0
         self._is_stranger = np.zeros(len(run.writers), np.bool_)
         self._is_stranger[topology.foreign_writers] = True
-        self._launches = np.array(topology.launch_places(), np.int64)
+        self._launches = np.array(topology.launch_indices(), np.int64)
         self._steps, self._wins = np.zeros(0, np.int64), np.zeros(0, np.int64)
         if len(set(self._launches.tolist())) < 2:
             return

@@ -47,7 +47,7 @@ def write_checkpoint(folder: Path, tensors: HasSpans, entries: Sequence[Entry], 
     """
     dtypes = {entry.name: _torch_dtype(entry) for entry in entries}
     entries_by_name: dict[str, Any] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    storage_infos: dict[MetadataIndex, _StorageInfo] = {}
     with (folder / _DATA).open("xb") as file:
         for entry in entries:
             chunks = list(boxes(entry.shape, CHUNK_BYTES // item_bytes(entry.dtype)))
@@ -55,7 +55,7 @@ def write_checkpoint(folder: Path, tensors: HasSpans, entries: Sequence[Entry], 
             data = regrouped(tensors.spans(entry), sizes)
             for number, ((offsets, shape), values) in enumerate(zip(chunks, data, strict=True)):
                 tensor = _as_tensor(values, dtypes[entry.name], shape)
-                places[MetadataIndex(entry.name, offsets, number)] = _save(file, tensor)
+                storage_infos[MetadataIndex(entry.name, offsets, number)] = _save(file, tensor)
                 report(values.nbytes)
             entries_by_name[entry.name] = TensorStorageMetadata(
                 TensorProperties(dtype=dtypes[entry.name]),
@@ -63,7 +63,7 @@ def write_checkpoint(folder: Path, tensors: HasSpans, entries: Sequence[Entry], 
                 [ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)) for offsets, shape in chunks],
             )
         _sync(file)
-    metadata = Metadata(entries_by_name, {name: (name,) for name in entries_by_name}, places, StorageMeta())
+    metadata = Metadata(entries_by_name, {name: (name,) for name in entries_by_name}, storage_infos, StorageMeta())
     metadata.version = _VERSION
     with (folder / _METADATA).open("xb") as file:
         pickle.dump(metadata, file)

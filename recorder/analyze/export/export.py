@@ -21,7 +21,7 @@ from ..selection import GlobalOptions, Selection
 from ..step_ranges import Mapper, attempt_step_ranges, map_serially
 from .publishing import published_file
 from .tensorfiles import widest_first, write_npz, write_safetensors
-from .tensors import BATCH_BYTES, Entry, Place, Rows, Tensors, batched, row_spans
+from .tensors import BATCH_BYTES, Entry, RowId, Rows, Tensors, batched, row_spans
 
 FORMATS = ("parquet", "npz", "safetensors")
 _ROWS_A_GROUP = 65_536
@@ -78,8 +78,8 @@ class Export:
         self._mapper = mapper
         self._tensors = Tensors(run, selection, options, mapper)
         self._partial = Partial()
-        self._unreadable: dict[Place, str] = {}
-        self._names: dict[Place, str] = {}
+        self._unreadable: dict[RowId, str] = {}
+        self._names: dict[RowId, str] = {}
         self._entries: list[Entry] = self._tensors.entries(self._partial) if to != "parquet" else []
         self.total_bytes = sum(entry.payload_bytes for entry in self._entries)
         """Payload bytes that `report` will be called with in sum; 0 where that is not known before."""
@@ -116,16 +116,16 @@ class Export:
         if self.to == "parquet":
             entries = self._tensors.entries(Partial())
         self._unreadable = self._tensors.unreadable((*one.steps, one.row, one.dtype) for one in entries)
-        self._names = {place: one.name for one in entries if (place := (one.steps, one.row)) in self._unreadable}
+        self._names = {row_id: one.name for one in entries if (row_id := (one.steps, one.row)) in self._unreadable}
         self._entries = [one for one in self._entries if (one.steps, one.row) not in self._unreadable]
 
     def _left_out(self) -> list[str]:
         """Values that cannot be read: one line for each reason, the first few."""
-        places: dict[str, list[Place]] = {}
-        for place, why in self._unreadable.items():
-            places.setdefault(why, []).append(place)
+        row_ids: dict[str, list[RowId]] = {}
+        for row_id, why in self._unreadable.items():
+            row_ids.setdefault(why, []).append(row_id)
         lines = []
-        for why, unreadable in places.items():
+        for why, unreadable in row_ids.items():
             more = f" and {len(unreadable) - 1} more" if len(unreadable) > 1 else ""
             lines.append(f"left out: {self._names[unreadable[0]]}{more}, which cannot be read: {why}")
         more = f"left out: and more for {len(lines) - _MAX_NAMED} further reasons"
@@ -207,37 +207,39 @@ class _OwnRows:
 class _RowsWithPayload:
     """Rows with their decoded bytes; those that lack ranks without, unless the options take them."""
 
-    def __init__(self, run: Run, selection: Selection, options: GlobalOptions, unreadable: frozenset[Place]) -> None:
+    def __init__(self, run: Run, selection: Selection, options: GlobalOptions, unreadable: frozenset[RowId]) -> None:
         self._rows = Rows(run, selection, options)
         self._takes_partial = options.partial
         self._unreadable = unreadable
 
-    def __call__(self, first: int, last: int, places: Sequence[int]) -> Any:
+    def __call__(self, first: int, last: int, row_numbers: Sequence[int]) -> Any:
         """Some rows of a range of steps as one table."""
         rows = self._rows.all_of(first, last)
-        table = rows.table.take(pa.array(places))
-        rows_with_bytes = zip(places, self._as_rows(table), self._has_bytes(table, (first, last), places), strict=True)
+        table = rows.table.take(pa.array(row_numbers))
+        rows_with_bytes = zip(
+            row_numbers, self._as_rows(table), self._has_bytes(table, (first, last), row_numbers), strict=True
+        )
         return _as_table(
             [values for at, row, has in rows_with_bytes for values in _parts(row, rows, at, has_bytes=has)]
         )
 
-    def one_by_one(self, steps: tuple[int, int], place: int) -> Iterator[Any]:
+    def one_by_one(self, steps: tuple[int, int], row_number: int) -> Iterator[Any]:
         """A large row in several tables."""
         rows = self._rows.all_of(*steps)
-        table = rows.table.slice(place, 1)
-        (has_bytes,) = self._has_bytes(table, steps, [place])
-        for values in _parts(self._as_rows(table)[0], rows, place, has_bytes=has_bytes):
+        table = rows.table.slice(row_number, 1)
+        (has_bytes,) = self._has_bytes(table, steps, [row_number])
+        for values in _parts(self._as_rows(table)[0], rows, row_number, has_bytes=has_bytes):
             yield _as_table([values])
 
     def _as_rows(self, table: Any) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = (table if self._takes_partial else without_numbers(table)).to_pylist()
         return rows
 
-    def _has_bytes(self, table: Any, steps: tuple[int, int], places: Sequence[int]) -> list[bool]:
+    def _has_bytes(self, table: Any, steps: tuple[int, int], row_numbers: Sequence[int]) -> list[bool]:
         is_whole = missing_ranks(table) == ""
         return [
             bool(whole or self._takes_partial) and (steps, at) not in self._unreadable
-            for at, whole in zip(places, is_whole, strict=True)
+            for at, whole in zip(row_numbers, is_whole, strict=True)
         ]
 
 

@@ -34,7 +34,7 @@ def published_file(path: Path, *, force: bool | None = None) -> Iterator[BinaryI
         WriteError: the name is taken, or cannot be written.
     """
     instead = _OR_FORCE if force is not None else ""
-    _check_place(path)
+    _check_outside_runs(path)
     if not force and os.path.lexists(path):
         raise WriteError(f"{path}: exists; choose another name{instead}")
     if path.is_dir():
@@ -66,7 +66,7 @@ def published_folder(path: Path) -> Iterator[Path]:
     Raises:
         WriteError: there is something that is no empty directory, or it cannot be written.
     """
-    _check_place(path)
+    _check_outside_runs(path)
     if os.path.lexists(path) and not (path.is_dir() and not path.is_symlink() and not any(path.iterdir())):
         raise WriteError(f"{path}: exists; choose another name")
     temporary = _temporary(path)
@@ -105,7 +105,7 @@ def _sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _check_place(path: Path) -> None:
+def _check_outside_runs(path: Path) -> None:
     if (run := find_run_around(path.parent)) is not None:
         raise WriteError(f"{path}: lies inside the run {run}, which is never changed; choose another folder")
 

@@ -66,7 +66,7 @@ def write_npz(file: BinaryIO, tensors: HasSpans, entries: Sequence[Entry], repor
                         data = data.view(numpy_dtype(entry.dtype)).astype(kind).view(np.uint8)
                     member.write(data.data)
                     report(span.data.nbytes)
-        index = [{"tensor": entry.name, "dtype": entry.dtype, **entry.place, **entry.origin} for entry in entries]
+        index = [{"tensor": entry.name, "dtype": entry.dtype, **entry.naming, **entry.origin} for entry in entries]
         archive.writestr(zipfile.ZipInfo(_INDEX, _NO_TIME), json.dumps(index))
 
 

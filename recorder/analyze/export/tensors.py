@@ -33,7 +33,7 @@ BATCH_BYTES = 32 << 20
 _BATCH_ITEMS = 65_536
 
 T = TypeVar("T")
-Place = tuple[tuple[int, int], int]
+RowId = tuple[tuple[int, int], int]
 """A range of steps, and the number of a row among all rows of it."""
 
 
@@ -52,13 +52,13 @@ class Entry(NamedTuple):
     steps: tuple[int, int]
     """The range in which it was found, from the first up to, but not including, the last."""
     row: int
-    """Its place among all rows of the range."""
+    """Its index among all rows of the range."""
     name: str
     """Unique; see `names`."""
     dtype: str
     shape: tuple[int, ...]
     payload_bytes: int
-    place: dict[str, Any]
+    naming: dict[str, Any]
     """The columns of `NAMING`."""
     origin: dict[str, Any]
     """The columns of `ORIGIN`, what is JSON in them as what it says."""
@@ -80,7 +80,7 @@ class Rows:
         return self._held[1]
 
     def selected(self, first: int, last: int) -> Any:
-        """A table of those that are selected, with the columns `at`, their place in all, and `num_bytes`, decoded."""
+        """A table of the selected rows, with the columns `at`, their index among all rows, and `num_bytes`, decoded."""
         rows = self.all_of(first, last)
         table = rows.table.append_column("at", pa.array(np.arange(rows.table.num_rows)))
         return self._selection.narrow(table.append_column("num_bytes", pa.array(rows.payload_bytes)))
@@ -151,7 +151,7 @@ class Reading:
         self._rows = Rows(run, selection, options)
 
     def __call__(self, first: int, last: int, wanted: Sequence[tuple[int, str]]) -> list[list[Span]]:
-        """The bytes of rows, by their places and types."""
+        """The bytes of rows, by their indices and types."""
         rows = self._rows.all_of(first, last)
         return [list(row_spans(rows, at, dtype)) for at, dtype in wanted]
 
@@ -235,13 +235,13 @@ class Tensors:
         names = ["module_path", "site", "name", "step", "rank"]
         return self._selection.explain_nothing(self._run.table(names), f"run {self._run.name}")
 
-    def unreadable(self, rows: Iterable[tuple[int, int, int, str]]) -> dict[Place, str]:
+    def unreadable(self, rows: Iterable[tuple[int, int, int, str]]) -> dict[RowId, str]:
         """Which rows have values that cannot be read, and why.
 
         Args:
-            rows: the range of steps, the place among its rows, and the element type.
+            rows: the range of steps, the index among its rows, and the element type.
         """
-        unreadable: dict[Place, str] = {}
+        unreadable: dict[RowId, str] = {}
         for first, last, at, dtype in rows:
             try:
                 for _ in row_spans(self._large.all_of(first, last), at, dtype):

@@ -17,7 +17,7 @@ from ...errors import RunError
 from ...records import LOSS_NAME
 from ..keys import SERIES_KEY, codes, group, holds
 from ..moments import count_nonfinite, integers
-from .timeline import Firsts, Place, Timeline
+from .timeline import Firsts, RecordedValue, Timeline
 
 _HAVE_NO_INFINITY = ("bool", "int", "uint", "float4")
 _MAX_NOTED = 5
@@ -36,15 +36,15 @@ class Beside(NamedTuple):
 class NonFinite(NamedTuple):
     """A tensor with NaN or infinite elements."""
 
-    place: Place
+    value: RecordedValue
     nan_count: int
     inf_count: int
     numel: int
     num_before: int
     """How many values its rank had seen before it in the step."""
-    before: Place | None
+    before: RecordedValue | None
     """The healthy value that its rank saw last before it, in the order of execution."""
-    last_healthy: Place | None
+    last_healthy: RecordedValue | None
     """The last record of this very value on this rank, or of all ranks, at an earlier step, that was healthy."""
     num_steps_healthy: int
     """Steps at which this very value was recorded healthy before."""
@@ -194,11 +194,11 @@ class _Counts:
         names = ("root", "module_path", "site", "name")
         for number in group([timeline.codes[name][excused] for name in names]).firsts.tolist():
             row = int(excused[number])
-            place = timeline.place(row)
+            value = timeline.value(row)
             since = int(timeline.table.column("step")[int(timeline.series.firsts[timeline.series.ids[row]])].as_py())
-            what = f"{place.module_path!r} {place.site}{' ' + place.name if place.name else ''}"
+            what = f"{value.module_path!r} {value.site}{' ' + value.name if value.name else ''}"
             yield (
-                (place.root, place.module_path, place.site, place.name),
+                (value.root, value.module_path, value.site, value.name),
                 f"{what} holds {int(self.inf[row])} infinite values from its first record on (step {since}), "
                 "as masks do; not counted as a finding",
             )
@@ -214,11 +214,11 @@ def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFinite:
         long_before, longer_ago, num_more = _healthy(history, known, values)
         before, last, num_steps = before or long_before, last or longer_ago, num_steps + num_more
     return NonFinite(
-        place=timeline.place(row),
+        value=timeline.value(row),
         nan_count=int(state.nan[row]),
         inf_count=int(state.inf[row]),
         numel=int(timeline.table.column("numel")[row].as_py()),
-        num_before=int(timeline.places[row]),
+        num_before=int(timeline.num_before[row]),
         before=before,
         last_healthy=last,
         num_steps_healthy=num_steps,
@@ -229,7 +229,7 @@ def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFinite:
 
 def _healthy(
     timeline: Timeline, state: _Counts, values: dict[str, Any], row: int | None = None
-) -> tuple[Place | None, Place | None, int]:
+) -> tuple[RecordedValue | None, RecordedValue | None, int]:
     """What was healthy before a row, or before all that come after these steps.
 
     Returns:
@@ -248,8 +248,8 @@ def _healthy(
     is_same = np.all([timeline.is_equal(name, values[name]) for name in SERIES_KEY], axis=0)
     same = np.flatnonzero(on_rank & is_same & is_before)
     return (
-        timeline.place(int(before[-1])) if len(before) else None,
-        timeline.place(int(same[-1])) if len(same) else None,
+        timeline.value(int(before[-1])) if len(before) else None,
+        timeline.value(int(same[-1])) if len(same) else None,
         len(np.unique(timeline.codes["step"][same])),
     )
 

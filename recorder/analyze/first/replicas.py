@@ -1,7 +1,7 @@
 """The first replica that differs: values that ranks must share bit by bit, data-parallel or of one mesh.
 
 By fingerprint, else by the bytes; statistics that differ prove a difference, equal ones prove nothing. Who is a
-replica, and whether anything makes buffers equal again, the manifests say, and of placed values their own rows; where
+replica, and whether anything makes buffers equal again, the manifests say, and of DTensors their own rows; where
 nothing does, it is assumed, and the finding says so.
 """
 
@@ -26,7 +26,7 @@ from ...sites import STATES
 from ..diff.culprits.events import differing_ranks
 from ..keys import SERIES_KEY, VALUE_KEY, Integers, codes, group, holds
 from ..moments import integers, numbers
-from .timeline import PLACE_COLUMNS, Place, Timeline, is_equal
+from .timeline import VALUE_COLUMNS, RecordedValue, Timeline, is_equal
 
 FINDINGS = tuple(site for site in STATES if site != "buffer")
 """Sites at which ranks that differ are a finding."""
@@ -66,8 +66,8 @@ class RankValue(NamedTuple):
 class Differing(NamedTuple):
     """A value of which replicas differ."""
 
-    place: Place
-    """The place of the lowest rank that differs from most ranks; in a tie, from the lowest rank."""
+    value: RecordedValue
+    """The value on the lowest rank that differs from most ranks; in a tie, from the lowest rank."""
     groups: list[list[int]]
     """Ranks that agree, the most of them first."""
     by: str
@@ -75,7 +75,7 @@ class Differing(NamedTuple):
     ranks: list[RankValue]
     is_assumed: bool
     """Whether nothing says that these ranks have one model: no DDP or FSDP was seen around it, no mesh in it."""
-    last_equal: Place | None
+    last_equal: RecordedValue | None
     """The last record of this very value, at an earlier step, at which all ranks agreed."""
     sync: str | None = None
     """How ranks keep a buffer equal: `BROADCAST`, `NEVER`, `OWN`, or None where nothing says it."""
@@ -133,14 +133,14 @@ class ReplicaFinder:
             self._first = replicas.describe(first)
         if not self._has_buffer:
             self._has_buffer = replicas.search(is_buffer) is not None
-        self._values |= dict.fromkeys(_name(timeline.place(int(row))) for row in replicas.first_rows(~is_buffer))
+        self._values |= dict.fromkeys(_name(timeline.value(int(row))) for row in replicas.first_rows(~is_buffer))
         for known in (self._buffers, self._noted):
             known |= {name: _with_last(one, replicas.differs_last(name)) for name, one in known.items()}
         for number in replicas.first_numbers(is_buffer).tolist():
             buffer = replicas.describe_buffer(number)
-            self._buffers.setdefault(_name(buffer.place), buffer)
+            self._buffers.setdefault(_name(buffer.value), buffer)
         for one in _noted_by_merge(timeline):
-            self._noted.setdefault(_name(one.place), one)
+            self._noted.setdefault(_name(one.value), one)
         self._num_compared += replicas.num_compared
         self._recorded |= set(timeline.table.column("site").unique().to_pylist())
         self._ranks |= {rank for rank in timeline.table.column("rank").unique().to_pylist() if rank is not None}
@@ -157,11 +157,11 @@ class ReplicaFinder:
         """Return the answer."""
         noted = [one for name, one in self._noted.items() if name not in self._buffers]
         syncs = _syncs(self._run)
-        buffers = [one._replace(sync=syncs.get(one.place.root)) for one in (*self._buffers.values(), *noted)]
+        buffers = [one._replace(sync=syncs.get(one.value.root)) for one in (*self._buffers.values(), *noted)]
         return ReplicaSearch(
             self._first,
             [name[1:] for name in self._values],
-            sorted(buffers, key=lambda one: one.place.step),
+            sorted(buffers, key=lambda one: one.value.step),
             dict(self._num_compared),
             [site for site in FINDINGS if site not in self._recorded],
             self._why_none(),
@@ -220,17 +220,19 @@ class _Replicas:
         shards = _shards(table)
         has_offsets = table.column("offsets").is_valid().to_numpy()
         # Without offsets, equal placements do not mean equal chunks.
-        is_placed = has_offsets | ~holds(table.column("placements"), _is_boxed)
-        is_placed |= (shards > 0) & holds(table.column("placements"), _has_replicas)
-        is_placed &= table.column("placements").is_valid().to_numpy() & ~holds(table.column("placements"), _is_summand)
-        is_placed &= integers(table.column("numel")) != 0  # an empty slice begins where another one does
+        has_placement = has_offsets | ~holds(table.column("placements"), _is_boxed)
+        has_placement |= (shards > 0) & holds(table.column("placements"), _has_replicas)
+        has_placement &= table.column("placements").is_valid().to_numpy() & ~holds(
+            table.column("placements"), _is_summand
+        )
+        has_placement &= integers(table.column("numel")) != 0  # an empty slice begins where another one does
         is_own = is_plain & is_candidate & _are_own(timeline, topology)
         is_counted = is_own & ~holds(table.column("shape"), "[]".__eq__)
         counted = np.flatnonzero(is_counted)
         of_own = group([timeline.codes[name][counted] for name in _NAME])
         self.own: set[_Name] = timeline.texts(_NAME, counted[of_own.firsts])
         """Values that are each rank's own."""
-        self._rows = np.flatnonzero(is_candidate & (leaders >= 0) & ((is_plain & ~is_own) | is_placed))
+        self._rows = np.flatnonzero(is_candidate & (leaders >= 0) & ((is_plain & ~is_own) | has_placement))
         chunks = [codes(table.column(name)) for name in ("offsets", "placements")]
         keys = [*(timeline.codes[name] for name in VALUE_KEY), leaders, shards, *chunks]
         self._groups = group([key[self._rows] for key in keys])
@@ -300,20 +302,20 @@ class _Replicas:
         odd = min(rank for ranks in groups[1:] for rank in ranks)
         member = next(m for value, m in zip(values, order.tolist(), strict=True) if value.rank == odd)
         row = int(self._rows[member])
-        place = self._timeline.place(row)
+        value = self._timeline.value(row)
         return Differing(
-            place=place,
+            value=value,
             groups=groups,
             by=str(self._by[number]),
             ranks=values,
-            is_assumed=place.root in self._assumed and self._table.column("placements")[member].as_py() is None,
+            is_assumed=value.root in self._assumed and self._table.column("placements")[member].as_py() is None,
             last_equal=self._last_equal(row),
         )
 
     def describe_buffer(self, number: int) -> Differing:
         """The first difference of a buffer, and whether the buffer differs in its last record, too."""
         difference = self.describe(number)
-        return _with_last(difference, self.differs_last(_name(difference.place)))
+        return _with_last(difference, self.differs_last(_name(difference.value)))
 
     def differs_last(self, name: _Name) -> bool | None:
         """Whether ranks differ in the last record of a buffer; None where that is not known."""
@@ -372,7 +374,7 @@ class _Replicas:
             self._differs[number], self._by[number] = True, "values"
         return differs
 
-    def _last_equal(self, row: int) -> Place | None:
+    def _last_equal(self, row: int) -> RecordedValue | None:
         timeline = self._timeline
         same = self._agrees()
         for name in VALUE_KEY:
@@ -381,19 +383,19 @@ class _Replicas:
         same &= timeline.codes["step"] < timeline.codes["step"][row]
         equal = np.flatnonzero(same)
         if len(equal):
-            return timeline.place(int(equal[-1]))
+            return timeline.value(int(equal[-1]))
         if self._equal is None:
             return None
         values = {name: timeline.table.column(name)[row].as_py() for name in SERIES_KEY}
         is_it = [is_equal(self._equal.column(name), value) for name, value in values.items()]
         earlier = np.flatnonzero(np.all(is_it, axis=0))
-        return timeline.place_in(self._equal, int(earlier[-1])) if len(earlier) else None
+        return timeline.value_in(self._equal, int(earlier[-1])) if len(earlier) else None
 
     def last_equals(self) -> Any:
         """Return, for each value, its last record so far at which all ranks agreed."""
         rows = np.flatnonzero(self._agrees())
         newest = rows[::-1][group([self._timeline.codes[name][rows[::-1]] for name in SERIES_KEY]).firsts]
-        table = self._timeline.table.select(PLACE_COLUMNS).take(pa.array(np.sort(newest)))
+        table = self._timeline.table.select(VALUE_COLUMNS).take(pa.array(np.sort(newest)))
         if self._equal is None:
             return table
         table = pa.concat_tables([self._equal, table])
@@ -443,7 +445,7 @@ def _are_own(timeline: Timeline, topology: Topology) -> npt.NDArray[np.bool_]:
 
 
 def _is_boxed(placements: str) -> bool:
-    """Whether a chunk's place is in its offsets; a slice of the flattened tensor has it in its placements."""
+    """Whether a chunk's position is in its offsets; a slice of the flattened tensor has it in its placements."""
     kinds = kinds_of(placements)
     return "FlatShard" not in kinds and any(kind.endswith("Shard") for kind in kinds)
 
@@ -460,10 +462,10 @@ def _shards(table: Any) -> Integers:
 def _shard(placements: str | None, mesh: str | None) -> tuple[int, ...] | None:
     """What untrusted JSON says of it."""
     try:
-        kinds, place = json.loads(placements or "null"), json.loads(mesh or "null")
+        kinds, mesh_object = json.loads(placements or "null"), json.loads(mesh or "null")
     except (ValueError, RecursionError):
         return None
-    at = place.get("coordinate") if isinstance(place, dict) else None
+    at = mesh_object.get("coordinate") if isinstance(mesh_object, dict) else None
     if not isinstance(kinds, list) or not isinstance(at, list) or len(kinds) != len(at):
         return None
     if not all(isinstance(kind, dict) for kind in kinds) or not all(type(coordinate) is int for coordinate in at):
@@ -537,7 +539,7 @@ def _noted_by_merge(timeline: Timeline) -> Iterator[Differing]:
         ranks = list(differing_ranks(notes[row].as_py()))
         if ranks:
             yield Differing(
-                place=timeline.place(row)._replace(rank=ranks[0]),
+                value=timeline.value(row)._replace(rank=ranks[0]),
                 groups=[ranks],
                 by="merge",
                 ranks=[],
@@ -551,5 +553,5 @@ def _with_last(buffer: Differing, differs_last: bool | None) -> Differing:
     return buffer if differs_last is None else buffer._replace(differs_last=differs_last)
 
 
-def _name(place: Place) -> _Name:
-    return place.root, place.module_path, place.site, place.name
+def _name(value: RecordedValue) -> _Name:
+    return value.root, value.module_path, value.site, value.name

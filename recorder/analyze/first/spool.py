@@ -40,7 +40,7 @@ def cut_rows(
     with ExitStack() as stack:
         folder = None
         if len(ranges) > 1:
-            with suppress(OSError):  # there may be no place for temporary files
+            with suppress(OSError):  # there may be no room for temporary files
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recorder-")))
         if folder is not None and not (_has_room(folder, run) and _fill(folder, run, ranges, tables)):
             folder = None
@@ -64,9 +64,9 @@ def _fill(
     try:
         for writer in run.writers:
             for table in tables((writer,), (ranges[0][0], ranges[-1][1])):
-                places = np.searchsorted(starts, table.column("step").to_numpy(), side="right") - 1
-                for place in np.unique(places).tolist():
-                    pending[place].append(table.filter(pa.array(places == place)))
+                range_indices = np.searchsorted(starts, table.column("step").to_numpy(), side="right") - 1
+                for range_index in np.unique(range_indices).tolist():
+                    pending[range_index].append(table.filter(pa.array(range_indices == range_index)))
                 num_pending += table.num_rows
             if num_pending >= _PENDING_ROWS:
                 _append(folder, pending)
@@ -79,11 +79,11 @@ def _fill(
 
 def _append(folder: Path, pending: list[list[Any]]) -> None:
     """Write what waits for each range behind what its file has, as one more stream."""
-    for place, waiting in enumerate(pending):
+    for range_index, waiting in enumerate(pending):
         if waiting:
             table = pa.concat_tables(waiting).unify_dictionaries().combine_chunks()
             with (
-                (folder / str(place)).open("ab") as file,
+                (folder / str(range_index)).open("ab") as file,
                 pa.ipc.new_stream(file, table.schema, options=_COMPRESSED) as s,
             ):
                 s.write_table(table)

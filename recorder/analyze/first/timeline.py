@@ -42,8 +42,8 @@ _COLUMNS = (
     "encoding",
 )
 
-PLACE_COLUMNS = (*_KEY, "dtype", "shape")
-"""What a `Place` is made of."""
+VALUE_COLUMNS = (*_KEY, "dtype", "shape")
+"""The columns that a `RecordedValue` is made of."""
 _WINDOW_ROWS = 50_000
 _BEGINNING = -(1 << 62)
 """A step before all others."""
@@ -59,8 +59,8 @@ _SCHEMA = pa.schema(
 )
 
 
-class Place(NamedTuple):
-    """Which value this is, and where it was seen."""
+class RecordedValue(NamedTuple):
+    """Which value this is, and at which step and on which rank it was seen."""
 
     step: int
     module_path: str
@@ -128,18 +128,18 @@ class Timeline:
         if self.num_superseded:
             table = table.filter(pa.array(counts))
         codes_of_steps, ranks = codes(table.column("step")), codes(table.column("rank"))
-        # The table is in each rank's order: a row's place in its rank's step is the time that ranks share.
+        # The table is in each rank's order: a row's position in its rank's step is the time that ranks share.
         starts = np.flatnonzero(np.r_[True, (np.diff(codes_of_steps) != 0) | (np.diff(ranks) != 0)])
         lengths = np.diff(np.r_[starts, len(ranks)])
-        places = np.arange(len(ranks)) - np.repeat(starts, lengths) if len(ranks) else np.zeros(0, np.int64)
-        order = _times(run, topology, table, codes_of_steps, ranks, places).order()
-        table, places = table.take(pa.array(order)), places[order]
+        num_before = np.arange(len(ranks)) - np.repeat(starts, lengths) if len(ranks) else np.zeros(0, np.int64)
+        order = _times(run, topology, table, codes_of_steps, ranks, num_before).order()
+        table, num_before = table.take(pa.array(order)), num_before[order]
         self.num_firsts = 0 if firsts is None else int(firsts.table.num_rows)
         if firsts is not None:
             table = pa.concat_tables([firsts.table, table])
-            places = np.r_[np.zeros(self.num_firsts, np.int64), places]
+            num_before = np.r_[np.zeros(self.num_firsts, np.int64), num_before]
         self.table = table
-        self.places: Integers = places
+        self.num_before: Integers = num_before
         """For each row, how many its rank saw before it in the step."""
 
     @property
@@ -172,15 +172,15 @@ class Timeline:
         table = self.table.select(names).take(pa.array(rows))
         return set(zip(*(column.to_pylist() for column in table.columns), strict=True))
 
-    def place(self, row: int) -> Place:
-        """Where a row is."""
-        return self.place_in(self.table, row)
+    def value(self, row: int) -> RecordedValue:
+        """The value that a row records."""
+        return self.value_in(self.table, row)
 
-    def place_in(self, table: Any, row: int) -> Place:
-        """Where a row of another table of `PLACE_COLUMNS` of this run is."""
-        values = {name: table.column(name)[row].as_py() for name in PLACE_COLUMNS}
+    def value_in(self, table: Any, row: int) -> RecordedValue:
+        """The value that a row of another table of this run records, which has `VALUE_COLUMNS`."""
+        values = {name: table.column(name)[row].as_py() for name in VALUE_COLUMNS}
         info = self.run.modules.get((values["root"], values["module_path"]))
-        return Place(**values, module_class=info.class_name if info else "", source=info.source if info else "")
+        return RecordedValue(**values, module_class=info.class_name if info else "", source=info.source if info else "")
 
     def arrays(self, rows: Integers) -> Iterator[tuple[int, npt.NDArray[Any] | RunError]]:
         """The tensors of many rows, one after the other in their order, or why one cannot be read."""
@@ -193,10 +193,10 @@ class Timeline:
                 continue
             there = view.rows(first, last)
             wanted, present = common_ids(table.take(pa.array(inside)), there.table, ("step", "rank", "attempt", "seq"))
-            place_of = dict(zip(*(side.tolist() for side in join(wanted, present)), strict=True))
+            row_of = dict(zip(*(side.tolist() for side in join(wanted, present)), strict=True))
             for number, row in enumerate(rows[inside].tolist()):
                 try:
-                    yield row, there.array(place_of[number]) if number in place_of else self.array(row)
+                    yield row, there.array(row_of[number]) if number in row_of else self.array(row)
                 except RunError as error:
                     yield row, error
 
@@ -236,8 +236,8 @@ def _in_order(tables: Iterable[Any]) -> Any:
     return table.take(pa.array(np.lexsort(keys)))
 
 
-def _times(run: Run, topology: Topology, table: Any, steps: Integers, ranks: Integers, places: Integers) -> Times:
-    """When the rows were seen, where a row's place in its rank's step is the time that ranks share."""
+def _times(run: Run, topology: Topology, table: Any, steps: Integers, ranks: Integers, num_before: Integers) -> Times:
+    """When the rows were seen, where a row's position in its rank's step is the time that ranks share."""
     phases = {
         phase: holds(table.column("phase"), {phase}.__contains__) for phase in ("forward", "backward", "recompute")
     }
@@ -246,7 +246,7 @@ def _times(run: Run, topology: Topology, table: Any, steps: Integers, ranks: Int
         codes(table.column("mode")),
         phases["forward"],
         phases["backward"] | phases["recompute"],
-        places,
+        num_before,
         _stages(run, topology, table),
         codes(table.column("micro_step")),
         ranks,
@@ -299,14 +299,16 @@ class Attempts:
         if self._is_one:
             return np.ones(len(steps), np.bool_)
         run, topology = self._run, self._facts
-        distinct, places = np.unique(steps, return_inverse=True)
+        distinct, step_indices = np.unique(steps, return_inverse=True)
         if not all(step in self._newest for step in distinct.tolist()):
             steps_of = {}
             for number, writer in enumerate(run.writers):
                 own = (attempts == writer.attempt) & (ranks == (-1 if writer.rank is None else writer.rank))
                 steps_of[number] = np.unique(steps[own]).tolist()
-            attempt_at = {place: run.writers[number].attempt for number, place in enumerate(topology.launch_places())}
-            winners = {step: attempt_at[place] for step, place in topology.winners(steps_of).items()}
+            attempt_at = {
+                launch: run.writers[number].attempt for number, launch in enumerate(topology.launch_indices())
+            }
+            winners = {step: attempt_at[launch] for step, launch in topology.winners(steps_of).items()}
             self._newest |= {step: winners.get(step, -1) for step in distinct.tolist()}
-        newest = np.array([self._newest[step] for step in distinct.tolist()], np.int64)[places]
+        newest = np.array([self._newest[step] for step in distinct.tolist()], np.int64)[step_indices]
         return np.asarray((attempts == newest) | (newest < 0))

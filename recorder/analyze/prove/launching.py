@@ -58,7 +58,7 @@ def prove(
     ours = (PREFIX, f"_{PREFIX}")
     bare = {name: value for name, value in environ.items() if name != FLAG and not name.startswith(ours)}
     folder = Path(load_settings(environ=environ).settings.dir).absolute()
-    before = {run.place.name for run in runs_in(folder)} if folder.is_dir() else set()
+    before = {run.location.name for run in runs_in(folder)} if folder.is_dir() else set()
     with tempfile.TemporaryDirectory(prefix="recorder-prove-") as temporary:
         launches = _Launches(command, Path(temporary), num_steps, report)
         plain = launches.launch("without the recorder", bare)
@@ -157,10 +157,10 @@ def _runs_of(folder: Path, before: set[str], recorded: Observed) -> list[Run]:
     if not folder.is_dir():
         return []
     for listed in runs_in(folder):
-        if listed.place.name in before:
+        if listed.location.name in before:
             continue
         try:
-            run = open_run(listed.place)
+            run = open_run(listed.location)
         except RecorderError:
             continue
         if any(writer.manifest.pid in pids for writer in run.writers):

@@ -428,8 +428,8 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         for key, item in zip(value._fields, value, strict=True):
             yield from _leaves(item, f"{name}{join}{key}")
     elif isinstance(value, (tuple, list)):
-        for place, item in enumerate(value):
-            yield from _leaves(item, f"{name}{join}{place}")
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{name}{join}{index}")
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from _leaves(item, f"{name}{join}{key}")

@@ -59,8 +59,8 @@ def _audited(run: Run, call: RecordedCall, folder: Path, factory: str) -> Audite
     from .alone import DIFFERENT, EQUAL, TOTAL, CannotReplay, Options, replay
 
     def tell(verdict: str, why: str) -> Audited:
-        place = (call.key["micro_step"] or 0, call.key["call"])
-        return Audited(call.module_path, call.step, call.rank, *place, verdict, why)
+        call_key = (call.key["micro_step"] or 0, call.key["call"])
+        return Audited(call.module_path, call.step, call.rank, *call_key, verdict, why)
 
     folder.mkdir()
     try:

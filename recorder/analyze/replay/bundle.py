@@ -69,8 +69,8 @@ def recorded_calls(run: Run, *, step: int, module: str | None = None, rank: int 
             raise LookupFailedError(f"{run.name}: no call with {name}={asked!r} was recorded for a replay{choices}")
         if asked is not None:
             table = table.filter(pc.field(column) == asked)
-    places = sorted({(row["module_path"], row["rank"]) for row in table.to_pylist()})
-    return [call for path, its_rank in places for call in _calls_of(run, path, step, its_rank)]
+    modules_and_ranks = sorted({(row["module_path"], row["rank"]) for row in table.to_pylist()})
+    return [call for path, its_rank in modules_and_ranks for call in _calls_of(run, path, step, its_rank)]
 
 
 def _calls_of(run: Run, path: str, step: int, rank: int) -> list[RecordedCall]:

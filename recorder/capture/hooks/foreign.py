@@ -1,8 +1,9 @@
 """Finds the hooks on a module that belong to the program and run after its values were recorded.
 
 The recorder sees an output as the module's forward returned it, before other hooks: styles of tensor parallelism make
-a plain tensor of a DTensor there, and with it goes its place. The effect of the program's own hooks on a value is seen
-only at the next module, so that whoever asks where a value comes from must know of them. Nothing here calls a hook.
+a plain tensor of a DTensor there, and with it goes its position in the global tensor. The effect of the program's own
+hooks on a value is seen only at the next module, so that whoever asks where a value comes from must know of them.
+Nothing here calls a hook.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def _descriptions(when: str, registered: list[Any]) -> Iterator[str]:
         if home.partition(".")[0] in _KNOWN:
             continue
         code = getattr(function, "__code__", None)
-        location = f" {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
-        yield f"{when} {getattr(function, '__qualname__', type(function).__qualname__)}{location}"
+        source = f" {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+        yield f"{when} {getattr(function, '__qualname__', type(function).__qualname__)}{source}"
 
 
 def _function(hook: Any) -> Any:

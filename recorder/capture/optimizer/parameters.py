@@ -1,4 +1,4 @@
-"""The rows of a parameter that an optimizer updates: its module, and its place in the global tensor.
+"""The rows of a parameter that an optimizer updates: its module, and its position in the global tensor.
 
 Nothing here may keep a parameter alive or read a tensor's values.
 """

@@ -129,7 +129,7 @@ def _ranks(group: Any) -> list[int]:
 
 
 def _mesh_ranks(info: Any) -> list[int]:
-    """Return the ranks of an FSDP2 mesh along its data-parallel axes, row-major, at this rank's place on the others."""
+    """Return the ranks of an FSDP2 mesh along its data-parallel axes, row-major, at its coordinates on the others."""
     axes = {info.replicate_mesh_dim, info.shard_mesh_dim}
     coordinate = info.mesh.get_coordinate()
     ranks = [info.mesh.mesh.tolist()]

@@ -1,4 +1,4 @@
-"""The place of this process in the job: rank, attempt and the run's name, from the environment and the process group.
+"""Which process of the job this is: rank, attempt and the run's name, from the environment and the process group.
 
 Besides `config`, only this module reads the environment. Store look-ups run on the writer thread, with a
 deadline, on a connection of their own; no collective is issued.
@@ -22,7 +22,7 @@ _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """The place of this process among all of the job."""
+    """Which one of all processes of the job this is."""
 
     rank: int
     local_rank: int

@@ -49,7 +49,7 @@ def measure(
         data: the tensor's bytes.
         dtype: its element type.
         shape: its shape.
-        chunk: its place in a global tensor.
+        chunk: its position in a global tensor.
         keep: bits of KEEP_*.
         unit_dim: the dim along which units lie; a negative one counts from the last.
         kernels: the compiled loops, where they are to be used.

@@ -59,7 +59,7 @@ class UnitSums:
         self.zeros += np.bincount(units[is_zero], minlength=num)
 
 
-def _joined(places: npt.NDArray[np.int64], term: npt.NDArray[np.float64], num_runs: int) -> npt.NDArray[np.float64]:
-    r = np.bincount(places, term, num_runs * _LANES).reshape(num_runs, _LANES).T
+def _joined(lanes: npt.NDArray[np.int64], term: npt.NDArray[np.float64], num_runs: int) -> npt.NDArray[np.float64]:
+    r = np.bincount(lanes, term, num_runs * _LANES).reshape(num_runs, _LANES).T
     sums: npt.NDArray[np.float64] = ((r[0] + r[1]) + (r[2] + r[3])) + ((r[4] + r[5]) + (r[6] + r[7]))
     return sums

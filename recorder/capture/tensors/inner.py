@@ -25,7 +25,7 @@ class Inner(NamedTuple):
     """One tensor inside another."""
 
     name: str
-    """The outer tensor's name and the place inside it; only the outer name where the inner tensor is the value."""
+    """The outer tensor's name and the path inside it; only the outer name where the inner tensor is the value."""
     tensor: torch.Tensor
     """A tensor of any kind; if it is no plain tensor, it cannot be recorded."""
     chunk: Chunk | None
@@ -42,7 +42,7 @@ def inner_tensors(name: str, tensor: torch.Tensor, chunk: Chunk | None) -> list[
     Args:
         name: the name of the outer tensor.
         tensor: a tensor that is not plain, and no DTensor around a plain tensor.
-        chunk: the place in a global tensor, where the caller knows it.
+        chunk: the position in a global tensor, where the caller knows it.
 
     Raises:
         Exception: a subclass's own ``__tensor_flatten__`` has raised it.
@@ -69,9 +69,9 @@ def _flat(
 ) -> Iterator[Inner]:
     for name, tensor in inside.items():
         path = f"{prefix}.{name}" if prefix and name else prefix or name
-        has_place = chunk is None or (chunk.offsets is not None and tensor.shape == shape)
-        its_note = note if has_place else {**note, "no_layout": "inner_tensor"}
-        its_chunk = chunk if has_place else None
+        has_position = chunk is None or (chunk.offsets is not None and tensor.shape == shape)
+        its_note = note if has_position else {**note, "no_layout": "inner_tensor"}
+        its_chunk = chunk if has_position else None
         deeper = _inside(tensor)
         if deeper:
             yield from _flat(tensor.shape, deeper, path, its_chunk, its_note)

@@ -1,4 +1,4 @@
-"""The rule on attention: logits that are too large, and weights that are all on one place.
+"""The rule on attention: logits that are too large, and weights that are all on one position.
 
 It reads softmax modules whose path speaks of attention, the weights that `MultiheadAttention` returns, and taps that
 are called ``attention`` or ``attention.logits``. A fused attention shows neither, and is not judged.
@@ -17,7 +17,7 @@ from ..rule import PartsRule, Setting, StreakRule
 _WORD = r"(.*[./_])?(self_?)?(attention|attn)"
 _LOGITS = re.compile(_WORD + r"[./_](logits|scores)")
 _WEIGHTS = re.compile(_WORD + r"([./_](weights|probs|probabilities))?")
-_LEAST_PLACES = 4
+_MIN_POSITIONS = 4
 _LOGIT = Setting(name="logit", default=100, unit="largest logit", source="Megatron-LM's and MuonClip's threshold")
 _ENTROPY = Setting(name="entropy", default=0.1, unit="nats", source="calibrated on sound trainings")
 _RECORDS = Setting(name="records", default=3, unit="records", source="calibrated on sound trainings")
@@ -27,7 +27,7 @@ class _Attention(StreakRule):
     """What both parts have in common."""
 
     name: ClassVar[str] = "attention"
-    sentence: ClassVar[str] = "Attention has logits that are too large, or nearly all its weight on single places."
+    sentence: ClassVar[str] = "Attention has logits that are too large, or nearly all its weight on single positions."
     sites: ClassVar[tuple[str, ...]] = ("input", "output", "tap")
     columns: ClassVar[tuple[str, ...]] = ("max", "sum", "sum_sq")
     settings: ClassVar[tuple[Setting, ...]] = (_LOGIT, _ENTROPY, _RECORDS)
@@ -63,7 +63,7 @@ class _Logits(_Attention):
 class _Entropy(_Attention):
     """How far the weights are spread."""
 
-    what: ClassVar[str] = "the weights of attention are nearly all on single places"
+    what: ClassVar[str] = "the weights of attention are nearly all on single positions"
     measure: ClassVar[str] = "entropy of order 2"
     limit: ClassVar[str] = "entropy"
 
@@ -75,10 +75,10 @@ class _Entropy(_Attention):
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """By the mean square of the weights of a row: weights of a row add up to 1, so the sum counts the rows."""
-        places = np.array([about.shape[-1] if about.shape else 0 for about in self.catalog.about], np.int64)
+        num_positions = np.array([about.shape[-1] if about.shape else 0 for about in self.catalog.about], np.int64)
         with np.errstate(all="ignore"):
             entropy = -np.log(rows["sum_sq"] / rows["sum"])
-        is_judged = (places[rows.series] >= _LEAST_PLACES) & np.isfinite(entropy)
+        is_judged = (num_positions[rows.series] >= _MIN_POSITIONS) & np.isfinite(entropy)
         return is_judged & (entropy < self.thresholds["entropy"]), entropy
 
 

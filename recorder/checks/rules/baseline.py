@@ -83,17 +83,17 @@ class Unusual(BaselineRule):
         with np.errstate(invalid="ignore"):
             flags = far > self.thresholds["spreads"]
         streaks = self._streaks[own.statistic]
-        for place, _, since in streaks.reached(lanes, steps, flags, self.thresholds["records"]):
-            side = "above" if above[place] > 0 else "below"
-            step = int(steps[place])
+        for index, _, since in streaks.reached(lanes, steps, flags, self.thresholds["records"]):
+            side = "above" if above[index] > 0 else "below"
+            step = int(steps[index])
             one = self.finding(
-                int(lanes[place]), step, f"{statistic.name} is {side} what it was in the sound runs",
-                "spreads", far[place], self.thresholds["spreads"], since=since,
+                int(lanes[index]), step, f"{statistic.name} is {side} what it was in the sound runs",
+                "spreads", far[index], self.thresholds["spreads"], since=since,
             )  # fmt: skip
             low, high = steps_of(int(phase_of(np.array([step]))[0]))
             value, least, most = (
                 _plain(number, is_log=statistic.is_log)
-                for number in (own.values[place], ranges.low[place], ranges.high[place])
+                for number in (own.values[index], ranges.low[index], ranges.high[index])
             )
             yield one._replace(detail=f"{value} here, {least} to {most} there at steps {low} to {high}")
 
@@ -125,12 +125,12 @@ class Invariant(BaselineRule):
             self._steps |= set(np.unique(rows.steps).tolist())
         rows = rows.by_lane()
         series = self.numbers(rows)
-        for what, places, holds in self.measures.held(rows):
-            lanes, steps = rows.lanes[places], rows.steps[places]
-            is_broken = self.normal.always(series[places], what) & ~holds
-            for place, num, since in self._streaks[what].reached(lanes, steps, is_broken, self.thresholds["records"]):
+        for what, indices, holds in self.measures.held(rows):
+            lanes, steps = rows.lanes[indices], rows.steps[indices]
+            is_broken = self.normal.always(series[indices], what) & ~holds
+            for index, num, since in self._streaks[what].reached(lanes, steps, is_broken, self.thresholds["records"]):
                 yield self.finding(
-                    int(lanes[place]), int(steps[place]), f"in the sound runs it {_words(what)}",
+                    int(lanes[index]), int(steps[index]), f"in the sound runs it {_words(what)}",
                     "records in which it does not", num, self.thresholds["records"], _SEVERITIES[what], since,
                 )  # fmt: skip
 

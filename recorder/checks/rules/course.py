@@ -71,14 +71,14 @@ class CourseRule(Rule):
         courses, steps, values = courses[order], steps[order], values[order]
         for at in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(steps)) + 1):
             if len(at):
-                for place, what, measure, number, threshold in self.judge(courses[at], values[at]):
-                    course = int(courses[at[place]])
-                    lane = self._blamed(rows, course, int(steps[at[place]]), shares)
-                    yield self.finding(lane, int(steps[at[place]]), what, measure, number, threshold)
+                for index, what, measure, number, threshold in self.judge(courses[at], values[at]):
+                    course = int(courses[at[index]])
+                    lane = self._blamed(rows, course, int(steps[at[index]]), shares)
+                    yield self.finding(lane, int(steps[at[index]]), what, measure, number, threshold)
 
     @abstractmethod
     def judge(self, courses: Integers, values: Floats) -> Iterator[tuple[int, str, str, float, float]]:
-        """Judge the samples of a step: place of the sample, words, measure, number, threshold."""
+        """Judge the samples of a step: index of the sample, words, measure, number, threshold."""
 
     def kind(self, course: int) -> str:
         """What a course is of."""
@@ -158,9 +158,9 @@ class _Recent:
             middle = np.median(before, axis=0)
             usual = np.abs(before - middle).max(axis=0)
             is_moved = np.abs(sizes[line] - middle) > np.fmax(_MOVED, 3 * usual)
-            places = np.flatnonzero((lines == line) & is_moved[columns])
-            if len(places):
-                key = self._catalog.series[int(rows.series[places[0]])]
+            indices = np.flatnonzero((lines == line) & is_moved[columns])
+            if len(indices):
+                key = self._catalog.series[int(rows.series[indices[0]])]
                 name = f" {key.name}" if key.name else ""
                 return f"'{key.module_path}' {key.site}{name} moved first, at step {int(steps[line])}"
         return ""
@@ -216,13 +216,13 @@ class Spike(CourseRule):
         mean = self._total[courses] / np.clip(num, 1, self._window)
         ratio = np.where(self._is_loss(courses), self.thresholds["loss_ratio"], self.thresholds["ratio"])
         # What the ring holds is looked at only where its mean does not say that all is well: it takes the most time.
-        for place in np.flatnonzero((num >= self.thresholds["least"]) & (values > np.abs(mean) * ratio)).tolist():
-            ring = self._last[courses[place]]
-            least = float(np.nanmax(np.abs(ring))) * float(ratio[place])
-            limit = max(float(mean[place]) + self.thresholds["sigmas"] * float(np.nanstd(ring)), least)
-            if values[place] > limit:
-                what = f"{self.words(int(courses[place]))} spikes over the mean of the records before"
-                yield place, what, self.kind(int(courses[place])), float(values[place]), limit
+        for index in np.flatnonzero((num >= self.thresholds["least"]) & (values > np.abs(mean) * ratio)).tolist():
+            ring = self._last[courses[index]]
+            least = float(np.nanmax(np.abs(ring))) * float(ratio[index])
+            limit = max(float(mean[index]) + self.thresholds["sigmas"] * float(np.nanstd(ring)), least)
+            if values[index] > limit:
+                what = f"{self.words(int(courses[index]))} spikes over the mean of the records before"
+                yield index, what, self.kind(int(courses[index])), float(values[index]), limit
         slots = num % self._window
         self._total[courses] += values - np.nan_to_num(self._last[courses, slots])
         self._last[courses, slots] = values
@@ -280,9 +280,9 @@ class Jump(CourseRule):
         self.most = max(self.most, int(self._num.max()))
         limit = self._largest[courses] * self.thresholds["ratio"]
         is_over = ~is_early & (values > limit) & (limit > 0)
-        for place in np.flatnonzero(is_over & ~self._is_up[courses]).tolist():
-            what = f"{self.words(int(courses[place]))} jumps above the largest of the first records"
-            yield place, what, _NORM, float(values[place]), float(limit[place])
+        for index in np.flatnonzero(is_over & ~self._is_up[courses]).tolist():
+            what = f"{self.words(int(courses[index]))} jumps above the largest of the first records"
+            yield index, what, _NORM, float(values[index]), float(limit[index])
         self._is_up[courses] = is_over
 
     def finish(self) -> Iterator[Finding]:
@@ -334,14 +334,14 @@ class LossStuck(CourseRule):
         is_risen = is_late & (now > limit) & (limit > 0)
         is_down = now < began - np.abs(began) * self.thresholds["drop"]
         is_stuck = is_late & ~is_down & (spread < self.thresholds["spread"])
-        for place in np.flatnonzero(is_risen & ~self._is_said[courses, 0]).tolist():
-            self._is_said[courses[place], 0] = True
+        for index in np.flatnonzero(is_risen & ~self._is_said[courses, 0]).tolist():
+            self._is_said[courses[index], 0] = True
             what = "the loss has risen far above where it began"
-            yield place, what, "mean of the last", float(now[place]), float(limit[place])
-        for place in np.flatnonzero(is_stuck & ~self._is_said[courses, 1]).tolist():
-            self._is_said[courses[place], 1] = True
+            yield index, what, "mean of the last", float(now[index]), float(limit[index])
+        for index in np.flatnonzero(is_stuck & ~self._is_said[courses, 1]).tolist():
+            self._is_said[courses[index], 1] = True
             what, measure = "the loss stands still where it began", "spread over the last records"
-            yield place, what, measure, float(spread[place]), self.thresholds["spread"]
+            yield index, what, measure, float(spread[index]), self.thresholds["spread"]
 
     def finish(self) -> Iterator[Finding]:
         """Say where there were too few records."""
@@ -396,9 +396,9 @@ class Overfitting(CourseRule):
             self._num, self._total = (np.append(some, np.zeros(missing)) for some in (self._num, self._total))
         self._num += np.bincount(ranks[~is_valid], minlength=len(self._num))
         self._total += np.bincount(ranks[~is_valid], values[~is_valid], len(self._num))
-        for place in np.flatnonzero(is_valid).tolist():
+        for index in np.flatnonzero(is_valid).tolist():
             self._has_validation = True
-            yield from self._validated(place, int(courses[place]), int(ranks[place]), float(values[place]))
+            yield from self._validated(index, int(courses[index]), int(ranks[index]), float(values[index]))
         self._num[ranks[is_valid]] = self._total[ranks[is_valid]] = 0
 
     def _facts_of(self, course: int) -> tuple[int, int]:
@@ -407,7 +407,7 @@ class Overfitting(CourseRule):
         return int(self.catalog.rank_of[lane]), int(is_validation(key))
 
     def _validated(
-        self, place: int, course: int, rank: int, value: float
+        self, index: int, course: int, rank: int, value: float
     ) -> Iterator[tuple[int, str, str, float, float]]:
         if self._num[rank]:
             self._last_trained[rank] = float(self._total[rank] / self._num[rank])
@@ -420,7 +420,7 @@ class Overfitting(CourseRule):
         self._num_above[course] = self._num_above.get(course, 0) + 1 if is_above else 0
         if self._num_above[course] == self.thresholds["records"]:
             what = "the validation loss has risen from its best, and the loss in training has not"
-            yield place, what, "validation over training, less 1", gap, self.thresholds["gap"]
+            yield index, what, "validation over training, less 1", gap, self.thresholds["gap"]
 
     def finish(self) -> Iterator[Finding]:
         """Say where there is nothing to compare."""

@@ -74,8 +74,8 @@ class Data(Rule):
         order = np.argsort(totals, kind="stable")
         same = np.flatnonzero((np.diff(totals[order]) == 0) & (np.diff(parts[order]) != 0))
         going_on = {}
-        for place in same.tolist():
-            first, second = sorted((int(lanes[order[place]]), int(lanes[order[place + 1]])))
+        for index in same.tolist():
+            first, second = sorted((int(lanes[order[index]]), int(lanes[order[index + 1]])))
             num, since = self._same.get((first, second), (0, step))
             num += 1
             going_on[first, second] = num, since
@@ -95,9 +95,9 @@ class Data(Rule):
         for number, memory in enumerate(self._before, 1):
             was = previous(lanes, was.copy(), memory)
             period = np.where((period == 0) & (was == marks), number, period)
-        for place, num, since in self._repeats.reached(lanes, steps, period > 0, self.thresholds["repeats"]):
-            what = f"the batch is that of {int(period[place])} records before, again and again"
-            yield self._in_a_row(int(lanes[place]), int(steps[place]), what, num, "repeats", since)
+        for index, num, since in self._repeats.reached(lanes, steps, period > 0, self.thresholds["repeats"]):
+            what = f"the batch is that of {int(period[index])} records before, again and again"
+            yield self._in_a_row(int(lanes[index]), int(steps[index]), what, num, "repeats", since)
 
 
 class _Still:
@@ -122,6 +122,6 @@ class _Still:
             (self._flat, is_flat, "all labels of a batch are equal"),
         )
         for streaks, flags, of_labels in kinds:
-            for place, num, since in streaks.reached(rows.lanes, rows.steps, flags, self._repeats):
-                words = of_labels if is_label[place] else "all elements of the input are equal"
-                yield int(rows.lanes[place]), int(rows.steps[place]), words, num, since
+            for index, num, since in streaks.reached(rows.lanes, rows.steps, flags, self._repeats):
+                words = of_labels if is_label[index] else "all elements of the input are equal"
+                yield int(rows.lanes[index]), int(rows.steps[index]), words, num, since

@@ -62,9 +62,9 @@ class NonFinite(Rule):
         self._is_known[rows.lanes[firsts]] = np.where(began_infinite, 2.0, 1.0)
         may_mask = self.catalog.mark("may_mask", lambda key: key.may_mask)
         candidates = (inf > 0) & (nan == 0) & may_mask[rows.series] & (self._is_known[rows.lanes] == 2)
-        for place in np.flatnonzero(candidates).tolist():
-            known = self._masks.setdefault((int(rows.lanes[place]), float(rows["numel"][place])), float(inf[place]))
-            excused[place] = inf[place] <= known
+        for index in np.flatnonzero(candidates).tolist():
+            known = self._masks.setdefault((int(rows.lanes[index]), float(rows["numel"][index])), float(inf[index]))
+            excused[index] = inf[index] <= known
         return excused
 
     def _spells(self, rows: Rows, is_bad: Flags, nan: Floats, inf: Floats) -> Iterator[Finding]:
@@ -81,23 +81,23 @@ class NonFinite(Rule):
             start, end = np.searchsorted(rows.steps, [step, step + 1])
             one_step = rows.take(slice(start, end))
             firsts = np.flatnonzero(np.r_[True, np.diff(one_step.ranks) != 0])
-            places = np.arange(end - start) - np.repeat(firsts, np.diff(np.r_[firsts, end - start]))
+            indices = np.arange(end - start) - np.repeat(firsts, np.diff(np.r_[firsts, end - start]))
             bad = np.flatnonzero(is_bad[start:end])
-            first = bad[np.argmin(places[bad])]
-            earliest = bad[(places[bad] == places[first]) & (one_step.series[bad] == one_step.series[first])]
-            for place in earliest.tolist():
-                counts = float(nan[start + place]), float(inf[start + place])
-                one = self._say(one_step, is_bad[start:end], place, *counts)
+            first = bad[np.argmin(indices[bad])]
+            earliest = bad[(indices[bad] == indices[first]) & (one_step.series[bad] == one_step.series[first])]
+            for index in earliest.tolist():
+                counts = float(nan[start + index]), float(inf[start + index])
+                one = self._say(one_step, is_bad[start:end], index, *counts)
                 self._last_skipped = step
                 if one.severity > Severity.NOTE:  # a skipped step hides nothing that comes after it
                     self._bad_step = step
                 yield one
 
-    def _say(self, rows: Rows, is_bad: Flags, place: int, nan: float, inf: float) -> Finding:
+    def _say(self, rows: Rows, is_bad: Flags, index: int, nan: float, inf: float) -> Finding:
         """A finding on the module that made it, which the other rows of the step and rank tell."""
-        same_step = (rows.steps == rows.steps[place]) & (rows.ranks == rows.ranks[place])
+        same_step = (rows.steps == rows.steps[index]) & (rows.ranks == rows.ranks[index])
         keys = self.catalog.series
-        key = keys[int(rows.series[place])]
+        key = keys[int(rows.series[index])]
         is_of_module = np.array([(one.root, one.module_path) == (key.root, key.module_path) for one in keys], np.bool_)
         of_module = same_step & is_of_module[rows.series]
         sites = {site: of_module & _at_site(keys, site)[rows.series] for site in ("input", "param")}
@@ -113,14 +113,14 @@ class NonFinite(Rule):
             what += ", and all values before it in this step are"
         severity = self.severity
         if (np.nan_to_num(rows["mean"][skipped]) > 0).any():
-            self._num_skipped += self._last_skipped != int(rows.steps[place])
+            self._num_skipped += self._last_skipped != int(rows.steps[index])
             what += "; GradScaler skipped the update"
             if self._num_skipped < _MOST_SKIPPED:
                 severity = Severity.NOTE
             else:
                 what += f", as it did {_MOST_SKIPPED} times in a row"
         measure = "NaN and infinite elements" if nan and inf else "NaN elements" if nan else "infinite elements"
-        lane, step = int(rows.lanes[place]), int(rows.steps[place])
+        lane, step = int(rows.lanes[index]), int(rows.steps[index])
         return self.finding(lane, step, what, measure, nan + inf, self.thresholds["elements"], severity)
 
 

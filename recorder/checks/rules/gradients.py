@@ -76,9 +76,9 @@ class Exploding(StreakRule):
         known, ids = known[order], ids[order]
         counts = np.bincount(ids)
         starts = np.cumsum(counts) - counts
-        places = (np.arange(len(ids)) - starts[ids]) / counts[ids]
+        depths = (np.arange(len(ids)) - starts[ids]) / counts[ids]
         logs = np.log10(rms[known])
-        of_last, of_first = (_means(ids[some], logs[some], len(counts)) for some in (places < 1 / 3, places >= 2 / 3))
+        of_last, of_first = (_means(ids[some], logs[some], len(counts)) for some in (depths < 1 / 3, depths >= 2 / 3))
         named = known[starts + counts - 1]
         with np.errstate(all="ignore"):
             growth[named] = np.nan_to_num(10 ** (of_first - of_last))

@@ -1,7 +1,7 @@
 """The rule on objectives that share a part of the model: one whose gradients drown those of another.
 
 `recorder.objective(name, tensor)` hands a shared tensor to one objective, so that the gradient that comes back through
-it is that objective's alone. The rule compares these gradients at one place.
+it is that objective's alone. The rule compares these gradients of one module.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Objectives(StreakRule):
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """By the largest and the smallest root mean square of the objectives at one module."""
         rms = np.nan_to_num(rows.rms)
-        ids, firsts = grouped(self._places()[rows.series], rows.ranks, rows.steps)
+        ids, firsts = grouped(self._modules()[rows.series], rows.ranks, rows.steps)
         smallest, largest = np.full(len(firsts), np.inf), np.zeros(len(firsts))
         np.minimum.at(smallest, ids, rms)
         np.maximum.at(largest, ids, rms)
@@ -49,8 +49,8 @@ class Objectives(StreakRule):
             ratio = np.where(rms == largest[ids], rms / smallest[ids], 1.0)
         return (ratio > self.thresholds["ratio"]) & (rms > 0), np.minimum(np.nan_to_num(ratio), 1e30)
 
-    def _places(self) -> Integers:
+    def _modules(self) -> Integers:
         """By series, the number of the module that its tensor belongs to."""
         numbers: dict[tuple[str, str], int] = {}
-        places = [numbers.setdefault((key.root, key.module_path), len(numbers)) for key in self.catalog.series]
-        return np.array(places, np.int64)
+        modules = [numbers.setdefault((key.root, key.module_path), len(numbers)) for key in self.catalog.series]
+        return np.array(modules, np.int64)

@@ -107,8 +107,8 @@ class Unchanged(StreakRule):
         for name, memory in self._values.items():
             flags &= rows[name] == previous(rows.lanes, rows[name], memory)
         before = previous(rows.lanes, rows.steps.astype(np.float64), self._step)
-        for place in np.flatnonzero(flags).tolist() if self._skipped else ():
-            flags[place] = (int(rows.ranks[place]), int(before[place])) not in self._skipped
+        for index in np.flatnonzero(flags).tolist() if self._skipped else ():
+            flags[index] = (int(rows.ranks[index]), int(before[index])) not in self._skipped
         return flags, np.full(len(rows), float(self.records))
 
     def severity_of(self, lane: int) -> Severity:
@@ -182,10 +182,10 @@ class Initialisation(Rule):
         scales = self._std[lanes] * np.sqrt([self._fan_in(lane) for lane in lanes.tolist()])
         ratios = scales / np.median(scales)
         limit = self.thresholds["ratio"]
-        for place in np.flatnonzero((ratios > limit) | (ratios < 1 / limit)).tolist():
+        for index in np.flatnonzero((ratios > limit) | (ratios < 1 / limit)).tolist():
             what = "the weight begins on another scale than that of other layers"
             step = self._first_step or 0
-            yield self.finding(int(lanes[place]), step, what, "times the median", ratios[place], limit)
+            yield self.finding(int(lanes[index]), step, what, "times the median", ratios[index], limit)
 
     def _fan_in(self, lane: int) -> float:
         shape = self.catalog.about[int(self.catalog.series_of[lane])].shape

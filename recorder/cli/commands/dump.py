@@ -9,7 +9,7 @@ import typer
 
 from ...errors import CommandError, ConfigError
 from ...format.commands import DUMP, Command
-from ...globalview.run import Run, open_place
+from ...globalview.run import Run, open_location
 from ...rules import RingWindow, Rule, parse_rules, ring_window
 from ...system.text import counted
 from ..options import Json, KeyFile, RunPath
@@ -38,7 +38,7 @@ def command(
     Exit code 0: every rank has written them. 1: a rank has not answered, or had given up some of the steps.
     """
     target = find_target(path, key_file)
-    window = _window(open_place(target.run), target.name)
+    window = _window(open_location(target.run), target.name)
     first, last = _steps(target, step, window)
     made = Command(kind=DUMP, from_step=first, to_step=last, reason=reason)
     return send_and_wait(target, made, describe(made), timeout_s=timeout, as_json=as_json, until_done=True)

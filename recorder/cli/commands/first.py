@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ...analyze.first.first import First, first
 from ...analyze.first.nonfinite import NonFinite
 from ...analyze.first.replicas import BROADCAST, NEVER, OWN, Differing
-from ...analyze.first.timeline import Place
+from ...analyze.first.timeline import RecordedValue
 from ...globalview.run import Run, open_run
 from ...sites import GIVEN, NUMBERS
 from ...system.text import counted
@@ -60,16 +60,16 @@ def _print_nonfinite(run: Run, answer: First) -> None:
     if bad is None:
         say(f"{run.name}: no NaN, and no infinity that was not there from the first record on")
         return
-    title = f"{run.name}: first NaN or infinity: step {bad.place.step}, {_value(bad.place)}{_on_rank(bad.place)}"
+    title = f"{run.name}: first NaN or infinity: step {bad.value.step}, {_value(bad.value)}{_on_rank(bad.value)}"
     rows = [*_nonfinite_rows(bad), ("spread", _spread(answer))]
     source = run.manifest.merged_from
-    if bad.place.rank is None and source is not None:
+    if bad.value.rank is None and source is not None:
         rows.append(("which rank", f"the run that this was merged from tells: recorder first {source.path}"))
     _print_pairs(title, rows)
 
 
 def _nonfinite_rows(bad: NonFinite) -> Iterator[tuple[str, str]]:
-    yield from _where(bad.place)
+    yield from _where(bad.value)
     yield "counts", f"{bad.nan_count} NaN, {bad.inf_count} infinite of {counted(bad.numel, 'element')}"
     if bad.is_skipped:
         yield "update", "skipped by GradScaler at this step, as it does where scaled gradients overflow"
@@ -84,7 +84,7 @@ def _nonfinite_rows(bad: NonFinite) -> Iterator[tuple[str, str]]:
         kinds = ((other.nan_count, "NaN"), (other.inf_count, "infinite"))
         counts = [f"{count} {kind}" for count, kind in kinds if count]
         name = name if other.site in NUMBERS else f"its {name}"
-        yield "beside it", f"{name} holds {' and '.join(counts)} at step {bad.place.step}, too"
+        yield "beside it", f"{name} holds {' and '.join(counts)} at step {bad.value.step}, too"
     if bad.last_healthy is None:
         yield "last healthy itself", "never recorded so before"
     else:
@@ -102,7 +102,7 @@ def _print_replica(run: Run, answer: First) -> None:
         why = answer.why_none_compared or "there is no parameter, gradient or optimizer state to compare"
         say(f"{run.name}: {answer.replicas_agree or f'replicas: not compared, because {why}'}")
     else:
-        title = f"first replica that differs: step {differing.place.step}, {_value(differing.place)}"
+        title = f"first replica that differs: step {differing.value.step}, {_value(differing.value)}"
         _print_pairs(f"{run.name}: {title}, ranks {_groups(differing)}", _replica_rows(answer, differing))
         _print_ranks(differing)
     _print_buffers(run, answer.buffers)
@@ -121,14 +121,14 @@ def _print_buffers(run: Run, buffers: Sequence[Differing]) -> None:
         say(f"  {meaning}")
         for buffer in some[:_MAX_LISTED]:
             say(
-                f"  {_value(buffer.place)}: first at step {buffer.place.step}, ranks {_groups(buffer)} (by {buffer.by})"
+                f"  {_value(buffer.value)}: first at step {buffer.value.step}, ranks {_groups(buffer)} (by {buffer.by})"
             )
         if len(some) > _MAX_LISTED:
             say(f"  and {len(some) - _MAX_LISTED} more; --json has all")
 
 
 def _replica_rows(answer: First, differing: Differing) -> Iterator[tuple[str, str]]:
-    yield from _where(differing.place)
+    yield from _where(differing.value)
     yield "seen by", differing.by
     if differing.is_assumed:
         yield "replicas", "assumed: neither DDP nor FSDP was seen around this model"
@@ -160,28 +160,28 @@ def _print_pairs(title: str, rows: Iterator[tuple[str, str]] | Sequence[tuple[st
     ).print()
 
 
-def _where(place: Place) -> Iterator[tuple[str, str]]:
-    source = "" if _LIBRARY in place.source.replace("\\", "/") else place.source
-    info = " ".join(filter(None, (place.module_class, source)))
-    yield "module", f"{place.module_path or chr(39) * 2}{', ' if info else ''}{info}"
-    named = f", {place.name}" if place.name else ""
-    yield "value", f"{place.site}{named}: {place.dtype} {place.shape}, {place.phase}, {place.mode}"
-    yield "when", f"step {place.step}{_when(place)}"
+def _where(value: RecordedValue) -> Iterator[tuple[str, str]]:
+    source = "" if _LIBRARY in value.source.replace("\\", "/") else value.source
+    info = " ".join(filter(None, (value.module_class, source)))
+    yield "module", f"{value.module_path or chr(39) * 2}{', ' if info else ''}{info}"
+    named = f", {value.name}" if value.name else ""
+    yield "value", f"{value.site}{named}: {value.dtype} {value.shape}, {value.phase}, {value.mode}"
+    yield "when", f"step {value.step}{_when(value)}"
 
 
-def _value(place: Place) -> str:
-    return " ".join(filter(None, (repr(place.module_path), place.site, place.name)))
+def _value(value: RecordedValue) -> str:
+    return " ".join(filter(None, (repr(value.module_path), value.site, value.name)))
 
 
-def _when(place: Place) -> str:
-    micro_step = "" if place.micro_step is None else f", micro_step {place.micro_step}"
-    repeat = f", repeat {place.repeat}" if place.repeat else ""
-    attempt = f", attempt {place.attempt}" if place.attempt else ""
-    return f"{micro_step}, call {place.call}{repeat}{attempt}"
+def _when(value: RecordedValue) -> str:
+    micro_step = "" if value.micro_step is None else f", micro_step {value.micro_step}"
+    repeat = f", repeat {value.repeat}" if value.repeat else ""
+    attempt = f", attempt {value.attempt}" if value.attempt else ""
+    return f"{micro_step}, call {value.call}{repeat}{attempt}"
 
 
-def _on_rank(place: Place) -> str:
-    return ", in the global tensor" if place.rank is None else f", rank {place.rank}"
+def _on_rank(value: RecordedValue) -> str:
+    return ", in the global tensor" if value.rank is None else f", rank {value.rank}"
 
 
 def _groups(differing: Differing) -> str:

@@ -9,12 +9,12 @@ import numpy as np
 import typer
 
 from ...errors import RunError
-from ...globalview.run import Run, open_place, open_run
+from ...globalview.run import Run, open_location, open_run
 from ...read.finding import find_folder, runs_in
 from ...read.fleet import FLEET, fleet_runs
 from ...read.unsealed import unsealed, unsealed_note
 from ...read.writers import RecordedWriter, load_balances
-from ...storage.locations import Place
+from ...storage.locations import Location
 from ...system.text import counted
 from ...system.units import moment, size
 from ..notes import dump_members, dump_note, jitter_note
@@ -47,7 +47,7 @@ def list_path(path: str | None, *, as_json: bool) -> int:
     return _list_writers(open_run(path), as_json=as_json) if folder is None else _list_runs(folder, as_json=as_json)
 
 
-def _list_runs(folder: Place, *, as_json: bool) -> int:
+def _list_runs(folder: Location, *, as_json: bool) -> int:
     """Print a line for each run, the newest last, next to the prompt."""
     rows, summaries, exit_code = [], [], 0
     known = fleet_runs(folder)
@@ -56,12 +56,12 @@ def _list_runs(folder: Place, *, as_json: bool) -> int:
         rows.append(_fleet_row(path, fleet_summary))
     for listed in runs_in(folder, without={FLEET, *(path.partition("/")[0] for path in known)}):
         try:
-            run = open_place(listed.place)
+            run = open_location(listed.location)
         except RunError as error:
             exit_code = 1
-            names = {"run": listed.place.name, "name": listed.name}
+            names = {"run": listed.location.name, "name": listed.name}
             summaries.append({**names, "state": "unreadable", "error": str(error)})
-            rows.append([listed.name, "", "", "", "", "", "", f"unreadable: {error}", listed.place.name])
+            rows.append([listed.name, "", "", "", "", "", "", f"unreadable: {error}", listed.location.name])
             continue
         summary = _summary(run)
         exit_code = exit_code or int(bool(run.problems))

@@ -9,7 +9,7 @@ import typer
 
 from ...errors import CommandError, LookupFailedError
 from ...format.commands import PAUSE, RESUME, SET, UNDO, Command, problem_of, rules_of
-from ...globalview.run import Run, open_place, open_run
+from ...globalview.run import Run, open_location, open_run
 from ...read.modules import read_modules
 from ...rules import Rule, nearest
 from ...sites import OF_PROGRAM
@@ -87,7 +87,7 @@ def _check(target: Target, made: Command) -> None:
     Raises:
         CommandError: a rule matches no module, or there is no such command to undo.
     """
-    run = open_place(target.run)
+    run = open_location(target.run)
     if made.kind == UNDO:
         known = {one.number: one for one in run.commands.sound}
         if made.undoes not in known or known[made.undoes].kind not in (SET, PAUSE):

@@ -233,8 +233,10 @@ def _print_series(series: Sequence[Series], statistic: str | None) -> None:
         cells += drawn[len(lines) : len(lines) + 1]
         lines.append([_text(member.key[name]) for name in keys] + cells + [_text(newest[WHY])])
     titles = [*keys, "dtype", "shape", "rows", "steps", f"last {of_tensors}", "course"]
-    place = len(titles) - 1
-    marks = f"; {NOT_FINITE} stands for NaN or infinity" if any(NOT_FINITE in line[place] for line in lines) else ""
+    last_column = len(titles) - 1
+    marks = (
+        f"; {NOT_FINITE} stands for NaN or infinity" if any(NOT_FINITE in line[last_column] for line in lines) else ""
+    )
     titles += [*(["histogram"] if drawn else []), WHY]
     scalars = ", the value of a scalar" if statistic is None else ""
     title = f"course: {of_tensors} over steps{scalars}{marks}"
@@ -279,7 +281,7 @@ def _print_steps(run: Run, module_path: str, rows: list[Row], last: int, statist
     lines = [
         [_text(row[name]) for name in keys]
         + [number(row[name]) for name in shown]
-        + [dead.get(_place(row), "")] * bool(dead)
+        + [dead.get(_key_of(row), "")] * bool(dead)
         + ["yes" if row["encoding"] is not None else "no", _text(row[WHY])]
         for row in rows
     ]
@@ -291,7 +293,7 @@ def _print_steps(run: Run, module_path: str, rows: list[Row], last: int, statist
 
 
 def _dead_units(run: Run, module_path: str, site: str, steps: Sequence[int]) -> dict[tuple[Any, ...], str]:
-    """Return how many units of each row at some steps have no value but zero, by its place; step by step is read."""
+    """Return, by the key of a row, how many of its units have no value but zero; the steps are read one by one."""
     found = {}
     is_wanted = (pc.field("part") == 0) & (pc.field("module_path") == module_path) & (pc.field("site") == site)
     for step in steps[-_MAX_UNIT_STEPS:]:
@@ -299,11 +301,11 @@ def _dead_units(run: Run, module_path: str, site: str, steps: Sequence[int]) -> 
         for row in table.filter(pc.field("units").is_valid()).to_pylist():
             with suppress(RunError):  # `recorder verify` tells of damage
                 units = Units.from_bytes(row["units"], parse_shape(row["shape"]))
-                found[_place(row)] = f"{units.num_dead}/{len(units)}"
+                found[_key_of(row)] = f"{units.num_dead}/{len(units)}"
     return found
 
 
-def _place(row: Row) -> tuple[Any, ...]:
+def _key_of(row: Row) -> tuple[Any, ...]:
     return tuple(row[name] for name in (*_MOMENT, *_KEY))
 
 

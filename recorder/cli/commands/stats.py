@@ -177,8 +177,8 @@ def _print(table: Any, keys: Sequence[str], sorted_by: str, *, by_value: bool, t
         for name in shown
     ]
     lines = [
-        [drawn[name][place] if name in drawn else _text(name, row[name]) for name in shown]
-        for place, row in enumerate(rows)
+        [drawn[name][index] if name in drawn else _text(name, row[name]) for name in shown]
+        for index, row in enumerate(rows)
     ]
     Table(columns, lines, title=title, subtitle=of_histograms).print()
 

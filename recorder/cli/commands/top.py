@@ -18,7 +18,7 @@ import typer
 from ...format.manifest import RunManifest
 from ...read.finding import find_run
 from ...read.status import ENDED, RankNow, RunWatch, Status
-from ...storage.locations import Place
+from ...storage.locations import Location
 from ...system.text import counted
 from ...system.units import size
 from ..options import Json, RunPath
@@ -64,7 +64,7 @@ def command(
 
 
 def show_top(
-    run: Place,
+    run: Location,
     manifest: RunManifest,
     *,
     once: bool,
@@ -224,7 +224,7 @@ def _told(ranks: Sequence[RankNow]) -> str:
     return f"{text}; command {newest} ({answers[0].kind}): {said}{f', {unheard} without an answer' if unheard else ''}"
 
 
-def _document(run: Place, ranks: Sequence[RankNow], world_size: int) -> dict[str, Any]:
+def _document(run: Location, ranks: Sequence[RankNow], world_size: int) -> dict[str, Any]:
     return {
         "run": run.name,
         "path": str(run),

@@ -168,7 +168,7 @@ class Histogram:
         kept = max(first, last - (max_buckets - 1) // 2)
         negative, positive = self.counts[:, kept:last]
         least = _bounds(self.first + kept).low if last else 1.0
-        powers = [least, *(_power(self.first + place + 1) for place in range(kept, last))]
+        powers = [least, *(_power(self.first + index + 1) for index in range(kept, last))]
         edges = np.minimum(np.array([*(-x for x in reversed(powers)), *powers]), np.finfo(np.float64).max)
         middle = self.zero_count + int(self.counts[:, :kept].sum())
         return np.maximum(edges, -np.finfo(np.float64).max), np.concatenate((negative[::-1], [middle], positive))
@@ -188,10 +188,10 @@ class Histogram:
                 continue
             bounds = self._clipped(whole)
             if bounds.low == bounds.high:
-                place = int(np.searchsorted(at, bounds.low, side="right")) - 1
-                place -= place == len(counts) and bounds.low == at[-1]
-                if 0 <= place < len(counts):
-                    counts[place] += count
+                index = int(np.searchsorted(at, bounds.low, side="right")) - 1
+                index -= index == len(counts) and bounds.low == at[-1]
+                if 0 <= index < len(counts):
+                    counts[index] += count
             else:
                 inside = np.clip(at, bounds.low, bounds.high)
                 counts += count * (np.diff(inside / 2) / (bounds.high / 2 - bounds.low / 2))

@@ -90,9 +90,9 @@ def units_of(column: Any, rows: Ints, shapes: Sequence[tuple[int, ...] | None], 
 
     Args:
         column: of bytes, as a batch or a table has it.
-        rows: places in the column.
+        rows: indices in the column.
         shapes: of tensors; None for one that is none.
-        shape_of: by place in the column, which of these the row's tensor has.
+        shape_of: by index in the column, which of these the row's tensor has.
     """
     for alike in _alike(column, rows, head_bytes=_HEAD_BYTES):
         num, rest = divmod(alike.data.shape[1] - _HEAD_BYTES, 24 + alike.width)

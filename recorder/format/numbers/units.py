@@ -1,6 +1,6 @@
 """Sums over the values of each unit of a tensor, such as a neuron, a channel or a head; see "Units" in FORMAT.md.
 
-Units are the places along one dim. Like histograms the sums add up over chunks, ranks, steps and runs.
+Units are the indices along one dim. Like those of histograms, their sums add up over chunks, ranks, steps and runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..schema import MAX_COUNT
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 MAX_UNITS = 1 << 15
-"""A dim of more places, such as that of the words of a language model, has no units: a row would take megabytes."""
+"""A dim of more units, such as that of the words of a language model, has no units: a row would take megabytes."""
 _HEAD = struct.Struct("<BBH")
 """Bytes of a count of zeros, the dim, and 0."""
 _TYPES = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
@@ -164,7 +164,7 @@ class Units:
         return cls(dim=dim, sum=sums[0], sum_sq=sums[1], absmax=sums[2], zero_count=zeros, num_values=num_values)
 
 
-class Placed(NamedTuple):
+class ChunkUnits(NamedTuple):
     """Units of a chunk, and where they belong among those of the whole tensor."""
 
     units: Units
@@ -172,7 +172,7 @@ class Placed(NamedTuple):
     """First unit in the chunk, first unit in the whole, how many."""
 
 
-def joined(pieces: Iterable[Placed], shape: Sequence[int], dim: int) -> Units:
+def joined(pieces: Iterable[ChunkUnits], shape: Sequence[int], dim: int) -> Units:
     """Those of a whole tensor, from those of its chunks: units that several chunks have values of add up.
 
     Raises:

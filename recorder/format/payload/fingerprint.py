@@ -179,7 +179,7 @@ def flat_fingerprint(
     start: int,
     kernels: Kernels | None = None,
 ) -> int:
-    """The fingerprint of a run of elements of the flattened (C order) tensor, each weighed by its place in the whole.
+    """Return the fingerprint of a run of elements of the flattened (C order) tensor, weighed by their positions in it.
 
     Args:
         data: the run's little-endian bytes, contiguous.

@@ -60,8 +60,8 @@ def _join_shifted(planes: list[Bytes], num_items: int, item_bytes: int) -> Bytes
         out = items[start : start + _JOIN_ITEMS]
         out[:] = planes[-1][start : start + _JOIN_ITEMS]
         shifted = wide[: len(out)]
-        for place, plane in enumerate(planes[-2::-1], start=1):
+        for index, plane in enumerate(planes[-2::-1], start=1):
             shifted[:] = plane[start : start + _JOIN_ITEMS]
-            np.left_shift(shifted, 8 * place, out=shifted)
+            np.left_shift(shifted, 8 * index, out=shifted)
             np.bitwise_or(out, shifted, out=out)
     return items.view(np.uint8)

@@ -16,7 +16,7 @@ import pyarrow as pa
 from ...errors import CorruptError
 from ...format.dtypes import ITEM_BYTES, numpy_dtype
 from ...format.numbers.histogram import Histogram, added
-from ...format.numbers.units import Placed, Units, joined
+from ...format.numbers.units import ChunkUnits, Units, joined
 from ...format.payload.encodings import PLAIN
 from ...format.schema import COLUMN_OF, COUNTS, DETAILS, NONFINITE, STATISTICS, Combine
 from ...layout.plans import Plan, Term
@@ -185,7 +185,7 @@ class GlobalColumns:
         terms = [fill.terms[0] for fill in plan.fills]
         at = np.array([positions[term.chunk] for term in terms], np.int64)
         columns = [self._metadata.take(name, at).to_pylist() for name in ("units", "shape", "numel")]
-        pieces: list[Placed] = []
+        pieces: list[ChunkUnits] = []
         for fill, term, data, text, numel in zip(plan.fills, terms, *columns, strict=True):
             if data is None:
                 if numel:
@@ -203,7 +203,7 @@ class GlobalColumns:
                 self._lacking[i, "no_units"] = "a chunk is no box of the tensor"
                 return None
             ranges = {(box.local_start[units.dim], box.start[units.dim], box.shape[units.dim]) for box in boxes}
-            pieces.append(Placed(units.scaled(term.factor) if term.factor != 1.0 else units, sorted(ranges)))
+            pieces.append(ChunkUnits(units.scaled(term.factor) if term.factor != 1.0 else units, sorted(ranges)))
         if not pieces:
             return None
         try:

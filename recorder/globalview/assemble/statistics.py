@@ -59,7 +59,7 @@ def combine_fingerprints(
 
     Args:
         fingerprints: of the chunks, as in their rows.
-        moves: where each lies, if its fingerprint was taken at the origin; None where it knows its place.
+        moves: where each lies, if its fingerprint was taken at the origin; None where it was taken at its position.
         item_bytes: bytes of an element.
     """
     total = 0

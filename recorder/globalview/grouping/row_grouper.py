@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ...format.roots import Stage
 from ...format.schema import COUNTS, KEY, MEASURED, STATISTICS
-from ...layout.plans import UNPLACED, RankChunk
+from ...layout.plans import RANK_BOUND, RankChunk
 from ...read.metadata import NONE, Keys, MetadataRows, Positions
 from ...read.shards import untrusted
 from ...read.shards.decode import parse_shape
@@ -191,6 +191,6 @@ class RowGrouper:
             offsets or (() if texts["offsets"] else None),
             texts["placements"],
             texts["mesh"],
-            next((member for member in UNPLACED if member in note), None),
+            next((member for member in RANK_BOUND if member in note), None),
             micro_step,
         )

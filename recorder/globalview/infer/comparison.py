@@ -30,7 +30,7 @@ class Comparison:
         self,
         grouped: GroupedRows,
         number: int,
-        places: Sequence[int],
+        rows: Sequence[int],
         is_same: Callable[[Sequence[int]], bool | None],
         across_steps: AcrossSteps,
         *,
@@ -41,7 +41,7 @@ class Comparison:
         Args:
             grouped: rows grouped by value.
             number: of the value.
-            places: of its rows among those described, in data-parallel order.
+            rows: the indices of its rows among those described, in data-parallel order.
             is_same: whether the tensors of rows at some positions are equal; None where a payload is missing.
             across_steps: what other steps say.
             is_float: whether equal sums tell that values are equal.
@@ -50,7 +50,7 @@ class Comparison:
         self.is_by_statistics = False
         """Whether equality was judged by statistics alone."""
         self._grouped = grouped
-        self._places = places
+        self._rows = rows
         self._is_float = is_float
         self._known = grouped.equal_of(number), bool(grouped.has_same_statistics[number])
         self._is_same = is_same
@@ -65,7 +65,7 @@ class Comparison:
         """Which rows have the same fingerprint, and which the same statistics: of each the first of its like."""
         patterns = []
         for column in (self._grouped.fingerprints, self._grouped.statistics):
-            numbers = column[self._places].tolist()
+            numbers = column[self._rows].tolist()
             first: dict[int, int] = {}
             patterns.append(tuple(NONE if n == NONE else first.setdefault(n, i) for i, n in enumerate(numbers)))
         return tuple(patterns)
@@ -92,21 +92,21 @@ class Comparison:
         By fingerprint, else by value, else by statistics: of floats, whose sums tell, and the row says so. Whole
         numbers are indices, masks and permutations often enough, which have equal statistics in any order.
         """
-        places = self._places if numbers is None else [self._places[i] for i in numbers]
-        key = tuple(places)
+        rows = self._rows if numbers is None else [self._rows[i] for i in numbers]
+        key = tuple(rows)
         if key not in self._equal:
-            self._equal[key] = self._judged(places)
+            self._equal[key] = self._judged(rows)
         return self._equal[key]
 
-    def _judged(self, places: Sequence[int]) -> bool | None:
-        fingerprints, statistics = self._grouped.fingerprints[places], self._grouped.statistics[places]
+    def _judged(self, rows: Sequence[int]) -> bool | None:
+        fingerprints, statistics = self._grouped.fingerprints[rows], self._grouped.statistics[rows]
         if (fingerprints != NONE).all():
             return bool((fingerprints == fingerprints[0]).all())
         is_measured = bool((statistics != NONE).all())
         if is_measured and (statistics != statistics[0]).any():
             return False
         self.has_read = True
-        is_same = self._is_same(self._grouped.chosen[list(places)].tolist())
+        is_same = self._is_same(self._grouped.chosen[list(rows)].tolist())
         if is_same is None and is_measured and self._is_float:
             self.is_by_statistics = is_same = True
         return is_same

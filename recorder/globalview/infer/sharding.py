@@ -1,4 +1,4 @@
-"""The guess of how tensors without a place are cut: as the module's parameters are, or as values beside them.
+"""The guess of how tensors without a position are cut: as the module's parameters are, or as values beside them.
 
 Must never choose between two answers: what rows of the same step do not agree on is not known, nor which of two dims of
 one size is cut.
@@ -45,7 +45,7 @@ class _ShardedDim(NamedTuple):
 
 
 class ShardingInference:
-    """What the placed rows of a run say of tensors that have no place."""
+    """What rows that name their position say of tensors whose rows name none."""
 
     def __init__(
         self, rows: MetadataRows, counts: npt.NDArray[np.bool_], is_linear: Callable[[str, str], bool]
@@ -78,8 +78,8 @@ class ShardingInference:
         if not dims and all(chunk.shape for chunk in chunks) and self._is_linear(wanted.root, wanted.module_path):
             dims = _common([_by_parameters(parameters, wanted, chunk, ranks) for chunk in chunks])
         if not dims:
-            places = [(wanted.root, chunk.rank, chunk.shape) for chunk in chunks]
-            cuts = [dims_beside.get(place, set()) if place not in self._whole else set() for place in places]
+            sought = [(wanted.root, chunk.rank, chunk.shape) for chunk in chunks]
+            cuts = [dims_beside.get(key, set()) if key not in self._whole else set() for key in sought]
             dims = _common([{cut.dim for cut in some if _is_of(cut, ranks)} for some in cuts])
             if len(dims) == 1 and any(chunk.shape.count(chunk.shape[min(dims)]) > 1 for chunk in chunks):
                 dims = set()  # a copy of such a value that is turned round has the same shape
@@ -110,8 +110,8 @@ class ShardingInference:
     def _cuts(self, step: int) -> list[tuple[str, str, str, int, Ints, _ShardedDim]]:
         rows = self._rows
         positions: Positions = np.flatnonzero(self._counts & (rows.numbers("step") == step))
-        placed = rows.keys("placements", positions).codes != NONE
-        positions = positions[placed & (rows.numbers("part")[positions] == 0)]
+        is_distributed = rows.keys("placements", positions).codes != NONE
+        positions = positions[is_distributed & (rows.numbers("part")[positions] == 0)]
         columns = {name: rows.keys(name, positions) for name in _COLUMNS}
         ranks = rows.numbers("rank")[positions]
         codes = np.stack([*(keys.codes for keys in columns.values()), ranks])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ...layout.levels import BatchGroup, WholeTensors, compose, renumbered, within
-from ...layout.plans import UNPLACED, NoPlan, Plan, RankChunk
+from ...layout.plans import RANK_BOUND, NoPlan, Plan, RankChunk
 from ...layout.rules import (
     Batch,
     Values,
@@ -82,11 +82,11 @@ def decide(question: Question, batch_groups: tuple[BatchGroup, ...] | NoPlan | N
     if group.conflict and question.override is None and (chunks[0].global_shape is None or batch_groups is not None):
         kind = "inconsistent" if group.model_groups else "per_rank"
         return NoPlan(kind, group.conflict), question.batches[0]
-    unplaced = next((chunk.unplaced for chunk in chunks if chunk.unplaced and chunk.global_shape is None), None)
+    rank_bound = next((chunk.rank_bound for chunk in chunks if chunk.rank_bound and chunk.global_shape is None), None)
     is_one_of_several = question.num_expected > 1 or len(chunks) > 1
-    is_strange = unplaced == "no_layout" or site not in STATES
-    if unplaced is not None and is_strange and is_one_of_several and question.override is None:
-        return NoPlan("per_rank", UNPLACED[unplaced]), question.batches[0]
+    is_strange = rank_bound == "no_layout" or site not in STATES
+    if rank_bound is not None and is_strange and is_one_of_several and question.override is None:
+        return NoPlan("per_rank", RANK_BOUND[rank_bound]), question.batches[0]
     if site not in KNOWN_SITES and chunks[0].global_shape is None and is_one_of_several and question.override is None:
         return NoPlan("per_rank", _OF_A_CALL if site == CALL else _UNKNOWN_SITE), question.batches[0]
     if isinstance(batch_groups, NoPlan):

@@ -63,11 +63,11 @@ def _choose(
     steps: npt.NDArray[np.int64], is_telling: npt.NDArray[np.bool_], has_values: npt.NDArray[np.bool_]
 ) -> list[int]:
     """Steps for the sample, from those with the most telling values: two with most payloads, first and last."""
-    known, places = np.unique(steps[is_telling], return_inverse=True)
+    known, indices = np.unique(steps[is_telling], return_inverse=True)
     if not len(known):
         return []
-    num = np.bincount(places.reshape(-1), minlength=len(known))
-    num_values = np.bincount(places.reshape(-1), weights=has_values[is_telling], minlength=len(known))
+    num = np.bincount(indices.reshape(-1), minlength=len(known))
+    num_values = np.bincount(indices.reshape(-1), weights=has_values[is_telling], minlength=len(known))
     best = np.lexsort([known, -num, -num_values])[: _NUM_STEPS - 2]
     full = np.flatnonzero(2 * num >= num.max())
     return list(dict.fromkeys(known[[*best, full[0], full[-1]]].tolist()))

@@ -225,7 +225,7 @@ class ValueReader:
 
         Args:
             value: an activation, or the gradient of one.
-            is_later: it came after the root's call, with a backward, so that its place among the rows says nothing.
+            is_later: it came after the root's call, with a backward, so that its position among the rows says nothing.
         """
         local = value.local_batches
         seqs = None

@@ -41,7 +41,7 @@ def find_counting_rows(rows: MetadataRows, topology: Topology, findings: Finding
     winners = topology.winners({number: np.unique(own).tolist() for number, own in of_writer.items()})
     if not winners:
         return counts
-    launches = np.array(topology.launch_places())[writers]
+    launches = np.array(topology.launch_indices())[writers]
     known = np.array(sorted(winners))
     wins = np.array([winners[step] for step in known.tolist()])
     is_superseded = counts & (launches != wins[np.minimum(np.searchsorted(known, steps), len(known) - 1)])

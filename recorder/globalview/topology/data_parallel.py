@@ -84,8 +84,8 @@ def _in_order(models: tuple[Ranks, ...], data: dict[int, Ranks]) -> tuple[tuple[
     known = next((some for some in models if all(rank in data for rank in some)), None)
     if known is None:  # of every instance some rank has left nothing
         first = next(iter(data.values()))
-        place = {rank: i for i, rank in enumerate(first)}
-        return tuple(sorted(models, key=lambda some: min(place.get(rank, len(first)) for rank in some))), ""
+        index_of = {rank: i for i, rank in enumerate(first)}
+        return tuple(sorted(models, key=lambda some: min(index_of.get(rank, len(first)) for rank in some))), ""
     groups = [data[rank] for rank in known]
     if len({len(ranks) for ranks in groups}) > 1:
         return models, f"its data-parallel groups are of different sizes ({_groups(groups)})"

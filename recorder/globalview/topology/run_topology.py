@@ -85,7 +85,7 @@ class Topology:
         return any(writer.is_counted for writer in self._writers)
 
     def winners(self, steps_of: Mapping[int, Sequence[int]]) -> dict[int, int]:
-        """Which launch (its place in the order of starts) counts at a step, where there were several.
+        """Which launch (its index in the order of starts) counts at a step, where there were several.
 
         The newest that completed the step, else the newest. Where steps were merely counted, the newest alone.
 
@@ -94,29 +94,29 @@ class Topology:
         """
         if len(set(self.launches)) < 2:
             return {}
-        place = self.launch_places()
+        launch_indices = self.launch_indices()
         if self.counting():
-            newest = max((place[n] for n, writer in enumerate(self._writers) if writer.num_rows), default=0)
+            newest = max((launch_indices[n] for n, writer in enumerate(self._writers) if writer.num_rows), default=0)
             return {step: newest for steps in steps_of.values() for step in steps}
         best: dict[int, tuple[bool, int]] = {}
         for number, steps in steps_of.items():
             for step in steps:
-                rank = step < self._complete_to[place[number]], place[number]
+                rank = step < self._complete_to[launch_indices[number]], launch_indices[number]
                 best[step] = max(best.get(step, rank), rank)
         return {step: launch for step, (_, launch) in best.items()}
 
     @cached_property
     def _complete_to(self) -> dict[int, int]:
-        """The first step that each launch, by its place in the order of starts, did not complete on all its ranks."""
+        """The first step that each launch, by its index in the order of starts, did not complete on all its ranks."""
         first_incomplete: dict[int, int] = {}
-        for place, writer in zip(self.launch_places(), self._writers, strict=True):
+        for launch_index, writer in zip(self.launch_indices(), self._writers, strict=True):
             if writer.last_step is not None:
                 end = writer.last_step + (writer.state == "closed")
-                first_incomplete[place] = min(first_incomplete.get(place, end), end)
+                first_incomplete[launch_index] = min(first_incomplete.get(launch_index, end), end)
         return first_incomplete
 
-    def launch_places(self) -> list[int]:
-        """By number of the writer, the place of its launch in the order of starts."""
+    def launch_indices(self) -> list[int]:
+        """By number of the writer, the index of its launch in the order of starts."""
         order = sorted(set(self.launches))
         return [order.index(launch) for launch in self.launches]
 

@@ -1,6 +1,6 @@
 """The framing of Arrow IPC: where each message lies and what sizes it declares, looked at before Arrow allocates.
 
-pyarrow shows neither the place of a batch in a file, nor its declared sizes, nor its metadata without decoding it.
+pyarrow shows neither the offset of a batch in a file, nor its declared sizes, nor its metadata without decoding it.
 The tables are flatbuffers, laid out by Arrow's Message.fbs and File.fbs (format version 5). Must never trust an offset.
 """
 
@@ -114,8 +114,8 @@ class _Table:
             return []
         start = position + self.unpack("<I", position) + 4
         num_items = len(self.vector(index, 4)) // 4
-        places = [start + 4 * item for item in range(num_items)]
-        return [_Table(self.data, place + self.unpack("<I", place)) for place in places]
+        table_starts = [start + 4 * item for item in range(num_items)]
+        return [_Table(self.data, table_start + self.unpack("<I", table_start)) for table_start in table_starts]
 
 
 def _root(data: memoryview) -> _Table:
@@ -163,8 +163,8 @@ def padding_of(metadata: pa.Buffer) -> memoryview:
     vectors += [(header, 1, 16), (header, 2, 16)] if header is not None else []
     ends = [0]
     for table, index, item_bytes in vectors:
-        if place := table.field(index):
-            ends.append(place + table.unpack("<I", place) + 4 + len(table.vector(index, item_bytes)))
+        if position := table.field(index):
+            ends.append(position + table.unpack("<I", position) + 4 + len(table.vector(index, item_bytes)))
     return root.data[max(ends) :]
 
 

@@ -20,7 +20,7 @@ from ...errors import CorruptError, NotARunError, RunError, UnsupportedError
 from ...format.integrity import BatchHeader
 from ...format.rundir import index_name, open_name
 from ...format.schema import COLUMN_OF, SCHEMA
-from ...storage.locations import OpenPlace, Place, store_of
+from ...storage.locations import Location, OpenLocation, store_of
 from ...storage.protocol import Found
 from ...storage.untrusted_files import ByteSource
 from .salvage import Salvaged, salvage
@@ -28,9 +28,9 @@ from .shard import Layout, Shard, open_sealed
 
 logger = logging.getLogger(__name__)
 
-PLACE_FIELDS = (pa.field("batch", pa.int32(), nullable=False), pa.field("row", pa.int32(), nullable=False))
+POSITION_FIELDS = (pa.field("batch", pa.int32(), nullable=False), pa.field("row", pa.int32(), nullable=False))
 """Columns of an index behind the metadata: number of the batch in the shard, and of the row in the batch."""
-_PLACE_NAMES = tuple(field.name for field in PLACE_FIELDS)
+_POSITION_NAMES = tuple(field.name for field in POSITION_FIELDS)
 SHARD_BYTES_KEY = b"recorder_shard_bytes"
 Steps = tuple[int, int]
 """From the first up to, but not including, the last."""
@@ -43,8 +43,8 @@ _MAX_CHUNKS = 32
 class ShardRows:
     """The metadata rows of one shard, in file order, read by column. `num_rows` shrinks where damage is found."""
 
-    def __init__(self, path: Place, *, is_sealed: bool, size_bytes: int) -> None:
-        self.path: OpenPlace = path
+    def __init__(self, path: Location, *, is_sealed: bool, size_bytes: int) -> None:
+        self.path: OpenLocation = path
         self.is_sealed = is_sealed
         self.size_bytes = size_bytes
         self.num_trailing_bytes = 0
@@ -85,7 +85,7 @@ class ShardRows:
         """Rows of the batches that `columns` gives for the same steps."""
         return self.num_rows if steps is None else sum(self._rows_of[number] for number in self._batches_of(steps))
 
-    def place_of(self, seq: int) -> tuple[int, int] | None:
+    def position_of(self, seq: int) -> tuple[int, int] | None:
         """Batch and row of the row of that number; None where there is none, or several."""
         for batch in self.columns(("seq", "batch", "row")):
             (at,) = np.nonzero(batch.column("seq").to_numpy() == seq)
@@ -130,7 +130,7 @@ class ShardRows:
         """
         with self._said_if_gone():
             names = (self._index or self._itself()).schema.names
-        return [name for name in names if name not in COLUMN_OF and name not in _PLACE_NAMES]
+        return [name for name in names if name not in COLUMN_OF and name not in _POSITION_NAMES]
 
     def release(self) -> None:
         """Unmap a sealed shard until it is read again: mapped pages that were read count as memory of the process."""
@@ -160,7 +160,7 @@ class ShardRows:
         if why and not self.damage:  # an index does not fit a shard that was cut: that is one fault, and not two
             logger.warning("%s; the rows are read from the shard instead", why)
 
-    def find_open(self, final: Place, max_batches: int | None = None) -> None:
+    def find_open(self, final: Location, max_batches: int | None = None) -> None:
         """Find the rows of an open shard, of its first batches alone where that is asked.
 
         Args:
@@ -256,13 +256,13 @@ class ShardRows:
         return self._spans[number]
 
     def _metadata_batch(self, number: int, names: Sequence[str]) -> Any:
-        """Columns out of the shard itself, and the place of its rows."""
-        checked = self._itself().read(number, [name for name in names if name not in _PLACE_NAMES]).batch
-        places = {
+        """Columns out of the shard itself, and the positions of its rows."""
+        checked = self._itself().read(number, [name for name in names if name not in _POSITION_NAMES]).batch
+        positions = {
             "batch": np.full(checked.num_rows, number, np.int32),
             "row": np.arange(checked.num_rows, dtype=np.int32),
         }
-        arrays = [pa.array(places[name]) if name in _PLACE_NAMES else checked.column(name) for name in names]
+        arrays = [pa.array(positions[name]) if name in _POSITION_NAMES else checked.column(name) for name in names]
         return pa.RecordBatch.from_arrays(arrays, list(names))
 
     def _use_shard(self) -> None:
@@ -313,14 +313,14 @@ def each_of(shards: Sequence[ShardRows], function: Callable[[ShardRows], Found])
     return store_of(shards[0].path).each(function, shards) if shards else ()
 
 
-def load_sealed(path: Place) -> ShardRows:
+def load_sealed(path: Location) -> ShardRows:
     """The rows of a sealed shard. FileNotFoundError: it is gone."""
     rows = ShardRows(path, is_sealed=True, size_bytes=store_of(path).look_at(path).size_bytes)
     rows.find_sealed()
     return rows
 
 
-def load_open(path: Place, max_batches: int | None = None) -> ShardRows:
+def load_open(path: Location, max_batches: int | None = None) -> ShardRows:
     """The rows of a shard that is not sealed; `path` is its final name. FileNotFoundError: it is sealed or gone.
 
     With `max_batches` those of its first batches; `ShardRows.grow` finds the next ones.
@@ -331,7 +331,7 @@ def load_open(path: Place, max_batches: int | None = None) -> ShardRows:
     return rows
 
 
-def _open_index(shard: Place, shard_bytes: int) -> Shard | None:
+def _open_index(shard: Location, shard_bytes: int) -> Shard | None:
     """The index of a sealed shard; None where it is missing.
 
     Raises:
@@ -339,7 +339,7 @@ def _open_index(shard: Place, shard_bytes: int) -> Shard | None:
     """
     path = shard.with_name(index_name(shard.name))
     try:
-        index = open_sealed(path, extra=PLACE_FIELDS, without=("data",))[0]
+        index = open_sealed(path, extra=POSITION_FIELDS, without=("data",))[0]
     except FileNotFoundError:
         return None
     if (index.schema.metadata or {}).get(SHARD_BYTES_KEY) != b"%d" % shard_bytes:

@@ -31,7 +31,7 @@ from .shard import CheckedBatch, Layout, read_batch, read_layout
 
 _SCAN_BYTES = 4 << 20
 _MAX_CANDIDATES = 10_000
-"""Places at which a batch is looked for behind damage; with `_MAX_REREADS` it bounds what hostile bytes can cost."""
+"""Offsets at which a batch is looked for behind damage; with `_MAX_REREADS` it bounds what hostile bytes can cost."""
 _MAX_REREADS = 4
 """Bytes read in vain behind damage, in multiples of what the file holds on the disk."""
 _MAX_PADDING_BYTES = 64
@@ -189,15 +189,15 @@ class _Walk:
 
     def _next_batch(self, offset: int) -> int | None:
         """Where the next whole batch begins at or behind `offset`."""
-        for place in self._candidates(offset):
+        for candidate in self._candidates(offset):
             self._candidates_left -= 1
             if self._candidates_left < 0 or self._bytes_left < 0:
                 return None
             try:
-                self._bytes_left -= self._read(place)[0].body_bytes
-                return place
+                self._bytes_left -= self._read(candidate)[0].body_bytes
+                return candidate
             except CorruptError:
-                self._bytes_left -= _declared_bytes(self.source, place)
+                self._bytes_left -= _declared_bytes(self.source, candidate)
         return None
 
     def _candidates(self, offset: int) -> Iterator[int]:

@@ -19,7 +19,7 @@ from crc32c import crc32c
 from ...errors import CorruptError, RunError, UnsupportedError
 from ...format.integrity import BatchHeader, ColumnKind, buffer_crcs, check_batch, column_kind
 from ...format.schema import COLUMN_OF, COLUMNS, SCHEMA, lacks_rightly
-from ...storage.locations import Place, store_of
+from ...storage.locations import Location, store_of
 from ...storage.untrusted_files import ByteSource
 from .messages import (
     CONTINUATION,
@@ -70,7 +70,7 @@ class Layout:
         self.names = list(schema.names)
         self._starts = list(accumulate((_num_buffers(field.type) for field in schema), initial=0))
         self._kinds = [column_kind(field.type) for field in schema]
-        self._place_of = {name: place for place, name in enumerate(self.names)}
+        self._index_of = {name: index for index, name in enumerate(self.names)}
         ours = {*COLUMN_OF, *(field.name for field in extra)}  # a foreign column may be called like one of an index
         self.counts = ours & _BOUNDS.keys()
         """Columns of whole numbers that have bounds."""
@@ -78,30 +78,30 @@ class Layout:
 
     def has(self, column: str) -> bool:
         """Whether the file has a column; where it is of an earlier version than the column, it has none."""
-        return column in self._place_of
+        return column in self._index_of
 
-    def places(self, columns: Sequence[str]) -> list[int]:
+    def indices(self, columns: Sequence[str]) -> list[int]:
         """Where columns stand in the schema, ascending."""
-        return sorted(self._place_of[name] for name in columns)
+        return sorted(self._index_of[name] for name in columns)
 
-    def buffers_of(self, places: Sequence[int], message: Message, where: str) -> list[tuple[int, int]]:
+    def buffers_of(self, indices: Sequence[int], message: Message, where: str) -> list[tuple[int, int]]:
         """Offset and length, in the body, of the buffers of some columns."""
         if len(message.nodes) != len(self.names):
             raise CorruptError(f"{where}: has {len(message.nodes)} columns, its schema {len(self.names)}")
         starts = self._starts
         if len(message.buffers) != starts[-1]:
             raise CorruptError(f"{where}: has {len(message.buffers)} buffers, its columns need {starts[-1]}")
-        buffers = [buffer for place in places for buffer in message.buffers[starts[place] : starts[place + 1]]]
+        buffers = [buffer for index in indices for buffer in message.buffers[starts[index] : starts[index + 1]]]
         for offset, size in buffers:
             if offset < 0 or size < 0 or offset + size > message.body_bytes:
                 raise CorruptError(f"{where}: a buffer lies outside its message")
         return buffers
 
-    def check_nulls(self, places: Sequence[int], message: Message, where: str) -> None:
+    def check_nulls(self, indices: Sequence[int], message: Message, where: str) -> None:
         """Refuse nulls in columns that have none; that a message counts them right is Arrow's to check."""
-        for place in places:
-            if message.nodes[place][1] and self.names[place] in self._never_null:
-                raise CorruptError(f"{where}: column {self.names[place]!r} has nulls, which it must not")
+        for index in indices:
+            if message.nodes[index][1] and self.names[index] in self._never_null:
+                raise CorruptError(f"{where}: column {self.names[index]!r} has nulls, which it must not")
 
     def crcs_of(self, message: Message, body: memoryview) -> Callable[[str], list[int | None]]:
         """What `check_batch` asks for: checksums off an uncompressed message, whose buffers `buffers_of` has checked.
@@ -109,11 +109,11 @@ class Layout:
         Arrow's own way to the same bytes takes five times as long for a column of a few rows.
         """
         starts = self._starts
-        kinds, place_of, nodes, buffers = self._kinds, self._place_of, message.nodes, message.buffers
+        kinds, index_of, nodes, buffers = self._kinds, self._index_of, message.nodes, message.buffers
 
         def crcs(name: str) -> list[int | None]:
-            place = place_of[name]
-            (num_rows, num_nulls), kind, first, stop = nodes[place], kinds[place], starts[place], starts[place + 1]
+            index = index_of[name]
+            (num_rows, num_nulls), kind, first, stop = nodes[index], kinds[index], starts[index], starts[index + 1]
             fast = None if num_nulls else _crcs_without_nulls(kind, num_rows, buffers[first + 1 : stop], body)
             if fast is not None:
                 return fast
@@ -124,12 +124,12 @@ class Layout:
 
     def values_of(self, name: str, message: Message, body: memoryview) -> npt.NDArray[Any] | None:
         """The whole numbers of a column off an uncompressed message, faster than by Arrow; None if some are null."""
-        place = self._place_of[name]
-        num_rows, num_nulls = message.nodes[place]
+        index = self._index_of[name]
+        num_rows, num_nulls = message.nodes[index]
         if num_nulls or not num_rows:
             return None
-        start = message.buffers[self._starts[place] + 1][0]
-        return np.frombuffer(body, _SIGNED[self._kinds[place].bit_width], num_rows, start)
+        start = message.buffers[self._starts[index] + 1][0]
+        return np.frombuffer(body, _SIGNED[self._kinds[index].bit_width], num_rows, start)
 
 
 class Shard:
@@ -160,7 +160,9 @@ class Shard:
             return checked
 
 
-def open_sealed(path: Place, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()) -> tuple[Shard, BatchHeader]:
+def open_sealed(
+    path: Location, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()
+) -> tuple[Shard, BatchHeader]:
     """A sealed shard (or an index, which has other columns) by its footer, and its seal, which must agree.
 
     Raises:
@@ -213,10 +215,10 @@ def _parse_layout(message: bytes, extra: tuple[Any, ...], without: tuple[str, ..
     except ARROW_ERRORS as error:
         raise CorruptError(f"the schema is damaged ({error})") from error
     for field in [*(field for field in SCHEMA if field.name not in without), *extra]:
-        places = schema.get_all_field_indices(field.name)
-        if not places and field.name in COLUMN_OF and lacks_rightly(schema, COLUMN_OF[field.name]):
+        indices = schema.get_all_field_indices(field.name)
+        if not indices and field.name in COLUMN_OF and lacks_rightly(schema, COLUMN_OF[field.name]):
             continue
-        if len(places) != 1 or schema.field(places[0]).type != field.type:
+        if len(indices) != 1 or schema.field(indices[0]).type != field.type:
             raise CorruptError(f"the schema has no single column {field.name!r} of type {field.type}")
     if len(set(schema.names)) != len(schema.names):
         raise CorruptError("two columns of the schema have the same name")
@@ -242,14 +244,14 @@ def read_batch(source: ByteSource, block: Block, layout: Layout, columns: Sequen
     # The length of `attempt` says how many rows there really are; it is compressed the most.
     read = [name for name in columns if layout.has(name) or name not in COLUMN_OF] or ["attempt"]
     is_all = read == layout.names
-    places = layout.places(read)
-    buffers = layout.buffers_of(places, message, where)
+    indices = layout.indices(read)
+    buffers = layout.buffers_of(indices, message, where)
     wanted = None if is_all else [range(block.metadata_bytes), *_behind(block.metadata_bytes, buffers)]
     whole = source.read(block.offset, block.end - block.offset, wanted)
     if message.is_compressed:
         check_declared_sizes(buffers, whole.slice(block.metadata_bytes), where)
     try:
-        batch = _decode(whole, layout, places, message)
+        batch = _decode(whole, layout, indices, message)
         batch = batch if is_all else batch.select(read)
         batch.validate(full=True)
     except ARROW_ERRORS as error:
@@ -259,11 +261,11 @@ def read_batch(source: ByteSource, block: Block, layout: Layout, columns: Sequen
     header = check_batch(batch, message.custom_metadata, crcs_of=crcs_of, where=where)
     if not 0 <= header.number < _MAX_BATCHES:
         raise CorruptError(f"{where}: its number is {header.number}; expected one below {_MAX_BATCHES}")
-    layout.check_nulls(places, message, where)
-    for place, name in enumerate(read):
+    layout.check_nulls(indices, message, where)
+    for index, name in enumerate(read):
         if name in layout.counts:
             counts = None if body is None else layout.values_of(name, message, body)
-            _check_counts(_values(batch.column(place)) if counts is None else counts, name, where)
+            _check_counts(_values(batch.column(index)) if counts is None else counts, name, where)
     if len(read) != len(columns) or not layout.has(columns[0]):
         batch = _with_nulls(batch, columns)
     return CheckedBatch(batch, header, whole)
@@ -332,12 +334,12 @@ def _check_counts(values: npt.NDArray[Any], name: str, where: str) -> None:
         )
 
 
-def _decode(whole: Any, layout: Layout, places: Sequence[int], message: Message) -> Any:
+def _decode(whole: Any, layout: Layout, indices: Sequence[int], message: Message) -> Any:
     """The batch; of a compressed one only the wanted columns, since each costs its decompression."""
     if not message.is_compressed:
         return pa.ipc.read_record_batch(pa.ipc.read_message(whole), layout.schema)
     stream = pa.py_buffer(b"".join([layout.preamble, whole]))
-    options = pa.ipc.IpcReadOptions(included_fields=list(places), use_threads=False)
+    options = pa.ipc.IpcReadOptions(included_fields=list(indices), use_threads=False)
     return pa.ipc.open_stream(stream, options=options).read_next_batch()
 
 

@@ -81,7 +81,7 @@ class AgainstPanel {
     });
     this.drawn = { rows, cells, from };
     const colors = new Colors(values);
-    this.legend.replaceChildren(legendOf(colors, `${STATISTIC_TEXTS[statistic]} of ${choices.place[0]}: share apart`));
+    this.legend.replaceChildren(legendOf(colors, `${STATISTIC_TEXTS[statistic]} of ${choices.siteAndMode[0]}: share apart`));
     this.heat.draw({ rows, columns: run.steps.slice(from, to).map(String), cell: (r, c) => cells[r][c], colors, steps: run.stepsOf(from, to) });
   }
   /** The series of the second run that is drawn beside one of the first. */

@@ -52,7 +52,7 @@ class GraphPanel {
       if (cell?.kind === NUMBER) values.push(cell.value);
     }
     this.colors = new Colors(values);
-    const [site] = choices.place;
+    const [site] = choices.siteAndMode;
     this.about.textContent = atStep >= 0 ? `Tinted by the ${STATISTIC_TEXTS[choices.statistic]} of ${site} at step ${run.steps[atStep]}.` :
       `Tinted by the ${STATISTIC_TEXTS[choices.statistic]} of ${site}: what stands out most of all steps that are shown.`;
     this.legend.replaceChildren(legendOf(this.colors, `${STATISTIC_TEXTS[choices.statistic]} of ${site}`));
@@ -96,9 +96,9 @@ class GraphPanel {
     const box = el("div", { class: isOpen ? "box open" : "box", "data-path": visible(node.path) }, head);
     if (isOpen) {
       const inside = el("div", { class: "box-inside" });
-      node.children.forEach((child, place) => {
+      node.children.forEach((child, index) => {
         if (this.count > MAX_BOXES) return;
-        if (place) inside.append(el("div", { class: child.first === Infinity ? "arrow none" : "arrow", "aria-hidden": "true" }, child.first === Infinity ? "" : "↓"));
+        if (index) inside.append(el("div", { class: child.first === Infinity ? "arrow none" : "arrow", "aria-hidden": "true" }, child.first === Infinity ? "" : "↓"));
         inside.append(this.box(child));
       });
       box.append(inside);

@@ -6,8 +6,8 @@ const MAX_DECADES = 8;
 const ROW_PIXELS = 17, AXIS_PIXELS = 22, CHUNK_ROWS = 150;
 
 function mixed(palette, share) {
-  const place = Math.min(Math.max(share, 0), 1) * (palette.length - 1);
-  const low = Math.min(Math.floor(place), palette.length - 2), part = place - low;
+  const at = Math.min(Math.max(share, 0), 1) * (palette.length - 1);
+  const low = Math.min(Math.floor(at), palette.length - 2), part = at - low;
   const channel = (text, i) => parseInt(text.slice(1 + 2 * i, 3 + 2 * i), 16);
   const rgb = [0, 1, 2].map((i) => Math.round(channel(palette[low], i) * (1 - part) + channel(palette[low + 1], i) * part));
   return "#" + rgb.map((value) => value.toString(16).padStart(2, "0")).join("");

@@ -8,13 +8,13 @@ class HistogramsPanel extends SeriesPanel {
     return `Shares of the values by sign and power of two: large positive ones on top, zero between. Values of ${ranks} are counted together.`;
   }
   /** What the bins of a row of the picture hold: [sign, exponent], sign 0 for zeros. */
-  binOf(place) {
-    const { first, zero, lowest } = this.block.data, at = first + place;
+  binOf(index) {
+    const { first, zero, lowest } = this.block.data, at = first + index;
     if (at === zero) return [0, 0];
     return at > zero ? [1, at - zero - 1 + lowest] : [-1, zero - 1 - at + lowest];
   }
-  rangeText(place) {
-    const [sign, exponent] = this.binOf(place);
+  rangeText(index) {
+    const [sign, exponent] = this.binOf(index);
     if (sign === 0) return "0";
     const low = powerOfTwo(exponent), high = powerOfTwo(exponent + 1);
     return sign > 0 ? `${low} to ${high}` : `-${high} to -${low}`;

@@ -121,8 +121,8 @@ class Chart {
     }
     const bad = new Set(shown.flatMap((line) => line.bad));
     context.fillStyle = BAD_COLOR;
-    for (const place of bad) {
-      const x = plot.valToPos(this.given.steps[place], "x", true);
+    for (const index of bad) {
+      const x = plot.valToPos(this.given.steps[index], "x", true);
       if (!inside(x)) continue;
       context.globalAlpha = 0.18;
       context.fillRect(x - 2 * ratio, top, 4 * ratio, height);
@@ -163,15 +163,15 @@ class Chart {
     }), ...(hasBad ? [el("span", { class: "bad-note" }, "▼ NaN or infinite")] : []), ...(hasDumps ? [this.dumpNote] : []));
   }
   follow(plot, shown) {
-    const place = plot.cursor.idx;
-    const dumps = place === null || place === undefined ? [] : this.app.dumps.of(this.given.steps[place]);
+    const index = plot.cursor.idx;
+    const dumps = index === null || index === undefined ? [] : this.app.dumps.of(this.given.steps[index]);
     if (this.dumpNote) this.dumpNote.textContent = dumps.length ? dumps.join("; ") : `${DUMP_MARK} dump`;
     for (const line of shown) {
       const reading = this.readings?.get(line.label);
       if (!reading) continue;
-      const value = place === null || place === undefined ? null : line.values[place];
-      reading.textContent = place === null || place === undefined ? "" :
-        ` ${line.bad.includes(place) ? "not finite; " : ""}${shortNumber(value)} at ${this.given.steps[place]}`;
+      const value = index === null || index === undefined ? null : line.values[index];
+      reading.textContent = index === null || index === undefined ? "" :
+        ` ${line.bad.includes(index) ? "not finite; " : ""}${shortNumber(value)} at ${this.given.steps[index]}`;
     }
   }
 }
@@ -296,10 +296,10 @@ class LinesPanel {
     if (!scalars.length) return;
     const picture = await run.picture("mean", "scalars");
     const otherPicture = other?.scalars.length ? await other.picture("mean", "scalars") : null;
-    for (const [place, series] of scalars.entries()) {
-      if (!this.scalarCharts[place]) {
-        this.scalarCharts[place] = new Chart(app, SCALAR_PIXELS);
-        this.scalars.append(this.scalarCharts[place].element);
+    for (const [index, series] of scalars.entries()) {
+      if (!this.scalarCharts[index]) {
+        this.scalarCharts[index] = new Chart(app, SCALAR_PIXELS);
+        this.scalars.append(this.scalarCharts[index].element);
       }
       const lanes = isEach ? run.drawnLanes : [run.mainLane];
       const colorOf = (lane) => lineColor(Math.max(lane, 0));
@@ -315,8 +315,8 @@ class LinesPanel {
       lines = lines.filter((line) => line.bad.length || line.values.some((value) => value !== null && value !== undefined));
       const where = series.path === "" ? "" : ` of ${pathText(series.path)}`;
       const mode = series.mode === "train" ? "" : ` (${series.mode})`;
-      this.scalarCharts[place].draw({ title: `${series.name || series.site}${where}${mode}`, steps, lines, isLog: false, about: [
-        run.scalars.length > MAX_SCALARS && place === MAX_SCALARS - 1 ? `${plural(run.scalars.length - MAX_SCALARS, "more number")} not drawn` : ""] });
+      this.scalarCharts[index].draw({ title: `${series.name || series.site}${where}${mode}`, steps, lines, isLog: false, about: [
+        run.scalars.length > MAX_SCALARS && index === MAX_SCALARS - 1 ? `${plural(run.scalars.length - MAX_SCALARS, "more number")} not drawn` : ""] });
     }
   }
 }
@@ -324,11 +324,11 @@ class LinesPanel {
 /** Lines over steps of their own, over the steps of all. */
 function joinSteps(groups) {
   const steps = [...new Set(groups.flatMap(([own]) => own))].sort((a, b) => a - b);
-  const place = new Map(steps.map((step, number) => [step, number]));
+  const indexOf = new Map(steps.map((step, number) => [step, number]));
   const lines = groups.flatMap(([own, some]) => some.map((line) => {
     const values = new Array(steps.length).fill(undefined); // unlike null, no gap: the other run has these steps
-    line.values.forEach((value, number) => { values[place.get(own[number])] = value; });
-    return { ...line, values, bad: line.bad.map((number) => place.get(own[number])) };
+    line.values.forEach((value, number) => { values[indexOf.get(own[number])] = value; });
+    return { ...line, values, bad: line.bad.map((number) => indexOf.get(own[number])) };
   }));
   return [steps, lines];
 }

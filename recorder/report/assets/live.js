@@ -112,7 +112,7 @@ class Beside {
   constructor(state) {
     if (window.parent === window) return;
     this.names = ["site", "mode", "name", "stat", "axes", "from", "to", "step", "module", "pins", "log", "each", "view"];
-    const others = () => [...Array(window.parent.length).keys()].map((place) => window.parent.frames[place]).filter((frame) => frame !== window);
+    const others = () => [...Array(window.parent.length).keys()].map((index) => window.parent.frames[index]).filter((frame) => frame !== window);
     state.onChange((names) => {
       if (this.isTold || names === null) return;
       const some = names.filter((name) => this.names.includes(name));

@@ -135,14 +135,14 @@ class App {
     this.blocks.clear();
     for (const [name, bytes] of found) this.blocks.set(name, bytes);
     if (!this.blocks.has("axes") || !["ranks", "images", "gaps"].every((name) => this.blocks.has(name))) return this.wait();
-    const place = window.scrollY, isFirst = document.documentElement.dataset.drawn === undefined;
+    const scrolled = window.scrollY, isFirst = document.documentElement.dataset.drawn === undefined;
     this.isWaiting = false;
     await this.load();
     for (const name of this.run.cubeNames) await this.run.cube(...name);
     this.build();
     await this.redraw(this.panels);
     if (isFirst) this.goTo(this.state.get("view"), "instant");
-    else window.scrollTo({ top: place, behavior: "instant" });
+    else window.scrollTo({ top: scrolled, behavior: "instant" });
     document.documentElement.dataset.drawn ??= String(Math.round(performance.now()));
     this.told();
   }
@@ -209,12 +209,12 @@ class App {
   }
   /** A panel anew, with what was unfolded in it. */
   async remake(id, panel) {
-    const place = this.panels.findIndex((one) => one.id === id);
-    if (place < 0) return;
-    const { section } = this.panels[place];
+    const index = this.panels.findIndex((one) => one.id === id);
+    if (index < 0) return;
+    const { section } = this.panels[index];
     const open = [...section.querySelectorAll("details")].map((one) => one.open);
     panel.section = section;
-    this.panels[place] = panel;
+    this.panels[index] = panel;
     section.replaceChildren(el("h2", {}, panel.title, this.keepers(panel)));
     panel.build(section);
     await panel.update?.();

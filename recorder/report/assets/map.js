@@ -8,21 +8,21 @@ class Choices {
     this.app = app;
   }
   /** [site, mode] that there are, as the format lists sites. */
-  get places() {
+  get sitesAndModes() {
     if (this.known) return this.known;
     const found = new Map();
     for (const one of this.app.run.series) found.set(`${one.site} ${one.mode}`, [one.site, one.mode]);
     const order = ["output", "grad_output", "param", "grad", "input", "grad_input", "buffer", "optim", "tap"];
     const modes = ["train", "eval", "no_grad"];
-    const place = (list, value) => (list.includes(value) ? list.indexOf(value) : list.length);
-    return this.known = [...found.values()].sort((a, b) => place(modes, a[1]) - place(modes, b[1]) || place(order, a[0]) - place(order, b[0]));
+    const indexIn = (list, value) => (list.includes(value) ? list.indexOf(value) : list.length);
+    return this.known = [...found.values()].sort((a, b) => indexIn(modes, a[1]) - indexIn(modes, b[1]) || indexIn(order, a[0]) - indexIn(order, b[0]));
   }
-  get place() {
-    const places = this.places, { state } = this.app;
-    return places.find(([site, mode]) => site === state.get("site") && mode === state.get("mode", mode)) ?? places[0] ?? ["", ""];
+  get siteAndMode() {
+    const all = this.sitesAndModes, { state } = this.app;
+    return all.find(([site, mode]) => site === state.get("site") && mode === state.get("mode", mode)) ?? all[0] ?? ["", ""];
   }
   get names() {
-    const [site, mode] = this.place, key = `${site} ${mode}`;
+    const [site, mode] = this.siteAndMode, key = `${site} ${mode}`;
     this.namesOf ??= new Map();
     if (!this.namesOf.has(key)) {
       const some = this.app.run.series.filter((one) => one.site === site && one.mode === mode);
@@ -48,18 +48,18 @@ class Choices {
   }
   /** The series of a module that are chosen. */
   seriesOf(number, run = this.app.run) {
-    const [site, mode] = this.place, { name } = this;
+    const [site, mode] = this.siteAndMode, { name } = this;
     return (run.byModule.get(number) ?? []).filter(
       (one) => one.site === site && one.mode === mode && (name === null || one.name === name));
   }
   bar() {
     const { app } = this, { state, run } = app;
-    const placeText = ([site, mode]) => site + (mode === "train" ? "" : ` (${mode})`);
-    const [site, mode] = this.place;
+    const siteText = ([site, mode]) => site + (mode === "train" ? "" : ` (${mode})`);
+    const [site, mode] = this.siteAndMode;
     const names = this.names;
     return el("div", { class: "bar", role: "toolbar", "aria-label": "what is drawn" },
-      choice("value", this.places.map((one) => [one.join(" "), placeText(one)]), `${site} ${mode}`, (value) => {
-        const [newSite, newMode] = this.places.find((one) => one.join(" ") === value);
+      choice("value", this.sitesAndModes.map((one) => [one.join(" "), siteText(one)]), `${site} ${mode}`, (value) => {
+        const [newSite, newMode] = this.sitesAndModes.find((one) => one.join(" ") === value);
         state.set({ site: newSite, mode: newMode, name: null });
       }, { id: "choose-site" }),
       names.length > 1 && choice("name", [["*", "all names"], ...names.map((one) => ["=" + one, one || "(no name)"])],
@@ -196,7 +196,7 @@ class MapPanel {
     for (const row of drawn.cells) for (const cell of row) if (cell !== null && cell.kind === NUMBER) values.push(cell.value);
     const colors = new Colors(values);
     const title = this.isDeviation ? "quartile ranges from the median of the ranks" :
-      `${STATISTIC_TEXTS[statistic]} of ${choices.place[0]}`;
+      `${STATISTIC_TEXTS[statistic]} of ${choices.siteAndMode[0]}`;
     this.legend.replaceChildren(legendOf(colors, title));
     const step = state.get("step");
     let marked = null;
@@ -222,7 +222,7 @@ class MapPanel {
     if (dumps.length) texts.push(`${DUMP_MARK} on the axis: steps that ${plural(dumps.length, "trigger")} had the ranks write; the pointer says why.`);
     if (drawn.isOfModules) {
       const hidden = modules.rows.filter((_, number) => !choices.seriesOf(number).length).length;
-      if (hidden) texts.push(`${plural(hidden, "module")} ${hidden === 1 ? "has" : "have"} no ${choices.place[0]} and no row of ${hidden === 1 ? "its" : "their"} own.`);
+      if (hidden) texts.push(`${plural(hidden, "module")} ${hidden === 1 ? "has" : "have"} no ${choices.siteAndMode[0]} and no row of ${hidden === 1 ? "its" : "their"} own.`);
     }
     return texts.map((text) => el("span", {}, text + " "));
   }
@@ -277,7 +277,7 @@ class MapPanel {
     const { run, choices, state } = this.app;
     if (isMany) {
       const picture = await run.picture("deviation", "rank-steps");
-      const site = run.axes.sites.indexOf(choices.place[0]), { numLanes, numColumns } = picture.cube;
+      const site = run.axes.sites.indexOf(choices.siteAndMode[0]), { numLanes, numColumns } = picture.cube;
       const rows = Array.from({ length: numLanes }, (_, bin) => ({ label: `rank ${this.rankOf(bin, numLanes)}`, title: "", indent: 0, fold: null }));
       const cells = rows.map((_, bin) => Array.from({ length: numColumns }, (_, c) => picture.cell(site, bin, c)));
       const steps = Array.from({ length: numColumns }, (_, c) => run.steps[Math.ceil((c * run.steps.length) / numColumns)]);

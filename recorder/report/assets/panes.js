@@ -56,7 +56,7 @@ class PanesPanel {
   add(kind, panel) {
     const { state } = this.app;
     const values = Object.fromEntries(PANE_NAMES.filter((name) => state.get(name) !== null).map((name) => [name, state.get(name)]));
-    const [site, mode] = this.app.choices.place;
+    const [site, mode] = this.app.choices.siteAndMode;
     Object.assign(values, { site, mode, stat: this.app.choices.statistic });
     if (kind === "lines") values.pins = panel.pinned.map(keyOf);
     const about = kind === "lines" && panel.pinned.length === 1 ? `${pathText(panel.pinned[0].path)} ${site}` : site;
@@ -79,16 +79,16 @@ class PanesPanel {
   }
   arrange() {
     this.say();
-    this.drawn = this.panes.map((pane, place) => this.pane(pane, place));
+    this.drawn = this.panes.map((pane, index) => this.pane(pane, index));
     this.grid.replaceChildren(...this.drawn.map((one) => one.element));
     if (this.isBuilt) this.update();
   }
-  pane(pane, place) {
+  pane(pane, index) {
     const { app } = this;
     const button = (text, label, onclick, isOff = false) => el("button", { type: "button", "aria-label": `${label} ${visible(pane.name)}`, title: label, onclick, disabled: isOff }, text);
     const move = (by) => {
-      this.panes.splice(place, 1);
-      this.panes.splice(place + by, 0, pane);
+      this.panes.splice(index, 1);
+      this.panes.splice(index + by, 0, pane);
       this.arrange();
       this.save();
     };
@@ -103,14 +103,14 @@ class PanesPanel {
     const element = el("article", { class: pane.wide ? "pane wide" : "pane" }, el("div", { class: "pane-head" }, name,
       button("↗", "show in full", () => app.follow(pane.kind === "numbers" ? "lines" : pane.kind, pane.state)),
       ...(this.canChange ? [
-        button("←", "move forward", () => move(-1), place === 0), button("→", "move back", () => move(1), place === this.panes.length - 1),
+        button("←", "move forward", () => move(-1), index === 0), button("→", "move back", () => move(1), index === this.panes.length - 1),
         button("↔", pane.wide ? "make narrow" : "make wide", () => {
           pane.wide = !pane.wide;
           this.arrange();
           this.save();
         }),
         button("✕", "remove", () => {
-          this.panes.splice(place, 1);
+          this.panes.splice(index, 1);
           this.arrange();
           this.save();
         })] : [])), body);

@@ -49,14 +49,14 @@ class RanksPanel {
   update() {
     const { titles, rows, odd } = this.data;
     const chosen = this.app.state.get("rank");
-    const order = new Map(odd.map((rank, place) => [rank, place]));
+    const order = new Map(odd.map((rank, index) => [rank, index]));
     const sorted = [...rows].sort((a, b) => (order.get(a[0]) ?? Infinity) - (order.get(b[0]) ?? Infinity) || 0);
     const shown = this.isWhole ? rows : sorted.slice(0, MAX_RANK_ROWS);
-    const isKept = titles.map((_, place) => rows.some((row) => row[place] !== null && row[place] !== "" && !(row[place] === 0 && place > 6)));
+    const isKept = titles.map((_, index) => rows.some((row) => row[index] !== null && row[index] !== "" && !(row[index] === 0 && index > 6)));
     const explain = { far: "values far from the median of all ranks", alone: "values not finite where most ranks' are", compared: "values that were compared" };
-    const head = titles.map((title, place) => isKept[place] && el("th", { scope: "col", title: explain[title] ?? null }, title));
+    const head = titles.map((title, index) => isKept[index] && el("th", { scope: "col", title: explain[title] ?? null }, title));
     const body = shown.map((row) => el("tr", { class: (order.has(row[0]) ? "odd" : "") + (row[0] === chosen ? " chosen" : "") },
-      row.map((value, place) => isKept[place] && el("td", { class: typeof value === "number" ? "number" : "" },
+      row.map((value, index) => isKept[index] && el("td", { class: typeof value === "number" ? "number" : "" },
         value === null ? "" : typeof value === "number" ? value.toLocaleString("en") : value))));
     const said = odd.length ? `Odd: ${odd.slice(0, 20).map((rank) => `rank ${rank}`).join(", ")}. ` :
       rows.length > 2 ? "No rank is odd: none is far from the median of all more often than the others. " : "";
@@ -79,14 +79,14 @@ class RanksPanel {
     const cut = one.shape.map((_, dim) => dim).filter((dim) => new Set(chunks.map(([, , offsets]) => offsets[dim])).size > 1);
     if (cut.length > 2) return list;
     const [down, across] = cut.length === 2 ? cut : cut.length === 1 ? (cut[0] === one.shape.length - 1 && one.shape.length > 1 ? [null, cut[0]] : [cut[0], null]) : [null, null];
-    const places = new Map();
+    const ranksOf = new Map();
     for (const [rank, shape, offsets] of chunks) {
       const span = (dim) => dim === null ? [0, 1] : [offsets[dim] / one.shape[dim], shape[dim] / one.shape[dim]];
-      const place = JSON.stringify([span(down), span(across)]);
-      places.set(place, [...(places.get(place) ?? []), rank]);
+      const region = JSON.stringify([span(down), span(across)]);
+      ranksOf.set(region, [...(ranksOf.get(region) ?? []), rank]);
     }
-    const box = el("div", { class: "tensor", role: "img", "aria-label": `${plural(places.size, "different chunk")}` }, [...places].map(([place, ranks], number) => {
-      const [[top, height], [left, width]] = JSON.parse(place);
+    const box = el("div", { class: "tensor", role: "img", "aria-label": `${plural(ranksOf.size, "different chunk")}` }, [...ranksOf].map(([region, ranks], number) => {
+      const [[top, height], [left, width]] = JSON.parse(region);
       return el("div", { class: "chunk", style: {
         top: `${top * 100}%`, height: `${height * 100}%`, left: `${left * 100}%`, width: `${width * 100}%`,
         "border-color": lineColor(number),

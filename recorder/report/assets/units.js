@@ -12,25 +12,25 @@ class UnitsPanel extends SeriesPanel {
     const { low, high, levels } = this.block.data;
     return 2 ** (low + ((code - 2) / (levels - 1)) * (high - low));
   }
-  placeText(place, numPlaces, num) {
-    if (num < numPlaces) return place === 0 ? "largest" : place === num - 1 ? "least" : "";
-    if (place === 0) return "largest";
-    if (place === numPlaces - 1) return "least";
-    return place * 2 === numPlaces - 1 ? "median" : place % 4 === 0 ? `${Math.round((100 * place) / (numPlaces - 1))} % are larger` : "";
+  labelOf(quantile, numQuantiles, num) {
+    if (num < numQuantiles) return quantile === 0 ? "largest" : quantile === num - 1 ? "least" : "";
+    if (quantile === 0) return "largest";
+    if (quantile === numQuantiles - 1) return "least";
+    return quantile * 2 === numQuantiles - 1 ? "median" : quantile % 4 === 0 ? `${Math.round((100 * quantile) / (numQuantiles - 1))} % are larger` : "";
   }
   picture(series, start) {
-    const { data, arrays } = this.block, [, numSteps, numPlaces] = data.shape;
-    const code = (step, place) => arrays.codes[(start + step) * numPlaces + place];
+    const { data, arrays } = this.block, [, numSteps, numQuantiles] = data.shape;
+    const code = (step, quantile) => arrays.codes[(start + step) * numQuantiles + quantile];
     const steps = Array.from({ length: numSteps }, (_, step) => step).filter((step) => arrays.about[3 * (start + step)] > 0);
     if (!steps.length) return;
     const about = (step) => Array.from(arrays.about.subarray(3 * (start + step), 3 * (start + step) + 3));
     const most = steps.reduce((found, step) => Math.max(found, about(step)[0]), 0); // few units have a row each
-    const numRows = Math.min(most, numPlaces);
-    const placeOf = (row) => (numRows > 1 ? Math.round((row * (numPlaces - 1)) / (numRows - 1)) : 0);
-    const places = Array.from({ length: numRows }, (_, row) => placeOf(row));
+    const numRows = Math.min(most, numQuantiles);
+    const quantileOf = (row) => (numRows > 1 ? Math.round((row * (numQuantiles - 1)) / (numRows - 1)) : 0);
+    const quantiles = Array.from({ length: numRows }, (_, row) => quantileOf(row));
     const kindOf = (one) => (one === 0 ? NONFINITE : one === 1 ? NULL_CELL : NUMBER);
-    const cells = places.map((place) => steps.map((step) => ({ kind: kindOf(code(step, place)), value: this.size(code(step, place)) })));
-    const rows = places.map((_, row) => ({ label: this.placeText(row, numPlaces, most), title: "", indent: 0, fold: null }));
+    const cells = quantiles.map((quantile) => steps.map((step) => ({ kind: kindOf(code(step, quantile)), value: this.size(code(step, quantile)) })));
+    const rows = quantiles.map((_, row) => ({ label: this.labelOf(row, numQuantiles, most), title: "", indent: 0, fold: null }));
     this.draw(series, {
       what: "units", unit: "root mean square of a unit", kinds: [[NONFINITE, "NaN or infinite"], [NULL_CELL, "all zero"]], steps, rows, cells,
       describe: (row, column) => {

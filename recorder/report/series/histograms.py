@@ -50,11 +50,11 @@ class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
         if not self._collected:
             return None
         numbers = sorted({number for number, _ in self._collected})
-        place_of: Mapping[int, int] = {number: place for place, number in enumerate(numbers)}
-        column_of: Mapping[int, int] = {step: place for place, step in enumerate(self.steps)}
+        row_of: Mapping[int, int] = {number: index for index, number in enumerate(numbers)}
+        column_of: Mapping[int, int] = {step: index for index, step in enumerate(self.steps)}
         shares = np.zeros((len(numbers), len(self.steps), 2 * _NUM_BINS + 1), np.float32)
         for (number, step), line in self._collected.items():
-            shares[place_of[number], column_of[step]] = line / max(line.sum(), 1.0)
+            shares[row_of[number], column_of[step]] = line / max(line.sum(), 1.0)
         used = np.flatnonzero(shares.any(axis=(0, 1)))
         first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (_NUM_BINS, _NUM_BINS + 1)
         shares = shares[:, :, first:last]

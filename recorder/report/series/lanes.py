@@ -44,8 +44,8 @@ class Lanes:
         self.kinds = [*kinds, *(SPREAD if self.has_spread else ()), *("rank" for _ in own)]
         self.odd: list[int] = []
         self._lane_of_rank = np.full((max(self.ranks, default=0) + 2), -1, np.int64)
-        for place, rank in enumerate(own):
-            self._lane_of_rank[rank] = self._first + place
+        for index, rank in enumerate(own):
+            self._lane_of_rank[rank] = self._first + index
         if self.is_merged:
             self._lane_of_rank[-1] = 0  # a value of all ranks has rank -1
 
@@ -56,8 +56,8 @@ class Lanes:
     def set_odd(self, ranks: Sequence[int]) -> None:
         """Give lanes to the ranks that were found odd."""
         self.odd = list(ranks)[:MAX_ODD]
-        for place, rank in enumerate(self.odd):
-            self._lane_of_rank[rank] = len(self.kinds) + place
+        for index, rank in enumerate(self.odd):
+            self._lane_of_rank[rank] = len(self.kinds) + index
 
     def of_ranks(self, ranks: Integers) -> Integers:
         """The lane of each rank; -1 for one without."""
@@ -101,8 +101,8 @@ def spread_of(values: Values, judged_by: str | None) -> Spread:
 
         def at(share: float, starts: Integers = starts, counts: Integers = counts,
                in_order: npt.NDArray[np.float64] = in_order) -> npt.NDArray[np.float64]:  # fmt: skip
-            place = starts + np.maximum((share * (counts - 1)).astype(np.int64), 0)
-            return np.where(counts > 0, in_order[place], np.nan)
+            index = starts + np.maximum((share * (counts - 1)).astype(np.int64), 0)
+            return np.where(counts > 0, in_order[index], np.nan)
 
         quantiles[name] = at(0.0), at(0.5), at(1.0)
         if name == judged_by:

@@ -197,8 +197,8 @@ class StatisticsBlocks:
             if cube is self.cube and is_final:
                 self.odd.add(values, spread)
             if self.lanes.has_spread:
-                for place, lane in enumerate(self.lanes.spread_lanes):
-                    numbers = {name: column[place] for name, column in spread.numbers.items()}
+                for index, lane in enumerate(self.lanes.spread_lanes):
+                    numbers = {name: column[index] for name, column in spread.numbers.items()}
                     cube.put(spread.series, np.full(len(spread.series), lane), spread.steps, numbers)
                 if cube is self.cube and is_final:
                     self._put_deviations(values, spread.deviation)
@@ -242,7 +242,7 @@ class StatisticsBlocks:
         ranges = list(view.windows())
         if num_steps < len(steps):
             chosen = np.unique(np.linspace(0, len(steps) - 1, num_steps).astype(int))
-            ranges = [(steps[place], steps[place] + 1) for place in chosen.tolist()]
+            ranges = [(steps[index], steps[index] + 1) for index in chosen.tolist()]
             self.global_steps = len(ranges)
         for first, last in ranges:
             self.add_global(view, first, last)

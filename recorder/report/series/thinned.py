@@ -60,8 +60,8 @@ class StepsCollector(ABC, Generic[T]):
         self._thinned = ThinnedSteps() if steps is None else None
         room = min(len(steps or ()), _MAX_STEPS, self.max_collected // max(num_series, 1))
         count = max(room, min(len(steps or ()), 2))
-        places = np.unique(np.linspace(0, len(steps or ()) - 1, count).astype(int)).tolist() if count else []
-        self.steps = [] if steps is None else [steps[place] for place in places]
+        indices = np.unique(np.linspace(0, len(steps or ()) - 1, count).astype(int)).tolist() if count else []
+        self.steps = [] if steps is None else [steps[index] for index in indices]
         self.ranks = list(ranks[:: -(-len(ranks) // _MAX_RANKS)]) if ranks else []
         self._collected: dict[tuple[int, int], T] = {}
         """By series and step."""

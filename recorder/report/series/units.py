@@ -1,7 +1,7 @@
 """How large the units of each series are over steps, sorted: from the largest unit of a layer to the least.
 
-A unit is judged by its root mean square. Those of each rank are sorted on their own, and a place among them shows the
-mean over ranks and calls: so it makes no difference whether ranks hold different units or values of the same ones.
+A unit is judged by its root mean square. Those of each rank are sorted on their own, and a position in that order shows
+the mean over ranks and calls: so it makes no difference whether ranks hold different units or values of the same ones.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ...read.shards.decode import parse_shape
 from ..blocks import Block
 from .thinned import StepsCollector
 
-_NUM_PLACES = 33
-"""Places among the sorted units, both ends included."""
+_NUM_QUANTILES = 33
+"""Positions among the sorted units, both ends included."""
 _MAX_CELLS = 1_000_000
 _LEVELS = 254
 
@@ -27,7 +27,7 @@ class _Collected(NamedTuple):
     """What is drawn of the units of a series at a step."""
 
     squares: list[npt.NDArray[np.float64]]
-    """Of each rank and call the mean squares of the units in the places that are drawn."""
+    """For each rank and call, the mean squares of the units at the positions that are drawn."""
     about: tuple[int, int, int]
     """How many units there are, how many of them are dead, and which is the largest, by the first rank and call."""
 
@@ -36,7 +36,7 @@ class UnitsCollector(StepsCollector[_Collected]):
     """Collects them range by range of steps, of no more steps and ranks than are drawn."""
 
     column = "units"
-    max_collected = _MAX_CELLS // _NUM_PLACES
+    max_collected = _MAX_CELLS // _NUM_QUANTILES
 
     def _take(self, table: Any, series: list[int]) -> None:
         columns = [table.column(name).to_pylist() for name in ("step", "units", "shape")]
@@ -48,23 +48,23 @@ class UnitsCollector(StepsCollector[_Collected]):
             if not len(one):
                 continue
             squares = one.sum_sq / max(1, one.num_values)
-            places = np.rint(np.linspace(len(one) - 1, 0, _NUM_PLACES)).astype(int)
+            indices = np.rint(np.linspace(len(one) - 1, 0, _NUM_QUANTILES)).astype(int)
             num_dead = int((one.zero_count == one.num_values).sum()) if one.num_values else 0
             about = len(one), num_dead, int(np.argmax(squares))
             collected = self._collected.setdefault((number, step), _Collected([], about))
-            collected.squares.append(np.sort(squares)[places])
+            collected.squares.append(np.sort(squares)[indices])
 
     def block(self, name: str) -> Block | None:
         """The sorted sizes of all series that have units; None where none has."""
         if not self._collected:
             return None
         numbers = sorted({number for number, _ in self._collected})
-        column_of = {step: place for place, step in enumerate(self.steps)}
-        place_of = {number: place for place, number in enumerate(numbers)}
-        sizes = np.full((len(numbers), len(self.steps), _NUM_PLACES), np.nan)
+        column_of = {step: index for index, step in enumerate(self.steps)}
+        row_of = {number: index for index, number in enumerate(numbers)}
+        sizes = np.full((len(numbers), len(self.steps), _NUM_QUANTILES), np.nan)
         about = np.zeros((len(numbers), len(self.steps), 3), np.int32)
         for (number, step), one in self._collected.items():
-            at = place_of[number], column_of[step]
+            at = row_of[number], column_of[step]
             sizes[at] = np.sqrt(np.mean(one.squares, axis=0))
             about[at] = one.about
         with np.errstate(divide="ignore", invalid="ignore"):

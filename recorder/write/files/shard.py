@@ -182,9 +182,9 @@ class Index:
 
     def __init__(self, schema: pa.Schema = SCHEMA) -> None:
         """Begin the index of a shard with this schema, which may be of any version."""
-        place_fields = [pa.field(name, pa.int32(), nullable=False) for name in ("batch", "row")]
+        position_fields = [pa.field(name, pa.int32(), nullable=False) for name in ("batch", "row")]
         self._light = [name for name in schema.names if name != "data"]
-        self._schema = pa.schema([*map(schema.field, self._light), *place_fields], metadata=schema.metadata)
+        self._schema = pa.schema([*map(schema.field, self._light), *position_fields], metadata=schema.metadata)
         self._waiting: list[pa.Buffer] = []
         self._pending: list[pa.RecordBatch] = []
         self._num_pending_rows = 0
@@ -229,7 +229,9 @@ class Index:
         sizes = [batch.num_rows for batch in self._pending]
         numbers = np.repeat(np.arange(self._num_batches, self._num_batches + len(sizes), dtype=np.int32), sizes)
         rows = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
-        place_columns = [pa.Array.from_buffers(pa.int32(), len(rows), [None, pa.py_buffer(n)]) for n in (numbers, rows)]
+        position_columns = [
+            pa.Array.from_buffers(pa.int32(), len(rows), [None, pa.py_buffer(n)]) for n in (numbers, rows)
+        ]
         self._num_batches += len(sizes)
         self._pending, self._num_pending_rows, self._num_pending_bytes = [], 0, 0
-        return pa.RecordBatch.from_arrays([*light.columns, *place_columns], schema=self._schema)
+        return pa.RecordBatch.from_arrays([*light.columns, *position_columns], schema=self._schema)

@@ -46,7 +46,7 @@ def kind(path: Path, name: str) -> dict[str, Any]:
 
 
 def lost(said: Any, kept: Any, at: str = "") -> list[str]:
-    """What a model kept nothing of, or kept otherwise, by its place in the document."""
+    """What a model kept nothing of, or kept otherwise, by its path in the document."""
     if isinstance(said, dict):
         absent = [f"{at}{name}" for name in said if name not in kept]
         return absent + [hole for name in said if name in kept for hole in lost(said[name], kept[name], f"{at}{name}.")]

@@ -284,8 +284,8 @@ def test_tasks_without_torchrun_are_one_run_and_train_the_same(slurm: Slurm, fol
     assert (run.run_id, run.world_size, run.ranks, run.steps) == (f"slurm-{job}-1", 4, [0, 1, 2, 3], [0, 1, 2])
     assert set(run.to_pandas(columns=["micro_step"]).micro_step.dropna()) == {0, 1}
     writers = [json.loads(path.read_text()) for path in folder.glob("on/recordings/*/*/*/_writer.json")]
-    places = sorted((w["rank"], w["local_rank"], w["node_rank"], w["host"]) for w in writers)
-    assert places == [(0, 0, 0, "n1"), (1, 1, 0, "n1"), (2, 0, 1, "n2"), (3, 1, 1, "n2")]
+    all_ranks = sorted((w["rank"], w["local_rank"], w["node_rank"], w["host"]) for w in writers)
+    assert all_ranks == [(0, 0, 0, "n1"), (1, 1, 0, "n1"), (2, 0, 1, "n2"), (3, 1, 1, "n2")]
     for rank in range(4):
         off, on = (torch.load(folder / name / "out" / f"rank{rank}.pt") for name, _ in SWITCH)
         assert all(map(torch.equal, off, on))

@@ -115,8 +115,8 @@ def _parse(content: bytes) -> tuple[tuple[int, ...], tuple[Any, ...]]:
 
 def boundaries(victim: Victim) -> list[int]:
     """Cuts around whatever begins or ends in the file."""
-    places = (0, 8, *victim.ends, len(victim.content))
-    near = {place + d for place in places for d in range(-_MARGIN, _MARGIN + 1)}
+    cut_points = (0, 8, *victim.ends, len(victim.content))
+    near = {cut_point + d for cut_point in cut_points for d in range(-_MARGIN, _MARGIN + 1)}
     return sorted(cut for cut in near if 0 <= cut < len(victim.content))
 
 
@@ -171,8 +171,8 @@ def _shard_problem(victim: Victim, final: Path, cut: int) -> str:
 
 
 def _wrong_rows(shard: ShardRows, wanted: Sequence[Any]) -> str:
-    places = [batch.column("batch").unique().to_pylist() for batch in shard.columns(("batch",))]
-    numbers = [number for some in places for number in some]
+    cut_points = [batch.column("batch").unique().to_pylist() for batch in shard.columns(("batch",))]
+    numbers = [number for some in cut_points for number in some]
     if numbers != list(range(len(wanted))):
         return f"has batches {numbers}, expected {len(wanted)}"
     for number, batch in enumerate(wanted):

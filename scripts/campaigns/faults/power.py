@@ -334,8 +334,8 @@ def rows_of(run: Run) -> Iterator[dict[str, Any]]:
     """Every row that the package reads, with its payload where that can be read."""
     for writer in run.writers:
         for shard in writer.shards:
-            for places in shard.columns(("batch",)):
-                for number in places.column("batch").unique().to_pylist():
+            for numbers in shard.columns(("batch",)):
+                for number in numbers.column("batch").unique().to_pylist():
                     yield from shard.read(number, COLUMNS).to_pylist()
 
 

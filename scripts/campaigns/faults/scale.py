@@ -140,8 +140,8 @@ def write_ranks(run: Path, num_ranks: int, show: Callable[[int], None] = lambda 
 
     def one(rank: int) -> Rig:
         manifest = {"run_id": run.name, "world_size": num_ranks, "created_ns": 1_700_000_000_000_000_000}
-        place = RunTarget(run_dir=run, run_manifest=manifest, rank=rank, attempt=0)
-        rig = Rig(run, resolve_dir=lambda: place, disk=_Quick())
+        target = RunTarget(run_dir=run, run_manifest=manifest, rank=rank, attempt=0)
+        rig = Rig(run, resolve_dir=lambda: target, disk=_Quick())
         about = {"rank": rank, "host": os.uname().nodename, "pid": os.getpid(), "attempt": 0, "started_ns": 1}
         rig.writer.set_manifest({**about, "world_size": num_ranks, "step_source": "counted"})
         rig.writer.set_status({**about, "step": 2, "interval_s": 2.0})

@@ -41,7 +41,7 @@ _SETTINGS = {
 }
 _BLOCKS = 20
 _LONG_S = 1200.0
-"""From here on what certainly grows is growth, however wide its interval; before, memory is still finding its place."""
+"""From here on what certainly grows is growth, however wide its interval; before, memory is still settling."""
 _T_99 = 2.55
 """One-sided 99 % of Student's t at 18 degrees of freedom: 20 blocks, two fitted numbers."""
 

@@ -95,14 +95,14 @@ def _tensor_rows(rank: int) -> list[Row]:
     wide = np.arange(6000, dtype=np.float32).reshape(60, 100) * 1e-3
     pieces = rng.standard_normal((2, 3)).astype(np.float32)
     half = rng.standard_normal((2, 4)).astype(ml_dtypes.bfloat16)
-    placed = {"global_shape": "[4,3]", "offsets": f"[{2 * rank},0]", "mesh": mesh, "layout_source": "dtensor"}
+    layout = {"global_shape": "[4,3]", "offsets": f"[{2 * rank},0]", "mesh": mesh, "layout_source": "dtensor"}
     flat = [{"kind": "FlatShard", "offset": 5 * rank}]
     rows = [
         make_row(0, rng.standard_normal((2, 4)).astype(np.float32), module_path="", site="input", name="x", **of),
         make_row(1, rng.standard_normal((2, 5)).astype(np.float32), **of),
         make_row(2, rng.standard_normal((2, 5)).astype(np.float32), site="grad_output", **of | {"phase": "backward"}),
         make_row(3, np.ones((3, 2), np.float32), site="param", name="weight", fingerprint="0" * 16, **state),
-        make_row(4, pieces, site="grad", name="weight", placements='[{"kind":"Shard","dim":0}]', **state | placed),
+        make_row(4, pieces, site="grad", name="weight", placements='[{"kind":"Shard","dim":0}]', **state | layout),
         make_row(5, np.arange(5.0), site="param", name="flat", global_shape="[5,2]", placements=json.dumps(flat),
                  mesh=mesh, layout_source="fsdp", **state),
         make_row(6, np.full((2, 2), rank + 1.0, np.float32), site="grad", name="sum", global_shape="[2,2]",

@@ -31,7 +31,7 @@ _WRITES = {
     "os.mkdir": ((0, 2),), "os.chmod": ((0, 2),), "os.remove": ((0, 1),), "os.rmdir": ((0, 1),),
     "os.truncate": ((0, 9),), "os.rename": ((0, 2), (1, 3)), "os.link": ((1, 3),), "os.symlink": ((1, 2),),
 }  # fmt: skip
-"""Audit events, with the places of paths and of the directory descriptors that these are relative to."""
+"""Audit events, with the argument indices of paths and of the directory descriptors that these are relative to."""
 _NEVER = ("pickle.find_class", "socket.connect", "socket.bind", "subprocess.Popen", "os.system", "os.exec",
           "os.posix_spawn", "os.fork")  # fmt: skip
 

@@ -39,7 +39,7 @@ from recorder.errors import RunError
 from recorder.format.schema import METADATA_COLUMNS
 from recorder.format.status import STATUS
 from recorder.globalview.run import Run, open_run
-from recorder.read.metadata import PLACE_COLUMNS, MetadataRows
+from recorder.read.metadata import POSITION_COLUMNS, MetadataRows
 from recorder.read.payload import Payloads
 from recorder.upkeep.verify import verify
 from scripts.campaigns.faults.support import copy_live
@@ -90,12 +90,12 @@ class Flips:
         self._findings = {run: _texts(open_run(run)) for run in self.runs}
         self._pid = 0
         self._seen: dict[Path, list[Any]] = {}
-        self._places = [path for path in self._files if self.runs[0] in path.parents]
+        self._paths = [path for path in self._files if self.runs[0] in path.parents]
 
     @property
     def num_bytes(self) -> int:
         """Of all files of the closed recording."""
-        return sum(len(self._content[path]) for path in self._places)
+        return sum(len(self._content[path]) for path in self._paths)
 
     def check_byte(self, number: int) -> str:
         """Flip a bit of a byte of the closed recording; says what a reader sees that `verify` does not.
@@ -104,7 +104,7 @@ class Flips:
             number: of the byte, through all files; another bit for each.
         """
         at = number
-        for path in self._places:
+        for path in self._paths:
             if at < len(self._content[path]):
                 break
             at -= len(self._content[path])
@@ -203,7 +203,7 @@ def record(folder: Path) -> tuple[Path, Path]:
 def read(run: Run) -> Facts:
     """Everything that the reader gives out without a complaint."""
     light = MetadataRows(run.writers)
-    light.load([*METADATA_COLUMNS, *PLACE_COLUMNS])
+    light.load([*METADATA_COLUMNS, *POSITION_COLUMNS])
     everything = np.arange(light.num_rows)
     writers = [run.writers[number].name for number in light.writer_numbers(everything).tolist()]
     keys = list(zip(writers, light.numbers("seq").tolist(), strict=True))

@@ -82,7 +82,7 @@ def corpus() -> list[Path]:
 
 
 def memory_folder() -> str | None:
-    """Where files cost no disk: a merge syncs dozens. None where there is no such place."""
+    """Where files cost no disk: a merge syncs dozens. None where there is no such directory."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
@@ -137,9 +137,9 @@ def _campaign(sandbox: Sandbox, arguments: argparse.Namespace) -> int:
 
 
 def signature(finding: str) -> str:
-    """What findings of one cause share: the last two places in the code and the kind of error."""
+    """What findings of one cause share: the last two lines of code and the kind of error."""
     lines = [line.strip() for line in finding.splitlines()]
-    places = [line.split(", line")[0].replace(os.getcwd(), "") + line.rpartition(" in ")[2].join(("::", ""))
+    frames = [line.split(", line")[0].replace(os.getcwd(), "") + line.rpartition(" in ")[2].join(("::", ""))
               for line in lines if line.startswith('File "')]  # fmt: skip
     kind = next((line for line in reversed(lines) if line and not line.startswith(("^", "File"))), "")
-    return f"{' < '.join(places[-2:][::-1])} {kind[:80]}"
+    return f"{' < '.join(frames[-2:][::-1])} {kind[:80]}"

@@ -1,4 +1,4 @@
-"""Owns the choice of mutations: what a hostile file might say at each place that the readers look at."""
+"""Owns the choice of mutations: what a hostile file might say wherever the readers look."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def propose(run: Path, chooser: random.Random) -> list[Step]:
     files = sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_file())
     ways: list[Callable[[Path, list[str], random.Random], Step]] = [
         _rows, _rows, _rows, _rows, _manifest, _manifest, _manifest, _header, _buffer, _buffer, _meta, _meta, _meta,
-        _raw, _raw, _place,
+        _raw, _raw, _link,
     ]  # fmt: skip
     return [chooser.choice(ways)(run, files, chooser) for _ in range(chooser.choice((1, 1, 1, 2, 3, 5)))]
 
@@ -280,7 +280,7 @@ def _raw(run: Path, files: list[str], chooser: random.Random) -> Step:
     return {"do": "bytes", "file": file, "at": at - at % 4, "cut": 4, "hex": _number(4, chooser)}
 
 
-def _place(run: Path, files: list[str], chooser: random.Random) -> Step:
+def _link(run: Path, files: list[str], chooser: random.Random) -> Step:
     folders = sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_dir())
     file = chooser.choice((chooser.choice(files), chooser.choice(folders)))
     match chooser.randrange(8):

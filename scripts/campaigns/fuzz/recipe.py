@@ -79,7 +79,7 @@ def _bit(run: Path, step: Step) -> None:
 
 
 def _json(run: Path, step: Step) -> None:
-    """Change one place of a manifest; its checksum is right afterwards."""
+    """Change one value of a manifest; its checksum is right afterwards."""
     path = run / step["file"]
     text = path.read_text()
     found = json.loads(text)
@@ -207,7 +207,7 @@ def _buffer(run: Path, step: Step) -> None:
     """Change bytes of a batch's body; the checksum of that buffer is right afterwards, as far as it has room."""
     path = run / step["file"]
     block, message = _batch_of(path, step["batch"])
-    buffers = [(number, place) for number, place in enumerate(message.buffers) if place[1]]
+    buffers = [(number, first) for number, first in enumerate(message.buffers) if first[1]]
     number, (start, size) = buffers[step["buffer"] % len(buffers)]
     new = bytes.fromhex(step["hex"])[:size]
     at = block.offset + block.metadata_bytes + start + step["at"] % max(size - len(new) + 1, 1)
@@ -220,17 +220,17 @@ def _right_checksum(path: Path, block: Block, message: Message, number: int) -> 
     """Give the header the checksum of a buffer as it is now; of the bytes that the old one was of."""
     schema = pa.ipc.open_stream(path.read_bytes()[8:]).schema
     header = json.loads(message.custom_metadata[METADATA_KEY])
-    place = 0
+    first = 0
     for field in schema:
         kinds = pa.types.is_string, pa.types.is_binary, pa.types.is_large_binary
         width = 3 if any(is_kind(field.type) for is_kind in kinds) else 2
-        if place <= number < place + width:
+        if first <= number < first + width:
             begin = block.offset + block.metadata_bytes
             offset, size = message.buffers[number]
             content = path.read_bytes()[begin + offset : begin + offset + size]
             crcs = header["crc32c"][field.name]
-            crcs[number - place] = crc32c(content[: _used(field.type, number - place, header["rows"], size)])
-        place += width
+            crcs[number - first] = crc32c(content[: _used(field.type, number - first, header["rows"], size)])
+        first += width
     _put_header(path, block, message, json.dumps(header, separators=(",", ":")).encode())
 
 

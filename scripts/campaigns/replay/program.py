@@ -51,13 +51,13 @@ def flip(output: Tensor, draw: random.Random) -> None:
     bits = flat.view(torch.int32)
     largest = output.abs().max().item()
     while True:
-        place, bit = draw.randrange(bits.numel()), draw.randrange(32)
-        before = flat[place].item()
-        bits[place] ^= -(1 << 31) if bit == 31 else 1 << bit
-        after = flat[place].item()
+        index, bit = draw.randrange(bits.numel()), draw.randrange(32)
+        before = flat[index].item()
+        bits[index] ^= -(1 << 31) if bit == 31 else 1 << bit
+        after = flat[index].item()
         if abs(after) < 1e6 and abs(after - before) > 4 * ROUNDING * max(largest, abs(after)):
             return
-        flat[place] = before
+        flat[index] = before
 
 
 def main() -> None:

@@ -64,9 +64,9 @@ OF_NAN = {
 }
 """Layouts that are trained so, too, by the number of ranks."""
 EXPERTS = {
-    2: ("placed x fsdp2", "placed x ddp", "own x ddp", "own x fsdp1", "own x fsdp2", "own, marked"),
-    4: ("placed x fsdp2", "placed and sharded x fsdp2", "own x fsdp2"),
-    8: ("placed x fsdp2", "placed and sharded x fsdp2"),
+    2: ("dtensor x fsdp2", "dtensor x ddp", "own x ddp", "own x fsdp1", "own x fsdp2", "own, marked"),
+    4: ("dtensor x fsdp2", "dtensor and sharded x fsdp2", "own x fsdp2"),
+    8: ("dtensor x fsdp2", "dtensor and sharded x fsdp2"),
 }
 """Experts of each rank's own: pieces of one DTensor, or plain tensors under one name."""
 SITES = ("input", "output", "grad_input", "grad_output", "param", "grad", "optim")

@@ -271,10 +271,10 @@ class Reference:
             output = self._rounding.moved(output, sum(sizes) * train.LENGTH)
         losses, start = [], 0
         for size in sizes:
-            place = slice(start, start + size)
-            piece = {"prediction": output["prediction"][place], "logits": output["logits"][place]}
+            part = slice(start, start + size)
+            piece = {"prediction": output["prediction"][part], "logits": output["logits"][part]}
             piece["energy"] = output["energy"]
-            loss = train.loss_of(piece, batch["tokens"][place], target[place], with_energy=not self._options.ragged)
+            loss = train.loss_of(piece, batch["tokens"][part], target[part], with_energy=not self._options.ragged)
             losses.append(loss)
             start += size
         return losses

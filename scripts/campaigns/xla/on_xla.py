@@ -69,13 +69,13 @@ class Trained:
         counts: dict[Any, int] = {}
         left = dict(values)
         for row in rows:
-            place = row["step"], row["module_path"], row["site"], row["name"]
-            counts[place] = number = counts.get(place, -1) + 1
+            value_key = row["step"], row["module_path"], row["site"], row["name"]
+            counts[value_key] = number = counts.get(value_key, -1) + 1
             key = ("step", "site", "name", "rank", "micro_step", "call", "repeat", "mode", "phase")
             found = run.tensor(row["module_path"], **{name: row[name] for name in key if row[name] is not None})
-            wanted = left.pop((*place, number))
+            wanted = left.pop((*value_key, number))
             assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-            assert as_bytes(found) == as_bytes(wanted), (place, number)
+            assert as_bytes(found) == as_bytes(wanted), (value_key, number)
         assert not left, "the run lacks what the twin has seen"
 
     def ledger(self) -> dict[str, Any]:

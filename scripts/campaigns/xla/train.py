@@ -59,7 +59,7 @@ class Twin:
         self._fetches = fetches
         self._counts: dict[tuple[int, str, str, str], int] = {}
         self._model = model
-        self._places = {parameter: split(name) for name, parameter in model.named_parameters()}
+        self._names = {parameter: split(name) for name, parameter in model.named_parameters()}
         for path, module in model.named_modules():
             module.register_forward_hook(self._output(path), prepend=True)
         if optimizer is not None:
@@ -67,9 +67,9 @@ class Twin:
             optimizer.register_step_post_hook(lambda *_: self._after(optimizer))
 
     def see(self, path: str, site: str, name: str, tensor: Tensor) -> None:
-        place = (self.step, path, site, name)
-        number = self._counts[place] = self._counts.get(place, -1) + 1
-        self.values[*place, number] = (tensor.detach().cpu() if self._fetches else tensor.detach()).clone()
+        value_key = (self.step, path, site, name)
+        number = self._counts[value_key] = self._counts.get(value_key, -1) + 1
+        self.values[*value_key, number] = (tensor.detach().cpu() if self._fetches else tensor.detach()).clone()
 
     def fetch(self) -> None:
         """Bring what was seen so far, with one graph for all of it."""
@@ -84,7 +84,7 @@ class Twin:
         return hook
 
     def _before(self) -> None:
-        for parameter, (path, name) in self._places.items():
+        for parameter, (path, name) in self._names.items():
             assert parameter.grad is not None
             self.see(path, "param", name, parameter)
             self.see(path, "grad", name, parameter.grad)
@@ -93,7 +93,7 @@ class Twin:
             self.see(path, "buffer", name, buffer)
 
     def _after(self, optimizer: torch.optim.Optimizer) -> None:
-        for parameter, (path, name) in self._places.items():
+        for parameter, (path, name) in self._names.items():
             for key, value in optimizer.state[parameter].items():
                 self.see(path, "optim", f"{name}.{key}", value)
 

@@ -65,7 +65,7 @@ def training(
 
 
 def at(where: tuple[int, str], value: Any) -> Change:
-    """One element changed at one place."""
+    """One element of one value changed."""
 
     def change(step: int, module: str, values: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
         if (step, module) == where:

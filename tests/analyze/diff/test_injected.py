@@ -125,6 +125,6 @@ def test_a_parameter_that_ddp_leaves_alone_and_that_began_equal_is_no_rank_s_own
     assert summary["num_problems"] > 0 and "told to leave it alone" in summary["first"][0]["text"]
     for one in (run, recorder.open_run(tmp_path / "merged")):
         found = first(one)
-        assert found.replica is not None and found.replica.place.module_path == "blocks.1.mlp.down"
+        assert found.replica is not None and found.replica.value.module_path == "blocks.1.mlp.down"
         culprit = diff(injected.opened(folder, "sound"), one).culprits[0]
         assert (culprit.module_path, culprit.phase) == ("blocks.1.mlp.down", "reduction")

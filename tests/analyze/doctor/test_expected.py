@@ -637,7 +637,7 @@ class TestStrangers:
 
 
 class Shared(nn.Module):
-    """A block that stands at two places, tied weights, a head of an evaluation, a part that returns no tensor."""
+    """A block that the model holds twice, tied weights, a head of an evaluation, a part that returns no tensor."""
 
     def __init__(self) -> None:
         super().__init__()

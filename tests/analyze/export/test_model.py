@@ -252,14 +252,14 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest
 def sharded(seq: int, name: str, whole: npt.NDArray[Any], rank: int, **columns: Any) -> Row:
     """A rank's half of a tensor, as FSDP2 has it."""
     half = len(whole) // 2
-    place = {
+    layout = {
         "global_shape": json.dumps(list(whole.shape)),
         "offsets": json.dumps([rank * half, *[0] * (whole.ndim - 1)]),
         "placements": '[{"kind":"Shard","dim":0}]',
         "mesh": f'{{"shape":[2],"dim_names":["dp"],"coordinate":[{rank}]}}',
         "layout_source": "dtensor",
     }
-    return state_row(seq, name, whole[rank * half :][:half], **place | columns)
+    return state_row(seq, name, whole[rank * half :][:half], **layout | columns)
 
 
 WHOLE = np.arange(12, dtype=np.float32).reshape(4, 3)

@@ -23,8 +23,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_copy_that_comes_apart_is_named_with_its_ranks(out: Path, case: str) -> None:
     found = recorder.first(recorder.open_run(out / case)).replica
     assert found is not None and not found.is_assumed
-    assert (found.place.step, found.place.site, found.groups) == (STEP, "param", CASES[case].groups)
-    name = f"{found.place.module_path}.{found.place.name}"
+    assert (found.value.step, found.value.site, found.groups) == (STEP, "param", CASES[case].groups)
+    name = f"{found.value.module_path}.{found.value.name}"
     assert name == CASES[case].parameter or not CASES[case].parameter
 
 

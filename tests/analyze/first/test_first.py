@@ -32,12 +32,12 @@ def write(path: Path, *ranks: list[Row], data_parallel: Any = DDP, **manifest: A
 
 def steps(rank: int, *modules: str, num_steps: int = 4, **columns: Any) -> list[Row]:
     """Statistics of an output of each module at each step, all healthy."""
-    places = [(step, module) for step in range(num_steps) for module in modules]
+    moments = [(step, module) for step in range(num_steps) for module in modules]
     return [
         make_row(
             seq, np.full(4, seq + 1, np.float32), encoding=None, rank=rank, step=step, module_path=module, **columns
         )
-        for seq, (step, module) in enumerate(places)
+        for seq, (step, module) in enumerate(moments)
     ]
 
 
@@ -69,9 +69,9 @@ def test_the_earliest_step_wins_then_the_order_on_the_rank(tmp_path: Path) -> No
         spoil(row)
     bad = found(write(tmp_path / "run", one, two)).nonfinite
     assert bad is not None
-    assert (bad.place.step, bad.place.module_path, bad.place.site, bad.place.rank) == (2, "up", "output", 1)
+    assert (bad.value.step, bad.value.module_path, bad.value.site, bad.value.rank) == (2, "up", "output", 1)
     assert (bad.nan_count, bad.inf_count, bad.numel, bad.num_before) == (1, 0, 4, 0)
-    assert (bad.place.module_class, bad.place.source) == ("Linear", "train.py:7")
+    assert (bad.value.module_class, bad.value.source) == ("Linear", "train.py:7")
     assert bad.before is not None and (bad.before.step, bad.before.module_path, bad.before.rank) == (1, "down", 1)
     assert bad.last_healthy is not None and (bad.last_healthy.step, bad.last_healthy.module_path) == (1, "up")
     assert bad.num_steps_healthy == 2
@@ -89,7 +89,7 @@ def test_a_nan_in_the_very_first_value_has_nothing_before_it(tmp_path: Path) -> 
     rows = steps(0, "up")
     spoil(rows[0])
     bad = found(write(tmp_path / "run", rows)).nonfinite
-    assert bad is not None and (bad.before, bad.last_healthy, bad.place.step) == (None, None, 0)
+    assert bad is not None and (bad.before, bad.last_healthy, bad.value.step) == (None, None, 0)
 
 
 def test_a_mask_that_is_infinite_from_its_first_record_on_is_a_note(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_infinities_that_grow_are_a_finding(tmp_path: Path) -> None:
     for row, count in zip(rows, (2, 2, 3, 2), strict=True):
         spoil(row, -np.inf, count=count)
     bad = found(write(tmp_path / "run", rows)).nonfinite
-    assert bad is not None and (bad.place.step, bad.inf_count) == (2, 3)
+    assert bad is not None and (bad.value.step, bad.inf_count) == (2, 3)
 
 
 @pytest.mark.parametrize(("site", "value"), [("grad", np.inf), ("optim", np.inf), ("output", np.nan)])
@@ -124,14 +124,14 @@ def test_what_no_mask_can_be_counts_from_the_first_record(tmp_path: Path, site: 
     for row in rows:
         spoil(row, value)
     bad = found(write(tmp_path / "run", rows)).nonfinite
-    assert bad is not None and bad.place.step == 0
+    assert bad is not None and bad.value.step == 0
 
 
 def test_an_infinity_after_healthy_records_is_a_finding(tmp_path: Path) -> None:
     rows = steps(0, "up")
     spoil(rows[2], np.inf)
     bad = found(write(tmp_path / "run", rows)).nonfinite
-    assert bad is not None and (bad.place.step, bad.inf_count, bad.nan_count) == (2, 1, 0)
+    assert bad is not None and (bad.value.step, bad.inf_count, bad.nan_count) == (2, 1, 0)
 
 
 def without_statistics(row: Row) -> Row:
@@ -145,7 +145,7 @@ def test_values_without_statistics_are_decoded(tmp_path: Path, dtype: str) -> No
     values = [np.array([1, 2, np.nan if step == 1 else 3]).astype(kind) for step in range(3)]
     rows = [without_statistics(make_row(step, values[step], step=step, dtype=dtype)) for step in range(3)]
     bad = found(write(tmp_path / "run", rows)).nonfinite
-    assert bad is not None and (bad.place.step, bad.nan_count, bad.place.dtype) == (1, 1, dtype)
+    assert bad is not None and (bad.value.step, bad.nan_count, bad.value.dtype) == (1, 1, dtype)
     assert bad.last_healthy is not None and bad.last_healthy.step == 0
 
 
@@ -156,7 +156,7 @@ def test_masks_without_statistics_do_not_end_the_search(tmp_path: Path) -> None:
         values = np.array([1, np.nan if step == 3 else 2], np.float32)
         rows += [make_row(2 * step, mask, step=step, name="mask"), make_row(2 * step + 1, values, step=step)]
     result = found(write(tmp_path / "run", [without_statistics(row) for row in rows]))
-    assert result.nonfinite is not None and (result.nonfinite.place.step, result.nonfinite.place.name) == (3, "")
+    assert result.nonfinite is not None and (result.nonfinite.value.step, result.nonfinite.value.name) == (3, "")
     assert any("'layers.0' output mask holds 1 infinite values" in note for note in result.notes)
 
 
@@ -172,7 +172,7 @@ def test_a_decoded_value_comes_before_a_counted_one_of_a_later_step(tmp_path: Pa
     values = np.array([np.nan, 1], np.float32)
     rows.append(without_statistics(make_row(9, values, step=1, module_path="down")))
     bad = found(write(tmp_path / "run", rows)).nonfinite
-    assert bad is not None and (bad.place.step, bad.place.module_path) == (1, "down")
+    assert bad is not None and (bad.value.step, bad.value.module_path) == (1, "down")
 
 
 def test_payloads_after_the_finding_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_all_parts_of_a_large_tensor_are_looked_at(tmp_path: Path) -> None:
     healthy = make_parts(0, np.ones(12, np.float32), 3, step=0)
     rows = [without_statistics(row) for row in [*healthy, *make_parts(3, values, 3, step=1)]]
     bad = found(write(tmp_path / "run", rows)).nonfinite
-    assert bad is not None and (bad.place.step, bad.inf_count, bad.numel) == (1, 1, 12)
+    assert bad is not None and (bad.value.step, bad.inf_count, bad.numel) == (1, 1, 12)
 
 
 def test_rows_that_cannot_be_looked_at_are_told(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_step_done_again_by_a_later_attempt_does_not_count(tmp_path: Path) -> 
         writer.add_shard([rows])
         writer.finish(attempt=attempt, started_ns=1_700_000_000_000_000_000 + attempt)
     result = found(recorder.open_run(run))
-    assert result.nonfinite is not None and result.nonfinite.place[0] == 3
+    assert result.nonfinite is not None and result.nonfinite.value[0] == 3
     assert "4 rows of steps that a restart did again were left out" in result.notes
 
 
@@ -247,8 +247,8 @@ def test_the_first_replica_that_differs(tmp_path: Path, by: str) -> None:
     result = found(write(tmp_path / "run", *ranks))
     differing = result.replica
     assert differing is not None and result.is_found
-    place = differing.place
-    assert (place.step, place.module_path, place.site, place.name, place.rank) == (2, "layers.0", "param", "weight", 1)
+    value = differing.value
+    assert (value.step, value.module_path, value.site, value.name, value.rank) == (2, "layers.0", "param", "weight", 1)
     assert (differing.by, differing.groups, differing.is_assumed) == (by, [[0], [1]], False)
     if by == "statistics":  # of the steps before they say nothing
         assert differing.last_equal is None
@@ -274,7 +274,7 @@ def test_equal_statistics_prove_nothing(tmp_path: Path, others: list[float], enc
         assert result.replica is None or result.replica.by == "values"
 
 
-def test_nan_at_another_place_differs(tmp_path: Path) -> None:
+def test_nan_at_another_index_differs(tmp_path: Path) -> None:
     ranks = [
         [make_row(0, np.roll(np.array([np.nan, 2, 2], np.float32), rank), rank=rank, **PARAM)] for rank in range(2)
     ]
@@ -318,13 +318,13 @@ def test_pieces_are_told_apart_by_their_shards(tmp_path: Path) -> None:
         ranks.append(params(rank, [1.0 + rank % 2, 5.0 + (rank == 2)], placements=where, mesh=mesh))
     result = found(write(tmp_path / "run", *ranks, data_parallel={"kind": "fsdp2", "ranks": [0, 1, 2, 3]}))
     assert result.replica is not None and result.num_compared == 4
-    assert (result.replica.place.step, result.replica.groups) == (1, [[0], [2]])
+    assert (result.replica.value.step, result.replica.groups) == (1, [[0], [2]])
 
 
 def test_the_rank_that_differs_from_most_is_named(tmp_path: Path) -> None:
     ranks = [params(rank, [1.0, 7.0 if rank == 0 else 2.0]) for rank in range(4)]
     differing = found(write(tmp_path / "run", *ranks, data_parallel=DDP | {"ranks": [0, 1, 2, 3]})).replica
-    assert differing is not None and (differing.groups, differing.place.rank) == ([[1, 2, 3], [0]], 0)
+    assert differing is not None and (differing.groups, differing.value.rank) == ([[1, 2, 3], [0]], 0)
     assert [value.mean for value in differing.ranks] == [7, 2, 2, 2]
 
 
@@ -335,7 +335,7 @@ def test_ranks_that_share_a_batch_hold_replicas_too(tmp_path: Path) -> None:
         run = mesh_run(tmp_path / str(number), rows, {rank: grid_facts(grid, rank) for rank in rows})
         differing = found(run).replica
         assert differing is not None and not differing.is_assumed
-        assert (differing.place.step, differing.groups) == (1, [[0, 2, 3], [1]])
+        assert (differing.value.step, differing.groups) == (1, [[0, 2, 3], [1]])
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_parameters_that_each_rank_has_for_itself_are_no_replicas(tmp_path: Path
     assert result.is_found == (told != {"up.weight": "ignored"})
 
 
-def test_pieces_whose_place_nobody_knows_are_no_replicas(tmp_path: Path) -> None:
+def test_chunks_whose_position_nobody_knows_are_no_replicas(tmp_path: Path) -> None:
     ranks = [params(rank, [float(rank)], note='{"no_layout":"memory_format"}') for rank in range(2)]
     assert not found(write(tmp_path / "run", *ranks)).is_found
 
@@ -417,12 +417,12 @@ def test_pieces_that_a_mesh_replicates_are_compared(
         ranks.append(params(rank, values, placements=json.dumps(where), offsets=offsets[replica][shard]))
     result = found(write(tmp_path / "run", *ranks, data_parallel={"kind": "fsdp2", "ranks": [0, 1, 2, 3]}))
     assert result.replica is not None
-    assert (result.replica.place.step, result.replica.is_assumed) == (1, False)
+    assert (result.replica.value.step, result.replica.is_assumed) == (1, False)
     assert result.replica.groups == ([[0, 1, 2], [3]] if is_whole else [[1], [3]])
     assert result.num_compared == (2 if is_whole else 4)
 
 
-def test_pieces_of_unknown_place_and_partial_sums_are_no_replicas(tmp_path: Path) -> None:
+def test_chunks_of_unknown_position_and_partial_sums_are_no_replicas(tmp_path: Path) -> None:
     for number, where in enumerate(([REPLICATE, {"kind": "StridedShard", "dim": 0}], [REPLICATE, {"kind": "Partial"}])):
         ranks = [params(rank, [float(rank)], placements=json.dumps(where)) for rank in range(2)]
         assert found(write(tmp_path / str(number), *ranks)).replica is None
@@ -438,7 +438,7 @@ def test_a_buffer_that_differs_is_told_apart(tmp_path: Path) -> None:
     result = found(write(tmp_path / "run", *ranks))
     assert not result.is_found
     (buffer,) = result.buffers
-    assert (buffer.place.step, buffer.place.name, buffer.groups) == (1, "running_mean", [[0], [1]])
+    assert (buffer.value.step, buffer.value.name, buffer.groups) == (1, "running_mean", [[0], [1]])
 
 
 def buffers(rank: int, values: list[float], **columns: Any) -> list[Row]:
@@ -463,7 +463,7 @@ def test_buffers_that_nothing_makes_equal_again_are_a_finding(
     ranks = [buffers(rank, [1.0, 1.0 + rank, 2.0 + rank]) for rank in range(2)]
     result = found(write(tmp_path / "run", *ranks, data_parallel=facts))
     (buffer,) = result.buffers
-    assert (buffer.sync, buffer.is_stale, buffer.place.step, buffer.groups) == (sync, is_found, 1, [[0], [1]])
+    assert (buffer.sync, buffer.is_stale, buffer.value.step, buffer.groups) == (sync, is_found, 1, [[0], [1]])
     assert result.is_found == is_found
 
 
@@ -512,7 +512,7 @@ def test_a_merged_run_tells_whether_buffers_became_equal(tmp_path: Path, differs
     facts = DDP | {"broadcast_buffers": False}
     result = found(write_merged(tmp_path / "run", *ranks, of_all=of_all, data_parallel=facts))
     (buffer,) = result.buffers
-    assert (buffer.groups, buffer.place.step, buffer.differs_last) == ([[0], [1]], 0, differs)
+    assert (buffer.groups, buffer.value.step, buffer.differs_last) == ([[0], [1]], 0, differs)
     assert result.is_found == differs
 
 
@@ -520,7 +520,7 @@ def test_a_value_that_all_ranks_shared_before_was_healthy_before(tmp_path: Path)
     bad = params(1, [math.nan], seq=8)
     bad[0]["step"] = 2
     result = found(write_merged(tmp_path / "run", [], bad, of_all=params(0, [1.0, 2.0])))
-    assert result.nonfinite is not None and result.nonfinite.place.rank == 1
+    assert result.nonfinite is not None and result.nonfinite.value.rank == 1
     healthy = result.nonfinite.last_healthy
     assert healthy is not None and (healthy.step, healthy.rank, result.nonfinite.num_steps_healthy) == (1, None, 2)
     assert result.nonfinite.before == healthy
@@ -539,7 +539,7 @@ def test_what_else_of_the_module_is_not_finite_is_told(tmp_path: Path, has_stati
     if not has_statistics:
         ranks = [[without_statistics(row) for row in rows] for rows in ranks]
     bad = found(write(tmp_path / "run", *ranks)).nonfinite
-    assert bad is not None and (bad.place.site, bad.place.rank) == ("output", 1)
+    assert bad is not None and (bad.value.site, bad.value.rank) == ("output", 1)
     assert bad.beside == [("param", "weight", 1, 0)]
 
 
@@ -551,10 +551,10 @@ def test_a_loss_that_is_not_finite_is_told_beside_and_is_no_mask(tmp_path: Path)
     rows = [scalar(0, 0, math.inf, "best"), make_row(1, np.full(4, math.nan, np.float32), module_path="up", step=1)]
     late = [scalar(2, 1, math.nan), scalar(3, 1, math.inf, "loss"), scalar(4, 1, math.inf, "best")]
     bad = found(write(tmp_path / "late", rows + late)).nonfinite
-    assert bad is not None and (bad.place.module_path, bad.place.site) == ("up", "output")
+    assert bad is not None and (bad.value.module_path, bad.value.site) == ("up", "output")
     assert bad.beside == [("scalar", "train/loss", 1, 0), ("scalar", "loss", 0, 1)]
     bad = found(write(tmp_path / "early", [rows[0], scalar(1, 0, math.inf), scalar(2, 0, math.nan)])).nonfinite
-    assert bad is not None and (bad.place.name, bad.inf_count, bad.beside) == ("train/loss", 1, [])
+    assert bad is not None and (bad.value.name, bad.inf_count, bad.beside) == ("train/loss", 1, [])
 
 
 def test_a_run_that_lacks_ranks_says_why_nothing_was_compared(tmp_path: Path) -> None:
@@ -586,9 +586,9 @@ def test_a_merged_run_keeps_its_findings(tmp_path: Path) -> None:
         apart.finish()
     result = found(recorder.open_run(run))
     assert result.replica is not None
-    assert (result.replica.place.step, result.replica.groups, result.replica.is_assumed) == (1, [[0], [1]], False)
+    assert (result.replica.value.step, result.replica.groups, result.replica.is_assumed) == (1, [[0], [1]], False)
     assert result.replica.last_equal is not None and result.replica.last_equal.step == 0
-    assert [(buffer.place.name, buffer.place.step, buffer.groups) for buffer in result.buffers] == [("mean", 0, [[1]])]
+    assert [(buffer.value.name, buffer.value.step, buffer.groups) for buffer in result.buffers] == [("mean", 0, [[1]])]
 
 
 @pytest.mark.parametrize(

@@ -140,8 +140,8 @@ def test_a_program_that_looks_whether_it_is_recorded_is_found_out(tmp_path: Path
 def test_a_sound_program_is_unchanged(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    place = ["RANK=0", "WORLD_SIZE=1", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}"]
-    found = run_prove(tmp_path, "--steps", "2", *place, "--", str(HERE / "suspect.py"), "sound", code=0)
+    environment = ["RANK=0", "WORLD_SIZE=1", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}"]
+    found = run_prove(tmp_path, "--steps", "2", *environment, "--", str(HERE / "suspect.py"), "sound", code=0)
     assert re.fullmatch(r"unchanged: 2 steps of 1 rank, 4\d values and 1 printed line, bit by bit", found["text"])
 
 

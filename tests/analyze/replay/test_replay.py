@@ -122,8 +122,8 @@ def test_float64_is_the_arbiter_and_other_values_are_told(bundle: Path) -> None:
     path = bundle / "tensors.safetensors"
     data = bytearray(path.read_bytes())
     head = 8 + int.from_bytes(data[:8], "little")
-    place = json.loads(data[8:head])["param.weight"]["data_offsets"][0] + head
-    data[place + 3] ^= 0x08
+    offset = json.loads(data[8:head])["param.weight"]["data_offsets"][0] + head
+    data[offset + 3] ^= 0x08
     path.write_bytes(data)
     compared, _ = alone.replay(bundle, alone.Options())
     assert compared[0].name == "output"

@@ -94,8 +94,8 @@ def run(tmp_path: Path, values: dict[tuple[int, int, str], npt.NDArray[np.float3
 
 
 def joined(values: dict[tuple[int, int, str], npt.NDArray[np.float32]], **wanted: Any) -> npt.NDArray[np.float32]:
-    places = {"step": 0, "rank": 1, "module": 2}
-    chosen = [key for key in values if all(key[places[name]] == value for name, value in wanted.items())]
+    indices = {"step": 0, "rank": 1, "module": 2}
+    chosen = [key for key in values if all(key[indices[name]] == value for name, value in wanted.items())]
     return np.concatenate([values[key].reshape(-1) for key in chosen])
 
 

@@ -54,7 +54,7 @@ def test_a_nan_that_a_hook_makes_is_not_laid_on_the_next_module_alone(tmp_path: 
     model[1].register_forward_hook(zap)
     run = train(model, tmp_path)
     found = first(run)
-    assert found.nonfinite is not None and found.nonfinite.place.module_path == "2"
+    assert found.nonfinite is not None and found.nonfinite.value.module_path == "2"
     (note,) = [note for note in found.notes if "hooks of the program" in note]
     assert note.startswith("between the last healthy value and this one ran hooks of the program on '1' (forward zap ")
     assert f"{__file__}:{zap.__code__.co_firstlineno}" in note

@@ -248,7 +248,7 @@ def test_local_gradients_keep_it_awake(tmp_path: Path) -> None:
     assert sorted(set(recording.rows(scope="local").step)) == [0, 1, 2, 3]
 
 
-def test_the_hooks_come_back_to_their_places_among_others(tmp_path: Path) -> None:
+def test_the_hooks_come_back_to_their_positions_among_others(tmp_path: Path) -> None:
     def add_one(module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         return (args[0] + 1,)
 

@@ -45,7 +45,7 @@ DAEMON = {**TASK, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TAS
         pytest.param({**TORCHRUN, "RANK": "-1"}, 0, 1, 1, 8, 4, id="a rank that is none"),
     ],
 )
-def test_a_process_knows_its_place(
+def test_a_process_knows_its_rank(
     environ: dict[str, str], rank: int, local_rank: int, node_rank: int, world_size: int, local_world_size: int
 ) -> None:
     here = read(environ)

@@ -131,7 +131,7 @@ def test_any_shape_and_special_values(shape: list[int], seed: int, special: list
     ids=["constant", "nan", "inf", "zero", "overflow", "both signs", "small spread"],
 )
 def test_what_is_hard_to_sum(tensor: torch.Tensor) -> None:
-    if tensor.double().abs().max() == 1e308:  # sums overflow to infinity at other places
+    if tensor.double().abs().max() == 1e308:  # sums overflow to infinity at other elements
         found, wanted = on_device(tensor), on_host(tensor)
         assert (found.std, found.l2, found.sum_sq) == (wanted.std, wanted.l2, wanted.sum_sq)
         assert found.l2 == math.inf
@@ -140,7 +140,7 @@ def test_what_is_hard_to_sum(tensor: torch.Tensor) -> None:
     assert_equal(tensor)
 
 
-def test_a_fingerprint_is_moved_to_its_place_in_the_whole() -> None:
+def test_a_fingerprint_is_moved_to_its_position_in_the_whole() -> None:
     whole = values(torch.float32, (12, 10))
     top, bottom = (Chunk((12, 10), (row, 0), "", "", "dtensor") for row in (0, 7))
     parts = [on_device(whole[:7], KEEP_FINGERPRINT, top), on_device(whole[7:], KEEP_FINGERPRINT, bottom)]

@@ -468,8 +468,10 @@ def test_what_a_row_was_inside_of_stands_beside_it(tmp_path: Path) -> None:
     assert notes["dtensor"] == {}
     assert notes["dtensor_scaled.data_"] == scaled, "of the local tensor's shape, so in its place"
     assert notes["dtensor_scaled.scale_"] == scaled | {"no_layout": "inner_tensor"}
-    placed = rows["global_shape"].dropna().to_dict()
-    assert placed == dict.fromkeys(("dtensor", "dtensor_scaled.data_", "replica.data_", "replica.scale_"), "[2,4]")
+    global_shapes = rows["global_shape"].dropna().to_dict()
+    assert global_shapes == dict.fromkeys(
+        ("dtensor", "dtensor_scaled.data_", "replica.data_", "replica.scale_"), "[2,4]"
+    )
 
 
 def test_gradients_and_parameters_of_composite_kinds_are_recorded_in_the_same_way(tmp_path: Path) -> None:

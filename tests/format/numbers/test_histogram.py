@@ -71,7 +71,7 @@ def test_every_bit_pattern_is_counted_by_its_sign_and_power_of_two(dtype: str, n
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
-def test_subnormal_infinite_and_zero_values_have_a_place_of_their_own(dtype: str) -> None:
+def test_subnormal_infinite_and_zero_values_have_a_bin_of_their_own(dtype: str) -> None:
     kind = torch.finfo(getattr(torch, dtype))
     least, inf = kind.smallest_normal, math.inf
     values = [0.0, -0.0, least, -least, least / 2, -least / 4, inf, -inf, -inf, math.nan, kind.max, kind.min]

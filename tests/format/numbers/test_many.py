@@ -35,10 +35,10 @@ def rows_of(column: str) -> list[tuple[bytes, tuple[int, ...]]]:
     for own, shape in rows[:]:
         rows.append((own[: int(RNG.integers(len(own)))], shape))
         for _ in range(3):
-            place = int(RNG.integers(min(len(own), 12)))
-            rows.append((own[:place] + bytes([int(RNG.integers(256))]) + own[place + 1 :], shape))
+            offset = int(RNG.integers(min(len(own), 12)))
+            rows.append((own[:offset] + bytes([int(RNG.integers(256))]) + own[offset + 1 :], shape))
         rows.append((own, (len(shape), 3)))
-    return [rows[place] for place in RNG.permutation(len(rows))]
+    return [rows[index] for index in RNG.permutation(len(rows))]
 
 
 def column_of(rows: Sequence[tuple[bytes, Any]], *, is_cut: bool) -> Any:
@@ -53,8 +53,8 @@ def test_histograms_of_many_rows_are_those_of_each(is_cut: bool) -> None:
     rows = rows_of("histogram")
     found = {}
     for some in histograms_of(column_of(rows, is_cut=is_cut), np.arange(len(rows))):
-        for place, row in enumerate(some.rows.tolist()):
-            found[row] = some.exponents[place].tolist(), some.counts[place].tolist(), some.infinite[place].tolist()
+        for index, row in enumerate(some.rows.tolist()):
+            found[row] = some.exponents[index].tolist(), some.counts[index].tolist(), some.infinite[index].tolist()
     wanted = {}
     for row, (data, _) in enumerate(rows):
         try:
@@ -73,9 +73,9 @@ def test_units_of_many_rows_are_those_of_each(is_cut: bool) -> None:
     shape_of = np.array([shapes.index(shape) for _, shape in rows])
     found = {}
     for some in units_of(column_of(rows, is_cut=is_cut), np.arange(len(rows)), shapes, shape_of):
-        for place, row in enumerate(some.rows.tolist()):
+        for index, row in enumerate(some.rows.tolist()):
             of_units = (some.sum, some.sum_sq, some.absmax, some.zero_count)
-            found[row] = [one[place].tolist() for one in of_units], int(some.num_values[place])
+            found[row] = [one[index].tolist() for one in of_units], int(some.num_values[index])
     wanted = {}
     for row, (data, shape) in enumerate(rows):
         try:

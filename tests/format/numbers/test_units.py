@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from recorder.capture.staging.measure import measure
 from recorder.errors import CorruptError
-from recorder.format.numbers.units import MAX_UNITS, Placed, Units, joined, sides_of
+from recorder.format.numbers.units import MAX_UNITS, ChunkUnits, Units, joined, sides_of
 from recorder.records import KEEP_STATS, KEEP_UNITS, Chunk, Measured
 from tests.format import independent
 
@@ -112,13 +112,13 @@ def test_chunks_are_laid_side_by_side_or_added() -> None:
     tensor = torch.arange(24.0).reshape(4, 6)
     left, right, below = tensor[:2, :4], tensor[:2, 4:], tensor[2:]
     pieces = [
-        Placed(_of(left.contiguous()), [(0, 0, 4)]),
-        Placed(_of(right.contiguous()), [(0, 4, 2)]),
-        Placed(_of(below), [(3, 3, 3), (0, 0, 3)]),
+        ChunkUnits(_of(left.contiguous()), [(0, 0, 4)]),
+        ChunkUnits(_of(right.contiguous()), [(0, 4, 2)]),
+        ChunkUnits(_of(below), [(3, 3, 3), (0, 0, 3)]),
     ]
     assert joined(pieces, (4, 6), 1) == _of(tensor)
     with pytest.raises(ValueError, match="do not hold"):
-        joined([Placed(_of(left.contiguous()), [(0, 4, 4)])], (4, 6), 1)
+        joined([ChunkUnits(_of(left.contiguous()), [(0, 4, 4)])], (4, 6), 1)
 
 
 def test_people_see_the_largest_units_and_how_many_are_dead() -> None:

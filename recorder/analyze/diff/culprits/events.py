@@ -31,7 +31,7 @@ class Event(NamedTuple):
     """One value of a step, in both runs or in one alone."""
 
     order: float
-    """Its place in the order of execution of the first run."""
+    """Its position in the first run's order of execution."""
     step: int
     root: str
     path: str
@@ -105,8 +105,8 @@ def differing_steps(a: Any, b: Any, pairs: Alignment, differs: Flags) -> list[in
     """Common steps at which something differs, or one run alone has a gradient."""
     steps = integers(a.column("step"))
     differing = set(steps[pairs.a[differs]].tolist())
-    for table, places in ((a, pairs.only_a), (b, pairs.only_b)):
-        alone = table.select(["step", "site", "note"]).take(pa.array(places))
+    for table, only in ((a, pairs.only_a), (b, pairs.only_b)):
+        alone = table.select(["step", "site", "note"]).take(pa.array(only))
         came_apart = pa.array(holds(alone.column("note"), lambda note: "replicas_differ" in untrusted.members(note)))
         alone = alone.filter(pc.or_(pc.is_in(alone.column("site"), pa.array(GRADIENTS)), came_apart))
         differing.update(alone.column("step").unique().to_pylist())
@@ -166,8 +166,8 @@ def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[Event, dict[str, 
     whole = {tuple(row[name] for name in VALUE_KEY) for row in alone_a if row["rank"] is None}
     alone_b = b.select(list(VALUE_KEY)).take(pa.array(pairs.only_b)).to_pylist()
     in_both = keys_a & {tuple(row[name] for name in VALUE_KEY) for row in alone_b}  # in the one whole, say
-    for side, table, places in (("a", a, pairs.only_a), ("b", b, pairs.only_b)):
-        for place, row in zip(places.tolist(), _rows(table.take(pa.array(places))), strict=True):
+    for side, table, only in (("a", a, pairs.only_a), ("b", b, pairs.only_b)):
+        for row_index, row in zip(only.tolist(), _rows(table.take(pa.array(only))), strict=True):
             key = tuple(row[name] for name in VALUE_KEY)
             came_apart = differing_ranks(row["note"]) if side == "b" and key in whole else ()
             if not came_apart and (
@@ -176,9 +176,9 @@ def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[Event, dict[str, 
                 continue
             if row["scope"] == "local":  # of sharded parameters these are not recorded; the final one tells
                 continue
-            when = float(place)
+            when = float(row_index)
             if side == "b":  # right behind what comes before it there
-                at = int(np.searchsorted(pairs.b[order], place)) - 1
+                at = int(np.searchsorted(pairs.b[order], row_index)) - 1
                 when = float(pairs.a[order[at]]) + 0.5 if at >= 0 else -0.5
             ranks = () if row["rank"] is None else (row["rank"],)
             yield (

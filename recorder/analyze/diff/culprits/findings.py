@@ -1,4 +1,4 @@
-"""Culprits as they are told: the place, the ranks, and how far the value that shows each is apart.
+"""Culprits as they are told: the value, the ranks, and how far the value that shows each is apart.
 
 Reads payloads of culprits alone, to say whose part of a tensor it is.
 """
@@ -129,8 +129,8 @@ class CulpritFinder:
                     told = _told(suspect, a, b, wanted, kept, judged)
                     self.culprits.append(told._replace(hint=self._guess(told, suspect, a, b, judged)))
         for rate, known in self._search.groups:
-            place = self._search.found.index(rate)
-            self.culprits[place] = self.culprits[place]._replace(module_path=known.path, num_params=known.num_params)
+            index = self._search.found.index(rate)
+            self.culprits[index] = self.culprits[index]._replace(module_path=known.path, num_params=known.num_params)
 
     def _guess(self, told: Culprit, suspect: Suspect, a: Side, b: Side, judged: Verdicts) -> str:
         """What is most likely wrong with a value, or with all gradients of a step."""
@@ -254,8 +254,8 @@ def _owners(a: Side, b: Side, row_a: int, row_b: int) -> tuple[list[int], list[i
         apart = _distances_of_statistics(a, b, row_a, row_b)
     worst = max(apart.values(), default=0.0)
     limit = worst * _OWN_SHARE if math.isfinite(worst) else _LARGEST
-    wrong = [place for place, far in apart.items() if far > limit]
-    of_all, of_wrong = ({micro_batch for _, micro_batch in places} for places in (apart, wrong))
+    wrong = [key for key, far in apart.items() if far > limit]
+    of_all, of_wrong = ({micro_batch for _, micro_batch in chunks} for chunks in (apart, wrong))
     return list(dict.fromkeys(rank for rank, _ in wrong)), sorted(of_wrong) if of_wrong < of_all else []
 
 
@@ -270,13 +270,13 @@ def _distances_of_statistics(a: Side, b: Side, row_a: int, row_b: int) -> dict[t
     )
     if len(parts_b) < 2 or any(part[MEASURED] is None for part in parts_b.values()):
         return {}
-    nonfinite = {place: sum(part[name] for name in NONFINITE) for place, part in parts_b.items()}
+    nonfinite = {key: sum(part[name] for name in NONFINITE) for key, part in parts_b.items()}
     whole = sum(integers(a.table.column(name).slice(row_a, 1), 0)[0] for name in NONFINITE)
     if any(nonfinite.values()) and not whole:
-        return {place: math.inf if count else 0.0 for place, count in nonfinite.items()}
+        return {key: math.inf if count else 0.0 for key, count in nonfinite.items()}
     if parts_a.keys() != parts_b.keys() or any(part[MEASURED] is None for part in parts_a.values()):
         return {}
-    return {place: _apart(parts_a[place], part) for place, part in parts_b.items()}
+    return {key: _apart(parts_a[key], part) for key, part in parts_b.items()}
 
 
 def _apart(one: dict[str, Any], two: dict[str, Any]) -> float:
@@ -296,12 +296,12 @@ def _distances(a: Side, b: Side, row_a: int, row_b: int) -> dict[tuple[int, int]
     if not own_a and len(own_b) > 1:  # they agreed, and do not any more
         whole = a.array(row_a)
         return {(rank, 0): _far(whole, b.rows.array(own)) for rank, own in sorted(own_b.items())}
-    places = b.rows.chunk_regions(b.table.column("at")[row_b].as_py())
-    if len(places) < 2:
+    chunks = b.rows.chunk_regions(b.table.column("at")[row_b].as_py())
+    if len(chunks) < 2:
         return {}
     one, two = a.array(row_a), b.array(row_b)
     distances: dict[tuple[int, int], float] = {}
-    for rank, micro_step, region in places:
+    for rank, micro_step, region in chunks:
         far = _far(*(_part(values, region) for values in (one, two)))
         distances[rank, micro_step] = max(far, distances.get((rank, micro_step), 0.0))
     return distances

@@ -77,9 +77,9 @@ def _have_one_part(a: Any, b: Any, rows_a: Integers, rows_b: Integers) -> npt.ND
     return np.asarray((parts_a[rows_a] == parts_b[rows_b]) | is_open_a[rows_a] | is_open_b[rows_b])
 
 
-def _flags(places: Integers, length: int) -> npt.NDArray[np.bool_]:
+def _flags(indices: Integers, length: int) -> npt.NDArray[np.bool_]:
     flags = np.zeros(length, np.bool_)
-    flags[places] = True
+    flags[indices] = True
     return flags
 
 

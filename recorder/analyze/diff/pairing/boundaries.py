@@ -1,6 +1,6 @@
 """What one run has by how it is laid out: what pipeline stages hand to each other, what is recomputed, micro-steps.
 
-What a stage is handed by another, and hands on, has no place in a run that is not cut there. What is recomputed for the
+What a stage is handed by another, and hands on, has no match in a run that is not cut there. What is recomputed for the
 backward has none in a run that kept it. A micro-step has none in a run that takes the same batch in other micro-steps.
 Never reads a payload.
 """
@@ -36,8 +36,8 @@ def comparable(a: Side, b: Side) -> tuple[Side, Side, tuple[int, int]]:
     marked = [holds(side.table.column("note"), _is_handed_on) for side in (a, b)]
     if not any(flags.any() for flags in marked):
         return a, b, (0, 0)
-    places = [_places(side.table.filter(pa.array(flags))) for side, flags in zip((a, b), marked, strict=True)]
-    if places[0] == places[1]:
+    handed_on = [_handed_on(side.table.filter(pa.array(flags))) for side, flags in zip((a, b), marked, strict=True)]
+    if handed_on[0] == handed_on[1]:
         return a, b, (0, 0)
     one, two = (s._replace(table=s.table.filter(pa.array(~flags))) for s, flags in zip((a, b), marked, strict=True))
     return one, two, (int(np.count_nonzero(marked[0])), int(np.count_nonzero(marked[1])))
@@ -98,6 +98,6 @@ def _is_handed_on(note: str) -> bool:
     return stage_of(note)[1]
 
 
-def _places(table: Any) -> set[tuple[Any, ...]]:
+def _handed_on(table: Any) -> set[tuple[Any, ...]]:
     columns = [table.column(name).to_pylist() for name in ("rank", "micro_step", "numel", "note")]
-    return {(*place, str(json.loads(note)[HANDED_ON])) for *place, note in zip(*columns, strict=True)}
+    return {(*key, str(json.loads(note)[HANDED_ON])) for *key, note in zip(*columns, strict=True)}

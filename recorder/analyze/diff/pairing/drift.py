@@ -23,7 +23,7 @@ from .align import Alignment
 from .pairs import Flags, PairedSteps, Side
 
 MARGIN = 10.0
-"""How many times the noise a difference may be: a twin is one sample of it, at one place."""
+"""How many times the noise a difference may be: a twin is one sample of it."""
 _CHUNK_ITEMS = 1 << 18
 _COLUMNS = ("root", "module_path", "site", "name", "phase")
 
@@ -145,7 +145,7 @@ class Drift:
         sources = _sources(self._numbers, before, parameter)
         if before.differs[list(sources.values())].any():
             return False
-        kept = {value: arrays for value, place in sources.items() if (arrays := before.arrays(place)) is not None}
+        kept = {value: arrays for value, index in sources.items() if (arrays := before.arrays(index)) is not None}
         now, old = pairs.arrays(number), kept.pop(("param", parameter[2]), None)
         if now is None or old is None or old[0].size != now[0].size or ("grad", parameter[2]) not in kept:
             return None
@@ -194,11 +194,11 @@ def _sources(numbers_of: Integers, pairs: Pairs, parameter: Parameter) -> dict[t
     wanted = pc.and_(pc.equal(rows.column("root"), root), pc.equal(rows.column("module_path"), path))
     wanted = pc.and_(wanted, pc.equal(rows.column("phase"), "optimizer"))
     sources = {}
-    for place in np.flatnonzero(wanted.to_numpy()).tolist():
-        site, of = (rows.column(column)[place].as_py() for column in ("site", "name"))
+    for index in np.flatnonzero(wanted.to_numpy()).tolist():
+        site, of = (rows.column(column)[index].as_py() for column in ("site", "name"))
         is_its = of == name if values_of(site) == "param" else site == "optim" and of.startswith(f"{name}.")
-        if is_its and ranks[place].as_py() in (None, rank):
-            sources[site, of] = int(numbers_of[place])
+        if is_its and ranks[index].as_py() in (None, rank):
+            sources[site, of] = int(numbers_of[index])
     return sources
 
 

@@ -146,19 +146,19 @@ class BeyondNoise:
         table = judged.differing
         if measured is None:
             return judged._replace(differing=table.append_column("noise", pa.nulls(table.num_rows, pa.float64())))
-        places = np.flatnonzero(judged.kinds != "")
+        indices = np.flatnonzero(judged.kinds != "")
         is_noise = measured.are_noise()
         differs = judged.kinds != ""
-        differs[places[is_noise]] = False
-        self._follow(Pairs(compared, differs), measured, places)
-        is_noise = ~differs[places]
+        differs[indices[is_noise]] = False
+        self._follow(Pairs(compared, differs), measured, indices)
+        is_noise = ~differs[indices]
         kinds = np.where(differs, judged.kinds, "")
         shown = np.where(measured.kinds == "statistics", measured.noise_of_statistics, measured.noise)
         table = table.append_column("noise", pa.array(shown, mask=np.isnan(shown)))
         alone = int((is_noise & (measured.kinds == "fingerprint")).sum())
         return judged._replace(kinds=kinds, differing=table.filter(pa.array(~is_noise)), by_print_alone=alone)
 
-    def _follow(self, pairs: Pairs, measured: Measured, places: Integers) -> None:
+    def _follow(self, pairs: Pairs, measured: Measured, indices: Integers) -> None:
         """Take out what else is noise, because parameters drifted apart."""
         steps = np.unique(measured.steps)
         order = np.argsort(measured.steps, kind="stable")
@@ -169,19 +169,19 @@ class BeyondNoise:
                 share, limit = measured.typical_share(of_step), measured.loudness(of_step, self._eps)
                 self.loud = LoudNoise(step, share) if share > limit else None
             for root in dict.fromkeys(measured.roots[of_step].tolist()):
-                self._follow_step(step, root, of_step[measured.roots[of_step] == root], pairs, measured, places)
+                self._follow_step(step, root, of_step[measured.roots[of_step] == root], pairs, measured, indices)
             self._drift.end(step, pairs)
 
     def _follow_step(
-        self, step: int, root: str, rows: Integers, pairs: Pairs, measured: Measured, places: Integers
+        self, step: int, root: str, rows: Integers, pairs: Pairs, measured: Measured, indices: Integers
     ) -> None:
         """Take out what of the rows of a step is noise: its parameters first, then what is made from them."""
-        self._unscale(step, root, rows, pairs, measured, places)
-        left = rows[pairs.differs[places[rows]]]
+        self._unscale(step, root, rows, pairs, measured, indices)
+        left = rows[pairs.differs[indices[rows]]]
         is_param = measured.sites[left] == "param"
         params = left[is_param & measured.is_finite[left] & np.isin(measured.kinds[left], ("values", "statistics"))]
-        excused = self._drift.begin(step, root, pairs, measured.lines(params, places))
-        pairs.differs[places[params[excused]]] = False
+        excused = self._drift.begin(step, root, pairs, measured.lines(params, indices))
+        pairs.differs[indices[params[excused]]] = False
         if self._first_drift is None and any(excused):
             self._first_drift = step
         share = self._drift.share(root)
@@ -197,33 +197,33 @@ class BeyondNoise:
         rest = left[~is_param]
         rest = rest[~measured.are_multiples(rest)]
         factors = np.where(measured.sites[rest] == "optim", self._factors[root], factor)
-        pairs.differs[places[rest[measured.are_noise_farther(rest, factors)]]] = False
+        pairs.differs[indices[rest[measured.are_noise_farther(rest, factors)]]] = False
 
     def _unscale(
-        self, step: int, root: str, rows: Integers, pairs: Pairs, measured: Measured, places: Integers
+        self, step: int, root: str, rows: Integers, pairs: Pairs, measured: Measured, indices: Integers
     ) -> None:
         """Take out gradients that differ by a factor of all alike which rounding makes, and state made from them.
 
         Gradients are clipped by the norm of all: each layout adds up its squares in another order, which no twin shows.
         """
         gradients = rows[measured.are_final_gradients(rows)]
-        wrong = gradients[pairs.differs[places[gradients]]]
+        wrong = gradients[pairs.differs[indices[gradients]]]
         if len(wrong):
             factor = measured.typical_factor(gradients)
             is_scaled = measured.are_scaled(gradients, factor)
             num_pairs, numel = _final_gradients(pairs, step, root)
             is_common = is_scaled.sum() >= max(_MIN_ALIKE, _ALIKE_SHARE * num_pairs)
             if is_common and abs(factor - 1) <= measured.rounding_of_sum(gradients, numel):
-                pairs.differs[places[gradients[is_scaled]]] = False
+                pairs.differs[indices[gradients[is_scaled]]] = False
                 self._off[root] = max(abs(factor - 1), self._off.get(root, 0.0))
         if off := self._off.get(root):
-            made = rows[pairs.differs[places[rows]]]
+            made = rows[pairs.differs[indices[rows]]]
             is_made = (measured.sites[made] == "optim") | (
                 (measured.sites[made] == "param") & (measured.kinds[made] == "statistics")  # else the drift tells more
             )
             made = made[is_made]
             # Of squares the factor counts twice.
-            pairs.differs[places[made[measured.are_noise_farther(made, np.ones(len(made)), 2 * off)]]] = False
+            pairs.differs[indices[made[measured.are_noise_farther(made, np.ones(len(made)), 2 * off)]]] = False
 
 
 def _final_gradients(pairs: Pairs, step: int, root: str) -> tuple[int, int]:
@@ -358,10 +358,10 @@ class Measured:
         """
         return 8 * float(np.sqrt(max(np.median(self._eps[rows]) / _ROUNDINGS, eps)))
 
-    def lines(self, rows: Integers, places: Integers) -> list[dict[str, Any]]:
+    def lines(self, rows: Integers, indices: Integers) -> list[dict[str, Any]]:
         """Return rows with all their columns, the number of their pair, and how far an element may be apart."""
         lines = self._table.take(pa.array(rows)).to_pylist()
-        known = zip(lines, places[rows].tolist(), np.nan_to_num(self._allowed[rows]).tolist(), strict=True)
+        known = zip(lines, indices[rows].tolist(), np.nan_to_num(self._allowed[rows]).tolist(), strict=True)
         return [{**line, "number": number, "allowed": allowed} for line, number, allowed in known]
 
 

@@ -29,7 +29,7 @@ from .align import PART, Alignment, align
 from .compare import IDENTICAL, Distance, Tolerance, are_identical, compare
 from .renames import NO_RENAMES, Renames
 
-PLACE = ("step", "root", "module_path", "site", "name", "phase", "mode", "micro_step", "call", "repeat")
+VALUE_COLUMNS = ("step", "root", "module_path", "site", "name", "phase", "mode", "micro_step", "call", "repeat")
 _BOTH = ("rank", "dtype", "shape", "mean", "l2", "absmax", *NONFINITE, "zero_count", "histogram")
 _DISTANCES = {
     "num_outside": pa.int64(), "max_abs": pa.float64(), "of_max": pa.float64(), "l2_apart": pa.float64(),
@@ -50,7 +50,7 @@ class Side(NamedTuple):
     rows: Any
     """`GlobalRows`."""
     table: Any
-    """What of it is selected, with a column `at`: the place in `rows`."""
+    """The selected rows, with a column `at`: the index of each in `rows`."""
 
     @classmethod
     def read(
@@ -242,15 +242,15 @@ def _table(
     """The pairs that have a kind, with all that is known of them."""
     differs = np.flatnonzero(kinds != "")
     chosen = pa.array(differs)
-    columns = {name: left.column(name).take(chosen) for name in PLACE}
+    columns = {name: left.column(name).take(chosen) for name in VALUE_COLUMNS}
     columns["kind"] = pa.array(kinds[differs].tolist(), pa.string())
     columns["numel"] = left.column("numel").take(chosen)
     for name in _BOTH:
         for side, table in (("a", left), ("b", right)):
             columns[f"{name}_{side}"] = table.column(name).take(chosen)
-    place = np.full(len(kinds), -1, np.int64)
-    place[compared] = np.arange(len(compared))
-    of_distance = pa.array(place[differs], mask=place[differs] < 0)
+    index = np.full(len(kinds), -1, np.int64)
+    index[compared] = np.arange(len(compared))
+    of_distance = pa.array(index[differs], mask=index[differs] < 0)
     for name, kind in _DISTANCES.items():
         values = pa.array([getattr(distance, name) for distance in distances], kind)
         columns[name] = values.take(of_distance)

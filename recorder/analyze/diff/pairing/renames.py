@@ -54,10 +54,10 @@ class Renames:
         """Rows of the second run under the names of the first."""
         if not self.lines:
             return table
-        place = table.schema.get_field_index("module_path")
+        index = table.schema.get_field_index("module_path")
         ids, texts = encode(table.column("module_path"))
         names = pa.array([self.old(text) for text in texts], pa.string())
-        return table.set_column(place, table.schema.field(place), names.take(pa.array(ids)))
+        return table.set_column(index, table.schema.field(index), names.take(pa.array(ids)))
 
     def check_used(self, paths: Iterable[str]) -> None:
         """Refuse a line that fits no module, and lines that make one of two.

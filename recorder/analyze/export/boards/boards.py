@@ -122,7 +122,7 @@ class BoardExport:
         chosen = [
             one
             for one in entries
-            if is_picture(str(one.place["site"]), one.shape) and one.payload_bytes <= _MAX_TENSOR_BYTES
+            if is_picture(str(one.naming["site"]), one.shape) and one.payload_bytes <= _MAX_TENSOR_BYTES
         ]
         pictures: dict[int, dict[str, Picture]] = {}
         in_turn = tensors.in_turn(chosen)
@@ -133,9 +133,9 @@ class BoardExport:
             except RunError as error:
                 notes.append(f"left out: the picture of {entry.name}, which cannot be read: {error}")
                 continue
-            made = picture_of(str(entry.place["site"]), array)
+            made = picture_of(str(entry.naming["site"]), array)
             if made is not None:
-                pictures.setdefault(int(entry.place["step"]), {})[_tag(entry.place)] = made
+                pictures.setdefault(int(entry.naming["step"]), {})[_tag(entry.naming)] = made
         return pictures
 
 

@@ -39,7 +39,7 @@ def picture_of(site: str, array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint
     across = int(np.ceil(np.sqrt(num)))
     down = -(-num // across)
     sheet = np.full((down * (height + _GAP) - _GAP, across * (width + _GAP) - _GAP, 3), 128, np.uint8)
-    for place, tile in enumerate(pixels):
-        y, x = place // across * (height + _GAP), place % across * (width + _GAP)
+    for index, tile in enumerate(pixels):
+        y, x = index // across * (height + _GAP), index % across * (width + _GAP)
         sheet[y : y + height, x : x + width] = tile
     return sheet

@@ -134,7 +134,7 @@ class Causal(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.place = nn.Embedding(32, WIDTH), nn.Embedding(WIDTH, WIDTH)
+        self.embed, self.position = nn.Embedding(32, WIDTH), nn.Embedding(WIDTH, WIDTH)
         self.attention = nn.ModuleList(Attention() for _ in range(2))
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(4))
         self.mlps = nn.ModuleList(Block(nn.GELU) for _ in range(2))
@@ -142,7 +142,7 @@ class Causal(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         words = (x.abs() * 10).long().clamp(max=31)
-        y = self.embed(words) + self.place(torch.arange(words.shape[1]))
+        y = self.embed(words) + self.position(torch.arange(words.shape[1]))
         for number, (attention, mlp) in enumerate(zip(self.attention, self.mlps, strict=True)):
             y = y + attention(self.norms[2 * number](y))
             y = y + mlp(self.norms[2 * number + 1](y))

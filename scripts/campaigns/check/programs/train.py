@@ -69,8 +69,8 @@ class Data:
         case = self._case
         if is_training and case.num_batches:
             number %= case.num_batches
-        place = number * case.ranks + (self._rank if case.has_own_batches else 0)
-        generator = torch.Generator().manual_seed(1_000_003 * self._seed + place + (0 if is_training else 500_000))
+        index = number * case.ranks + (self._rank if case.has_own_batches else 0)
+        generator = torch.Generator().manual_seed(1_000_003 * self._seed + index + (0 if is_training else 500_000))
         x = torch.randn(BATCH, WIDTH, generator=generator)
         labels = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
         if is_training and case.noisy_labels:

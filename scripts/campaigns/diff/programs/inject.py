@@ -85,11 +85,11 @@ class Drop(nn.Module):
     def __init__(self, what: str, rank: int, size: int) -> None:
         super().__init__()
         self.step = 0
-        self.place = rank, size
+        self.rank_and_size = rank, size
         self.seed = 1 if what == "dropout_seed" and rank == 1 else 0
 
     def forward(self, x: Tensor) -> Tensor:
-        rank, size = self.place
+        rank, size = self.rank_and_size
         generator = torch.Generator().manual_seed(self.step + 100 * self.seed)
         kept = torch.rand(BATCH, LENGTH, WIDTH, generator=generator) < 0.9
         self.step += 1
@@ -256,8 +256,8 @@ def train(net: Net, model: Callable[..., Tensor], what: str, rank: int, size: in
         if what == "bit_flip" and step == BROKEN_STEP and broken_rank:
             with torch.no_grad():
                 net.last.mlp.up.weight[0, 0] *= 1024
-        place = 0 if what == "data" and is_broken else rank
-        words, features, labels = (part.chunk(size)[place] for part in batch(step))
+        part_number = 0 if what == "data" and is_broken else rank
+        words, features, labels = (part.chunk(size)[part_number] for part in batch(step))
         if what == "label_shift":
             labels = labels.roll(1, -1)
         if what == "word_order" and is_broken:

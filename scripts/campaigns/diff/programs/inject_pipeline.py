@@ -30,7 +30,7 @@ RULES = "site=* keep=tensor,stats,fingerprint"
 
 
 class Drop(nn.Module):
-    """Dropout whose mask hangs on the step and on the place in the batch, so that one process can make it too."""
+    """Dropout whose mask hangs on the step and on the index in the batch, so that one process can make it too."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

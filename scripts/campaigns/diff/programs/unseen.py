@@ -264,8 +264,8 @@ def parts_of(training: Training, step: int, rank: int, size: int) -> list[tuple[
     """The micro-batches of this rank."""
     error = training.error
     image, kind, label = batch(step)
-    place = 0 if error == "same_part" and step >= 2 and rank == 1 else rank
-    image, kind, label = (whole.chunk(size)[place] for whole in (image, kind, label))
+    index = 0 if error == "same_part" and step >= 2 and rank == 1 else rank
+    image, kind, label = (whole.chunk(size)[index] for whole in (image, kind, label))
     if error == "kinds_shifted" and step >= 1:
         kind = (kind + 1) % KINDS
     if error == "unnormalised" and rank == 1:

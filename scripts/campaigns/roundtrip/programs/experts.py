@@ -81,7 +81,7 @@ def make(num: int) -> Net:
     return Net(num)
 
 
-def placed(num_shards: int) -> tuple[Net, DeviceMesh]:
+def with_dtensors(num_shards: int) -> tuple[Net, DeviceMesh]:
     """Experts that are pieces of one DTensor, as torchtitan has them; a group of ranks has all."""
     mesh = mesh_of(("efsdp", num_shards), ("ep", dist.get_world_size() // num_shards))
     model = make(mesh["ep"].size())
@@ -123,9 +123,9 @@ def marked(model: Net) -> nn.Module:
 
 
 LAYOUTS: dict[str, Callable[[], nn.Module]] = {
-    "placed x fsdp2": lambda: fsdp2(*placed(1)),
-    "placed and sharded x fsdp2": lambda: fsdp2(*placed(2)),
-    "placed x ddp": lambda: ddp(placed(1)[0]),
+    "dtensor x fsdp2": lambda: fsdp2(*with_dtensors(1)),
+    "dtensor and sharded x fsdp2": lambda: fsdp2(*with_dtensors(2)),
+    "dtensor x ddp": lambda: ddp(with_dtensors(1)[0]),
     "own x ddp": lambda: ddp(plain()),
     "own x fsdp1": lambda: fsdp1(plain()),
     "own x fsdp2": lambda: fsdp2(plain()),
