@@ -106,8 +106,7 @@ class Client:
         self._scheme = scheme
         self._bucket = bucket
         self._kind = KINDS[scheme]
-        is_metadata_off = scheme == "s3" and os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
-        self._is_anonymous = is_metadata_off and not self._names_credentials
+        self.renew()
 
     def ask(self, path: object, question: Callable[[Any], Answer]) -> Answer:
         """Return the answer of a store of `obstore` to a question.
@@ -134,6 +133,8 @@ class Client:
 
     def renew(self) -> None:
         """Find the credentials anew with the next question: those of a file or a profile may have been replaced."""
+        is_metadata_off = self._scheme == "s3" and os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
+        self._is_anonymous = is_metadata_off and not self._names_credentials
         self.__dict__.pop("_store", None)
 
     @property
@@ -277,7 +278,10 @@ def _profile(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _is_without_credentials(text: str) -> bool:
     """Whether the search for credentials has failed, and not the store itself."""
-    return re.search(r"MissingAccessKeyId|token request|performing PUT|/latest/meta-data/", text) is not None
+    return (
+        re.search(r"MissingAccessKeyId|token request|performing [A-Z]+ \S+/latest/(api/token|meta-data/)", text)
+        is not None
+    )
 
 
 def _last(pattern: str, text: str) -> str:

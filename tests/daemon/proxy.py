@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import threading
@@ -20,13 +21,28 @@ gets another byte than was sent; ``lie``: the answer names another ETag."""
 class FaultyProxy:
     """Forwards to the store at `url`, but for the requests for which `fault` names one of `FAULTS`."""
 
-    def __init__(self, url: str, fault: Callable[[str, str], str | None] = lambda method, path: None) -> None:
+    def __init__(
+        self,
+        url: str,
+        fault: Callable[[str, str], str | None] = lambda method, path: None,
+        *,
+        mends: bool = False,
+    ) -> None:
+        """Start it.
+
+        Args:
+            url: the store.
+            fault: names what happens to a request, by its method and path.
+            mends: whether the proxy does what rclone's server does not: it refuses puts whose conditions do not
+                hold, one put after the other, and says of a range that it is one.
+        """
         self.fault = fault
         self.seen: Counter[str] = Counter()
         """Requests by method, and by fault."""
         self.slow_s = 0.3
         target = urlsplit(url)
         proxy = self
+        one_put = threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -51,9 +67,14 @@ class FaultyProxy:
                 assert target.hostname is not None
                 connection = http.client.HTTPConnection(target.hostname, target.port, timeout=30)
                 headers = {k: v for k, v in self.headers.items() if k.lower() not in ("connection", "content-length")}
-                connection.request(self.command, self.path, body, headers | {"Content-Length": str(len(body))})
-                answer = connection.getresponse()
-                content, answered = answer.read(), dict(answer.getheaders())
+                is_judged = mends and (self.headers["If-None-Match"] or self.headers["If-Match"])
+                with one_put if is_judged else contextlib.nullcontext():
+                    if is_judged and not self._holds(connection):
+                        self._answer(412, b"<Error><Code>PreconditionFailed</Code></Error>", {})
+                        return
+                    connection.request(self.command, self.path, body, headers | {"Content-Length": str(len(body))})
+                    answer = connection.getresponse()
+                    content, answered = answer.read(), dict(answer.getheaders())
                 connection.close()
                 if fault == "lost":
                     self.close_connection = True
@@ -61,7 +82,18 @@ class FaultyProxy:
                     return
                 if fault == "lie" and self.command == "PUT":
                     answered = {k: v for k, v in answered.items() if k.lower() != "etag"} | {"ETag": f'"{"0" * 32}"'}
-                self._answer(answer.status, content, answered)
+                is_range = mends and answer.status == 200 and "Content-Range" in answered
+                self._answer(206 if is_range else answer.status, content, answered)
+
+            def _holds(self, connection: http.client.HTTPConnection) -> bool:
+                """Whether the conditions of a put hold."""
+                connection.request("HEAD", self.path.partition("?")[0])
+                answer = connection.getresponse()
+                answer.read()
+                is_there = answer.status == 200
+                if self.headers["If-None-Match"]:
+                    return not is_there
+                return is_there and answer.getheader("ETag") == self.headers["If-Match"]
 
             def _answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
                 self.send_response(status)

@@ -83,20 +83,7 @@ class StoreServer:
 
     def environment(self, outer: Mapping[str, str], home: Path) -> dict[str, str]:
         """What a process needs to find the store, and nothing of the caller's own stores."""
-        kept = {name: value for name, value in outer.items() if not name.upper().startswith(_CLEARED)}
-        return kept | {
-            "HOME": str(home),
-            "AWS_ENDPOINT_URL": self.url,
-            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-            "AWS_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-            "GOOGLE_BASE_URL": self.url,
-            "GOOGLE_BEARER_TOKEN": SECRET_KEY,
-            "AZURE_STORAGE_ENDPOINT": self.url,
-            "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT,
-            "AZURE_STORAGE_ACCOUNT_KEY": base64.b64encode(SECRET_KEY.encode()).decode(),
-        }
+        return store_environment(self.url, outer, home)
 
     def upload(self, folder: Path, to: str) -> str:
         """Copy a folder up, as `aws s3 cp --recursive` does, and return where it is."""
@@ -165,6 +152,24 @@ class StoreServer:
         result = Element("EnumerationResults")
         result.extend([blobs, Element("NextMarker")])
         return tostring(result)
+
+
+def store_environment(url: str, outer: Mapping[str, str], home: Path) -> dict[str, str]:
+    """What a process needs to find a store at a URL, and nothing of the caller's own stores."""
+    kept = {name: value for name, value in outer.items() if not name.upper().startswith(_CLEARED)}
+    return kept | {
+        "HOME": str(home),
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "AWS_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "GOOGLE_BASE_URL": url,
+        "GOOGLE_BEARER_TOKEN": SECRET_KEY,
+        "AZURE_STORAGE_ENDPOINT": url,
+        "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT,
+        "AZURE_STORAGE_ACCOUNT_KEY": base64.b64encode(SECRET_KEY.encode()).decode(),
+    }
 
 
 def _refusal(authorization: str) -> str | None:

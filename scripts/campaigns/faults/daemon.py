@@ -1,14 +1,19 @@
-"""`kill -9` of the daemon at random instants, over recordings that grow and a store that fails, until all is there.
+"""`kill -9` of the daemon and of its store at random instants, over live jobs, until all is there.
 
-Writers record all the while; some close, some are killed. A daemon ships to moto's S3 server through a proxy that is
-slow, cuts, answers 500, 503 and 403, damages and lies, and is killed again and again. Between two kills a reader opens
-what is there. At the end one daemon is left alone with the store: then every byte there must be that here, nothing may
-be lost, there twice or left over, and `verify` must be clean on both sides.
+Jobs of two gloo ranks under torchrun record all the while, one after the other, beside short runs of one writer; some
+are killed. A daemon ships to an S3 server through a proxy that is slow, cuts, answers 500, 503 and 403, damages and
+lies, and is killed again and again; the server is killed, stopped for a while, and comes back, now and then empty.
+Between two kills a reader opens what is there. Each sealed shard that is ever here is kept aside by a hard link. At
+the end one daemon is left alone with the store: then every byte there must be that here, nothing may be lost, there
+twice or left over, `verify` must be clean on both sides, and what was removed here (`--keep-local 15s`) must be there.
+
+rclone's server is used where `rclone` is installed, else moto's, which is empty after each kill.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import random
@@ -16,6 +21,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,23 +30,30 @@ import recorder
 from recorder.daemon.daemon import Daemon
 from recorder.daemon.settings import DaemonSettings
 from recorder.errors import RecorderError
+from recorder.format.rundir import index_name
 from recorder.records import KEEP_STATS, KEEP_TENSOR
 from recorder.system.processes import own_process
 from recorder.upkeep.verify import verify
 from tests.daemon.proxy import FAULTS, FaultyProxy
-from tests.storage.server import BUCKET, StoreServer
+from tests.distributed import jobs
+from tests.storage.server import BUCKET, store_environment
 from tests.write.rig import Rig
 
-_NUM_WRITERS = 2
+from .store_process import StoreProcess
+
 _FAULT_SHARE = 0.04
 _PREFIX = "fleet"
+_RULES = "site=* keep=stats; site=grad,output steps=::10 keep=tensor"
+_KILLS_A_STORE = 10
+"""Kills of the daemon for each of the store."""
 _NUM_VERIFIED = 12
-"""Runs that are verified in the store, too, at the end: through moto's server each takes seconds."""
+"""Runs that are verified in the store, too, at the end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this campaign's options."""
     parser.add_argument("--keep-local", default="all", help="as of the daemon; a time removes what is there")
+    parser.add_argument("--store", choices=("rclone", "moto"), help="by default rclone, where it is installed")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -51,51 +64,81 @@ def main(arguments: argparse.Namespace) -> int:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["scripts.campaigns.faults.daemon"])
     folder = Path(tempfile.mkdtemp(prefix="recorder-daemon-"))
-    server = StoreServer()
-    proxy = FaultyProxy(server.url, lambda method, path: draw.choice(FAULTS) if draw.random() < _FAULT_SHARE else None)
+    recordings = folder / "recordings"
+    store = StoreProcess(folder, arguments.store or ("rclone" if shutil.which("rclone") else "moto"))
+    store.start()
+    proxy = FaultyProxy(
+        store.url,
+        lambda method, path: draw.choice(FAULTS) if draw.random() < _FAULT_SHARE else None,
+        mends=store.is_lasting,
+    )
     proxy.slow_s = 0.05
-    environment = server.environment(os.environ, folder)
+    door = FaultyProxy(store.url, mends=store.is_lasting)
+    environment = store_environment(store.url, os.environ, folder)
     os.environ.clear()
     os.environ.update(environment | {"AWS_ENDPOINT_URL": proxy.url})
     problems: list[str] = []
+    outages = _Outages(store, draw, may_lose=arguments.keep_local == "all")
+    shards = _Shards(recordings, folder / "aside")
+    jobs_begun, num_runs = 0, 0
+    writer: Any = None
+    job: jobs.Job | None = None
     try:
-        num_kills, num_reads, num_runs = 0, 0, 0
-        writers: list[Any] = []
+        num_kills, num_reads = 0, 0
         while num_kills < count and time.monotonic() < until_s:
-            writers = [writer for writer in writers if writer.is_alive()]
-            while len(writers) < _NUM_WRITERS:
-                writer = context.Process(target=_record, args=(folder / "recordings" / f"run-{num_runs}", num_runs))
+            if writer is None or not writer.is_alive():
+                writer = context.Process(target=_record, args=(recordings / f"run-{num_runs}", num_runs))
                 writer.start()
-                writers.append(writer)
                 num_runs += 1
+            if job is None or job.process.poll() is not None:
+                job = _begin_job(folder, jobs_begun, draw)
+                jobs_begun += 1
             daemon = context.Process(target=_ship, args=(folder, arguments.keep_local, False, proxy.url))
             daemon.start()
-            time.sleep(draw.uniform(0.02, 0.8))
+            time.sleep(draw.uniform(0.02, 1.5))
             assert daemon.pid is not None
             os.kill(daemon.pid, signal.SIGKILL)
             daemon.join()
             num_kills += 1
-            if num_kills % 10 == 0:
+            if num_kills % _KILLS_A_STORE == 0:
+                outages.next()
+            if num_kills % 25 == 0 and outages.is_over:
                 num_reads += 1
-                problems += _look(server, num_kills)
+                problems += _look(store, door.url, num_kills)
             if num_kills % 50 == 0:
-                print(f"{num_kills} kills, {num_runs} runs, {sum(proxy.seen[f] for f in FAULTS)} faults", flush=True)
-        for writer in writers:
+                num_faults = sum(proxy.seen[fault] for fault in FAULTS)
+                print(
+                    f"{num_kills} kills, {outages}, {jobs_begun} jobs, {num_runs} short runs, {num_faults} faults",
+                    flush=True,
+                )
+        outages.end()
+        if writer is not None:
             writer.join()
+        if job is not None:
+            job.process.wait(jobs.DEADLINE_S)
         proxy.fault = lambda method, path: None
-        expected = {path: path.stat().st_size for path in (folder / "recordings").rglob("*") if path.is_file()}
         last = context.Process(target=_ship, args=(folder, "all", True, proxy.url))
         last.start()
         last.join()
+        shards.close()
         if last.exitcode != 0:
             problems.append(f"the last daemon ended with {last.exitcode}")
-        problems += _compare(server, folder)
+        problems += _compare(store, door.url, folder, shards.folder)
         faults = {fault: proxy.seen[fault] for fault in FAULTS}
-        print(f"{num_kills} kills of the daemon over {num_runs} runs, {len(expected)} files; {num_reads} looks between")
-        print(f"{sum(proxy.seen.values()) - proxy.seen['none'] - sum(faults.values())} requests, faults {faults}")
+        num_requests = sum(proxy.seen.values()) - proxy.seen["none"] - sum(faults.values())
+        print(f"{num_kills} kills of the daemon, {outages}; {jobs_begun} jobs of 2 ranks and {num_runs} short runs")
+        print(f"{shards.num_linked} sealed shards were here; {num_reads} looks between; {num_requests} requests")
+        print(f"faults of requests: {faults}")
     finally:
+        shards.close()
+        if job is not None:
+            job.kill()
+        outages.end()
         proxy.close()
-        server.close()
+        door.close()
+        store.kill()
+    log = (folder / "daemon.log").read_text(errors="replace")
+    problems += [f"daemon.log has {log.count('Traceback')} tracebacks"] * ("Traceback" in log)
     for problem in problems:
         print(f"FOUND: {problem}")
     if not problems:
@@ -104,6 +147,93 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         print(f"kept: {folder}")
     return int(bool(problems))
+
+
+class _Outages:
+    """What happens to the store: most times it is killed, now and then it hangs or has lost everything."""
+
+    def __init__(self, store: StoreProcess, draw: random.Random, *, may_lose: bool) -> None:
+        self._store, self._draw, self._may_lose = store, draw, may_lose
+        self._thread: threading.Thread | None = None
+        self.num_kills = self.num_stops = self.num_losses = 0
+
+    def __str__(self) -> str:
+        return f"{self.num_kills} of the store ({self.num_losses} times it came back empty), {self.num_stops} stops"
+
+    @property
+    def is_over(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def next(self) -> None:
+        """Kill it, once the outage before is over; what follows goes on beside the daemon's kills."""
+        self.end()
+        seconds, kind = self._draw.uniform(0.05, 4), self._draw.random()
+        self._store.kill()
+        self.num_kills += 1
+        if self._may_lose and (kind < 0.1 or not self._store.is_lasting):
+            self._store.empty()
+            self.num_losses += 1
+        is_stop = kind > 0.85
+        self.num_stops += is_stop
+
+        def come_back() -> None:
+            time.sleep(seconds)
+            self._store.start()
+            if is_stop:
+                self._store.stop()
+                time.sleep(60.0 if kind > 0.97 else 5.0)
+                self._store.go_on()
+
+        self._thread = threading.Thread(target=come_back)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Wait until the store is there."""
+        if self._thread is not None:
+            self._thread.join()
+
+
+class _Shards:
+    """Keeps each sealed shard that it sees, by a hard link: the daemon may remove it, and a run may lose it."""
+
+    def __init__(self, recordings: Path, folder: Path) -> None:
+        self.folder = folder
+        self._recordings = recordings
+        self._is_ending = threading.Event()
+        self._thread = threading.Thread(target=self._keep)
+        self._thread.start()
+
+    @property
+    def num_linked(self) -> int:
+        return sum(path.is_file() for path in self.folder.rglob("*"))
+
+    def close(self) -> None:
+        self._is_ending.set()
+        self._thread.join()
+
+    def _keep(self) -> None:
+        seen: set[Path] = set()
+        while not self._is_ending.wait(1.0):
+            for path in self._recordings.rglob("*.arrow"):
+                if path in seen:
+                    continue
+                kept = self.folder / path.relative_to(self._recordings)
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileNotFoundError, FileExistsError):
+                    os.link(path, kept)
+                    seen.add(path)
+
+
+def _begin_job(folder: Path, number: int, draw: random.Random) -> jobs.Job:
+    """Start a torchrun of two ranks; every third job loses a rank by SIGKILL."""
+    settings = jobs.recording(
+        _RULES, dir=str(folder / "recordings"), shard_bytes=str(draw.choice((1, 1, 6)) << 20), min_free_bytes="0"
+    )
+    script = Path(__file__).with_name("daemon_train.py")
+    options = [f"--seconds={draw.uniform(30, 80):.0f}", "--pause=0.04"]
+    if number % 3 == 2:
+        options.append(f"--die-at={draw.randrange(50, 600)}")
+    return jobs.torchrun(folder / f"job-{number}", script, *options, **settings)
 
 
 def _ship(folder: Path, keep_local: str, is_once: bool, url: str) -> None:
@@ -137,13 +267,13 @@ def _record(path: Path, seed: int) -> None:
     rig.close()
 
 
-def _look(server: StoreServer, num_kills: int) -> list[str]:
+def _look(server: StoreProcess, url: str, num_kills: int) -> list[str]:
     """Read what is there as a reader would, who has the store to himself."""
-    os.environ["AWS_ENDPOINT_URL"] = server.url
+    os.environ["AWS_ENDPOINT_URL"] = url
     listed = server.client.list_objects_v2(Bucket=BUCKET, Prefix=f"{_PREFIX}/", Delimiter="/").get("CommonPrefixes", ())
-    names = [one["Prefix"].split("/")[1] for one in listed if "/run-" in one["Prefix"]]
+    names = [name for one in listed if not (name := one["Prefix"].split("/")[1]).startswith("_")]
     problems = []
-    for name in sorted(names, key=lambda name: int(name.partition("-")[2]))[-3:]:
+    for name in random.Random(num_kills).sample(names, min(len(names), 3)):
         where = f"s3://{BUCKET}/{_PREFIX}/{name}"
         try:
             found = recorder.open_run(where)
@@ -155,8 +285,8 @@ def _look(server: StoreServer, num_kills: int) -> list[str]:
     return problems
 
 
-def _compare(server: StoreServer, folder: Path) -> list[str]:
-    os.environ["AWS_ENDPOINT_URL"] = server.url
+def _compare(server: StoreProcess, url: str, folder: Path, aside: Path) -> list[str]:
+    os.environ["AWS_ENDPOINT_URL"] = url
     there: dict[str, bytes] = {}
     for page in server.client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=f"{_PREFIX}/"):
         for one in page.get("Contents", ()):
@@ -168,8 +298,16 @@ def _compare(server: StoreServer, folder: Path) -> list[str]:
     here = {str(path.relative_to(root)): path.read_bytes() for path in paths}
     problems = [f"lost: {name}" for name in sorted(here.keys() - there.keys())]
     problems += [f"other bytes: {name}" for name in sorted(here.keys() & there.keys()) if here[name] != there[name]]
+    was_here = {str(path.relative_to(aside)): path for path in aside.rglob("*.arrow")}
+    for name in sorted(was_here.keys() - here.keys()):
+        if there.get(name) != was_here[name].read_bytes():
+            problems.append(f"removed here and {'other bytes' if name in there else 'lost'} there: {name}")
+        directory, _, shard = name.rpartition("/")
+        if f"{directory}/{index_name(shard)}" not in there:
+            problems.append(f"removed here and without its index there: {name}")
     num_open = sum(name.endswith(".open") for name in here)
     problems += [f"{num_open} shards of dead writers are still open"] * (num_open > 0)
+    problems += [f"open there: {name}" for name in sorted(there) if name.endswith(".open") and name not in here]
     left_runs = {name.partition("/")[0] for name in here}
     problems += [f"left over: {n}" for n in sorted(there.keys() - here.keys()) if n.partition("/")[0] in left_runs]
     runs = sorted({name.partition("/")[0] for name in there})
@@ -183,4 +321,5 @@ def _compare(server: StoreServer, folder: Path) -> list[str]:
             local = recorder.open_run(root / name)
             if local.num_rows != found.num_rows:
                 problems.append(f"{name}: {local.num_rows} rows here and {found.num_rows} there")
+    print(f"{len(here)} files here, {len(there)} there; {len(was_here.keys() - here.keys())} shards were removed here")
     return problems
