@@ -71,6 +71,7 @@ class Daemon:
         self.shared = Shipping(destination=destination, settings=settings, is_stopping=self._stop.is_set)
         self._runs: dict[tuple[str, tuple[str, ...]], RunShipper] = {}
         self._counts = Entries()
+        self._unshipped_before: dict[str, str] = {}
         self._fleet = FleetDocument(destination)
         self._pools = {
             lane: ThreadPoolExecutor(num_threads, f"recorder-{lane}")
@@ -109,9 +110,9 @@ class Daemon:
         """Ask the store once, so that a wrong setting is said before anything is moved.
 
         Raises:
-            StoreError: it refuses, or is not there.
+            StoreError: it refuses, is not there, or would overwrite what is there.
         """
-        self.shared.destination.get("_fleet/_none.json")
+        self.shared.destination.check()
 
     def run(self) -> int:
         """Ship until SIGTERM or SIGINT, and return the exit code."""
@@ -167,7 +168,7 @@ class Daemon:
     @property
     def unshipped(self) -> dict[str, str]:
         """Return why directories that hold a run, or may hold one, are not shipped, by their paths."""
-        return self._counts.unshipped
+        return self._counts.unshipped | {path: why for run in self.runs for path, why in run.unshipped.items()}
 
     def stop(self) -> None:
         """Stop soon. Re-entrant: the handlers of signals call it."""
@@ -298,10 +299,12 @@ class Daemon:
         for key in self._runs.keys() - runs:
             run = self._runs.pop(key)
             run.close()
+            self.shared.said.pop(run.key, None)
             self._carriers.pop(run, None)
-        for path in counts.unshipped.keys() - self._counts.unshipped.keys():
-            logger.warning("%s: is not shipped: %s", path, counts.unshipped[path])
         self._counts = counts
+        for path in self.unshipped.keys() - self._unshipped_before.keys():
+            logger.warning("%s: is not shipped: %s", path, self.unshipped[path])
+        self._unshipped_before = self.unshipped
         self._has_found = True
 
     def _summarise(self) -> None:

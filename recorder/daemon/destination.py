@@ -21,6 +21,7 @@ from urllib.parse import unquote
 from crc32c import crc32c
 
 from ..errors import ConfigError, StoreError
+from ..read.fleet import FLEET
 from ..storage.clients import KINDS, Client
 from ..storage.locations import scheme_of
 from .watching import LocalFile
@@ -33,6 +34,9 @@ _NUM_TRIES = 2
 """Of one request. The daemon itself tries again for as long as it runs."""
 _CRC_KEY = "recordercrc32c"
 """The metadata of an object in which stands what was to be put."""
+_PROBE = f"{FLEET}/_conditions"
+"""The object on which a store shows that it judges the conditions of puts."""
+_JUDGES = b"judged\n"
 _MD5 = re.compile(r"[0-9a-f]{32}")
 
 Answer = TypeVar("Answer")
@@ -81,6 +85,13 @@ class Destination(Protocol):
 
     url: str
 
+    def check(self) -> None:
+        """Ask the destination once whether puts can be made there safely.
+
+        Raises:
+            StoreError: it cannot be asked, refuses, or does not judge the conditions of a put.
+        """
+
     def put_new(self, key: str, file: LocalFile) -> str:
         """Put a file that will never change; return how it was confirmed: ``etag``, ``read``, ``synced`` or ``there``.
 
@@ -127,11 +138,36 @@ class Bucket:
         self._client = Client(scheme, bucket, silence_s=_SILENCE_S, num_tries=_NUM_TRIES)
         self._tag = "version" if scheme == "gs" else "e_tag"
         """What a conditional put names: Google's store wants the generation of the object."""
+        self._is_checked = False
 
     def renew(self) -> None:
         self._client.renew()
 
+    def check(self) -> None:
+        if self._is_checked:
+            return
+        held = self.get(_PROBE)
+        if held is None or held[0] != _JUDGES:
+            self._try_conditions()
+        self._is_checked = True
+
+    def _try_conditions(self) -> None:
+        """See that the store refuses what it must, on an object of our own that then says so to the next daemon."""
+        with contextlib.suppress(TakenError):
+            self._put_if(_PROBE, b"?", None)
+        for wrong in (None, "1" if self._tag == "version" else "0" * 32):
+            with contextlib.suppress(TakenError, FileNotFoundError):
+                self._put_if(_PROBE, b"?", wrong)
+                raise StoreError(
+                    f"{self.url}: the store takes puts whose conditions (If-None-Match, If-Match) do not hold, so that"
+                    " what is there could be overwritten; nothing is shipped there; name another store"
+                )
+        held = self.get(_PROBE)
+        with contextlib.suppress(TakenError):  # another daemon has just done it
+            self._put_if(_PROBE, _JUDGES, held[1] if held is not None else None)
+
     def put_new(self, key: str, file: LocalFile) -> str:
+        self.check()
         crc, e_tag = _digests(file, file.size_bytes)
         attributes = {_CRC_KEY: f"{crc:08x}"}
         path = self._prefix + key
@@ -173,6 +209,10 @@ class Bucket:
         return _bare(obstore.put(store, path, pieces(), attributes=attributes, **options)["e_tag"])
 
     def put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
+        self.check()
+        return self._put_if(key, content, e_tag)
+
+    def _put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
         self._throttle.take(len(content))
         attributes = {_CRC_KEY: f"{crc32c(content):08x}"}
         mode: Any = "create" if e_tag is None else {self._tag: f'"{e_tag}"' if self._tag == "e_tag" else e_tag}
@@ -283,6 +323,9 @@ class Directory:
 
     def renew(self) -> None:
         """Do nothing: a folder has no credentials."""
+
+    def check(self) -> None:
+        self.get(_PROBE)
 
     def put_new(self, key: str, file: LocalFile) -> str:
         final = self._made_path(key)

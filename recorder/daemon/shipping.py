@@ -61,6 +61,8 @@ class Shipping:
     """Whether open shards go as they are, because there may be no other time."""
     at_once: Any = field(default_factory=threading.Lock)
     """Held while a snapshot of many bytes is in memory."""
+    said: dict[str, str] = field(default_factory=dict)
+    """The last error of each run, so that a job that fails again and again is said once."""
 
     @property
     def look_s(self) -> float:
@@ -74,7 +76,8 @@ class Shipping:
 
     def failed(self, error: Exception, where: str) -> None:
         """Count an error of a job and log it once; the job is tried again."""
-        kind = error.kind if isinstance(error, StoreError) else "local" if isinstance(error, OSError) else "internal"
+        kind = error.kind if isinstance(error, StoreError) else "internal"
+        kind = "local" if isinstance(error, (OSError, RunError, RefusedError)) else kind
         kind = "damaged" if isinstance(error, DamagedError) else kind
         self.counters.add("errors", kind)
         if isinstance(error, StoreError):
@@ -85,8 +88,12 @@ class Shipping:
             if is_first:
                 logger.warning("the store fails, and is tried again: %s", error, extra={"kind": kind, "where": where})
         elif not isinstance(error, FileNotFoundError):
-            is_ours = kind == "internal"
-            logger.warning("%s: %s: %s", where, type(error).__name__, error, exc_info=error if is_ours else None)
+            text, is_ours = f"{type(error).__name__}: {error}", kind == "internal"
+            if self.said.get(where) != text:
+                self.said[where] = text
+                logger.warning("%s: %s", where, text, exc_info=error if is_ours else None)
+            if kind == "damaged":
+                self.health.failed(text)
 
 
 @dataclass(slots=True)
@@ -123,6 +130,8 @@ class RunShipper:
         self.conflict = ""
         """Why nothing of the run is shipped; empty where it is."""
         self.was_pruned = False
+        self.unreadable = ""
+        """Why its manifest cannot be read; empty where it can."""
         self.is_settled = False
         self.settled_since_s = 0.0
         """When everything was there for the first time, by the monotonic clock."""
@@ -136,6 +145,8 @@ class RunShipper:
         self._documents: dict[str, _Document] = {}
         self._stamps: dict[str, Stamp] = {}
         self._aside: dict[str, Stamp] = {}
+        self._manifest: Stamp | None = None
+        """Of the manifest by which the run was found to be the one that the destination has."""
         self._lock = threading.Lock()
         self._next_look_s = self._next_settled_look_s = 0.0
         self._reconcile_at_s = 0.0
@@ -174,6 +185,8 @@ class RunShipper:
         self.is_settled = False
         with self.open() as folder:
             writers, self._stamps, counts = list_run(folder)
+            if self._stamps.get(RUN_MANIFEST) != self._manifest:  # another run has taken the name
+                return [("small", self._reconcile)]
             self._changes = {"": folder.changed_ns()}
             for rank in {rank for rank, _ in writers}:
                 with folder.below(rank) as inner:
@@ -188,7 +201,7 @@ class RunShipper:
         jobs: list[tuple[str, Callable[[], None]]] = []
         for writer in list(self.writers.values()):
             jobs += writer.look(now_s)
-        if not jobs and all(writer.is_settled for writer in self.writers.values()):
+        if not jobs and not counts.unshipped and all(writer.is_settled for writer in self.writers.values()):
             if self._are_documents_there():
                 self.is_settled = True
                 self.settled_since_s = self.settled_since_s or now_s
@@ -213,7 +226,14 @@ class RunShipper:
     @property
     def has_stuck_files(self) -> bool:
         """Whether files cannot be shipped until somebody does something."""
-        return any(writer.stuck for writer in list(self.writers.values()))
+        return bool(self.unshipped) or any(writer.stuck for writer in list(self.writers.values()))
+
+    @property
+    def unshipped(self) -> dict[str, str]:
+        """Return why something of the run cannot be read, by its path."""
+        own = {f"{self.path}/{RUN_MANIFEST}": self.unreadable} if self.unreadable else {}
+        writers = list(self.writers.values())
+        return own | self._counts.unshipped | {one.path: one.unreadable for one in writers if one.unreadable}
 
     @property
     def is_recording(self) -> bool:
@@ -244,7 +264,8 @@ class RunShipper:
     def is_put(self) -> bool:
         """Whether all that was here at the last look is there, also of writers that are at work."""
         writers = list(self.writers.values())
-        return self._has_looked and self._are_documents_there() and all(writer.is_put for writer in writers)
+        is_put = self._has_looked and self._are_documents_there() and all(writer.is_put for writer in writers)
+        return is_put or bool(self.unreadable)
 
     @property
     def is_known(self) -> bool:
@@ -324,7 +345,15 @@ class RunShipper:
 
     def _reconcile(self) -> None:
         """List what the destination has, and forget what it has confirmed and has not any more."""
-        if not self._is_ours():
+        try:
+            self.unreadable = ""
+            is_ours = self._is_ours()
+        except (PermissionError, RunError, RefusedError) as error:
+            self.unreadable = str(error)
+            self._next_look_s = time.monotonic() + _QUIET_LOOK_S
+            self.shared.failed(error, self.path)
+            return
+        if not is_ours:
             return
         self.held = {key[len(self.key) + 1 :]: held for key, held in self.shared.destination.listing(f"{self.key}/")}
         lost = [
@@ -354,6 +383,7 @@ class RunShipper:
         """Whether the destination has no other run of this name, and none that was pruned."""
         with self.open() as folder, folder.open(RUN_MANIFEST) as file:
             local = parse_json(file.bytes(0, min(file.size_bytes, MAX_MANIFEST_BYTES)), file.where)
+            self._manifest = file.stamp
         self.run_id = str(local.get("run_id"))
         self.facts = local
         there = self.shared.destination.get(f"{self.key}/{RUN_MANIFEST}")
@@ -531,6 +561,9 @@ class WriterShipper:
         self.balance = Balance()
         """Of the manifest or of the status, which is later."""
         self.step_changed_s = 0.0
+        self.path = f"{run.path}/{rank}/{writer}"
+        self.unreadable = ""
+        """Why its directory, its manifest or its status cannot be read; empty where they can."""
         self.stuck: set[str] = set()
         """Files that cannot be shipped, until somebody does something: there or here is something else."""
         self.is_settled = False
@@ -629,8 +662,12 @@ class WriterShipper:
     def _done(self, lane: str, job: Callable[[], None]) -> None:
         try:
             job()
+            self.unreadable = ""
         except (OSError, RunError, StoreError, DamagedError, RefusedError) as error:
             self.is_settled = False
+            if isinstance(error, PermissionError):
+                self.unreadable, self.is_put, self.has_looked = str(error), True, True
+                self._next_look_s = time.monotonic() + _QUIET_LOOK_S
             if isinstance(error, RefusedError):
                 self.run.shared.counters.add("refused_files", "content")
                 logger.error("%s; it is not shipped", error)
@@ -742,6 +779,9 @@ class WriterShipper:
             self.stuck.add(name)
             self.run.shared.counters.add("refused_files", "content")
             logger.error("%s; it is not shipped", error)
+        except OSError as error:  # its permissions, or the disk; the next listing of the store tries it again
+            self.stuck.add(name)
+            self.run.shared.failed(error, f"{self.path}/{name}")
 
     def _put_snapshot(self, folder: Folder, name: str, stamp: Stamp) -> None:
         """Put the whole batches of an open shard, in place of fewer of them."""

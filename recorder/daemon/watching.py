@@ -234,13 +234,18 @@ def _find_runs(folder: Folder, names: tuple[str, ...], counts: Entries) -> Itera
             with folder.below(name) as inner:
                 yield from _find_runs(inner, (*names, name), counts)
         except PermissionError as error:
-            counts.unshipped[f"{folder.path}/{name}"] = f"the daemon may not look into it ({error.strerror})"
+            counts.unshipped[f"{folder.path}/{name}"] = closed_to_us(error)
         except OSError:  # it is gone, or was replaced
             continue
     for name in entries.misnamed:
         with contextlib.suppress(OSError), folder.below(name) as inner:
             os.stat(RUN_MANIFEST, dir_fd=inner.descriptor, follow_symlinks=False)
             counts.unshipped[f"{folder.path}/{name}"] = "its name is not of letters, digits and . _ = + @ -: rename it"
+
+
+def closed_to_us(error: PermissionError) -> str:
+    """Return why a directory that may not be read is not shipped."""
+    return f"the daemon may not look into it ({error.strerror})"
 
 
 def list_run(folder: Folder) -> tuple[list[tuple[str, str]], dict[str, Stamp], Entries]:
@@ -252,11 +257,17 @@ def list_run(folder: Folder) -> tuple[list[tuple[str, str]], dict[str, Stamp], E
     writers = []
     for name in entries.directories:
         if parse_rank_dir(name) is not None or name == _GLOBAL_DIR:
-            with contextlib.suppress(OSError), folder.below(name) as inner:
-                below = inner.entries(with_stamps=False)
-                writers += [(name, writer) for writer in below.directories]
-                counts.num_refused += below.num_refused
-                counts.num_foreign += len(below.files)
+            try:
+                with folder.below(name) as inner:
+                    below = inner.entries(with_stamps=False)
+            except PermissionError as error:
+                counts.unshipped[f"{folder.path}/{name}"] = closed_to_us(error)
+                continue
+            except OSError:  # it is gone, or was replaced
+                continue
+            writers += [(name, writer) for writer in below.directories]
+            counts.num_refused += below.num_refused
+            counts.num_foreign += len(below.files)
         elif not name.startswith("_"):
             counts.num_foreign += 1
     return writers, documents, counts

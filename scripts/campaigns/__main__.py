@@ -29,6 +29,7 @@ FAULTS = {
     "soak": ("faults.soak", "an hour of recording; memory, descriptors and threads must not grow"),
     "repair": ("faults.repair", "a repair that is killed before each of its changes of the disk, and run again"),
     "daemon": ("faults.daemon", "kills of the daemon over recordings that grow and a store that fails"),
+    "daemon-soak": ("faults.daemon_soak", "an hour of shipping; the daemon's memory and descriptors must not grow"),
     "flip": ("fuzz.flip", "flipped bits in shards, indexes and manifests"),
     "fuzz": ("fuzz.fuzz", "mutated files under a memory limit"),
     "scale": ("faults.scale", "50,000 modules, 4,096 ranks"),

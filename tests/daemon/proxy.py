@@ -40,6 +40,8 @@ class FaultyProxy:
         self.seen: Counter[str] = Counter()
         """Requests by method, and by fault."""
         self.slow_s = 0.3
+        self.hides_conditions = False
+        """Whether the store is not told the conditions of puts, as one that does not know them."""
         target = urlsplit(url)
         proxy = self
         one_put = threading.Lock()
@@ -67,6 +69,8 @@ class FaultyProxy:
                 assert target.hostname is not None
                 connection = http.client.HTTPConnection(target.hostname, target.port, timeout=30)
                 headers = {k: v for k, v in self.headers.items() if k.lower() not in ("connection", "content-length")}
+                if proxy.hides_conditions:
+                    headers = {k: v for k, v in headers.items() if k.lower() not in ("if-match", "if-none-match")}
                 is_judged = mends and (self.headers["If-None-Match"] or self.headers["If-Match"])
                 with one_put if is_judged else contextlib.nullcontext():
                     if is_judged and not self._holds(connection):

@@ -87,7 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
         num_kills, num_reads = 0, 0
         while num_kills < count and time.monotonic() < until_s:
             if writer is None or not writer.is_alive():
-                writer = context.Process(target=_record, args=(recordings / f"run-{num_runs}", num_runs))
+                writer = context.Process(target=record, args=(recordings / f"run-{num_runs}", num_runs))
                 writer.start()
                 num_runs += 1
             if job is None or job.process.poll() is not None:
@@ -250,7 +250,7 @@ def _ship(folder: Path, keep_local: str, is_once: bool, url: str) -> None:
     os._exit(code)
 
 
-def _record(path: Path, seed: int) -> None:
+def record(path: Path, seed: int) -> None:
     """Be a writer: record for a while, then close, or be killed."""
     draw = random.Random(seed)
     rig = Rig(path, flush_interval_s=0.05, shard_bytes=1 << 20, shard_rows=draw.choice((40, 400)))

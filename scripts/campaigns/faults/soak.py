@@ -179,7 +179,7 @@ class Progress:
 def judge(samples: Sequence[Sample], warm_up_s: float) -> list[str]:
     """Print each quantity's slope, and of which nothing is known. Returns what grew."""
     warm = [one for one in samples if one.time_s >= warm_up_s]
-    problems = _grown(warm, warm_up_s) if len(warm) >= _BLOCKS else []
+    problems = grown(warm, warm_up_s) if len(warm) >= _BLOCKS else []
     if len(warm) < _BLOCKS:
         print(f"too short to judge: {len(warm)} samples after {warm_up_s:.0f} s of warm-up")
     most_bytes = max((one.disk_bytes for one in samples), default=0)
@@ -188,7 +188,8 @@ def judge(samples: Sequence[Sample], warm_up_s: float) -> list[str]:
     return problems
 
 
-def _grown(warm: Sequence[Sample], warm_up_s: float) -> list[str]:
+def grown(warm: Sequence[Sample], warm_up_s: float) -> list[str]:
+    """Print each quantity's slope after the warm-up. Returns what grew."""
     times_s = [one.time_s for one in warm]
     span_s = times_s[-1] - times_s[0]
     problems, unknown = [], []
