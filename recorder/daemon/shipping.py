@@ -22,7 +22,15 @@ from crc32c import crc32c
 from ..errors import CorruptError, RunError, StoreError
 from ..format.manifest import Balance, Lifetime
 from ..format.members import Members
-from ..format.rundir import MAX_MANIFEST_BYTES, RUN_MANIFEST, WRITER_MANIFEST, index_name, parse_json, parse_rank_dir
+from ..format.rundir import (
+    MAX_MANIFEST_BYTES,
+    RUN_MANIFEST,
+    WRITER_MANIFEST,
+    encode_manifest,
+    index_name,
+    parse_json,
+    parse_rank_dir,
+)
 from ..format.status import STATUS, STATUS_BYTES
 from ..read.shards.messages import FIRST_MESSAGE, block_at
 from .counters import Counters, Health
@@ -509,6 +517,10 @@ class RunShipper:
         if noted_bytes is not None:
             self.ledger.add(name, noted_bytes, f"crc:{crc:08x}")
 
+    def is_document_there(self, name: str) -> bool:
+        """Whether the destination has some state of a document."""
+        return name in self._documents or name in self.held
+
     def has_document(self, name: str, content: bytes) -> bool:
         known = self._documents.get(name)
         return known is not None and known.crc == crc32c(content)
@@ -716,6 +728,8 @@ class WriterShipper:
             self.files = files
             self._judge(files)
             self.has_looked = True
+            if manifest is not None and not run.is_document_there(self.below + WRITER_MANIFEST):
+                run.put_document(self.below + WRITER_MANIFEST, _as_begun(manifest), is_ours=self._is_of_it)
             for name, stamp in (files.sealed | files.indexes).items():
                 if not self._is_large_lane(name) and not self._is_there(name, stamp):
                     self._put_file(folder, name)
@@ -904,6 +918,16 @@ class WriterShipper:
             mine = Lifetime.read(self.status) if self.lifetime.pid == 0 else self.lifetime
             return (other.writer, other.pid, other.started_ns) == (mine.writer, mine.pid, mine.started_ns)
         return False
+
+
+def _as_begun(manifest: bytes) -> bytes:
+    """Return a writer's manifest as one that promises no rows yet: it is there before what it speaks of."""
+    with contextlib.suppress(RunError):
+        raw = parse_json(manifest, WRITER_MANIFEST)
+        if raw.get("state") == "closed":
+            members = {name: value for name, value in raw.items() if name != "ledger"}
+            return encode_manifest(members | {"state": "recording"})
+    return manifest
 
 
 def status_says_closed(status: dict[str, Any]) -> bool:

@@ -106,6 +106,7 @@ class Client:
         self._scheme = scheme
         self._bucket = bucket
         self._kind = KINDS[scheme]
+        self._is_anonymous = False
         self.renew()
 
     def ask(self, path: object, question: Callable[[Any], Answer]) -> Answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 from pathlib import Path
@@ -128,7 +129,8 @@ def test_what_is_something_else_there_is_never_overwritten(tmp_path: Path, store
     assert daemon.counters.of("conflicts") == {"tensors": 1}
     found = objects(store, prefix_of(to))
     assert found[key] == b"ARROW1 of somebody else"
-    assert str(shard.with_name("_writer.json").relative_to(run.parent)) not in found, "it promises the shard"
+    manifest = json.loads(found[str(shard.with_name("_writer.json").relative_to(run.parent))])
+    assert (manifest["state"], "ledger" in manifest) == ("recording", False), "it promises the shard"
     assert shard.exists()
 
 
@@ -141,14 +143,18 @@ def test_another_run_of_that_name_is_left_alone(tmp_path: Path, store: StoreServ
     assert objects(store, prefix_of(to)) == {"run-a/_run.json": other}
 
 
-def test_a_closed_manifest_waits_for_its_shards(
+def test_a_closed_manifest_waits_for_its_shards_and_what_is_there_is_a_run_that_grows(
     tmp_path: Path, store: StoreServer, to: str, proxy: FaultyProxy
 ) -> None:
     run = small_run(tmp_path)
     proxy.fault = lambda method, path: "403" if method == "PUT" and "/tensors-" in path else None
     code, _ = ship(tmp_path, to)
     assert code == 1
-    assert not any(name.endswith(("_writer.json", "tensors-000000.arrow")) for name in objects(store, prefix_of(to)))
+    found = objects(store, prefix_of(to))
+    assert not any(name.endswith("tensors-000000.arrow") for name in found)
+    states = [json.loads(content)["state"] for name, content in found.items() if name.endswith("_writer.json")]
+    assert states == ["recording", "recording"]
+    assert faults(f"{to}/run-a") == []
     proxy.fault = lambda method, path: None
     assert ship(tmp_path, to)[0] == 0
     assert objects(store, prefix_of(to)) == files(run.parent)

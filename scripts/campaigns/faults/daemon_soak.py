@@ -19,7 +19,6 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 from recorder.daemon.state import running
 from tests.distributed import jobs
@@ -88,13 +87,12 @@ def _watch(pid: int, folder: Path, seconds: float, interval_s: float) -> tuple[l
     context.set_forkserver_preload(["scripts.campaigns.faults.daemon"])
     began_s = time.monotonic()
     samples: list[Sample] = []
-    progress, writer, num_runs = Progress(), None, 0
+    progress, num_runs = Progress(), 0
     next_scrape_s = next_run_s = began_s
     while (now_s := time.monotonic()) < began_s + seconds:
         if now_s >= next_run_s:
             next_run_s += _RUN_S
-            writer: Any = context.Process(target=record, args=(folder / "recordings" / f"run-{num_runs}", num_runs))
-            writer.start()
+            context.Process(target=record, args=(folder / "recordings" / f"run-{num_runs}", num_runs)).start()
             num_runs += 1
         if now_s >= next_scrape_s:
             next_scrape_s += _SCRAPE_S
