@@ -57,6 +57,9 @@ __all__ = [
 _active: Any = None
 """The recorder that records in this process, set by `lifecycle.active`; while it is None, `tap` does nothing."""
 
+_armed: Any = None
+"""The recorder that the flag has made, until it records; set by `lifecycle.active`."""
+
 _LAZY = {
     "open_run": "globalview.run",
     "Run": "globalview.run",
@@ -115,15 +118,19 @@ def attach(model: nn.Module, *, enabled: bool | None = None, name: str | None = 
 
 
 def scalar(name: str, value: Any) -> None:
-    """Record a number of this step, such as a loss: a float, an int, or a tensor of one element (never synced)."""
+    """Record a number of this step, such as a loss: a float, an int, or a tensor of one element (never synced).
+
+    Under the flag a recording begins with the first call of the model; what is given before that is not recorded.
+    """
     if _active is not None:
         _active.scalar(name, value)
 
 
 def step(number: int) -> None:
-    """Name the step by hand; from the first call on, only these calls move it."""
-    if _active is not None:
-        _active.name_step(number)
+    """Name the step by hand, at the top of each iteration; from the first call on, only these calls move it."""
+    recorder = _active or _armed
+    if recorder is not None:
+        recorder.name_step(number)
 
 
 def trigger(reason: str) -> None:

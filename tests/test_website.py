@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
 
 import pytest
 
+import recorder
 from recorder.checks.book import RULES
 from recorder.cli.app import load_command
 from recorder.cli.commands import COMMANDS
@@ -36,6 +39,20 @@ def test_the_page_of_commands_has_each_option_of_a_command_in_its_section(name: 
     options = {one for param in command.params for one in param.opts if one.startswith("--")}
     shown = {one for cell in first_cells(section) for one in re.findall(r"--[\w-]+", cell)}
     assert options <= shown
+
+
+def test_the_page_of_commands_says_what_run_takes() -> None:
+    assert "recorder run [NAME=VALUE ...] COMMAND [ARGUMENT ...]" in make_commands()
+
+
+def test_no_property_of_a_run_begins_with_what_the_site_takes_for_its_type() -> None:
+    """Sphinx takes `words: more` at the beginning of a property's docstring for a type and its description."""
+    properties = inspect.getmembers(recorder.Run, lambda member: isinstance(member, (property, cached_property)))
+    first_lines = {
+        name: (inspect.getdoc(member) or "").partition("\n")[0] for name, member in properties if name[0] != "_"
+    }
+    assert "endings" in first_lines
+    assert {name: line for name, line in first_lines.items() if ": " in line} == {}
 
 
 def test_the_page_of_rules_has_every_rule_and_every_threshold() -> None:

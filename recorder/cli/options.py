@@ -67,7 +67,8 @@ LayoutOption = Annotated[
     typer.Option(
         metavar="PATTERN=LAYOUT",
         help="How the ranks' values of some leaves lie, whatever was inferred: PATTERN is written like modules, and "
-        "matches module_path:site:name; LAYOUT is shard(DIM), replicate, partial(sum) or per_rank. Repeatable.",
+        "matches module_path:site:name; LAYOUT is shard(DIM), replicate, partial(sum), "
+        "partial(avg) or per_rank. Repeatable.",
     ),
 ]
 

@@ -35,6 +35,7 @@ _current: Recorder | None = None
 
 def _changed(recorder: Recorder, is_recording: bool) -> None:
     global _current
+    _package._armed = None  # type: ignore[attr-defined]
     if is_recording:
         ops.set_sink(recorder.graph_taps)
         _package._active = recorder  # type: ignore[attr-defined]
@@ -67,7 +68,7 @@ def start_from_environment() -> None:
         sys.stderr.write(f"recorder: {error}\n")
         raise SystemExit(2) from None
     os.environ[config.CHECKED_MARK] = "1"
-    _current = made
+    _current = _package._armed = made  # type: ignore[attr-defined]
     ops.set_sink(_current.graph_taps)  # a graph may be made, or an artefact called, before anything records
 
 

@@ -119,6 +119,8 @@ class Recorder:
         self._live: list[Optimizer] = []
         self._has_stepped = False
         """True once an optimizer has stepped before there was a root."""
+        self._first_step: int | None = None
+        """The step that the program has named before there was a root."""
         self.graph_taps = GraphTaps(self)
         self._num_optimizers = 0
         self._num_judged = 0
@@ -298,6 +300,9 @@ class Recorder:
         resumed = last_step(live)
         if resumed is not None:
             clock.step, clock.source = resumed, "optimizer"
+        if self._first_step is not None:
+            clock.name(self._first_step)
+        if clock.source != "counted":
             self.capture.step_changed()
         self._remove_early_hooks()
         if not self.by_flag:
@@ -604,10 +609,12 @@ class Recorder:
             self.capture.hook_failed(f"scalar {name!r}", error)
 
     def name_step(self, number: int) -> None:
-        """Name the step for `recorder.step`."""
-        if self.capture is not None:
-            self.capture.clock.name(int(number))
-            self.capture.step_changed()
+        """Name the step for `recorder.step`: before the recording begins, the one that it begins with."""
+        if self.capture is None:
+            self._first_step = int(number)
+            return
+        self.capture.clock.name(int(number))
+        self.capture.step_changed()
 
     def flush(self, deadline_s: float) -> bool:
         """Wait until everything seen so far is on disk; return False where the deadline came first."""

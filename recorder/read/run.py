@@ -73,7 +73,7 @@ class RecordedRun:
 
     @property
     def name(self) -> str:
-        """What people call it: the setting `name` of its recording, or what its directory is called."""
+        """What people call it, which is the setting `name` of its recording, or else what its directory is called."""
         return self.manifest.name or self.path.name
 
     @property
@@ -88,7 +88,7 @@ class RecordedRun:
 
     @property
     def is_merged(self) -> bool:
-        """Whether this is the output of a merge: its rows are global tensors already."""
+        """Whether this is the output of a merge, whose rows are global tensors already."""
         return self.manifest.merged_from is not None
 
     @property
@@ -103,7 +103,7 @@ class RecordedRun:
 
     @property
     def endings(self) -> list[str]:
-        """From where on data is missing: a sentence for each writer that did not close and is not at work any more."""
+        """From where on data is missing, a sentence for each writer that did not close and is not at work any more."""
         return [writer.ending for writer in self.writers if writer.state == "unclosed"]
 
     @property
@@ -112,12 +112,12 @@ class RecordedRun:
 
     @cached_property
     def jitter(self) -> int:
-        """The seed with which its inputs were moved on purpose, as the setting `jitter` asked; 0: they were not."""
+        """The seed with which its inputs were moved on purpose, as `jitter` asked, or 0 where they were not."""
         return next(filter(None, (writer.manifest.whole_setting("jitter") for writer in self.writers)), 0)
 
     @cached_property
     def jitter_moved(self) -> tuple[str, ...] | None:
-        """What `jitter` moved, ``inputs`` or ``embeddings``; empty: nothing. None where no manifest says it."""
+        """What `jitter` moved, ``inputs`` or ``embeddings``, if anything. None where no manifest says it."""
         moved = dict.fromkeys(what for fact in self._jitter_facts for what in fact.moved)
         return tuple(moved) if self._jitter_facts else None
 

@@ -208,6 +208,18 @@ def test_a_step_named_by_hand_overrules(tmp_path: Path) -> None:
     assert recording.manifest["step_source"] == "user"
 
 
+def test_a_step_named_before_the_first_call_of_the_model_is_the_first_one(tmp_path: Path) -> None:
+    model = Tiny()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train_step(model, optimizer)
+    with flagged(tmp_path) as recording:
+        for number in (100, 101):
+            recorder.step(number)
+            train_step(model, optimizer)
+    assert list(recording.rows(site="output", module_path="").step) == [100, 101]
+    assert recording.manifest["step_source"] == "user"
+
+
 def test_a_step_that_the_scaler_skips_is_counted_with_its_gradients(tmp_path: Path) -> None:
     with flagged(tmp_path) as recording:
         model = Tiny()

@@ -13,6 +13,7 @@ EPILOG = (
 )
 SETTINGS: dict[str, Any] = {
     "add_help_option": False,
+    "options_metavar": "[NAME=VALUE ...] COMMAND [ARGUMENT ...]",
     "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True},
 }
 
