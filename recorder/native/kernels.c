@@ -79,6 +79,20 @@ struct sums {
   double first, second;
 };
 
+/* Values of a chunk that are being counted for the histogram, two at once; kernels.inc says what their codes are. */
+struct counting {
+  const uint16_t *next; /* of the codes that are not counted yet; 0 where there are none at all */
+  int64_t left, base;
+  uint16_t table[2][64 * 64], codes[CHUNK_ITEMS / 2];
+};
+#define FEWEST_COUNTED 2048 /* values: below that the tables cost more than they save */
+
+/* What a look at a chunk's deviations from its mean needs, and what is counted beside it. */
+struct deviating {
+  double mean;
+  struct counting *counting;
+};
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -96,6 +110,14 @@ static inline float float_of(uint32_t bits) {
   float value;
   memcpy(&value, &bits, 4);
   return value;
+}
+
+/* The exponent of a finite value as a float with this bias has it: 0 where it is subnormal there, or zero. */
+static inline int64_t exponent_of(double value, int64_t bias) {
+  uint64_t bits;
+  memcpy(&bits, &value, 8);
+  int64_t exponent = (int64_t)(bits >> 52 & 2047) - 1023 + bias;
+  return exponent > 0 ? exponent : 0;
 }
 
 #define GENERIC 0
@@ -195,6 +217,6 @@ EXPORT int64_t recorder_native_encode(const uint8_t *data, int64_t items, int64_
 }
 
 EXPORT int64_t recorder_native_scratch(void) {
-  int64_t measuring = 3 * CHUNK_ITEMS * 4, huffman = (int64_t)sizeof(struct huffman);
+  int64_t measuring = 3 * CHUNK_ITEMS * 4 + (int64_t)sizeof(struct counting), huffman = (int64_t)sizeof(struct huffman);
   return measuring > huffman ? measuring : huffman;
 }

@@ -2,7 +2,8 @@
 
     python -m scripts.benchmarks kernels
 
-16 MiB of normally distributed values of each type, the median of 9 runs; `time.thread_time`, so that what else the
+16 MiB of normally distributed values of each type, the median of 9 runs; the columns of histogram and units hold the
+statistics as well; `time.thread_time`, so that what else the
 machine does costs caches and memory alone. Then what compresses the top plane: zstd and the Huffman code, GB/s of that
 plane and what is left of it; whole payloads with `codec = zstd` and `auto`; and CRC32C, by the package and by the
 library, of 64 MiB, which are more than the caches hold. Exit code 2 where no library was built.
@@ -24,9 +25,17 @@ from recorder.capture.staging.measure import measure
 from recorder.format.dtypes import item_bytes
 from recorder.format.payload.codec import Encoder, max_encoded_bytes
 from recorder.format.payload.encodings import PayloadWriter
-from recorder.records import KEEP_FINGERPRINT, KEEP_STATS
+from recorder.records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS
 
 _BYTES = 16 << 20
+_KEEPS = (
+    KEEP_STATS,
+    KEEP_FINGERPRINT,
+    KEEP_STATS | KEEP_FINGERPRINT,
+    KEEP_STATS | KEEP_HISTOGRAM,
+    KEEP_STATS | KEEP_UNITS,
+)
+"""What a column of the first table computes."""
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "float8_e4m3fn")
 
 
@@ -77,7 +86,7 @@ def main(arguments: list[str]) -> int:
     if native.load() is None:
         print(f"no library: {native.in_force()}; install with a C compiler: pip install -e .", file=sys.stderr)
         return 2
-    print(f"{'':30}{'statistics':>12}{'fingerprint':>12}{'both':>8}{'payload':>9}   GB/s")
+    print(f"{'':30}{'statistics':>12}{'fingerprint':>12}{'both':>8}{'histogram':>11}{'units':>7}{'payload':>9}   GB/s")
     for name in ("python", *native.LEVELS):
         kernels = None if name == "python" else native.Kernels(level=native.LEVELS.index(name))
         if kernels is not None and kernels.level != name:
@@ -87,11 +96,11 @@ def main(arguments: list[str]) -> int:
             shape = (len(data) // size // 2048, 2048)
             out, encoder = np.empty(max_encoded_bytes(len(data)), np.uint8), Encoder(kernels=kernels)
             figures = [
-                gb_per_s(partial(measure, data, dtype, shape, None, keep, kernels=kernels), _BYTES)
-                for keep in (KEEP_STATS, KEEP_FINGERPRINT, KEEP_STATS | KEEP_FINGERPRINT)
+                gb_per_s(partial(measure, data, dtype, shape, None, keep, kernels=kernels), _BYTES) for keep in _KEEPS
             ]
             payload = gb_per_s(partial(encoder.encode, data, size, out), _BYTES)
-            print(f"{name:12}{dtype:18}{figures[0]:12.1f}{figures[1]:12.1f}{figures[2]:8.1f}{payload:9.1f}")
+            shown = "".join(f"{rate:{width}.1f}" for rate, width in zip(figures, (12, 12, 8, 11, 7), strict=True))
+            print(f"{name:12}{dtype:18}{shown}{payload:9.1f}")
     levels = ", ".join(native.LEVELS)
     print(f"\n{'top plane':30}{'zstd GB/s':>10}{'left':>8}{f'Huffman GB/s: {levels}':>40}{'left':>8}")
     for name, data, size in top_planes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import struct
@@ -38,8 +39,8 @@ _SPECIAL = {
     "float32": [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-45, 1.0],
     "float64": [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 1.7e308, -1.7e308, 5e-324, 1.0],
 }
-_SIZES = (0, 1, 7, 8, 9, 127, 128, 129, 1000, 16384, 32767, 32768, 32769, 65536, 70001)
-"""Around what the sums are made of: 8 lanes, leaves of 128, chunks of 32768."""
+_SIZES = (0, 1, 7, 8, 9, 127, 128, 129, 1000, 2047, 16384, 32767, 32768, 32769, 65536, 70001)
+"""Around what the sums are made of: 8 lanes, leaves of 128, chunks of 32768; pairs are counted from 2048 on."""
 
 
 @pytest.fixture(scope="module", params=native.LEVELS)
@@ -72,6 +73,8 @@ def _content(dtype: str, size: int, kind: str, seed: int) -> _Bytes:
     if dtype.startswith("float8") or "int" in dtype:
         return random.integers(1, 100, size * item_bytes(dtype), np.uint8)
     values = random.normal(-2, 1, size)
+    if kind == "wide":
+        values *= np.exp2(random.integers(-40, 10, size))
     if kind == "special":
         values[:: max(1, size // 50)] = random.choice(_SPECIAL[dtype if dtype == "float64" else "float32"])
     with np.errstate(over="ignore"):
@@ -101,7 +104,7 @@ def test_the_library_is_there_where_a_compiler_is() -> None:
 def test_statistics_have_the_bits_of_python(kernels: native.Kernels, dtype: str) -> None:
     assert dtype in native.KINDS
     for number, size in enumerate(_SIZES):
-        for kind in ("values", "bits", "zeros", "special"):
+        for kind in ("values", "bits", "zeros", "special", "wide"):
             data = _content(dtype, size, kind, number)
             for by in (0, 1, item_bytes(dtype)):
                 keep = KEEP_STATS | KEEP_HISTOGRAM | KEEP_UNITS
@@ -127,11 +130,11 @@ def test_a_single_special_value_is_seen_wherever_it_is(kernels: native.Kernels, 
 @pytest.mark.parametrize("dtype", [name for name in ITEM_BYTES if not name.startswith(("complex", "float4"))])
 def test_sums_of_units_have_the_bits_of_python(kernels: native.Kernels, dtype: str, shape: tuple[int, ...]) -> None:
     keep = KEEP_STATS | KEEP_UNITS
-    data = _content(dtype, int(np.prod(shape)), "bits", 3)
-    for dim in range(len(shape)):
+    for dim, kind in itertools.product(range(len(shape)), ("bits", "values")):
+        data = _content(dtype, int(np.prod(shape)), kind, 3)
         found = measure(_misaligned(data, 1), dtype, shape, None, keep, dim, kernels=kernels)
         assert found.units is not None or shape[dim] > MAX_UNITS
-        assert _bits(found) == _bits(measure(data, dtype, shape, None, keep, dim)), dim
+        assert _bits(found) == _bits(measure(data, dtype, shape, None, keep, dim)), (dim, kind)
 
 
 @needs_library
