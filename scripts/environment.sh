@@ -78,10 +78,11 @@ prepare_with() { # its name, an extra, what pip installs there first...
 }
 
 # What tests ask of Debian, where it can be installed: as root there. Elsewhere these tests say what is missing.
-# chromium: tests/browser. prometheus and systemd: the tools that judge what deploy/ has for them.
+# chromium: tests/browser. nodejs: the reader in JavaScript of docs/jobs. prometheus and systemd: the tools that judge
+# what deploy/ has for them.
 prepare_debian() {
   local log one missing=() install=(apt-get install -y --no-install-recommends)
-  for one in chromium:chromium promtool:prometheus systemd-analyze:systemd; do
+  for one in chromium:chromium node:nodejs promtool:prometheus systemd-analyze:systemd; do
     command -v "${one%:*}" >/dev/null || missing+=("${one#*:}")
   done
   [ ${#missing[@]} -gt 0 ] || return 0

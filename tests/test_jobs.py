@@ -20,6 +20,7 @@ from typing import NamedTuple
 import pytest
 
 from recorder.cli.app import run_command
+from tests.programs import needs
 from tests.test_pages import INDEX, ROOT, TRAINING, WIDTH, apply_change, assert_printed, run
 
 PAGES = sorted((ROOT / "docs" / "jobs").glob("*.md"))
@@ -130,8 +131,8 @@ def test_a_page_of_a_job_is_typed_from_top_to_bottom(page: Path, tmp_path: Path,
         if block.language == "text":
             assert_printed(block.text, printed)
         elif block.language != "console":
-            if "\nnode " in "\n" + block.text and shutil.which("node") is None:
-                pytest.skip("no node")
+            if "\nnode " in "\n" + block.text:
+                needs("node")
             printed = desk.type_block(block)
 
 

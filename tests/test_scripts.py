@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import PACKAGES, needs
+
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "scripts" / "demo"
 
@@ -84,3 +86,20 @@ def test_every_test_that_the_oldest_torch_is_spared_is_one() -> None:
     assert spared
     for file, name in spared:
         assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), (file, name)
+
+
+def test_every_program_that_tests_need_is_installed_on_debian() -> None:
+    script = (ROOT / "scripts" / "environment.sh").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"for one in (\S+:\S+(?: \S+:\S+)*); do", script)
+    assert dict(one.split(":") for one in listed.split()) == PACKAGES
+
+
+def test_a_program_that_is_missing_skips_a_test_and_fails_it_on_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    line = "node is not installed: apt-get install --no-install-recommends nodejs"
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match=line):
+        needs("node")
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception, match=line):
+        needs("node")

@@ -58,15 +58,15 @@ def added_by_group(column: Any, groups: Integers, num_groups: int) -> list[bytes
         groups: which group each row is of.
         num_groups: how many there are.
     """
-    found: list[Histogram | None] = [None] * num_groups
+    totals: list[Histogram | None] = [None] * num_groups
     indices = np.flatnonzero(column.is_valid().to_numpy()) if column.null_count < len(column) else np.zeros(0, np.int64)
     rows = column.take(pa.array(indices, pa.int64())).to_pylist()
     for group, data in zip(groups[indices].tolist(), rows, strict=True):
         one = histogram_of_row({"histogram": data, "zero_count": 0, "nan_count": 0})
         if one is not None:
-            known = found[group]
-            found[group] = one if known is None else known + one
-    return [None if one is None else one.to_bytes() for one in found]
+            known = totals[group]
+            totals[group] = one if known is None else known + one
+    return [None if one is None else one.to_bytes() for one in totals]
 
 
 def bins_of(histograms: Sequence[Histogram], max_bins: int) -> Bins:
@@ -80,10 +80,10 @@ def bins_of(histograms: Sequence[Histogram], max_bins: int) -> Bins:
     width = -(-length // max_bins)
     shares = []
     for one, exponents in zip(histograms, used, strict=True):
-        found = np.zeros(-(-length // width))
+        binned = np.zeros(-(-length // width))
         counts = one.counts.sum(axis=0)[exponents - one.first]
-        np.add.at(found, (exponents - first) // width, counts)
-        shares.append((found / max(1, _num_all(one))).tolist())
+        np.add.at(binned, (exponents - first) // width, counts)
+        shares.append((binned / max(1, _num_all(one))).tolist())
     return Bins(first, width, shares)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +15,12 @@ from recorder.analyze.check.check import check
 from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.report.report import write_report
 from tests.cli.conftest import module
+from tests.programs import needs
 from tests.read.handmade import HandmadeWriter, make_row, make_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-CHROMIUM = shutil.which("chromium")
 _WAIT_MS = 20_000
 _READ_PIXELS = """canvas => {
   const copy = new OffscreenCanvas(canvas.width, canvas.height);
@@ -36,17 +34,13 @@ _READ_PIXELS = """canvas => {
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    """Debian's Chromium. A machine without it skips, one that calls itself CI fails."""
-    if CHROMIUM is None:
-        why = "no chromium: `apt-get install --no-install-recommends chromium`, or scripts/test as root on Debian"
-        if os.environ.get("CI"):
-            pytest.fail(why)
-        pytest.skip(why)
+    """Debian's Chromium."""
+    path = needs("chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         # The page is ours and nothing else is opened: as root in a container there is no sandbox.
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         yield started
         started.close()
 

@@ -13,7 +13,7 @@ import torch
 from recorder.format.commands import COMMANDS
 from tests.capture.support import Tiny, batch, flagged
 from tests.cli.conftest import Cli
-from tests.write.rig import wait_until
+from tests.waiting import wait_until
 
 RULES = "site=output keep=ring before=400 after=2; site=grad keep=stats steps=::100"
 

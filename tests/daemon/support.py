@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from recorder.daemon.daemon import Daemon
 from recorder.daemon.settings import DaemonSettings
 from recorder.upkeep.verify import verify
 from tests.storage.server import BUCKET, StoreServer
-
-PATIENCE_S = 30.0
+from tests.waiting import PATIENCE_S
 
 
 def settings(tmp_path: Path, to: str, **changes: Any) -> DaemonSettings:
@@ -53,13 +51,6 @@ def at_work(tmp_path: Path, to: str, **changes: Any) -> Iterator[Daemon]:
         daemon.stop()
         thread.join(PATIENCE_S)
     assert codes == [0]
-
-
-def wait_until(is_true: Callable[[], object]) -> None:
-    until_s = time.monotonic() + PATIENCE_S
-    while not is_true():
-        assert time.monotonic() < until_s, "nothing happened"
-        time.sleep(0.05)
 
 
 def objects(store: StoreServer, prefix: str) -> dict[str, bytes]:

@@ -18,11 +18,12 @@ from recorder.daemon.daemon import Daemon
 from recorder.daemon.ledger import ledger_name
 from tests.cli.conftest import Cli
 from tests.daemon.proxy import FaultyProxy
-from tests.daemon.support import at_work, files, objects, settings, ship, wait_until
+from tests.daemon.support import at_work, files, objects, settings, ship
 from tests.daemon.test_shipping import prefix_of, small_run
 from tests.distributed.jobs import environment
 from tests.read.handmade import HandmadeWriter, make_row, make_run
 from tests.storage.server import ACCESS_KEY, SECRET_KEY, StoreServer
+from tests.waiting import wait_until
 from tests.write.rig import Rig
 
 WITHOUT_ROOTS_RIGHTS = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")

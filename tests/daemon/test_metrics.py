@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import re
-import shutil
 import subprocess
 import threading
 import time
@@ -21,7 +20,9 @@ import pytest
 from recorder.daemon import errands, webhook
 from recorder.records import KEEP_STATS
 from tests.cli.conftest import Cli
-from tests.daemon.support import at_work, wait_until
+from tests.daemon.support import at_work
+from tests.programs import needs
+from tests.waiting import wait_until
 from tests.write.rig import Rig
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "daemon.md"
@@ -100,8 +101,8 @@ def test_open_metrics_are_told_to_who_asks_for_them(shown: dict[str, str]) -> No
     assert shown["openmetrics"].endswith("# EOF\n")
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus")
 def test_promtool_has_nothing_against_the_metrics(shown: dict[str, str]) -> None:
+    needs("promtool")
     text = shown["/metrics"].partition("\n")[2]
     done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
     own = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("recorder_")]

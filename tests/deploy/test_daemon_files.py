@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -17,6 +16,7 @@ import yaml
 from recorder import open_run
 from recorder.daemon.settings import load_daemon_settings
 from tests.merge.support import make_small_run
+from tests.programs import needs
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -24,15 +24,8 @@ DOCUMENTED = set(re.findall(r"`((?:recorder|process)_\w+)`", (ROOT / "docs" / "d
 OF_PROCESS = {"process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"}
 
 
-def needs(program: str, package: str) -> pytest.MarkDecorator:
-    reason = f"{program} is not installed: apt-get install {package}"
-    is_missing = shutil.which(program) is None
-    assert not (is_missing and os.environ.get("CI")), reason
-    return pytest.mark.skipif(is_missing, reason=reason)
-
-
-@needs("promtool", "prometheus")
 def test_promtool_takes_the_alert_rules() -> None:
+    needs("promtool")
     done = subprocess.run(
         ["promtool", "check", "rules", DEPLOY / "prometheus" / "alerts.yaml"],
         capture_output=True,
@@ -43,8 +36,8 @@ def test_promtool_takes_the_alert_rules() -> None:
     assert "SUCCESS" in done.stdout
 
 
-@needs("promtool", "prometheus")
 def test_the_alerts_fire_when_they_should(tmp_path: Path) -> None:
+    needs("promtool")
     series = [
         {"series": 'recorder_daemon_store_up{instance="a"}', "values": "1 1 0x20"},
         {"series": 'recorder_recording{instance="a",run="r",rank="0"}', "values": "1x60"},
@@ -110,8 +103,8 @@ def test_the_dashboard_has_what_grafana_wants_of_one() -> None:
     assert used <= names
 
 
-@needs("systemd-analyze", "systemd")
 def test_systemd_takes_the_unit_and_calls_it_safe(tmp_path: Path) -> None:
+    needs("systemd-analyze")
     unit = (DEPLOY / "systemd" / "recorder-daemon.service").read_text()
     program = tmp_path / "recorder"
     program.write_text("#!/bin/sh\n")

@@ -16,7 +16,7 @@ import recorder
 from recorder.capture.core import Capture
 from recorder.lifecycle.description import Description
 from tests.capture.support import Tiny, batch, flagged
-from tests.write.rig import wait_until
+from tests.waiting import wait_until
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from recorder.write.files.file import Disk
 from recorder.write.ring import Room
 from recorder.write.writer import CloseReport, RunTarget, Writer, WriteSettings
 from tests.fakes import FakeBlock, fake_measure, fake_staged
-
-PATIENCE_S = 20.0
+from tests.waiting import PATIENCE_S
 
 
 class Rig:
@@ -137,11 +135,3 @@ def _stream(content: bytes) -> Iterator[tuple[Any, Any]]:
             yield reader.read_next_batch_with_custom_metadata()
     except (StopIteration, pa.ArrowInvalid, OSError):
         return
-
-
-def wait_until(is_true: Callable[[], object]) -> None:
-    """Look until something holds; fail after a while."""
-    until_s = time.monotonic() + PATIENCE_S
-    while not is_true():
-        assert time.monotonic() < until_s, "nothing happened"
-        time.sleep(0.005)

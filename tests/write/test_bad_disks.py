@@ -20,7 +20,8 @@ from recorder.records import KEEP_STATS
 from recorder.write.files import syncing
 from recorder.write.files.file import Disk
 from tests.fakes import FaultyDisk
-from tests.write.rig import Rig, wait_until
+from tests.waiting import wait_until
+from tests.write.rig import Rig
 
 KILOBYTE = np.zeros(1000, np.uint8)
 

@@ -13,7 +13,8 @@ from recorder.records import KEEP_RING, KEEP_STATS, KEEP_TENSOR, PART_BYTES, Chu
 from recorder.rules import RingWindow
 from recorder.write.ring import Dump
 from tests.fakes import FakeBlock, FaultyDisk
-from tests.write.rig import PATIENCE_S, Rig, wait_until
+from tests.waiting import PATIENCE_S, wait_until
+from tests.write.rig import Rig
 
 WINDOW = RingWindow(before=2, after=1)
 

@@ -17,7 +17,8 @@ from recorder.format.status import STATUS, STATUS_BYTES, encode_status
 from recorder.write.files.file import Disk
 from recorder.write.files.status import StatusFile
 from tests.fakes import FaultyDisk
-from tests.write.rig import Rig, wait_until
+from tests.waiting import wait_until
+from tests.write.rig import Rig
 
 FACTS: dict[str, Any] = {"step": 7, "rank": 0, "interval_s": 0.1}
 

@@ -36,7 +36,8 @@ from recorder.write.files import shard as shard_module
 from recorder.write.files.file import PageMemory
 from recorder.write.writer import RunTarget
 from tests.fakes import FaultyDisk, fake_staged
-from tests.write.rig import PATIENCE_S, Rig, read_open, read_sealed, wait_until
+from tests.waiting import PATIENCE_S, wait_until
+from tests.write.rig import Rig, read_open, read_sealed
 
 
 @pytest.fixture

@@ -268,7 +268,7 @@ def _explain_block(
     begin, end = modules
     low, high = int(slots.first[begin]), int(slots.first[end])
     site, module = slots.site[low:high], slots.module[low:high] - begin
-    recorded = view.cells(view.found, low, high, columns)
+    recorded = view.cells(view.recorded, low, high, columns)
     expected = view.when[view.code[low:high]][:, columns]
     np.add.at(gaps.found, site, (expected & recorded).sum(axis=1))
     missing = expected & ~recorded
@@ -324,7 +324,7 @@ def _reasons(
     root = slots.root_of[module]
     first = slots.first[module] - low
     called = np.any([recorded[first + offset] for offset in range(len(OF_CALLS))], axis=0)
-    graded = view.cells(view.found_with_grad, low, high, columns)
+    graded = view.cells(view.recorded_with_grad, low, high, columns)
     with_grad = np.any([graded[first + offset] for offset in range(len(OF_CALLS))], axis=0)
     root_called, root_graded = view.called[root][:, columns], view.called_with_grad[root][:, columns]
     updated = view.updated[root][:, columns]
@@ -387,8 +387,8 @@ def _module_reasons(slots: Slots, view: RankView, has_rows: Flags, called: Flags
     owner leaves to a fused function, is merely not called.
     """
     has_param, has_grad, wants_grad = (np.zeros(len(slots.modules), bool) for _ in range(3))
-    if len(view.found):
-        slot = view.found // view.when.shape[1]
+    if len(view.recorded):
+        slot = view.recorded // view.when.shape[1]
         has_param[slots.module[slot[slots.site[slot] == SLOT_SITES.index("param")]]] = True
         has_grad[slots.module[slot[slots.site[slot] == SLOT_SITES.index("grad")]]] = True
     wants_grad[slots.module[view.selected & (slots.site == SLOT_SITES.index("grad"))]] = True
@@ -444,7 +444,7 @@ def _perhaps_dropped(view: RankView, codes: npt.NDArray[np.uint8], usual: npt.ND
     is_empty = ~view.alive & (codes == _CODE["dropped"])
     per_slot = np.where(usual == 0, view.when[:, is_empty].sum(axis=1)[view.code], 0)
     was_seen = np.zeros(len(usual), bool)
-    was_seen[view.found // view.when.shape[1]] = True
+    was_seen[view.recorded // view.when.shape[1]] = True
     rest = sum(writer.balance.num_dropped for writer in view.writers) - int(view.room_taken[TOTAL].sum())
     rest -= int(per_slot[was_seen].sum())
     is_too_little = 0 < rest < int(per_slot[~was_seen].sum())

@@ -69,9 +69,9 @@ class RankView:
         self.called_with_grad = np.zeros((num_roots, num_steps), bool)
         self.updated = np.zeros((num_roots, num_steps), bool)
         """An optimizer stepped."""
-        self.found = np.zeros(0, np.int64)
+        self.recorded = np.zeros(0, np.int64)
         """Slot x steps + step of what is there, sorted."""
-        self.found_with_grad = np.zeros(0, np.int64)
+        self.recorded_with_grad = np.zeros(0, np.int64)
         self.called_ever = np.zeros(num_modules, bool)
         self.graded_ever = np.zeros(num_modules, bool)
         """For each module, whether it ran with gradients."""
@@ -100,9 +100,9 @@ class RankView:
         ):
             flags[rows.root[wanted], index[wanted]] = True
         keys = rows.slot.astype(np.int64) * len(axis) + index
-        self.found = _joined(self.found, distinct(keys[in_tree]))
-        graded = _joined(self.found_with_grad, distinct(keys[in_tree & forward & rows.with_grad]))
-        self.found_with_grad = graded
+        self.recorded = _joined(self.recorded, distinct(keys[in_tree]))
+        graded = _joined(self.recorded_with_grad, distinct(keys[in_tree & forward & rows.with_grad]))
+        self.recorded_with_grad = graded
         slots = self._slots
         self.called_ever[slots.module[rows.slot[in_tree & forward]]] = True
         self.graded_ever[slots.module[graded // len(axis)]] = True

@@ -121,8 +121,8 @@ def command(
     if action == "ship":
 
         def load() -> DaemonSettings:
-            found = load_daemon_settings(config, arguments)
-            return found if found.watch else replace(found, watch=(default_folder(),))
+            loaded = load_daemon_settings(config, arguments)
+            return loaded if loaded.watch else replace(loaded, watch=(default_folder(),))
 
         return _ship(load(), load, once=once)
     return _keep_house(action, settings, runs or [], older_than, max_bytes, is_wanted=yes, as_json=as_json)

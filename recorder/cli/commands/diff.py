@@ -380,8 +380,8 @@ def _print_histograms(result: Diff, limit: int) -> None:
     table = result.table
     table = table.filter(pc.and_(table.column("histogram_a").is_valid(), table.column("histogram_b").is_valid()))
     rows = table.slice(0, limit or None).to_pylist()
-    found = [(row, *_histograms(row)) for row in rows]
-    pairs = [(row, a, b) for row, a, b in found if a is not None and b is not None]
+    rows_with_histograms = [(row, *_histograms(row)) for row in rows]
+    pairs = [(row, a, b) for row, a, b in rows_with_histograms if a is not None and b is not None]
     if not pairs:
         return
     bins = bins_of([one for _, a, b in pairs for one in (a, b)], WIDTH)
@@ -420,12 +420,12 @@ def _with_histograms(row: dict[str, Any]) -> dict[str, Any]:
     if a is None or b is None:
         return rest | {"histogram": None}
     bins = bins_of([a, b], _MAX_JSON_BINS)
-    found: dict[str, Any] = {"first_exponent": bins.first, "exponents_per_bin": bins.exponents_per_bin}
-    found |= {"apart": share_apart(a, b)}
+    histogram: dict[str, Any] = {"first_exponent": bins.first, "exponents_per_bin": bins.exponents_per_bin}
+    histogram |= {"apart": share_apart(a, b)}
     for side, one, shares in (("a", a, bins.shares[0]), ("b", b, bins.shares[1])):
-        found[f"share_{side}"] = shares
-        found[f"subnormal_count_{side}"] = subnormal_count(one, row[f"dtype_{side}"])
-    return rest | {"histogram": found}
+        histogram[f"share_{side}"] = shares
+        histogram[f"subnormal_count_{side}"] = subnormal_count(one, row[f"dtype_{side}"])
+    return rest | {"histogram": histogram}
 
 
 def _percent(share: float | None) -> str:

@@ -294,15 +294,15 @@ def _print_steps(run: Run, module_path: str, rows: list[Row], last: int, statist
 
 def _dead_units(run: Run, module_path: str, site: str, steps: Sequence[int]) -> dict[tuple[Any, ...], str]:
     """Return, by the key of a row, how many of its units have no value but zero; the steps are read one by one."""
-    found = {}
+    num_dead_of_all = {}
     is_wanted = (pc.field("part") == 0) & (pc.field("module_path") == module_path) & (pc.field("site") == site)
     for step in steps[-_MAX_UNIT_STEPS:]:
         table = run.table([*_MOMENT, *_KEY, "shape", "units"], is_wanted, steps=(step, step + 1))
         for row in table.filter(pc.field("units").is_valid()).to_pylist():
             with suppress(RunError):  # `recorder verify` tells of damage
                 units = Units.from_bytes(row["units"], parse_shape(row["shape"]))
-                found[_key_of(row)] = f"{units.num_dead}/{len(units)}"
-    return found
+                num_dead_of_all[_key_of(row)] = f"{units.num_dead}/{len(units)}"
+    return num_dead_of_all
 
 
 def _key_of(row: Row) -> tuple[Any, ...]:

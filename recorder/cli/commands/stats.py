@@ -189,13 +189,13 @@ def _histograms(table: Any) -> tuple[dict[str, list[str]], str]:
     Returns:
         A column of lines by its name, and what the lines are; neither where no row has a histogram.
     """
-    found = [_histogram(data) for data in table.column(HISTOGRAM).to_pylist()]
-    known = [one for one in found if one is not None]
+    histograms = [_histogram(data) for data in table.column(HISTOGRAM).to_pylist()]
+    known = [one for one in histograms if one is not None]
     if not known:
         return {}, ""
     bins = bins_of(known, WIDTH)
     lines = iter(map(histogram_line, bins.shares))
-    drawn = ["" if one is None else next(lines) for one in found]
+    drawn = ["" if one is None else next(lines) for one in histograms]
     return {HISTOGRAM: drawn}, f"histogram: of the values that are not zero, {extent(bins)}; {SCALE}"
 
 

@@ -64,7 +64,7 @@ class AgainstPanel {
       const line = [];
       const pairs = row.series.map((one) => [one, this.otherOf(one)]);
       for (let c = from; c < to; c++) {
-        let found = null;
+        let outlier = null;
         for (const [one, two] of pairs) {
           const a = picture.cell(one.number, run.mainLane, c), b = beside ? beside.cell(two.number, other.mainLane, c) : { kind: HOLE, value: NaN };
           let cell = { kind: Math.min(a.kind, b.kind), value: NaN, nan: 0, inf: 0 };
@@ -72,10 +72,10 @@ class AgainstPanel {
           else if (cell.kind === NUMBER && apart !== null) cell.value = apart.values[apart.at(one.number, 0, c)];
           else if (cell.kind === NUMBER) cell.kind = NULL_CELL;
           Object.assign(cell, { series: one, a: a.value, b: b.value });
-          found = outstanding(found, cell);
+          outlier = outstanding(outlier, cell);
         }
-        if (found?.kind === NUMBER) values.push(found.value);
-        line.push(found);
+        if (outlier?.kind === NUMBER) values.push(outlier.value);
+        line.push(outlier);
       }
       return line;
     });

@@ -94,8 +94,8 @@ class RunData {
   }
   /** The cubes that grow as a run does: statistic and kind of each. */
   get cubeNames() {
-    const found = [...this.blocks.packed.keys()].map((name) => name.split("/")).filter(([kind]) => kind === "values" || kind === "scalars");
-    return found.map(([kind, statistic]) => [statistic, kind]);
+    const kinds = [...this.blocks.packed.keys()].map((name) => name.split("/")).filter(([kind]) => kind === "values" || kind === "scalars");
+    return kinds.map(([kind, statistic]) => [statistic, kind]);
   }
   /** The columns are others, or more. */
   takeSteps(data) {
@@ -150,9 +150,9 @@ class Picture {
   }
   cell(series, lane, column) {
     if (lane === ANY_RANK) {
-      let found = null;
-      for (const own of this.ownLanes) found = outstanding(found, this.cell(series, own, column));
-      return found;
+      let outlier = null;
+      for (const own of this.ownLanes) outlier = outstanding(outlier, this.cell(series, own, column));
+      return outlier;
     }
     const at = this.cube.at(series, lane, column);
     const nan = this.nan ? this.nan.values[at] || 0 : 0;
@@ -217,12 +217,12 @@ class Modules {
   }
   /** All nodes of a module and below it. */
   below(node) {
-    const found = [], stack = [node];
+    const nodes = [], stack = [node];
     while (stack.length) {
       const one = stack.pop();
-      found.push(one);
+      nodes.push(one);
       stack.push(...one.children);
     }
-    return found;
+    return nodes;
   }
 }

@@ -38,13 +38,13 @@ class GraphPanel {
     const atStep = step === null ? -1 : run.steps.findIndex((first, c) => first <= step && step <= run.lastStep(c));
     const range = atStep >= 0 ? [atStep, atStep + 1] : [from, to];
     this.cellOf = (node, isWhole) => {
-      let found = null;
+      let outlier = null;
       for (const one of isWhole ? modules.below(node) : [node]) {
         for (const series of one.number === null ? [] : choices.seriesOf(one.number)) {
-          for (let c = range[0]; c < range[1]; c++) found = outstanding(found, picture.cell(series.number, choices.lane, c));
+          for (let c = range[0]; c < range[1]; c++) outlier = outstanding(outlier, picture.cell(series.number, choices.lane, c));
         }
       }
-      return found;
+      return outlier;
     };
     const values = [];
     for (const node of modules.nodes.values()) {

@@ -280,8 +280,8 @@ class LinesPanel {
       type: "text", list: "paths", id: "add-path", placeholder: "add a module", "aria-label": "module to add",
       onchange: (event) => {
         const number = this.app.modules.numberOf.get(event.target.value);
-        const found = number === undefined ? [] : choices.seriesOf(number);
-        const series = found.length ? found : (run.byModule.get(number) ?? []).slice(0, 1);
+        const ofModule = number === undefined ? [] : choices.seriesOf(number);
+        const series = ofModule.length ? ofModule : (run.byModule.get(number) ?? []).slice(0, 1);
         if (!series.length) return;
         const pins = this.pinned.map(keyOf);
         state.set({ pins: [...pins, ...series.map(keyOf)].slice(-MAX_PINS) });

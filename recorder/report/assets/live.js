@@ -16,8 +16,8 @@ class LiveSource {
     this.events = new EventSource(`events?known=${encodeURIComponent(this.known)}`);
     const take = (isAll) => (event) => {
       this.known = event.lastEventId;
-      const found = Object.entries(JSON.parse(event.data)).map(([name, text]) => [name, fromBase64(text)]);
-      this.queue = this.queue.then(() => (isAll ? this.app.takeAll(found) : this.app.takeMore(found))).catch((error) => {
+      const packed = Object.entries(JSON.parse(event.data)).map(([name, text]) => [name, fromBase64(text)]);
+      this.queue = this.queue.then(() => (isAll ? this.app.takeAll(packed) : this.app.takeMore(packed))).catch((error) => {
         console.error(error);
         this.tell(`this page could not draw what came: ${error.message}`);
       });

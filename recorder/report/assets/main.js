@@ -131,9 +131,9 @@ class App {
     for (const link of document.querySelectorAll("nav a")) link.toggleAttribute("aria-current", link.dataset.view === id);
   }
   /** Everything, from a server: at the beginning, and when series, lanes or columns are others. */
-  async takeAll(found) {
+  async takeAll(packed) {
     this.blocks.clear();
-    for (const [name, bytes] of found) this.blocks.set(name, bytes);
+    for (const [name, bytes] of packed) this.blocks.set(name, bytes);
     if (!this.blocks.has("axes") || !["ranks", "images", "gaps"].every((name) => this.blocks.has(name))) return this.wait();
     const scrolled = window.scrollY, isFirst = document.documentElement.dataset.drawn === undefined;
     this.isWaiting = false;
@@ -157,9 +157,9 @@ class App {
     this.isWaiting = true;
   }
   /** What is new, from a server. */
-  async takeMore(found) {
+  async takeMore(packed) {
     const names = new Set();
-    for (const [name, bytes] of found) {
+    for (const [name, bytes] of packed) {
       if (/^(values|scalars)\//.test(name) && this.run) {
         const block = await unpack(bytes), [kind, statistic] = name.split("/");
         (await this.run.cube(statistic, kind))?.merge(block);

@@ -10,12 +10,12 @@ class Choices {
   /** [site, mode] that there are, as the format lists sites. */
   get sitesAndModes() {
     if (this.known) return this.known;
-    const found = new Map();
-    for (const one of this.app.run.series) found.set(`${one.site} ${one.mode}`, [one.site, one.mode]);
+    const pairs = new Map();
+    for (const one of this.app.run.series) pairs.set(`${one.site} ${one.mode}`, [one.site, one.mode]);
     const order = ["output", "grad_output", "param", "grad", "input", "grad_input", "buffer", "optim", "tap"];
     const modes = ["train", "eval", "no_grad"];
     const indexIn = (list, value) => (list.includes(value) ? list.indexOf(value) : list.length);
-    return this.known = [...found.values()].sort((a, b) => indexIn(modes, a[1]) - indexIn(modes, b[1]) || indexIn(order, a[0]) - indexIn(order, b[0]));
+    return this.known = [...pairs.values()].sort((a, b) => indexIn(modes, a[1]) - indexIn(modes, b[1]) || indexIn(order, a[0]) - indexIn(order, b[0]));
   }
   get siteAndMode() {
     const all = this.sitesAndModes, { state } = this.app;
@@ -174,9 +174,9 @@ class MapPanel {
   }
   get axesOffered() {
     const { run } = this.app;
-    const found = [["module-step", "modules over steps"]];
-    if (run.axes.num_ranks > 1) found.push(["module-rank", "modules over ranks"], ["rank-step", "ranks over steps"]);
-    return found;
+    const offered = [["module-step", "modules over steps"]];
+    if (run.axes.num_ranks > 1) offered.push(["module-rank", "modules over ranks"], ["rank-step", "ranks over steps"]);
+    return offered;
   }
   async update() {
     const { app } = this, { state, run, choices } = app;
@@ -233,13 +233,13 @@ class MapPanel {
     const cells = rows.map((row) => {
       const line = [];
       for (let c = from; c < to; c++) {
-        let found = null;
+        let outlier = null;
         for (const series of row.series) {
           const cell = picture.cell(series.number, choices.lane, c);
           cell.series = series;
-          found = outstanding(found, cell);
+          outlier = outstanding(outlier, cell);
         }
-        line.push(found);
+        line.push(outlier);
       }
       return line;
     });
@@ -255,17 +255,17 @@ class MapPanel {
     const columns = isMany ? Array.from({ length: picture.cube.numColumns }, (_, c) => this.rankOf(c, picture.cube.numColumns)) :
       lanes.map((lane) => lane.rank);
     const cells = rows.map((row) => columns.map((_, c) => {
-      let found = null;
+      let outlier = null;
       for (const series of row.series) {
         const [lane, first, last] = isMany ? [0, c, c + 1] : [lanes[c].number, from, to];
         for (let at = first; at < last; at++) {
           const cell = picture.cell(series.number, lane, at);
           cell.series = series;
           if (!isMany) cell.step = run.steps[at];
-          found = outstanding(found, cell);
+          outlier = outstanding(outlier, cell);
         }
       }
-      return found;
+      return outlier;
     }));
     return { rows, cells, columns: columns.map(String), ranks: columns, isOfModules: true };
   }
@@ -292,13 +292,13 @@ class MapPanel {
     const cells = rows.map((row) => {
       const line = [];
       for (let c = from; c < to; c++) {
-        let found = null;
+        let outlier = null;
         for (const one of series) {
           const cell = picture.cell(one.number, row.lane, c);
           cell.series = one;
-          found = outstanding(found, cell);
+          outlier = outstanding(outlier, cell);
         }
-        line.push(found);
+        line.push(outlier);
       }
       return line;
     });
@@ -356,9 +356,9 @@ class Gaps {
     const reason = run.reasons.get(`${series.number} ${kind === "global" ? 1 : 0}`) ?? run.reasons.get(`${series.number} 0`);
     if (cell.kind === NULL_CELL) return ["recorded, without this statistic", ...(reason ? [visible(reason)] : [])];
     const who = rank ?? (lane === null ? null : run.lane(lane).rank);
-    const found = this.gaps.find((gap) => gap.sites.includes(series.site) && inRanges(gap.modules, series.module) &&
-      (step === null || inRanges(gap.steps, step)) && (who === null || !gap.ranks.length || inRanges(gap.ranks, who)));
-    if (found) return ["not recorded", visible(found.text)];
+    const gap = this.gaps.find((one) => one.sites.includes(series.site) && inRanges(one.modules, series.module) &&
+      (step === null || inRanges(one.steps, step)) && (who === null || !one.ranks.length || inRanges(one.ranks, who)));
+    if (gap) return ["not recorded", visible(gap.text)];
     if (kind === "global" && run.axes.global_steps !== null) return ["not made for this step of a large run"];
     if (kind === "global" && reason) return ["the ranks' values make no single one", visible(reason)];
     return ["not recorded: the rules do not ask for it here, or there was no such value"];

@@ -84,7 +84,7 @@ function ticksOf(count, width, gap) {
   const each = (gap * count) / Math.max(width, 1);
   let stride = 1;
   for (const factor of [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]) if ((stride = factor) >= each) break;
-  const found = [];
-  for (let i = 0; i < count; i += stride) found.push(i);
-  return found;
+  const ticks = [];
+  for (let i = 0; i < count; i += stride) ticks.push(i);
+  return ticks;
 }

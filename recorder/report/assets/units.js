@@ -24,7 +24,7 @@ class UnitsPanel extends SeriesPanel {
     const steps = Array.from({ length: numSteps }, (_, step) => step).filter((step) => arrays.about[3 * (start + step)] > 0);
     if (!steps.length) return;
     const about = (step) => Array.from(arrays.about.subarray(3 * (start + step), 3 * (start + step) + 3));
-    const most = steps.reduce((found, step) => Math.max(found, about(step)[0]), 0); // few units have a row each
+    const most = steps.reduce((largest, step) => Math.max(largest, about(step)[0]), 0); // few units have a row each
     const numRows = Math.min(most, numQuantiles);
     const quantileOf = (row) => (numRows > 1 ? Math.round((row * (numQuantiles - 1)) / (numRows - 1)) : 0);
     const quantiles = Array.from({ length: numRows }, (_, row) => quantileOf(row));

@@ -37,7 +37,8 @@ from recorder.records import KEEP_STATS, KEEP_TENSOR
 from recorder.upkeep.repair import repair_run
 from recorder.upkeep.verify import verify
 from recorder.write.files.file import Disk
-from tests.write.rig import Rig, wait_until
+from tests.waiting import wait_until
+from tests.write.rig import Rig
 
 from .support import Progress
 

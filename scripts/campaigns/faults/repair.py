@@ -24,7 +24,8 @@ from recorder.globalview.run import open_run
 from recorder.records import KEEP_STATS
 from recorder.upkeep.repair import repair_run
 from scripts.campaigns.faults.merge import kill_at
-from tests.write.rig import Rig, wait_until
+from tests.waiting import wait_until
+from tests.write.rig import Rig
 
 from .power import memory_folder
 from .support import copy_live

@@ -129,7 +129,7 @@ class CulpritFinder:
                     told = _told(suspect, a, b, wanted, kept, judged)
                     self.culprits.append(told._replace(hint=self._guess(told, suspect, a, b, judged)))
         for rate, known in self._search.groups:
-            index = self._search.found.index(rate)
+            index = self._search.suspects.index(rate)
             self.culprits[index] = self.culprits[index]._replace(module_path=known.path, num_params=known.num_params)
 
     def _guess(self, told: Culprit, suspect: Suspect, a: Side, b: Side, judged: Verdicts) -> str:

@@ -161,7 +161,7 @@ class CulpritSearch:
     """Goes through the steps in order; what it needs of a step at the next one it keeps."""
 
     def __init__(self) -> None:
-        self.found: list[Suspect] = []
+        self.suspects: list[Suspect] = []
         self.groups: list[tuple[Suspect, Suspect]] = []
         """Learning rates of one group alone: as they were found, and with the parameters that showed to be of it."""
         self._previous: dict[str, tuple[int, _Step | None]] = {}
@@ -189,14 +189,14 @@ class CulpritSearch:
             of_root += _backward(step, now)
             suspects += _collapsed([*self._without_groups(step, of_root), *_gradients(step, now)], now)
             self._previous[root] = step, now
-        known = {(one.root, one.path, one.phase, one.event.alone) for one in self.found}
+        known = {(one.root, one.path, one.phase, one.event.alone) for one in self.suspects}
         fresh = [one for one in suspects if (one.root, one.path, one.phase, one.event.alone) not in known]
-        self.found += fresh
+        self.suspects += fresh
         return fresh
 
     def _without_groups(self, step: int, suspects: list[Suspect]) -> list[Suspect]:
         """The suspects without updates that the learning rate of one group explains: its parameters differ."""
-        for rate in self.found:
+        for rate in self.suspects:
             if (rate.step, rate.why) != (step - 1, _OF_A_GROUP) or rate.root not in {one.root for one in suspects}:
                 continue
             held = [one for one in suspects if (one.step, one.phase, one.event.site) == (rate.step, UPDATE, "param")]

@@ -1,0 +1,17 @@
+"""Waiting for what another thread or process does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+PATIENCE_S = 30.0
+"""Far more than an idle machine takes: a busy one has seconds to spare."""
+
+
+def wait_until(is_true: Callable[[], object]) -> None:
+    """Look until something holds; fail after `PATIENCE_S`."""
+    until_s = time.monotonic() + PATIENCE_S
+    while not is_true():
+        assert time.monotonic() < until_s, f"nothing happened in {PATIENCE_S:g} s"
+        time.sleep(0.01)
