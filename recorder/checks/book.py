@@ -16,7 +16,7 @@ from ..rules import did_you_mean, matches, parse_patterns
 from ..sites import SITES
 from .normal import Normal
 from .rows import Catalog, Flags, Floats, Rows, SeriesKey
-from .rule import Rule, Setting, Severity, StreakRule
+from .rule import Finding, Rule, Setting, Severity, StreakRule
 from .rules.activations import Dead, Saturated
 from .rules.attention import Attention
 from .rules.baseline import Invariant, Unusual
@@ -72,6 +72,24 @@ class OwnThreshold(StreakRule):
         return np.nan_to_num(values * self.sign, nan=-math.inf) > self.thresholds["limit"] * self.sign, values
 
 
+class _Unmade(Rule):
+    """The base of what stands for a rule that could not be made: it raises what was raised then."""
+
+    sentence: ClassVar[str] = "It could not be made."
+    sites: ClassVar[tuple[str, ...]] = ()
+    columns: ClassVar[tuple[str, ...]] = ()
+    advice: ClassVar[str] = "mend the rule"
+    error: Exception
+
+    def add(self, rows: Rows) -> Iterable[Finding]:
+        """Never asked, as it reads no site."""
+        return ()
+
+    def finish(self) -> Iterable[Finding]:
+        """Raise what was raised."""
+        raise self.error
+
+
 def read_assignment(text: str, rules: Iterable[type[Rule]]) -> tuple[str, str, float]:
     """A threshold as a person types it: ``spike.sigmas=8``.
 
@@ -125,10 +143,22 @@ def make_rules(
     normal: Normal | None = None,
     other_widths: Sequence[Sizes] = (),
 ) -> list[Rule]:
-    """Rules that have seen nothing yet, and that know what was normal in sound runs, and runs of other widths."""
-    made = [rule(catalog, thresholds.get(rule.name)) for rule in rules]
-    for rule in made:
-        rule.normal, rule.other_widths = normal, other_widths
+    """Rules that have seen nothing yet, and that know what was normal in sound runs, and runs of other widths.
+
+    In place of one that cannot be made stands a rule that says so.
+    """
+    made: list[Rule] = []
+    for rule in rules:
+        try:
+            one = rule(catalog, thresholds.get(rule.name))
+            one.normal, one.other_widths = normal, other_widths
+            if not hasattr(one, "why_not_judged"):
+                raise TypeError("its __init__ does not call that of Rule")
+        except Exception as error:  # a rule of a user's may raise anything, and the others go on
+            unmade: type[_Unmade] = type(rule.name, (_Unmade,), {"name": rule.name})
+            one = unmade(catalog)
+            one.error = error
+        made.append(one)
     return made
 
 

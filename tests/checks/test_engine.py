@@ -39,6 +39,25 @@ class Raising(Steps):
         raise ValueError("of mine")
 
 
+class RaisingAtOnce(Steps):
+    name: ClassVar[str] = "unmade"
+
+    def __init__(self, *arguments: Any) -> None:
+        raise KeyError("of mine")
+
+
+class Forgetful(Steps):
+    name: ClassVar[str] = "forgetful"
+
+    def __init__(self, *arguments: Any) -> None:
+        self.catalog = arguments[0]
+
+
+class Wrong(Steps):
+    name: ClassVar[str] = "wrong"
+    columns: ClassVar[tuple[str, ...]] = None  # type: ignore[assignment]
+
+
 def recorded() -> Recorded:
     made = Recorded()
     for step in range(3):

@@ -9,11 +9,15 @@ from typing import NamedTuple
 from ...checks.book import ENTRY_POINTS, RULES, find_rule, make_rules
 from ...checks.engine import Engine, Unjudged
 from ...checks.normal import Normal
-from ...checks.rule import Finding, Rule, Severity
+from ...checks.rows import SeriesKey
+from ...checks.rule import Finding, Rule, Setting, Severity
 from ...checks.rules.width import Width
 from ...checks.sizes import Sizes
 from ...globalview.run import Run
 from .reading import RunRows
+
+_LEAST_COMMON = 2
+"""A sound run that has less than one in so many of a run's values is of another model, or recorded something else."""
 
 
 class Checked(NamedTuple):
@@ -63,7 +67,7 @@ def check(
     chosen = [find_rule(name, known) for name in dict.fromkeys(rules)] or known
     rows = RunRows(run, [name for rule in chosen for name in rule.columns])
     settings = {name: dict(of) for name, of in (thresholds or {}).items()}
-    normal = _learnt(baselines, chosen, settings) if baselines else None
+    normal, known_to = _learnt(baselines, chosen, settings) if baselines else (None, [])
     others = [_sizes(one, int(settings.get(Width.name, {}).get("steps", Width.default("steps")))) for one in widths]
     engine = Engine(make_rules(chosen, rows.catalog, settings, normal, others), rows.catalog)
     for some in rows:
@@ -73,6 +77,11 @@ def check(
     if normal is not None:
         findings = _excused(findings, normal)
         notes += _notes_on(baselines, normal, engine.last_step)
+        notes += [
+            f"the sound run {one.name} {strange}"
+            for one, known in zip(baselines, known_to, strict=True)
+            if (strange := _strangeness(rows.catalog.series, known))
+        ]
     notes += [
         f"{num} more findings of {name} were counted and are not listed" for name, num in verdict.num_more.items()
     ]
@@ -84,9 +93,11 @@ def check(
     return Checked(findings, verdict.unjudged, len(chosen), rows.num_rows, notes)
 
 
-def _learnt(baselines: Sequence[Run], rules: Sequence[type[Rule]], settings: Mapping[str, dict[str, float]]) -> Normal:
-    """What was normal in sound runs, and what rules say of them."""
-    normal = Normal()
+def _learnt(
+    baselines: Sequence[Run], rules: Sequence[type[Rule]], settings: Mapping[str, dict[str, float]]
+) -> tuple[Normal, list[set[SeriesKey]]]:
+    """What was normal in sound runs, and what rules say of them; and the values that each of them has."""
+    normal, values = Normal(), []
     for run in baselines:
         rows = RunRows(run, [name for rule in rules for name in rule.columns])
         learner = normal.learner(rows.catalog)
@@ -95,8 +106,9 @@ def _learnt(baselines: Sequence[Run], rules: Sequence[type[Rule]], settings: Map
             learner.add(some)
             engine.add(some)
         said = [one for one in engine.finish().findings if one.severity > Severity.NOTE]
-        normal.said |= {_subject(one) for one in said}
-    return normal
+        normal.said |= {_subject(one) for one in said if one.site}
+        values.append(set(rows.catalog.series))
+    return normal, values
 
 
 def _sizes(run: Run, steps: int) -> Sizes:
@@ -135,6 +147,17 @@ def _notes_on(baselines: Sequence[Run], normal: Normal, last_step: int) -> list[
     return notes
 
 
+def _strangeness(series: Sequence[SeriesKey], known: set[SeriesKey]) -> str:
+    """Why a sound run with these values says little of a run, whose inner modules tell which model it is."""
+    inner = [key for key in series if key.module_path] or list(series)
+    num = sum(key in known for key in inner)
+    if num * _LEAST_COMMON >= len(inner):
+        return ""
+    what = f"has {num} of the {len(inner)} values of this run" if num else "has no value of this run"
+    compared = "only these are" if num else "nothing is"
+    return f"{what}: another model, or other sites or names; {compared} compared with it"
+
+
 def _num_lost(run: Run) -> int:
     """Rows that were written, are not retired, and cannot be read."""
     balances = [(writer.balance.written - writer.balance.retired_rows, writer.num_rows) for writer in run.writers]
@@ -160,6 +183,12 @@ def _load(point: EntryPoint, names: Sequence[str]) -> type[Rule]:
     lacking = [name for name in ("name", "sentence", "sites", "columns", "advice") if not hasattr(rule, name)]
     if lacking:
         raise TypeError(f"it has no {', '.join(lacking)}")
+    texts = (rule.name, rule.sentence, rule.advice, rule.keep, rule.needs)
+    lists = (rule.sites, rule.columns)
+    is_right = all(isinstance(one, str) for one in texts) and isinstance(rule.severity, Severity)
+    is_right &= all(isinstance(some, tuple) and all(isinstance(one, str) for one in some) for some in lists)
+    if not (is_right and all(isinstance(one, Setting) for one in rule.settings)):
+        raise TypeError("expected texts, tuples of texts as sites and columns, a Severity, and Settings")
     if rule.name in names:
         raise ValueError(f"there is a rule {rule.name!r} already")
     return rule

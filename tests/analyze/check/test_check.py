@@ -13,6 +13,7 @@ import recorder
 from recorder.analyze.check import check as module
 from recorder.analyze.check import reading
 from recorder.analyze.check.check import check
+from recorder.checks.rule import Severity
 from recorder.errors import ConfigError
 from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
 
@@ -104,12 +105,40 @@ def test_rules_of_installed_packages_are_asked_and_broken_ones_are_notes(
 ) -> None:
     group = "recorder.checks"
     points = [
+        EntryPoint("forgets", "tests.checks.test_engine:Forgetful", group),
         EntryPoint("raising", "tests.checks.test_engine:Raising", group),
+        EntryPoint("unmade", "tests.checks.test_engine:RaisingAtOnce", group),
+        EntryPoint("wrong", "tests.checks.test_engine:Wrong", group),
         EntryPoint("nothing", "tests.checks.nowhere:Rule", group),
         EntryPoint("twice", "recorder.checks.rules.activations:Dead", group),
         EntryPoint("number", "math:pi", group),
     ]
     monkeypatch.setattr(module, "entry_points", lambda group: points)
     found = check(recorder.open_run(made(tmp_path / "run")))
-    assert [one.rule for one in found.findings] == ["nonfinite", "raising", "dead"]
-    assert [note.split()[3] for note in found.notes] == ["nothing", "number", "twice"]
+    assert [one.rule for one in found.findings] == ["nonfinite", "forgetful", "raising", "unmade", "dead"]
+    assert [note.split()[3] for note in found.notes] == ["nothing", "number", "twice", "wrong"]
+    unmade = next(one for one in found.findings if one.rule == "unmade")
+    assert (unmade.severity, unmade.what) == (
+        Severity.WARNING, "the rule raised KeyError ('of mine'), and was left out from there on",
+    )  # fmt: skip
+    sound = recorder.open_run(made(tmp_path / "sound", num_steps=13))
+    beside = check(recorder.open_run(made(tmp_path / "beside")), baselines=[sound])
+    failed = [one for one in beside.findings if not one.site]
+    assert [one.severity for one in failed] == [
+        Severity.WARNING
+    ] * 3  # that it fails on a sound run, too, excuses nothing
+
+
+def test_a_sound_run_of_another_model_is_a_note(tmp_path: Path) -> None:
+    run = recorder.open_run(made(tmp_path / "run"))
+    other = make_run(tmp_path / "other")
+    writer = HandmadeWriter(other)
+    writer.add_shard([[row | {"module_path": f"else.{row['module_path']}"} for row in rows_of(0, 12)]])
+    writer.finish()
+    alike = recorder.open_run(made(tmp_path / "alike"))
+    strange = recorder.open_run(other)
+    assert check(run, baselines=[alike]).notes == []
+    assert check(run, baselines=[alike, strange]).notes == [
+        f"the sound run {strange.name} has no value of this run: another model, or other sites or names; "
+        "nothing is compared with it"
+    ]
