@@ -367,6 +367,9 @@ def objective(name: str, tensor: torch.Tensor) -> torch.Tensor:
     without. All that an objective reads of the shared tensor has to go through it. The rows are those of the tap
     ``objective.NAME``, and ``recorder check`` compares the gradients.
 
+    A loss may be handed over as well, on its way to the sum of all: its rows are its value, and its gradient is the
+    weight that it has in the sum. Only the tensor that is shared tells how hard it pulls at a shared part of the model.
+
     Raises:
         TapError: as `tap` does.
     """

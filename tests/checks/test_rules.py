@@ -425,3 +425,15 @@ def test_an_objective_that_drowns_another_is_named() -> None:
     assert objectives(1.0, 5.0) == []
     for main, aux, expected in ((1.0, 50.0, "objective.aux"), (1.0, 0.0, "objective.main")):
         assert [(one.name, one.step) for one in objectives(main, aux)] == [(expected, 9)]
+
+
+def test_the_weights_of_losses_are_no_gradients_that_drown_others() -> None:
+    recorded = Recorded()
+    for step in range(12):
+        for name, weight in (("main", 1.0), ("aux", 1e4)):
+            recorded.add(step, "", np.float64(weight), site="tap", name=f"objective.{name}", phase="backward")
+    verdict = recorded.judge(Objectives, 100)
+    assert verdict.findings == []
+    assert [one.why for one in verdict.unjudged] == [
+        "needs the tensor that the objectives share: what they were handed are single numbers"
+    ]

@@ -1,17 +1,19 @@
 """The rule on objectives that share a part of the model: one whose gradients drown those of another.
 
 `recorder.objective(name, tensor)` hands a shared tensor to one objective, so that the gradient that comes back through
-it is that objective's alone. The rule compares these gradients of one module.
+it is that objective's alone. The rule compares these gradients of one module. The gradient of a loss, which is a single
+number, is only the weight with which it is added, and says nothing of how hard the objective pulls.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import numpy as np
 
-from ..rows import Flags, Floats, Integers, Rows, SeriesKey, grouped
-from ..rule import Setting, StreakRule
+from ..rows import Catalog, Flags, Floats, Integers, Rows, SeriesKey, grouped
+from ..rule import Finding, Setting, StreakRule
 
 PREFIX = "objective."
 """Of the names of taps that `recorder.objective` puts."""
@@ -34,20 +36,32 @@ class Objectives(StreakRule):
     limit: ClassVar[str] = "ratio"
     advice: ClassVar[str] = "weigh the objectives anew, or look why the others have hardly any gradient"
 
+    def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
+        super().__init__(catalog, thresholds)
+        self._has_shared = False
+
     def wants(self, key: SeriesKey) -> bool:
         """Gradients of taps that `recorder.objective` put."""
         return key.site == "tap" and key.phase == "backward" and key.name.startswith(PREFIX)
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """By the largest and the smallest root mean square of the objectives at one module."""
-        rms = np.nan_to_num(rows.rms)
+        is_shared = rows["numel"] > 1
+        self._has_shared |= bool(is_shared.any())
+        rms = np.where(is_shared, np.nan_to_num(rows.rms), np.nan)
         ids, firsts = grouped(self._modules()[rows.series], rows.ranks, rows.steps)
         smallest, largest = np.full(len(firsts), np.inf), np.zeros(len(firsts))
-        np.minimum.at(smallest, ids, rms)
-        np.maximum.at(largest, ids, rms)
+        np.minimum.at(smallest, ids[is_shared], rms[is_shared])
+        np.maximum.at(largest, ids[is_shared], rms[is_shared])
         with np.errstate(all="ignore"):
             ratio = np.where(rms == largest[ids], rms / smallest[ids], 1.0)
         return (ratio > self.thresholds["ratio"]) & (rms > 0), np.minimum(np.nan_to_num(ratio), 1e30)
+
+    def finish(self) -> Iterator[Finding]:
+        """Say where all objectives are losses."""
+        yield from super().finish()
+        if not self._has_shared:
+            self.why_not_judged = "needs the tensor that the objectives share: what they were handed are single numbers"
 
     def _modules(self) -> Integers:
         """By series, the number of the module that its tensor belongs to."""
