@@ -15,10 +15,9 @@ from ..layout.placement import in_words, parse_mesh, parse_placements, reduce_op
 from ..layout.plans import Fill, NoPlan, Plan, RankChunk
 from ..layout.regions import Ints, Region
 from ..read.lookup import TensorRows
-from ..read.metadata import MetadataRows
 from ..system.text import listed
+from .plan.values import GlobalValues
 from .tensor import value_of
-from .view import GlobalView
 
 _MAX_LISTED = 64
 _MAX_CELLS = 16
@@ -183,14 +182,14 @@ def _grid(rank_at: Mapping[Ints, int], shape: Ints) -> list[str]:
     return lines
 
 
-def explain(view: GlobalView, metadata: MetadataRows, tensor_rows: TensorRows) -> TensorLayout:
+def explain(values: GlobalValues, tensor_rows: TensorRows) -> TensorLayout:
     """Where the chunks of the one tensor that a question means came from.
 
     Raises:
         LookupFailedError: its rows are several values.
     """
-    value = value_of(view, metadata, tensor_rows)
-    chunks = view.kept_values(metadata)[0].chunks(value)
+    value = value_of(values, tensor_rows)
+    chunks = values.chunks(value)
     return describe(tensor_rows.what, chunks, value.plan, expected=value.expected, differing=value.differing)
 
 

@@ -20,18 +20,18 @@ from ..read.shards import untrusted
 from ..read.shards.decode import parse_shape
 from .assemble.columns import GlobalColumns
 from .tensor import plan_of, value_of
-from .view import GlobalView
+from .view import LoadedRows
 
 _COLUMNS = (*DETAILS, "zero_count", "nan_count", "min", "max", "shape", "note")
 
 
 def histogram_of(
-    view: GlobalView | None, metadata: MetadataRows, tensor_rows: TensorRows, *, partial: bool
+    loaded: LoadedRows | None, metadata: MetadataRows, tensor_rows: TensorRows, partial: bool
 ) -> Histogram:
     """The histogram of the one value that a question means.
 
     Args:
-        view: of the run, where the rows of all ranks are meant; None where one row is.
+        loaded: all rows, where those of all ranks are meant; None where one row is.
         metadata: the run's rows.
         tensor_rows: the rows of the value.
         partial: answer also where ranks are missing.
@@ -40,7 +40,7 @@ def histogram_of(
         LookupFailedError: there is none; the message says why.
         CorruptError: the bytes of a histogram are none.
     """
-    row = _row_of(view, metadata, tensor_rows, partial=partial)
+    row = _row_of(loaded, metadata, tensor_rows, partial)
     _check_recorded(row, "histogram", tensor_rows, "a histogram", "it")
     try:
         counts = Histogram.from_bytes(
@@ -51,9 +51,9 @@ def histogram_of(
     return replace(counts, min=row["min"], max=row["max"])
 
 
-def units_of(view: GlobalView | None, metadata: MetadataRows, tensor_rows: TensorRows, *, partial: bool) -> Units:
+def units_of(loaded: LoadedRows | None, metadata: MetadataRows, tensor_rows: TensorRows, partial: bool) -> Units:
     """The sums over the units of the one value that a question means; arguments and errors as for `histogram_of`."""
-    row = _row_of(view, metadata, tensor_rows, partial=partial)
+    row = _row_of(loaded, metadata, tensor_rows, partial)
     _check_recorded(row, "units", tensor_rows, "sums of its units", "them")
     try:
         return Units.from_bytes(row["units"], parse_shape(row["shape"]))
@@ -72,14 +72,14 @@ def _check_recorded(row: dict[str, Any], column: str, tensor_rows: TensorRows, w
 
 
 def _row_of(
-    view: GlobalView | None, metadata: MetadataRows, tensor_rows: TensorRows, *, partial: bool
+    loaded: LoadedRows | None, metadata: MetadataRows, tensor_rows: TensorRows, partial: bool
 ) -> dict[str, Any]:
-    if view is None:
+    if loaded is None:
         metadata.load(_COLUMNS)
         first = np.array(tensor_rows.positions[:1])
         return {name: metadata.take(name, first)[0].as_py() for name in _COLUMNS}
-    value = value_of(view, metadata, tensor_rows)
+    value = value_of(loaded.values, tensor_rows)
     plan_of(value, tensor_rows.what, partial=partial)
     metadata.load(METADATA_COLUMNS)
-    columns = GlobalColumns(metadata, view.kept_values(metadata)[1], [value]).by_name()
+    columns = GlobalColumns(metadata, loaded.assembler, [value]).by_name()
     return {name: columns[name][0] for name in _COLUMNS}

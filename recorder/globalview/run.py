@@ -19,8 +19,9 @@ import pyarrow.compute as pc
 from ..errors import LookupFailedError, UnsupportedError
 from ..format.numbers.histogram import Histogram
 from ..format.numbers.units import Units
+from ..format.roots import Stage
 from ..read.finding import find_run
-from ..read.lookup import QUALIFIERS, TensorRows, find_tensor
+from ..read.lookup import LOOKUP_COLUMNS, TensorRows, find_tensor
 from ..read.metadata import MetadataRows
 from ..read.run import RecordedRun
 from ..read.shards.decode import as_array, check_bytes
@@ -33,7 +34,7 @@ from .notebook import MAX_LISTED, as_html, in_order_of_sites, plain, run_html, s
 from .numbers import histogram_of, units_of
 from .plan.overrides import check_overrides
 from .tensor import global_tensor, is_partial
-from .view import GlobalView
+from .view import GlobalView, LoadedRows
 
 if TYPE_CHECKING:
     import pandas
@@ -42,9 +43,11 @@ if TYPE_CHECKING:
     from ..report.inline import InlinePage
 
 
-class MoreQualifiers(TypedDict, total=False):
+class Qualifiers(TypedDict, total=False):
     """What else tells tensors apart; rarely needed."""
 
+    micro_step: int | None
+    call: int | None
     repeat: int | None
     mode: str | None
     phase: str | None
@@ -57,7 +60,7 @@ class MoreQualifiers(TypedDict, total=False):
     """With ``rank=None``: answer also where some ranks have no such row, with what there is."""
 
 
-_QUESTION_WORDS = frozenset((*QUALIFIERS, "stage", "partial"))
+_QUESTION_WORDS = frozenset(("site", "step", "name", "rank", *Qualifiers.__annotations__))
 
 
 class Run(RecordedRun):
@@ -77,7 +80,7 @@ class Run(RecordedRun):
 
     @cached_property
     def _view(self) -> GlobalView:
-        return self.view()
+        return GlobalView(self)
 
     def array(
         self,
@@ -86,9 +89,7 @@ class Run(RecordedRun):
         step: int | None = None,
         name: str | None = None,
         rank: int | None = None,
-        micro_step: int | None = None,
-        call: int | None = None,
-        **more: Unpack[MoreQualifiers],
+        **more: Unpack[Qualifiers],
     ) -> npt.NDArray[Any]:
         """One tensor; bfloat16 and the 8-bit floats come in ml_dtypes' types.
 
@@ -101,8 +102,7 @@ class Run(RecordedRun):
                 the message lists the choices.
             CorruptError: the bytes are not those that were written.
         """
-        question = {"site": site, "step": step, "name": name, "rank": rank, "micro_step": micro_step, "call": call}
-        return as_array(*self._tensor_bytes(module_path, question | more))
+        return as_array(*self._tensor_bytes(module_path, _question(site, step, name, rank, more)))
 
     def tensor(
         self,
@@ -111,15 +111,12 @@ class Run(RecordedRun):
         step: int | None = None,
         name: str | None = None,
         rank: int | None = None,
-        micro_step: int | None = None,
-        call: int | None = None,
-        **more: Unpack[MoreQualifiers],
+        **more: Unpack[Qualifiers],
     ) -> torch.Tensor:
         """A value as a torch tensor on the CPU, of the very dtype that training had; arguments as for `array`."""
         import torch
 
-        question = {"site": site, "step": step, "name": name, "rank": rank, "micro_step": micro_step, "call": call}
-        data, dtype, shape = self._tensor_bytes(module_path, question | more)
+        data, dtype, shape = self._tensor_bytes(module_path, _question(site, step, name, rank, more))
         check_bytes(data, dtype, shape)
         torch_dtype = getattr(torch, dtype, None)
         if not isinstance(torch_dtype, torch.dtype):
@@ -135,9 +132,7 @@ class Run(RecordedRun):
         step: int | None = None,
         name: str | None = None,
         rank: int | None = None,
-        micro_step: int | None = None,
-        call: int | None = None,
-        **more: Unpack[MoreQualifiers],
+        **more: Unpack[Qualifiers],
     ) -> Histogram:
         """How many values of a tensor have which sign and which power of two, where a rule has kept that.
 
@@ -149,8 +144,7 @@ class Run(RecordedRun):
                 nothing can be counted.
             CorruptError: the bytes are not those that were written.
         """
-        question = {"site": site, "step": step, "name": name, "rank": rank, "micro_step": micro_step, "call": call}
-        return histogram_of(*self._found(module_path, question | more), partial=bool(more.get("partial")))
+        return histogram_of(*self._find(module_path, _question(site, step, name, rank, more)))
 
     def units(
         self,
@@ -159,9 +153,7 @@ class Run(RecordedRun):
         step: int | None = None,
         name: str | None = None,
         rank: int | None = None,
-        micro_step: int | None = None,
-        call: int | None = None,
-        **more: Unpack[MoreQualifiers],
+        **more: Unpack[Qualifiers],
     ) -> Units:
         """Sums over the values of each unit (neuron, channel, feature) of a tensor, where a rule has kept them.
 
@@ -173,18 +165,7 @@ class Run(RecordedRun):
             LookupFailedError: no such tensor with sums of its units, or several, or it is a summand of a value.
             CorruptError: the bytes are not those that were written.
         """
-        question = {"site": site, "step": step, "name": name, "rank": rank, "micro_step": micro_step, "call": call}
-        return units_of(*self._found(module_path, question | more), partial=bool(more.get("partial")))
-
-    def _found(
-        self, module_path: str, question: Mapping[str, Any], *, needs_values: bool = False
-    ) -> tuple[GlobalView | None, MetadataRows, TensorRows]:
-        """The rows that a question means, behind the view that puts them together where one does."""
-        _check_words(question)
-        wanted = {name: value for name, value in question.items() if name != "partial"}
-        is_global = question["rank"] is None and self._may_be_in_chunks
-        tensor_rows = self._find(module_path, wanted, is_global=is_global, needs_values=needs_values)
-        return (self._view if is_global and not tensor_rows.is_merged else None), self._rows, tensor_rows
+        return units_of(*self._find(module_path, _question(site, step, name, rank, more)))
 
     def layout(
         self,
@@ -192,10 +173,9 @@ class Run(RecordedRun):
         site: str = "output",
         step: int | None = None,
         name: str | None = None,
-        micro_step: int | None = None,
-        call: int | None = None,
+        *,
         layouts: Sequence[str] = (),
-        **more: Unpack[MoreQualifiers],
+        **more: Unpack[Qualifiers],
     ) -> TensorLayout:
         """Where each chunk of a global tensor came from: its ranks, their positions, how that is known. Print it.
 
@@ -208,22 +188,23 @@ class Run(RecordedRun):
         """
         if (source := self.manifest.merged_from) is not None:
             raise LookupFailedError(f"a merged run has whole tensors; ask the run {source.path} that it is of")
-        question = {"site": site, "step": step, "name": name, "micro_step": micro_step, "call": call, **more}
-        _check_words(question)
+        question = _question(site, step, name, None, more)
         question.pop("partial", None)
         check_overrides(layouts, self)
         view = self.view(layouts=layouts) if layouts else self._view
+        self._rows.load(LOOKUP_COLUMNS)
+        values = view.kept(self._rows).values
         tensor_rows = find_tensor(
             self._rows,
             self.writers,
             module_path,
             question,
-            counts=view.counts(self._rows),
+            counts=values.counts,
             has_micro_batches=view.has_pipeline,
             stages=view.stages,
             needs_values=False,
         )
-        return explain(view, self._rows, tensor_rows)
+        return explain(values, tensor_rows)
 
     def __getitem__(self, module_path: str) -> ModuleView:
         """The run narrowed to one module and what is below it: ``run["layers.0.mlp"]``; ``run[""]`` is the root.
@@ -264,41 +245,55 @@ class Run(RecordedRun):
         return f"<Run {self.name!r}: {ranks}, {steps}, {rows}{rest}>"
 
     def _tensor_bytes(
-        self, module_path: str, question: Mapping[str, Any]
+        self, module_path: str, question: dict[str, Any]
     ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
         """Bytes, dtype and shape of the one tensor that a question means."""
-        view, rows, tensor_rows = self._found(module_path, question, needs_values=True)
-        partial = bool(question.get("partial"))
-        if view is not None:
-            return global_tensor(view, rows, tensor_rows, partial=partial)
+        loaded, rows, tensor_rows, partial = self._find(module_path, question, needs_values=True)
+        if loaded is not None:
+            return global_tensor(loaded, tensor_rows, partial=partial)
         if not partial and is_partial(rows, tensor_rows.positions):
             raise LookupFailedError(
                 f"{tensor_rows.what} lacks the rows of some ranks; partial=True gives what there is"
             )
         return self.rank_tensor(tensor_rows.positions, f"{module_path!r}")
 
-    @property
-    def _may_be_in_chunks(self) -> bool:
-        """Whether several rows may be one tensor: of several ranks, or of the micro-batches of a pipeline."""
-        return max(len(self.ranks), self.world_size or 1) > 1 or (not self.is_merged and self._view.has_pipeline)
+    def _find(
+        self, module_path: str, question: dict[str, Any], *, needs_values: bool = False
+    ) -> tuple[LoadedRows | None, MetadataRows, TensorRows, bool]:
+        """The rows of the one tensor that a question means, and whether it may lack those of some ranks.
 
-    def _find(self, module_path: str, question: dict[str, Any], *, is_global: bool, needs_values: bool) -> TensorRows:
-        """The rows of the one tensor that a question means: those of all ranks where it is global."""
-        if self.is_merged:
-            counts = np.ones(self.num_rows, bool) if is_global else None
-            return find_tensor(
-                self._rows, self.writers, module_path, question, counts=counts, needs_values=needs_values
-            )
-        return find_tensor(
+        Rows of all ranks come as values, of which the tensor is one.
+        """
+        partial = bool(question.pop("partial", False))
+        is_global = question["rank"] is None and self._may_be_in_chunks
+        self._rows.load(LOOKUP_COLUMNS)
+        loaded: LoadedRows | None = None
+        counts: npt.NDArray[np.bool_] | None = None
+        has_micro_batches = False
+        stages: Mapping[tuple[int, str], Stage] = {}
+        if is_global and self.is_merged:
+            counts = np.ones(self.num_rows, bool)
+        elif is_global:
+            loaded = self._view.kept(self._rows)
+            counts, has_micro_batches = loaded.values.counts, self._view.has_pipeline
+        if question.get("stage") is not None and not self.is_merged:
+            stages = self._view.stages
+        tensor_rows = find_tensor(
             self._rows,
             self.writers,
             module_path,
             question,
-            counts=self._view.counts(self._rows) if is_global else None,
-            has_micro_batches=is_global and self._view.has_pipeline,
-            stages={} if question.get("stage") is None else self._view.stages,
+            counts=counts,
+            has_micro_batches=has_micro_batches,
+            stages=stages,
             needs_values=needs_values,
         )
+        return (None if tensor_rows.is_merged else loaded), self._rows, tensor_rows, partial
+
+    @cached_property
+    def _may_be_in_chunks(self) -> bool:
+        """Whether several rows may be one tensor: of several ranks, or of the micro-batches of a pipeline."""
+        return max(len(self.ranks), self.world_size or 1) > 1 or (not self.is_merged and self._view.has_pipeline)
 
 
 class ModuleView:
@@ -342,12 +337,10 @@ class ModuleView:
         step: int | None = None,
         name: str | None = None,
         rank: int | None = None,
-        micro_step: int | None = None,
-        call: int | None = None,
-        **more: Unpack[MoreQualifiers],
+        **more: Unpack[Qualifiers],
     ) -> npt.NDArray[Any]:
         """One tensor of the module itself, as `Run.array` gives it."""
-        return self.run.array(self.path, site, step, name, rank, micro_step, call, **more)
+        return self.run.array(self.path, site, step, name, rank, **more)
 
     def tensor(
         self,
@@ -355,12 +348,10 @@ class ModuleView:
         step: int | None = None,
         name: str | None = None,
         rank: int | None = None,
-        micro_step: int | None = None,
-        call: int | None = None,
-        **more: Unpack[MoreQualifiers],
+        **more: Unpack[Qualifiers],
     ) -> torch.Tensor:
         """A value as `Run.tensor` gives it; the arguments are those of `array`."""
-        return self.run.tensor(self.path, site, step, name, rank, micro_step, call, **more)
+        return self.run.tensor(self.path, site, step, name, rank, **more)
 
     def histogram(
         self,
@@ -368,12 +359,10 @@ class ModuleView:
         step: int | None = None,
         name: str | None = None,
         rank: int | None = None,
-        micro_step: int | None = None,
-        call: int | None = None,
-        **more: Unpack[MoreQualifiers],
+        **more: Unpack[Qualifiers],
     ) -> Histogram:
         """The histogram of one tensor of the module itself, as `Run.histogram` gives it."""
-        return self.run.histogram(self.path, site, step, name, rank, micro_step, call, **more)
+        return self.run.histogram(self.path, site, step, name, rank, **more)
 
     def units(
         self,
@@ -381,12 +370,10 @@ class ModuleView:
         step: int | None = None,
         name: str | None = None,
         rank: int | None = None,
-        micro_step: int | None = None,
-        call: int | None = None,
-        **more: Unpack[MoreQualifiers],
+        **more: Unpack[Qualifiers],
     ) -> Units:
         """Sums over the units of one tensor of the module itself, as `Run.units` gives them."""
-        return self.run.units(self.path, site, step, name, rank, micro_step, call, **more)
+        return self.run.units(self.path, site, step, name, rank, **more)
 
     def plot(
         self, site: str | None = None, statistic: str | None = None, *, height_pixels: int | None = None
@@ -493,10 +480,16 @@ def narrow(run: Run, path: str, below: str = "") -> ModuleView:
     return ModuleView(run, whole)
 
 
-def _check_words(question: Mapping[str, Any]) -> None:
-    for word in question.keys() - _QUESTION_WORDS:
+def _question(site: str, step: int | None, name: str | None, rank: int | None, more: Qualifiers) -> dict[str, Any]:
+    """A question as `find_tensor` takes it, and ``partial``.
+
+    Raises:
+        TypeError: a word of it is none; the message names the nearest.
+    """
+    for word in more.keys() - _QUESTION_WORDS:
         near = difflib.get_close_matches(word, _QUESTION_WORDS, n=1)
         raise TypeError(f"unknown argument {word!r}{f'; did you mean {near[0]!r}?' if near else ''}")
+    return {"site": site, "step": step, "name": name, "rank": rank, **more}
 
 
 def open_run(path: str | PathLike[str] | Location | None = None) -> Run:

@@ -13,7 +13,8 @@ from ..read.metadata import MetadataRows, Positions
 from ..read.shards import untrusted
 from ..system.text import listed
 from .plan.planner import GlobalValue
-from .view import GlobalView
+from .plan.values import GlobalValues
+from .view import LoadedRows
 
 
 def is_partial(metadata: MetadataRows, positions: Positions) -> bool:
@@ -24,26 +25,25 @@ def is_partial(metadata: MetadataRows, positions: Positions) -> bool:
 
 
 def global_tensor(
-    view: GlobalView, metadata: MetadataRows, tensor_rows: TensorRows, *, partial: bool
+    loaded: LoadedRows, tensor_rows: TensorRows, *, partial: bool
 ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
     """Bytes, dtype and shape of the one global tensor that some ranks' rows are.
 
     Args:
-        view: of the run.
-        metadata: its rows.
-        tensor_rows: rows of that value, of all ranks.
+        loaded: all rows of the run.
+        tensor_rows: those of that value, of all ranks.
         partial: answer also where ranks are missing.
 
     Raises:
         LookupFailedError: they make no single tensor, or ranks are missing; the message says why.
         CorruptError: the bytes are not those that were written.
     """
-    if not view.counts(metadata)[tensor_rows.positions].any():
+    _, values, assembler = loaded
+    if not values.counts[tensor_rows.positions].any():
         why = "a later attempt recorded this step again; rank= gives what one rank had"
         raise LookupFailedError(f"{tensor_rows.what}: {why}")
-    value = value_of(view, metadata, tensor_rows)
+    value = value_of(values, tensor_rows)
     plan = plan_of(value, tensor_rows.what, partial=partial)
-    _, assembler = view.kept_values(metadata)
     if not assembler.has_payload(plan, value.positions):
         ranks = zip(value.present, value.positions, strict=False)
         lacking = [rank for rank, position in ranks if assembler.tensor(position) is None]
@@ -56,17 +56,14 @@ def global_tensor(
         return assembler.array(plan, value.positions), dtype, plan.global_shape
     except RunError as error:
         raise type(error)(f"{tensor_rows.what}: {error}") from error
-    finally:
-        assembler.forget()
 
 
-def value_of(view: GlobalView, metadata: MetadataRows, tensor_rows: TensorRows) -> GlobalValue:
-    """The one value that some ranks' rows are; arguments as of `global_tensor`.
+def value_of(values: GlobalValues, tensor_rows: TensorRows) -> GlobalValue:
+    """The one value that some ranks' rows are.
 
     Raises:
         LookupFailedError: they are several.
     """
-    values, _ = view.kept_values(metadata)
     chosen = values.values_of(tensor_rows.positions, tensor_rows.related, is_micro_batch=tensor_rows.is_micro_batch)
     if len(chosen) > 1:  # what stages hand on has the same name as the input and the output of the model
         chosen = [value for value in chosen if not value.is_between_stages]
@@ -84,15 +81,17 @@ def plan_of(value: GlobalValue, what: str, *, partial: bool) -> Plan:
     Raises:
         LookupFailedError: there is none, or a rank that it needs is missing.
     """
-    plan, present = value.plan, listed(value.present)
+    plan = value.plan
     if not isinstance(plan, Plan):
-        raise LookupFailedError(f"{what} makes no single tensor: {plan.why}; ask for one of rank={present}")
-    missing = listed([rank for rank in value.expected if rank not in value.present])
+        raise LookupFailedError(
+            f"{what} makes no single tensor: {plan.why}; ask for one of rank={listed(value.present)}"
+        )
+    missing = [rank for rank in value.expected if rank not in value.present]
     if not plan.is_complete:
-        raise LookupFailedError(f"{what}: the pieces of rank {missing} are missing; rank= gives one rank's")
+        raise LookupFailedError(f"{what}: the pieces of rank {listed(missing)} are missing; rank= gives one rank's")
     if missing and not plan.is_replica and not partial:
         raise LookupFailedError(
-            f"{what} was recorded on rank {present} alone, not on rank {missing}; "
+            f"{what} was recorded on rank {listed(value.present)} alone, not on rank {listed(missing)}; "
             f"partial=True gives what there is, rank= one rank's"
         )
     return plan

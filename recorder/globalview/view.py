@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,15 @@ _MEANINGLESS = tuple(column for column in COLUMN_OF.values() if column.combine i
 """Columns that say nothing of a tensor of the whole model."""
 
 
+class LoadedRows(NamedTuple):
+    """Rows of a run that are loaded, as the values of the whole model."""
+
+    metadata: MetadataRows
+    values: GlobalValues
+    assembler: Assembler
+    """The way to their payloads."""
+
+
 class GlobalView:
     """How the rows of a run are put together. Made by `Run.view`."""
 
@@ -64,17 +73,11 @@ class GlobalView:
         self._topology = Topology(run.writers, run.run_id, run.world_size)
         self.leaves = Leaves(self._sample)
         """What all steps say of each leaf."""
-        self._kept: tuple[tuple[int, int], tuple[GlobalValues, Assembler]] | None = None
-
-    @property
-    def has_pipeline(self) -> bool:
-        """Whether the stages of a pipeline ran in it: then the micro-batches of a step are one batch."""
-        return bool(self._topology.stages)
-
-    @property
-    def stages(self) -> Mapping[tuple[int, str], Stage]:
+        self.stages: Mapping[tuple[int, str], Stage] = self._topology.stages
         """By writer and root, which stage of a pipeline it ran."""
-        return self._topology.stages
+        self.has_pipeline = bool(self.stages)
+        """Whether the stages of a pipeline ran in it: then the micro-batches of a step are one batch."""
+        self._kept: tuple[int, LoadedRows] | None = None
 
     def part_of_batch(self, root: str, rank: int, attempt: int) -> tuple[int, int] | None:
         """Which part of the batch a rank works on, and of how many; None where that is not known."""
@@ -83,7 +86,7 @@ class GlobalView:
     @cached_property
     def _parts_of_batch(self) -> dict[tuple[str, int, int], tuple[int, int] | None]:
         part_of_writer: dict[tuple[str, int, int], tuple[int, int] | None] = {}
-        of_models = whole_roots(self._topology.stages)
+        of_models = whole_roots(self.stages)
         parts: dict[int, tuple[dict[int, int], int]] = {}
         """By the group's identity, the part of each rank, and how many parts there are: not anew for each writer."""
         for number, writer in enumerate(self._run.writers):
@@ -125,23 +128,19 @@ class GlobalView:
         positions = np.flatnonzero(is_wanted)
         if self._run.is_merged:
             return GlobalRows(metadata, None, [], positions)
-        values, assembler = self.load_values(metadata)
+        _, values, assembler = self.load(metadata)
         planned = list(values.values(positions))
-        return GlobalRows(metadata, assembler, planned, positions, values.findings, whole_roots(self._topology.stages))
+        return GlobalRows(metadata, assembler, planned, positions, values.findings, whole_roots(self.stages))
 
-    def kept_values(self, metadata: MetadataRows) -> tuple[GlobalValues, Assembler]:
-        """The values of all rows, kept for the next question as long as no damage has moved the rows."""
+    def kept(self, metadata: MetadataRows) -> LoadedRows:
+        """All rows of the run, kept for the next question as long as no damage has moved them."""
         metadata.load(COLUMNS)
-        if self._kept is None or self._kept[0] != (id(metadata), metadata.num_rows):
-            self._kept = (id(metadata), metadata.num_rows), self.load_values(metadata)
+        if self._kept is None or self._kept[0] != metadata.num_rows or self._kept[1].metadata is not metadata:
+            self._kept = metadata.num_rows, self.load(metadata)
         return self._kept[1]
 
-    def counts(self, metadata: MetadataRows) -> npt.NDArray[np.bool_]:
-        """By position, whether a row is of the attempt that counts at its step, and of this run."""
-        return self.kept_values(metadata)[0].counts
-
-    def load_values(self, metadata: MetadataRows) -> tuple[GlobalValues, Assembler]:
-        """The values of loaded rows, and the way to their payloads."""
+    def load(self, metadata: MetadataRows) -> LoadedRows:
+        """Some rows as values, and the way to their payloads."""
         metadata.load(COLUMNS)
         payloads = Payloads(metadata, len(self._run.writers))
         assembler = Assembler(metadata, payloads)
@@ -173,7 +172,7 @@ class GlobalView:
             items_of=items_of,
             leaves=self.leaves,
         )
-        return values, assembler
+        return LoadedRows(metadata, values, assembler)
 
     def sampled(self) -> tuple[MetadataRows, Positions]:
         """The rows by which layouts are known: a few steps, the same whatever part of the run is looked at."""
@@ -186,7 +185,7 @@ class GlobalView:
 
     def _sample(self) -> Sample | None:
         metadata, positions = self.sampled()
-        return self.load_values(metadata)[0].sample(positions)
+        return self.load(metadata).values.sample(positions)
 
     def _shards(self) -> Iterator[ShardRows]:
         for writer in self._run.writers:

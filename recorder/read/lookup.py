@@ -16,7 +16,7 @@ from ..errors import LookupFailedError
 from ..format.roots import Stage
 from ..rules import hint
 from ..system.text import listed
-from .metadata import NONE, POSITION_COLUMNS, Keys, MetadataRows, Positions, is_text
+from .metadata import NONE, POSITION_COLUMNS, TEXT_COLUMNS, Keys, MetadataRows, Positions
 from .stages import stages_of_rows
 from .writers import RecordedWriter
 
@@ -24,6 +24,8 @@ QUALIFIERS = (
     "site", "step", "name", "rank", "micro_step", "call", "repeat", "mode", "phase", "root", "scope", "attempt",
 )  # fmt: skip
 """Columns that, with the module path, tell tensors of a run apart; the order in which choices are listed."""
+LOOKUP_COLUMNS = (*QUALIFIERS, "module_path", "encoding", "part", *POSITION_COLUMNS)
+"""What `find_tensor` loads."""
 _OF_RANKS = ("rank", "attempt")
 """What may differ between the rows of one global tensor: which attempt counts is decided before."""
 _MAX_CHOICES = 8
@@ -71,7 +73,7 @@ def find_tensor(
     Raises:
         LookupFailedError: no tensor, or more than one; the message lists the choices.
     """
-    rows.load([*QUALIFIERS, "module_path", "encoding", "part", *POSITION_COLUMNS])
+    rows.load(LOOKUP_COLUMNS)
     of_module = np.flatnonzero(rows.module_paths().codes == module_code(rows, module_path))
     positions, what = _answering(rows, writers, of_module, question, f"{module_path!r}", stages)
     if counts is None:  # also of one attempt: a job that is launched again begins with attempt 0 again
@@ -107,7 +109,9 @@ def find_tensor(
     if counts is None or is_merged:
         return TensorRows(_single(rows, with_values, is_merged, what), related, is_merged, what, is_micro_batch)
     for name, keys in single.items():  # rows without values, as of another rank, that differ in what was left open
-        positions = positions[rows.keys(name, positions).codes == rows.keys(name, positions).code(_value(keys))]
+        code, of_all = int(keys.codes[0]), rows.keys(name, positions)
+        value = None if code == NONE else code if keys.texts is None else keys.texts[code]
+        positions = positions[of_all.codes == of_all.code(value)]
     return TensorRows(positions[rows.numbers("part")[positions] == 0], related, is_merged, what, is_micro_batch)
 
 
@@ -122,10 +126,19 @@ def _answering(
     """The rows of a module that a question means, and the question in words.
 
     Raises:
-        LookupFailedError: there is none; the message says which part of the question no row meets.
+        LookupFailedError: there is none, or a value is of the wrong kind; the message says which part of the question
+            no row meets.
     """
     given = {name: value for name in QUALIFIERS if (value := question.get(name)) is not None}
-    positions = _meant(rows, of_module, given)
+    positions = of_module
+    # Numbers first: a module has rows of thousands of steps, and texts cost the most.
+    for name in sorted(given, key=lambda name: name in TEXT_COLUMNS):
+        keys = rows.keys(name, positions)
+        try:
+            positions = positions[keys.codes == keys.code(given[name])]
+        except (TypeError, ValueError):
+            positions = positions[:0]
+            break
     if not len(positions):
         _raise_unmet(rows, writers, of_module, given, what)
     what += "".join(f" {name}={value!r}" for name, value in given.items())
@@ -147,20 +160,6 @@ def _single(rows: MetadataRows, positions: Positions, is_merged: bool, what: str
         if len(np.unique(numbers)) == len(positions):
             raise LookupFailedError(several_stages(what, numbers.tolist()))
     return _parts(rows, positions, what)
-
-
-def _meant(rows: MetadataRows, positions: Positions, given: Mapping[str, Any]) -> Positions:
-    """The rows with these values; none where a value is of the wrong kind.
-
-    Numbers first: a module has rows of thousands of steps, and texts cost the most.
-    """
-    for name in sorted(given, key=is_text):
-        keys = rows.keys(name, positions)
-        try:
-            positions = positions[keys.codes == keys.code(given[name])]
-        except (TypeError, ValueError):
-            return positions[:0]
-    return positions
 
 
 def _of_stage(
@@ -204,14 +203,6 @@ def _raise_unmet(
         positions = positions[is_meant]
         what += f" {name}={value!r}"
     raise AssertionError("all values together have rows")
-
-
-def _value(keys: Keys) -> Any:
-    """The one value of a column."""
-    code = int(keys.codes[0])
-    if keys.texts is None:
-        return code
-    return None if code == NONE else keys.texts[code]
 
 
 def module_code(rows: MetadataRows, module_path: str) -> int:

@@ -26,6 +26,7 @@ _FEW_CHUNKS = 64
 TIME_ORDER = ("attempt", "step", "rank", "seq")
 POSITION_COLUMNS = ("seq", "batch", "row")
 """What leads from a row to its payload."""
+TEXT_COLUMNS = frozenset(field.name for field in SCHEMA if pa.types.is_string(field.type))
 
 
 class Keys(NamedTuple):
@@ -43,6 +44,11 @@ class Keys(NamedTuple):
         if self.texts is None:
             return int(value)
         return self.texts.index(value) if value in self.texts else NONE - 1
+
+    def text(self, i: int) -> str:
+        """The text of the i-th row; empty for null."""
+        code = int(self.codes[i])
+        return "" if code == NONE or self.texts is None else self.texts[code]
 
     def label(self, code: int) -> str:
         """A value for people, by its number."""
@@ -102,7 +108,7 @@ class MetadataRows:
     def numbers(self, name: str) -> npt.NDArray[np.int64]:
         """An integer column as numpy."""
         if name not in self._numbers:
-            column = self.column(name)
+            column = self._columns[name]
             filled = column.fill_null(NONE) if column.null_count else column
             self._numbers[name] = filled.to_numpy().astype(np.int64, copy=False)
         return self._numbers[name]
@@ -110,12 +116,12 @@ class MetadataRows:
     def module_paths(self) -> Keys:
         """The module path of every row; other texts are looked at only for the rows of one module."""
         if self._module_paths is None:
-            self._module_paths = text_keys(self.column("module_path"))
+            self._module_paths = text_keys(self._columns["module_path"])
         return self._module_paths
 
     def take(self, name: str, positions: Positions) -> Any:
         """Some rows of a metadata column, as `pa.ChunkedArray`."""
-        column = self.column(name)
+        column = self._columns[name]
         if (positions[1:] < positions[:-1]).any():
             return pc.take(column, pa.array(positions))
         if len(positions) == len(column) and (positions[1:] > positions[:-1]).all():
@@ -133,7 +139,7 @@ class MetadataRows:
 
     def keys(self, name: str, positions: Positions) -> Keys:
         """Some rows of a column of texts or whole numbers."""
-        if is_text(name):
+        if name in TEXT_COLUMNS:
             return text_keys(self.take(name, positions))
         return Keys(self.numbers(name)[positions], None)
 
@@ -141,7 +147,7 @@ class MetadataRows:
         """One value of a column of texts."""
         chunk = int(np.searchsorted(self._chunk_ends[name], position, side="right"))
         start = int(self._chunk_ends[name][chunk - 1]) if chunk else 0
-        value: str | None = self.column(name).chunk(chunk)[position - start].as_py()
+        value: str | None = self._columns[name].chunk(chunk)[position - start].as_py()
         return value
 
     def shard_of(self, position: int) -> tuple[ShardRows, int]:
@@ -161,11 +167,6 @@ class MetadataRows:
         """All positions by `TIME_ORDER`: file order is no order of time."""
         keys = [self.numbers(name) for name in reversed(TIME_ORDER)]
         return np.lexsort(keys).astype(np.int64, copy=False)
-
-
-def is_text(name: str) -> bool:
-    """Whether a column is one of texts."""
-    return bool(pa.types.is_string(SCHEMA.field(name).type))
 
 
 def text_keys(column: Any) -> Keys:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ _AT_ONCE = 16
 _BATCH_BYTES = 8 << 20
 """What most batches hold, unless a row of them is larger."""
 _Key = tuple[int, int]
-"""Number of a shard among the loaded ones, and of a batch in it."""
+"""Identity of a shard, which lives as long as the rows, and number of a batch in it."""
 
 
 class Payloads:
@@ -41,18 +42,19 @@ class Payloads:
 
     def prepare(self, positions: Sequence[int]) -> None:
         """Have the batches of rows that will be asked for: several at once, where each is a question to a store."""
-        if not positions or not self._is_remote(positions[0]):
+        if not positions or not self._is_remote:
             return
         of_shard: dict[int, list[tuple[_Key, ShardRows]]] = {}
         num_bytes = 0
         for position in positions:
-            key = self._key(position, int(self._rows.numbers("batch")[position]))
+            shard, _ = self._rows.shard_of(position)
+            key = id(shard), int(self._rows.numbers("batch")[position])
             known = of_shard.setdefault(key[0], [])
             if key not in self._batches and all(key != one for one, _ in known):
                 num_bytes += max(_BATCH_BYTES, int(self._rows.numbers("payload_bytes")[position]))
                 if num_bytes > _MAX_REMOTE_BYTES:
                     break
-                known.append((key, self._rows.shard_of(position)[0]))
+                known.append((key, shard))
         num_brought_bytes = 0
         # The first of each shard opens it.
         for wanted in (
@@ -86,7 +88,7 @@ class Payloads:
 
     def described(self, position: int) -> tuple[npt.NDArray[np.uint8], str, str]:
         """The bytes of one row, and its own dtype and shape, as texts."""
-        fields = self._fields(self._rows.shard_of(position)[0], position)
+        fields = self._fields(self._rows.shard_of(position)[0], *self._batch_row_seq(position))
         return self.decoded(position), fields["dtype"], fields["shape"]
 
     def decoded(self, position: int) -> npt.NDArray[np.uint8]:
@@ -127,61 +129,56 @@ class Payloads:
         return [*pieces, np.argsort(in_file_order)]
 
     def _source(self, position: int) -> dict[str, Any]:
+        """The fields of the row that holds the content of a row, which is mostly the row itself."""
         shard, start = self._rows.shard_of(position)
-        fields = self._fields(shard, position)
+        batch, row, seq = self._batch_row_seq(position)
+        fields = self._fields(shard, batch, row, seq)
         target = target_of(fields["encoding"], fields["data"])
         if target is None:
             return fields
         matches = np.flatnonzero(self._rows.numbers("seq")[start:position] == target)
         if len(matches) == 1:
-            source = self._fields(shard, start + int(matches[0]))
+            source = self._fields(shard, *self._batch_row_seq(start + int(matches[0])))
         else:  # not among the loaded rows, where these are a part of the shard
-            own = int(self._rows.numbers("batch")[position]), int(self._rows.numbers("row")[position])
             found_at = shard.position_of(target)
-            is_before = found_at is not None and found_at < own
-            source = self._fields_at(shard, position, *found_at, target) if found_at and is_before else {}
+            source = self._fields(shard, *found_at, target) if found_at and found_at < (batch, row) else {}
         if any(source.get(name) != fields[name] for name in ("dtype", "payload_bytes")):
             raise CorruptError(
-                f"{shard.path}: row seq={fields['seq']} refers to row seq={target}, which does not hold its content"
+                f"{shard.path}: row seq={seq} refers to row seq={target}, which does not hold its content"
             )
         return source
 
-    def _fields(self, shard: ShardRows, position: int) -> dict[str, Any]:
-        """What decoding needs of one row, out of the shard itself; the payload is not copied."""
+    def _batch_row_seq(self, position: int) -> tuple[int, int, int]:
+        """Where a row lies in its shard: its batch, and its number there; and its `seq`."""
         batch, row, seq = (int(self._rows.numbers(name)[position]) for name in ("batch", "row", "seq"))
-        return self._fields_at(shard, position, batch, row, seq)
+        return batch, row, seq
 
-    def _fields_at(self, shard: ShardRows, position: int, batch: int, row: int, seq: int) -> dict[str, Any]:
-        """Fields of the row at a position in a shard; `position` is that of any row of the shard."""
-        rows = self._batch(shard, position, batch)
-        if not 0 <= row < rows.num_rows or rows.column("seq")[row].as_py() != seq:
-            raise CorruptError(f"{shard.path}: batch {batch} row {row} is not the row that its index names")
-        fields = {name: rows.column(name)[row].as_py() for name in _COLUMNS if name != "data"}
-        return fields | {"data": _slice(rows.column("data"), row)}
-
-    def _batch(self, shard: ShardRows, position: int, batch: int) -> Any:
-        key = self._key(position, batch)
+    def _fields(self, shard: ShardRows, batch: int, row: int, seq: int) -> dict[str, Any]:
+        """What decoding needs of one row, out of the shard itself; the payload is not copied."""
+        key = id(shard), batch
         rows = self._batches.get(key)
         if rows is None:
             rows = self._batches[key] = shard.read(batch, _COLUMNS)
             self._shrink()
         else:
             self._batches.move_to_end(key)
-        return rows
+        if not 0 <= row < rows.num_rows or rows.column("seq")[row].as_py() != seq:
+            raise CorruptError(f"{shard.path}: batch {batch} row {row} is not the row that its index names")
+        fields = {name: rows.column(name)[row].as_py() for name in _COLUMNS if name != "data"}
+        return fields | {"data": _slice(rows.column("data"), row)}
 
     def _shrink(self) -> None:
         while len(self._batches) > self._max_batches:
             self._batches.popitem(last=False)
-        if len(self._batches) > 1 and self._rows.num_rows and self._is_remote(0):
+        if len(self._batches) > 1 and self._is_remote:
             num_bytes = sum(batch.nbytes for batch in self._batches.values())
             while len(self._batches) > 1 and num_bytes > _MAX_REMOTE_BYTES:
                 num_bytes -= self._batches.popitem(last=False)[1].nbytes
 
-    def _key(self, position: int, batch: int) -> _Key:
-        return int(self._rows.shard_numbers(np.array([position]))[0]), batch
-
-    def _is_remote(self, position: int) -> bool:
-        return store_of(self._rows.shard_of(position)[0].path) is not LOCAL
+    @cached_property
+    def _is_remote(self) -> bool:
+        """Whether the run lies in a store; asked only where there is a row."""
+        return store_of(self._rows.shard_of(0)[0].path) is not LOCAL
 
 
 def _read(wanted: tuple[_Key, ShardRows]) -> Any:

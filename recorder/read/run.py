@@ -59,6 +59,8 @@ class RecordedRun:
         """A `pathlib.Path`; of a run in an object store an `ObjectPath`."""
         self.manifest = manifest
         """What `_run.json` says."""
+        self.is_merged = manifest.merged_from is not None
+        """Whether this is the output of a merge, whose rows are global tensors already."""
         self._manifest_problem = as_problem(path / RUN_MANIFEST, manifest.problems)
         if self._manifest_problem:
             _logger.warning("%s", self._manifest_problem)
@@ -85,11 +87,6 @@ class RecordedRun:
     def world_size(self) -> int | None:
         """Ranks that the run was started with, where it says so."""
         return self.manifest.world_size
-
-    @property
-    def is_merged(self) -> bool:
-        """Whether this is the output of a merge, whose rows are global tensors already."""
-        return self.manifest.merged_from is not None
 
     @property
     def problems(self) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,8 +64,12 @@ class Assembler:
         self._payloads = payloads
         self._tensors: dict[int, Tensor | None] = {}
         self._decoded: OrderedDict[int, npt.NDArray[np.uint8]] = OrderedDict()
-        self._encoder = Encoder("auto", kernels=native.load(is_native_wanted()))
         self._further = self._find_further_parts()
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        """For what is computed, and for what cannot be laid side by side."""
+        return Encoder("auto", kernels=native.load(is_native_wanted()))
 
     def tensor(self, position: int) -> Tensor | None:
         """The local tensor whose part 0 is at a position; None where some of its payload was not recorded."""
@@ -96,11 +100,19 @@ class Assembler:
         return plan.dtype or self._rows.text("dtype", positions[0]) or ""
 
     def array(self, plan: Plan, positions: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """All bytes of a global tensor, little-endian, in C order."""
+        """All bytes of a global tensor, little-endian, in C order.
+
+        Raises:
+            CorruptError: a part is not what its row says.
+            UnsupportedError: an encoding is unknown.
+        """
         dtype = self.dtype(plan, positions)
         self._check_claims(plan, positions)
         out = np.empty(math.prod(plan.global_shape) * item_bytes(dtype), np.uint8)
-        self._fill(out.view(_items(dtype)), 0, plan, positions, dtype)
+        try:
+            self._fill(out.view(_items(dtype)), 0, plan, positions, dtype)
+        finally:
+            self._decoded.clear()  # the next value has none of these parts
         return out
 
     def local(self, position: int) -> npt.NDArray[np.uint8]:
@@ -120,7 +132,10 @@ class Assembler:
         in_order = _as_runs(plan)
         if in_order is None:
             self._payloads.prepare(self._sources(plan, positions))
-            yield from self._computed(plan, positions, 0, math.prod(plan.global_shape))
+            try:
+                yield from self._computed(plan, positions, 0, math.prod(plan.global_shape))
+            finally:
+                self._decoded.clear()
             return
         chunks = [self.tensor(self._held(plan, positions, fill.terms[0].chunk)) for fill in in_order]
         sources = [position for tensor in chunks if tensor is not None for position in tensor.positions]
@@ -257,10 +272,6 @@ class Assembler:
 
     def _where(self, position: int) -> str:
         return f"{self._rows.shard_of(position)[0].path}, row seq={int(self._rows.numbers('seq')[position])}"
-
-    def forget(self) -> None:
-        """Drop decoded parts; the next value has none of them."""
-        self._decoded.clear()
 
     def _find_further_parts(self) -> dict[tuple[int, int], list[int]]:
         """Positions of parts above 0, by their writer and the seq of their part 0."""

@@ -83,9 +83,7 @@ class GlobalRows:
         if isinstance(source, int):
             return as_array(self._assembler.local(source), dtype, shape)
         assert isinstance(source.plan, Plan)
-        data = self._assembler.array(source.plan, source.positions)
-        self._assembler.forget()
-        return as_array(data, dtype, shape)
+        return as_array(self._assembler.array(source.plan, source.positions), dtype, shape)
 
     def chunk_regions(self, i: int) -> list[tuple[int, int, Region]]:
         """Which rank, in which micro-step, has which elements of a row's tensor alone; empty where that is not so."""
@@ -122,7 +120,6 @@ class GlobalRows:
             return
         assert isinstance(source.plan, Plan)
         yield from self._assembler.parts(source.plan, source.positions)
-        self._assembler.forget()
 
     def _with_payload(self, i: int) -> GlobalValue | int:
         if self.table.column("encoding")[i].as_py() is None:

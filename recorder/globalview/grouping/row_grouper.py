@@ -136,8 +136,13 @@ class RowGrouper:
         columns = [self._rows.keys(name, chosen).codes for name in _CHUNK]
         local = pack([*columns, rows.numbers("rank")[chosen], micro_steps])
         _, first_of_code = np.unique(local, return_index=True)
-        chunks = (self.chunk(int(chosen[at]), int(micro_steps[at])) for at in first_of_code)
-        codes = np.array([self._number_of(chunk) for chunk in chunks], np.int64)[local]
+        numbers = []  # of chunks, which hold for every question
+        for at in first_of_code:
+            chunk = self.chunk(int(chosen[at]), int(micro_steps[at]))
+            numbers.append(self._numbers.setdefault(chunk, len(self._chunks)))
+            if numbers[-1] == len(self._chunks):
+                self._chunks.append(chunk)
+        codes = np.array(numbers, np.int64)[local]
         of_row = np.repeat(np.arange(len(starts)), ends - starts)
         fingerprints = self._rows.keys("fingerprint", chosen).codes
         firsts = starts[of_row]
@@ -170,13 +175,6 @@ class RowGrouper:
             labels={name: self._rows.keys(name, chosen[starts]) for name in LABELS},
             writers=rows.writer_numbers(chosen[starts]),
         )
-
-    def _number_of(self, chunk: RankChunk) -> int:
-        """A number for a chunk that holds for every question."""
-        number = self._numbers.setdefault(chunk, len(self._chunks))
-        if number == len(self._chunks):
-            self._chunks.append(chunk)
-        return number
 
     def chunk(self, position: int, micro_step: int) -> RankChunk:
         """What a row says of its rank's chunk."""

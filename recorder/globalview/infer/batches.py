@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ...format.schema import COUNTS, MEASURED, STATISTICS
 from ...layout.rules import Batch
-from ...read.metadata import NONE, Keys, MetadataRows
+from ...read.metadata import MetadataRows
 from ...read.shards.decode import parse_shape
 from ..grouping.packing import NULL, bits_of, digest
 
@@ -132,7 +132,7 @@ class RootBatches:
         calls: dict[_When, dict[int, list[_Call]]] = {}
         last: dict[tuple[_When, int], int] = {}
         for i in range(len(positions)):
-            root, mode, name, shape, global_shape, dtype, content = (text_of(columns[n], i) for n in names)
+            root, mode, name, shape, global_shape, dtype, content = (columns[n].text(i) for n in names)
             if not content and is_measured[i] and dtype.startswith(("float", "bfloat")):
                 content = str(statistics[i])
             when, rank = (root, mode, numbers["step"][i], numbers["micro_step"][i]), numbers["rank"][i]
@@ -191,9 +191,3 @@ def _of_call(
 
 def _are_shared(leaves: Sequence[_Leaf]) -> bool:
     return len(leaves) > 1 and bool(leaves[0].content) and len({leaf.content for leaf in leaves}) == 1
-
-
-def text_of(keys: Keys, i: int) -> str:
-    """The i-th text of a column; empty for null."""
-    code = int(keys.codes[i])
-    return "" if code == NONE or keys.texts is None else keys.texts[code]

@@ -52,14 +52,11 @@ class Comparison:
         self._grouped = grouped
         self._rows = rows
         self._is_float = is_float
-        self._known = grouped.equal_of(number), bool(grouped.has_same_statistics[number])
+        self.known = grouped.equal_of(number), bool(grouped.has_same_statistics[number])
+        """What the rows say of all chunks: whether they are equal, None where nothing tells, and their statistics."""
         self._is_same = is_same
         self._across_steps = across_steps
         self._equal: dict[tuple[int, ...], bool | None] = {}
-
-    def without_payloads(self) -> tuple[bool | None, bool]:
-        """All that is known from the rows."""
-        return self._known
 
     def pattern(self) -> tuple[tuple[int, ...], ...]:
         """Which rows have the same fingerprint, and which the same statistics: of each the first of its like."""

@@ -19,7 +19,6 @@ from ...layout.rules import Replication
 from ...read.metadata import NONE
 from ..grouping.packing import Ints
 from ..grouping.row_grouper import GroupedRows
-from .batches import text_of
 
 _MAX_LOOKED_AT = 6
 """Moments of a leaf whose values are looked at more closely, of those at which equal values might mean something."""
@@ -265,14 +264,6 @@ def _find_void(sample: Sample) -> tuple[Flags, Flags]:
             )
             inputs.num_so_far = num_void.get(moment, 0)
     return is_void, is_doubtful
-
-
-def leaf_of(grouped: GroupedRows, number: int, *, stage: int, call: int, num_dims: int) -> Leaf:
-    """What a value is one of."""
-    root, path, site, name, mode, phase = (
-        text_of(grouped.labels[label], number) for label in ("root", "module_path", "site", "name", "mode", "phase")
-    )
-    return Leaf(root, stage, path, site, name, mode, phase, call, num_dims)
 
 
 class LeafAcrossSteps:

@@ -20,7 +20,6 @@ from ...layout.regions import Ints
 from ...read.metadata import NONE, MetadataRows, Positions
 from ...read.shards.decode import parse_shape
 from ...sites import ACTIVATIONS, STATES, values_of
-from .batches import text_of
 
 _COLUMNS = ("root", "module_path", "site", "shape", "global_shape", "placements", "mesh")
 
@@ -118,7 +117,7 @@ class ShardingInference:
         _, firsts = np.unique(codes, axis=1, return_index=True)
         sharded = []
         for i in firsts.tolist():
-            root, path, site, shape, whole, placements, mesh = (text_of(columns[name], i) for name in _COLUMNS)
+            root, path, site, shape, whole, placements, mesh = (columns[name].text(i) for name in _COLUMNS)
             chunk = RankChunk(int(ranks[i]), "", parse_shape(shape), parse_shape(whole), None, placements, mesh)
             cuts = _cuts_of(chunk)
             if site in ACTIVATIONS and chunk.shape == chunk.global_shape:
@@ -139,7 +138,7 @@ class ShardingInference:
         ranks = rows.numbers("rank")[positions]
         holders: dict[tuple[str, str, str], set[int]] = {}
         for i in np.flatnonzero(is_plain).tolist():
-            root, site, shape, text = (text_of(columns[name], i) for name in ("root", "site", "shape", "fingerprint"))
+            root, site, shape, text = (columns[name].text(i) for name in ("root", "site", "shape", "fingerprint"))
             if site in ACTIVATIONS:
                 holders.setdefault((root, shape, text), set()).add(int(ranks[i]))
         return {

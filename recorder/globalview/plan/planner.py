@@ -21,7 +21,7 @@ from ..grouping.findings import FindingLog
 from ..grouping.row_grouper import FORWARD_OF, GroupedRows
 from ..infer.batches import NO_BATCH
 from ..infer.comparison import Comparison, UnrecordedValue
-from ..infer.leaves import Leaf, LeafAcrossSteps, keys_of
+from ..infer.leaves import LeafAcrossSteps, keys_of
 from ..infer.sharding import Wanted
 from ..topology.own_parameters import BEGAN_ALIKE, NOT_OF_BATCH, NOT_SHARED
 from .decisions import LOCAL_GRADIENT, Override, Question, decide
@@ -111,40 +111,38 @@ class Planner:
         value = self._reader.read(grouped, number)
         override = find_override(self._overrides, value.key.module_path, value.key.site, value.key.name)
         comparison = self._reader.compare(grouped, number, value)
-        plan, batch = self._decide(
-            value, comparison, self._reader.leaf(grouped, number), override, forward, is_gradient=is_gradient
-        )
+        plan, batch = self._decide(value, comparison, override, forward, is_gradient=is_gradient)
         if override is None and value.key.site not in STATES:
             plan = _refuse_equal_summands(plan, value.chunks, comparison)
-        stage = self._stage(value)
-        if stage is not None:
-            plan = self._fit_into_pipeline(plan, value, stage, is_micro_batch=is_micro_batch)
+        if value.stage is not None:
+            plan = self._fit_into_pipeline(plan, value, value.stage, is_micro_batch=is_micro_batch)
         differing = self._find_differing_copies(plan, value, grouped, number)
         is_own = self._is_of_own_parameters(value)
         if is_own and override is None:
             plan, differing = _leave_with_ranks(plan, value, differing)
-        if not is_own:
-            self._report_missing_ranks(value)
+        present = dict.fromkeys(value.ranks)
+        missing = tuple(rank for rank in value.expected if rank not in present)
+        if missing and not is_own:
+            self._report_missing_ranks(value, missing)
         if differing.copies:
             plan = self._report_differing_copies(plan, value, override, differing)
         elif isinstance(plan, NoPlan):
-            self._add_finding(plan.kind, value, tuple(dict.fromkeys(value.ranks)), plan.why)
+            self._add_finding(plan.kind, value, tuple(present), plan.why)
         return GlobalValue(
             positions=value.positions,
             plan=plan,
-            present=tuple(dict.fromkeys(value.ranks)),
+            present=tuple(present),
             expected=value.expected,
             differing=tuple(value.ranks[i] for i in differing.copies),
             batch=batch,
             leads=value.local_batches.ranks,
-            stage=stage,
+            stage=value.stage,
         )
 
     def _decide(
         self,
         value: ValueRows,
         comparison: Comparison,
-        leaf: Leaf,
         override: Override | None,
         forward: GlobalValue | None,
         *,
@@ -155,10 +153,10 @@ class Planner:
         kind = LOCAL_GRADIENT if value.key.site == "grad" and value.key.phase == "backward" else value.key.site
         batches = NO_BATCH if is_state else self._batches(value, forward, is_gradient=is_gradient)
         forward_plan = forward.plan if forward is not None else None
-        of_rows = comparison.without_payloads(), comparison.pattern() if value.batch_groups is not None else ()
+        of_rows = comparison.known, comparison.pattern() if value.batch_groups is not None else ()
         key = (
             value.codes, id(value.group), value.expected, kind, of_rows, override, batches, id(forward_plan),
-            is_gradient, () if is_state else leaf,
+            is_gradient, () if is_state else value.leaf,
         )  # fmt: skip
         if key in self._decided:
             return self._decided[key][:2]
@@ -171,10 +169,10 @@ class Planner:
             override=override,
             batches=batches,
             forward=forward_plan,
-            unrecorded=self._unrecorded_value(value, leaf) if is_gradient and forward is None else None,
+            unrecorded=self._unrecorded_value(value) if is_gradient and forward is None else None,
             is_gradient=is_gradient,
             loss=self._loss,
-            infer=partial(self._infer_sharding, value, comparison, leaf),
+            infer=partial(self._infer_sharding, value, comparison),
         )
         plan, batch = decide(question, value.batch_groups)
         if not comparison.has_read:
@@ -186,32 +184,24 @@ class Planner:
             return (_batch_of_ranks(forward, value.local_batches.ranks),)
         return self._reader.batches(value, is_later=is_gradient or value.key.phase == "recompute")
 
-    def _unrecorded_value(self, value: ValueRows, leaf: Leaf) -> UnrecordedValue | None:
+    def _unrecorded_value(self, value: ValueRows) -> UnrecordedValue | None:
         """What other steps say of the value that this is the gradient of, which was not recorded at this one."""
         site = FORWARD_OF.get(value.key.site)
         if site is None:
             return None
-        forward_leaf = leaf._replace(site=site, phase="forward")
+        forward_leaf = value.leaf._replace(site=site, phase="forward")
         return UnrecordedValue(LeafAcrossSteps(self._reader.leaves, forward_leaf, value.chunks))
 
-    def _infer_sharding(
-        self, value: ValueRows, comparison: Comparison, leaf: Leaf, chunks: Sequence[RankChunk]
-    ) -> int | NoPlan:
+    def _infer_sharding(self, value: ValueRows, comparison: Comparison, chunks: Sequence[RankChunk]) -> int | NoPlan:
         """Along which dim plain chunks of ranks that share a batch are cut."""
         comparison.has_read = True  # other rows, and of that step: no answer for another
-        dims = self._reader.leaves.cut_dims(leaf, keys_of(chunks, range(len(chunks))))
+        dims = self._reader.leaves.cut_dims(value.leaf, keys_of(chunks, range(len(chunks))))
         wanted = Wanted(value.key.root, value.key.module_path, value.key.site, value.step)
         dim = self._reader.sharding.infer(wanted, chunks, dims)
         if not isinstance(dim, NoPlan):
             text = f"taken for pieces along dim {dim}, by their shapes alone; --layout '...=per_rank' if they are none"
             self._add_finding("inferred", value, tuple(chunk.rank for chunk in chunks), text)
         return dim
-
-    def _stage(self, value: ValueRows) -> Stage | None:
-        """The pipeline stage that ran a value; the numbers of a step are of the whole program."""
-        if value.key.site in NUMBERS:
-            return None
-        return self._reader.topology.stages.get((value.writer, value.key.root))
 
     def _fit_into_pipeline(
         self, plan: Plan | NoPlan, value: ValueRows, stage: Stage, *, is_micro_batch: bool
@@ -266,12 +256,8 @@ class Planner:
         own = self._reader.topology.own_parameters
         return own.has(root, module_path, name) if site in STATES else own.works_apart(root, module_path)
 
-    def _report_missing_ranks(self, value: ValueRows) -> None:
+    def _report_missing_ranks(self, value: ValueRows, missing: tuple[int, ...]) -> None:
         """Say which ranks lack a row, and whether they ever ran what it is of."""
-        present = set(value.ranks)
-        missing = tuple(rank for rank in value.expected if rank not in present)
-        if not missing:
-            return
         root, _, site, _, mode, _ = value.key
         when = root, mode, value.step, int(self._reader.rows.numbers("micro_step")[value.first])
         ran_elsewhere = site in STATES or any(self._reader.root_batches.ran(when, rank) for rank in missing)

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from ...layout.levels import BatchGroup
 from ...layout.plans import NoPlan, RankChunk
-from ...read.metadata import text_keys
+from ...read.metadata import NONE, text_keys
 from ...read.writers import RecordedWriter
 from ...sites import ACTIVATIONS, GRADIENTS
 from ..grouping.packing import pack
@@ -132,7 +132,9 @@ class Sampler:
         """What can be asked of these values."""
         rows, grouped, sequence = self._reader.rows, values.rows, values.order
         firsts = grouped.chosen[grouped.starts]
-        stages = np.array([self._reader.stage_number(grouped, number) for number in range(len(firsts))], np.int64)
+        stages, roots = np.full(len(firsts), NONE), grouped.labels["root"]
+        for (writer, root), stage in self._reader.topology.stages.items():
+            stages[(grouped.writers == writer) & (roots.codes == roots.code(root))] = stage.number
         labels = [grouped.labels[name].codes for name in LABELS]
         calls, steps, micro_steps = (rows.numbers(name)[firsts] for name in ("call", "step", "micro_step"))
         num_dims = np.array([len(chunk.shape) for chunk in grouped.chunks], np.int64)

@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ...format.roots import Stage
 from ...layout.levels import BatchGroup, split
 from ...layout.plans import NoPlan, RankChunk
 from ...layout.rules import Batch
 from ...read.metadata import NONE, MetadataRows
 from ...sites import NUMBERS
 from ..grouping.row_grouper import LABELS, GroupedRows
-from ..infer.batches import NO_BATCH, RootBatches, text_of
+from ..infer.batches import NO_BATCH, RootBatches
 from ..infer.comparison import Comparison
-from ..infer.leaves import Leaf, LeafAcrossSteps, Leaves, leaf_of
+from ..infer.leaves import Leaf, LeafAcrossSteps, Leaves
 from ..infer.sharding import ShardingInference
 from ..topology.data_parallel import DataParallelGroup
 from ..topology.run_topology import Topology
@@ -43,23 +44,24 @@ class ValueRows(NamedTuple):
     key: ValueKey
     writer: int
     """Number of the first row's writer."""
+    stage: Stage | None
+    """The pipeline stage that ran it; the numbers of a step are of the whole program."""
+    leaf: Leaf
+    """What it is one of, step by step."""
     group: DataParallelGroup
     indices: list[int]
     """Indices of the value's rows among the grouped rows."""
     codes: tuple[int, ...]
     """For each row, the number that stands for its chunk."""
     chunks: list[RankChunk]
+    ranks: tuple[int, ...]
+    """The rank of each row."""
     positions: tuple[int, ...]
     expected: tuple[int, ...]
     """Ranks that should have a row."""
     batch_groups: tuple[BatchGroup, ...] | NoPlan | None
     """Ranks that share a local batch, where ranks do."""
     local_batches: LocalBatches
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The rank of each row."""
-        return tuple(chunk.rank for chunk in self.chunks)
 
 
 class LocalBatches(NamedTuple):
@@ -144,8 +146,9 @@ class ValueReader:
         start, end = int(grouped.starts[number]), int(grouped.ends[number])
         first = int(grouped.chosen[start])
         step = int(self.rows.numbers("step")[first])
-        key = ValueKey(*(text_of(grouped.labels[label], number) for label in LABELS))
+        key = ValueKey(*(grouped.labels[label].text(number) for label in LABELS))
         writer = int(grouped.writers[number])
+        stage = None if key.site in NUMBERS else self.topology.stages.get((writer, key.root))
         group = self.topology.group(key.root, key.module_path, writer)
         indices = list(range(start, end))
         if len(indices) > 1 and not group.is_sorted:
@@ -153,11 +156,26 @@ class ValueReader:
             indices.sort(key=lambda i: order.get(grouped.chunks[grouped.codes[i]].rank, len(order)))
         codes = tuple(grouped.codes[indices].tolist())
         chunks = [grouped.chunks[code] for code in codes]
+        ranks = tuple(chunk.rank for chunk in chunks)
         expected = self._expected_ranks(key, step, group, chunks)
         batch_groups, local_batches = self._split_batch(codes, chunks, group, expected)
         positions = tuple(grouped.chosen[indices].tolist())
         return ValueRows(
-            first, step, key, writer, group, indices, codes, chunks, positions, expected, batch_groups, local_batches
+            first=first,
+            step=step,
+            key=key,
+            writer=writer,
+            stage=stage,
+            leaf=self.leaf(grouped, number),
+            group=group,
+            indices=indices,
+            codes=codes,
+            chunks=chunks,
+            ranks=ranks,
+            positions=positions,
+            expected=expected,
+            batch_groups=batch_groups,
+            local_batches=local_batches,
         )
 
     def _expected_ranks(
@@ -197,28 +215,26 @@ class ValueReader:
 
     def compare(self, grouped: GroupedRows, number: int, value: ValueRows) -> Comparison:
         """What is known of whether the ranks' chunks are equal."""
-        across_steps = LeafAcrossSteps(self.leaves, self.leaf(grouped, number), value.chunks)
+        across_steps = LeafAcrossSteps(self.leaves, value.leaf, value.chunks)
         is_float = value.chunks[0].dtype.startswith(("float", "bfloat"))
         return Comparison(grouped, number, value.indices, self.is_same, across_steps, is_float=is_float)
 
     def leaf(self, grouped: GroupedRows, number: int) -> Leaf:
         """What a value is one of, step by step."""
+        root, path, site, name, mode, phase = (grouped.labels[label].text(number) for label in LABELS)
+        stage = self.topology.stages.get((int(grouped.writers[number]), root))
         start = grouped.starts[number]
-        return leaf_of(
-            grouped,
-            number,
-            stage=self.stage_number(grouped, number),
+        return Leaf(
+            root,
+            NONE if stage is None else stage.number,
+            path,
+            site,
+            name,
+            mode,
+            phase,
             call=int(self.rows.numbers("call")[grouped.chosen[start]]),
             num_dims=len(grouped.chunks[grouped.codes[start]].shape),
         )
-
-    def stage_number(self, grouped: GroupedRows, number: int) -> int:
-        """The pipeline stage that ran a value; `NONE` without a pipeline."""
-        if not self.topology.stages:
-            return NONE
-        root = text_of(grouped.labels["root"], number)
-        stage = self.topology.stages.get((int(grouped.writers[number]), root))
-        return NONE if stage is None else stage.number
 
     def batches(self, value: ValueRows, *, is_later: bool) -> tuple[Batch, ...]:
         """What the root's input says of the batch, likeliest first.
