@@ -174,5 +174,15 @@ class Proof:
 def tensor_of(run: recorder.Run, key: Key, rank: int | None = None, *, partial: bool = False) -> torch.Tensor:
     site, path, name, step, micro_step, call, repeat, mode, phase = key
     return run.tensor(
-        path, site, step, name, rank, micro_step, call, repeat=repeat, mode=mode, phase=phase, partial=partial
+        path,
+        site,
+        step,
+        name,
+        rank,
+        micro_step=micro_step,
+        call=call,
+        repeat=repeat,
+        mode=mode,
+        phase=phase,
+        partial=partial,
     )
