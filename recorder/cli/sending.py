@@ -22,6 +22,7 @@ from ..read.status import ENDED as OVER
 from ..read.status import RankNow, RunWatch
 from ..storage.commands import send
 from ..storage.locations import Location, store_of
+from ..system.text import counted
 from .output import print_json, say_state, span
 from .told import command_members
 
@@ -97,7 +98,7 @@ class Target:
         return now + (max(int(text), 1) if text else self._lead_steps())
 
     def _lead_steps(self) -> int:
-        num_nodes = len(self.ranks) / _RANKS_OF_A_NODE
+        num_nodes = max(len(self.ranks), self.manifest.world_size or 0) / _RANKS_OF_A_NODE
         lead_s = _LEAD_S + 2 * num_nodes / _LOOKS_PER_S + (0.0 if self.store is None else _CARRYING_S)
         return 2 + math.ceil(lead_s * max(rank.status.steps_per_s for rank in self.ranks))
 
@@ -218,6 +219,12 @@ def send_and_wait(
     else:
         for line in _lines(command, heard, timeout_s):
             say_state(*line)
+        num_elsewhere = (target.manifest.world_size or 0) - len(target.watch.look())
+        if target.store is None and num_elsewhere > 0:
+            who = f"{counted(num_elsewhere, 'rank')} of {target.manifest.world_size}"
+            say_state(
+                "note", f"{who} have no folder here: they record on nodes with a file system of their own, or not yet"
+            )
         if target.store is not None and any(one.state == "unheard" for one in heard):
             say_state("note", "commands are carried by daemons that were started with --accept-commands, and the key")
     return int(not heard or any(_is_bad(command, one) for one in heard))

@@ -17,6 +17,8 @@ To send one from a rank, on its writer thread, and so hear it at once::
 One rank of each node looks into the run's directory, and tells the others of its node by a mark in the node's own
 memory: an empty file, whose time says that the rank looks, and whose length says how many commands it has seen. So
 4,096 ranks of 512 nodes make 250 system calls a second on the shared file system, and 40 on each node's own.
+
+Where nodes share no file system, `carrying` brings the files of one node's directory to the others.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ from ..system.events import Events
 from ..system.interrupts import comes_from_signal_handler
 from ..system.processes import own_process
 from ..system.text import one_line
+from .carrying import Carrier
 from .commands import Commands
 from .description import Description
 from .estimate import Estimate
@@ -99,6 +100,8 @@ class Recorder:
         self.capture: Capture | None = None
         self.commands: Commands | None = None
         """What the run is told while it is under way; from the start of the recording on."""
+        self._carrier: Carrier | None = None
+        """Carries commands between nodes; None where the ranks have no common name for the run."""
         self._triggers: Triggers | None = None
         """What the ring is written for; None where no rule keeps one."""
         self._has_ring = False
@@ -411,6 +414,8 @@ class Recorder:
                 f"the ranks could not agree on a run name, so this rank writes to {name!r}; start through torchrun or "
                 "initialise the process group before the first forward",
             )
+        elif own_topology.world_size > 1:
+            self._carrier = Carrier(own_topology, self.events, dir_setting=self.settings.dir)
         run_dir = self._dir / name
         return RunTarget(
             run_dir=run_dir,
@@ -442,7 +447,10 @@ class Recorder:
             capture = self.capture
             if capture is None or self.commands is None or self._is_closed:
                 return None
-            self.commands.poll(self.run_dir())
+            run_dir = self.run_dir()
+            self.commands.poll(run_dir)
+            if self._carrier is not None and run_dir is not None:
+                self._carrier.start(run_dir)
             self._answer(capture)
             if self._triggers is not None:
                 self._look_at_ring(capture)
@@ -639,6 +647,8 @@ class Recorder:
             self._close()
         except Exception as error:
             self.events.add("close_failed", f"the recording ended badly: {error!r}", exception=error)
+        finally:
+            self._stop_carrying()
         atexit.unregister(self._at_exit)  # not before: an interrupt may have left the writer to be closed
         self.events.say(is_last=True)
 
@@ -739,8 +749,14 @@ class Recorder:
             return
         until_s = time.monotonic() + self.settings.close_deadline_s
         report = self._writer.close(self.settings.close_deadline_s)
+        self._stop_carrying()
         if self.capture is not None:
             self._sum_up(self.capture, report.ledger, until_s)
+
+    def _stop_carrying(self) -> None:
+        """Have what was sent last carried to the other nodes, once the writer sends no more."""
+        if self._carrier is not None:
+            self._carrier.close()
 
     def _say_if_step_never_moved(self, capture: Capture) -> None:
         optimizers = self._optimizers

@@ -29,6 +29,11 @@ CASES: dict[str, dict[str, Any]] = {
         "settings": {**OF_ALL, "triggers": "nonfinite"},
         "events": [[12, 1, "nan"], [14, 0, "told"], [14, 1, "told"]],
     },
+    "apart": {
+        "apart": True,
+        "settings": {**OF_ALL, "triggers": "nonfinite"},
+        "events": [[12, 1, "nan"], [14, 0, "told"], [14, 1, "told"]],
+    },
     "first": {"events": [[0, 0, "trigger"]]},
     "last": {"events": [[STEPS - 1, 1, "trigger"]]},
     "two": {"events": [[10, 0, "trigger"], [10, 1, "trigger"]]},
@@ -82,6 +87,21 @@ def test_all_ranks_have_the_steps_around_a_nan_of_one_of_them_bit_by_bit(run_of:
     assert first is not None and (first.value.step, first.value.rank) == (12, 1)
 
 
+def test_so_have_ranks_of_nodes_that_share_no_file_system(folder: Path, run_of: Callable[[str], Any]) -> None:
+    full = values(run_of("full"), first=8, last=14)
+    found: dict[tuple[Any, ...], bytes] = {}
+    for rank in (0, 1):
+        run = recorder.open_run(folder / "apart" / f"node{rank}" / "recordings")
+        (dump,) = run.dumps
+        assert (dump.first_step, dump.last_step, dump.ranks, dump.missed, dump.by) == (8, 14, (rank,), (), "rank 1")
+        (writer,) = run.writers
+        assert writer.state == "closed" and writer.balance.num_missing == 0
+        assert "nodes_apart" in [event.kind for event in writer.manifest.events]
+        assert [answer.state for answer in writer.manifest.commands] == ["ended"]
+        found |= values(run)
+    assert found == full
+
+
 @pytest.mark.parametrize(
     ("name", "window", "reason"),
     [
@@ -126,20 +146,21 @@ def test_without_a_trigger_nothing_but_scalars_is_written_and_all_else_passed(ru
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_accounts_of_every_case_balance(run_of: Callable[[str], Any], name: str) -> None:
-    if name == "off":
+    if name in ("off", "apart"):
         return
     for writer in run_of(name).writers:
         assert writer.state == "closed"
         assert writer.balance.num_missing == 0 and not writer.balance.dropped
 
 
+@pytest.mark.parametrize("name", ["nan", "apart"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_training_is_bit_equal_with_a_ring_and_a_trigger(folder: Path, rank: int) -> None:
-    without, boxed = (torch.load(folder / name / f"rank{rank}.pt") for name in ("off", "nan"))
+def test_training_is_bit_equal_with_a_ring_and_a_trigger(folder: Path, rank: int, name: str) -> None:
+    without, boxed = (torch.load(folder / of / f"rank{rank}.pt") for of in ("off", name))
     assert np.array_equal(without["losses"], boxed["losses"], equal_nan=True)
     assert torch.equal(without["rng"], boxed["rng"])
-    for name, value in without["parameters"].items():
-        assert torch.equal(value.view(torch.int32), boxed["parameters"][name].view(torch.int32)), name
+    for key, value in without["parameters"].items():
+        assert torch.equal(value.view(torch.int32), boxed["parameters"][key].view(torch.int32)), key
 
 
 CRASHES = """

@@ -100,6 +100,8 @@ class Expectation(NamedTuple):
     rows have it."""
     num_steps_lived: int
     num_steps_expected: int
+    num_steps_passed: int
+    """Steps that the ring alone kept and no trigger asked for."""
     num_modules: int
     num_selected: int
     """Modules of which a rule selects anything that can exist."""
@@ -144,7 +146,7 @@ def compare(run: Run) -> Expectation:
         for rows in one.rows:
             seen[rows.slot[rows.slot >= 0]] = True
     windows = [] if run.is_merged and _has_lost(run) else [(dump.first_step, dump.last_step) for dump in run.dumps]
-    axis, num_lived = _axis([match.rule for match in matches], ranks, windows)
+    axis, num_lived, num_passed = _axis([match.rule for match in matches], ranks, windows)
     masks = [at_steps(match.rule, axis, windows) for match in matches]
     gaps = Gaps(slots, axis)
     known: dict[Any, tuple[Integers, Flags]] = {}
@@ -187,6 +189,7 @@ def compare(run: Run) -> Expectation:
         unknown=dict(sum((rows.unknown for one in ranks for rows in one.rows), Counter[tuple[str, str]]())),
         num_steps_lived=num_lived,
         num_steps_expected=int(np.any(masks, axis=0).sum()) if masks else 0,
+        num_steps_passed=num_passed,
         num_modules=len(slots.modules),
         num_selected=int(selected.sum()),
         num_filtered=int((selected & ~wanted).sum()),
@@ -237,11 +240,11 @@ def _rules(run: Run) -> tuple[list[Rule], list[str]]:
     return list(rules), list(problems)
 
 
-def _axis(rules: Sequence[Rule], ranks: Sequence[_Rank], windows: Sequence[Window]) -> tuple[Integers, int]:
-    """The steps at which some rule selects a module's value, and of how many steps they were taken."""
+def _axis(rules: Sequence[Rule], ranks: Sequence[_Rank], windows: Sequence[Window]) -> tuple[Integers, int, int]:
+    """The steps at which a rule wants a module's value, of how many they were taken, and how many the ring passed."""
     recorded = [np.unique(rows.step) for one in ranks for rows in one.rows if len(rows.step)]
     if not recorded:
-        return np.zeros(0, np.int64), 0
+        return np.zeros(0, np.int64), 0, 0
     steps = np.unique(np.concatenate(recorded))
     first, last = int(steps[0]), int(steps[-1])
     by_hand = any(writer.manifest.step_source == "user" for one in ranks for writer in one.writers)
@@ -249,8 +252,14 @@ def _axis(rules: Sequence[Rule], ranks: Sequence[_Rank], windows: Sequence[Windo
         every = np.arange(first, last + 1)
         wanted = _at_any(rules, every, windows)
         if wanted.sum() <= min(_MAX_SELECTED_STEPS, _MAX_CELLS // (len(rules) + 1) // len(ranks)):
-            return every[wanted], len(every)
-    return steps[_at_any(rules, steps, windows)], len(steps)
+            return every[wanted], len(every), _num_passed(rules, every, wanted)
+    wanted = _at_any(rules, steps, windows)
+    return steps[wanted], len(steps), _num_passed(rules, steps, wanted)
+
+
+def _num_passed(rules: Sequence[Rule], steps: Integers, are_wanted: Flags) -> int:
+    """How many steps are in the schedule of a rule, but only in the ring, which no trigger had written."""
+    return int((_at_any(rules, steps, [(0, int(_LARGEST))]) & ~are_wanted).sum())
 
 
 def _is_all_passed(matches: Sequence[RuleMatch], num_lived: int) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...system.imported import loaded
+from .topology import is_distributed
 
 DataParallel = dict[str, Any]
 """``kind``: ``ddp``, ``fsdp1`` or ``fsdp2``; ``ranks``: global ranks in data-parallel order; ``broadcast_buffers``: of
@@ -34,7 +34,7 @@ def find_data_parallel(root: nn.Module, around: Iterable[nn.Module]) -> DataPara
         root: the module that is recorded, possibly a wrapper itself.
         around: wrappers that the root is known to be inside of.
     """
-    if not _is_distributed():
+    if not is_distributed():
         return None
     active = DistributedDataParallel._active_ddp_module
     if active is not None and any(inner is root for inner in active.modules()):
@@ -81,7 +81,7 @@ def _beside(mesh: Any, elsewhere: set[int]) -> ModelParallel | None:
 
 def wrappers_around(root: nn.Module) -> list[nn.Module]:
     """Return DDP and FSDP1 wrappers of a model that is called directly, among all live objects (0.1 s for 361,000)."""
-    if not _is_distributed() or _data_parallel(root) is not None:
+    if not is_distributed() or _data_parallel(root) is not None:
         return []
     fsdp1 = loaded(*FSDP1)
     kinds = (DistributedDataParallel,) if fsdp1 is None else (DistributedDataParallel, fsdp1)
@@ -92,11 +92,6 @@ def wrappers_around(root: nn.Module) -> list[nn.Module]:
         and "_modules" in vars(item)  # else its __init__ has only begun
         and any(inner is root for inner in item.modules())
     ]
-
-
-def _is_distributed() -> bool:
-    dist = sys.modules.get("torch.distributed")
-    return dist is not None and bool(dist.is_available()) and bool(dist.is_initialized())
 
 
 def _data_parallel(module: nn.Module) -> DataParallel | None:

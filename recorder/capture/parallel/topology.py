@@ -89,7 +89,7 @@ def read(environ: Mapping[str, str] | None = None) -> Topology:
         return _number(environ, _TORCHRUN[field] + scheduler[field], default)
 
     rank, world_size = number("rank", 0), number("world_size", 1)
-    if _is_distributed():
+    if is_distributed():
         import torch.distributed as dist
 
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -121,7 +121,8 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
     return None
 
 
-def _is_distributed() -> bool:
+def is_distributed() -> bool:
+    """Whether there is a process group."""
     dist = sys.modules.get("torch.distributed")
     return dist is not None and bool(dist.is_available()) and bool(dist.is_initialized())
 
@@ -151,7 +152,7 @@ def run_id(topology: Topology, *, deadline_s: float, environ: Mapping[str, str] 
 
 
 def _agree(fresh: str, deadline_s: float) -> str | None:
-    if not _is_distributed():
+    if not is_distributed():
         return None
     from datetime import timedelta
 

@@ -52,8 +52,10 @@ _STEP_SOURCES = {
 }
 _EXPLAINING = {reason.key: reason for reason in REASONS if not reason.is_loss}
 """Reasons of gaps by the kind of event that explains them; other events say that something failed."""
-_INFORMING = {"trigger_passed"}
+_INFORMING = {"trigger_passed", "nodes_apart"}
 """Kinds of events that say what happened, where nothing is lacking that was promised."""
+_OF_COMMANDS = {"command_refused", "uncarried"}
+"""Kinds of events of commands that were not done: whoever may send one may send what is none, and nothing is lost."""
 _UNKNOWN = {
     "site": "nothing is expected there; a later version of recorder knows what is missing",
     "encoding": "their values cannot be read here; a later version of recorder reads them",
@@ -213,9 +215,12 @@ def _absent_ranks(run: Run) -> Iterator[Check]:
     if not absent or any(writer.rank is None for writer in run.writers):
         return
     why = f"they called no root, were killed before the first row, or had it off ({_AUTOLOAD}=0, or no {FLAG}=1)"
+    kinds = {event.kind for writer in run.writers for event in writer.manifest.events}
     if not any(writer.manifest.autoload for writer in run.writers):
         why = "the program attached the others and not these, or they were killed before the first row"
-    if any(event.kind == "unjoined" for writer in run.writers for event in writer.manifest.events):
+    if "nodes_apart" in kinds:
+        why = "nodes share no file system: each has a directory of this run, to be copied into one"
+    if "unjoined" in kinds:
         why = "ranks that cannot agree on a name write a run each: look for unjoined-* beside this one"
     listed = _listed(list(map(str, absent)))
     yield Check("missing", f"ranks: nothing of {listed} of {run.world_size}: {why}", members={"absent_ranks": absent})
@@ -274,18 +279,20 @@ def _filters(expected: Expectation) -> Iterator[Check]:
         if reach.others:
             where = f"on ranks {span(reach.ranks)}" if reach.ranks else "on no rank"
             yield Check("ok", f"filtered by rank=: recorded {where}, not on {span(reach.others)}: {reach.rule}")
-    left_out = expected.num_steps_lived - expected.num_steps_expected
-    if left_out and expected.num_steps_lived:
-        yield Check(
-            "ok", f"filtered by steps=: {expected.num_steps_expected} of {expected.num_steps_lived} steps are wanted"
-        )
+    num_chosen = expected.num_steps_expected + expected.num_steps_passed
+    if num_chosen < expected.num_steps_lived:
+        yield Check("ok", f"filtered by steps=: {num_chosen} of {expected.num_steps_lived} steps are wanted")
+    if passed := expected.num_steps_passed:
+        steps = f"{passed} of {expected.num_steps_lived} steps"
+        yield Check("ok", f"kept by keep=ring alone: {steps} passed, as no trigger asked for them")
     if unselected := expected.num_modules - expected.num_selected:
         modules = counted(expected.num_modules, "module")
         yield Check(
             "ok", f"filtered by module=, class= or site=, or containers without a call: {unselected} of {modules}"
         )
     if expected.num_filtered:
-        yield Check("ok", f"filtered by steps=, name= or call=: {counted(expected.num_filtered, 'selected module')}")
+        why = "steps=, name=, call= or keep=ring" if expected.num_steps_passed else "steps=, name= or call="
+        yield Check("ok", f"filtered by {why}: {counted(expected.num_filtered, 'selected module')}")
     if expected.shared:
         names = [f"{alias!r} as {path!r}" for path, alias in expected.shared]
         yield Check("ok", f"shared modules are recorded once, under their first path: {_listed(names)}")
@@ -419,6 +426,8 @@ def _events(run: Run) -> Iterator[Check]:
         explains = _EXPLAINING.get(kind)
         if kind in _INFORMING:
             yield Check("note", text)
+        elif kind in _OF_COMMANDS:
+            yield Check("note", text, is_strict=True)
         elif explains is None:
             yield Check("missing", text)
         else:

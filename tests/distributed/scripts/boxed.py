@@ -5,8 +5,9 @@
 CASES.json is a list of objects: `folder`, where the run goes; `settings` of `attach`; `steps`; `seed`; and `events`, a
 list of `[step, rank, what]`; with ``told`` a rank waits until it knows of a trigger. After the last step each rank
 waits until it has written what triggers asked it for, so that a slow machine has seconds to spare; a case with
-`"waits": false` ends at once. Of each rank `folder/rankN.pt` has the losses and the parameters. With `"disk": true` a
-case has a disk that its events can make full, slow or healthy.
+`"waits": false` ends at once. With `"apart": true` each rank has a working directory of its own, as on nodes that share
+no file system. Of each rank `folder/rankN.pt` has the losses and the parameters. With `"disk": true` a case has a disk
+that its events can make full, slow or healthy.
 """
 
 from __future__ import annotations
@@ -116,7 +117,12 @@ def train(case: dict[str, Any], rank: int) -> None:
     generator = torch.Generator().manual_seed(1000 * case["seed"] + rank)
     _writing.Disk = (lambda: _disk) if case.get("disk") else _plain_disk
     settings = {"close_deadline_s": 60, "ring_hold_s": 60, "min_free_bytes": 0, **case["settings"]}
-    with recorder.attach(inner, enabled=case.get("recorded", True), dir=str(folder / "recordings"), **settings):
+    where = str(folder / "recordings")
+    if case.get("apart"):
+        where = "recordings"
+        (folder / f"node{rank}").mkdir(parents=True, exist_ok=True)
+        os.chdir(folder / f"node{rank}")
+    with recorder.attach(inner, enabled=case.get("recorded", True), dir=where, **settings):
         for step in range(case["steps"]):
             x = torch.randn(4, width, generator=generator)
             if (what := events.get((step, rank))) is not None:

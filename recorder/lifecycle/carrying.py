@@ -1,0 +1,208 @@
+"""Carries commands between the directories of one run, where its nodes share no file system: `Carrier`.
+
+Each directory has one rank that carries. What it finds there is put into the store of the process group, and what
+others have put there is written into its directory as a file, where the writer threads find it as if it had been sent
+there. No collective is issued, and the training's connections are not used.
+
+All of it runs on a thread of its own, which may wait for the store and for the disk. Training and the writer thread
+never wait for it, and whatever fails ends in a note. A carrier ends once all ranks turn out to have one directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..capture.parallel.job_store import JobStore, open_job_store
+from ..capture.parallel.topology import Topology, is_distributed
+from ..errors import CommandError, RunError
+from ..format.commands import COMMAND_BYTES, MAX_COMMANDS, UNDO, Command, read_command
+from ..format.rundir import RUN_MANIFEST, parse_json
+from ..storage.commands import CommandFolder, Refusal, send
+from ..system.events import Events
+
+APART_EVENT = "nodes_apart"
+_LOOK_S = 0.2
+_MAX_LOOKS_PER_S = 250
+"""Looks of all carriers together; those of 512 directories look every two seconds."""
+_PATIENCE_S = 5.0
+"""How long the text of a command may be behind its number; whoever took the number is gone then."""
+_LAST_S = 1.0
+"""How long the end of a recording waits for what is still to be carried, and then for a call that is cut off."""
+
+
+class Carrier:
+    """Carries between the directory of this rank and the store, if no other rank of the directory does."""
+
+    def __init__(self, topology: Topology, events: Events, *, dir_setting: str) -> None:
+        """Carry nothing yet.
+
+        Args:
+            topology: this rank among all of the job.
+            events: takes a line for what cannot be carried.
+            dir_setting: the setting `dir`, which tells recordings of one job apart; all nodes have the same.
+        """
+        self._topology = topology
+        self._dir_digest = _digest(dir_setting.encode(errors="surrogateescape"))
+        self._events = events
+        self._numbers: dict[str, int] = {}
+        """Numbers of the commands that lie in the directory, by their ids."""
+        self._carried: set[str] = set()
+        """Ids of the commands that the store has."""
+        self._next = 1
+        self._late_since_s: float | None = None
+        self._has_joined = False
+        self._num_apart = 1
+        self._store: JobStore | None = None
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, run_dir: Path) -> None:
+        """Begin, once there is a process group; called again it does nothing. Without a thread nothing is carried.
+
+        Args:
+            run_dir: the directory of the run, as this rank sees it.
+        """
+        if self._thread is not None or self._is_over.is_set() or not is_distributed():
+            return
+        self._thread = threading.Thread(target=self._run, args=(run_dir,), name="recorder-carrier", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._events.add("uncarried", f"commands are not carried between nodes: {error}", level=logging.INFO)
+
+    def close(self) -> None:
+        """Carry what was sent last, and end. Waits a bounded time, and cuts off a store that does not answer.
+
+        The thread must be gone before the interpreter is: one that comes back from the store then aborts the process.
+        """
+        self._is_over.set()
+        thread = self._thread
+        if thread is None or not thread.is_alive() or thread is threading.current_thread():
+            return
+        thread.join(_LAST_S)
+        if thread.is_alive() and (store := self._store) is not None:
+            store.cut()
+            thread.join(_LAST_S)
+
+    def _run(self, run_dir: Path) -> None:
+        try:
+            prefix = f"recorder/commands/{run_dir.name}/{self._topology.attempt}/{self._dir_digest}/"
+            self._store = store = open_job_store(prefix)
+            if store is None or not self._is_first(store, run_dir):
+                return
+            folder = CommandFolder(run_dir)
+            while is_distributed():  # without the group nobody trains, and who holds the store may be about to end
+                is_last = self._is_over.is_set()
+                if not self._is_needed(store):
+                    return
+                self._carry(store, run_dir, folder.look(is_told=is_last))
+                if is_last:
+                    return
+                self._is_over.wait(max(_LOOK_S, self._num_apart / _MAX_LOOKS_PER_S))
+        except Exception as error:
+            self._fail(error)
+        finally:
+            store, self._store = self._store, None
+            if store is not None:
+                store.close()
+
+    def _fail(self, error: Exception) -> None:
+        if self._num_apart > 1 and not self._is_over.is_set():
+            why = next(iter(str(error).splitlines()), "") or type(error).__name__
+            text = f"commands are not carried between nodes any more, for the job's store fails: {why[:120]}"
+            self._events.add("uncarried", text)
+
+    def _is_first(self, store: JobStore, run_dir: Path) -> bool:
+        """Say which directory this rank has; return whether it is this rank that carries for it.
+
+        Two ranks have the same directory where they see the same manifest of the run: whoever comes first writes it,
+        with the nanosecond.
+        """
+        digest = _digest((run_dir / RUN_MANIFEST).read_bytes())
+        me = str(self._topology.rank)
+        is_first = store.first(f"directory/{digest}", me) == me
+        if is_first and store.add(f"found/{digest}", 1) == 1:  # not again by a second recording of this process
+            store.add("directories", 1)
+        if store.add(f"joined/{me}", 1) == 1:
+            store.add("ranks", 1)
+        return is_first
+
+    def _is_needed(self, store: JobStore) -> bool:
+        """Whether there is another directory, or may still be one."""
+        if not self._has_joined:
+            self._has_joined = store.add("ranks", 0) >= self._topology.world_size
+            num_apart = store.add("directories", 0)
+            if num_apart > 1 == self._num_apart:
+                text = (
+                    "nodes share no file system: each has a directory of this run, and the job's store carries commands"
+                )
+                self._events.add(APART_EVENT, text, level=logging.INFO)
+            self._num_apart = num_apart
+        return self._num_apart > 1 or not self._has_joined
+
+    def _carry(self, store: JobStore, run_dir: Path, new: Sequence[Command | Refusal]) -> None:
+        """Carry both ways; `new` is what has come into the directory."""
+        found = [one for one in new if isinstance(one, Command)]
+        for command in found:
+            self._numbers.setdefault(command.id, command.number)
+        self._take(store, run_dir)
+        for command in found:
+            if command.id not in self._carried:
+                self._carried.add(command.id)
+                undone = self._id_of(command.undoes)
+                store.put(f"text/{store.add('last', 1)}", undone.encode() + b"\n" + command.encode())
+
+    def _id_of(self, number: int | None) -> str:
+        return next((one for one, at in self._numbers.items() if at == number), "")
+
+    def _take(self, store: JobStore, run_dir: Path) -> None:
+        """Write what others have put there into the directory."""
+        last = min(store.add("last", 0), MAX_COMMANDS)
+        while self._next <= last:
+            text = store.get(f"text/{self._next}")
+            if text is None:
+                now = time.monotonic()
+                self._late_since_s = self._late_since_s or now
+                if now - self._late_since_s < _PATIENCE_S:
+                    return
+            else:
+                try:
+                    self._write(text, run_dir)
+                except (CommandError, RunError) as error:
+                    self._events.add(
+                        "uncarried", f"a command from another node is not done: {error}", key=str(self._next)
+                    )
+            self._late_since_s = None
+            self._next += 1
+
+    def _write(self, text: bytes, run_dir: Path) -> None:
+        """Leave one command in the directory, if it is not there.
+
+        Raises:
+            CommandError: it is none, or cannot be written.
+            RunError: it is damaged.
+        """
+        undone, _, text = text.partition(b"\n")
+        where = f"command {self._next} of the job's store"
+        if len(text) > COMMAND_BYTES:
+            raise CommandError(f"{where}: larger than the {COMMAND_BYTES} bytes that a command may have")
+        command = read_command(parse_json(text, where), where, self._next)
+        self._carried.add(command.id)
+        if command.id in self._numbers:
+            return
+        if command.kind == UNDO:
+            number = self._numbers.get(undone.decode(errors="replace"))
+            if number is None:
+                raise CommandError(f"{where}: the command that it undoes is not here")
+            command = replace(command, undoes=number)
+        self._numbers[command.id] = send(run_dir, command).number
+
+
+def _digest(value: bytes) -> str:
+    return hashlib.blake2b(value, digest_size=16).hexdigest()
