@@ -31,6 +31,7 @@ BENCHMARKS = {
     "synthetic": "runs of any size without a training, for `scale`; no measurement",
     "table": "the tables and the picture of what `--json` of `overhead` left",
     "taps": "taps in a compiled graph",
+    "view": "the live page of a run: from a flush to the browser, and the server's memory",
 }
 """Each is a module of this package with `main(arguments) -> exit code`."""
 

@@ -59,7 +59,7 @@ def measure(command: list[str], timeout_s: float) -> Cost:
 
         def look() -> None:
             while not is_over.wait(_LOOK_S):
-                peaks[0] = max(peaks[0], _anon_bytes(child.pid))
+                peaks[0] = max(peaks[0], anon_bytes(child.pid))
                 if time.monotonic() - began_s > timeout_s:
                     child.kill()
 
@@ -79,7 +79,8 @@ def measure(command: list[str], timeout_s: float) -> Cost:
     return Cost(seconds, cpu_s, used.ru_maxrss * 1024, peaks[0], child.returncode, text)
 
 
-def _anon_bytes(pid: int) -> int:
+def anon_bytes(pid: int) -> int:
+    """Memory of a process that is its own, now; 0 where it is over."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -54,6 +54,7 @@ EVIDENCE = {
         "ring.ring",
         "the ring and its triggers: the steps around a fault on all ranks, kills, sick disks, memory",
     ),
+    "notebook": ("notebook", "pages inside a notebook that a real Jupyter kernel runs"),
     "sanitize": ("sanitize", "the compiled loops under the address and undefined behaviour sanitizers"),
 }
 """Module and purpose, by name; each has options of its own."""

@@ -123,6 +123,35 @@ def test_json_has_the_shares(runs: tuple[Path, Path], cli: Cli) -> None:
     assert (up["zero_count_b"], up["inf_count_b"], up["nan_count_b"]) == (1, 1, 1)
 
 
+def test_diff_compares_units(runs: tuple[Path, Path], cli: Cli) -> None:
+    found = cli("diff", *runs)
+    lines = found.out.splitlines()
+    (at,) = [i for i, line in enumerate(lines) if line.startswith("units of values that differ (1)")]
+    assert lines[at + 1].startswith("dead: units with no value but zero;")
+    assert lines[at + 2].split() == ["step", "module", "value", "units", "differ", "dead", "farthest", "its", "rms"]
+    units = cli("diff", *runs, "--json").json["differing"]
+    assert units[1]["units"] is None
+    (up,) = [row["units"] for row in units if row["module_path"] == "up"]
+    finite = np.where(np.isfinite(TINY), TINY, 0).astype(np.float64)
+    rms = [np.sqrt((array**2).mean(axis=0)) for array in (PLAIN.astype(np.float64), finite)]
+    farthest = int(np.abs(rms[0] - rms[1]).argmax())
+    assert (up["units_a"], up["units_b"], up["unit"]) == (4, 4, farthest)
+    assert (up["unit_rms_a"], up["unit_rms_b"]) == pytest.approx((rms[0][farthest], rms[1][farthest]))
+    assert up["units_apart"] == int(((PLAIN != TINY) & ~(np.isnan(PLAIN) & np.isnan(TINY))).any(axis=0).sum())
+    assert lines[at + 3].split()[-5:-2] == ["4", str(up["units_apart"]), f"{up['units_dead_a']}|{up['units_dead_b']}"]
+
+
+def test_units_of_other_shapes_are_counted_and_damaged_ones_are_none(tmp_path: Path, cli: Cli) -> None:
+    dead = ACT[:, :2] * np.array([1, 0], np.float16)
+    a, b = write(tmp_path / "a", {"act": ACT}), write(tmp_path / "b", {"act": dead})
+    (act,) = cli("diff", a, b, "--json").json["differing"]
+    known = {name: value for name, value in act["units"].items() if value is not None}
+    assert known == {"units_a": 4, "units_b": 2, "units_dead_a": 1, "units_dead_b": 1}
+    c = write(tmp_path / "c", {"act": TINY}, units=b"\x07")
+    assert cli("diff", a, c, "--json").json["differing"][0]["units"] is None
+    assert "units of values" not in cli("diff", a, c).out
+
+
 def test_damaged_bytes_are_no_histogram(tmp_path: Path, cli: Cli) -> None:
     a, b = write(tmp_path / "a", {"up": PLAIN}), write(tmp_path / "b", {"up": TINY}, histogram=b"\x07")
     found = cli("diff", a, b)

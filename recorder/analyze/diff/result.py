@@ -87,7 +87,7 @@ class Diff(NamedTuple):
     Of the first steps with differences."""
     table: Any
     """`pa.Table` of the values that differ, in that order: value, kind, dtypes, shapes, distances and, where rules
-    kept them, the histograms of both as the column of a run has them."""
+    kept them, the histograms of both as the column of a run has them, and how the units of both compare."""
     modules: Any
     """`pa.Table`: a row for each module that differs, the first that does so on top."""
     only_a: Any

@@ -20,6 +20,7 @@ from ...analyze.diff.pairing.renames import NO_RENAMES, Renames, read_renames
 from ...analyze.diff.result import Diff, Difference
 from ...analyze.histograms import bins_of, histogram_of_row, share_apart, subnormal_count
 from ...analyze.selection import GlobalOptions, Selection
+from ...analyze.units import UnitsApart
 from ...format.numbers.histogram import Histogram
 from ...globalview.run import Run, open_run
 from ...system.text import counted, named
@@ -50,6 +51,7 @@ _MAX_ULP = 9999
 """The most representable numbers between two floats that are shown; a larger count tells nobody anything."""
 _MODULE_DROPS = ("nonfinite", "cosine", "first value", "compared", "stats apart")
 _HISTOGRAM_DROPS = ("infinite", "subnormal", "zero")
+_UNITS_DROPS = ("dead", "rank", "units")
 _VALUE_DROPS = ("max ulp", "max rel", "cosine", "elements", "type", "rank", "shape", "statistics")
 _EMPTY = dict.fromkeys(("max abs", "of max", "cosine", "max rel", "max ulp", "elements", "rank"), "-")
 """The cell of a column without a distance, where only statistics, shapes or one run's ranks differ."""
@@ -63,6 +65,7 @@ _HOW = {
 }
 _OF_MAX = "of max: max abs relative to the largest magnitude in either tensor"
 _APART = "apart: the share of values that would have to change sign or power of two for both to be spread alike"
+_DEAD = "dead: units with no value but zero; farthest: the unit whose root of the mean square (rms) differs most"
 _STATS_APART = "stats apart: where only statistics are there, how far these are apart in the same measure"
 
 
@@ -129,7 +132,8 @@ def command(
     Columns: max abs is the largest difference of two elements; of max is that difference relative to the largest
     magnitude in either tensor; max rel and max ulp are of single elements, so that one near zero may make them large
     and mean nothing. The kind is partial where a run lacks ranks of a value. Where rules with keep=histogram kept them
-    in both runs, the histograms of the first values that differ stand side by side, in the same powers of two.
+    in both runs, the histograms of the first values that differ stand side by side, in the same powers of two. Where
+    rules with keep=units kept them, the table of units says how many differ or are dead, and which is farthest apart.
 
     Exit code 1: they differ, rows of a run contradict each other, or values cannot be read. 2: they have nothing in
     common, or a --noise twin moved nothing.
@@ -215,6 +219,7 @@ def show_diff(
         else:
             _print_values(result, limit)
         _print_histograms(result, most)
+        _print_units(result, most)
     _print_only("A", result.only_a, result.steps_only_a, most)
     _print_only("B", result.only_b, result.steps_only_b, most)
     return _exit_code(result)
@@ -409,14 +414,42 @@ def _print_histograms(result: Diff, limit: int) -> None:
     _print(titles, lines, title, _HISTOGRAM_DROPS, texts=texts, absent=absent, legend=f"{_APART}; {SCALE}")
 
 
+def _print_units(result: Diff, limit: int) -> None:
+    """Print how the units of the first values that differ, and have them in both runs, compare."""
+    table = result.table.filter(pc.field("units_a").is_valid())
+    rows = table.slice(0, limit or None).to_pylist()
+    if not rows:
+        return
+    titles = ["step", "module", "value", "rank", "units", "differ", "dead", "farthest", "its rms"]
+    lines = [
+        [
+            str(row["step"]),
+            row["module_path"] or "''",
+            " ".join(filter(None, (row["site"], row["name"], _beside(row)))),
+            _ranks(row["rank_a"], row["rank_b"]),
+            _two(row["units_a"], row["units_b"]),
+            "-" if row["units_apart"] is None else str(row["units_apart"]),
+            f"{row['units_dead_a']}|{row['units_dead_b']}",
+            "-" if row["unit"] is None else str(row["unit"]),
+            "-" if row["unit"] is None else f"{number(row['unit_rms_a'])}|{number(row['unit_rms_b'])}",
+        ]
+        for row in rows
+    ]
+    absent = () if any(line[3] for line in lines) else ("rank",)
+    title = f"units of values that differ ({table.num_rows}){_cut(table.num_rows, limit)}"
+    _print(titles, lines, title, _UNITS_DROPS, texts=("module", "value", "rank"), absent=absent, legend=_DEAD)
+
+
 def _histograms(row: dict[str, Any]) -> tuple[Histogram | None, Histogram | None]:
     return histogram_of_row(row, "_a"), histogram_of_row(row, "_b")
 
 
-def _with_histograms(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row that differs with the member `histogram`, which JSON can have, in place of bytes."""
+def _with_details(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row that differs with the members `histogram`, which JSON can have, in place of bytes, and `units`."""
     a, b = _histograms(row)
-    rest = {name: value for name, value in row.items() if name not in ("histogram_a", "histogram_b")}
+    units = {name: row[name] for name in UnitsApart._fields}
+    rest = {name: value for name, value in row.items() if name not in ("histogram_a", "histogram_b", *units)}
+    rest["units"] = None if units["units_a"] is None else units
     if a is None or b is None:
         return rest | {"histogram": None}
     bins = bins_of([a, b], _MAX_JSON_BINS)
@@ -550,7 +583,7 @@ def _print_json(a: Run, b: Run, result: Diff, limit: int) -> None:
     tables = {name: getattr(result, name) for name in ("modules", "table", "only_a", "only_b")}
     shown = {name: table.slice(0, limit or None).to_pylist() for name, table in tables.items()}
     counts = {f"num_{name}": table.num_rows for name, table in tables.items()}
-    shown["differing"] = list(map(_with_histograms, shown.pop("table")))
+    shown["differing"] = list(map(_with_details, shown.pop("table")))
     counts["num_differing"] = counts.pop("num_table")
     rest = {name: plain(value) for name, value in result._asdict().items() if name not in tables}
     print_json({"a": str(a.path), "b": str(b.path), **rest, **counts, **shown})

@@ -25,6 +25,7 @@ from ...keys import Integers, common_ids, group_rows, holds
 from ...moments import integers, numbers
 from ...partial import missing_ranks
 from ...selection import Selection
+from ...units import UnitsApart, units_apart, units_of_row
 from .align import PART, Alignment, align
 from .compare import IDENTICAL, Distance, Tolerance, are_identical, compare
 from .renames import NO_RENAMES, Renames
@@ -36,6 +37,7 @@ _DISTANCES = {
     "max_rel": pa.float64(), "max_ulp": pa.uint64(), "cosine": pa.float64(), "nonfinite_a": pa.int64(),
     "nonfinite_b": pa.int64(),
 }  # fmt: skip
+_UNITS = {name: pa.float64() if "rms" in name else pa.int64() for name in UnitsApart._fields}
 _EXACT = ("min", "max", "absmax")
 _ROUNDED = ("mean", "std", "l2")
 _ROUNDING = 1e-12
@@ -254,6 +256,7 @@ def _table(
     for name, kind in _DISTANCES.items():
         values = pa.array([getattr(distance, name) for distance in distances], kind)
         columns[name] = values.take(of_distance)
+    columns |= _units(left, right, differs)
     for side in "ab":  # rows whose values were not compared have counts of their own
         counts = reduce(pc.add, (columns[f"{name}_{side}"] for name in NONFINITE)).combine_chunks()
         columns[f"nonfinite_{side}"] = pc.coalesce(columns[f"nonfinite_{side}"], counts.cast(pa.int64()))
@@ -262,6 +265,23 @@ def _table(
     for name, known in (("a", statistics.left), ("b", statistics.right), ("rel", statistics.apart)):
         columns[f"statistic_{name}"] = pa.array(known[differs], mask=~says | np.isnan(known[differs]))
     return pa.table(columns)
+
+
+def _units(left: Any, right: Any, pairs: Integers) -> dict[str, Any]:
+    """How the units of some pairs compare, as columns: the sums themselves are too many to keep."""
+    found: list[UnitsApart | None] = [None] * len(pairs)
+    has_both = _both(left, right, "units")[pairs]
+    for at in np.flatnonzero(has_both).tolist():
+        pair = int(pairs[at])
+        sides = (
+            units_of_row(table.column("units")[pair].as_py(), table.column("shape")[pair].as_py())
+            for table in (left, right)
+        )
+        found[at] = units_apart(*sides)
+    return {
+        name: pa.array([None if one is None else one[i] for one in found], kind)
+        for i, (name, kind) in enumerate(_UNITS.items())
+    }
 
 
 def moved_roots(a: Side, b: Side) -> set[str]:
