@@ -75,7 +75,7 @@ def catalog(run: RunShipper, folder: Path) -> None:
         code, _, said = _run(["catalog", run.path, "-o", str(file)], run.shared.is_stopping)
         if code not in (0, 1) or not file.exists() or file.stat().st_size > _MAX_CATALOG_BYTES:
             run.shared.counters.add("errands", "catalog failed")
-            logger.warning("%s: no catalog could be made: %s", run.key, said.strip()[-300:])
+            logger.warning("%s: no catalog could be made (exit code %d): %s", run.key, code, said.strip()[-300:])
             return
         content = file.read_bytes()
     finally:

@@ -129,7 +129,7 @@ def _replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
     if odd:
         raise CannotReplay(f"{', '.join(odd[:4])}: a part of a distributed or sparse tensor, which is not replayed")
     notes = list(_other_versions(call))
-    device = torch.device(options.device or "cpu")
+    device = _device(options.device)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     with _settings(call):
         module = make_module(bundle, options, notes)
@@ -152,6 +152,17 @@ def _replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
         named = ", ".join(map(_shown, missing)) or "output"
         raise CannotReplay(f"the module returned something else than was recorded: no {named}")
     return sorted(compared, key=lambda one: (not one.name.startswith("output"), one.name)), notes
+
+
+def _device(name: str) -> torch.device:
+    """Return the device to compute on, which has to be here."""
+    try:
+        device = torch.device(name or "cpu")
+        torch.empty(0, device=device)
+    except (AssertionError, ImportError, RuntimeError) as error:  # as torch says it where a device is not there
+        why = str(error).partition("\n")[0].partition(". ")[0]
+        raise CannotReplay(f"--device {name}: {why}; name a device that is here, or leave it out") from None
+    return device
 
 
 def make_module(bundle: Mapping[str, Any], options: Options, notes: list[str]) -> nn.Module:

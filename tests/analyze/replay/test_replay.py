@@ -148,6 +148,8 @@ def test_another_class_changed_code_and_a_cut_bundle_are_refused(
     monkeypatch.setattr(models.Scaled, "forward", right)
     with pytest.raises(alone.CannotReplay, match="expected MODULE:FUNCTION"):
         alone.replay(bundle, alone.Options(factory="no_such_module:make"))
+    with pytest.raises(alone.CannotReplay, match=r"--device nowhere: .* name a device that is here"):
+        alone.replay(bundle, alone.Options(device="nowhere"))
     path = bundle / "tensors.safetensors"
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(alone.CannotReplay, match="cut short or damaged"):
