@@ -13,17 +13,18 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import unquote
 
 from crc32c import crc32c
 
-from ..errors import ConfigError, StoreError
+from ..errors import ConfigError, NotARunError, StoreError
 from ..read.fleet import FLEET
-from ..storage.clients import KINDS, Client
+from ..storage.clients import KINDS, Client, bare_e_tag
 from ..storage.locations import scheme_of
+from ..storage.objects import ObjectPath
 from .watching import LocalFile
 
 PART_BYTES = 5 << 20
@@ -78,6 +79,12 @@ class Throttle:
             begin_s = max(self._free_at_s, now)
             self._free_at_s = begin_s + num_bytes / self.max_bytes_per_s
         time.sleep(max(begin_s - now, 0))
+
+    def paced(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
+        """Yield each piece when it may go."""
+        for piece in pieces:
+            self.take(len(piece))
+            yield piece
 
 
 class Destination(Protocol):
@@ -168,7 +175,7 @@ class Bucket:
 
     def put_new(self, key: str, file: LocalFile) -> str:
         self.check()
-        crc, e_tag = _digests(file, file.size_bytes)
+        crc, e_tag = _digests(file)
         attributes = {_CRC_KEY: f"{crc:08x}"}
         path = self._prefix + key
         try:
@@ -194,19 +201,17 @@ class Bucket:
 
     def _delete_damaged(self, key: str) -> None:
         self.delete([key])
-        raise DamagedError(f"{self.url}/{key}: the store has kept other bytes than were sent; they are sent again")
+        raise self._damaged(key)
+
+    def _damaged(self, key: str) -> DamagedError:
+        return DamagedError(f"{self.url}/{key}: the store has kept other bytes than were sent; they are sent again")
 
     def _put_parts(self, store: Any, path: str, file: LocalFile, attributes: dict[str, str]) -> str:
         import obstore
 
-        def pieces() -> Iterator[bytes]:
-            for offset in range(0, file.size_bytes, _PIECE_BYTES):
-                piece = file.bytes(offset, min(_PIECE_BYTES, file.size_bytes - offset))
-                self._throttle.take(len(piece))
-                yield piece
-
+        pieces = self._throttle.paced(_pieces(file))
         options: dict[str, Any] = {"use_multipart": True, "chunk_size": PART_BYTES, "max_concurrency": 2}
-        return _bare(obstore.put(store, path, pieces(), attributes=attributes, **options)["e_tag"])
+        return bare_e_tag(obstore.put(store, path, pieces, attributes=attributes, **options)["e_tag"])
 
     def put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
         self.check()
@@ -217,13 +222,10 @@ class Bucket:
         attributes = {_CRC_KEY: f"{crc32c(content):08x}"}
         mode: Any = "create" if e_tag is None else {self._tag: f'"{e_tag}"' if self._tag == "e_tag" else e_tag}
         tag = self._ask(key, lambda store: _put(store, self._prefix + key, content, mode, attributes, self._tag))
-        is_md5 = _MD5.fullmatch(tag) is not None
-        if is_md5 and tag != hashlib.md5(content, usedforsecurity=False).hexdigest():
+        if _MD5.fullmatch(tag) is not None and tag != _md5(content):
             there = self.get(key)
             if there is None or there[0] != content:
-                raise DamagedError(
-                    f"{self.url}/{key}: the store has kept other bytes than were sent; they are sent again"
-                )
+                raise self._damaged(key)
             return there[1]
         return tag
 
@@ -232,7 +234,7 @@ class Bucket:
             answer = store.get(self._prefix + key)
             content, claimed = bytes(answer.bytes()), dict(answer.attributes).get(_CRC_KEY)
             is_damaged = claimed is not None and claimed != f"{crc32c(content):08x}"
-            return b"" if is_damaged else content, _bare(answer.meta[self._tag])
+            return b"" if is_damaged else content, bare_e_tag(answer.meta[self._tag])
 
         try:
             return self._ask(key, ask)
@@ -328,49 +330,42 @@ class Directory:
         self.get(_PROBE)
 
     def put_new(self, key: str, file: LocalFile) -> str:
-        final = self._made_path(key)
-        temporary = self._temporary(final)
-        try:
-            with open(temporary, "xb") as out:
-                for offset in range(0, file.size_bytes, _PIECE_BYTES):
-                    piece = file.bytes(offset, min(_PIECE_BYTES, file.size_bytes - offset))
-                    self._throttle.take(len(piece))
-                    out.write(piece)
-                out.flush()
-                os.fsync(out.fileno())
+        with self._written(key, self._throttle.paced(_pieces(file))) as (temporary, final):
             try:
                 os.link(temporary, final)
             except FileExistsError:
                 if not _is_same_file(final, file):
                     raise TakenError(key) from None
                 return "there"
-            _sync_folder(final.parent)
-        except OSError as error:
-            raise _refused(error, final) from error
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
         return "synced"
 
     def put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
-        final = self._made_path(key)
-        temporary = self._temporary(final)
-        try:
-            with open(temporary, "xb") as out:
-                out.write(content)
-                out.flush()
-                os.fsync(out.fileno())
+        with self._written(key, [content]) as (temporary, final):
             if e_tag is None:
-                os.link(temporary, final)
+                try:
+                    os.link(temporary, final)
+                except FileExistsError:
+                    raise TakenError(key) from None
             else:
                 held = self.get(key)
                 if held is None or held[1] != e_tag:
                     raise TakenError(key)
                 os.replace(temporary, final)
+        return _md5(content)
+
+    @contextlib.contextmanager
+    def _written(self, key: str, pieces: Iterable[bytes]) -> Iterator[tuple[Path, Path]]:
+        """Write a temporary file, sync it, and yield its path and that of the key; at the end it is removed."""
+        final = self.path / key
+        temporary = final.with_name(f"_{final.name[:200]}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
+        try:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            with open(temporary, "xb") as out:
+                out.writelines(pieces)
+                out.flush()
+                os.fsync(out.fileno())
+            yield temporary, final
             _sync_folder(final.parent)
-            return hashlib.md5(content, usedforsecurity=False).hexdigest()
-        except FileExistsError:
-            raise TakenError(key) from None
         except OSError as error:
             raise _refused(error, final) from error
         finally:
@@ -384,7 +379,7 @@ class Directory:
             return None
         except OSError as error:
             raise _refused(error, self.path / key) from error
-        return content, hashlib.md5(content, usedforsecurity=False).hexdigest()
+        return content, _md5(content)
 
     def listing(self, prefix: str) -> Iterator[tuple[str, Held]]:
         for folder, _, names in os.walk(self.path / prefix):
@@ -415,18 +410,6 @@ class Directory:
                     break
                 folder = folder.parent
 
-    def _made_path(self, key: str) -> Path:
-        final = self.path / key
-        try:
-            final.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _refused(error, final) from error
-        return final
-
-    @staticmethod
-    def _temporary(final: Path) -> Path:
-        return final.with_name(f"_{final.name[:200]}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
-
 
 def parse_destination(text: str, throttle: Throttle) -> Bucket | Directory:
     """Return the destination that a URL names; nothing is asked of it yet.
@@ -436,51 +419,53 @@ def parse_destination(text: str, throttle: Throttle) -> Bucket | Directory:
     """
     scheme = scheme_of(text)
     if scheme == "file":
-        path = unquote(text[len("file://") :])
-        if not path.startswith("/"):
+        folder = unquote(text[len("file://") :])
+        if not folder.startswith("/"):
             raise ConfigError(f"to = {text!r}: expected file:///FOLDER, with three slashes")
-        return Directory(Path(os.path.realpath(path)), throttle)
+        return Directory(Path(os.path.realpath(folder)), throttle)
     if scheme is None and text:
         return Directory(Path(os.path.realpath(text)), throttle)
     if scheme not in KINDS:
         known = ", ".join(f"{name}://" for name in KINDS)
         raise ConfigError(f"to = {text!r}: expected a folder, or one of {known}")
-    bucket, _, prefix = text.partition("://")[2].strip("/").partition("/")
-    names = prefix.split("/") if prefix else []
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", bucket) or not {"", ".", ".."}.isdisjoint(names):
-        raise ConfigError(f"to = {scheme}://...: expected {scheme}://BUCKET/PATH; credentials and ports are settings")
-    return Bucket(scheme, bucket, prefix, throttle)
+    try:
+        path = ObjectPath.parse(text)
+    except NotARunError as error:
+        raise ConfigError(f"to = {error}") from None
+    return Bucket(scheme, path.bucket, path.key, throttle)
 
 
 def _put(store: Any, path: str, content: bytes, mode: Any, attributes: dict[str, str], tag: str = "e_tag") -> str:
     import obstore
 
     answer: Any = obstore.put(store, path, content, mode=mode, attributes=attributes or None)
-    return _bare(answer[tag])
+    return bare_e_tag(answer[tag])
 
 
-def _digests(file: LocalFile, num_bytes: int) -> tuple[int, str]:
+def _pieces(file: LocalFile) -> Iterator[bytes]:
+    for offset in range(0, file.size_bytes, _PIECE_BYTES):
+        yield file.bytes(offset, min(_PIECE_BYTES, file.size_bytes - offset))
+
+
+def _digests(file: LocalFile) -> tuple[int, str]:
     """Return the CRC32C of a file, and the ETag that S3 gives it when it is put in parts of `PART_BYTES`."""
-    crc, parts, part = 0, [], hashlib.md5(usedforsecurity=False)
-    for offset in range(0, num_bytes, _PIECE_BYTES):
-        if offset and offset % PART_BYTES == 0:
-            parts.append(part.digest())
-            part = hashlib.md5(usedforsecurity=False)
-        piece = file.bytes(offset, min(_PIECE_BYTES, num_bytes - offset))
+    crc, parts = 0, [hashlib.md5(usedforsecurity=False)]
+    for number, piece in enumerate(_pieces(file)):
+        if number and number * _PIECE_BYTES % PART_BYTES == 0:
+            parts.append(hashlib.md5(usedforsecurity=False))
         crc = crc32c(piece, crc)
-        part.update(piece)
-    if num_bytes <= PART_BYTES:
-        return crc, part.hexdigest()
-    parts.append(part.digest())
-    return crc, f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
+        parts[-1].update(piece)
+    if len(parts) == 1:
+        return crc, parts[0].hexdigest()
+    return crc, f"{_md5(b''.join(part.digest() for part in parts))}-{len(parts)}"
+
+
+def _md5(content: bytes) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
 def _held(meta: Any) -> Held:
-    return Held(meta["size"], meta["last_modified"].timestamp(), _bare(meta["e_tag"]))
-
-
-def _bare(e_tag: str | None) -> str:
-    return (e_tag or "").removeprefix("W/").strip('"')
+    return Held(meta["size"], meta["last_modified"].timestamp(), bare_e_tag(meta["e_tag"]))
 
 
 def _is_same_file(path: Path, file: LocalFile) -> bool:
@@ -488,13 +473,9 @@ def _is_same_file(path: Path, file: LocalFile) -> bool:
         with open(path, "rb") as other:
             if os.fstat(other.fileno()).st_size != file.size_bytes:
                 return False
-            for offset in range(0, file.size_bytes, _PIECE_BYTES):
-                num_bytes = min(_PIECE_BYTES, file.size_bytes - offset)
-                if other.read(num_bytes) != file.bytes(offset, num_bytes):
-                    return False
+            return all(other.read(len(piece)) == piece for piece in _pieces(file))
     except FileNotFoundError:
         return False
-    return True
 
 
 def _sync_folder(path: Path) -> None:

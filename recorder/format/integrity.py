@@ -22,7 +22,7 @@ METADATA_CRC_KEY = b"recorder_batch_crc32c"
 FILE_CRC_KEY = b"recorder_file_crc32c"
 """Key in the footer's `custom_metadata`; its value is the checksum of the whole file, 8 hexadecimal digits."""
 NO_DIGITS = b"00000000"
-"""For these the digits of the file's checksum count in the file's checksum."""
+"""Stands for the digits of the file's checksum while that checksum is computed."""
 
 Crcs = dict[str, list[int | None]]
 

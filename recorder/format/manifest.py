@@ -38,7 +38,7 @@ class Balance:
 
     @classmethod
     def read(cls, ledger: Members | None) -> Balance:
-        """From a ledger; of what is none, nothing."""
+        """Read the accounts from a ledger; empty ones where it is none."""
         if ledger is None:
             return cls()
         retired = ledger.inner("retired")
@@ -83,7 +83,7 @@ class RunManifest:
     """Major and minor of the format."""
     run_id: str | None = None
     name: str | None = None
-    """What people call the run; None where it has no name, or what is none."""
+    """What people call the run; None where the manifest gives no name, or no text as one."""
     world_size: int | None = None
     """Ranks that the run was started with, where it says so."""
     created_ns: int | None = None

@@ -23,9 +23,9 @@ Flags = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 _JOIN = {Combine.SUM: np.add, Combine.MIN: np.minimum, Combine.MAX: np.maximum}
 _OF_NONE = {Combine.SUM: 0.0, Combine.MIN: math.inf, Combine.MAX: -math.inf}
-"""What a row without values gives."""
+"""What rows without values contribute, by how their column is combined."""
 _NEEDS = {"mean": ("sum",), "std": ("sum", "mean"), "l2": ("sum_sq",)}
-"""What else a statistic is made of: where a row lacks that, the group has no such statistic."""
+"""The other columns that a statistic is made of. Where a row lacks one, the group has no such statistic."""
 
 
 class InTheMaking(Protocol):

@@ -1,6 +1,6 @@
-"""What triggers had a run write of its ring: the dumps of all its ranks, those of one window and reason together.
+"""The dumps of a run: what its ranks wrote of their rings when triggers asked, by window and reason.
 
-What manifests say comes from a stranger; `format.manifest` has looked at it. Opens no shard.
+What manifests say is untrusted input, which `format.manifest` has checked. Opens no shard.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class RunDump:
     last_step: int
     reason: str
     by: str
-    """Who saw it: a rank, or a user and a host."""
+    """Who pulled the trigger: a rank, or a user and a host."""
     time_ns: int
     """When the first rank began."""
     ranks: tuple[int, ...]
-    """The ranks that heard of it."""
+    """The ranks that learned of the trigger."""
     missed: tuple[int, ...]
-    """Those of them that had given up some of its steps by then."""
+    """The ranks that had given up some of these steps by then."""
     num_rows: int
     num_bytes: int
     """Bytes of the payloads, before they were encoded."""

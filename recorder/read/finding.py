@@ -37,7 +37,7 @@ class ListedRun(NamedTuple):
     location: Location
     name: str
     run_id: str
-    """Empty in a merged run, whose id is that of the run which it was merged from."""
+    """Empty for a merged run: its manifest has the id of the run that it was merged from."""
     created_ns: int
 
     @property
@@ -260,7 +260,7 @@ def command_of_merge(folder: Location) -> str | None:
 
 
 def _look_at(location: Location) -> ListedRun | None:
-    """A directory as a run; None where it is none, nameless and old where its manifest is damaged."""
+    """Return the run in a directory, by the directory's name if its manifest is damaged; None where there is none."""
     if not has_manifest(location):
         return None
     manifest = RunManifest()

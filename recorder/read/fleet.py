@@ -1,7 +1,7 @@
 """The index of a fleet: one small document a node beside the runs in a store, so that a thousand are listed at once.
 
-It is derived: a run that no document names is opened as any other. Must never be taken for what a run holds; whoever
-has written it may be a stranger.
+It is derived: a run that no document names is opened as any other. Must never be taken for what a run holds. The
+documents are untrusted input.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ from .writers import RecordedWriter, list_shards, list_writers, writer_folders
 _MAX_BATCHES = 64
 """Batches of a shard that are found at once."""
 _DERIVED = ("balance", "retired_shards", "state", "_last_words", "last_step")
-"""What a writer works out once, and would not look at again."""
+"""Cached properties of a writer, which its copy with some of the rows has to work out anew."""
 NEVER = 1 << 62
-"""A step behind all others."""
+"""A step that comes after all others."""
 
 
 class _Batch(NamedTuple):
@@ -44,13 +44,13 @@ class _Lane:
 
     kind: str
     known: dict[int, bool] = field(default_factory=dict)
-    """By number of a shard whether it was open when it was listed last."""
+    """Whether each shard was open at the last listing, by its number."""
     next_shard: int = 0
     shard: ShardRows | None = None
     waiting: list[int] = field(default_factory=list)
     """Batches of the shard that were found and not given yet."""
     size_bytes: int = -1
-    """Of the open shard when it was looked at last."""
+    """The size of the open shard at the last look."""
     reached: int = -1
     """The largest step that was given."""
     is_read: bool = False
@@ -92,12 +92,12 @@ class GrowingRun:
         self.num_rows = 0
         """Rows that were found so far."""
         self.has_again = False
-        """Whether a rank began again, at steps that it had done before: whoever drew those has to begin anew."""
+        """Whether a rank has restarted at steps that it had done before: whoever drew these steps has to begin anew."""
         self.done_before = 0
         """Steps before this one were done with."""
 
     def look(self) -> bool:
-        """List the run; whether there is anything more to read, or any rank has changed what it says.
+        """List the run, and return whether there is more to read or a rank has changed what it says of itself.
 
         Raises:
             NotARunError: the run is gone, or another one lies there.
@@ -249,7 +249,7 @@ class GrowingRun:
 
     @property
     def end_pending(self) -> int:
-        """The step behind the last of them."""
+        """The step after the last of the rows that are not done with."""
         return max((one.steps[1] for followed in self._followed.values() for one in followed.pending), default=0)
 
     @property

@@ -27,7 +27,7 @@ QUALIFIERS = (
 LOOKUP_COLUMNS = (*QUALIFIERS, "module_path", "encoding", "part", *POSITION_COLUMNS)
 """What `find_tensor` loads."""
 _OF_RANKS = ("rank", "attempt")
-"""What may differ between the rows of one global tensor: which attempt counts is decided before."""
+"""Columns in which the rows of one global tensor may differ. Which attempt counts is decided before."""
 _MAX_CHOICES = 8
 
 

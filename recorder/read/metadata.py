@@ -38,7 +38,7 @@ class Keys(NamedTuple):
     """What the codes stand for in a column of texts; None where they are the values."""
 
     def code(self, value: Any) -> int:
-        """The number that stands for a value, or one that no row has."""
+        """Return the code of a value; a code that no row has where the value does not occur."""
         if value is None:
             return NONE
         if self.texts is None:

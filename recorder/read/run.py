@@ -53,7 +53,7 @@ class RecordedRun:
         Args:
             path: where it is.
             manifest: of the run.
-            writers: some of its rows, as somebody found them who follows the run; by default all that there are.
+            writers: the writers of a growing run, with some of its rows; by default all that there are.
         """
         self.path: OpenLocation = path
         """A `pathlib.Path`; of a run in an object store an `ObjectPath`."""
@@ -120,7 +120,7 @@ class RecordedRun:
 
     @cached_property
     def jitter_eps(self) -> float:
-        """By which share of its value `jitter` moved an element at most; 0 where no manifest says it."""
+        """The largest share of its value by which `jitter` moved an element; 0 where no manifest says it."""
         return max((fact.eps for fact in self._jitter_facts), default=0.0)
 
     @cached_property

@@ -83,13 +83,13 @@ class MicroBatches:
 
 
 class Times(NamedTuple):
-    """What tells when some rows were seen, as one number for each row."""
+    """The columns that tell when some rows were seen; each has one number for each row."""
 
     step: Ints
     mode: Ints
     is_forward: Flags
     is_backward: Flags
-    """Also what is recomputed in one."""
+    """Recomputed forwards are part of the backward."""
     seq: Ints
     """In the order of execution on its rank."""
     stage: Ints

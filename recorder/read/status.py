@@ -28,7 +28,7 @@ _MAX_SMALL_MANIFEST_BYTES = 1 << 20
 _GRACE_S = 3.0
 """How much later than due a status may be before its writer counts as silent."""
 _BEGIN_S = 60.0
-"""As long may a writer with a directory be silent before its first word."""
+"""How long a writer that has a directory may be silent before its first status."""
 
 ENDED = ("closed", "killed", "failed")
 """States from which a writer does not come back."""
@@ -42,7 +42,7 @@ class Status(Lifetime):
     """How often it meant to describe itself."""
     step: int = 0
     has_step: bool = True
-    """False where the numbers are no numbers: the writer has left a manifest and no status."""
+    """False where step and counts mean nothing: the writer has left a manifest and no status."""
     observed: int = 0
     written: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Status(Lifetime):
     longest_wait_s: float = 0.0
     queue_length: int = 0
     recent_s: float = 0.0
-    """The last steps and bytes are of this many seconds."""
+    """The time that `recent_steps` and `recent_bytes` cover."""
     recent_steps: int = 0
     recent_bytes: int = 0
     commands: tuple[Answer, ...] = ()

@@ -197,7 +197,7 @@ class RecordedWriter:
         return problems
 
     def newest_shards(self) -> Iterator[ShardRows]:
-        """The last one of each kind."""
+        """The last shard of each kind."""
         seen = set()
         for shard in reversed(self.shards):
             kind = shard.path.name.lstrip("_").partition("-")[0]

@@ -170,7 +170,7 @@ class Client:
             "allow_http": url.scheme == "http",
             "connect_timeout": timedelta(seconds=_ROLE_TIMEOUT_S if asks_for_role else _CONNECT_TIMEOUT_S),
             "read_timeout": timedelta(seconds=self._silence_s),
-            "timeout": timedelta(days=1),  # of an answer of which bytes keep coming
+            "timeout": timedelta(days=1),  # for a whole answer, as long as its bytes keep coming
         }
         retries = {"max_retries": self._num_tries - 1, "retry_timeout": timedelta(minutes=1)}
         options: dict[str, Any] = {"client_options": client, "retry_config": retries}
@@ -223,6 +223,11 @@ class Client:
         shown = " ".join(filter(None, (code, status and f"HTTP {status}"))) or "no reason given"
         kind = "busy" if code == "SlowDown" or status in ("429", "503") else "failed"
         return StoreError(f"{path}: {endpoint} failed ({shown}); try again", kind)
+
+
+def bare_e_tag(e_tag: str | None) -> str:
+    """Return an ETag without its quotes and the mark of a weak one."""
+    return (e_tag or "").removeprefix("W/").strip('"')
 
 
 def changed(path: object) -> StoreError:

@@ -35,7 +35,7 @@ _UNFINISHED_S = 5.0
 _FRESH_S = 2.5
 """How long after a change the names are listed at each look: times of files may be as coarse as two seconds."""
 _RELIST_S = 5.0
-"""How often the names are listed though nothing seems to have changed, as where a network file system remembers."""
+"""How often the names are listed although nothing seems to have changed: a network file system may be out of date."""
 
 
 def send(run_dir: Path, command: Command) -> Command:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import pyarrow as pa
 
-from ..errors import CorruptError, NotARunError, StoreError
+from ..errors import CorruptError, NotARunError
 from ..format.rundir import MAX_MANIFEST_BYTES, OPEN_SUFFIX, RUN_MANIFEST, parse_json
-from .clients import Client, changed
+from .clients import Client, bare_e_tag, changed
 from .protocol import Found, IsPart, Item, Seen
 from .untrusted_files import check_range
 
@@ -153,9 +153,7 @@ class ObjectStore:
         return self._manifest(path) is not None or any(self._entries(path))
 
     def is_file(self, path: ObjectPath) -> bool:
-        if path.name == RUN_MANIFEST:
-            return self._manifest(path.parent) is not None
-        return bool(path.parts) and path.name in self._entries(path.parent).files
+        return bool(path.parts) and self._file(path) is not None
 
     def exists(self, path: ObjectPath) -> bool:
         return self.is_directory(path) or self.is_file(path)
@@ -165,37 +163,42 @@ class ObjectStore:
         return sorted(entries.folders if directories else entries.files)
 
     def look_at(self, path: ObjectPath) -> Seen:
-        is_manifest = path.name == RUN_MANIFEST
-        seen = self._manifest(path.parent) if is_manifest else self._entries(path.parent).files.get(path.name)
-        if seen is None:
+        if (seen := self._file(path)) is None:
             raise FileNotFoundError(2, "No such object", str(path))
         return seen
 
+    def _file(self, path: ObjectPath) -> Seen | None:
+        is_manifest = path.name == RUN_MANIFEST
+        return self._manifest(path.parent) if is_manifest else self._entries(path.parent).files.get(path.name)
+
     def read_json(self, path: ObjectPath, max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
+        """Read a manifest. It may be newer than the listing: those of a run that grows are replaced."""
         try:
-            file = self.open_sealed(path)
-            if file.size_bytes > max_bytes:
-                raise CorruptError(f"{path}: larger than the {max_bytes} bytes that a manifest may have")
-            try:
-                text = bytes(file.read(0, file.size_bytes))
-            except StoreError as error:
-                if error.kind != "changed":
-                    raise
-                text = self._get_newest(path, max_bytes)
+            size_bytes = self.look_at(path).size_bytes
+            with self._lock:
+                kept = self._kept.get(path.key)
+            content = kept[0].content if kept else None
+            if kept is None and size_bytes <= max_bytes:
+                seen, content = self._get_manifest(path, max_bytes)
+                size_bytes = seen.size_bytes
         except FileNotFoundError as error:
             raise NotARunError(f"{path}: no such object; expected a manifest of a run") from error
-        return parse_json(text, str(path))
+        if content is None or size_bytes > max_bytes:
+            raise CorruptError(f"{path}: larger than the {max_bytes} bytes that a manifest may have")
+        return parse_json(bytes(content), str(path))
 
-    def _get_newest(self, path: ObjectPath, max_bytes: int) -> bytes:
-        """Return a manifest that was replaced since the listing, as manifests of a run that grows are."""
+    def _get_manifest(self, path: ObjectPath, max_bytes: int) -> tuple[Seen, Any]:
+        """Return what is known of a manifest, and its bytes, which are kept; None for too many bytes."""
 
-        def ask(client: Any) -> bytes:
+        def ask(client: Any) -> tuple[Seen, Any]:
             answer = client.get(path.key)
-            if answer.meta["size"] > max_bytes:
-                raise CorruptError(f"{path}: larger than the {max_bytes} bytes that a manifest may have")
-            return bytes(answer.bytes())
+            seen = _seen(answer.meta)
+            return seen, pa.py_buffer(bytes(answer.bytes())) if seen.size_bytes <= max_bytes else None
 
-        return self._client.ask(path, ask)
+        seen, content = self._client.ask(path, ask)
+        if content is not None:
+            self._keep(path.key, [_Block(0, content)])
+        return seen, content
 
     def open_sealed(self, path: ObjectPath) -> RemoteFile:
         """Open an object of the listing; the store is asked nothing for that."""
@@ -260,20 +263,12 @@ class ObjectStore:
         if self._is_listed(folder):
             return self._folder(folder.key).files.get(RUN_MANIFEST)
         if folder.key not in self._manifests:
-            path = folder / RUN_MANIFEST
-
-            def ask(client: Any) -> tuple[Seen, bytes | None]:
-                answer = client.get(path.key)
-                seen = _seen(answer.meta)
-                return seen, bytes(answer.bytes()) if seen.size_bytes <= MAX_MANIFEST_BYTES else None
-
             try:
-                seen, content = self._client.ask(path, ask)
+                seen, _ = self._get_manifest(folder / RUN_MANIFEST, MAX_MANIFEST_BYTES)
             except FileNotFoundError:
-                seen, content = None, None
-            self._manifests[folder.key] = seen
-            if content:
-                self._keep(path.key, [_Block(0, pa.py_buffer(content))])
+                self._manifests[folder.key] = None
+            else:
+                self._manifests[folder.key] = seen
         return self._manifests[folder.key]
 
     def _is_listed(self, path: ObjectPath) -> bool:
@@ -373,7 +368,7 @@ def _joined(byte_ranges: Iterable[range]) -> list[range]:
 
 def _seen(meta: Any) -> Seen:
     changed_ns = int(meta["last_modified"].timestamp() * 1e9)
-    return Seen(meta["size"], changed_ns, e_tag=(meta["e_tag"] or "").removeprefix("W/").strip('"'))
+    return Seen(meta["size"], changed_ns, e_tag=bare_e_tag(meta["e_tag"]))
 
 
 def _is_seen(meta: Any, seen: Seen) -> bool:

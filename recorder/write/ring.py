@@ -21,7 +21,7 @@ MAX_DUMPS = 256
 _MAX_PASSED = 1 << 16
 """The number of steps without a dump that are remembered, to say what a late trigger missed."""
 _SET_BACK = 3
-"""So many steps before the window of the newest one the clock of the steps was set back; a record is never so late."""
+"""A record so many steps before the window shows that the program has set its steps back: none comes so late."""
 _SPARE_SHARE = 0.25
 """The share of the ring that is left free by steps which need not be held any more."""
 _MAX_LISTED = 64
@@ -108,7 +108,7 @@ class Room(NamedTuple):
 
     capacity_bytes: int
     used_bytes: Callable[[], int]
-    """Returns the bytes that records hold now, those that are not in the ring yet among them."""
+    """Returns the bytes that records hold now, including records that are not in the ring yet."""
 
 
 class Ring:
@@ -244,7 +244,7 @@ class Ring:
         self._open = [dump for dump in self._open if not dump.is_over]
 
     def _let_pass(self, now: int) -> None:
-        """Let steps before the window pass, but those that were here a moment ago, where there is room for them."""
+        """Let the steps before the window pass, except recent ones for which there is room."""
         old = [step for step in self._steps if step + self._before < now]
         if not old:
             return

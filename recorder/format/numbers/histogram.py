@@ -85,7 +85,7 @@ class Histogram:
         return "\n".join([*lines, ", ".join(f"{name}: {number}" for name, number in rest.items())])
 
     def __add__(self, other: Histogram) -> Histogram:
-        """That of the values of both."""
+        """Add the histograms of two tensors."""
         own = [one for one in (self, other) if one.counts.size]
         first = min((one.first for one in own), default=0)
         counts = np.zeros((2, max((one.first + one.counts.shape[1] for one in own), default=first) - first), np.int64)
@@ -107,7 +107,7 @@ class Histogram:
         return self.min is not None or not (self.zero_count or self.counts.any())
 
     def scaled(self, factor: float) -> Histogram | None:
-        """That of the values times a factor; None where the factor is no power of two, so that bins would mix."""
+        """Return the histogram of the values times a factor; None where that is no power of two: bins would mix."""
         power, exponent = math.frexp(abs(factor))
         shifted = self.first + exponent - 1
         is_inside = not self.counts.size or (shifted >= LOWEST and shifted + self.counts.shape[1] - 1 <= HIGHEST)
@@ -198,12 +198,12 @@ class Histogram:
         return counts
 
     def to_bytes(self) -> bytes:
-        """As the column has it: the shortest form, so that equal histograms have equal bytes."""
+        """Return the column's bytes in their shortest form, so that equal histograms have equal bytes."""
         return _packed(self.first, self.counts[0], self.counts[1], self.infinite)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, zero_count: int = 0, nan_count: int = 0) -> Histogram:
-        """That of a row.
+        """Read the histogram of a row.
 
         Args:
             data: the column `histogram`.
@@ -234,7 +234,7 @@ class Histogram:
 
 
 def added(histograms: Iterable[Histogram]) -> Histogram:
-    """That of all values of several."""
+    """Add several histograms."""
     total = Histogram()
     for one in histograms:
         total = total + one
@@ -275,7 +275,7 @@ for each pattern."""
 
 
 def of_bins(dtype: str, bins: _Bins) -> bytes:
-    """The column, from the array in which the values were counted: zeros and NaN are not in it."""
+    """Return the column's bytes, from the array in which the values were counted. Zeros and NaN are not in it."""
     if dtype in BY_PATTERN:
         with np.errstate(all="ignore"):
             codes = np.arange(256, dtype=np.uint8)
@@ -289,7 +289,7 @@ def of_bins(dtype: str, bins: _Bins) -> bytes:
 
 
 def _of_values(values: npt.NDArray[np.float64], times: Counts) -> Histogram:
-    """That of a few values, each so many times; float64 is exact for them."""
+    """Return the histogram of a few values, each of which occurs so many times; float64 is exact for them."""
     counts, infinite = np.zeros((2, 256), np.int64), np.zeros(2, np.int64)
     is_positive = (values > 0).astype(np.int64)
     np.add.at(infinite, is_positive[np.isinf(values)], times[np.isinf(values)])
@@ -300,7 +300,7 @@ def _of_values(values: npt.NDArray[np.float64], times: Counts) -> Histogram:
 
 
 def of_row(measured: Measured) -> Histogram | None:
-    """That of what was measured; None where there is none."""
+    """Return the histogram that was measured; None where there is none."""
     if measured.histogram is None:
         return None
     counts = {"zero_count": measured.zero_count or 0, "nan_count": measured.nan_count or 0}

@@ -22,11 +22,11 @@ Ints = npt.NDArray[np.int64]
 _HEAD_BYTES = 4
 _TYPES = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 _MOST_BYTES = 1 << 20
-"""Of the rows that are looked at together: what is made of them fits into a cache."""
+"""The bytes of the rows that are looked at together: what is made of them fits into a cache."""
 
 
 class Histograms(NamedTuple):
-    """Those of some rows that have as many bins."""
+    """Histograms of rows that have the same number of bins."""
 
     rows: Ints
     """Which rows of the column."""
@@ -39,7 +39,7 @@ class Histograms(NamedTuple):
 
 
 class ManyUnits(NamedTuple):
-    """Those of some rows that have as many units."""
+    """Sums of units of rows that have the same number of units."""
 
     rows: Ints
     """Which rows of the column."""
@@ -53,7 +53,7 @@ class ManyUnits(NamedTuple):
 
 
 class _Alike(NamedTuple):
-    """Rows whose bytes are as many and begin alike."""
+    """Rows whose bytes have the same length and the same beginning."""
 
     rows: Ints
     width: int

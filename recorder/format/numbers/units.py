@@ -108,7 +108,7 @@ class Units:
         return "\n".join([*lines, rest])
 
     def __add__(self, other: Units) -> Units:
-        """Those of the values of both.
+        """Add the sums of two tensors.
 
         Raises:
             ValueError: they are not as many, or lie along another dim.
@@ -125,19 +125,19 @@ class Units:
         )
 
     def scaled(self, factor: float) -> Units:
-        """Those of the values times a factor."""
+        """Return the sums of the values times a factor."""
         with np.errstate(all="ignore"):
             return replace(
                 self, sum=self.sum * factor, sum_sq=self.sum_sq * factor * factor, absmax=self.absmax * abs(factor)
             )
 
     def to_bytes(self) -> bytes:
-        """As the column has it: with counts as short as they can be, so that equal ones have equal bytes."""
+        """Return the column's bytes, with counts as short as they can be, so that equal sums have equal bytes."""
         return packed(self.dim, np.stack((self.sum, self.sum_sq, self.absmax)), self.zero_count)
 
     @classmethod
     def from_bytes(cls, data: bytes, shape: Sequence[int]) -> Units:
-        """Those of a row.
+        """Read the sums of a row.
 
         Args:
             data: the column `units`.
@@ -173,7 +173,7 @@ class ChunkUnits(NamedTuple):
 
 
 def joined(pieces: Iterable[ChunkUnits], shape: Sequence[int], dim: int) -> Units:
-    """Those of a whole tensor, from those of its chunks: units that several chunks have values of add up.
+    """Return the sums of a whole tensor. Where several chunks have values of a unit, their sums add up.
 
     Raises:
         ValueError: the chunks do not fit.

@@ -26,9 +26,9 @@ _SAMPLE_SLICES, _SAMPLE_ITEMS = 8, 256
 _PAYS = 0.92
 """A part is compressed if its sample shrinks below this: zstd and its decompression cost more than 8 % of a write."""
 _MATCHES_PAY = 1.05
-"""zstd is taken where the Huffman code leaves this times as much of a payload: it takes twice as long, or longer."""
+"""zstd is chosen where the Huffman code leaves this times as many bytes: zstd takes twice as long, or longer."""
 _SAMPLED_EACH = 16
-"""Payloads of one kind of which one is sampled, at 25 us, while the others stay within `_ALIKE` of what that left."""
+"""One of so many payloads of a kind is sampled, at 25 us, while the others stay within `_ALIKE` of its share."""
 _ALIKE = 0.04
 _MAX_KINDS = 1 << 16
 

@@ -72,16 +72,16 @@ class Encoding:
     since: int = 0
     """The minor version of the format that added it."""
     read: Callable[[memoryview, int, int], Bytes] | None
-    """Payload, `payload_bytes` and bytes of an element to the decoded bytes, new and writable; None of a reference."""
+    """Decodes a payload of `payload_bytes` and a size of elements to new, writable bytes; None for a reference."""
     check: Callable[[memoryview, int, int], None]
     """Raises CorruptError where what the payload says of its own sizes cannot come to `payload_bytes`."""
     target: Callable[[memoryview], int] | None = None
     """For a reference, reads the `seq` of the earlier row of the same shard that has the content."""
     join: Callable[[Pieces, int], list[memoryview]] | None = None
-    """Payloads to one of their contents end to end, piece by piece; None where they must be decoded for that."""
+    """Joins payloads into one, whose content is theirs end to end; None where they must be decoded for that."""
     write: Callable[[PayloadWriter, Bytes, int, Bytes, Kernels | None], int] | None = None
-    """The tensor's bytes to the front of a buffer, by zstd or by the compiled Huffman code where it is given, and how
-    many bytes they took; None where the package never writes it."""
+    """Encodes a tensor's bytes to the front of a buffer, by zstd or the compiled Huffman code, and returns how many
+    bytes they took; None where the package never writes this encoding."""
 
 
 def _read_plain(source: memoryview, payload_bytes: int, item_bytes: int) -> Bytes:

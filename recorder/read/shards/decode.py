@@ -21,7 +21,7 @@ from ...records import PART_BYTES
 
 _MAX_SHAPE_TEXT = 4096
 _MAX_NUMEL = 1 << 48
-"""Product of all sizes that are not 0: so the whole of many ranks still counts within int64."""
+"""Bound on the product of the sizes that are not 0, so that the elements of many ranks together fit an int64."""
 _NEEDED = ("encoding", "data", "payload_bytes", "dtype", "shape")
 
 

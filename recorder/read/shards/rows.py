@@ -35,7 +35,7 @@ SHARD_BYTES_KEY = b"recorder_shard_bytes"
 Steps = tuple[int, int]
 """From the first up to, but not including, the last."""
 Ranges = tuple[Steps, ...]
-"""Several such."""
+"""Several such ranges of steps."""
 _MAX_CHUNKS = 32
 """Above, the chunks of a column are joined: large tensors make a batch each, and Arrow pays for every chunk."""
 
@@ -50,7 +50,7 @@ class ShardRows:
         self.num_trailing_bytes = 0
         """Bytes behind the last whole batch of a shard without footer; zeros not counted."""
         self.tail_damage = ""
-        """Why they are no write that was cut; empty where they are, or the writer may be at work on them."""
+        """Why these bytes are no write that was cut short; empty where they may be one, or the writer is at work."""
         self.damage: list[str] = []
         """What could not be read, and so is missing from the rows; grows as columns are read."""
         self._index: Shard | None = None

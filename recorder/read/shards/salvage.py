@@ -33,11 +33,11 @@ _SCAN_BYTES = 4 << 20
 _MAX_CANDIDATES = 10_000
 """Offsets at which a batch is looked for behind damage; with `_MAX_REREADS` it bounds what hostile bytes can cost."""
 _MAX_REREADS = 4
-"""Bytes read in vain behind damage, in multiples of what the file holds on the disk."""
+"""How many bytes may be read in vain behind damage, as a multiple of the file's bytes on the disk."""
 _MAX_PADDING_BYTES = 64
-"""To which some writers fill the metadata of a message up."""
+"""Some writers pad the metadata of a message to a multiple of this."""
 _AGAIN_S = 0.01
-"""A reader that comes between a direct write and the end of its page in the cache sees half a batch for so long."""
+"""For so long a reader may see half a batch, while the kernel drops the cached page that a direct write replaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Salvaged:
     num_trailing_bytes: int
     """Bytes behind the last whole batch that are no zeros and no batch: a write that was cut, or `tail_damage`."""
     damage: list[str]
-    """What was skipped in front of the last whole batch, one message each."""
+    """A message for each stretch of bytes that was skipped in front of the last whole batch."""
     tail_damage: str
     """Why the trailing bytes are no write that was cut; empty where they are. Of a writer at work they may be both."""
     end: int

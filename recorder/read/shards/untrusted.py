@@ -7,7 +7,7 @@ from typing import Any
 
 
 def members(note: str | None) -> dict[str, Any]:
-    """What a row's note says; nothing of what is no JSON object."""
+    """Return a row's note; an empty one where the text is no JSON object."""
     try:
         parsed = json.loads(note) if note else {}
     except (ValueError, RecursionError):
