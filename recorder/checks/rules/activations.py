@@ -45,7 +45,7 @@ class Saturated(StreakRule):
     sites: ClassVar[tuple[str, ...]] = ("output",)
     columns: ClassVar[tuple[str, ...]] = ("sum_sq", "sum", "numel")
     settings: ClassVar[tuple[Setting, ...]] = (
-        Setting(name="slope", default=0.02, unit="of the largest slope", source="smdebug's SaturatedActivation"),
+        Setting(name="slope", default=0.02, unit="of the largest slope", source="calibrated on sound trainings"),
         Setting(name="records", default=5, unit="records", source="calibrated on sound trainings"),
     )  # fmt: skip
     what: ClassVar[str] = "nearly all elements are at the ends of the function, where it has no slope"

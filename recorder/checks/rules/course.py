@@ -302,7 +302,7 @@ class LossStuck(CourseRule):
     reads_norm: ClassVar[bool] = False
     settings: ClassVar[tuple[Setting, ...]] = (
         Setting(name="records", default=10, unit="records", source="smdebug's LossNotDecreasing"),
-        Setting(name="spread", default=1e-3, unit="of the loss", source="calibrated on sound trainings"),
+        Setting(name="spread", default=1e-3, unit="of the loss", source="smdebug's LossNotDecreasing, of a decrease"),
         Setting(name="drop", default=0.01, unit="of the loss", source="calibrated on sound trainings"),
         Setting(name="rise", default=3, unit="times the beginning", source="calibrated on sound trainings"),
     )

@@ -25,7 +25,12 @@ class Vanishing(StreakRule):
     sites: ClassVar[tuple[str, ...]] = ("grad",)
     columns: ClassVar[tuple[str, ...]] = ("sum_sq", "numel")
     settings: ClassVar[tuple[Setting, ...]] = (
-        Setting(name="rms", default=1e-7, unit="root mean square", source="smdebug's VanishingGradient"),
+        Setting(
+            name="rms",
+            default=1e-7,
+            unit="root mean square",
+            source="smdebug's VanishingGradient, of the mean magnitude",
+        ),
         Setting(name="share", default=1e-4, unit="of the largest", source="calibrated on sound trainings"),
         Setting(name="records", default=3, unit="records", source="calibrated on sound trainings"),
     )
@@ -55,7 +60,7 @@ class Exploding(StreakRule):
     sites: ClassVar[tuple[str, ...]] = ("grad_output",)
     columns: ClassVar[tuple[str, ...]] = ("sum_sq", "numel")
     settings: ClassVar[tuple[Setting, ...]] = (
-        Setting(name="growth", default=1e3, unit="first third over last third", source="AutoTrainer"),
+        Setting(name="growth", default=1e3, unit="first third over last third", source="calibrated on sound trainings"),
         Setting(name="layers", default=6, unit="outputs", source="of fewer a third is a single one"),
         Setting(name="records", default=3, unit="records", source="calibrated on sound trainings"),
     )

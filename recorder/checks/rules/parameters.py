@@ -137,7 +137,7 @@ class Initialisation(Rule):
     sites: ClassVar[tuple[str, ...]] = ("param",)
     columns: ClassVar[tuple[str, ...]] = ("std", "mean", "numel")
     settings: ClassVar[tuple[Setting, ...]] = (
-        Setting(name="ratio", default=8, unit="times the median", source="smdebug's PoorWeightInitialization"),
+        Setting(name="ratio", default=8, unit="times the median", source="calibrated on sound trainings"),
         Setting(name="alike", default=3, unit="layers", source="calibrated on sound trainings"),
     )  # fmt: skip
     advice: ClassVar[str] = "look at how this layer is initialised"
