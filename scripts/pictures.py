@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
     given.out.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        runs = {"demo": given.run or _record(folder / "demo", "scripts/demo_train.py", 2)}
+        runs = {"demo": given.run or _record(folder / "demo", "scripts/demo_train.py --layout fsdp2", 2)}
         (folder / "train.py").write_text(
             (ROOT / "tests" / "small_training.py").read_text().replace("    for _ in range(5):\n", _NAN)
         )
@@ -93,12 +93,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _record(folder: Path, program: str, num_ranks: int, **env: str) -> Path:
-    """Train a program under the recorder."""
+    """Train a program under the recorder; its arguments follow it, with spaces between."""
     launch = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks > 1 else []
     )
     environment = os.environ | {"RECORDER": "1", "RECORDER_DIR": str(folder), "OMP_NUM_THREADS": "1"} | env
-    subprocess.run([sys.executable, *launch, program], cwd=ROOT, check=True, env=environment)
+    subprocess.run([sys.executable, *launch, *program.split()], cwd=ROOT, check=True, env=environment)
     return folder
 
 

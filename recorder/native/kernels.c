@@ -83,6 +83,7 @@ struct sums {
 struct counting {
   const uint16_t *next; /* of the codes that are not counted yet; 0 where there are none at all */
   int64_t left, base;
+  int is_wide; /* a chunk before this one of the tensor was not counted so: nor are those that follow */
   uint16_t table[2][64 * 64], codes[CHUNK_ITEMS / 2];
 };
 #define FEWEST_COUNTED 2048 /* values: below that the tables cost more than they save */
