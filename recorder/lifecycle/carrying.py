@@ -148,11 +148,11 @@ class Carrier:
 
     def _carry(self, store: JobStore, run_dir: Path, new: Sequence[Command | Refusal]) -> None:
         """Carry both ways; `new` is what has come into the directory."""
-        found = [one for one in new if isinstance(one, Command)]
-        for command in found:
+        commands = [one for one in new if isinstance(one, Command)]
+        for command in commands:
             self._numbers.setdefault(command.id, command.number)
         self._take(store, run_dir)
-        for command in found:
+        for command in commands:
             if command.id not in self._carried:
                 self._carried.add(command.id)
                 undone = self._id_of(command.undoes)

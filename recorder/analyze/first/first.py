@@ -58,7 +58,7 @@ class First(NamedTuple):
         *nouns, last = (_NOUNS[site] for site in numbers)
         what = f"{', '.join(nouns)} or {last}" if nouns else last
         missing = " and ".join(f"{_NOUNS[site]}s" for site in self.not_recorded)
-        rest = f"; {missing} were not recorded" if missing else ""
+        rest = f"; {missing} not recorded" if missing else ""
         return f"no {what} differs between its replicas ({counted(sum(numbers.values()), 'value')} compared{rest})"
 
 

@@ -341,7 +341,7 @@ def test_ranks_that_share_a_batch_hold_replicas_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sites", "told"),
     [
-        (["grad"], "no gradient differs between its replicas (1 value compared; {} were not recorded)"),
+        (["grad"], "no gradient differs between its replicas (1 value compared; {} not recorded)"),
         (["grad", "optim", "buffer"], "no gradient or optimizer state differs between its replicas (2 values compared"),
         (["param", "grad", "optim"], "no parameter, gradient or optimizer state differs {} (3 values compared)"),
         (["buffer"], ""),

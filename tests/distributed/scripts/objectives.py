@@ -62,7 +62,7 @@ def pulls(rank: int) -> dict[str, Tensor]:
 
 
 def trained(layout: str, *, is_compiled: bool, out: Path | None) -> list[Tensor]:
-    """The parameters after training, recorded where there is a place to record to."""
+    """The parameters after training, recorded where there is a directory to record to."""
     torch.compiler.reset()
     rank, net = dist.get_rank(), made()
     model: Any = nn.parallel.DistributedDataParallel(net) if layout == "ddp" else fully_shard(net)

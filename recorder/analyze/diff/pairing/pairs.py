@@ -269,7 +269,7 @@ def _table(
 
 def _units(left: Any, right: Any, pairs: Integers) -> dict[str, Any]:
     """How the units of some pairs compare, as columns: the sums themselves are too many to keep."""
-    found: list[UnitsApart | None] = [None] * len(pairs)
+    comparisons: list[UnitsApart | None] = [None] * len(pairs)
     has_both = _both(left, right, "units")[pairs]
     for at in np.flatnonzero(has_both).tolist():
         pair = int(pairs[at])
@@ -277,9 +277,9 @@ def _units(left: Any, right: Any, pairs: Integers) -> dict[str, Any]:
             units_of_row(table.column("units")[pair].as_py(), table.column("shape")[pair].as_py())
             for table in (left, right)
         )
-        found[at] = units_apart(*sides)
+        comparisons[at] = units_apart(*sides)
     return {
-        name: pa.array([None if one is None else one[i] for one in found], kind)
+        name: pa.array([None if one is None else one[i] for one in comparisons], kind)
         for i, (name, kind) in enumerate(_UNITS.items())
     }
 
