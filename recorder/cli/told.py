@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..format.answers import ENDED, MISSED, REFUSED, WAITING, Answer
 from ..format.commands import DUMP, RESUME, UNDO, Command
 from ..globalview.run import Run
+from ..read.status import RankNow
 from ..system.text import counted
 from .output import span
 
@@ -53,8 +54,14 @@ class Told(NamedTuple):
     """Whether every rank of the run did it, from its first step on."""
 
 
-def told(run: Run, *, with_dumps: bool = False) -> Iterator[Told]:
-    """Yield what a run was told, by number. What was dumped is shown by what it left, unless it is asked for here."""
+def told(run: Run, *, with_dumps: bool = False, shown: Sequence[RankNow] = ()) -> Iterator[Told]:
+    """Yield what a run was told, by number. What was dumped is shown by what it left, unless it is asked for here.
+
+    Args:
+        run: the run.
+        with_dumps: whether to yield dumps, too.
+        shown: what the ranks' statuses say, which is ahead of their manifests in a run under way.
+    """
     newest = {writer.rank: writer.manifest for writer in run.writers if writer.manifest.members}
     for command in run.commands.sound:
         if command.kind == DUMP and not with_dumps:
@@ -65,6 +72,11 @@ def told(run: Run, *, with_dumps: bool = False) -> Iterator[Told]:
             for answer in manifest.commands
             if answer.id == command.id and rank is not None  # a daemon may have carried it to another number
         }
+        for now in shown:
+            for answer in now.status.commands:
+                known = answers.get(now.rank)
+                if answer.id == command.id and (known is None or known.is_before(answer)):
+                    answers[now.rank] = answer
         unheard = sorted(rank for rank in newest if rank is not None and rank not in answers)
         if command.kind in (UNDO, RESUME):  # what ends something is not itself what ended
             answers = {rank: replace(one, state=_DONE) if one.state == ENDED else one for rank, one in answers.items()}
@@ -80,14 +92,21 @@ def _is_done(command: Command, answer: Answer) -> bool:
     return answer.state not in (REFUSED, MISSED, WAITING) and not is_late
 
 
-def answer_members(run: Run, command: Command) -> list[dict[str, Any]]:
-    """Return what each rank says of a command, as JSON has it."""
-    return [
-        {"rank": writer.rank, **answer.short_members()}
+def answer_members(run: Run, command: Command, shown: Sequence[RankNow] = ()) -> list[dict[str, Any]]:
+    """Return what each rank says of a command, as JSON has it; `shown` as `told` takes it."""
+    ahead = {now.rank: answer for now in shown for answer in now.status.commands if answer.id == command.id}
+    said = [
+        (writer.rank, answer)
         for writer in run.writers
         for answer in writer.manifest.commands
-        if answer.id == command.id
+        if answer.id == command.id and writer.rank is not None
     ]
+    said += [(rank, answer) for rank, answer in ahead.items() if rank not in dict(said)]
+    members = []
+    for rank, answer in said:
+        newest = ahead[rank] if rank in ahead and answer.is_before(ahead[rank]) else answer
+        members.append({"rank": rank, **newest.short_members()})
+    return members
 
 
 def _outcomes(answers: dict[int, Answer]) -> list[str]:

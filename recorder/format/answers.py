@@ -11,6 +11,8 @@ WAITING, IN_FORCE, ENDED, MISSED, REFUSED = "waiting", "in force", "ended", "mis
 STATES = (WAITING, IN_FORCE, ENDED, MISSED, REFUSED)
 """What a writer says of a command: its steps lie ahead; it is done now, or was done; the writer learned of it too late
 for any of its steps; the writer does not do it. A later version may have more."""
+_PROGRESS = (WAITING, IN_FORCE)
+"""States after which a writer has more to say, the first one first."""
 _MAX_TEXT = 200
 
 
@@ -52,6 +54,12 @@ class Answer:
             "why": self.why[:_MAX_TEXT] or None,
         }
         return {name: value for name, value in members.items() if value is not None}
+
+    def is_before(self, other: Answer) -> bool:
+        """Whether the same writer has said this before it said another answer to the same command."""
+        known = len(_PROGRESS)
+        one, two = (_PROGRESS.index(of.state) if of.state in _PROGRESS else known for of in (self, other))
+        return one < two
 
     @classmethod
     def read(cls, members: Members) -> Answer:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from recorder.cli.drawing.module_names import grouped
+from recorder.format.rundir import RUN_MANIFEST, encode_manifest, read_json
 from tests.analyze.doctor.test_expected import RULE, record, renumbered, root, step_rows, training
 from tests.cli.conftest import Cli, Result, on_a_terminal
 from tests.distributed import jobs
@@ -98,6 +99,36 @@ def test_triggers_that_came_soon_after_another_are_no_finding_and_those_that_wer
     assert lines(cli("doctor", run), "note", "event trigger_passed (rank 0)")
     record(run, training(3, 2), 2, events=[event | {"kind": "trigger_refused"}])
     assert codes(cli, run) == (1, 1)
+
+
+def test_files_that_are_no_commands_and_what_other_nodes_did_not_hear_are_findings_of_strictness_alone(
+    cli: Cli, run: Path
+) -> None:
+    events = [
+        {"kind": kind, "message": "not done", "time_ns": 1, "count": 1} for kind in ("command_refused", "uncarried")
+    ]
+    record(run, training(3), events=events)
+    assert codes(cli, run) == (0, 1)
+    for event in events:
+        assert lines(cli("doctor", run), "note", f"event {event['kind']} (rank 0): not done")
+
+
+def test_ranks_of_nodes_with_a_file_system_of_their_own_are_said_to_be_there(cli: Cli, run: Path) -> None:
+    event = {"kind": "nodes_apart", "message": "each has a directory", "time_ns": 1, "count": 1}
+    record(run, training(3), events=[event])
+    assert codes(cli, run) == (0, 0)
+    manifest = run / RUN_MANIFEST
+    manifest.write_bytes(encode_manifest({**read_json(manifest), "world_size": 2}))
+    assert lines(cli("doctor", run), "missing", "nothing of 1 of 2: nodes share no file system", "copied into one")
+
+
+def test_steps_that_the_ring_left_out_are_laid_to_the_ring(cli: Cli, run: Path) -> None:
+    rows = [make_row(step, step=step, site="scalar", name="loss", module_path="") for step in range(4)]
+    rules = ["site=output keep=ring steps=0:3", "site=scalar keep=stats"]
+    record(run, rows, rules=rules, ledger=ledger(4, observed=40) | {"passed": 36})
+    answer = cli("doctor", run)
+    assert lines(answer, "ok", "filtered by steps=: 3 of 4 steps are wanted")
+    assert lines(answer, "ok", "kept by keep=ring alone: 3 of 4 steps passed, as no trigger asked for them")
 
 
 def test_unequal_steps_are_told_also_where_no_rule_wants_the_steps_between(cli: Cli, run: Path) -> None:

@@ -13,7 +13,6 @@ import torch
 from recorder.format.commands import COMMANDS
 from tests.capture.support import Tiny, batch, flagged
 from tests.cli.conftest import Cli
-from tests.waiting import wait_until
 
 RULES = "site=output keep=ring before=400 after=2; site=grad keep=stats steps=::100"
 
@@ -68,5 +67,7 @@ def test_the_last_steps_are_written_and_dump_shows_what_was_left(cli: Cli, live:
     sent, answered = found.out.splitlines()
     assert "dump at steps 0 to" in sent and "(the reward fell)" in sent
     assert answered.startswith("ok") and "rank 0: done" in answered and "rows" in answered
-    wait_until(lambda: "1 rank (0): ended" in cli("set", live, "--list").out)  # the manifest follows the status
-    assert "the reward fell" in cli("set", live, "--list").out
+    listed = cli("set", live, "--list")  # at once, though the manifest follows the status
+    assert "the reward fell" in listed.out and "1 rank (0): ended" in listed.out
+    (entry,) = cli("set", live, "--list", "--json").json["commands"]
+    assert [answer["state"] for answer in entry["answers"]] == ["ended"]

@@ -11,6 +11,7 @@ from ...errors import CommandError, LookupFailedError
 from ...format.commands import PAUSE, RESUME, SET, UNDO, Command, problem_of, rules_of
 from ...globalview.run import Run, open_location, open_run
 from ...read.modules import read_modules
+from ...read.status import RunWatch
 from ...rules import Rule, nearest
 from ...sites import OF_PROGRAM
 from ..options import Json, KeyFile, RunPath
@@ -125,12 +126,12 @@ def _unmatched(run: Run, rule: Rule) -> str | None:
 
 
 def _list(run: Run, *, as_json: bool) -> int:
-    commands = run.commands
+    commands, shown = run.commands, RunWatch(run.path).look()
     if as_json:
-        entries = [command_members(one) | {"answers": answer_members(run, one)} for one in commands.sound]
+        entries = [command_members(one) | {"answers": answer_members(run, one, shown)} for one in commands.sound]
         print_json({"run": str(run.path), "commands": entries, "problems": list(commands.problems)})
         return int(bool(commands.problems))
-    for one in told(run, with_dumps=True):
+    for one in told(run, with_dumps=True, shown=shown):
         say(f"command {one.command.number}: {describe(one.command)}, by {one.command.by or 'somebody'}")
         for line in one.lines:
             say(f"  {line}")

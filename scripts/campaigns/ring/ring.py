@@ -9,6 +9,8 @@ nan      a NaN on rank 1 at a random step: the steps t-4 to t+2 of both ranks ar
 moments  a trigger in the first step, in the last, in an evaluation, on two ranks at once, as the recording closes, as
          an exception leaves the training
 kill     SIGKILL at a random instant of a dump: what is on the disk is whole rows, each equal to the full run's
+peers    under torchrun, SIGKILL of one rank: the others write their ring when the launcher ends them, or as the
+         collective fails in which they are
 disks    a dump while the disk is full, slow or gone: training is bit-equal, and every row is accounted for
 memory   thousands of steps with a ring and a trigger now and then: memory does not grow
 """
@@ -21,6 +23,7 @@ import random
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from typing import Any
 import torch
 
 import recorder
+from recorder.lifecycle import active
 from recorder.upkeep.verify import verify
 from tests.distributed import jobs
 from tests.distributed.jobs import SCRIPTS
@@ -48,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--count", type=int, default=100, help="trainings with a NaN (default 100); others in proportion"
     )
     parser.add_argument("--steps", type=int, default=5000, help="of the part `memory` (default 5000)")
+    parser.add_argument(
+        "--hold", type=float, default=60.0, help="ring_hold_s of the part `nan`, in seconds (default 60)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="another seed, other cases (default 0)")
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}, with commas between")
 
@@ -110,8 +117,10 @@ def unbalanced(run: recorder.Run) -> Iterator[str]:
 
 def _nan(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
     chance = random.Random(arguments.seed)
-    steps = [chance.randrange(STEPS) for _ in range(arguments.count)]
+    # The last step is judged as a recording closes, when the other rank may have closed its own.
+    steps = [chance.randrange(STEPS - 1) for _ in range(arguments.count)]
     num_values = 0
+    held = {**_SETTINGS, "ring_hold_s": arguments.hold}
     for begin in range(0, len(steps), _A_LAUNCH):
         batch = range(begin, min(begin + _A_LAUNCH, len(steps)))
         cases: list[dict[str, Any]] = []
@@ -119,7 +128,7 @@ def _nan(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
             common = {"steps": STEPS, "seed": arguments.seed * 1000 + number, "events": [[steps[number], 1, "nan"]]}
             here, first = folder / str(number), max(steps[number] - BEFORE, 0)
             cases += [
-                {**common, "folder": str(here / "ring"), "settings": _SETTINGS, "first_step": first},
+                {**common, "folder": str(here / "ring"), "settings": held, "first_step": first},
                 {**common, "folder": str(here / "full"), "settings": {"rules": FULL}, "waits": False},
                 {**common, "folder": str(here / "off"), "settings": _SETTINGS, "recorded": False, "waits": False},
             ]
@@ -134,7 +143,9 @@ def _nan(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
             wrong = [key for key in found if found[key] != expected.get(key)]
             if lacking or wrong or not expected:
                 of = f"of {len(expected)} values {len(lacking)} lack, {len(wrong)} are wrong"
-                yield f"case {number}, step {step}: {of}"
+                dumps = ", ".join(f"{dump.first_step} to {dump.last_step} on {dump.ranks}" for dump in boxed.dumps)
+                dropped = {reason: num for writer in boxed.writers for reason, num in writer.balance.dropped.items()}
+                yield f"case {number}, step {step}: {of}; dumps: {dumps or 'none'}; dropped: {dropped or 'nothing'}"
             problems = [*changed(here / "ring", here / "off"), *unbalanced(boxed)]
             yield from (f"case {number}: {problem}" for problem in problems)
             shutil.rmtree(here)
@@ -205,6 +216,42 @@ def _kill(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
     print(f"kill: {len(num_rows)} kills left {min(num_rows)} to {max(num_rows)} values of a dump each", flush=True)
 
 
+def _peers(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
+    chance = random.Random(arguments.seed + 3)
+    reasons: Counter[str] = Counter()
+    for number in range(max(1, arguments.count // 20)):
+        here, step, dead = folder / str(number), chance.randrange(8, STEPS - 5), chance.randrange(4)
+        is_apart = bool(number % 2)
+        events: list[list[Any]] = [[step, dead, "die"]]
+        if number % 3:  # the others wait for something else than the dead rank
+            events += [[step, rank, "survive"] for rank in range(4) if rank != dead]
+        settings = {**_SETTINGS, "triggers": "signal,exception", "close_deadline_s": 15}
+        case = {"steps": STEPS, "seed": number, "settings": settings, "events": events, "folder": str(here)}
+        here.mkdir()
+        (here / "cases.json").write_text(json.dumps([{**case, "waits": False, "apart": is_apart}]))
+        options = ("--standalone", "--nproc-per-node=4")
+        finished = jobs.torchrun(here, SCRIPTS / "boxed.py", here / "cases.json", options=options).wait(180.0)
+        if not finished.returncode:
+            yield f"peers {number}: the launch came to a good end"
+        where = [here / f"node{rank}" for rank in range(4)] if is_apart else [here]
+        runs = [recorder.open_run(place / "recordings") for place in where]
+        for run in runs:
+            frame = run.to_pandas(columns=["rank", "step", "site"])
+            for writer in (writer for writer in run.writers if writer.rank != dead):
+                who = f"peers {number}: rank {writer.rank}"
+                mine = frame[(frame["rank"] == writer.rank) & (frame.site == "output")]
+                reasons.update({dump.reason.partition(":")[0] for dump in writer.manifest.dumps})
+                if not set(range(step - BEFORE, step)) <= set(mine.step):
+                    yield f"{who} has steps {sorted(set(mine.step))}, and {step} was fatal"
+                if writer.state != "closed" or writer.balance.num_missing:
+                    yield f"{who} is {writer.state}, {writer.balance.num_missing} rows lack"
+        shutil.rmtree(here)
+    print(
+        f"peers: the survivors wrote for {', '.join(f'{reason} ({num})' for reason, num in reasons.items())}",
+        flush=True,
+    )
+
+
 def _disks(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
     events: dict[str, list[list[Any]]] = {
         "full": [[8, 0, "full"], [9, 0, "trigger"]],
@@ -257,12 +304,20 @@ def _memory(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
             optimizer.step()
             optimizer.zero_grad()
             if step % 500 == 0 and step >= arguments.steps // 5:
-                looks.append(_resident_bytes())
-    grown = looks[-1] - looks[0]
-    shown = ", ".join(f"{look / 1e6:.1f}" for look in looks)
-    print(f"memory: resident MB every 500 steps: {shown}", flush=True)
+                looks.append((_resident_bytes(), _touched_bytes()))
+    # A page of the pool becomes resident when a step is faster, or the writer slower, than ever before.
+    others = [resident - touched for resident, touched in looks]
+    grown = others[-1] - others[0]
+    for what, sizes in (("resident", [look[0] for look in looks]), ("of these outside of the pool", others)):
+        print(f"memory: MB {what}, every 500 steps: {', '.join(f'{one / 1e6:.1f}' for one in sizes)}", flush=True)
     if grown > 16e6:  # what passes in these steps is hundreds of megabytes
         yield f"memory grew by {grown / 1e6:.1f} MB over {arguments.steps} steps"
+
+
+def _touched_bytes() -> int:
+    """What records have had of the pool at most."""
+    current = active._current
+    return sum(pool.peak_bytes for pool in current.capture.pools) if current and current.capture else 0
 
 
 def _resident_bytes() -> int:
@@ -270,4 +325,4 @@ def _resident_bytes() -> int:
     return pages * 4096
 
 
-PARTS = {"nan": _nan, "moments": _moments, "kill": _kill, "disks": _disks, "memory": _memory}
+PARTS = {"nan": _nan, "moments": _moments, "kill": _kill, "peers": _peers, "disks": _disks, "memory": _memory}

@@ -784,6 +784,16 @@ class TestRings:
         record(run, rows, rules=list(self.RULES), ledger=told)
         found = found_in(run)
         assert (found.gaps, found.totals, found.silent) == ([], [], {})
+        assert (found.num_steps_lived, found.num_steps_expected, found.num_steps_passed) == (10, 0, 10)
+
+    def test_steps_that_the_ring_passed_are_told_from_those_that_no_rule_wants(self, run: Path) -> None:
+        rows = [make_row(20 * step, step=step, site="scalar", name="loss", module_path="") for step in range(10)]
+        rows += self.rows(0, [4, 6])
+        told = ledger(18, observed=200) | {"passed": 182}
+        rules = ["site=output keep=ring steps=::2", "site=scalar keep=stats"]
+        record(run, sorted(rows, key=lambda row: int(row["seq"])), rules=rules, dumps=[self.DUMP], ledger=told)
+        found = found_in(run)
+        assert (found.num_steps_lived, found.num_steps_expected, found.num_steps_passed) == (10, 2, 3)
 
     def test_a_rank_that_never_heard_of_it_has_a_hole_that_is_explained(self, run: Path) -> None:
         self.record(run, 0, range(4, 7), [self.DUMP])

@@ -78,6 +78,10 @@ def happens(what: str, model: nn.Module, x: Tensor) -> None:
     elif what == "terminate":
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(PATIENCE_S)
+    elif what == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "survive":  # until the launcher ends this rank, too
+        time.sleep(PATIENCE_S)
     elif what == "full":
         _disk.free_for_writes = 0
     elif what == "slow":
