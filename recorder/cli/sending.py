@@ -22,7 +22,6 @@ from ..read.status import ENDED as OVER
 from ..read.status import RankNow, RunWatch
 from ..storage.commands import send
 from ..storage.locations import Location, store_of
-from ..system.text import counted
 from .output import print_json, say_state, span
 from .told import command_members
 
@@ -221,9 +220,9 @@ def send_and_wait(
             say_state(*line)
         num_elsewhere = (target.manifest.world_size or 0) - len(target.watch.look())
         if target.store is None and num_elsewhere > 0:
-            who = f"{counted(num_elsewhere, 'rank')} of {target.manifest.world_size}"
+            who = f"{num_elsewhere} of {target.manifest.world_size} ranks"
             say_state(
-                "note", f"{who} have no folder here: they record on nodes with a file system of their own, or not yet"
+                "note", f"{who} are not seen here: they record on nodes with a file system of their own, or not yet"
             )
         if target.store is not None and any(one.state == "unheard" for one in heard):
             say_state("note", "commands are carried by daemons that were started with --accept-commands, and the key")

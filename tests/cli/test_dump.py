@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from recorder.format.commands import COMMANDS
+from recorder.format.rundir import RUN_MANIFEST, encode_manifest, read_json
 from tests.capture.support import Tiny, batch, flagged
 from tests.cli.conftest import Cli
 
@@ -71,3 +72,15 @@ def test_the_last_steps_are_written_and_dump_shows_what_was_left(cli: Cli, live:
     assert "the reward fell" in listed.out and "1 rank (0): ended" in listed.out
     (entry,) = cli("set", live, "--list", "--json").json["commands"]
     assert [answer["state"] for answer in entry["answers"]] == ["ended"]
+
+
+def test_ranks_that_are_not_seen_here_are_said_to_be_elsewhere(cli: Cli, live: Path) -> None:
+    manifest = live / RUN_MANIFEST
+    before = manifest.read_bytes()
+    manifest.write_bytes(encode_manifest({**read_json(manifest), "world_size": 4}))
+    try:
+        found = cli("dump", live, "--reason", "of one node")
+    finally:
+        manifest.write_bytes(before)
+    assert found.exit_code == 0, found.out
+    assert "rank 0: done" in found.out and "note    3 of 4 ranks are not seen here" in found.out
