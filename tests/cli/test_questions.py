@@ -13,7 +13,7 @@ import pytest
 
 from recorder import open_run
 from recorder.analyze.diff.diff import diff
-from recorder.cli.commands.diff import _accusations
+from recorder.cli.differences.sentences import accusations
 from recorder.format.schema import STATISTICS
 from tests.analyze.diff import test_drift as drift
 from tests.cli.conftest import Cli, module, on_a_terminal
@@ -86,8 +86,8 @@ def test_first_of_a_healthy_run(cli: Cli, tmp_path: Path) -> None:
     assert found.exit_code == 0
     assert found.out.splitlines() == [
         "run: no NaN, and no infinity that was not there from the first record on",
-        "run: no parameter differs between its replicas (4 values compared; gradients and optimizer states were not "
-        "recorded)",
+        "run: no parameter differs between its replicas "
+        "(4 values compared; gradients and optimizer states not recorded)",
     ]
 
 
@@ -236,7 +236,7 @@ def test_diff_says_counts_as_whole_numbers_and_that_one_culprit_may_follow_from_
     assert culprit.endswith("differs: nan 0 | 16384")
     assert not any("several culprits" in line for line in lines)
     culprits = diff(open_run(runs[0]), open_run(runs[1])).culprits
-    assert list(_accusations([*culprits, *culprits], 0)) == [
+    assert list(accusations([*culprits, *culprits], 0)) == [
         culprit,
         culprit,
         "note: of several culprits the first is sure; the others may follow from it",

@@ -10,7 +10,8 @@ from ...read.modules import listed_hooks
 from ...system.text import counted
 from ..problems import layout_problems
 from .nonfinite import NonFinite, NonFiniteFinder
-from .replicas import FINDINGS, Differing, ReplicaFinder
+from .replica_groups import Differing
+from .replicas import FINDINGS, ReplicaFinder
 from .spool import cut_rows
 from .timeline import Attempts, Firsts, Timeline, whole_rows
 

@@ -1,91 +1,40 @@
 """The first replica that differs: values that ranks must share bit by bit, data-parallel or of one mesh.
 
 By fingerprint, else by the bytes; statistics that differ prove a difference, equal ones prove nothing. Who is a
-replica, and whether anything makes buffers equal again, the manifests say, and of DTensors their own rows; where
+replica, and whether anything makes buffers equal again, the manifests say, and of placed values their own rows; where
 nothing does, it is assumed, and the finding says so.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 
-from ...errors import RunError
-from ...format.schema import COUNTS, STATISTICS
 from ...globalview.run import Run
 from ...globalview.topology.run_topology import Topology
-from ...layout.placement import kinds_of
 from ...read.shards import untrusted
 from ...sites import STATES
 from ..diff.culprits.events import differing_ranks
-from ..keys import SERIES_KEY, VALUE_KEY, Integers, codes, group, holds
-from ..moments import integers, numbers
-from .timeline import VALUE_COLUMNS, RecordedValue, Timeline, is_equal
+from ..keys import group, holds
+from .replica_groups import (
+    BROADCAST,
+    NAME,
+    NEVER,
+    OWN,
+    Differing,
+    ReplicaGroups,
+    Uncompared,
+    ValueName,
+    name_of,
+    with_last,
+)
+from .timeline import Timeline
 
 FINDINGS = tuple(site for site in STATES if site != "buffer")
 """Sites at which ranks that differ are a finding."""
-BROADCAST, NEVER, OWN = "broadcast", "never", "own"
-"""What becomes of a rank's buffers: DDP sends the first rank's to all before each forward; DDP was told not to; FSDP
-keeps each rank's own."""
-
-
-_NAME = ("root", "module_path", "site", "name")
-_Name = tuple[str, str, str, str]
-"""What a value is called, whenever it was seen."""
-
-
-class _Uncompared(NamedTuple):
-    """Groups of replicas that were not compared."""
-
-    nothing: int
-    """They have nothing to compare."""
-    alone: int
-    """They have equal statistics, which proves nothing."""
-    after: int
-    """They come after the first that differs, and only their bytes would tell."""
-
-
-class RankValue(NamedTuple):
-    """What one rank holds."""
-
-    rank: int
-    fingerprint: str | None
-    mean: float | None
-    l2: float | None
-    absmax: float | None
-    shape: str
-    dtype: str
-
-
-class Differing(NamedTuple):
-    """A value of which replicas differ."""
-
-    value: RecordedValue
-    """The value on the lowest rank that differs from most ranks; in a tie, from the lowest rank."""
-    groups: list[list[int]]
-    """Ranks that agree, the most of them first."""
-    by: str
-    """How it was seen: ``fingerprint``, ``statistics``, ``values`` or ``merge``."""
-    ranks: list[RankValue]
-    is_assumed: bool
-    """Whether nothing says that these ranks have one model: no DDP or FSDP was seen around it, no mesh in it."""
-    last_equal: RecordedValue | None
-    """The last record of this very value, at an earlier step, at which all ranks agreed."""
-    sync: str | None = None
-    """How ranks keep a buffer equal: `BROADCAST`, `NEVER`, `OWN`, or None where nothing says it."""
-    differs_last: bool = True
-    """Whether ranks also differ in the last record of a buffer; else the program made the buffer equal again."""
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether the value is a buffer of all ranks that differs and that nothing ever makes equal again."""
-        return self.sync == NEVER and self.differs_last
 
 
 class ReplicaSearch(NamedTuple):
@@ -113,40 +62,40 @@ class ReplicaFinder:
         self._run, self._facts = run, topology
         self._first: Differing | None = None
         self._has_buffer = False
-        self._values: dict[_Name, None] = {}
-        self._buffers: dict[_Name, Differing] = {}
-        self._noted: dict[_Name, Differing] = {}
+        self._values: dict[ValueName, None] = {}
+        self._buffers: dict[ValueName, Differing] = {}
+        self._noted: dict[ValueName, Differing] = {}
         self._equal: Any = None
         self._num_compared: Counter[str] = Counter()
         self._recorded: set[str] = set()
         self._ranks: set[int] = set()
         self._has_unknown = self._has_statistics_alone = False
-        self._num_uncompared = _Uncompared(0, 0, 0)
-        self._own: set[_Name] = set()
+        self._num_uncompared = Uncompared(0, 0, 0)
+        self._own: set[ValueName] = set()
         self._problems: list[str] = []
 
     def add(self, timeline: Timeline) -> None:
         """Add the next range of steps."""
-        replicas = _Replicas(self._run, self._facts, timeline, self._equal)
+        replicas = ReplicaGroups(self._run, self._facts, timeline, self._equal)
         is_buffer = replicas.is_of(("buffer",))
         if self._first is None and (first := replicas.search(~is_buffer)) is not None:
             self._first = replicas.describe(first)
         if not self._has_buffer:
             self._has_buffer = replicas.search(is_buffer) is not None
-        self._values |= dict.fromkeys(_name(timeline.value(int(row))) for row in replicas.first_rows(~is_buffer))
+        self._values |= dict.fromkeys(name_of(timeline.value(int(row))) for row in replicas.first_rows(~is_buffer))
         for known in (self._buffers, self._noted):
-            known |= {name: _with_last(one, replicas.differs_last(name)) for name, one in known.items()}
+            known |= {name: with_last(one, replicas.differs_last(name)) for name, one in known.items()}
         for number in replicas.first_numbers(is_buffer).tolist():
             buffer = replicas.describe_buffer(number)
-            self._buffers.setdefault(_name(buffer.value), buffer)
+            self._buffers.setdefault(name_of(buffer.value), buffer)
         for one in _noted_by_merge(timeline):
-            self._noted.setdefault(_name(one.value), one)
+            self._noted.setdefault(name_of(one.value), one)
         self._num_compared += replicas.num_compared
         self._recorded |= set(timeline.table.column("site").unique().to_pylist())
         self._ranks |= {rank for rank in timeline.table.column("rank").unique().to_pylist() if rank is not None}
         self._has_unknown |= replicas.has_unknown
         self._has_statistics_alone |= replicas.has_statistics_alone
-        self._num_uncompared = _Uncompared(
+        self._num_uncompared = Uncompared(
             *(a + b for a, b in zip(self._num_uncompared, replicas.uncompared(~is_buffer), strict=True))
         )
         self._own |= replicas.own
@@ -205,308 +154,6 @@ class ReplicaFinder:
         return ""
 
 
-class _Replicas:
-    """Groups of rows that must be equal, in the order of time; each is equal, differs, or is not known yet."""
-
-    def __init__(self, run: Run, topology: Topology, timeline: Timeline, equal: Any) -> None:
-        self._timeline = timeline
-        self._equal = equal
-        table = timeline.table
-        is_candidate = holds(table.column("site"), STATES.__contains__)
-        is_candidate &= ~holds(table.column("phase"), "backward".__eq__)  # gradients before their reduction
-        is_candidate[: timeline.num_firsts] = False
-        leaders, self._assumed = _leaders(run, timeline, topology)
-        is_plain = table.column("placements").is_null().to_numpy() & ~holds(table.column("note"), _is_apart)
-        shards = _shards(table)
-        has_offsets = table.column("offsets").is_valid().to_numpy()
-        # Without offsets, equal placements do not mean equal chunks.
-        has_placement = has_offsets | ~holds(table.column("placements"), _is_boxed)
-        has_placement |= (shards > 0) & holds(table.column("placements"), _has_replicas)
-        has_placement &= table.column("placements").is_valid().to_numpy() & ~holds(
-            table.column("placements"), _is_summand
-        )
-        has_placement &= integers(table.column("numel")) != 0  # an empty slice begins where another one does
-        is_own = is_plain & is_candidate & _are_own(timeline, topology)
-        is_counted = is_own & ~holds(table.column("shape"), "[]".__eq__)
-        counted = np.flatnonzero(is_counted)
-        of_own = group([timeline.codes[name][counted] for name in _NAME])
-        self.own: set[_Name] = timeline.texts(_NAME, counted[of_own.firsts])
-        """Values that are each rank's own."""
-        self._rows = np.flatnonzero(is_candidate & (leaders >= 0) & ((is_plain & ~is_own) | has_placement))
-        chunks = [codes(table.column(name)) for name in ("offsets", "placements")]
-        keys = [*(timeline.codes[name] for name in VALUE_KEY), leaders, shards, *chunks]
-        self._groups = group([key[self._rows] for key in keys])
-        self._sizes = np.bincount(self._groups.ids, minlength=self._groups.num_groups)
-        self._table = table.take(pa.array(self._rows))
-        self._judge()
-        self.problems: list[str] = []
-
-    @property
-    def num_compared(self) -> Counter[str]:
-        """By site, the values held by several ranks, of which it is known whether they agree."""
-        compared = self._groups.firsts[(self._sizes > 1) & ~self._is_open & ~self._is_unknown]
-        return Counter(self._table.column("site").take(pa.array(compared)).to_pylist())
-
-    def _judge(self) -> None:
-        """Judge all groups at once by what their rows say."""
-        layouts = self._disagree(group([codes(self._table.column(name)) for name in ("dtype", "shape")]).ids)
-        prints = codes(self._table.column("fingerprint"))
-        lacks_print = self._any(prints == 0)
-        by_print = self._disagree(prints) & ~lacks_print
-        lacks_numbers = self._any(integers(self._table.column("nan_count")) < 0)
-        by_numbers = np.zeros_like(lacks_print)
-        if lacks_print.any():
-            by_numbers = self._disagree(_statistics_ids(self._table)) & lacks_print & ~lacks_numbers
-        lacks_payload = self._any(self._table.column("encoding").is_null().to_numpy())
-        self._differs = layouts | by_print | by_numbers
-        undecided = lacks_print & ~self._differs & (self._sizes > 1)
-        self._is_open = undecided & ~lacks_payload
-        self._is_unknown = undecided & lacks_payload
-        self._lacks_numbers = lacks_numbers
-        self._by = np.where(layouts, "shape", np.where(by_print, "fingerprint", "statistics")).astype(object)
-
-    def is_of(self, sites: tuple[str, ...]) -> npt.NDArray[np.bool_]:
-        """Return which groups are of these sites."""
-        return holds(self._table.column("site"), sites.__contains__)[self._groups.firsts]
-
-    def search(self, asked: npt.NDArray[np.bool_]) -> int | None:
-        """The first of the groups asked for that differs, once every one before it is known."""
-        differing = np.flatnonzero(self._differs & asked)
-        limit = int(differing[0]) if len(differing) else self._groups.num_groups
-        for number in np.flatnonzero(self._is_open[:limit] & asked[:limit]).tolist():
-            if self._read(number):
-                return int(number)
-        return limit if len(differing) else None
-
-    def first_numbers(self, asked: npt.NDArray[np.bool_]) -> Integers:
-        """For each value that ever differs its first group that does."""
-        numbers = np.flatnonzero(self._differs & asked)
-        rows = self._rows[self._groups.firsts[numbers]]
-        values = group([self._timeline.codes[name][rows] for name in _NAME])
-        return np.asarray(numbers[values.firsts])
-
-    def first_rows(self, asked: npt.NDArray[np.bool_]) -> Integers:
-        """The first difference of each asked value, as rows of the timeline."""
-        return np.asarray(self._rows[self._groups.firsts[self.first_numbers(asked)]])
-
-    def describe(self, number: int) -> Differing:
-        """One group that differs."""
-        members = np.flatnonzero(self._groups.ids == number)
-        columns = ("rank", "fingerprint", "mean", "l2", "absmax", "shape", "dtype")
-        values = sorted(RankValue(**row) for row in self._table.select(columns).take(pa.array(members)).to_pylist())
-        signatures: dict[Any, list[int]] = {}
-        order = members[np.argsort(integers(self._table.column("rank"))[members])]
-        for rank, member in zip((value.rank for value in values), order.tolist(), strict=True):
-            signatures.setdefault(self._signature(number, member), []).append(rank)
-        groups = sorted(signatures.values(), key=lambda ranks: (-len(ranks), ranks[0]))
-        odd = min(rank for ranks in groups[1:] for rank in ranks)
-        member = next(m for value, m in zip(values, order.tolist(), strict=True) if value.rank == odd)
-        row = int(self._rows[member])
-        value = self._timeline.value(row)
-        return Differing(
-            value=value,
-            groups=groups,
-            by=str(self._by[number]),
-            ranks=values,
-            is_assumed=value.root in self._assumed and self._table.column("placements")[member].as_py() is None,
-            last_equal=self._last_equal(row),
-        )
-
-    def describe_buffer(self, number: int) -> Differing:
-        """The first difference of a buffer, and whether the buffer differs in its last record, too."""
-        difference = self.describe(number)
-        return _with_last(difference, self.differs_last(_name(difference.value)))
-
-    def differs_last(self, name: _Name) -> bool | None:
-        """Whether ranks differ in the last record of a buffer; None where that is not known."""
-        timeline = self._timeline
-        same = np.all([timeline.is_equal(column, value) for column, value in zip(_NAME, name, strict=True)], axis=0)
-        same[: timeline.num_firsts] = False
-        step = timeline.codes["step"]
-        rows = self._rows[self._groups.firsts]
-        last_step, differs = -1, None
-        for last in np.flatnonzero(same[rows] & (self._sizes > 1))[::-1].tolist():
-            if self._is_open[last]:
-                self._read(last)
-            if not self._is_unknown[last]:
-                last_step, differs = int(step[rows[last]]), bool(self._differs[last])
-                break
-        of_all = np.flatnonzero(same & timeline.is_equal("rank", None) & (step > last_step))
-        if len(of_all):  # merged: one row is what all ranks had, unless it says otherwise
-            differs = "replicas_differ" in (timeline.table.column("note")[int(of_all[-1])].as_py() or "")
-        return differs
-
-    def uncompared(self, asked: npt.NDArray[np.bool_]) -> _Uncompared:
-        """How many of the groups asked for could not be compared."""
-        return _Uncompared(
-            int((self._is_unknown & asked & self._lacks_numbers).sum()),
-            int((self._is_unknown & asked & ~self._lacks_numbers).sum()),
-            int((self._is_open & asked).sum()),
-        )
-
-    @property
-    def has_unknown(self) -> bool:
-        return bool(self._is_unknown.any())
-
-    @property
-    def has_statistics_alone(self) -> bool:
-        return bool((self._is_unknown & ~self._lacks_numbers).any())
-
-    def _signature(self, number: int, member: int) -> Any:
-        row = self._table.slice(member, 1).to_pylist()[0]
-        if self._by[number] == "values":
-            return self._timeline.array(int(self._rows[member])).tobytes()
-        names = ("fingerprint",) if self._by[number] == "fingerprint" else (*STATISTICS, *COUNTS)
-        return (row["dtype"], row["shape"], *(repr(row[name]) for name in names))
-
-    def _read(self, number: int) -> bool:
-        """Compare the bytes of one group, and say whether they differ."""
-        self._is_open[number] = False
-        first, *others = self._rows[np.flatnonzero(self._groups.ids == number)].tolist()
-        try:
-            whole = self._timeline.array(first).tobytes()
-            differs = any(self._timeline.array(row).tobytes() != whole for row in others)
-        except RunError as error:
-            self._is_unknown[number] = True
-            self.problems.append(f"could not be compared: {error}")
-            return False
-        if differs:
-            self._differs[number], self._by[number] = True, "values"
-        return differs
-
-    def _last_equal(self, row: int) -> RecordedValue | None:
-        timeline = self._timeline
-        same = self._agrees()
-        for name in VALUE_KEY:
-            if name != "step":
-                same &= timeline.codes[name] == timeline.codes[name][row]
-        same &= timeline.codes["step"] < timeline.codes["step"][row]
-        equal = np.flatnonzero(same)
-        if len(equal):
-            return timeline.value(int(equal[-1]))
-        if self._equal is None:
-            return None
-        values = {name: timeline.table.column(name)[row].as_py() for name in SERIES_KEY}
-        is_it = [is_equal(self._equal.column(name), value) for name, value in values.items()]
-        earlier = np.flatnonzero(np.all(is_it, axis=0))
-        return timeline.value_in(self._equal, int(earlier[-1])) if len(earlier) else None
-
-    def last_equals(self) -> Any:
-        """Return, for each value, its last record so far at which all ranks agreed."""
-        rows = np.flatnonzero(self._agrees())
-        newest = rows[::-1][group([self._timeline.codes[name][rows[::-1]] for name in SERIES_KEY]).firsts]
-        table = self._timeline.table.select(VALUE_COLUMNS).take(pa.array(np.sort(newest)))
-        if self._equal is None:
-            return table
-        table = pa.concat_tables([self._equal, table])
-        order = np.arange(table.num_rows)[::-1].copy()
-        lasts = order[group([codes(table.column(name))[order] for name in SERIES_KEY]).firsts]
-        return table.take(pa.array(np.sort(lasts)))
-
-    def _agrees(self) -> npt.NDArray[np.bool_]:
-        """Rows of these steps that all ranks have alike."""
-        timeline = self._timeline
-        agrees = timeline.is_equal("rank", None)  # merged: one row is what all ranks had
-        is_equal = ~self._differs & ~self._is_open & ~self._is_unknown & (self._sizes > 1)
-        agrees[self._rows] |= is_equal[self._groups.ids]
-        agrees[: timeline.num_firsts] = False
-        return agrees
-
-    def _disagree(self, signatures: Integers) -> npt.NDArray[np.bool_]:
-        return self._any(signatures != signatures[self._groups.firsts[self._groups.ids]])
-
-    def _any(self, rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        return np.bincount(self._groups.ids, rows, self._groups.num_groups) > 0
-
-
-def _has_replicas(placements: str) -> bool:
-    """Whether ranks along some axis of the mesh hold the same chunk."""
-    return "Replicate" in kinds_of(placements)
-
-
-def _is_summand(placements: str) -> bool:
-    return any(kind.endswith("Partial") for kind in kinds_of(placements))
-
-
-def _is_apart(note: str) -> bool:
-    """Whether a row's note says that nobody knows where the chunk lies."""
-    return "no_layout" in untrusted.members(note)
-
-
-def _are_own(timeline: Timeline, topology: Topology) -> npt.NDArray[np.bool_]:
-    """Which rows are of parameters that each rank has for itself."""
-    columns = ("root", "module_path", "name")
-    cells = group([timeline.codes[name] for name in columns])
-    named = zip(
-        *(timeline.table.column(name).take(pa.array(cells.firsts)).to_pylist() for name in columns), strict=True
-    )
-    are_own = np.array([topology.own_parameters.has(root, path, name) for root, path, name in named], np.bool_)
-    return np.asarray(are_own[cells.ids] if len(are_own) else np.zeros(timeline.num_rows, np.bool_))
-
-
-def _is_boxed(placements: str) -> bool:
-    """Whether a chunk's position is in its offsets; a slice of the flattened tensor has it in its placements."""
-    kinds = kinds_of(placements)
-    return "FlatShard" not in kinds and any(kind.endswith("Shard") for kind in kinds)
-
-
-def _shards(table: Any) -> Integers:
-    """For each row a number for its coordinate on the axes of the mesh that do not replicate; 0 where it is unknown."""
-    pairs = group([codes(table.column(name)) for name in ("placements", "mesh")])
-    texts = table.select(["placements", "mesh"]).take(pa.array(pairs.firsts)).to_pylist()
-    numbers: dict[Any, int] = {None: 0}
-    shards = [numbers.setdefault(_shard(text["placements"], text["mesh"]), len(numbers)) for text in texts]
-    return np.array([*shards, 0], np.int64)[pairs.ids]
-
-
-def _shard(placements: str | None, mesh: str | None) -> tuple[int, ...] | None:
-    """What untrusted JSON says of it."""
-    try:
-        kinds, mesh_object = json.loads(placements or "null"), json.loads(mesh or "null")
-    except (ValueError, RecursionError):
-        return None
-    at = mesh_object.get("coordinate") if isinstance(mesh_object, dict) else None
-    if not isinstance(kinds, list) or not isinstance(at, list) or len(kinds) != len(at):
-        return None
-    if not all(isinstance(kind, dict) for kind in kinds) or not all(type(coordinate) is int for coordinate in at):
-        return None
-    return tuple(coordinate for kind, coordinate in zip(kinds, at, strict=True) if kind.get("kind") != "Replicate")
-
-
-def _statistics_ids(table: Any) -> Integers:
-    """Numbers that are equal where all statistics are, bit by bit."""
-    columns = [numbers(table.column(name)).view(np.int64) for name in STATISTICS]
-    columns += [integers(table.column(name)) for name in COUNTS]
-    return group([np.unique(column, return_inverse=True)[1] for column in columns]).ids
-
-
-def _leaders(run: Run, timeline: Timeline, topology: Topology) -> tuple[Integers, set[str]]:
-    """For each row the lowest rank that works on the same model; and roots where that is assumed.
-
-    Ranks of other stages of a pipeline do not. Where manifests contradict each other, each rank's own word counts.
-    """
-    number_of = {(writer.rank, writer.attempt): number for number, writer in enumerate(run.writers)}
-    is_merged = run.is_merged  # a merge leaves a replica with its rank only where it differs
-    table = timeline.table
-    columns = ("root", "rank", "attempt")
-    cells = group([codes(table.column(name)) for name in columns])
-    assumed: set[str] = set()
-    leaders = []
-    for root, rank, attempt in zip(
-        *(table.column(name).take(pa.array(cells.firsts)).to_pylist() for name in columns), strict=True
-    ):
-        number = number_of.get((rank, attempt))
-        if rank is None or is_merged or number is None:
-            leaders.append(-1 if rank is None else 0)
-            continue
-        of_model = topology.group(root, "", number)
-        ranks = topology.own_ranks(root, number) if of_model.conflict else of_model.ranks
-        leaders.append(min(ranks) if rank in ranks else rank)
-        if of_model.source == "assumed" and not of_model.model_groups:
-            assumed.add(root)
-    return np.array([*leaders, -1], np.int64)[cells.ids], assumed
-
-
 def _syncs(run: Run) -> dict[str, str]:
     """Return, by root, what wrappers do to buffers, where a manifest says so."""
     syncs: dict[str, str] = {}
@@ -531,7 +178,7 @@ def _noted_by_merge(timeline: Timeline) -> Iterator[Differing]:
     is_told &= holds(timeline.table.column("site"), "buffer".__eq__)
     rows = np.flatnonzero(is_told)
     rows = rows[rows >= timeline.num_firsts]
-    keys = group([timeline.codes[name] for name in _NAME])
+    keys = group([timeline.codes[name] for name in NAME])
     rows_of_all = np.flatnonzero(timeline.is_equal("rank", None))
     for number in group([keys.ids[rows]]).firsts.tolist():
         row = int(rows[number])
@@ -547,11 +194,3 @@ def _noted_by_merge(timeline: Timeline) -> Iterator[Differing]:
                 last_equal=None,
                 differs_last=last in rows,
             )
-
-
-def _with_last(buffer: Differing, differs_last: bool | None) -> Differing:
-    return buffer if differs_last is None else buffer._replace(differs_last=differs_last)
-
-
-def _name(value: RecordedValue) -> _Name:
-    return value.root, value.module_path, value.site, value.name

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ...analyze.first.first import First, first
 from ...analyze.first.nonfinite import NonFinite
-from ...analyze.first.replicas import BROADCAST, NEVER, OWN, Differing
+from ...analyze.first.replica_groups import BROADCAST, NEVER, OWN, Differing
 from ...analyze.first.timeline import RecordedValue
 from ...globalview.run import Run, open_run
 from ...sites import GIVEN, NUMBERS

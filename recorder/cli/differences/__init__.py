@@ -1,0 +1,1 @@
+"""How two runs compare, for people: sentences and tables of `recorder diff`."""
