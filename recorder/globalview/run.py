@@ -60,7 +60,16 @@ class Qualifiers(TypedDict, total=False):
     """With ``rank=None``: answer also where some ranks have no such row, with what there is."""
 
 
-_QUESTION_WORDS = frozenset(("site", "step", "name", "rank", *Qualifiers.__annotations__))
+class Which(Qualifiers, total=False):
+    """What tells the tensors of a module, site and step apart."""
+
+    name: str | None
+    """The name of a parameter, a buffer or a number, or which leaf of an input or an output."""
+    rank: int | None
+    """The rank whose own tensor is meant; without, it is the global one."""
+
+
+_QUESTION_WORDS = frozenset(("site", "step", *Which.__annotations__))
 
 
 class Run(RecordedRun):
@@ -331,49 +340,21 @@ class ModuleView:
         """The module's statistics, as `Run.to_long` gives them."""
         return self.run.to_long(statistics, self._and(filter, recurse))
 
-    def array(
-        self,
-        site: str = "output",
-        step: int | None = None,
-        name: str | None = None,
-        rank: int | None = None,
-        **more: Unpack[Qualifiers],
-    ) -> npt.NDArray[Any]:
+    def array(self, site: str = "output", step: int | None = None, **which: Unpack[Which]) -> npt.NDArray[Any]:
         """One tensor of the module itself, as `Run.array` gives it."""
-        return self.run.array(self.path, site, step, name, rank, **more)
+        return self.run.array(self.path, site, step, **which)
 
-    def tensor(
-        self,
-        site: str = "output",
-        step: int | None = None,
-        name: str | None = None,
-        rank: int | None = None,
-        **more: Unpack[Qualifiers],
-    ) -> torch.Tensor:
+    def tensor(self, site: str = "output", step: int | None = None, **which: Unpack[Which]) -> torch.Tensor:
         """A value as `Run.tensor` gives it; the arguments are those of `array`."""
-        return self.run.tensor(self.path, site, step, name, rank, **more)
+        return self.run.tensor(self.path, site, step, **which)
 
-    def histogram(
-        self,
-        site: str = "output",
-        step: int | None = None,
-        name: str | None = None,
-        rank: int | None = None,
-        **more: Unpack[Qualifiers],
-    ) -> Histogram:
+    def histogram(self, site: str = "output", step: int | None = None, **which: Unpack[Which]) -> Histogram:
         """The histogram of one tensor of the module itself, as `Run.histogram` gives it."""
-        return self.run.histogram(self.path, site, step, name, rank, **more)
+        return self.run.histogram(self.path, site, step, **which)
 
-    def units(
-        self,
-        site: str = "output",
-        step: int | None = None,
-        name: str | None = None,
-        rank: int | None = None,
-        **more: Unpack[Qualifiers],
-    ) -> Units:
+    def units(self, site: str = "output", step: int | None = None, **which: Unpack[Which]) -> Units:
         """Sums over the units of one tensor of the module itself, as `Run.units` gives them."""
-        return self.run.units(self.path, site, step, name, rank, **more)
+        return self.run.units(self.path, site, step, **which)
 
     def plot(
         self, site: str | None = None, statistic: str | None = None, *, height_pixels: int | None = None

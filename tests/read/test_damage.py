@@ -146,6 +146,22 @@ def test_damage_found_late_takes_its_batch_out_of_every_column(tmp_path: Path) -
     assert "'mean'" in run.problems[0]
 
 
+def test_damage_in_a_column_that_only_the_look_up_reads_leaves_the_other_values(tmp_path: Path) -> None:
+    """Which rows count is decided after all that the question reads: else it would be of rows that have moved."""
+    path = make_run(tmp_path / "run", world_size=2)
+    for rank in range(2):
+        batches = [
+            [make_row(step, np.full(4, 10 * rank + step, "<f4"), rank=rank, step=step, scope=f"scope-{step}")]
+            for step in range(4)
+        ]
+        shard = HandmadeWriter(path, rank=rank).add_shard(batches, with_index=False)
+        if rank == 0:
+            flip(shard, 8 * shard.read_bytes().index(b"scope-1"))
+    run = open_run(path)
+    assert run.array("layers.0", step=3).tolist() == [3.0] * 4 + [13.0] * 4
+    assert len(run.problems) == 1
+
+
 def test_an_index_damaged_after_opening_is_replaced_by_the_shard(tmp_path: Path) -> None:
     path, index = make_damaged_run(tmp_path, "index")
     expected = open_run(path).table(["fingerprint", "l2"])
