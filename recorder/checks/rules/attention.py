@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from ..rows import Flags, Floats, Rows, SeriesKey
-from ..rule import PartsRule, Setting, StreakRule
+from ..rule import PartsRule, Rule, Setting, StreakRule
 
 _WORD = r"(.*[./_])?(self_?)?(attention|attn)"
 _LOGITS = re.compile(_WORD + r"[./_](logits|scores)")
@@ -23,7 +23,7 @@ _ENTROPY = Setting(name="entropy", default=0.1, unit="nats", source="calibrated 
 _RECORDS = Setting(name="records", default=3, unit="records", source="calibrated on sound trainings")
 
 
-class _Attention(StreakRule):
+class _Attention(Rule):
     """What both parts have in common."""
 
     name: ClassVar[str] = "attention"
@@ -43,7 +43,7 @@ class _Attention(StreakRule):
         return self.class_of(key) == "Softmax" and ("attention" in key.module_path or "attn" in key.module_path)
 
 
-class _Logits(_Attention):
+class _Logits(_Attention, StreakRule):
     """The largest logit."""
 
     what: ClassVar[str] = "the logits of attention are too large"
@@ -60,7 +60,7 @@ class _Logits(_Attention):
         return rows["max"] > self.thresholds["logit"], rows["max"]
 
 
-class _Entropy(_Attention):
+class _Entropy(_Attention, StreakRule):
     """How far the weights are spread."""
 
     what: ClassVar[str] = "the weights of attention are nearly all on single positions"
@@ -82,15 +82,9 @@ class _Entropy(_Attention):
         return is_judged & (entropy < self.thresholds["entropy"]), entropy
 
 
-class Attention(PartsRule):
+class Attention(_Attention, PartsRule):
     """Attention that saturates: its gradients vanish, or its logits overflow."""
 
-    name: ClassVar[str] = _Attention.name
-    sentence: ClassVar[str] = _Attention.sentence
-    sites: ClassVar[tuple[str, ...]] = _Attention.sites
-    columns: ClassVar[tuple[str, ...]] = _Attention.columns
-    settings: ClassVar[tuple[Setting, ...]] = _Attention.settings
-    advice: ClassVar[str] = _Attention.advice
     needs: ClassVar[str] = (
         "needs weights or logits of attention: a Softmax module, MultiheadAttention with need_weights, or "
         "recorder.tap('attention', weights)"

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from ..rows import Catalog, Flags, Floats, Memory, Rows, SeriesKey, grouped, previous, streaks
-from ..rule import PartsRule, Setting, StreakRule
+from ..rule import PartsRule, Rule, Setting, StreakRule
 from .ranks import medians, num_distinct
 
 _AFTER = Setting(name="after", default=20, unit="records", source="momentum 0.1 forgets the beginning by then")
@@ -17,7 +17,7 @@ _DRIFT = Setting(name="drift", default=0.5, unit="of the value before", source="
 _RATIO = Setting(name="ratio", default=2, unit="times the median of ranks", source="calibrated on sound trainings")
 
 
-class _Variance(StreakRule):
+class _Variance(Rule):
     """What both parts read."""
 
     name: ClassVar[str] = "running_statistics"
@@ -42,7 +42,7 @@ class _Variance(StreakRule):
         return np.asarray(num > self.thresholds["after"])
 
 
-class _Leaping(_Variance):
+class _Leaping(_Variance, StreakRule):
     """A variance that leaps from record to record."""
 
     what: ClassVar[str] = "the running variance leaps from record to record"
@@ -62,7 +62,7 @@ class _Leaping(_Variance):
         return (change > self.thresholds["drift"]) & self._is_late(rows), change
 
 
-class _Apart(_Variance):
+class _Apart(_Variance, StreakRule):
     """A variance of one rank that is not that of the others."""
 
     what: ClassVar[str] = "the running variance is not that of the other ranks"
@@ -82,13 +82,7 @@ class _Apart(_Variance):
         return (ratio > self.thresholds["ratio"]) & is_late, ratio
 
 
-class RunningStatistics(PartsRule):
+class RunningStatistics(_Variance, PartsRule):
     """Running statistics of a batch norm by which evaluation will not be as training was."""
 
-    name: ClassVar[str] = _Variance.name
-    sentence: ClassVar[str] = _Variance.sentence
-    sites: ClassVar[tuple[str, ...]] = _Variance.sites
-    columns: ClassVar[tuple[str, ...]] = _Variance.columns
-    settings: ClassVar[tuple[Setting, ...]] = _Variance.settings
-    advice: ClassVar[str] = _Variance.advice
     parts: ClassVar[tuple[type[StreakRule], ...]] = (_Leaping, _Apart)

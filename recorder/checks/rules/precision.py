@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from ..rows import Flags, Floats, Rows, SeriesKey
-from ..rule import PartsRule, Setting, StreakRule
+from ..rule import PartsRule, Rule, Setting, StreakRule
 
 _SITES = ("input", "output", "grad_input", "grad_output", "param", "grad", "tap")
 _SCALE = re.compile(r"(.*[._])?scale(_inv)?")
@@ -20,7 +20,7 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-class _Part(StreakRule):
+class _Part(Rule):
     name: ClassVar[str] = "low_precision"
     sentence: ClassVar[str] = (
         "Values lie where their type has few bits left, or at its end, as those of float16 and float8 may."
@@ -31,7 +31,7 @@ class _Part(StreakRule):
     measure: ClassVar[str] = "share of values"
 
 
-class _Low(_Part):
+class _Low(_Part, StreakRule):
     columns: ClassVar[tuple[str, ...]] = ("histogram.subnormal_share",)
     what: ClassVar[str] = "most values are so small that the type loses their bits"
     limit: ClassVar[str] = "low"
@@ -43,7 +43,7 @@ class _Low(_Part):
         return np.nan_to_num(share) > self.thresholds["low"], share
 
 
-class _High(_Part):
+class _High(_Part, StreakRule):
     columns: ClassVar[tuple[str, ...]] = ("histogram.top_share",)
     what: ClassVar[str] = "many values are at the upper end of the type"
     limit: ClassVar[str] = "high"
@@ -55,7 +55,7 @@ class _High(_Part):
         return np.nan_to_num(share) > self.thresholds["high"], share
 
 
-class _Scale(_Part):
+class _Scale(_Part, StreakRule):
     columns: ClassVar[tuple[str, ...]] = ("absmax", "min")
     what: ClassVar[str] = "a scale of float8 is at the end of what it can be"
     measure: ClassVar[str] = "the scale"
@@ -73,14 +73,9 @@ class _Scale(_Part):
         return (high > end) | is_low, np.where(is_low, low, high)
 
 
-class LowPrecision(PartsRule):
+class LowPrecision(_Part, PartsRule):
     """Values that their type can hardly hold, above all float16 and float8."""
 
-    name: ClassVar[str] = _Part.name
-    sentence: ClassVar[str] = _Part.sentence
-    sites: ClassVar[tuple[str, ...]] = _SITES
     columns: ClassVar[tuple[str, ...]] = (*_Low.columns, *_High.columns)
-    keep: ClassVar[str] = _Part.keep
-    settings: ClassVar[tuple[Setting, ...]] = _SETTINGS
     parts: ClassVar[tuple[type[StreakRule], ...]] = (_Low, _High, _Scale)
     advice: ClassVar[str] = _Low.advice
