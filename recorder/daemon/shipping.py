@@ -195,10 +195,9 @@ class RunShipper:
             writers, self._stamps, counts = list_run(folder)
             if self._stamps.get(RUN_MANIFEST) != self._manifest:  # another run has taken the name
                 return [("small", self._reconcile)]
-            self._changes = {"": folder.changed_ns()}
+            self._changes = {".": folder.changed_ns()}
             for rank in {rank for rank, _ in writers}:
-                with folder.below(rank) as inner:
-                    self._changes[rank] = inner.changed_ns()
+                self._changes[rank] = folder.changed_ns(rank)
         self._has_looked = True
         self._counts = counts
         for names in writers:
@@ -337,19 +336,16 @@ class RunShipper:
         self._reconcile_at_s = min(self._reconcile_at_s, time.monotonic() + _RECONCILE_PAUSE_S)
 
     def _has_changed(self) -> bool:
+        """Whether anything may be new; what has settled costs one look at each directory."""
+        writers = list(self.writers.values())
+        if any(writer.state == "quiet" and writer.has_changed() for writer in writers):
+            return True
+        seen = {"/".join(writer.names): writer.changed_ns for writer in writers if writer.state != "quiet"}
         try:
             with self.open() as folder:
-                for name, changed_ns in self._changes.items():
-                    if not name:
-                        if folder.changed_ns() != changed_ns:
-                            return True
-                        continue
-                    with folder.below(name) as inner:
-                        if inner.changed_ns() != changed_ns:
-                            return True
+                return any(folder.changed_ns(path) != changed_ns for path, changed_ns in (self._changes | seen).items())
         except OSError:
             return True
-        return any(writer.has_changed() for writer in list(self.writers.values()))
 
     def _reconcile(self) -> None:
         """List what the destination has, and forget what it has confirmed and has not any more."""
@@ -592,7 +588,8 @@ class WriterShipper:
         self._there: set[str] = set()
         """Open shards that the destination has."""
         self._is_busy: set[str] = set()
-        self._changed_ns = 0
+        self.changed_ns = 0
+        """When its directory was changed last, as it was when it was looked at."""
         self._next_look_s = self._next_snapshot_s = self._next_status_s = 0.0
         self.reconciled()
 
@@ -622,7 +619,7 @@ class WriterShipper:
             return time.monotonic() >= self._next_look_s
         try:
             with self._open() as folder:
-                return folder.changed_ns() != self._changed_ns
+                return folder.changed_ns() != self.changed_ns
         except OSError:
             return True
 
@@ -755,7 +752,7 @@ class WriterShipper:
                 if not run.is_aside_there(self.below + name, stamp):
                     run.ship_aside(folder, self.below, name, stamp)
         run.ship_documents()
-        self._changed_ns = changed_ns
+        self.changed_ns = changed_ns
         self.is_settled = (
             self.state != "alive"
             and is_whole

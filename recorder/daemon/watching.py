@@ -199,8 +199,9 @@ class Folder:
         listed.directories.sort()
         return listed
 
-    def changed_ns(self) -> int:
-        return os.fstat(self.descriptor).st_mtime_ns
+    def changed_ns(self, path: str = ".") -> int:
+        """Return when this directory, or one below it, was changed; nothing of it is opened."""
+        return os.stat(path, dir_fd=self.descriptor, follow_symlinks=False).st_mtime_ns
 
     def __enter__(self) -> Self:
         return self

@@ -14,6 +14,7 @@ import sys
 BENCHMARKS = {
     "blocks": "recording and not recording in one process, in turn",
     "curves": "how the cost grows with tensor size, records, modules, ranks, and the length of a run",
+    "daemon": "what the daemon costs its node: start, memory, idling, `ls` of a store, training beside it",
     "dask": "merging on a Dask cluster",
     "diff": "comparing two equal runs",
     "gpu": "recording on a GPU",

@@ -1,0 +1,243 @@
+"""What `recorder daemon` costs its node: `python -m scripts.benchmarks daemon [start memory ls beside]`.
+
+start: from the command to the first answer of `/healthz`. memory: 100,000 files of ended runs are shipped to a folder;
+then the daemon's memory, and its processor time while nothing happens, with and without Prometheus asking. ls:
+`recorder ls` of a store with 1,000 runs, from the command to its end. beside: steps of a training of two ranks with
+and without a daemon that ships them to an S3 server on this machine, in turn; the server's own time counts as the
+daemon's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from recorder.format.rundir import encode_manifest
+from recorder.system.units import size
+from tests.distributed.jobs import free_port
+from tests.storage.server import BUCKET, StoreServer
+
+from .pairs import spread
+from .processes import clean_env, run_fresh
+
+_PATIENCE_S = 600.0
+_IDLE_S = 60.0
+_SCRAPE_S = 15.0
+_NUM_RUNS = 1000
+
+
+def main(arguments: list[str]) -> int:
+    """Print what was asked for."""
+    parts: dict[str, Callable[[argparse.Namespace, Path], None]] = {
+        "start": _start, "memory": _memory, "ls": _ls, "beside": _beside,
+    }  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.benchmarks daemon",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(parts)}; by default all")
+    parser.add_argument("--files", type=int, default=100_000, help="files in sight, of memory (default 100000)")
+    parser.add_argument("--rounds", type=int, default=5, help="of start, ls and beside (default 5)")
+    parser.add_argument("--steps", type=int, default=300, help="steps of each training, of beside (default 300)")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.parts) - set(parts):
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
+    for name in options.parts or parts:
+        with tempfile.TemporaryDirectory(prefix="bench-daemon-") as folder:
+            parts[name](options, Path(folder))
+    return 0
+
+
+@contextmanager
+def _daemon(
+    folder: Path, to: str, env: Mapping[str, str], *more: str
+) -> Iterator[tuple[subprocess.Popen[bytes], int, float]]:
+    """A daemon over `folder/recordings`; with its process come its port, and the seconds until it answered."""
+    (folder / "recordings").mkdir(exist_ok=True)
+    port = free_port()
+    command = [
+        sys.executable, "-m", "recorder", "daemon", f"--watch={folder / 'recordings'}", f"--to={to}",
+        f"--state={folder / 'state'}", f"--listen=127.0.0.1:{port}", *more,
+    ]  # fmt: skip
+    began_s = time.monotonic()
+    process = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
+    try:
+        while _asked(port, "healthz") is None:
+            if process.poll() is not None or time.monotonic() > began_s + _PATIENCE_S:
+                raise SystemExit(f"the daemon does not start: {' '.join(command)}")
+            time.sleep(0.01)
+        yield process, port, time.monotonic() - began_s
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _asked(port: int, path: str) -> str | None:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=10) as answer:
+            return str(answer.read().decode())
+    except (urllib.error.URLError, OSError):
+        return None
+
+
+def _metric(port: int, name: str) -> float:
+    lines = (_asked(port, "metrics") or "").splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition(" ")[0] == name)
+
+
+def _start(options: argparse.Namespace, folder: Path) -> None:
+    took_s, cpu_s = [], []
+    for _ in range(options.rounds):
+        with _daemon(folder, str(folder / "there"), clean_env()) as (process, _, start_s):
+            cpu_s.append(_cpu_s(process.pid))
+            took_s.append(start_s)
+    print(
+        f"start: {statistics.median(took_s):.2f} s until it answers, {statistics.median(cpu_s):.2f} s of a processor"
+        f" (medians of {options.rounds})",
+        flush=True,
+    )
+
+
+def _memory(options: argparse.Namespace, folder: Path) -> None:
+    num_runs = max(options.files // 1000, 1)
+    num_files = _make_runs(folder / "recordings", num_runs, options.files // num_runs)
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as there,
+        _daemon(folder, there, clean_env(), "--catalog-s=0", "--threads=8") as (process, port, _),
+    ):
+        began_s = time.monotonic()
+        while _metric(port, "recorder_daemon_settled_runs") < num_runs:
+            if process.poll() is not None:
+                raise SystemExit("the daemon has ended")
+            time.sleep(2)
+        took_s = time.monotonic() - began_s
+        print(f"memory: {num_files} files of {num_runs} runs shipped in {took_s:.0f} s", flush=True)
+        time.sleep(10)
+        _say_memory(process.pid)
+        for is_asked in (False, True):
+            share = _idle_share(process.pid, port, is_asked=is_asked)
+            how = f"asked for its metrics every {_SCRAPE_S:.0f} s" if is_asked else "left alone"
+            print(f"idle, {how}: {share:.2%} of a core over {_IDLE_S:.0f} s", flush=True)
+        _say_memory(process.pid)
+
+
+def _say_memory(pid: int) -> None:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    now, peak = (int(status[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+    print(f"memory: {size(now)} resident, {size(peak)} at most", flush=True)
+
+
+def _idle_share(pid: int, port: int, *, is_asked: bool) -> float:
+    before_s, began_s = _cpu_s(pid), time.monotonic()
+    while time.monotonic() < began_s + _IDLE_S:
+        time.sleep(_SCRAPE_S)
+        if is_asked:
+            _asked(port, "metrics")
+    return (_cpu_s(pid) - before_s) / (time.monotonic() - began_s)
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _make_runs(recordings: Path, num_runs: int, files_a_run: int) -> int:
+    """Make ended runs of two writers, of shards that a daemon takes for some. Returns the number of files."""
+    for run in range(num_runs):
+        path = recordings / f"run-{run:04d}"
+        for rank in range(2):
+            writer = path / f"rank={rank:05d}" / "000000-0123456789ab"
+            writer.mkdir(parents=True)
+            for number in range(files_a_run // 2 - 1):
+                (writer / f"stats-{number:06d}.arrow").write_bytes(b"ARROW1\0\0" + number.to_bytes(8, "little"))
+            members = {"format": "recorder", "version": [1, 2], "rank": rank, "state": "closed"}
+            (writer / "_writer.json").write_bytes(encode_manifest(members))
+        manifest = {"format": "recorder", "version": [1, 2], "run_id": path.name, "world_size": 2, "created_ns": 1}
+        (path / "_run.json").write_bytes(encode_manifest(manifest))
+    return num_runs * (2 * (files_a_run // 2 - 1) + 3)
+
+
+def _ls(options: argparse.Namespace, folder: Path) -> None:
+    """List a store with an index of two nodes, as daemons keep it."""
+    server = StoreServer()
+    try:
+        summary = {"world_size": 16, "created_ns": 1, "last_step": 9, "rows": 10, "bytes": 100, "state": "closed"}
+        for node in range(2):
+            ranks = list(range(8 * node, 8 * node + 8))
+            runs = {f"run-{n:04d}": summary | {"name": f"run-{n:04d}", "ranks": ranks} for n in range(_NUM_RUNS)}
+            members = {"time_ns": time.time_ns(), "runs": runs}
+            server.put(f"fleet/_fleet/node-{node}.json", encode_manifest(members))
+        for n in range(_NUM_RUNS):
+            server.put(f"fleet/run-{n:04d}/_run.json", b"{}")
+        env, took_s, cpu_s, num_requests = server.environment(clean_env(), folder), [], [], 0
+        for _ in range(options.rounds):
+            with server.counting() as requests:
+                began_s, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+                command = [sys.executable, "-m", "recorder", "ls", f"s3://{BUCKET}/fleet"]
+                subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
+                took_s.append(time.monotonic() - began_s)
+                after = resource.getrusage(resource.RUSAGE_CHILDREN)
+                cpu_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+            num_requests = requests.num_requests
+        print(
+            f"ls: {_NUM_RUNS} runs in {statistics.median(took_s):.2f} s, {statistics.median(cpu_s):.2f} s of a"
+            f" processor, with {num_requests} requests (medians of {options.rounds}; moto's server on this machine)",
+            flush=True,
+        )
+    finally:
+        server.close()
+
+
+def _beside(options: argparse.Namespace, folder: Path) -> None:
+    server = StoreServer()
+    ratios, with_s, without_s = [], [], []
+    try:
+        for number in range(options.rounds):
+            medians: dict[bool, float] = {}
+            for is_shipped in (True, False) if number % 2 else (False, True):
+                place = folder / f"{number}-{is_shipped}"
+                (place / "recordings").mkdir(parents=True)
+                env = server.environment(clean_env(), folder)
+                if is_shipped:
+                    with _daemon(place, f"s3://{BUCKET}/{place.name}", env) as (_, port, _):
+                        medians[is_shipped] = _train(place, options.steps)
+                        if not _metric(port, "recorder_daemon_runs"):
+                            raise SystemExit("the training recorded nothing that the daemon saw")
+                else:
+                    medians[is_shipped] = _train(place, options.steps)
+                shutil.rmtree(place)
+            ratios.append(medians[True] / medians[False])
+            with_s.append(medians[True])
+            without_s.append(medians[False])
+    finally:
+        server.close()
+    found = spread(ratios)
+    print(
+        f"beside: a step takes {statistics.median(with_s) * 1e3:.2f} ms with a daemon and"
+        f" {statistics.median(without_s) * 1e3:.2f} ms without; ratio {found.median:.3f}"
+        f" (quartiles {found.low:.3f} to {found.high:.3f}, {found.num_pairs} pairs)",
+        flush=True,
+    )
+
+
+def _train(place: Path, num_steps: int) -> float:
+    """Record a training of two ranks. Returns the median seconds of a step of rank 0."""
+    env = clean_env(
+        RECORDER="1", OMP_NUM_THREADS="1", RECORDER_DIR=str(place / "recordings"), RECORDER_MIN_FREE_BYTES="0"
+    )
+    arguments = ["none", str(place), "--workload=ddp", f"--steps={num_steps}", "--warmup=20"]
+    ended = run_fresh("scripts.benchmarks.train", arguments, env, num_ranks=2)
+    return float(statistics.median(ended.results[0]["step_s"][20:]))
