@@ -1,7 +1,7 @@
 """The one file: a shell of HTML, styles and scripts of the package's own, and the blocks in it. Never reads a run.
 
 The content security policy allows these very scripts and styles by their hashes, and nothing else: no network, no
-script that a text from a run could bring.
+script that a text from a run could bring. In a file the scripts are deflated: 0.1 MB less of 0.3.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
@@ -25,6 +26,21 @@ _STYLES = ("vendor/uPlot.min.css", "page.css")
 BLOCK_TYPE = "application/x-recorder-block"
 """No type of a script that a browser would run."""
 _LINE_BYTES = 3 << 16
+_SCRIPTS_TYPE = "application/x-recorder-scripts"
+_LOADER = f"""\
+(async () => {{
+  const packed = document.querySelector('script[type="{_SCRIPTS_TYPE}"]').textContent;
+  const bytes = Uint8Array.from(atob(packed), (one) => one.charCodeAt(0));
+  const script = document.createElement("script");
+  const inflated = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
+  script.textContent = await new Response(inflated).text();
+  document.body.append(script);
+}})().catch((error) => {{
+  document.getElementById("page").textContent =
+    `This page could not be drawn: ${{error.message}}. It needs a browser of 2023 or later (DecompressionStream).`;
+}});
+"""
+"""Runs the scripts of a file, which the policy allows by their hash as if they stood there."""
 _SERVER_ALONE = "; connect-src 'self'; frame-src 'self'"
 """What a page may ask that a server sends: that server."""
 
@@ -43,14 +59,14 @@ def style() -> str:
 
 def policy(extra: str = "") -> str:
     """The content security policy; `extra` is what a server adds for its own page."""
-    own = f"script-src {_hash(script())}; style-src {_hash(style())}; img-src data:"
+    own = f"script-src {_hash(script())} {_hash(_LOADER)}; style-src {_hash(style())}; img-src data:"
     return f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'{extra}"
 
 
-def shell(title: str, *, extra_policy: str = "", given: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """The page before its blocks and after them; `title` is any text, and `given` what its scripts find as data."""
+def _head(title: str, *, extra_policy: str = "", given: Mapping[str, str] | None = None) -> bytes:
+    """The page before its blocks; `title` is any text, and `given` what its scripts find as data."""
     data = "".join(f' data-{name}="{html.escape(value, quote=True)}"' for name, value in (given or {}).items())
-    head = (
+    text = (
         "<!doctype html>\n"
         f'<html{data} lang="en"><head><meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy(extra_policy)}">\n'
@@ -60,7 +76,11 @@ def shell(title: str, *, extra_policy: str = "", given: Mapping[str, str] | None
         '<body><div id="page"></div><noscript>This page draws with scripts of its own, which are switched off here.'
         "</noscript>\n"
     )
-    return head, f"<script>{script()}</script>\n</body></html>\n"
+    return text.encode()
+
+
+def _end(last_script: str) -> bytes:
+    return f"<script>{last_script}</script>\n</body></html>\n".encode()
 
 
 def page(title: str, blocks: Iterable[Block], *, address: str = "", panels: Sequence[str] = ()) -> Iterator[bytes]:
@@ -73,19 +93,27 @@ def page(title: str, blocks: Iterable[Block], *, address: str = "", panels: Sequ
         panels: those that it has; all of which there is something to draw, if nothing is said.
     """
     given = {"address": address, "panels": " ".join(panels)}
-    before, after = shell(title, given={name: value for name, value in given.items() if value})
-    yield before.encode()
-    yield from _blocks(blocks)
-    yield after.encode()
-
-
-def _blocks(blocks: Iterable[Block]) -> Iterator[bytes]:
+    yield _head(title, given={name: value for name, value in given.items() if value})
     for block in blocks:
-        yield f'<script type="{BLOCK_TYPE}" data-name="{block.name}">'.encode()
-        data = block.encoded()
-        for start in range(0, len(data), _LINE_BYTES):  # whole groups of three bytes
-            yield base64.b64encode(data[start : start + _LINE_BYTES])
-        yield b"</script>\n"
+        yield from _packed(block)
+    yield from _base64(f'type="{_SCRIPTS_TYPE}"', _deflated_script())
+    yield _end(_LOADER)
+
+
+def _packed(block: Block) -> Iterator[bytes]:
+    return _base64(f'type="{BLOCK_TYPE}" data-name="{block.name}"', block.encoded())
+
+
+def _base64(attributes: str, data: bytes) -> Iterator[bytes]:
+    yield f"<script {attributes}>".encode()
+    for start in range(0, len(data), _LINE_BYTES):  # whole groups of three bytes
+        yield base64.b64encode(data[start : start + _LINE_BYTES])
+    yield b"</script>\n"
+
+
+@cache
+def _deflated_script() -> bytes:
+    return zlib.compress(script().encode(), 9, -zlib.MAX_WBITS)
 
 
 def live_policy() -> str:
@@ -101,9 +129,10 @@ def live_page(title: str, blocks: Iterable[Block], *, kind: str) -> bytes:
         blocks: what it begins with.
         kind: ``run``, ``runs`` (the list of them) or ``side`` (several side by side).
     """
-    before, after = shell(title, extra_policy=_SERVER_ALONE, given={"live": kind})
-    before = before.replace("<title>", '<link rel="icon" href="data:,">\n<title>', 1)  # else it asks for /favicon.ico
-    return b"".join([before.encode(), *_blocks(blocks), after.encode()])
+    head = _head(title, extra_policy=_SERVER_ALONE, given={"live": kind})
+    head = head.replace(b"<title>", b'<link rel="icon" href="data:,">\n<title>', 1)  # else it asks for /favicon.ico
+    pieces = [piece for block in blocks for piece in _packed(block)]
+    return b"".join([head, *pieces, _end(script())])
 
 
 def _hash(text: str) -> str:
