@@ -61,6 +61,8 @@ class About(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
+    is_chunk: bool = False
+    """Whether each rank has a chunk of it, of a parameter or its gradient, which are one value together."""
 
 
 class ModuleFacts(NamedTuple):
@@ -211,9 +213,20 @@ class Rows:
 
     @property
     def rms(self) -> Floats:
-        """The root of the mean square of each row's finite elements."""
+        """The root of the mean square of the finite elements of each row's value, of a chunk those of all chunks."""
+        num = self.over_chunks(self["numel"] - self["nan_count"] - self["inf_count"])
         with np.errstate(all="ignore"):
-            return np.asarray(np.sqrt(self["sum_sq"] / (self["numel"] - self["nan_count"] - self["inf_count"])))
+            return np.asarray(np.sqrt(self.over_chunks(self["sum_sq"]) / num))
+
+    def over_chunks(self, values: Floats) -> Floats:
+        """The values, of rows of chunks the sum over the chunks that ranks have of one value at one step."""
+        is_chunk = np.array([about.is_chunk for about in self.catalog.about], np.bool_)[self.series]
+        if not is_chunk.any():
+            return values
+        ids, _ = grouped(self.series[is_chunk], self.steps[is_chunk])
+        sums = values.astype(np.float64)
+        sums[is_chunk] = np.bincount(ids, sums[is_chunk])[ids]
+        return sums
 
 
 def concatenate(some: Sequence[Rows]) -> Rows:

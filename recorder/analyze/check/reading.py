@@ -22,6 +22,7 @@ from ...globalview.run import Run
 from ...globalview.topology.run_topology import Topology
 from ...globalview.view import GlobalView
 from ...read.writers import RecordedWriter
+from ...sites import OF_MODULES
 from ..first.spool import cut_rows
 from ..first.timeline import Attempts
 from ..keys import encode, group
@@ -32,7 +33,8 @@ RANGE_ROWS = 1_500_000
 """Rows of a range of steps, of all ranks, which are in memory together; a single step may have more."""
 _RECOMPUTED = "recompute"
 _KEY = ("root", "module_path", "site", "name", "mode", "phase", "scope")
-_TEXTS = (*_KEY, "dtype", "shape")
+_ABOUT = ("dtype", "shape", "global_shape")
+_TEXTS = (*_KEY, *_ABOUT)
 _NUMBERS = ("numel", "mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", *COUNTS)
 """What rules read without saying so."""
 _ORDER = ("step", "rank", "attempt", "seq")
@@ -128,14 +130,16 @@ class RunRows:
         """Three numbers for each row: its series, its rank's part of the batch, and its rank's piece of the model."""
         coded = {name: encode(table.column(name)) for name in _KEY}
         groups = group([ids + 1 for ids, _ in coded.values()])
-        first = table.select(["dtype", "shape"]).take(pa.array(groups.firsts))
+        first = table.select(_ABOUT).take(pa.array(groups.firsts))
         texts = [
             [words[number] if number >= 0 else "" for number in ids[groups.firsts].tolist()]
             for ids, words in coded.values()
         ]
         series_of = [
-            self.catalog.number(SeriesKey(*key), About(dtype, _shape(shape)))
-            for *key, dtype, shape in zip(*texts, *(column.to_pylist() for column in first.columns), strict=True)
+            self.catalog.number(SeriesKey(*key), _about(key[_KEY.index("site")], *about))
+            for *key, about in zip(
+                *texts, zip(*(column.to_pylist() for column in first.columns), strict=True), strict=True
+            )
         ]
         roots, names = coded["root"]
         pairs = group([roots + 1, ranks + 1])
@@ -151,6 +155,11 @@ def _is_number(name: str) -> bool:
     return name in SCHEMA.names and (
         pa.types.is_integer(SCHEMA.field(name).type) or pa.types.is_floating(SCHEMA.field(name).type)
     )
+
+
+def _about(site: str, dtype: str, shape: str | None, global_shape: str | None) -> About:
+    is_chunk = site in OF_MODULES and global_shape is not None and _shape(global_shape) != _shape(shape)
+    return About(dtype, _shape(shape), is_chunk)
 
 
 def _shape(text: str | None) -> tuple[int, ...]:

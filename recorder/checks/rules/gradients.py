@@ -162,8 +162,9 @@ class _Zeros(StreakRule):
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """By the count of zeros."""
-        share = np.nan_to_num(rows["zero_count"] / np.maximum(rows["numel"], 1))
-        return (share >= 1) & (rows["numel"] > 0), share
+        zeros, numel = rows.over_chunks(rows["zero_count"]), rows.over_chunks(rows["numel"])
+        share = np.nan_to_num(zeros / np.maximum(numel, 1))
+        return (share >= 1) & (numel > 0), share
 
 
 def _means(groups: Integers, values: Floats, num_groups: int) -> Floats:

@@ -106,6 +106,7 @@ class Unchanged(StreakRule):
         flags = np.ones(len(rows), np.bool_)
         for name, memory in self._values.items():
             flags &= rows[name] == previous(rows.lanes, rows[name], memory)
+        flags = rows.over_chunks((~flags).astype(np.float64)) == 0
         before = previous(rows.lanes, rows.steps.astype(np.float64), self._step)
         for index in np.flatnonzero(flags).tolist() if self._skipped else ():
             flags[index] = (int(rows.ranks[index]), int(before[index])) not in self._skipped
