@@ -49,7 +49,7 @@ STATISTICS = (
     Statistic("loss", is_log=True, floor=0.1, only_above=True),
     Statistic("number", is_log=True, floor=0.05),
 )
-SIZE, _LARGEST, _OFFSET, _ZEROS, _UPDATE, _RANKS, LOSS, _NUMBER = range(len(STATISTICS))
+_SIZE, _LARGEST, _OFFSET, _ZEROS, _UPDATE, _RANKS, _LOSS, _NUMBER = range(len(STATISTICS))
 
 HELD = ("equal on all ranks", "different on all ranks", "changes from record to record", "never changes")
 """What may hold of a value in every record."""
@@ -90,7 +90,7 @@ class Measures:
         is_loss = self._catalog.mark("loss", lambda key: key.is_loss)[rows.series]
         with np.errstate(all="ignore"):
             rms = np.where(is_scalar, np.nan, rows.rms)
-            yield _known(SIZE, _log(rms))
+            yield _known(_SIZE, _log(rms))
             yield _known(_LARGEST, _log(rows["absmax"] / rms))
             yield _known(_OFFSET, rows["mean"] / rms)
             yield _known(_ZEROS, np.where(is_scalar, np.nan, rows["zero_count"] / rows["numel"]))
@@ -100,7 +100,7 @@ class Measures:
                 moved = _known(_UPDATE, _log(self._movement.ratio(rows.take(params))))
                 yield moved._replace(rows=params[moved.rows])
             is_number = self._catalog.mark("number", lambda key: key.site == "scalar" and key.name not in _BY_CHANCE)
-            for statistic, chosen in ((LOSS, is_loss), (_NUMBER, is_number[rows.series] & ~is_loss)):
+            for statistic, chosen in ((_LOSS, is_loss), (_NUMBER, is_number[rows.series] & ~is_loss)):
                 yield _known(statistic, np.where(chosen, _log(np.abs(rows["mean"])), np.nan))
             yield self._over_ranks(rows, rms)
 

@@ -93,23 +93,6 @@ def test_a_smaller_loss_is_no_finding(normal: Normal) -> None:
     )
 
 
-@pytest.mark.parametrize(("began_normal", "is_quiet"), [(True, True), (False, False)])
-def test_small_gradients_of_a_training_whose_loss_fell_are_none(
-    normal: Normal, began_normal: bool, is_quiet: bool
-) -> None:
-    def further(name: str, step: int, rank: int, values: Any) -> Any:
-        is_further = step >= 20 or not began_normal
-        return values * {"grad": 0.01, "loss": 0.05}.get(name, 1.0) if is_further else values
-
-    def small(name: str, step: int, rank: int, values: Any) -> Any:
-        return values * 0.01 if name == "grad" and step >= 20 else values
-
-    for rows_a_batch in (7, 1_000):
-        found = [one.site for one in judged(training(3, further), normal, rows_a_batch).findings]
-        assert ("grad" not in found) == is_quiet
-    assert "grad" in [one.site for one in judged(training(3, small), normal).findings]
-
-
 def test_one_rank_of_two_that_is_unlike_the_other_is_named(normal: Normal) -> None:
     change = lambda name, step, rank, values: values * 10 if (name, rank) == ("output", 1) else values  # noqa: E731
     found = [one for one in judged(training(3, change), normal).findings if "spread over ranks" in one.what]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import numpy as np
 
-from ..normal import HELD, LOSS, SIZE, STATISTICS, Measures, Numbers, Ranges, phase_of, steps_of
-from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, Streaks, begins, ends, grouped
+from ..normal import HELD, STATISTICS, Measures, Numbers, Ranges, phase_of, steps_of
+from ..rows import Catalog, Floats, Integers, Rows, SeriesKey, Streaks
 from ..rule import Finding, Rule, Setting, Severity
 
 _NEEDED = "needs --baseline SOUND_RUN: a run of the same training that went well"
@@ -61,8 +61,6 @@ class Unusual(BaselineRule):
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
         super().__init__(catalog, thresholds)
         self._streaks = [Streaks() for _ in STATISTICS]
-        self._was_normal = Memory(0.0)
-        """By lane of a loss, whether it was as large as in the sound runs at some step."""
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         """Hold each statistic against its range, and count how long it is outside."""
@@ -70,46 +68,16 @@ class Unusual(BaselineRule):
             return
         rows = rows.by_lane()
         series = self.numbers(rows)
-        held: list[tuple[Numbers, Ranges]] = []
         for numbers in self.measures.numbers(rows):
             order = np.argsort(rows.lanes[numbers.rows], kind="stable")
             own = Numbers(numbers.statistic, numbers.rows[order], numbers.values[order])
             if len(own.rows):
                 ranges = self.normal.ranges(series[own.rows], own, rows.steps[own.rows], rows["numel"][own.rows])
-                held.append((own, ranges))
-        is_ahead = self._ahead(rows, held)
-        for own, ranges in held:
-            yield from self._judge(rows, own, ranges, is_ahead)
+                yield from self._judge(rows, own, ranges)
 
-    def _ahead(self, rows: Rows, held: Sequence[tuple[Numbers, Ranges]]) -> Flags:
-        """By row, whether its rank's loss at its step has fallen below what it was in the sound runs.
-
-        The gradients of such a training are smaller, because it is further. A loss that was never as large as theirs
-        is another loss, and excuses nothing.
-        """
-        is_ahead = np.zeros(len(rows), np.bool_)
-        for own, ranges in held:
-            if own.statistic != LOSS:
-                continue
-            lanes, places = rows.lanes[own.rows], np.arange(len(own.rows))
-            with np.errstate(invalid="ignore"):
-                is_normal, is_below = own.values >= ranges.low, own.values < ranges.low
-            firsts = np.maximum.accumulate(np.where(begins(lanes), places, 0))
-            was_normal = np.maximum.accumulate(np.where(is_normal, places, -1)) >= firsts
-            was_normal |= self._was_normal[lanes] > 0
-            is_last = ends(lanes)
-            self._was_normal[lanes[is_last]] = was_normal[is_last].astype(np.float64)
-            at = own.rows[is_below & was_normal]
-            ids, _ = grouped(rows.ranks, rows.steps)
-            is_ahead = np.isin(ids, ids[at])
-        is_gradient = self.catalog.mark("gradient", lambda key: key.site in ("grad", "grad_output"))
-        return is_ahead & is_gradient[rows.series]
-
-    def _judge(self, rows: Rows, own: Numbers, ranges: Ranges, is_ahead: Flags) -> Iterator[Finding]:
+    def _judge(self, rows: Rows, own: Numbers, ranges: Ranges) -> Iterator[Finding]:
         statistic = STATISTICS[own.statistic]
         above, below = (own.values - ranges.high) / ranges.spread, (ranges.low - own.values) / ranges.spread
-        if own.statistic == SIZE:
-            below = np.where(is_ahead[own.rows], -np.inf, below)
         far = above if statistic.only_above else np.fmax(above, below)
         lanes, steps = rows.lanes[own.rows], rows.steps[own.rows]
         with np.errstate(invalid="ignore"):
