@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
 
-from ..rows import Flags, Floats, Rows
+from ..rows import Catalog, Flags, Floats, Memory, Rows, begins
 from ..rule import Setting, StreakRule
 
 
@@ -20,6 +21,11 @@ class DeadUnits(StreakRule):
     keep: ClassVar[str] = "units"
     settings: ClassVar[tuple[Setting, ...]] = (
         Setting(name="share", default=0.5, unit="of the units", source="smdebug's DeadRelu"),
+        Setting(name="grown", default=0.2, unit="of the units, more than at first", source="as `begun`"),
+        Setting(
+            name="begun", default=0.7, unit="of the units, where so many are dead at first",
+            source="calibrated on sound trainings: deep layers without a norm begin with up to 0.69",
+        ),
         Setting(name="records", default=5, unit="records", source="a branch that begins at zero has left it by then"),
     )  # fmt: skip
     what: ClassVar[str] = "most units are zero for nearly all samples"
@@ -27,10 +33,18 @@ class DeadUnits(StreakRule):
     limit: ClassVar[str] = "share"
     advice: ClassVar[str] = "look at the bias and the scale of what comes before, and at the learning rate"
 
+    def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
+        super().__init__(catalog, thresholds)
+        self._began = Memory()
+
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the share of units that are dead at the record."""
-        share = rows["units.dead_share"]
-        return np.nan_to_num(share) > self.thresholds["share"], share
+        """By the share of units that are dead at the record, beside the share that were at the first one."""
+        lanes, share = rows.lanes, np.nan_to_num(rows["units.dead_share"])
+        firsts = np.flatnonzero(begins(lanes))
+        new = firsts[np.isnan(self._began[lanes[firsts]])]
+        self._began[lanes[new]] = share[new]
+        usual = np.minimum(self._began[lanes] + self.thresholds["grown"], self.thresholds["begun"])
+        return share > np.maximum(usual, self.thresholds["share"]), share
 
 
 class OutlierUnits(StreakRule):

@@ -58,6 +58,14 @@ def test_dead_units_are_named_after_some_records(tmp_path: Path) -> None:
     assert said(tmp_path, {"act": dead, "other": [sound() for _ in range(8)]}) == [("dead_units", "act", 6, 0.75)]
 
 
+def test_units_that_are_dead_as_a_training_begins_are_none_of_its_mistakes(tmp_path: Path) -> None:
+    for num_dead, expected in ((26, []), (30, [("dead_units", "act", 4, 0.75)])):
+        begun = [sound() for _ in range(8)]
+        for one in begun:
+            one[:, :num_dead] = 0
+        assert said(tmp_path / str(num_dead), {"act": begun}) == expected
+
+
 def test_a_unit_far_larger_than_the_others_is_named(tmp_path: Path) -> None:
     loud = [RNG.normal(0, 1, (64, 40)).astype(np.float32) for _ in range(4)]
     for one in loud:
