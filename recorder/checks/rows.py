@@ -81,6 +81,7 @@ class Catalog:
         """By root and path, as far as it is known."""
         self.series: list[SeriesKey] = []
         self.about: list[About] = []
+        self._chunked = np.zeros(0, np.bool_)
         self._marks: dict[str, Flags] = {}
         self._number_of: dict[SeriesKey, int] = {}
         self._lane_of: dict[int, int] = {}
@@ -92,6 +93,14 @@ class Catalog:
         """By lane, which part of the batch its rank works on: ranks with the same number share one."""
         self.peers_of: Integers = np.zeros(0, np.int64)
         """By lane, a number that is equal on ranks that hold the same piece of the model, and so may be compared."""
+
+    @property
+    def chunked(self) -> Flags:
+        """By series, whether each rank has a chunk of it."""
+        new = self.about[len(self._chunked) :]
+        if new:
+            self._chunked = np.append(self._chunked, np.array([about.is_chunk for about in new], np.bool_))
+        return self._chunked
 
     @property
     def num_lanes(self) -> int:
@@ -220,7 +229,7 @@ class Rows:
 
     def over_chunks(self, values: Floats) -> Floats:
         """The values, of rows of chunks the sum over the chunks that ranks have of one value at one step."""
-        is_chunk = np.array([about.is_chunk for about in self.catalog.about], np.bool_)[self.series]
+        is_chunk = self.catalog.chunked[self.series]
         if not is_chunk.any():
             return values
         ids, _ = grouped(self.series[is_chunk], self.steps[is_chunk])
@@ -278,6 +287,14 @@ def previous(lanes: Integers, values: Floats, memory: Memory) -> Floats:
     is_last = ends(lanes)
     memory[lanes[is_last]] = values[is_last]
     return before
+
+
+def began(lanes: Integers, values: Floats, memory: Memory) -> Floats:
+    """The first value of each one's lane, where rows stand lane by lane; `memory` has those of earlier rows."""
+    firsts = np.flatnonzero(begins(lanes))
+    new = firsts[np.isnan(memory[lanes[firsts]])]
+    memory[lanes[new]] = values[new]
+    return memory[lanes]
 
 
 def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:

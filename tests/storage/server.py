@@ -65,14 +65,7 @@ class StoreServer:
         self._thread = threading.Thread(target=self._server.serve_forever, name="store-server", daemon=True)
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self.client = boto3.client(
-            "s3",
-            endpoint_url=self.url,
-            aws_access_key_id=ACCESS_KEY,
-            aws_secret_access_key=SECRET_KEY,
-            region_name="us-east-1",
-            config=Config(proxies={}, connect_timeout=5, read_timeout=20, retries={"max_attempts": 1}),
-        )
+        self.client = client_of(self.url, read_timeout=20, max_attempts=1)
         self.client.create_bucket(Bucket=BUCKET)
 
     def close(self) -> None:
@@ -152,6 +145,19 @@ class StoreServer:
         result = Element("EnumerationResults")
         result.extend([blobs, Element("NextMarker")])
         return tostring(result)
+
+
+def client_of(url: str, *, read_timeout: int, max_attempts: int) -> Any:
+    """A client of boto3's for a server at `url`, which no proxy of the environment comes between."""
+    waiting = Config(proxies={}, connect_timeout=5, read_timeout=read_timeout, retries={"max_attempts": max_attempts})
+    return boto3.client(
+        "s3",
+        endpoint_url=url,
+        aws_access_key_id=ACCESS_KEY,
+        aws_secret_access_key=SECRET_KEY,
+        region_name="us-east-1",
+        config=waiting,
+    )
 
 
 def store_environment(url: str, outer: Mapping[str, str], home: Path) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from ..movement import EXACT, Movement
-from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, begins, previous
+from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, began, begins, previous
 from ..rule import Finding, Rule, Setting, Severity, StreakRule
 from .gradients import is_weight, template
 
@@ -46,11 +46,9 @@ class Update(StreakRule):
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """By how far norm and sum moved: the update is no smaller than that, and two records of them are enough."""
         lanes, rms = rows.lanes, np.nan_to_num(rows.rms)
-        firsts = np.flatnonzero(begins(lanes))
-        new = firsts[np.isnan(self._began[lanes[firsts]])]
-        self._began[lanes[new]] = rms[new]
+        is_begun = began(lanes, rms, self._began) >= self.thresholds["began"]
         ratio = np.nan_to_num(self._movement.ratio(rows), posinf=0.0)
-        is_large = (ratio > self.thresholds["ratio"]) & (self._began[lanes] >= self.thresholds["began"])
+        is_large = (ratio > self.thresholds["ratio"]) & is_begun
         return is_large & is_weight(self.catalog, rows) & (rows["numel"] >= _LEAST_ELEMENTS), ratio
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..rows import Catalog, Flags, Floats, Memory, Rows, begins
+from ..rows import Catalog, Flags, Floats, Memory, Rows, began
 from ..rule import Setting, StreakRule
 
 
@@ -40,10 +40,7 @@ class DeadUnits(StreakRule):
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """By the share of units that are dead at the record, beside the share that were at the first one."""
         lanes, share = rows.lanes, np.nan_to_num(rows["units.dead_share"])
-        firsts = np.flatnonzero(begins(lanes))
-        new = firsts[np.isnan(self._began[lanes[firsts]])]
-        self._began[lanes[new]] = share[new]
-        usual = np.minimum(self._began[lanes] + self.thresholds["grown"], self.thresholds["begun"])
+        usual = np.minimum(began(lanes, share, self._began) + self.thresholds["grown"], self.thresholds["begun"])
         return share > np.maximum(usual, self.thresholds["share"]), share
 
 

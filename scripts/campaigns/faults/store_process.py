@@ -14,12 +14,10 @@ import sys
 import time
 from pathlib import Path
 
-import boto3
-from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from tests.distributed.jobs import free_port
-from tests.storage.server import ACCESS_KEY, BUCKET, SECRET_KEY
+from tests.storage.server import BUCKET, client_of
 
 _PATIENCE_S = 60.0
 
@@ -45,14 +43,7 @@ class StoreProcess:
             self._command = ["rclone", "serve", "s3", "--addr", f"127.0.0.1:{port}", str(self._objects)]
         else:
             self._command = [sys.executable, "-c", "from moto.server import main; main()", "-p", str(port)]
-        self.client = boto3.client(
-            "s3",
-            endpoint_url=self.url,
-            aws_access_key_id=ACCESS_KEY,
-            aws_secret_access_key=SECRET_KEY,
-            region_name="us-east-1",
-            config=Config(proxies={}, connect_timeout=5, read_timeout=60, retries={"max_attempts": 3}),
-        )
+        self.client = client_of(self.url, read_timeout=60, max_attempts=3)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
