@@ -61,8 +61,8 @@ class About(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    is_chunk: bool = False
-    """Whether each rank has a chunk of it, of a parameter or its gradient, which are one value together."""
+    whole_numel: int = 0
+    """Elements of the whole, where each rank has a chunk of a parameter or its gradient; else 0."""
 
 
 class ModuleFacts(NamedTuple):
@@ -81,7 +81,7 @@ class Catalog:
         """By root and path, as far as it is known."""
         self.series: list[SeriesKey] = []
         self.about: list[About] = []
-        self._chunked = np.zeros(0, np.bool_)
+        self._whole_numel = np.zeros(0)
         self._marks: dict[str, Flags] = {}
         self._number_of: dict[SeriesKey, int] = {}
         self._lane_of: dict[int, int] = {}
@@ -95,12 +95,12 @@ class Catalog:
         """By lane, a number that is equal on ranks that hold the same piece of the model, and so may be compared."""
 
     @property
-    def chunked(self) -> Flags:
-        """By series, whether each rank has a chunk of it."""
-        new = self.about[len(self._chunked) :]
+    def whole_numel(self) -> Floats:
+        """By series, the elements of the whole where each rank has a chunk of it, else 0."""
+        new = self.about[len(self._whole_numel) :]
         if new:
-            self._chunked = np.append(self._chunked, np.array([about.is_chunk for about in new], np.bool_))
-        return self._chunked
+            self._whole_numel = np.append(self._whole_numel, [float(about.whole_numel) for about in new])
+        return self._whole_numel
 
     @property
     def num_lanes(self) -> int:
@@ -228,14 +228,20 @@ class Rows:
             return np.asarray(np.sqrt(self.over_chunks(self["sum_sq"]) / num))
 
     def over_chunks(self, values: Floats) -> Floats:
-        """The values, of rows of chunks the sum over the chunks that ranks have of one value at one step."""
-        is_chunk = self.catalog.chunked[self.series]
+        """The values, of rows of chunks the sum over the chunks that ranks have of one value at one step.
+
+        It is NaN where not all chunks are there.
+        """
+        whole = self.catalog.whole_numel[self.series]
+        is_chunk = whole > 0
         if not is_chunk.any():
             return values
-        ids, _ = grouped(self.series[is_chunk], self.steps[is_chunk])
-        sums = values.astype(np.float64)
-        sums[is_chunk] = np.bincount(ids, sums[is_chunk])[ids]
-        return sums
+        ids, firsts = grouped(self.series[is_chunk], self.steps[is_chunk])
+        sums = np.bincount(ids, values[is_chunk])
+        sums[np.bincount(ids, self["numel"][is_chunk]) < whole[is_chunk][firsts]] = np.nan
+        values = values.astype(np.float64)
+        values[is_chunk] = sums[ids]
+        return values
 
 
 def concatenate(some: Sequence[Rows]) -> Rows:

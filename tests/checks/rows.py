@@ -24,13 +24,13 @@ class Recorded:
         self._rows: Made = []
 
     def add(self, step: int, module_path: str, values: Any, *, rank: int = 0, **more: Any) -> None:
-        """A row with the statistics of an array, with `chunk` of one that other ranks have chunks of, too."""
+        """A row with the statistics of an array, with `whole`, the elements of all ranks, of a chunk."""
         array = np.asarray(values, np.float64)
         words = {"root": "model", "site": "output", "name": "", "mode": "train", "phase": "forward", "scope": ""}
         key = SeriesKey(module_path=module_path, **(words | {name: more[name] for name in words if name in more}))
         shape = tuple(more.get("shape", array.shape))
         lane = self.catalog.lanes(
-            np.array([self.catalog.number(key, About(more.get("dtype", "float32"), shape, "chunk" in more))]),
+            np.array([self.catalog.number(key, About(more.get("dtype", "float32"), shape, more.get("whole", 0)))]),
             np.array([rank]),
         )
         finite = array[np.isfinite(array)]

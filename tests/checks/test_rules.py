@@ -192,18 +192,20 @@ def test_a_gradient_of_zeros_is_named_and_one_that_is_never_there() -> None:
 
 
 def test_chunks_of_one_gradient_are_judged_together() -> None:
-    for scale, expected in ((0.0, ["zeros", "tiny"]), (1.0, [])):
+    half = noise(0).size
+    sound, faulty, lacking = (1.0, 2 * half, []), (0.0, 2 * half, ["zeros", "tiny"]), (0.0, 3 * half, [])
+    for scale, whole, expected in (sound, faulty, lacking):
         recorded = Recorded()
         for step in range(5):
             for rank in (0, 1):
-                chunk = {**OPTIMIZER, "rank": rank, "chunk": True}
+                chunk = {**OPTIMIZER, "rank": rank, "whole": whole}
                 recorded.add(step, "zeros", noise(step, rank, scale=scale * rank), **chunk, site="grad")
                 recorded.add(step, "tiny", noise(step, rank, scale=scale if rank else 1e-9), **chunk, site="grad")
                 recorded.add(step, "like", noise(step, rank), **chunk, site="grad")
                 recorded.add(step, "like", noise(0, scale=1 + rank * step * scale), **chunk, site="param")
         found = [one.module_path for rule in (NoGradient, Vanishing) for one in said(recorded, rule)]
         assert found == expected
-        assert [one.ranks for one in said(recorded, Unchanged)] == ([] if scale else [(0, 1)])
+        assert [one.ranks for one in said(recorded, Unchanged)] == ([(0, 1)] if expected else [])
 
 
 def test_an_unused_layer_unlike_all_others_is_a_note() -> None:

@@ -7,6 +7,7 @@ a restart did again. No Python loop runs over rows.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -158,8 +159,9 @@ def _is_number(name: str) -> bool:
 
 
 def _about(site: str, dtype: str, shape: str | None, global_shape: str | None) -> About:
-    is_chunk = site in OF_MODULES and global_shape is not None and _shape(global_shape) != _shape(shape)
-    return About(dtype, _shape(shape), is_chunk)
+    whole, own = _shape(global_shape), _shape(shape)
+    is_chunk = site in OF_MODULES and global_shape is not None and whole != own
+    return About(dtype, own, min(max(math.prod(whole), 0), MAX_COUNT) if is_chunk else 0)
 
 
 def _shape(text: str | None) -> tuple[int, ...]:
