@@ -193,8 +193,12 @@ def test_a_gradient_of_zeros_is_named_and_one_that_is_never_there() -> None:
 
 def test_chunks_of_one_gradient_are_judged_together() -> None:
     half = noise(0).size
-    sound, faulty, lacking = (1.0, 2 * half, []), (0.0, 2 * half, ["zeros", "tiny"]), (0.0, 3 * half, [])
-    for scale, whole, expected in (sound, faulty, lacking):
+    cases: list[tuple[float, int, list[str]]] = [
+        (1.0, 2 * half, []),
+        (0.0, 2 * half, ["zeros", "tiny"]),
+        (0.0, 3 * half, []),  # one chunk is missing
+    ]
+    for scale, whole, expected in cases:
         recorded = Recorded()
         for step in range(5):
             for rank in (0, 1):
