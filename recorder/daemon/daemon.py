@@ -25,7 +25,8 @@ from .fleet import FleetDocument
 from .metrics import DaemonCollector, make_registry
 from .serving import MetricsServer
 from .settings import DaemonSettings, reloaded
-from .shipping import RunShipper, Shipping
+from .shipping.run import RunShipper
+from .shipping.shared import Shipping
 from .state import held_lock, state_folder, write_state
 from .steering import Carrier, read_key
 from .watching import Entries, Folder, find_runs
@@ -184,7 +185,7 @@ class Daemon:
 
     def _is_done(self, run: RunShipper) -> bool:
         """Whether there is nothing left to do for a run that was here when `run_once` began."""
-        if run.conflict:
+        if run.there.conflict:
             return True
         if run.is_recording or run.has_stuck_files:
             return run.is_put
@@ -270,7 +271,7 @@ class Daemon:
 
     def _has_unlisted_run(self) -> bool:
         """Whether a run is there that the index does not name: commands know a folder of shipped runs by its index."""
-        return any(run.is_known and not run.conflict and run.key not in self._fleet for run in self.runs)
+        return any(run.is_known and not run.there.conflict and run.key not in self._fleet for run in self.runs)
 
     _is_summary_due = False
 
@@ -313,12 +314,12 @@ class Daemon:
 
     def _summarise(self) -> None:
         try:
-            self._fleet.put({run.key: run.summary() for run in self.runs if run.is_known and not run.conflict})
+            self._fleet.put({run.key: run.summary() for run in self.runs if run.is_known and not run.there.conflict})
         finally:
             self._is_summary_due = False
 
     def _run_errands(self, run: RunShipper, now_s: float) -> None:
-        if run.key in self._errands or run.conflict or not run.writers:
+        if run.key in self._errands or run.there.conflict or not run.writers:
             return
         settings = self.shared.settings
         if run.needs_repair:
@@ -343,7 +344,7 @@ class Daemon:
     def _carry(self, run: RunShipper, now_s: float) -> None:
         """Look for commands to a run that records, if they are wanted."""
         settings = self.shared.settings
-        is_wanted = settings.accept_commands and run.run_id and not run.conflict
+        is_wanted = settings.accept_commands and run.there.run_id and not run.there.conflict
         if not is_wanted or run.is_carrying or now_s < run.next_carry_s or not run.is_recording:
             return
         run.next_carry_s = now_s + settings.status_s
@@ -381,11 +382,10 @@ class Daemon:
 
     def _remove(self, run: RunShipper) -> None:
         """Remove a run here that has ended and is there, after the store was asked once more."""
-        held = {key[len(run.key) + 1 :]: seen for key, seen in self.shared.destination.listing(f"{run.key}/")}
-        missing = run.missing_in(held)
+        missing = run.missing_there()
         if missing:
             logger.error("%s: %s is not there any more; nothing is removed here", run.key, missing)
-            run.suspect()
+            run.there.suspect()
             run.look_again()
             return
         num_bytes, is_gone = run.remove()

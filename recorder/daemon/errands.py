@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import StoreError
 from .destination import TakenError
 from .fleet import catalog_name
-from .shipping import RunShipper
+from .shipping.run import RunShipper
 
 logger = logging.getLogger("recorder.daemon")
 
@@ -89,7 +89,7 @@ def catalog(run: RunShipper, folder: Path) -> None:
         run.shared.counters.add("errands", "catalog done")
         if is_news:
             run.shared.uploaded("catalog", len(content))
-        run.ledger.add(catalog_name(), len(content), f"rows:{num_rows}")
+        run.there.ledger.add(catalog_name(), len(content), f"rows:{num_rows}")
     except (StoreError, TakenError) as error:
         run.shared.counters.add("errands", "catalog failed")
         if isinstance(error, StoreError):

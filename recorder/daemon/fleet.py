@@ -14,6 +14,8 @@ from ..format.rundir import encode_manifest, parse_json
 from ..read.fleet import FLEET
 from .destination import Destination, TakenError
 
+PRUNED = "_pruned"
+"""The folder of a destination in which each run that was pruned leaves its name."""
 _CATALOG = "_catalog"
 
 

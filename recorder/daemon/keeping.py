@@ -16,8 +16,7 @@ from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, encode_manifest
 from ..read.fleet import FLEET
 from ..system.units import moment, size
 from .destination import Destination, Held, TakenError
-from .fleet import remove_from_fleet
-from .shipping import PRUNED
+from .fleet import PRUNED, remove_from_fleet
 
 KEEP = "_keep"
 _QUIET_S = 3600.0

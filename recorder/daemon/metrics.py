@@ -17,7 +17,8 @@ from .. import __version__
 from ..format.manifest import Balance
 from ..format.members import Members
 from .counters import Counters, Health
-from .shipping import RunShipper, WriterShipper
+from .shipping.run import RunShipper
+from .shipping.writer import WriterShipper
 
 _RANK = ("run", "rank")
 
@@ -150,18 +151,15 @@ class DaemonCollector:
 
     def _of_ranks(self) -> Iterator[Any]:
         writers = [(run, writer) for run in self._runs() for writer in _newest(run)]
-        for name, text, read in _OF_RANK:
-            family = GaugeMetricFamily(name, text, labels=_RANK)
+        families: list[tuple[GaugeMetricFamily | CounterMetricFamily, Callable[[WriterShipper], float | None]]] = [
+            *((GaugeMetricFamily(name, text, labels=_RANK), read) for name, text, read in _OF_RANK),
+            *((CounterMetricFamily(name, text, labels=_RANK), read) for name, text, read in _SUMS_OF_RANK),
+        ]
+        for family, read in families:
             for run, writer in writers:
                 if (value := read(writer)) is not None:
                     family.add_metric([run.key, str(writer.rank)], value)
             yield family
-        for name, text, read in _SUMS_OF_RANK:
-            counter = CounterMetricFamily(name, text, labels=_RANK)
-            for run, writer in writers:
-                if (value := read(writer)) is not None:
-                    counter.add_metric([run.key, str(writer.rank)], value)
-            yield counter
         dropped = CounterMetricFamily("recorder_rows_dropped", "Rows that were dropped", labels=(*_RANK, "reason"))
         for run, writer in writers:
             for reason, count in _balance(writer).dropped.items():

@@ -21,7 +21,7 @@ from ..format.commands import read_command as read_members
 from ..format.rundir import RUN_MANIFEST, parse_json
 from ..storage.commands import CommandFolder, send
 from .destination import Destination, TakenError
-from .shipping import RunShipper
+from .shipping.run import RunShipper
 
 logger = logging.getLogger("recorder.daemon")
 
@@ -103,7 +103,7 @@ class Carrier:
             return "invalid", str(error)
         if key:
             signed = self._run.shared.destination.get(f"{self._run.key}/{COMMANDS}/{_signature_name(number, command)}")
-            wanted = signature(key, self._run.run_id, number, text)
+            wanted = signature(key, self._run.there.run_id, number, text)
             if signed is None or not hmac.compare_digest(signed[0], wanted):
                 return "unsigned", "its signature is missing or wrong"
         if command.id in self._ids.values():

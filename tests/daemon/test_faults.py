@@ -15,7 +15,7 @@ import pytest
 
 import recorder
 from recorder.daemon.daemon import Daemon
-from recorder.daemon.ledger import ledger_name
+from recorder.daemon.shipping.ledger import ledger_name
 from tests.cli.conftest import Cli
 from tests.daemon.proxy import FaultyProxy
 from tests.daemon.support import at_work, files, objects, settings, ship

@@ -11,7 +11,8 @@ import pytest
 
 from recorder.daemon.destination import Throttle, parse_destination
 from recorder.daemon.settings import DaemonSettings
-from recorder.daemon.shipping import RunShipper, Shipping
+from recorder.daemon.shipping.run import RunShipper
+from recorder.daemon.shipping.shared import Shipping
 from recorder.daemon.steering import Carrier, send_to_store, signature
 from recorder.errors import CommandError
 from recorder.format.commands import PAUSE, SET, UNDO, Command
@@ -39,7 +40,7 @@ class Site:
         settings = DaemonSettings(to=there, key_file=str(tmp_path / "key") if key else "")
         self.shared = Shipping(destination=self.destination, settings=settings)
         shipper = RunShipper(str(self.run.parent), ("run-a",), self.shared)
-        shipper.run_id = "run-a"
+        shipper.there.run_id = "run-a"
         self.carrier = Carrier(shipper)
         shipper.close()
 

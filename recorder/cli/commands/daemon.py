@@ -141,7 +141,7 @@ def _ship(settings: Any, reload: Any, *, once: bool) -> int:
         lacking = [f"{counted(daemon.left, 'file')} not there"] if daemon.left else []
         if daemon.unshipped:
             lacking.append(f"not shipped: {listed(map(printable_line, sorted(daemon.unshipped)))}")
-        if num_pruned := sum(run.was_pruned for run in daemon.runs):
+        if num_pruned := sum(run.there.was_pruned for run in daemon.runs):
             lacking.append(f"{counted(num_pruned, 'run')} pruned there and not put again")
         rest = "; ".join(lacking) or ("not everything is there" if code else "all files are there")
         say(f"{counted(len(daemon.runs), 'run')}: {news}; {rest}")

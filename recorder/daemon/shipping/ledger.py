@@ -12,7 +12,7 @@ import os
 import threading
 from typing import NamedTuple
 
-from .watching import Folder, Stamp
+from ..watching import Folder, Stamp
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 _MAX_BYTES = 1 << 30

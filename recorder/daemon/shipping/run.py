@@ -1,0 +1,263 @@
+"""What is to be done for one run: its writers are looked at, then its documents, and at last that it is a run.
+
+Data goes first, then indexes, then manifests. Must never remove what a listing of the destination has not just shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ...errors import RunError
+from ...format.rundir import RUN_MANIFEST, WRITER_MANIFEST
+from ...format.status import STATUS
+from ..fleet import catalog_name
+from ..watching import Entries, Folder, RefusedError, Stamp, list_run
+from .shared import Shipping
+from .shipped import ShippedRun
+from .writer import QUIET_LOOK_S, WriterShipper
+
+_SETTLED_LOOK_S = 5.0
+"""How often a run of which all is there is asked whether something has come: a restart of its job, say."""
+
+
+class RunShipper:
+    """One run below a watched folder. `look` is called by one thread, the jobs that it returns run on others."""
+
+    def __init__(self, root: str, names: tuple[str, ...], shared: Shipping) -> None:
+        self.there = ShippedRun(root, names, shared)
+        self.key, self.path, self.shared = self.there.key, self.there.path, shared
+        self.writers: dict[tuple[str, str], WriterShipper] = {}
+        self.unreadable = ""
+        """Why its manifest cannot be read; empty where it can."""
+        self.is_settled = False
+        self.settled_since_s = 0.0
+        """When everything was there for the first time, by the monotonic clock."""
+        self.next_catalog_s = self.next_check_s = self.next_carry_s = 0.0
+        self.is_carrying = False
+        self.findings: dict[tuple[str, str], int] = {}
+        """Findings of `recorder check` by rule and severity."""
+        self._counts = Entries()
+        self._next_look_s = self._next_settled_look_s = 0.0
+        self._has_reconciled = self._has_looked = self._was_removed = False
+        self._changes: dict[str, int] = {}
+        confirmed = self.there.ledger.get(catalog_name())
+        cataloged = re.fullmatch(r"rows:(\d+)", confirmed.how) if confirmed is not None else None
+        self.cataloged_rows = int(cataloged[1]) if cataloged else -1
+        """Rows of the run when its catalog was made; -1: none was."""
+
+    def close(self) -> None:
+        self.there.ledger.close()
+
+    def look(self, now_s: float) -> list[tuple[str, Callable[[], None]]]:
+        """Return what is to be done now: pairs of a lane, ``small`` or ``large``, and a job."""
+        if self.is_settled and now_s < self.there.list_at_s:
+            if now_s < self._next_settled_look_s:
+                return []
+            self._next_settled_look_s = now_s + min(_SETTLED_LOOK_S, self.shared.settings.fresh_s / 2)
+            if not self._has_changed():
+                return []
+        if self.there.conflict or now_s < self._next_look_s:
+            return []
+        self._next_look_s = now_s + self.shared.look_s
+        if not self._has_reconciled or now_s >= self.there.list_at_s:
+            return [("small", self._reconcile)]
+        self.is_settled = False
+        with self.there.open() as folder:
+            writers, self.there.stamps, counts = list_run(folder)
+            if self.there.stamps.get(RUN_MANIFEST) != self.there.manifest:  # another run has taken the name
+                return [("small", self._reconcile)]
+            self._changes = {".": folder.changed_ns()}
+            for rank in {rank for rank, _ in writers}:
+                self._changes[rank] = folder.changed_ns(rank)
+        self._has_looked = True
+        self._counts = counts
+        for names in writers:
+            if names not in self.writers:
+                self.writers[names] = WriterShipper(self.there, *names)
+        for names in self.writers.keys() - set(writers):
+            del self.writers[names]
+        jobs: list[tuple[str, Callable[[], None]]] = []
+        for writer in list(self.writers.values()):
+            jobs += writer.look(now_s)
+        if not jobs and not counts.unshipped and all(writer.is_settled for writer in self.writers.values()):
+            if self.there.are_documents_there:
+                self.is_settled = True
+                self.settled_since_s = self.settled_since_s or now_s
+            else:
+                jobs.append(("small", self.there.put_documents))
+        if not self.is_settled:
+            self.settled_since_s = 0.0
+        return jobs
+
+    @property
+    def num_rows(self) -> int:
+        """Return the rows that the run's writers here have written and kept."""
+        return sum(writer.num_rows for writer in list(self.writers.values()))
+
+    @property
+    def backlog(self) -> list[Stamp]:
+        """Return the sealed files that the destination has not confirmed; one that is settled has none."""
+        if self.is_settled:
+            return []
+        return [stamp for writer in list(self.writers.values()) for stamp in writer.backlog.values()]
+
+    @property
+    def has_stuck_files(self) -> bool:
+        """Whether files cannot be shipped until somebody does something."""
+        return bool(self.unshipped) or any(writer.stuck for writer in list(self.writers.values()))
+
+    @property
+    def unshipped(self) -> dict[str, str]:
+        """Return why something of the run cannot be read, by its path."""
+        own = {f"{self.path}/{RUN_MANIFEST}": self.unreadable} if self.unreadable else {}
+        writers = list(self.writers.values())
+        return own | self._counts.unshipped | {one.path: one.unreadable for one in writers if one.unreadable}
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a writer is at work."""
+        return any(writer.state == "alive" for writer in list(self.writers.values()))
+
+    @property
+    def num_foreign(self) -> int:
+        """Return how many files in the run's folders are none of a run."""
+        return self._counts.num_foreign + sum(writer.files.num_foreign for writer in list(self.writers.values()))
+
+    @property
+    def num_refused(self) -> int:
+        """Return how many links, devices and wrong names there are in the run's folders."""
+        return self._counts.num_refused + sum(writer.files.num_refused for writer in list(self.writers.values()))
+
+    @property
+    def needs_repair(self) -> bool:
+        """Whether a writer has ended and has left a shard open."""
+        return any(writer.needs_repair for writer in list(self.writers.values()))
+
+    @property
+    def has_quiet_writer(self) -> bool:
+        """Whether nobody here can tell if a writer has ended."""
+        return any(writer.state == "quiet" for writer in list(self.writers.values()))
+
+    @property
+    def is_put(self) -> bool:
+        """Whether all that was here at the last look is there, also of writers that are at work."""
+        writers = list(self.writers.values())
+        is_put = self._has_looked and self.there.are_documents_there and all(writer.is_put for writer in writers)
+        return is_put or bool(self.unreadable)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether every writer was looked at, so that a summary says something."""
+        return self._has_looked and all(writer.has_looked for writer in list(self.writers.values()))
+
+    @property
+    def may_go(self) -> bool:
+        """Whether the run may be removed here: all is there, and all of its writers have certainly ended."""
+        return self.is_settled and not self._was_removed and not self.has_quiet_writer and bool(self.writers)
+
+    def missing_there(self) -> str:
+        """Ask the destination for a listing; return a file that is here and not there, empty where there is none."""
+        held = self.there.listed()
+        for writer in list(self.writers.values()):
+            files = writer.files
+            for name, stamp in (files.sealed | files.indexes | files.opened).items():
+                there = held.get(writer.below + name)
+                # An open shard is there up to its last whole batch.
+                if there is None or (there.size_bytes != stamp.size_bytes and not name.endswith(".open")):
+                    return writer.below + name
+            if files.manifest is not None and writer.below + WRITER_MANIFEST not in held:
+                return writer.below + WRITER_MANIFEST
+        return "" if RUN_MANIFEST in held else RUN_MANIFEST
+
+    def remove(self) -> tuple[int, bool]:
+        """Remove what was seen to be there, and nothing else; return its bytes, and whether nothing is left.
+
+        What has come since keeps its directories, and the run stays. A kill in between leaves a run that goes later.
+        """
+        self._was_removed = True
+        num_bytes = sum(writer.files.num_bytes for writer in self.writers.values())
+        with self.there.open() as folder, contextlib.suppress(OSError):
+            for writer in list(self.writers.values()):
+                with folder.below(*writer.names) as inner:
+                    files = writer.files
+                    last = [name for name, one in ((STATUS, files.status), (WRITER_MANIFEST, files.manifest)) if one]
+                    for name in [*files.opened, *files.sealed, *files.indexes, *files.aside, *last]:
+                        os.unlink(name, dir_fd=inner.descriptor)
+                with folder.below(writer.names[0]) as rank:
+                    os.rmdir(writer.names[1], dir_fd=rank.descriptor)
+            for rank_name in {writer.names[0] for writer in self.writers.values()}:
+                os.rmdir(rank_name, dir_fd=folder.descriptor)
+            self.there.ledger.close()
+            for name in sorted(self.there.stamps, key=lambda name: name == RUN_MANIFEST):
+                os.unlink(name, dir_fd=folder.descriptor)
+            os.unlink(self.there.ledger.name, dir_fd=folder.descriptor)
+            with Folder.root(self.there.root) as top, top.below(*self.there.names[:-1]) as parent:
+                os.rmdir(self.there.names[-1], dir_fd=parent.descriptor)
+            return num_bytes, True
+        return num_bytes, False
+
+    def look_again(self) -> None:
+        """Look at the run at the next pass."""
+        self._next_look_s = 0.0
+        self.is_settled = False
+        for writer in list(self.writers.values()):
+            writer.look_again()
+
+    def _has_changed(self) -> bool:
+        """Whether anything may be new; what has settled costs one look at each directory."""
+        writers = list(self.writers.values())
+        if any(writer.state == "quiet" and writer.has_changed() for writer in writers):
+            return True
+        seen = {"/".join(writer.names): writer.changed_ns for writer in writers if writer.state != "quiet"}
+        try:
+            with self.there.open() as folder:
+                return any(folder.changed_ns(path) != changed_ns for path, changed_ns in (self._changes | seen).items())
+        except OSError:
+            return True
+
+    def _reconcile(self) -> None:
+        """List what the destination has, and forget what it has confirmed and has not any more."""
+        try:
+            self.unreadable = ""
+            is_ours = self.there.identify()
+        except (PermissionError, RunError, RefusedError) as error:
+            self.unreadable = str(error)
+            self._next_look_s = time.monotonic() + QUIET_LOOK_S
+            self.shared.failed(error, self.path)
+            return
+        if not is_ours:
+            return
+        if catalog_name() in self.there.reconcile():
+            self.cataloged_rows = -1
+        for writer in list(self.writers.values()):
+            writer.reconciled()
+        self._has_reconciled = True
+        self.look_again()
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the fleet's index says of this node's part of the run."""
+        writers = [writer.summary() for writer in list(self.writers.values())]
+        states = {writer["state"] for writer in writers}
+        dropped: dict[str, int] = {}
+        for writer in writers:
+            for reason, count in writer["dropped"].items():
+                dropped[reason] = dropped.get(reason, 0) + count
+        steps = [writer["step"] for writer in writers if writer["step"] is not None]
+        return {
+            "run_id": self.there.run_id,
+            "name": str(self.there.facts.get("name") or self.there.names[-1]),
+            "created_ns": self.there.facts.get("created_ns") or 0,
+            "started_ns": min((writer["started_ns"] for writer in writers if writer["started_ns"]), default=0),
+            "world_size": self.there.facts.get("world_size") or 0,
+            "ranks": sorted({writer["rank"] for writer in writers if writer["rank"] is not None}),
+            "last_step": max(steps, default=None),
+            "rows": self.num_rows,
+            "bytes": sum(writer["bytes"] for writer in writers),
+            "dropped": dropped,
+            "state": next((state for state in ("unclosed", "recording", "closed") if state in states), "empty"),
+        }

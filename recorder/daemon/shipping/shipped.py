@@ -1,0 +1,277 @@
+"""One run as the destination has it: what was put there, in which state, and how more of it is put.
+
+Must never put anything over something else: what is there and is not ours is left, said and counted as a conflict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from crc32c import crc32c
+
+from ...errors import RunError
+from ...format.rundir import MAX_MANIFEST_BYTES, RUN_MANIFEST, WRITER_MANIFEST, parse_json
+from ...format.status import STATUS
+from ..destination import Held, TakenError
+from ..fleet import PRUNED
+from ..watching import Folder, LocalFile, Stamp
+from .ledger import ShippedLedger
+from .shared import Shipping
+
+logger = logging.getLogger("recorder.daemon")
+
+_MAX_ASIDE_BYTES = 16 << 20
+_RECONCILE_PAUSE_S = 5.0
+
+
+@dataclass(slots=True)
+class _Document:
+    """A document as it was put."""
+
+    crc: int
+    e_tag: str
+
+
+class ShippedRun:
+    """One run below a watched folder and its copy at the destination. Any thread may put."""
+
+    def __init__(self, root: str, names: tuple[str, ...], shared: Shipping) -> None:
+        self.root = root
+        self.names = names
+        self.key = "/".join(names)
+        self.path = "/".join((root, *names))
+        self.shared = shared
+        self.run_id = ""
+        self.facts: dict[str, Any] = {}
+        """What the run's manifest says."""
+        self.manifest: Stamp | None = None
+        """Of the manifest by which the run was found to be the one that the destination has."""
+        self.conflict = ""
+        """Why nothing of the run is shipped; empty where it is."""
+        self.was_pruned = False
+        self.stamps: dict[str, Stamp] = {}
+        """The run's own documents, as they were here at the last look."""
+        self.held: dict[str, Held] = {}
+        """What the destination held below the run when it was last listed, by names below the run."""
+        self.listed_s = 0.0
+        """When that listing began, by the monotonic clock."""
+        self.list_at_s = 0.0
+        """When the destination is listed again, by the monotonic clock."""
+        self._documents: dict[str, _Document] = {}
+        self._aside: dict[str, Stamp] = {}
+        self._conflicting: set[str] = set()
+        self._lock = threading.Lock()
+        with self.open() as folder:
+            self.ledger = ShippedLedger(folder, shared.destination.url)
+        if self.ledger.problem:
+            logger.warning("%s", self.ledger.problem)
+
+    def open(self) -> Folder:
+        with Folder.root(self.root) as top:
+            return top.below(*self.names)
+
+    # What is there.
+
+    def identify(self) -> bool:
+        """Whether the destination has no other run of this name, and none that was pruned."""
+        with self.open() as folder, folder.open(RUN_MANIFEST) as file:
+            local = parse_json(file.bytes(0, min(file.size_bytes, MAX_MANIFEST_BYTES)), file.where)
+            self.manifest = file.stamp
+        self.run_id = str(local.get("run_id"))
+        self.facts = local
+        there = self.shared.destination.get(f"{self.key}/{RUN_MANIFEST}")
+        if there is not None and there[0]:
+            other = ""
+            with contextlib.suppress(RunError):
+                other = str(parse_json(there[0], self.key).get("run_id"))
+            if other != self.run_id:
+                self.conflict = f"another run has its name there (run_id {other or 'unreadable'})"
+        elif there is None and self.shared.destination.get(f"{PRUNED}/{self.key}.json") is not None:
+            self.conflict, self.was_pruned = "it was pruned there", True
+            logger.info("%s is not shipped: %s", self.path, self.conflict)
+            return False
+        if self.conflict:
+            self.shared.counters.add("conflicts", "run")
+            logger.error("%s is not shipped: %s", self.path, self.conflict)
+        return not self.conflict
+
+    def listed(self) -> dict[str, Held]:
+        """Ask the destination what it holds below the run."""
+        prefix = f"{self.key}/"
+        return {key[len(prefix) :]: held for key, held in self.shared.destination.listing(prefix)}
+
+    def reconcile(self) -> list[str]:
+        """List what the destination has; forget, count and return what it had confirmed and has not any more."""
+        # What others put while the destination lists may be missing there, and is not lost.
+        self.listed_s, confirmed_before, documents = time.monotonic(), self.ledger.names(), list(self._documents)
+        self.held = self.listed()
+        lost = [
+            name
+            for name, confirmed in confirmed_before.items()
+            if name not in self.held
+            or (self.held[name].size_bytes != confirmed.size_bytes and not confirmed.how.startswith("crc"))
+        ]
+        if lost:
+            logger.warning("%s: the store has lost %d files; they are put again", self.key, len(lost))
+            self.shared.counters.add("lost_objects", amount=len(lost))
+            self.ledger.forget(lost)
+        with self._lock:
+            for name in documents:
+                if name not in self.held:
+                    self._documents.pop(name, None)
+            self._aside.clear()
+            self._conflicting.clear()
+        self.list_at_s = time.monotonic() + self.shared.settings.recheck_s
+        self.shared.health.succeeded()
+        return lost
+
+    def suspect(self) -> None:
+        """Compare the destination's listing with what it has confirmed: it has lost something."""
+        self.list_at_s = min(self.list_at_s, time.monotonic() + _RECONCILE_PAUSE_S)
+
+    @property
+    def are_documents_there(self) -> bool:
+        """Whether the run's own documents are there as they were here at the last look."""
+        return self._documents.get(RUN_MANIFEST) is not None and all(
+            self.is_aside_there(name, stamp) for name, stamp in self.stamps.items() if name != RUN_MANIFEST
+        )
+
+    def is_aside_there(self, key: str, stamp: Stamp) -> bool:
+        """Whether such a file is there as it is here, or was refused there."""
+        return self._aside.get(key) == stamp
+
+    def is_document_there(self, name: str) -> bool:
+        """Whether the destination has some state of a document."""
+        return name in self._documents or name in self.held
+
+    def has_document(self, name: str, content: bytes) -> bool:
+        """Whether the destination has a document in this very state."""
+        known = self._documents.get(name)
+        return known is not None and known.crc == crc32c(content)
+
+    # What puts more there. Each returns whether nothing else has the name.
+
+    def put_documents(self) -> None:
+        """Put the run's own documents, its manifest last."""
+        with self.open() as folder:
+            for name, stamp in sorted(self.stamps.items()):
+                if name != RUN_MANIFEST and not self.is_aside_there(name, stamp):
+                    self.put_aside(folder, "", name, stamp)
+            if self._documents.get(RUN_MANIFEST) is None:
+                with folder.open(RUN_MANIFEST) as file:
+                    content = file.bytes(0, min(file.size_bytes, MAX_MANIFEST_BYTES))
+                # Nodes with disks of their own have each their own words for one run: the first that arrives stays.
+                self.put_document(RUN_MANIFEST, content, stays=self._is_same_run)
+
+    def _is_same_run(self, there: bytes) -> bool:
+        with contextlib.suppress(RunError):
+            return str(parse_json(there, self.key).get("run_id")) == self.run_id
+        return False
+
+    def put_aside(self, folder: Folder, below: str, name: str, stamp: Stamp) -> bool:
+        """Put another file of a run: an informative document, or a damaged shard that was set aside."""
+        key, is_ours = f"{below}{name}", True
+        with folder.open(name) as file:
+            if not name.endswith(".json"):
+                is_ours = self.put_new(key, file)
+            elif file.size_bytes <= _MAX_ASIDE_BYTES:
+                is_ours = self.put_document(key, file.bytes(0, file.size_bytes))
+        self._aside[key] = stamp
+        return is_ours
+
+    def put_new(self, name: str, file: LocalFile) -> bool:
+        """Put an immutable file of the run and note that it is there."""
+        shared = self.shared
+        try:
+            how = shared.destination.put_new(f"{self.key}/{name}", file)
+        except TakenError:
+            return self._conflicts(name)
+        shared.health.succeeded()
+        if how != "there":
+            shared.uploaded(_kind(name), file.size_bytes)
+        shared.counters.add("confirmed", how)
+        self.ledger.add(name, file.size_bytes, how)
+        return True
+
+    def put_document(
+        self,
+        name: str,
+        content: bytes,
+        *,
+        is_ours: Callable[[bytes], bool] = lambda there: False,
+        stays: Callable[[bytes], bool] = lambda there: False,
+        is_noted: bool = True,
+    ) -> bool:
+        """Put a document that may change, in place of what was put before.
+
+        Args:
+            name: its name below the run.
+            content: what it says now.
+            is_ours: whether what is there instead is an earlier state of it.
+            stays: whether what is there instead is as good.
+            is_noted: whether the ledger names it, by its checksum.
+        """
+        shared, crc, key = self.shared, crc32c(content), f"{self.key}/{name}"
+        known = self._documents.get(name)
+        if known is not None and known.crc == crc:
+            return True
+        confirmed, held = self.ledger.get(name), self.held.get(name)
+        noted = confirmed.how if confirmed is not None else ""
+        if known is None and held is not None and noted == f"crc:{crc:08x}":  # as before the last start
+            self._documents[name] = _Document(crc, held.e_tag)
+            return True
+        e_tag = known.e_tag if known is not None else None
+        for _ in range(3):
+            try:
+                tag = shared.destination.put_if(key, content, e_tag)
+                break
+            except TakenError:
+                there = shared.destination.get(key)
+            if there is None:
+                e_tag = None
+                self.suspect()
+                continue
+            if there[0] == content or stays(there[0]):
+                self._note_document(name, crc, there[1], len(content) if is_noted else None)
+                return True
+            if there[0] and not (is_ours(there[0]) or noted == f"crc:{crc32c(there[0]):08x}"):
+                return self._conflicts(name)
+            e_tag = there[1]
+        else:
+            return True  # somebody is faster; the next look tries again
+        shared.uploaded(_kind(name), len(content))
+        self._note_document(name, crc, tag, len(content) if is_noted else None)
+        return True
+
+    def _note_document(self, name: str, crc: int, e_tag: str, noted_bytes: int | None) -> None:
+        self.shared.health.succeeded()
+        with self._lock:
+            self._documents[name] = _Document(crc, e_tag)
+        if noted_bytes is not None:
+            self.ledger.add(name, noted_bytes, f"crc:{crc:08x}")
+
+    def _conflicts(self, name: str) -> bool:
+        """Count and say a conflict, once between two listings: a document is tried again at each look."""
+        if name not in self._conflicting:
+            self._conflicting.add(name)
+            self.shared.counters.add("conflicts", _kind(name))
+            logger.error("%s/%s: something else is there under this name; it is not touched", self.key, name)
+        return False
+
+
+def _kind(name: str) -> str:
+    """Return the word by which uploads of a file are counted."""
+    last = name.rpartition("/")[2]
+    if last.endswith(".index"):
+        return "index"
+    if last == STATUS:
+        return "status"
+    if last.endswith(".arrow"):
+        return "stats" if last.startswith("stats") else "tensors"
+    return "manifest" if last in (RUN_MANIFEST, WRITER_MANIFEST) else "document"

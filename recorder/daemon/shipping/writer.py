@@ -1,0 +1,349 @@
+"""One writer's files, in two lanes: the small one (statistics, manifest, status) has a deadline, the large one none.
+
+A manifest or a status that says that its writer has ended waits until all that the writer left is there: so who reads
+there never misses a row that an ended writer has promised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ...errors import CorruptError, RunError, StoreError
+from ...format.manifest import Balance, Lifetime
+from ...format.members import Members
+from ...format.rundir import (
+    MAX_MANIFEST_BYTES,
+    WRITER_MANIFEST,
+    encode_manifest,
+    index_name,
+    parse_json,
+    parse_rank_dir,
+)
+from ...format.status import STATUS, STATUS_BYTES
+from ..destination import DamagedError
+from ..watching import Folder, RefusedError, Stamp, WriterFiles, list_writer
+from .opened import OpenShards
+from .shared import LOOK_S
+from .shipped import ShippedRun
+
+logger = logging.getLogger("recorder.daemon")
+
+QUIET_LOOK_S = 20.0
+"""How often what cannot be shipped, or may have ended, is looked at."""
+_QUIET_S = 60.0
+"""A writer that cannot be asked and has changed nothing for so long may have ended: its open shards go as they are."""
+
+
+class WriterShipper:
+    """One writer's directory."""
+
+    def __init__(self, there: ShippedRun, rank: str, writer: str) -> None:
+        self._run = there
+        self.names = (rank, writer)
+        self.below = f"{rank}/{writer}/"
+        self.rank = parse_rank_dir(rank)
+        self.files = WriterFiles()
+        self.state = "quiet"
+        """``alive``, ``closed``, ``dead`` (its process is gone), or ``quiet``: nobody here can tell."""
+        self.status: dict[str, Any] = {}
+        self.lifetime = Lifetime()
+        self.balance = Balance()
+        """Of the manifest or of the status, which is later."""
+        self.step_changed_s = 0.0
+        self.path = f"{there.path}/{rank}/{writer}"
+        self.unreadable = ""
+        """Why its directory, its manifest or its status cannot be read; empty where they can."""
+        self.stuck: set[str] = set()
+        """Files that cannot be shipped, until somebody does something: there or here is something else."""
+        self.is_settled = False
+        self.has_looked = False
+        self.is_put = False
+        """Whether all that was here at the last look is there, an open shard up to what it was."""
+        self.was_repaired = False
+        """Whether a repair has done what it could; what is open still goes as it is."""
+        self.small_since_s = 0.0
+        """When the small lane was last there as it was here, by the wall clock."""
+        self._ledger: dict[str, Any] = {}
+        self._manifest: tuple[Stamp, bytes] | None = None
+        self._opened = OpenShards(there, self.below)
+        self._is_busy: set[str] = set()
+        self.changed_ns = 0
+        """When its directory was changed last, as it was when it was looked at."""
+        self._next_look_s = self._next_snapshot_s = self._next_status_s = 0.0
+        self.reconciled()
+
+    def look(self, now_s: float) -> list[tuple[str, Callable[[], None]]]:
+        """Return the jobs that are due and not under way."""
+        jobs: list[tuple[str, Callable[[], None]]] = []
+        if self.is_settled and not self.has_changed():
+            return jobs
+        if "small" not in self._is_busy and now_s >= self._next_look_s:
+            self._next_look_s = now_s + (
+                QUIET_LOOK_S if self.state == "quiet" and self.is_settled else self._run.shared.look_s
+            )
+            self._is_busy.add("small")
+            jobs.append(("small", lambda: self._done("small", self._ship_small)))
+        if "large" not in self._is_busy and self._waits_for_large():
+            self._is_busy.add("large")
+            jobs.append(("large", lambda: self._done("large", self._ship_large)))
+        return jobs
+
+    def look_again(self) -> None:
+        self.is_settled = False
+        self._next_look_s = 0.0
+
+    def has_changed(self) -> bool:
+        """Whether anything may be new; a closed writer's directory does not change, that of another may any time."""
+        if self.state == "quiet":
+            return time.monotonic() >= self._next_look_s
+        try:
+            with self._open() as folder:
+                return folder.changed_ns() != self.changed_ns
+        except OSError:
+            return True
+
+    def reconciled(self) -> None:
+        """Take over what the destination's listing has shown."""
+        self.stuck.clear()
+        self._opened.reconciled()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ("closed", "dead")
+
+    @property
+    def needs_repair(self) -> bool:
+        return self.has_ended and bool(self.files.opened) and not self.was_repaired
+
+    @property
+    def backlog(self) -> dict[str, Stamp]:
+        """Return the sealed files that the destination has not confirmed."""
+        files = self.files.sealed | self.files.indexes
+        return {name: stamp for name, stamp in list(files.items()) if not self._is_there(name, stamp)}
+
+    def _is_large_lane(self, name: str) -> bool:
+        return not name.lstrip("_").startswith("stats")
+
+    @property
+    def num_rows(self) -> int:
+        return self.balance.written - self.balance.retired_rows
+
+    def summary(self) -> dict[str, Any]:
+        state = {"alive": "recording", "closed": "closed"}.get(self.state, "unclosed")
+        step = self.status.get("step")
+        return {
+            "rank": self.rank,
+            "state": state,
+            "dropped": dict(self.balance.dropped),
+            "bytes": self.files.num_bytes,
+            "step": step if isinstance(step, int) else None,
+            "started_ns": self.lifetime.started_ns,
+        }
+
+    def _open(self) -> Folder:
+        with self._run.open() as folder:
+            return folder.below(*self.names)
+
+    def _done(self, lane: str, job: Callable[[], None]) -> None:
+        try:
+            job()
+            self.unreadable = ""
+        except (OSError, RunError, StoreError, DamagedError, RefusedError) as error:
+            self.is_settled = False
+            if isinstance(error, PermissionError):
+                self.unreadable, self.is_put, self.has_looked = str(error), True, True
+                self._next_look_s = time.monotonic() + QUIET_LOOK_S
+            if isinstance(error, RefusedError):
+                self._run.shared.refused(error)
+                self._next_look_s = time.monotonic() + QUIET_LOOK_S
+            else:
+                self._run.shared.failed(error, self._run.key)
+        except Exception as error:
+            self.is_settled = False
+            self._next_look_s = time.monotonic() + QUIET_LOOK_S
+            self._run.shared.failed(error, self._run.key)
+        finally:
+            self._is_busy.discard(lane)
+
+    @property
+    def _is_growing(self) -> bool:
+        """Whether the writer will seal its open shards, and there is time for that."""
+        return self.state == "alive" and not self._goes_open
+
+    def _is_there(self, name: str, stamp: Stamp) -> bool:
+        return self._run.ledger.has(self.below + name, stamp)
+
+    def _waits_for_large(self) -> bool:
+        return any(self._is_large_lane(name) and name not in self.stuck for name in self.backlog) or any(
+            self._is_large_lane(name) and self._goes_open and not self._opened.is_put(name, stamp)
+            for name, stamp in list(self.files.opened.items())
+        )
+
+    @property
+    def _goes_open(self) -> bool:
+        """Whether open shards of tensors go as they are: nobody will seal them, or nobody here knows, or it is time."""
+        is_time = self._run.shared.is_once and not self.has_ended
+        return self.state == "quiet" or (self.has_ended and self.was_repaired) or is_time
+
+    # What follows runs in jobs: one of each lane at a time.
+
+    def _ship_small(self) -> None:
+        now_s = time.monotonic()
+        settings, run = self._run.shared.settings, self._run
+        begun_s = time.time()
+        with self._open() as folder:
+            changed_ns = folder.changed_ns()
+            manifest = self._read_manifest(folder)
+            status = self._read_status(folder)
+            balances = (Balance.read(Members(members)) for members in (self._ledger, self.status))
+            self.balance = max(balances, key=lambda one: (one.observed, one.written))
+            files = list_writer(folder)  # after the manifest: what a closed one promises is in this list
+            self.files = files
+            self._judge(files)
+            self.has_looked = True
+            if manifest is not None and not run.is_document_there(self.below + WRITER_MANIFEST):
+                self._put_document(WRITER_MANIFEST, _as_begun(manifest))
+            for name, stamp in (files.sealed | files.indexes).items():
+                if not self._is_large_lane(name) and not self._is_there(name, stamp):
+                    self._put_file(folder, name)
+            if now_s >= self._next_snapshot_s or self.state != "alive":
+                self._next_snapshot_s = now_s + max(settings.fresh_s - LOOK_S - 1, settings.fresh_s / 2)
+                for name, stamp in files.opened.items():
+                    if name.startswith("_stats") and not self._opened.is_put(name, stamp):
+                        self._opened.put(folder, name, stamp, is_growing=self._is_growing)
+                self.small_since_s = begun_s
+            self._opened.remove_sealed()
+            is_whole = not self.backlog and all(
+                self._opened.is_put(name, stamp) or (self.state == "alive" and not name.startswith("_stats"))
+                for name, stamp in files.opened.items()
+            )
+            has_ended = self.lifetime.state == "closed" or status_says_closed(self.status)
+            is_held_back = has_ended and not is_whole
+            if manifest is not None and not is_held_back:
+                self._put_document(WRITER_MANIFEST, manifest)
+            if status is not None and not is_held_back and (now_s >= self._next_status_s or self.state != "alive"):
+                self._next_status_s = now_s + settings.status_s
+                self._put_document(STATUS, status, is_noted=self.state != "alive")
+            for name, stamp in files.aside.items():
+                if not run.is_aside_there(self.below + name, stamp):
+                    self._note(name, run.put_aside(folder, self.below, name, stamp))
+        run.put_documents()
+        self.changed_ns = changed_ns
+        self.is_settled = (
+            self.state != "alive"
+            and is_whole
+            and (manifest is None or run.has_document(self.below + WRITER_MANIFEST, manifest))
+            and (status is None or run.has_document(self.below + STATUS, status))
+            and not self.needs_repair
+        )
+        self.is_put = not (self.backlog.keys() - self.stuck) and all(name in self._opened for name in files.opened)
+
+    def _ship_large(self) -> None:
+        files = self.files
+        with self._open() as folder:
+            for name in sorted(files.sealed, key=lambda name: files.sealed[name].changed_ns):
+                for wanted in (name, index_name(name)):
+                    stamp = files.sealed.get(wanted) or files.indexes.get(wanted)
+                    if stamp is None or not self._is_large_lane(name) or self._is_there(wanted, stamp):
+                        continue
+                    if self._run.shared.is_stopping() or not self._run.shared.health.is_open:
+                        return
+                    self._put_file(folder, wanted)
+            for name, stamp in files.opened.items():
+                if not name.startswith("_stats") and self._goes_open and not self._opened.is_put(name, stamp):
+                    self._opened.put(folder, name, stamp, is_growing=self._is_growing)
+        self._next_look_s = 0.0
+
+    def _note(self, name: str, is_ours: bool) -> None:
+        """Note a file as stuck where something else has its name there."""
+        if is_ours:
+            self.stuck.discard(name)
+        else:
+            self.stuck.add(name)
+
+    def _put_document(self, name: str, content: bytes, *, is_noted: bool = True) -> None:
+        key = self.below + name
+        self._note(name, self._run.put_document(key, content, is_ours=self._is_of_it, is_noted=is_noted))
+
+    def _put_file(self, folder: Folder, name: str) -> None:
+        if name in self.stuck:
+            return
+        try:
+            with folder.open(name) as file:
+                self._note(name, self._run.put_new(self.below + name, file))
+        except FileNotFoundError:
+            pass  # retention was faster
+        except RefusedError as error:
+            self.stuck.add(name)
+            self._run.shared.refused(error)
+        except OSError as error:  # its permissions, or the disk; the next listing of the store tries it again
+            self.stuck.add(name)
+            self._run.shared.failed(error, f"{self.path}/{name}")
+
+    def _read_manifest(self, folder: Folder) -> bytes | None:
+        try:
+            with folder.open(WRITER_MANIFEST) as file:
+                if self._manifest is not None and self._manifest[0] == file.stamp:
+                    return self._manifest[1]
+                content = file.bytes(0, min(file.size_bytes, MAX_MANIFEST_BYTES))
+        except FileNotFoundError:
+            return None
+        with contextlib.suppress(RunError):
+            raw = parse_json(content, folder.path)
+            self.lifetime = Lifetime.read(raw)
+            ledger = raw.get("ledger")
+            self._ledger = ledger if isinstance(ledger, dict) else {}
+        self._manifest = file.stamp, content
+        return content
+
+    def _read_status(self, folder: Folder) -> bytes | None:
+        try:
+            with folder.open(STATUS) as file:
+                content = file.bytes(0, min(file.size_bytes, STATUS_BYTES))
+            raw = parse_json(content, folder.path)
+        except (FileNotFoundError, CorruptError):  # it is being rewritten
+            return None
+        if raw.get("step") != self.status.get("step"):
+            self.step_changed_s = time.time()
+        self.status = raw
+        return content
+
+    def _judge(self, files: WriterFiles) -> None:
+        """Decide whether the writer is at work."""
+        is_running = self.lifetime.is_running if self.lifetime.pid else None
+        if self.lifetime.state == "closed" or (status_says_closed(self.status) and self._is_own(self.status)):
+            self.state = "closed"
+        elif is_running is not None:
+            self.state = "alive" if is_running else "dead"
+        else:
+            self.state = "alive" if time.time() - files.changed_s < _QUIET_S else "quiet"
+
+    def _is_own(self, status: dict[str, Any]) -> bool:
+        return status.get("state") == "closed" and status.get("pid") in (self.lifetime.pid, None)
+
+    def _is_of_it(self, there: bytes) -> bool:
+        """Whether a manifest or a status is of this writer."""
+        with contextlib.suppress(RunError):
+            other = Lifetime.read(parse_json(there, self.below))
+            mine = Lifetime.read(self.status) if self.lifetime.pid == 0 else self.lifetime
+            return (other.writer, other.pid, other.started_ns) == (mine.writer, mine.pid, mine.started_ns)
+        return False
+
+
+def _as_begun(manifest: bytes) -> bytes:
+    """Return a writer's manifest as one that promises no rows yet: it is there before what it speaks of."""
+    with contextlib.suppress(RunError):
+        raw = parse_json(manifest, WRITER_MANIFEST)
+        if raw.get("state") == "closed":
+            members = {name: value for name, value in raw.items() if name != "ledger"}
+            return encode_manifest(members | {"state": "recording"})
+    return manifest
+
+
+def status_says_closed(status: dict[str, Any]) -> bool:
+    """Whether a status is the last word of its writer."""
+    return status.get("state") == "closed"
