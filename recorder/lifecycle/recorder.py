@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import config, native
 from ..capture.core import Capture
@@ -29,19 +28,14 @@ from ..capture.hooks import callbacks
 from ..capture.hooks.discovery import Discovery
 from ..capture.hooks.root import Root
 from ..capture.loss import LossWatch
-from ..capture.optimizer.hooks import OptimizerWatch, find_live, last_step, wrap_closure
+from ..capture.optimizer.hooks import OptimizerWatch, last_step
 from ..capture.parallel import topology
 from ..capture.staging.pool import Pool, default_capacity_bytes
-from ..capture.staging.ring_memory import RingMemory
-from ..checks.live import LIVE_RULES, LiveChecks
-from ..checks.rule import Finding
-from ..checks.settings_file import check_settings
 from ..config import Loaded
-from ..format.commands import DUMP, PAUSE, RESUME, SET, UNDO
+from ..format.commands import PAUSE, RESUME, SET, UNDO
 from ..observe import tree
 from ..observe.compiled import has_compiled_anything
 from ..records import Measured, Staged
-from ..rules import ring_window
 from ..system import log
 from ..system.events import Events
 from ..system.interrupts import comes_from_signal_handler
@@ -50,16 +44,15 @@ from ..system.text import one_line
 from .carrying import Carrier
 from .commands import Commands
 from .description import Description
+from .early_optimizers import EarlyOptimizers
 from .estimate import Estimate
 from .graph_taps import GraphTaps, is_data_worker
 from .matching import collector_paused, is_only_model, unmatched_rules
+from .ring import RingWatch
 from .signals import TerminationWatch, blocked_in_new_threads, replaced_interrupts, unhandled_exception
 from .summary import FinalSummary, Summary
-from .triggers import OWN_RULE, Triggers
 
 _logger = logging.getLogger("recorder")
-_MAX_LIVE_SCANS = 5
-"""Scans of all objects for optimizers (0.1 s for 361,000 objects) before a process without one is left alone."""
 _MAX_RENEWALS = 20
 """Looks for modules that came after the first call, at steps that update parameters of unknown origin."""
 _START_PATIENCE_S = 1.0
@@ -89,7 +82,7 @@ class Recorder:
         """
         self.loaded = loaded
         self.settings = loaded.settings
-        self._thresholds, self._own_rules = check_settings(loaded)
+        self._ring = RingWatch(loaded)
         self.by_flag = by_flag
         self._version = version
         self._final_summary = FinalSummary(
@@ -102,11 +95,6 @@ class Recorder:
         """What the run is told while it is under way; from the start of the recording on."""
         self._carrier: Carrier | None = None
         """Carries commands between nodes; None where the ranks have no common name for the run."""
-        self._triggers: Triggers | None = None
-        """What the ring is written for; None where no rule keeps one."""
-        self._has_ring = False
-        """Whether this rank has a ring, and the triggers were not told that it is off."""
-        self._checks: LiveChecks | None = None
         self._pid = os.getpid()
         self._on_change = on_change
         self._lock = threading.RLock()
@@ -118,10 +106,7 @@ class Recorder:
         """Only rank 0 has an estimate."""
         self._termination: TerminationWatch | None = None
         self._is_closed = False
-        self._live_scans = 0
-        self._live: list[Optimizer] = []
-        self._has_stepped = False
-        """True once an optimizer has stepped before there was a root."""
+        self._early = EarlyOptimizers(self.events, closure_returned=self._closure_returned)
         self._first_step: int | None = None
         """The step that the program has named before there was a root."""
         self.graph_taps = GraphTaps(self)
@@ -136,12 +121,8 @@ class Recorder:
         """The manifest as the capture was closed, when there were still modules to describe."""
         self._next_status_s = 0.0
         self.discovery = Discovery(self) if by_flag else None
-        self._early_handles: list[Any] = []
         if by_flag:
-            self._early_handles = [
-                register_optimizer_step_pre_hook(self._steps_before_root),
-                register_optimizer_step_post_hook(self._stepped_without_root),
-            ]
+            self._early.watch_steps()
             atexit.register(self._at_exit)
 
     # -- what discovery asks --------------------------------------------------------------------------------------
@@ -162,20 +143,13 @@ class Recorder:
         trainable = any(p.requires_grad for p in parameters)
         if trainable and torch.is_grad_enabled():
             return True
-        if self._is_trained({id(p) for p in parameters}):
+        trained = self._early.hold if self._optimizers is None else self._optimizers.holds
+        if trained({id(p) for p in parameters}):
             return True
-        if self.settings.roots == "any" and not self._live and not (self._optimizers and self._optimizers.known):
+        if self.settings.roots == "any" and not self._early.live and not (self._optimizers and self._optimizers.known):
             return True
         self._turned_down = max(self._turned_down, (len(parameters), tree.class_name(module)))
         return False
-
-    def _is_trained(self, parameters: set[int]) -> bool:
-        if self._optimizers is not None:
-            return self._optimizers.holds(parameters)
-        if not self._live and self._live_scans < _MAX_LIVE_SCANS:
-            self._live_scans += 1
-            self._live = find_live()
-        return any(id(p) in parameters for o in self._live for g in o.param_groups for p in g["params"])
 
     def make_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         """Make a module a root while its call is under way; return other arguments where the settings ask for jitter.
@@ -200,7 +174,7 @@ class Recorder:
 
     def _stop_for_rules(self, module: nn.Module) -> None:
         """Stop the launch for a rule that can match nothing, which is a wrong setting; only before the first step."""
-        if self.settings.roots == "any" or self._has_stepped:
+        if self.settings.roots == "any" or self._early.has_stepped:
             return
         with collector_paused():
             problems = unmatched_rules(self.settings.rules, module)
@@ -286,7 +260,15 @@ class Recorder:
             pool=pool,
             channel=writer,
             events=self.events,
-            ring=self._make_ring(own_topology, pool, writer),
+            ring=self._ring.start(
+                rank=own_topology.rank,
+                world_size=own_topology.world_size,
+                pool=pool,
+                writer=writer,
+                commands=commands,
+                events=self.events,
+                current_step=lambda: None if self.capture is None else self.capture.clock.step,
+            ),
         )
         self._optimizers = OptimizerWatch(self.capture, on_step=self._optimizer_stepped, on_new=self._optimizer_made)
         self._loss = LossWatch(self.capture)
@@ -294,8 +276,7 @@ class Recorder:
         rule_commands.changed = self._loss.look_at_rules
         for kind in (SET, UNDO, PAUSE, RESUME):
             commands.on(kind, rule_commands.tell)
-        live = self._live or find_live()
-        self._live = []  # known from now on by weak references
+        live = self._early.take()  # known from now on by weak references
         for optimizer in live:
             self._optimizers.name_of(optimizer)
         self.capture.every_call_is_a_step = self.settings.roots == "any" and not live
@@ -307,11 +288,11 @@ class Recorder:
             clock.name(self._first_step)
         if clock.source != "counted":
             self.capture.step_changed()
-        self._remove_early_hooks()
+        self._early.unwatch_steps()
         if not self.by_flag:
             atexit.register(self._at_exit)
         deadline_s = self.settings.close_deadline_s
-        trigger = self.settings.trigger_signal if self._triggers is not None else ""
+        trigger = self.settings.trigger_signal if self._ring.has_triggers else ""
         self._termination = TerminationWatch(
             flush=lambda: writer.drain(deadline_s),
             finish=self._finish,
@@ -332,50 +313,9 @@ class Recorder:
         while writer.last_progress_s == began_s and time.monotonic() < until_s:
             time.sleep(0.001)
 
-    def _make_ring(self, own_topology: topology.Topology, pool: Pool, writer: Any) -> RingMemory | None:
-        """Prepare for triggers where a rule keeps a ring on some rank; return this rank's own memory for one."""
-        from ..write.ring import Room
-
-        settings, rank = self.settings, own_topology.rank
-        window = ring_window(settings.rules)
-        if window is None:
-            return None
-        has_ring = ring_window(rule for rule in settings.rules if rank in rule.rank) is not None
-        assert self.commands is not None
-        self._triggers = Triggers(
-            settings=settings,
-            rank=rank,
-            world_size=own_topology.world_size,
-            window=window,
-            channel=writer if has_ring else None,
-            sender=self.commands,
-            events=self.events,
-        )
-        self.commands.on(DUMP, self._triggers.take)
-        rules = [rule for rule in LIVE_RULES if rule.name in settings.trigger_words]
-        if rules or self._own_rules:
-            self._checks = LiveChecks(
-                rank=rank, on_finding=self._found, rules=rules, thresholds=self._thresholds, own=self._own_rules
-            )
-        if not has_ring:
-            return None
-        self._has_ring = True
-        part = pool.split(int(settings.ring_share * pool.capacity_bytes))
-        writer.hold(window, Room(part.capacity_bytes, lambda: part.used_bytes))
-        return RingMemory(part, window, is_wanted=writer.is_wanted)
-
-    def _found(self, finding: Finding) -> None:
-        """Ask for the steps around what a rule of `recorder check` finds. Called on the writer thread."""
-        where = " ".join(filter(None, (finding.module_path, finding.site, finding.name)))
-        kind = OWN_RULE if any(rule.name == finding.rule for rule in self._own_rules) else finding.rule
-        self.ask(kind, f"{finding.rule}: {where}: {finding.what}", step=finding.step)
-
     def ask(self, kind: str, reason: object, *, step: int | None = None) -> None:
         """Ask for the steps around one to be written; see `Triggers.ask`."""
-        if self._triggers is not None:
-            if step is None and self.capture is not None:
-                step = self.capture.clock.step
-            self._triggers.ask(kind, reason, step=step)
+        self._ring.ask(kind, reason, step=step)
 
     def ask_for_error(self, error: BaseException) -> None:
         """Ask for the last steps, because an exception leaves the training."""
@@ -384,7 +324,7 @@ class Recorder:
     def _undo_start(self) -> None:
         """Take a failed start back (no memory for the pool, or no thread): training goes on without a recording."""
         self._is_closed = True
-        self._remove_early_hooks()
+        self._early.unwatch_steps()
         self._forget_start()
         atexit.unregister(self._at_exit)
         self._on_change(self, False)
@@ -436,8 +376,7 @@ class Recorder:
             self.capture.nonfinite.saw(staged, measured)
         if self._estimate is not None:
             self._estimate.saw(staged)
-        if self._checks is not None:
-            self._checks.saw(staged, measured)
+        self._ring.saw(staged, measured)
 
     def _poll(self) -> dict[str, Any] | None:
         """Log events, and return the manifest if it has changed. Called on the writer thread, often."""
@@ -452,9 +391,7 @@ class Recorder:
             if self._carrier is not None and run_dir is not None:
                 self._carrier.start(run_dir)
             self._answer(capture)
-            if self._triggers is not None:
-                self._look_at_ring(capture)
-                self._triggers.look(capture.clock.step)
+            self._ring.look(capture)
             capture.nonfinite.look(self._how_to_learn_more())
             if self._estimate is not None and (line := self._estimate.look(capture.clock.step)) is not None:
                 log.tell(_logger, lambda: (line,), 0.0)
@@ -478,25 +415,15 @@ class Recorder:
     def _before_last(self) -> None:
         """Look for triggers a last time: what waits in the ring goes otherwise. Called on the writer thread."""
         try:
-            if self._triggers is None or self.capture is None or self.commands is None:
+            if not self._ring.has_triggers or self.capture is None or self.commands is None:
                 return
-            if self._checks is not None:
-                self._checks.finish()
-            self._look_at_ring(self.capture)
-            self.commands.look()
-            self._triggers.end(self.capture.clock.step)
+            self._ring.end(self.capture, self.commands)
             news = self._description.news(self.events, self.commands) if self._description is not None else {}
             self._writer.set_manifest({**self._last_manifest, **news})
             if self.settings.status_interval_s:
                 self._show_status(self.capture)
         except Exception as error:
             self.events.add("hook_error", f"a last trigger failed: {type(error).__name__}: {error}", key="ending")
-
-    def _look_at_ring(self, capture: Capture) -> None:
-        """Tell triggers that the ring is off, as capture finds out when the first step is over."""
-        if self._has_ring and not capture.selection.has_ring and self._triggers is not None:
-            self._has_ring = False
-            self._triggers.turn_off()
 
     def _show_status(self, capture: Capture) -> None:
         assert self._description is not None and self.commands is not None
@@ -550,34 +477,9 @@ class Recorder:
             for problem in problems:
                 self.events.add("pattern_unmatched", problem, key=problem, level=logging.ERROR)
 
-    def _steps_before_root(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Wrap the closure of a step before there is a root: the first forward may run in it."""
-        if self.capture is not None or os.getpid() != self._pid or torch.compiler.is_compiling():
-            return None
-
-        def returned() -> None:
-            if self._optimizers is not None:
-                self._optimizers.closure_returned(optimizer)
-
-        return wrap_closure(args, kwargs, returned)
-
-    def _remove_early_hooks(self) -> None:
-        for handle in self._early_handles:
-            handle.remove()
-        self._early_handles.clear()
-
-    def _stepped_without_root(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.capture is not None or os.getpid() != self._pid:
-            return
-        self._has_stepped = True
-        self.events.add(
-            "no_root",
-            f"not recording: {type(optimizer).__name__} stepped, but no module with its parameters was seen to run "
-            "(compiled in place or inside a function, or called through .forward()); recorder.instrument(model) before "
-            "it is compiled, or recorder.attach(model) before the first step",
-        )
-        self.events.say()
-        self._remove_early_hooks()
+    def _closure_returned(self, optimizer: Optimizer) -> None:
+        if self._optimizers is not None:
+            self._optimizers.closure_returned(optimizer)
 
     def _module_paths(self) -> list[str]:
         assert self.capture is not None
@@ -683,7 +585,7 @@ class Recorder:
     def _close(self) -> None:
         if self.discovery is not None:
             self.discovery.stop()
-        self._remove_early_hooks()
+        self._early.unwatch_steps()
         if self._optimizers is not None:
             self._optimizers.close()
         if self._loss is not None:
