@@ -120,10 +120,12 @@ def attach(model: nn.Module, *, enabled: bool | None = None, name: str | None = 
 def scalar(name: str, value: Any) -> None:
     """Record a number of this step, such as a loss: a float, an int, or a tensor of one element (never synced).
 
-    Under the flag a recording begins with the first call of the model; what is given before that is not recorded.
+    Under the flag a recording begins with the first call of the model. What is given before that is counted and not
+    recorded; `attach` begins it earlier.
     """
-    if _active is not None:
-        _active.scalar(name, value)
+    recorder = _active or _armed
+    if recorder is not None:
+        recorder.scalar(name, value)
 
 
 def step(number: int) -> None:

@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CommandError
-from ..format.answers import ENDED, IN_FORCE, MISSED, REFUSED, WAITING
+from ..format.answers import IN_FORCE, MISSED, REFUSED, WAITING
 from ..format.commands import Command
 from ..format.manifest import RunManifest
 from ..read.finding import find_run
 from ..read.fleet import FLEET
-from ..read.status import ENDED as OVER
-from ..read.status import RankNow, RunWatch
+from ..read.status import ENDED, RankNow, RunWatch
 from ..storage.commands import send
 from ..storage.locations import Location, store_of
 from .output import print_json, say_state, span
-from .told import command_members
+from .told import command_members, state_word, steps_phrase
 
 if TYPE_CHECKING:
     from ..daemon.destination import Destination
@@ -69,30 +68,31 @@ class Target:
         ]
         return max(steps, default=None)
 
-    def step_ahead(self, at: str | None) -> int:
+    def step_ahead(self, at: str | None, option: str = "--at") -> int:
         """Return the first step of a command.
 
         Args:
             at: a step, or ``+20`` for so many ahead; None for the first that every rank can hear of in time.
+            option: the option that it stands behind, for messages.
 
         Raises:
             CommandError: it is no step, it has passed, or nothing tells which step it is.
         """
         text = "" if at is None else at.strip()
         if text and re.fullmatch(r"\+?[0-9]{1,15}", text) is None:
-            raise CommandError(f"--at {at!r}: expected a step, such as 500, or so many steps ahead, such as +20")
+            raise CommandError(f"{option} {at!r}: expected a step, such as 500, or so many steps ahead, such as +20")
         now = self.step
         if text and not text.startswith("+"):
             step = int(text)
             if now is not None and step <= now:
                 raise CommandError(
-                    f"--at {step}: that step has passed, for the run is at about step {now}; name a step that lies "
+                    f"{option} {step}: that step has passed, for the run is at about step {now}; name a step that lies "
                     "ahead, or +20 for twenty steps ahead"
                 )
             return step
         if now is None:
             raise CommandError(
-                f"{self.name}: no rank shows its step (status_interval_s = 0); name a step ahead with --at 500"
+                f"{self.name}: no rank shows its step (status_interval_s = 0); name a step ahead with {option} 500"
             )
         return now + (max(int(text), 1) if text else self._lead_steps())
 
@@ -132,7 +132,7 @@ def find_target(path: str | None, key_file: str | None) -> Target:
         raise CommandError(f"--key-file {key_file}: {name} lies where it records; what is sent there is not signed")
     watch = RunWatch(location)
     seen = watch.look()
-    ranks = [rank for rank in seen if rank.state not in OVER]
+    ranks = [rank for rank in seen if rank.state not in ENDED]
     if not ranks:
         what = "no rank has begun to record it" if not seen else f"it is over (its ranks are {_states(seen)})"
         raise CommandError(f"{name}: {what}, so that there is nobody to be told; RECORDER_RULES is for the next run")
@@ -178,6 +178,7 @@ class _Heard:
     state: str
     """The state of its answer, or ``unheard``."""
     since: int | None
+    until: int | None
     why: str
 
 
@@ -207,7 +208,7 @@ def send_and_wait(
         say_state("sent", f"command {command.number} of {target.name}: {told}")
     until_s = time.monotonic() + timeout_s
     while True:
-        heard = [_heard(rank, command) for rank in target.watch.look() if rank.state not in OVER]
+        heard = [_heard(rank, command) for rank in target.watch.look() if rank.state not in ENDED]
         is_open = not heard or any(_is_open(one, until_done=until_done) for one in heard)
         if not is_open or time.monotonic() >= until_s:
             break
@@ -240,8 +241,8 @@ def _heard(rank: RankNow, command: Command) -> _Heard:
     answer = next((one for one in rank.status.commands if one.id == command.id), None)
     if answer is None:
         silent = f", silent for {rank.silent_s:.0f} s" if rank.state in _SILENT else ""
-        return _Heard(rank.rank, "unheard", None, f"{rank.state}{silent}")
-    return _Heard(rank.rank, answer.state, answer.since, answer.why)
+        return _Heard(rank.rank, "unheard", None, None, f"{rank.state}{silent}")
+    return _Heard(rank.rank, answer.state, answer.since, answer.until, answer.why)
 
 
 def _is_bad(command: Command, one: _Heard) -> bool:
@@ -250,18 +251,20 @@ def _is_bad(command: Command, one: _Heard) -> bool:
 
 
 def _lines(command: Command, heard: Sequence[_Heard], timeout_s: float) -> list[tuple[str, str]]:
-    groups: dict[tuple[str, int | None, str], list[int]] = {}
+    groups: dict[_Heard, list[int]] = {}
     for one in heard:
-        groups.setdefault((one.state, one.since, one.why), []).append(one.rank)
+        groups.setdefault(replace(one, rank=0), []).append(one.rank)
     lines = []
-    for (state, since, why), ranks in groups.items():
+    for said, ranks in groups.items():
         who = f"rank{'s' * (len(ranks) > 1)} {span(ranks)}"
-        lines.append(_line(command, state, since, why, who, timeout_s))
+        lines.append(_line(command, said, who, timeout_s))
     return lines or [("note", "the run ended before any rank had answered")]
 
 
-def _line(command: Command, state: str, since: int | None, why: str, who: str, timeout_s: float) -> tuple[str, str]:
-    because = f" ({why})" if why else ""
+def _line(command: Command, said: _Heard, who: str, timeout_s: float) -> tuple[str, str]:
+    """Return the line of ranks that say the same."""
+    state, since = said.state, said.since
+    because = f" ({said.why})" if said.why else ""
     if state == "unheard":
         return (
             "note",
@@ -272,6 +275,6 @@ def _line(command: Command, state: str, since: int | None, why: str, who: str, t
     if state in (REFUSED, MISSED):
         return "missing", f"{who}: {state}{because}"
     late = since is not None and since > command.from_step
-    at = f" from step {since} on" if since is not None else ""
-    verb = {WAITING: "ready,", IN_FORCE: "in force", ENDED: "done"}.get(state, state)
-    return "late" if late else "ok", f"{who}: {verb}{at}{because}"
+    at = f", {steps_phrase(since, said.until)}" if since is not None else ""
+    word = "ready" if state == WAITING else state_word(command.kind, state)
+    return "late" if late else "ok", f"{who}: {word}{at}{because}"

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..format.answers import ENDED, MISSED, REFUSED, WAITING, Answer
-from ..format.commands import DUMP, RESUME, UNDO, Command
+from ..format.commands import DUMP, PAUSE, SET, Command
 from ..globalview.run import Run
 from ..read.status import RankNow
 from ..system.text import counted
 from .output import span
 
-_DONE = "done"
+
+def state_word(kind: str, state: str) -> str:
+    """Return the word for what a rank says of a command: rules and a pause last and have ended; all else is done."""
+    return "done" if state == ENDED and kind not in (SET, PAUSE) else state
+
+
+def steps_phrase(since: int, until: int | None) -> str:
+    """Return from which step on, or to which, a rank does a command."""
+    return f"from step {since} on" if until is None else f"from step {since} to {until}"
 
 
 def describe(command: Command) -> str:
@@ -78,9 +85,7 @@ def told(run: Run, *, with_dumps: bool = False, shown: Sequence[RankNow] = ()) -
                 if answer.id == command.id and (known is None or known.is_before(answer)):
                     answers[now.rank] = answer
         unheard = sorted(rank for rank in newest if rank is not None and rank not in answers)
-        if command.kind in (UNDO, RESUME):  # what ends something is not itself what ended
-            answers = {rank: replace(one, state=_DONE) if one.state == ENDED else one for rank, one in answers.items()}
-        lines = _outcomes(answers)
+        lines = _outcomes(command, answers)
         if unheard:
             lines.append(f"{counted(len(unheard), 'rank')} ({span(unheard)}): never heard of it")
         is_done = not unheard and all(_is_done(command, answer) for answer in answers.values())
@@ -109,14 +114,15 @@ def answer_members(run: Run, command: Command, shown: Sequence[RankNow] = ()) ->
     return members
 
 
-def _outcomes(answers: dict[int, Answer]) -> list[str]:
+def _outcomes(command: Command, answers: dict[int, Answer]) -> list[str]:
     """Return what became of one command, ranks that say the same together."""
     groups: dict[tuple[str, int | None, int | None, str], list[int]] = {}
     for rank, answer in sorted(answers.items()):
         groups.setdefault((answer.state, answer.since, answer.until, answer.why), []).append(rank)
     outcomes = []
     for (state, since, until, why), ranks in groups.items():
-        steps = "" if since is None else f", from step {since}" + (" on" if until is None else f" to {until}")
+        steps = "" if since is None else f", {steps_phrase(since, until)}"
         because = f" ({why})" if why else ""
-        outcomes.append(f"{counted(len(ranks), 'rank')} ({span(ranks)}): {state}{steps}{because}")
+        word = state_word(command.kind, state)
+        outcomes.append(f"{counted(len(ranks), 'rank')} ({span(ranks)}): {word}{steps}{because}")
     return outcomes

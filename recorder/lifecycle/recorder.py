@@ -61,6 +61,7 @@ _LAST_S = 5.0
 """How long the writer may go on after the third interrupt."""
 _NUM_TRIES = 3
 """How often ending the recording is tried when interrupts break it off."""
+_EARLY_EVENT = "before_first_call"
 
 
 class Recorder:
@@ -489,7 +490,10 @@ class Recorder:
 
     def tap(self, name: str, tensor: Any) -> None:
         """Record a tensor for `recorder.tap`, under the module whose forward is running."""
-        if torch.compiler.is_compiling() or self.capture is None or not isinstance(tensor, torch.Tensor):
+        if torch.compiler.is_compiling() or not isinstance(tensor, torch.Tensor):
+            return
+        if self.capture is None:
+            self._came_early("tap", name)
             return
         try:
             self.capture.taps_by_hand.record(name, tensor, self._calling_module())
@@ -511,12 +515,24 @@ class Recorder:
 
     def scalar(self, name: str, value: Any) -> None:
         """Record a number for `recorder.scalar`."""
-        if torch.compiler.is_compiling() or self.capture is None:
+        if torch.compiler.is_compiling():
+            return
+        if self.capture is None:
+            self._came_early("scalar", name)
             return
         try:
             self.capture.scalars.record(name, value)
         except Exception as error:
             self.capture.hook_failed(f"scalar {name!r}", error)
+
+    def _came_early(self, site: str, name: str) -> None:
+        """Count what the program gives before the recording begins, if a rule asks for it."""
+        rules = self.settings.rules
+        is_asked = any(site in one.site and one.matches_name(str(name)) for one in rules)
+        if not is_asked or self.is_over or is_data_worker():
+            return
+        text = f"{site} {name!r} was given before the model's first call, with which a recording begins: not recorded"
+        self.events.add(_EARLY_EVENT, f"{text}; recorder.attach(model) begins it earlier", key=f"{site} {name}")
 
     def name_step(self, number: int) -> None:
         """Name the step for `recorder.step`: before the recording begins, the one that it begins with."""

@@ -395,9 +395,10 @@ def _tap_by_hand(name: Any, tensor: Any) -> Any:
 
 
 def _by_hand(name: str, tensor: Any) -> None:
-    active = sys.modules[__name__.partition(".")[0]]._active
-    if active is not None:
-        active.tap(name, tensor)
+    package = sys.modules[__name__.partition(".")[0]]
+    recorder = package._active or package._armed
+    if recorder is not None:
+        recorder.tap(name, tensor)
 
 
 Tensor, Tuple, List, Dict, Optional = torch.Tensor, tuple, list, dict, typing.Optional

@@ -288,6 +288,26 @@ def test_scalars_are_numbers_of_their_step(tmp_path: Path) -> None:
     assert list(recording.rows(site="scalar", name="lr.SGD.0")["mean"]) == [0.25, 0.25]
 
 
+def test_what_is_given_before_the_models_first_call_is_counted_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with flagged(tmp_path, "site=scalar keep=stats; site=tap name=x* keep=stats") as recording:
+        model = Tiny()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+        for i in range(3):
+            recorder.scalar("tokens", 512 * i)
+            recorder.tap("x", batch())
+            recorder.tap("unasked", batch())
+            if i:
+                model(batch(i)).sum().backward()
+                optimizer.step()
+    for site, name in (("scalar", "tokens"), ("tap", "x")):
+        assert any(f"{site} '{name}' was given before the model's first call" in text for text in caplog.messages)
+        assert len(recording.rows(site=site, name=name)) == 1
+    counts = {event["message"].split("'")[1]: event["count"] for event in recording.manifest["events"]}
+    assert counts == {"tokens": 2, "x": 2}
+
+
 def test_nothing_is_recorded_and_taps_are_the_identity_when_off() -> None:
     value = batch()
     assert recorder.tap("x", value) is value

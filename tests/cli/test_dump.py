@@ -50,7 +50,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--step", "x"], "--step 'x': expected a step, such as 120, or steps, such as 120:127"),
+        (["--step", "x"], "--step 'x': expected a step, such as 120, or so many ahead, such as +20, or steps"),
+        (["--step", "+2:9"], "--step '+2:9': expected a step"),
         (["--step", "7:7"], "--step 7:7: holds no step"),
         (["--step", "0:404"], "--step 0:404: 404 steps, and the ring holds 403 (before=400, the step itself, after=2)"),
     ],
@@ -67,11 +68,21 @@ def test_the_last_steps_are_written_and_dump_shows_what_was_left(cli: Cli, live:
     assert found.exit_code == 0, found.out
     sent, answered = found.out.splitlines()
     assert "dump at steps 0 to" in sent and "(the reward fell)" in sent
-    assert answered.startswith("ok") and "rank 0: done" in answered and "rows" in answered
+    assert answered.startswith("ok") and "rank 0: done, from step 0 to " in answered and "rows" in answered
     listed = cli("set", live, "--list")  # at once, though the manifest follows the status
-    assert "the reward fell" in listed.out and "1 rank (0): ended" in listed.out
+    assert "the reward fell" in listed.out and "1 rank (0): done" in listed.out
     (entry,) = cli("set", live, "--list", "--json").json["commands"]
     assert [answer["state"] for answer in entry["answers"]] == ["ended"]
+
+
+def test_a_step_so_far_ahead_is_one_that_the_run_reaches(cli: Cli, live: Path) -> None:
+    found = cli("dump", live, "--step", "+300", "--json")
+    assert found.exit_code == 0, found.out
+    first, last = found.json["command"]["from_step"], found.json["command"]["to_step"]
+    assert (first, last) >= (0, 302) and last - first <= 402
+    assert found.json["ranks"][0]["state"] == "ended"
+    shown = cli("top", live, "--once").out
+    assert "(dump): 1 done" in shown
 
 
 def test_ranks_that_are_not_seen_here_are_said_to_be_elsewhere(cli: Cli, live: Path) -> None:

@@ -92,14 +92,15 @@ def test_set_and_dump_at_the_destination_reach_the_job_and_the_answers_come_back
         job.kill()
         daemon.kill()
     assert codes == {"set": 0, "dump": 0}, printed
-    assert "command 1 of" in printed and "ranks 0..1: done from step 39 on (" in printed
+    assert "command 1 of" in printed and "ranks 0..1: done, from step 39 to 41 (" in printed
     frame = recorder.open_run(run).to_pandas(columns=["rank", "step", "site", "encoding"])
     for rank in (0, 1):
         own = frame[(frame["rank"] == rank) & frame["encoding"].notna()]
         assert sorted(set(own[own["site"] == "output"]["step"])) == [20, 21, 22]
         assert sorted(set(own[own["site"] == "grad"]["step"])) == [39, 40, 41]
     listed = cli("set", run, "--list")
-    assert (listed.exit_code, listed.out.count("2 ranks (0..1): ended")) == (0, 2), listed
+    said = [listed.out.count(f"2 ranks (0..1): {word}, from step") for word in ("ended", "done")]
+    assert (listed.exit_code, said) == (0, [1, 1]), listed
     local = files(tmp_path / "recordings" / run.name)
     assert {name: there for name, there in files(run).items() if name in local and "_commands" not in name} == {
         name: here for name, here in local.items() if "_commands" not in name

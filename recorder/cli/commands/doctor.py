@@ -52,7 +52,7 @@ _STEP_SOURCES = {
 }
 _EXPLAINING = {reason.key: reason for reason in REASONS if not reason.is_loss}
 """Reasons of gaps by the kind of event that explains them; other events say that something failed."""
-_INFORMING = {"trigger_passed", "nodes_apart"}
+_INFORMING = {"before_first_call", "nodes_apart", "trigger_passed"}
 """Kinds of events that say what happened, where nothing is lacking that was promised."""
 _OF_COMMANDS = {"command_refused", "uncarried"}
 """Kinds of events of commands that were not done: whoever may send one may send what is none, and nothing is lost."""

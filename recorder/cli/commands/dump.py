@@ -23,7 +23,10 @@ def command(
     path: RunPath = None,
     step: Annotated[
         str | None,
-        typer.Option(metavar="STEP", help="Around this step, or 120:127 for steps 120 to 126. Without: now."),
+        typer.Option(
+            metavar="STEP",
+            help="Around step 120, or around +20, twenty ahead; or 120:127, steps 120 to 126. Without: now.",
+        ),
     ] = None,
     reason: Annotated[str, typer.Option(help="Why, for whoever looks at the run.")] = "asked by recorder dump",
     timeout: Annotated[float, typer.Option(min=0, max=86_400, help="Longest wait for the ranks' answers, s.")] = 60.0,
@@ -78,9 +81,13 @@ def _steps(target: Target, text: str | None, window: RingWindow) -> tuple[int, i
         if target.store is not None:  # a ring has given up what is under way by the time that a daemon has carried this
             now = target.step_ahead(None)
         return max(now - window.before, 0), now + window.after
+    if re.fullmatch(r"\+[0-9]{1,15}", text.strip()):
+        text = str(target.step_ahead(text, "--step"))
     match = re.fullmatch(r"([0-9]{1,15})(?::([0-9]{1,15}))?", text.strip())
     if match is None:
-        raise CommandError(f"--step {text!r}: expected a step, such as 120, or steps, such as 120:127")
+        raise CommandError(
+            f"--step {text!r}: expected a step, such as 120, or so many ahead, such as +20, or steps, such as 120:127"
+        )
     start = int(match[1])
     first, last = (
         (max(start - window.before, 0), start + window.after) if match[2] is None else (start, int(match[2]) - 1)

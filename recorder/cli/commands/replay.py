@@ -48,7 +48,7 @@ def command(
     call's tensors, how it was made, and a script, replay.py, that runs it and compares. With --audit it runs the calls
     of all modules and ranks of a step here, and names those whose output cannot be reproduced.
 
-    Exit code 1: with --audit, the output or a gradient of a call cannot be reproduced.
+    Exit code 1: with --audit, the output or a gradient of a call cannot be reproduced. 2: no call could be judged.
     """
     if step is None:
         raise LookupFailedError("replay needs the step: --step 100")
@@ -65,6 +65,12 @@ def command(
             for one in sorted(results, key=lambda one: (one.verdict in _STATES, one.verdict == NOT_REPRODUCED)):
                 where = f"{printable(repr(one.module))}, rank {one.rank}"
                 say_state(_STATES.get(one.verdict, "ok"), f"{where}: {one.verdict}: {printable(one.why)}")
+        num_open = sum(one.verdict == CANNOT_TELL for one in results)
+        if num_open == len(results):
+            why = printable(results[0].why) if results else "of each, a part is missing"
+            raise LookupFailedError(f"none of the {counted(num_open, 'call')} could be judged; the first: {why}")
+        if num_open and not as_json:
+            say(f"{num_open} of {counted(len(results), 'call')} could not be judged: the exit code leaves them out")
         return int(any(one.verdict == NOT_REPRODUCED for one in results))
     if module is None or out is None:
         raise LookupFailedError(

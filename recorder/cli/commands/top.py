@@ -23,6 +23,7 @@ from ...system.text import counted
 from ...system.units import size
 from ..options import Json, RunPath
 from ..output import Column, Table, print_json, printable
+from ..told import state_word
 
 EPILOG = "Examples: recorder top recordings    recorder top @-1 --once"
 
@@ -218,7 +219,7 @@ def _told(ranks: Sequence[RankNow]) -> str:
     if newest is None:
         return text
     answers = [answer for rank in ranks for answer in rank.status.commands if answer.number == newest]
-    states = Counter(answer.state for answer in answers)
+    states = Counter(state_word(answer.kind, answer.state) for answer in answers)
     said = ", ".join(f"{count} {state}" for state, count in states.items())
     unheard = len(ranks) - len(answers)
     return f"{text}; command {newest} ({answers[0].kind}): {said}{f', {unheard} without an answer' if unheard else ''}"

@@ -71,6 +71,17 @@ def test_without_a_factory_a_class_of_ones_own_is_not_judged(zoo: recorder.Run) 
     assert "give --factory" in verdicts["scaled"][1]
 
 
+def test_an_audit_counts_what_it_cannot_judge_and_fails_where_that_is_all(zoo: recorder.Run, cli: Cli) -> None:
+    some = cli("replay", zoo.path, "--step", 1, "--audit")
+    assert (some.exit_code, some.err) == (0, "")
+    assert some.out.splitlines()[-1].startswith("2 of ") and "could not be judged" in some.out
+    for words in ([], ["--json"]):
+        none = cli("replay", zoo.path, "scaled", "--step", 1, "--audit", *words)
+        assert none.exit_code == 2, none
+        assert "none of the 1 call could be judged; the first:" in none.err and "give --factory" in none.err
+        assert "cannot tell" in none.out
+
+
 def test_a_flipped_bit_in_an_output_is_named_with_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls, right = models.make(), [], nn.functional.linear
     weight_of_down = model.get_parameter("down.weight")
