@@ -363,12 +363,15 @@ def test_nothing_rests_once_anything_was_compiled_and_no_graph_is_made_anew(tmp_
         compiled = torch.compile(model, backend=counter)
         with torch.no_grad():
             compiled(batch(0))
-        num_graphs = counter.frame_count
-        assert num_graphs
+        num_graphs = [counter.frame_count]
         for i in range(2, 8):
             train(model, 1, first=i)
             assert ours(model.first)
             with torch.no_grad():
                 compiled(batch(i))
-        assert counter.frame_count == num_graphs
+            num_graphs.append(counter.frame_count)
+    # torch 2.14 makes a graph once more when its modules get the hooks back that rested as it was made.
+    num_more = 1 if torch.__version__ >= "2.14" else 0
+    assert num_graphs[0] == 1
+    assert num_graphs[1:] == [1 + num_more] * 6
     assert set(recording.rows(site="output", module_path="first", mode="train").step) == {0, 3, 6}
