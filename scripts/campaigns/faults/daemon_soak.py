@@ -4,7 +4,9 @@
 
 One job of two ranks records slowly all the while; each minute a short run comes and ends, and goes two minutes later,
 once it is there. The metrics are asked for as Prometheus does. The daemon's settings are its defaults, but that
-catalogs and checks are made every five minutes. Judged as `soak` does. Exit code 1 on growth, or if it said an error.
+catalogs and checks are made every five minutes. The job seals its statistics every quarter of an hour, because an open
+shard is in the daemon's memory while it is sent: it would be a shard that grows all the while, and not a daemon.
+Judged as `soak` does. Exit code 1 on growth, on more memory than is promised, or if the daemon said an error.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from .soak import Progress, Sample, grown, sample
 
 _SCRAPE_S = 15.0
 _RUN_S = 60.0
+_SEAL_S = 900.0
+_MAX_RSS_BYTES = 150_000_000
 _SETTINGS = ("--keep-local=2m", "--catalog-s=300", "--check-s=300", "--listen=127.0.0.1:0")
 
 
@@ -52,7 +56,9 @@ def main(arguments: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "recorder", "daemon", "--watch", str(recordings), "--state", str(state)]
     with open(folder / "daemon.log", "ab") as log:
         daemon = subprocess.Popen([*command, "--to", f"s3://{BUCKET}/soak", *_SETTINGS], stderr=log)
-    settings = jobs.recording("site=* steps=::4 keep=stats; site=grad steps=::400 keep=tensor", dir=str(recordings))
+    settings = jobs.recording(
+        "site=* steps=::4 keep=stats; site=grad steps=::400 keep=tensor", dir=str(recordings), seal_stats_s=str(_SEAL_S)
+    )
     script = Path(__file__).with_name("daemon_train.py")
     job = jobs.torchrun(folder / "job", script, f"--seconds={seconds}", "--pause=0.25", **settings)
     try:
@@ -66,6 +72,8 @@ def main(arguments: argparse.Namespace) -> int:
     warm_up_s = max(0.2 * seconds, min(300.0, 0.4 * seconds))
     problems = [f"the daemon ended with {code}"] * (code != 0)
     problems += grown([one for one in samples if one.time_s >= warm_up_s], warm_up_s)
+    most_bytes = max(one.rss_bytes for one in samples)
+    problems += [f"{most_bytes} bytes of memory at most; promised are {_MAX_RSS_BYTES}"] * (most_bytes > _MAX_RSS_BYTES)
     log_text = (folder / "daemon.log").read_text(errors="replace")
     problems += [f"it said: {line}" for line in log_text.splitlines() if "rror" in line or "fails" in line]
     left = sorted(path.name for path in recordings.iterdir())
