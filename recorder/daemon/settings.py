@@ -32,28 +32,26 @@ def _setting(default: Any, doc: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonSettings:
-    """Everything that can be set; each field's text says what it does."""
+    """Everything that can be set; each field's text says what it does, here and in the command's help."""
 
-    watch: tuple[str, ...] = _setting((), "folders of runs on this node, or folders of such folders")
-    to: str = _setting("", "where runs go: s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER")
-    fresh_s: float = _setting(10.0, "statistics there are no older than this, seconds")
-    status_s: float = _setting(5.0, "how often a rank's status is put, seconds; each is one request")
-    keep_local: str = _setting(
-        KEEP_ALL, "all, or how long a run stays here once it has ended and the store has it: 12h"
-    )
-    max_bytes_per_s: int = _setting(0, "bound on what is sent, bytes a second; 0: none")
+    watch: tuple[str, ...] = _setting((), "a folder of this node's runs; RECORDER_DIR, or recordings; repeatable")
+    to: str = _setting("", "where runs go: s3://BUCKET/PREFIX, gs://, az:// or file:///DIR")
+    fresh_s: float = _setting(10.0, "statistics there are no older than so many seconds")
+    status_s: float = _setting(5.0, "seconds between two statuses of a rank; each is one request")
+    keep_local: str = _setting(KEEP_ALL, "how long an ended run stays here once it is there: 12h, or all")
+    max_bytes_per_s: int = _setting(0, "bound on what is sent: 50MB; 0: none")
     threads: int = _setting(4, "uploads at once, of small and of large files each")
     listen: str = _setting("127.0.0.1:9436", "where /metrics, /healthz and /readyz are; empty: nowhere")
     log: str = _setting("text", "how lines are written to standard error: text or json")
-    catalog_s: float = _setting(3600.0, "how often the catalog of a run that grows is made anew, seconds; 0: never")
-    check_s: float = _setting(0.0, "how often `recorder check` looks at a run that grows, seconds; 0: never")
-    webhook: str = _setting("", "URL that is told of findings of severity error; empty: none")
+    catalog_s: float = _setting(3600.0, "seconds between two catalogs of a run that grows; 0: none")
+    check_s: float = _setting(0.0, "seconds between two checks of a run that grows; 0: none")
+    webhook: str = _setting("", "a URL that is told of findings of severity error")
     accept_commands: bool = _setting(False, "carry commands from the store to the runs of this node")
-    key_file: str = _setting("", "file with the key that signs commands; empty: they are not signed")
-    recheck_s: float = _setting(3600.0, "how often the store's listing is compared with what was confirmed, seconds")
+    key_file: str = _setting("", "the file with the key that signs commands")
+    recheck_s: float = _setting(3600.0, "seconds between two looks at what the store still has of a run")
     stop_s: float = _setting(10.0, "how long a stop waits for what is under way, seconds")
     deadline_s: float = _setting(600.0, "with --once: how long a store that fails is tried, seconds")
-    state: str = _setting("", "folder for the lock and the state; empty: below /run or the folder for temporary files")
+    state: str = _setting("", "the folder for the lock and the state")
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -132,10 +130,7 @@ def duration_s(name: str, text: str) -> float:
     Raises:
         ConfigError: it is none.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip())
-    if match is None or match[2] not in _UNITS:
-        raise ConfigError(f"{name} = {text!r}: expected a time, such as 90s, 15m, 12h or 30d")
-    return float(match[1]) * _UNITS[match[2]]
+    return _quantity(name, text, _UNITS, "a time, such as 90s, 15m, 12h or 30d")
 
 
 def num_bytes(name: str, text: str) -> int:
@@ -144,10 +139,14 @@ def num_bytes(name: str, text: str) -> int:
     Raises:
         ConfigError: it is none.
     """
+    return int(_quantity(name, text, _SIZES, "bytes, such as 50MB, 2TB or 512MiB"))
+
+
+def _quantity(name: str, text: str, units: Mapping[str, int], expected: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2] not in _SIZES:
-        raise ConfigError(f"{name} = {text!r}: expected bytes, such as 50MB, 2TB or 512MiB")
-    return int(float(match[1]) * _SIZES[match[2]])
+    if match is None or match[2] not in units:
+        raise ConfigError(f"{name} = {text!r}: expected {expected}")
+    return float(match[1]) * units[match[2]]
 
 
 def _read_file(file: str) -> Mapping[str, Any]:
@@ -177,9 +176,7 @@ def _as(key: str, raw: Any, default: Any) -> Any:
         return tuple(values)
     if isinstance(default, bool):
         words = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
-        if isinstance(raw, bool) or str(raw).lower() not in words:
-            if isinstance(raw, bool):
-                return raw
+        if str(raw).lower() not in words:
             raise ConfigError(f"{key} = {raw!r}: expected true or false")
         return words[str(raw).lower()]
     if isinstance(default, (int, float)):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Annotated, Any
 
 import typer
 
+from ...daemon.settings import DaemonSettings, duration_s, load_daemon_settings, num_bytes
 from ...errors import ConfigError, LookupFailedError, StoreError, not_installed
 from ...read.finding import default_folder
 from ...system.text import counted, listed
@@ -22,7 +24,15 @@ EPILOG = (
     "recorder daemon prune --to archive --older-than 30d"
 )
 
+_DOCS = {item.name: (item.metadata["doc"], item.default) for item in fields(DaemonSettings)}
 _ACTIONS = ("ship", "status", "prune", "keep", "unkeep")
+
+
+def _setting(name: str, metavar: str | None = None) -> Any:
+    """Return the option of a setting, whose help says its default where it has one."""
+    doc, default = _DOCS[name]
+    shown = f" ({default:g})" if isinstance(default, (int, float)) and default else f" ({default})" if default else ""
+    return typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=f"{doc[0].upper()}{doc[1:]}{shown}.")
 
 
 def command(
@@ -31,57 +41,28 @@ def command(
         list[str] | None,
         typer.Argument(metavar="RUN", help="Of prune, keep and unkeep: runs below --to."),
     ] = None,
-    watch: Annotated[
-        list[str] | None,
-        typer.Option(metavar="DIR", help="A folder of this node's runs; RECORDER_DIR, or recordings. Repeatable."),
-    ] = None,
-    to: Annotated[
-        str | None, typer.Option(metavar="URL", help="Where runs go: s3://BUCKET/PREFIX, gs://, az:// or file:///DIR.")
-    ] = None,
+    watch: Annotated[list[str] | None, _setting("watch", "DIR")] = None,
+    to: Annotated[str | None, _setting("to", "URL")] = None,
     once: Annotated[bool, typer.Option("--once", help="Ship what is here now, and end: for an epilog.")] = False,
     config: Annotated[
         str | None, typer.Option(metavar="FILE", help="A TOML file of these settings, read again after SIGHUP.")
     ] = None,
-    fresh_s: Annotated[
-        float | None, typer.Option("--fresh-s", help="Statistics there are no older than so many seconds (10).")
-    ] = None,
-    status_s: Annotated[
-        float | None, typer.Option("--status-s", help="Seconds between two status of a rank (5).")
-    ] = None,
-    keep_local: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="How long an ended run stays here once it is there: 12h; all (the default)."),
-    ] = None,
-    max_bytes_per_s: Annotated[
-        str | None, typer.Option("--max-bytes-per-s", metavar="BYTES", help="Bound on what is sent: 50MB.")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(help="Uploads at once, of small and of large files each (4).")] = None,
-    listen: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where /metrics is (127.0.0.1:9436); '': nowhere.")
-    ] = None,
-    log: Annotated[
-        str | None, typer.Option(metavar="KIND", help="How lines are written: text (the default) or json.")
-    ] = None,
-    catalog_s: Annotated[
-        float | None, typer.Option("--catalog-s", help="Seconds between two catalogs of a growing run (3600); 0: none.")
-    ] = None,
-    check_s: Annotated[
-        float | None,
-        typer.Option("--check-s", help="Seconds between two checks of a growing run; 0 (the default): none."),
-    ] = None,
-    webhook: Annotated[str | None, typer.Option(metavar="URL", help="Is told of findings of severity error.")] = None,
-    stop_s: Annotated[float | None, typer.Option("--stop-s", help="Longest wait of a stop, seconds (10).")] = None,
-    deadline_s: Annotated[
-        float | None,
-        typer.Option("--deadline-s", help="With --once: how long a failing store is tried, seconds (600)."),
-    ] = None,
-    state: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for the lock and the state.")] = None,
-    accept_commands: Annotated[
-        bool | None, typer.Option("--accept-commands", help="Carry commands from the store to the runs of this node.")
-    ] = None,
-    key_file: Annotated[
-        str | None, typer.Option("--key-file", metavar="FILE", help="The key that signs commands.")
-    ] = None,
+    fresh_s: Annotated[float | None, _setting("fresh_s")] = None,
+    status_s: Annotated[float | None, _setting("status_s")] = None,
+    keep_local: Annotated[str | None, _setting("keep_local", "TIME")] = None,
+    max_bytes_per_s: Annotated[str | None, _setting("max_bytes_per_s", "BYTES")] = None,
+    threads: Annotated[int | None, _setting("threads")] = None,
+    listen: Annotated[str | None, _setting("listen", "HOST:PORT")] = None,
+    log: Annotated[str | None, _setting("log", "KIND")] = None,
+    catalog_s: Annotated[float | None, _setting("catalog_s")] = None,
+    check_s: Annotated[float | None, _setting("check_s")] = None,
+    webhook: Annotated[str | None, _setting("webhook", "URL")] = None,
+    recheck_s: Annotated[float | None, _setting("recheck_s")] = None,
+    stop_s: Annotated[float | None, _setting("stop_s")] = None,
+    deadline_s: Annotated[float | None, _setting("deadline_s")] = None,
+    state: Annotated[str | None, _setting("state", "DIR")] = None,
+    accept_commands: Annotated[bool | None, _setting("accept_commands")] = None,
+    key_file: Annotated[str | None, _setting("key_file", "FILE")] = None,
     older_than: Annotated[
         str | None, typer.Option(metavar="TIME", help="Of prune: runs that changed longer ago: 30d.")
     ] = None,
@@ -112,8 +93,6 @@ def command(
             raise
         raise ConfigError(not_installed("recorder daemon", "prometheus_client", "daemon")) from None
     given = locals()
-    from ...daemon.settings import DaemonSettings, load_daemon_settings
-
     arguments = {item.name: given.get(item.name) for item in fields(DaemonSettings)}
     settings = load_daemon_settings(config, arguments)
     if action == "status":
@@ -128,7 +107,7 @@ def command(
     return _keep_house(action, settings, runs or [], older_than, max_bytes, is_wanted=yes, as_json=as_json)
 
 
-def _ship(settings: Any, reload: Any, *, once: bool) -> int:
+def _ship(settings: DaemonSettings, reload: Callable[[], DaemonSettings], *, once: bool) -> int:
     from ...daemon.daemon import Daemon
     from ...daemon.lines import log_to_stderr
 
@@ -154,7 +133,7 @@ def _ship(settings: Any, reload: Any, *, once: bool) -> int:
     return code
 
 
-def _status(settings: Any, *, as_json: bool) -> int:
+def _status(settings: DaemonSettings, *, as_json: bool) -> int:
     from ...daemon.state import running, state_folder
 
     daemons = running(state_folder(settings.state))
@@ -184,7 +163,7 @@ def _status(settings: Any, *, as_json: bool) -> int:
 
 def _keep_house(
     action: str,
-    settings: Any,
+    settings: DaemonSettings,
     runs: list[str],
     older_than: str | None,
     max_bytes: str | None,
@@ -194,7 +173,6 @@ def _keep_house(
 ) -> int:
     from ...daemon.destination import Throttle, parse_destination
     from ...daemon.keeping import plan_prune, prune, set_keep
-    from ...daemon.settings import duration_s, num_bytes
 
     if not settings.to:
         raise ConfigError(f"{action}: needs --to, the URL below which the runs are")
