@@ -2,17 +2,18 @@
 
 start: from the command to the first answer of `/healthz`. memory: 100,000 files of ended runs are shipped to a folder;
 then the daemon's memory, and its processor time while nothing happens, with and without Prometheus asking. ls:
-`recorder ls` of a store with 1,000 runs, from the command to its end. beside: steps of a training of two ranks with
-and without a daemon that ships them to an S3 server on this machine, in turn; the server's own time counts as the
-daemon's.
+`recorder ls` of a store with 1,000 runs, from the command to its end. beside: steps of one training in one thread,
+while a daemon ships its run to an S3 server on this machine, and while that daemon is stopped by SIGSTOP, in turn; the
+server's own time counts as the daemon's, and so does what it has put off meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
-import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -30,12 +31,15 @@ from tests.distributed.jobs import free_port
 from tests.storage.server import BUCKET, StoreServer
 
 from .pairs import spread
-from .processes import clean_env, run_fresh
+from .processes import ROOT, clean_env
 
 _PATIENCE_S = 600.0
 _IDLE_S = 60.0
 _SCRAPE_S = 15.0
 _NUM_RUNS = 1000
+_SETTLE_S = 30.0
+"""From the training's first step until the daemon is seen to ship it, at most."""
+_RULES = "site=* steps=::5 keep=stats; site=grad,output steps=::50 keep=tensor"
 
 
 def main(arguments: list[str]) -> int:
@@ -50,8 +54,8 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(parts)}; by default all")
     parser.add_argument("--files", type=int, default=100_000, help="files in sight, of memory (default 100000)")
-    parser.add_argument("--rounds", type=int, default=5, help="of start, ls and beside (default 5)")
-    parser.add_argument("--steps", type=int, default=300, help="steps of each training, of beside (default 300)")
+    parser.add_argument("--rounds", type=int, default=8, help="of start, ls and beside (default 8)")
+    parser.add_argument("--phase", type=float, default=15.0, help="seconds of each half of a round, of beside (15)")
     options = parser.parse_args(arguments)
     if unknown := set(options.parts) - set(parts):
         parser.error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
@@ -203,41 +207,61 @@ def _ls(options: argparse.Namespace, folder: Path) -> None:
 
 def _beside(options: argparse.Namespace, folder: Path) -> None:
     server = StoreServer()
-    ratios, with_s, without_s = [], [], []
+    env = server.environment(clean_env(), folder)
+    seconds = options.rounds * 2 * options.phase
+    recorded = env | {
+        "RECORDER": "1", "RECORDER_DIR": str(folder / "recordings"), "RECORDER_RULES": _RULES,
+        "RECORDER_MIN_FREE_BYTES": "0", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    phases: list[tuple[bool, float, float]] = []
     try:
-        for number in range(options.rounds):
-            medians: dict[bool, float] = {}
-            for is_shipped in (True, False) if number % 2 else (False, True):
-                place = folder / f"{number}-{is_shipped}"
-                (place / "recordings").mkdir(parents=True)
-                env = server.environment(clean_env(), folder)
-                if is_shipped:
-                    with _daemon(place, f"s3://{BUCKET}/{place.name}", env) as (_, port, _):
-                        medians[is_shipped] = _train(place, options.steps)
-                        if not _metric(port, "recorder_daemon_runs"):
-                            raise SystemExit("the training recorded nothing that the daemon saw")
-                else:
-                    medians[is_shipped] = _train(place, options.steps)
-                shutil.rmtree(place)
-            ratios.append(medians[True] / medians[False])
-            with_s.append(medians[True])
-            without_s.append(medians[False])
+        with (
+            tempfile.TemporaryFile() as out,
+            _daemon(folder, f"s3://{BUCKET}/beside", env) as (daemon, port, _),
+        ):
+            command = [sys.executable, "-m", "scripts.benchmarks.stepping", str(seconds + _SETTLE_S)]
+            training = subprocess.Popen(command, env=recorded, stdout=out, stderr=subprocess.DEVNULL, cwd=ROOT)
+            try:
+                while not _uploads(port):
+                    if training.poll() is not None:
+                        raise SystemExit("the training has ended, and the daemon has seen nothing of it")
+                    time.sleep(0.2)
+                for number in range(2 * options.rounds):
+                    is_stopped = number % 4 in (1, 2)  # the order changes from round to round
+                    daemon.send_signal(signal.SIGSTOP if is_stopped else signal.SIGCONT)
+                    began_s = time.time()
+                    time.sleep(options.phase)
+                    phases.append((is_stopped, began_s, time.time()))
+            finally:
+                daemon.send_signal(signal.SIGCONT)
+                num_puts = _uploads(port)
+                if len(phases) < 2 * options.rounds:
+                    training.kill()
+                training.wait(_PATIENCE_S)
+            out.seek(0)
+            ended_s = json.loads(out.read().splitlines()[-1])["ended_s"]
     finally:
         server.close()
-    found = spread(ratios)
+    step_s = {(is_stopped, began_s): _mean_step_s(ended_s, began_s, to_s) for is_stopped, began_s, to_s in phases}
+    sides = {side: [taken for (is_stopped, _), taken in step_s.items() if is_stopped is side] for side in (False, True)}
+    found = spread([with_s / without_s for with_s, without_s in zip(sides[False], sides[True], strict=True)])
     print(
-        f"beside: a step takes {statistics.median(with_s) * 1e3:.2f} ms with a daemon and"
-        f" {statistics.median(without_s) * 1e3:.2f} ms without; ratio {found.median:.3f}"
-        f" (quartiles {found.low:.3f} to {found.high:.3f}, {found.num_pairs} pairs)",
+        f"beside: a step takes {statistics.median(sides[False]) * 1e3:.2f} ms with a daemon and"
+        f" {statistics.median(sides[True]) * 1e3:.2f} ms without; ratio {found.median:.3f}"
+        f" (quartiles {found.low:.3f} to {found.high:.3f}, {found.num_pairs} pairs of {options.phase:.0f} s;"
+        f" {num_puts:.0f} uploads, {len(ended_s)} steps)",
         flush=True,
     )
 
 
-def _train(place: Path, num_steps: int) -> float:
-    """Record a training of two ranks. Returns the median seconds of a step of rank 0."""
-    env = clean_env(
-        RECORDER="1", OMP_NUM_THREADS="1", RECORDER_DIR=str(place / "recordings"), RECORDER_MIN_FREE_BYTES="0"
-    )
-    arguments = ["none", str(place), "--workload=ddp", f"--steps={num_steps}", "--warmup=20"]
-    ended = run_fresh("scripts.benchmarks.train", arguments, env, num_ranks=2)
-    return float(statistics.median(ended.results[0]["step_s"][20:]))
+def _uploads(port: int) -> float:
+    lines = (_asked(port, "metrics") or "").splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("recorder_daemon_uploads_total{"))
+
+
+def _mean_step_s(ended_s: list[float], began_s: float, to_s: float) -> float:
+    """Mean of the steps that lie in a span: a burst of the daemon's is in a mean, and not in a median."""
+    inside = [moment_s for moment_s in ended_s if began_s <= moment_s <= to_s]
+    if len(inside) < 2:
+        raise SystemExit("the training made no steps for a while; take a quieter machine, or a longer --phase")
+    return (inside[-1] - inside[0]) / (len(inside) - 1)
