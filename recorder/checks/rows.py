@@ -338,8 +338,8 @@ class Streaks:
         self._lengths, self._since = Memory(0.0), Memory()
         self._told = Memory(0.0) if told is None else told
 
-    def reached(self, lanes: Integers, steps: Integers, flags: Flags, records: float) -> list[Reached]:
-        """By lane, the first of these rows with which it has held for so many records; rows stand lane by lane."""
+    def lengths(self, lanes: Integers, steps: Integers, flags: Flags) -> tuple[Integers, Floats]:
+        """For how many records it has held at each row, and since which step; rows stand lane by lane."""
         lengths = streaks(lanes, flags, self._lengths)
         indices = np.arange(len(lanes))
         firsts = np.maximum.accumulate(np.where(begins(lanes), indices, 0))
@@ -347,6 +347,11 @@ class Streaks:
         since = np.where(starts >= firsts, steps[np.maximum(starts, 0)], self._since[lanes])
         is_last = ends(lanes)
         self._since[lanes[is_last]] = since[is_last]
+        return lengths, since
+
+    def reached(self, lanes: Integers, steps: Integers, flags: Flags, records: float) -> list[Reached]:
+        """By lane, the first of these rows with which it has held for so many records; rows stand lane by lane."""
+        lengths, since = self.lengths(lanes, steps, flags)
         new = np.flatnonzero((lengths >= records) & (self._told[lanes] == 0))
         new = new[begins(lanes[new])]
         self._told[lanes[new]] = np.ones(len(new))

@@ -93,6 +93,25 @@ def test_a_smaller_loss_is_no_finding(normal: Normal) -> None:
     )
 
 
+@pytest.mark.parametrize("rows_a_batch", [7, 1_000])
+@pytest.mark.parametrize(
+    ("far", "said"),
+    [
+        ([*range(8, 12)], [(Severity.NOTE, 8)]),
+        ([*range(8, 12), *range(30, 40)], [(Severity.WARNING, 30)]),
+        ([*range(8, 30)], [(Severity.WARNING, 8)]),
+        ([*range(8, 26, 2)], []),
+        ([36, 37, 38], []),
+    ],
+    ids=["a while", "again, and to the end", "most of it", "never for long", "shorter than a tenth of the training"],
+)
+def test_what_comes_back_is_a_note(normal: Normal, far: list[int], said: Any, rows_a_batch: int) -> None:
+    change = lambda name, step, rank, values: values * 30 if name == "output" and step in far else values  # noqa: E731
+    found = [one for one in judged(training(3, change), normal, rows_a_batch).findings if "mean square" in one.what]
+    assert [(one.severity, one.since) for one in found] == said
+    assert all(one.what.endswith("and came back") == (one.severity is Severity.NOTE) for one in found)
+
+
 def test_one_rank_of_two_that_is_unlike_the_other_is_named(normal: Normal) -> None:
     change = lambda name, step, rank, values: values * 10 if (name, rank) == ("output", 1) else values  # noqa: E731
     found = [one for one in judged(training(3, change), normal).findings if "spread over ranks" in one.what]

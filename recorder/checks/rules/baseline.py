@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from ..normal import HELD, STATISTICS, Measures, Numbers, Ranges, phase_of, steps_of
-from ..rows import Catalog, Floats, Integers, Rows, SeriesKey, Streaks
+from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, Streaks, begins, ends, previous
 from ..rule import Finding, Rule, Setting, Severity
 
 _NEEDED = "needs --baseline SOUND_RUN: a run of the same training that went well"
 _SEVERITIES = (Severity.ERROR, Severity.WARNING, Severity.WARNING, Severity.WARNING)
 """By what held: replicas that part company are an error."""
 _LEAST_STEPS = 3
+_MOST_FOUND = 5_000
+"""Findings that wait for the end of the run, which tells whether the value came back."""
 
 
 class BaselineRule(Rule):
@@ -46,7 +48,11 @@ class BaselineRule(Rule):
 
 
 class Unusual(BaselineRule):
-    """A statistic that is far from what it was at this phase of sound trainings."""
+    """A statistic that is far from what it was at this phase of sound trainings.
+
+    A sound training passes through the same stages, and may be in one of them when others are in the next. So what is
+    said has lasted for a share of the training so far, and what came back to normal later is a note.
+    """
 
     name: ClassVar[str] = "unusual"
     sentence: ClassVar[str] = "A statistic is far outside what it was at these steps of the sound runs."
@@ -55,17 +61,23 @@ class Unusual(BaselineRule):
     settings: ClassVar[tuple[Setting, ...]] = (
         Setting(name="spreads", default=4, unit="spreads outside the range", source="calibrated on sound trainings"),
         Setting(name="records", default=3, unit="records", source="calibrated on sound trainings"),
+        Setting(name="lasting", default=0.1, unit="of the steps so far", source="calibrated on sound trainings"),
     )  # fmt: skip
     advice: ClassVar[str] = "compare this value with that of the sound run"
 
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
         super().__init__(catalog, thresholds)
-        self._streaks = [Streaks() for _ in STATISTICS]
+        self._spells = [_Spells() for _ in STATISTICS]
+        self._first_step: int | None = None
+        self._found: dict[tuple[int, int], Finding] = {}
+        """By statistic and lane; how bad it is the end of the run tells."""
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         """Hold each statistic against its range, and count how long it is outside."""
         if self.normal is None:
             return
+        if self._first_step is None:
+            self._first_step = int(rows.steps[0])
         rows = rows.by_lane()
         series = self.numbers(rows)
         for numbers in self.measures.numbers(rows):
@@ -73,17 +85,31 @@ class Unusual(BaselineRule):
             own = Numbers(numbers.statistic, numbers.rows[order], numbers.values[order])
             if len(own.rows):
                 ranges = self.normal.ranges(series[own.rows], own, rows.steps[own.rows], rows["numel"][own.rows])
-                yield from self._judge(rows, own, ranges)
+                for one in self._judge(rows, own, ranges):
+                    lane = own.statistic, int(rows.lanes[one.row])
+                    if len(self._found) < _MOST_FOUND or lane in self._found:
+                        self._found[lane] = one.finding
+                    else:  # no sound training has so many
+                        yield one.finding
 
-    def _judge(self, rows: Rows, own: Numbers, ranges: Ranges) -> Iterator[Finding]:
+    def finish(self) -> Iterator[Finding]:
+        """Say what was found; what came back to normal is a note."""
+        yield from super().finish()
+        for (statistic, lane), one in self._found.items():
+            if self._spells[statistic].came_back(lane):
+                one = one._replace(severity=Severity.NOTE, what=f"{one.what}, and came back")
+            yield one
+
+    def _judge(self, rows: Rows, own: Numbers, ranges: Ranges) -> Iterator[_Found]:
         statistic = STATISTICS[own.statistic]
         above, below = (own.values - ranges.high) / ranges.spread, (ranges.low - own.values) / ranges.spread
         far = above if statistic.only_above else np.fmax(above, below)
         lanes, steps = rows.lanes[own.rows], rows.steps[own.rows]
         with np.errstate(invalid="ignore"):
             flags = far > self.thresholds["spreads"]
-        streaks = self._streaks[own.statistic]
-        for index, _, since in streaks.reached(lanes, steps, flags, self.thresholds["records"]):
+        lasting = np.asarray(self.thresholds["lasting"] * (steps - (self._first_step or 0)), np.float64)
+        begun = self._spells[own.statistic].begun(lanes, steps, flags, self.thresholds["records"], lasting)
+        for index, since in begun:
             side = "above" if above[index] > 0 else "below"
             step = int(steps[index])
             one = self.finding(
@@ -95,7 +121,60 @@ class Unusual(BaselineRule):
                 _plain(number, is_log=statistic.is_log)
                 for number in (own.values[index], ranges.low[index], ranges.high[index])
             )
-            yield one._replace(detail=f"{value} here, {least} to {most} there at steps {low} to {high}")
+            detail = f"{value} here, {least} to {most} there at steps {low} to {high}"
+            yield _Found(int(own.rows[index]), one._replace(detail=detail))
+
+
+class _Found(NamedTuple):
+    """A finding on a row."""
+
+    row: int
+    finding: Finding
+
+
+class _Spells:
+    """How long the values of one statistic have been far from normal, and whether they came back, by lane."""
+
+    def __init__(self) -> None:
+        self._streaks, self._was_long = Streaks(), Memory(0.0)
+        self._balance = Memory()
+        """Records that are far, less those that are not, since the beginning of the spell that was said; else NaN."""
+
+    def begun(
+        self, lanes: Integers, steps: Integers, flags: Flags, records: float, lasting: Floats
+    ) -> Iterator[tuple[int, int]]:
+        """Rows at which a spell is so long that it is said, and since when it lasts.
+
+        It is said once for each lane, and once more where it came back in between.
+
+        Args:
+            lanes: of rows that stand lane by lane.
+            steps: of each row.
+            flags: whether each row is far from normal.
+            records: for how many records in a row a spell has to last.
+            lasting: by row, for how many steps.
+        """
+        lengths, since = self._streaks.lengths(lanes, steps, flags)
+        is_long = (lengths >= records) & (steps - since + 1 >= lasting)
+        was_long = previous(lanes, is_long.astype(np.float64), self._was_long)
+        known = self._balance[lanes]
+        if not is_long.any() and np.isnan(known).all():
+            return
+        signs = np.cumsum(np.where(flags, 1.0, -1.0))
+        starts = np.flatnonzero(begins(lanes))
+        before = np.repeat(signs[starts] - np.where(flags[starts], 1.0, -1.0), np.diff(np.r_[starts, len(lanes)]))
+        balance = signs - before + known
+        for row in np.flatnonzero(is_long & (was_long == 0)).tolist():
+            if not balance[row] - lengths[row] >= 0:
+                end = int(np.searchsorted(lanes, lanes[row], side="right"))
+                balance[row:end] = signs[row:end] - signs[row] + lengths[row]
+                yield row, int(since[row])
+        is_last = ends(lanes)
+        self._balance[lanes[is_last]] = balance[is_last]
+
+    def came_back(self, lane: int) -> bool:
+        """Whether most values of a lane were normal again since the spell that was said."""
+        return bool(self._balance[np.array([lane])][0] < 0)
 
 
 class Invariant(BaselineRule):

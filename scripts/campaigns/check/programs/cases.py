@@ -30,6 +30,8 @@ class Case:
     backoff: float = 0.5
     steps: int = 320
     clip: float = 0.0
+    samples: int = 32
+    """Of a micro-batch; of fewer than 32 a unit has too few values to be judged."""
     accumulated: int = 1
     """Micro-batches of a step."""
     loss_factor: float = 1.0

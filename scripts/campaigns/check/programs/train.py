@@ -33,8 +33,6 @@ from tests.forking import fork
 
 RULES = "site=* keep=stats,fingerprint,histogram,units"
 OF_CHANNELS = "; class=ReLU site=output keep=units unit_dim=1"
-BATCH = 32
-"""Of fewer samples a unit has too few values to be judged."""
 _VALIDATION_STEPS = 10
 
 
@@ -71,10 +69,10 @@ class Data:
             number %= case.num_batches
         index = number * case.ranks + (self._rank if case.has_own_batches else 0)
         generator = torch.Generator().manual_seed(1_000_003 * self._seed + index + (0 if is_training else 500_000))
-        x = torch.randn(BATCH, WIDTH, generator=generator)
+        x = torch.randn(case.samples, WIDTH, generator=generator)
         labels = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
         if is_training and case.noisy_labels:
-            labels = torch.randint(0, 4, (BATCH,), generator=generator)
+            labels = torch.randint(0, 4, (case.samples,), generator=generator)
         return (case.batch(x, number, self._rank), case.labels(labels, number)) if is_training else (x, labels)
 
 
