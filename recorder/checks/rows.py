@@ -6,7 +6,7 @@ remembers by lane, so that memory grows with the model and the ranks, and never 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -361,6 +361,56 @@ class Streaks:
                 new.tolist(), lengths[new].tolist(), since[new].astype(np.int64).tolist(), strict=True
             )
         ]
+
+
+class Spells:
+    """What holds for a good while, told once for each lane, and whether it ended later."""
+
+    def __init__(self, weight: float = 1.0) -> None:
+        """Nothing has held yet.
+
+        Args:
+            weight: how many records in which it holds one counts for in which it does not, once it was told.
+        """
+        self._streaks, self._was_long = Streaks(), Memory(0.0)
+        self._weight = weight
+        self._balance = Memory()
+        """Records in which it holds, less the weight of all others, since what was told began; else NaN."""
+
+    def begun(
+        self, lanes: Integers, steps: Integers, flags: Flags, records: float, lasting: Floats
+    ) -> Iterator[tuple[int, int]]:
+        """Rows at which it has held for long enough, and since which step; once more where it ended in between.
+
+        Args:
+            lanes: of rows that stand lane by lane.
+            steps: of each row.
+            flags: whether it holds of each row.
+            records: for how many records in a row it has to hold.
+            lasting: by row, for how many steps.
+        """
+        lengths, since = self._streaks.lengths(lanes, steps, flags)
+        is_long = (lengths >= records) & (steps - since + 1 >= lasting)
+        was_long = previous(lanes, is_long.astype(np.float64), self._was_long)
+        known = self._balance[lanes]
+        if not is_long.any() and np.isnan(known).all():
+            return
+        signs = np.where(flags, 1.0, -self._weight)
+        sums = np.cumsum(signs)
+        starts = np.flatnonzero(begins(lanes))
+        before = np.repeat(sums[starts] - signs[starts], np.diff(np.r_[starts, len(lanes)]))
+        balance = sums - before + known
+        for row in np.flatnonzero(is_long & (was_long == 0)).tolist():
+            if not balance[row] - lengths[row] >= 0:
+                end = int(np.searchsorted(lanes, lanes[row], side="right"))
+                balance[row:end] = sums[row:end] - sums[row] + lengths[row]
+                yield row, int(since[row])
+        is_last = ends(lanes)
+        self._balance[lanes[is_last]] = balance[is_last]
+
+    def has_ended(self, lane: int) -> bool:
+        """Whether what was told of a lane did not hold for most records since, by the weight of those."""
+        return bool(self._balance[np.array([lane])][0] < 0)
 
 
 def grouped(*columns: Integers) -> tuple[Integers, Integers]:

@@ -128,6 +128,27 @@ def test_noise_neither_spikes_nor_jumps() -> None:
     assert said(recorded, Spike) == [] and said(recorded, Jump) == []
 
 
+def test_gradients_that_leave_a_plateau_slowly_do_not_jump() -> None:
+    slow = gradients(lambda step, path: 1.05 ** max(step - 100, 0) * (1.0 if step < 200 else 30.0), steps=201)
+    assert [one.step for one in said(slow, Jump)] == [200]
+
+
+@pytest.mark.parametrize(
+    ("high", "severities"),
+    [
+        ({50: 3.2}, [Severity.NOTE]),
+        ({50: 3.2, 51: 3.1}, [Severity.WARNING, Severity.NOTE]),
+        ({50: 3.2, 52: 3.1}, [Severity.NOTE]),
+        ({50: 9.0}, [Severity.WARNING]),
+    ],
+    ids=["one hard batch", "it stays up", "another within the first", "a large one"],
+)
+def test_a_small_spike_of_a_loss_is_a_note_unless_it_stays_up(high: dict[int, float], severities: Any) -> None:
+    found = said(losses(lambda step: high.get(step, 2 + noise(step, shape=(), scale=0.05)), steps=60), Spike)
+    assert [one.severity for one in found] == severities
+    assert [one.what.endswith("and stays up") for one in found] == [len(severities) == 2, False][: len(found)]
+
+
 def test_a_run_too_short_for_a_rule_is_not_judged() -> None:
     recorded = gradients(lambda step, path: 1.0, steps=20)
     for rule, number in ((Spike, "32"), (Jump, "100")):
@@ -218,6 +239,29 @@ def test_an_unused_layer_unlike_all_others_is_a_note() -> None:
         recorded.add(step, "used", noise(step), **OPTIMIZER, site="grad")
         recorded.add(step, "pooler", noise(0), **OPTIMIZER, site="param")
     assert [(one.module_path, one.severity) for one in said(recorded, NoGradient)] == [("pooler", Severity.NOTE)]
+
+
+@pytest.mark.parametrize("rows_a_batch", [7, 1_000])
+def test_an_expert_that_is_idle_for_a_while_or_for_ever_is_a_note(rows_a_batch: int) -> None:
+    recorded = Recorded({f"blocks.{number}": "Linear" for number in range(4)})
+    for step in range(60):
+        for number in range(4):
+            path, is_busy = f"blocks.{number}", number == 0 or (number != 3 and step % 20 > 12) or number == 2
+            moved = sum(number in (0, 2) or at % 20 > 12 for at in range(step)) if number != 3 else 0
+            recorded.add(step, path, noise(number) * (1 + 0.01 * moved), **OPTIMIZER, site="param")
+            if is_busy:
+                recorded.add(step, path, noise(step))
+            if number != 3:
+                gone = number == 2 and step >= 40
+                recorded.add(
+                    step, path, noise(step, scale=0.0 if gone or not is_busy else 1.0), **OPTIMIZER, site="grad"
+                )
+    found = recorded.judge(NoGradient, rows_a_batch).findings
+    assert {(one.module_path, one.severity, one.since) for one in found} == {
+        ("blocks.1", Severity.NOTE, 40), ("blocks.2", Severity.WARNING, 40), ("blocks.3", Severity.NOTE, None),
+    }  # fmt: skip
+    assert "its module is never called" in next(one.what for one in found if one.module_path == "blocks.3")
+    assert recorded.judge(Unchanged, rows_a_batch).findings == [], "it has no gradient while it stays as it is"
 
 
 def parameters(value: Any, gradient: float = 1.0, dtype: str = "float32", steps: int = 6) -> Recorded:
@@ -364,6 +408,24 @@ def test_a_validation_that_rises_far_above_the_training_is_named() -> None:
                 if step % 10 == 0:
                     recorded.add(step, "", 1 + rise * max(step - 20, 0) / 2, site="scalar", name=name, **more)
             assert [one.step for one in said(recorded, Overfitting)] == expected
+
+
+@pytest.mark.parametrize(
+    ("validations", "severities"),
+    [
+        ([9, 5, 3, 6, 6, 6, 2, 4, 4, 4], [Severity.NOTE]),
+        ([9, 5, 3, 6, 6, 6, 2, 5, 5, 5], [Severity.WARNING]),
+        ([9, 5, 3, 6, 2, 1, 1.5, 1.5, 1.5, 1.5], []),
+        ([9, 5, 3, 2, 1, 1.5, 1.5, 1.5, 1.5, 1.5], [Severity.WARNING]),
+    ],
+    ids=["it got better", "then farther than before", "no farther than before", "at once"],
+)
+def test_a_validation_that_goes_up_and_down_has_to_rise_farther_than_before(validations: Any, severities: Any) -> None:
+    recorded = Recorded()
+    for step, value in enumerate(validations):
+        recorded.add(step, "", 0.5, site="scalar", name="train/loss")
+        recorded.add(step, "", value, site="scalar", name="validation/loss", mode="eval")
+    assert [one.severity for one in said(recorded, Overfitting)] == severities
 
 
 def test_overfitting_needs_a_validation() -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from ..normal import HELD, STATISTICS, Measures, Numbers, Ranges, phase_of, steps_of
-from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, Streaks, begins, ends, previous
+from ..rows import Catalog, Floats, Integers, Rows, SeriesKey, Spells, Streaks
 from ..rule import Finding, Rule, Setting, Severity
 
 _NEEDED = "needs --baseline SOUND_RUN: a run of the same training that went well"
@@ -67,7 +67,7 @@ class Unusual(BaselineRule):
 
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
         super().__init__(catalog, thresholds)
-        self._spells = [_Spells() for _ in STATISTICS]
+        self._spells = [Spells() for _ in STATISTICS]
         self._first_step: int | None = None
         self._found: dict[tuple[int, int], Finding] = {}
         """By statistic and lane; how bad it is the end of the run tells."""
@@ -96,7 +96,7 @@ class Unusual(BaselineRule):
         """Say what was found; what came back to normal is a note."""
         yield from super().finish()
         for (statistic, lane), one in self._found.items():
-            if self._spells[statistic].came_back(lane):
+            if self._spells[statistic].has_ended(lane):
                 one = one._replace(severity=Severity.NOTE, what=f"{one.what}, and came back")
             yield one
 
@@ -130,51 +130,6 @@ class _Found(NamedTuple):
 
     row: int
     finding: Finding
-
-
-class _Spells:
-    """How long the values of one statistic have been far from normal, and whether they came back, by lane."""
-
-    def __init__(self) -> None:
-        self._streaks, self._was_long = Streaks(), Memory(0.0)
-        self._balance = Memory()
-        """Records that are far, less those that are not, since the beginning of the spell that was said; else NaN."""
-
-    def begun(
-        self, lanes: Integers, steps: Integers, flags: Flags, records: float, lasting: Floats
-    ) -> Iterator[tuple[int, int]]:
-        """Rows at which a spell is so long that it is said, and since when it lasts.
-
-        It is said once for each lane, and once more where it came back in between.
-
-        Args:
-            lanes: of rows that stand lane by lane.
-            steps: of each row.
-            flags: whether each row is far from normal.
-            records: for how many records in a row a spell has to last.
-            lasting: by row, for how many steps.
-        """
-        lengths, since = self._streaks.lengths(lanes, steps, flags)
-        is_long = (lengths >= records) & (steps - since + 1 >= lasting)
-        was_long = previous(lanes, is_long.astype(np.float64), self._was_long)
-        known = self._balance[lanes]
-        if not is_long.any() and np.isnan(known).all():
-            return
-        signs = np.cumsum(np.where(flags, 1.0, -1.0))
-        starts = np.flatnonzero(begins(lanes))
-        before = np.repeat(signs[starts] - np.where(flags[starts], 1.0, -1.0), np.diff(np.r_[starts, len(lanes)]))
-        balance = signs - before + known
-        for row in np.flatnonzero(is_long & (was_long == 0)).tolist():
-            if not balance[row] - lengths[row] >= 0:
-                end = int(np.searchsorted(lanes, lanes[row], side="right"))
-                balance[row:end] = signs[row:end] - signs[row] + lengths[row]
-                yield row, int(since[row])
-        is_last = ends(lanes)
-        self._balance[lanes[is_last]] = balance[is_last]
-
-    def came_back(self, lane: int) -> bool:
-        """Whether most values of a lane were normal again since the spell that was said."""
-        return bool(self._balance[np.array([lane])][0] < 0)
 
 
 class Invariant(BaselineRule):

@@ -7,7 +7,7 @@ import re
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from ..rule import Finding, Rule, Setting, Severity
 
 _LOSS, _NORM = "loss", "norm of all gradients"
 _GROWTH = 64
+_FADING = 0.97
+"""Of the largest of the last samples with each further one: it is half after 23."""
 _VALIDATION = re.compile(r"(.*[./_])?(val|valid|validation|eval|evaluation|test|dev)[./_]loss", re.IGNORECASE)
 _KEPT_STEPS = 8
 _MAX_KEPT_ROWS = 400_000
@@ -41,6 +43,19 @@ class _Courses:
             self.keys.append(key)
             self.lanes.append(lane)
         return self.numbers[key]
+
+
+class Said(NamedTuple):
+    """What is said of a sample."""
+
+    sample: int
+    """Which one of its step."""
+    what: str
+    measure: str
+    value: float
+    threshold: float
+    severity: Severity | None = None
+    """That of the rule where there is none."""
 
 
 class CourseRule(Rule):
@@ -71,14 +86,14 @@ class CourseRule(Rule):
         courses, steps, values = courses[order], steps[order], values[order]
         for at in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(steps)) + 1):
             if len(at):
-                for index, what, measure, number, threshold in self.judge(courses[at], values[at]):
-                    course = int(courses[at[index]])
-                    lane = self._blamed(rows, course, int(steps[at[index]]), shares)
-                    yield self.finding(lane, int(steps[at[index]]), what, measure, number, threshold)
+                for one in self.judge(courses[at], values[at]):
+                    course, step = int(courses[at[one.sample]]), int(steps[at[one.sample]])
+                    lane = self._blamed(rows, course, step, shares)
+                    yield self.finding(lane, step, one.what, one.measure, one.value, one.threshold, one.severity)
 
     @abstractmethod
-    def judge(self, courses: Integers, values: Floats) -> Iterator[tuple[int, str, str, float, float]]:
-        """Judge the samples of a step: index of the sample, words, measure, number, threshold."""
+    def judge(self, courses: Integers, values: Floats) -> Iterator[Said]:
+        """Judge the samples of a step."""
 
     def kind(self, course: int) -> str:
         """What a course is of."""
@@ -167,7 +182,10 @@ class _Recent:
 
 
 class Spike(CourseRule):
-    """A loss or a norm of gradients far outside what the last records were."""
+    """A loss or a norm of gradients far outside what the last records were.
+
+    The loss of a small batch leaps with a single hard sample. So a small leap of one record alone is a note.
+    """
 
     name: ClassVar[str] = "spike"
     sentence: ClassVar[str] = "The loss or the norm of all gradients leaps out of what it was over the last records."
@@ -176,7 +194,12 @@ class Spike(CourseRule):
         Setting(name="window", default=128, unit="records", source="OLMo-core's stability monitor"),
         Setting(name="least", default=32, unit="records", source="calibrated on sound trainings"),
         Setting(name="ratio", default=3, unit="times the largest of them", source="calibrated on sound trainings"),
-        Setting(name="loss_ratio", default=1.3, unit="times the largest of them", source="as above, for a loss"),
+        Setting(
+            name="loss_ratio",
+            default=1.3,
+            unit="times the largest of them",
+            source="as above, for a loss; below `ratio` it is a note unless it stays up",
+        ),
     )
     advice: ClassVar[str] = "look at the batch and at the learning rate of this step, and at what moved first"
 
@@ -191,6 +214,8 @@ class Spike(CourseRule):
         self._num: Integers = np.zeros(0, np.int64)
         self._total: Floats = np.zeros(0)
         """By course, the sum of what is in its ring."""
+        self._mild: dict[int, tuple[int, float]] = {}
+        """By course, the number of the sample that tells whether a small spike stays up, and the limit of it."""
 
     def wants(self, key: SeriesKey) -> bool:
         """A loss or a gradient, and what may have moved before them."""
@@ -205,7 +230,7 @@ class Spike(CourseRule):
             moved = self._recent.first_moved(one) if self._num_details <= _MAX_DETAILS else ""
             yield one._replace(detail=moved)
 
-    def judge(self, courses: Integers, values: Floats) -> Iterator[tuple[int, str, str, float, float]]:
+    def judge(self, courses: Integers, values: Floats) -> Iterator[Said]:
         """Judge each sample by the ring of those before it."""
         missing = int(courses.max()) + 1 - len(self._num)
         if missing > 0:
@@ -217,12 +242,19 @@ class Spike(CourseRule):
         ratio = np.where(self._is_loss(courses), self.thresholds["loss_ratio"], self.thresholds["ratio"])
         # What the ring holds is looked at only where its mean does not say that all is well: it takes the most time.
         for index in np.flatnonzero((num >= self.thresholds["least"]) & (values > np.abs(mean) * ratio)).tolist():
-            ring = self._last[courses[index]]
-            least = float(np.nanmax(np.abs(ring))) * float(ratio[index])
-            limit = max(float(mean[index]) + self.thresholds["sigmas"] * float(np.nanstd(ring)), least)
-            if values[index] > limit:
-                what = f"{self.words(int(courses[index]))} spikes over the mean of the records before"
-                yield index, what, self.kind(int(courses[index])), float(values[index]), limit
+            course, value, ring = int(courses[index]), float(values[index]), self._last[courses[index]]
+            largest = float(np.nanmax(np.abs(ring)))
+            limit = float(mean[index]) + self.thresholds["sigmas"] * float(np.nanstd(ring))
+            limit = max(limit, largest * float(ratio[index]))
+            at, limit_before = self._mild.get(course, (-1, np.inf))
+            what = f"{self.words(course)} spikes over the mean of the records before"
+            if at == num[index] and value > limit_before:
+                yield Said(index, f"{what}, and stays up", self.kind(course), value, limit_before)
+            elif value > limit:
+                is_mild = self.kind(course) == _LOSS and value < largest * self.thresholds["ratio"]
+                if is_mild:
+                    self._mild[course] = int(num[index]) + 1, limit
+                yield Said(index, what, self.kind(course), value, limit, Severity.NOTE if is_mild else None)
         slots = num % self._window
         self._total[courses] += values - np.nan_to_num(self._last[courses, slots])
         self._last[courses, slots] = values
@@ -242,7 +274,10 @@ class Spike(CourseRule):
 
 
 class Jump(CourseRule):
-    """A norm of gradients many times the largest of the beginning."""
+    """A norm of gradients many times the largest of the beginning, and of the last records.
+
+    A training that leaves a plateau has gradients far larger than on it, but not from one record to the next.
+    """
 
     name: ClassVar[str] = "jump"
     sentence: ClassVar[str] = "The norm of all gradients is many times the largest of the first records."
@@ -252,6 +287,9 @@ class Jump(CourseRule):
     settings: ClassVar[tuple[Setting, ...]] = (
         Setting(name="ratio", default=10, unit="times the largest", source="Megatron-LM's check for large gradients"),
         Setting(name="first", default=100, unit="records", source="Megatron-LM's check for large gradients"),
+        Setting(
+            name="sudden", default=3, unit="times the last ones", source="gradients that leave a plateau grow slowly"
+        ),
     )
     advice: ClassVar[str] = "a rank alone: suspect its hardware or its data; all ranks: the step before was too large"
 
@@ -261,28 +299,34 @@ class Jump(CourseRule):
         self._num: Integers = np.zeros(0, np.int64)
         self._is_up: Flags = np.zeros(0, np.bool_)
         """By course, whether its last sample was so large: the first of such is said."""
+        self._recent: Floats = np.zeros(0)
+        """By course, the largest of the last samples; it fades with each of them."""
 
     def wants(self, key: SeriesKey) -> bool:
         """A gradient of a parameter."""
         return key.site == "grad"
 
-    def judge(self, courses: Integers, values: Floats) -> Iterator[tuple[int, str, str, float, float]]:
+    def judge(self, courses: Integers, values: Floats) -> Iterator[Said]:
         """Judge each sample by the largest of the first."""
         missing = int(courses.max()) + 1 - len(self._num)
         if missing > 0:
             self._num = np.append(self._num, np.zeros(missing + _GROWTH, np.int64))
             self._largest = np.append(self._largest, np.zeros(missing + _GROWTH))
+            self._recent = np.append(self._recent, np.zeros(missing + _GROWTH))
             self._is_up = np.append(self._is_up, np.zeros(missing + _GROWTH, np.bool_))
         is_early = self._num[courses] < self.thresholds["first"]
         early = courses[is_early]
         self._largest[early] = np.maximum(self._largest[early], values[is_early])
         self._num[courses] += 1
         self.most = max(self.most, int(self._num.max()))
-        limit = self._largest[courses] * self.thresholds["ratio"]
+        limit = np.maximum(
+            self._largest[courses] * self.thresholds["ratio"], self._recent[courses] * self.thresholds["sudden"]
+        )
+        self._recent[courses] = np.maximum(self._recent[courses] * _FADING, values)
         is_over = ~is_early & (values > limit) & (limit > 0)
         for index in np.flatnonzero(is_over & ~self._is_up[courses]).tolist():
             what = f"{self.words(int(courses[index]))} jumps above the largest of the first records"
-            yield index, what, _NORM, float(values[index]), float(limit[index])
+            yield Said(index, what, _NORM, float(values[index]), float(limit[index]))
         self._is_up[courses] = is_over
 
     def finish(self) -> Iterator[Finding]:
@@ -316,7 +360,7 @@ class LossStuck(CourseRule):
         """By course, the mean of its first records."""
         self._is_said: Flags = np.zeros((0, 2), np.bool_)
 
-    def judge(self, courses: Integers, values: Floats) -> Iterator[tuple[int, str, str, float, float]]:
+    def judge(self, courses: Integers, values: Floats) -> Iterator[Said]:
         """Compare the last records of each loss with its first."""
         num, ring = self._rings.add(courses, values)
         missing = len(self._rings.num) - len(self._began)
@@ -337,11 +381,11 @@ class LossStuck(CourseRule):
         for index in np.flatnonzero(is_risen & ~self._is_said[courses, 0]).tolist():
             self._is_said[courses[index], 0] = True
             what = "the loss has risen far above where it began"
-            yield index, what, "mean of the last", float(now[index]), float(limit[index])
+            yield Said(index, what, "mean of the last", float(now[index]), float(limit[index]))
         for index in np.flatnonzero(is_stuck & ~self._is_said[courses, 1]).tolist():
             self._is_said[courses[index], 1] = True
             what, measure = "the loss stands still where it began", "spread over the last records"
-            yield index, what, measure, float(spread[index]), self.thresholds["spread"]
+            yield Said(index, what, measure, float(spread[index]), self.thresholds["spread"])
 
     def finish(self) -> Iterator[Finding]:
         """Say where there were too few records."""
@@ -352,7 +396,10 @@ class LossStuck(CourseRule):
 
 
 class Overfitting(CourseRule):
-    """A validation loss that rises while it is far above the loss in training."""
+    """A validation loss that rises while it is far above the loss in training.
+
+    The loss of a small validation set goes up and down. So it has to rise farther than before.
+    """
 
     name: ClassVar[str] = "overfitting"
     sentence: ClassVar[str] = "The validation loss rises from its best, far above the loss in training."
@@ -378,14 +425,28 @@ class Overfitting(CourseRule):
         """By rank, the mean of these."""
         self._best: dict[int, float] = {}
         """By course of a validation."""
+        self._recovered: dict[int, float] = {}
+        """By course, the largest rise over its best that a better one followed."""
+        self._rise: dict[int, float] = {}
+        """By course, the largest rise since its best."""
         self._num_above: dict[int, int] = {}
+        self._found: dict[int, tuple[Finding, float]] = {}
+        """By course, what was found, and the best validation by then."""
+        self._course = -1
         self._has_validation = False
 
     def wants(self, key: SeriesKey) -> bool:
         """A loss, also one that is called ``validation_loss``."""
         return key.is_loss or is_validation(key)
 
-    def judge(self, courses: Integers, values: Floats) -> Iterator[tuple[int, str, str, float, float]]:
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        """Judge the validations; whether one was better later the end of the run tells."""
+        for one in super().add(rows):
+            if self._course not in self._found or self._best[self._course] < self._found[self._course][1]:
+                self._found[self._course] = one, self._best[self._course]
+        yield from ()
+
+    def judge(self, courses: Integers, values: Floats) -> Iterator[Said]:
         """Hold each validation against its best and against the losses in training since the last one."""
         new = [self._facts_of(course) for course in range(len(self._facts), int(courses.max()) + 1)]
         if new:
@@ -406,24 +467,34 @@ class Overfitting(CourseRule):
         key = self.catalog.series[int(self.catalog.series_of[lane])]
         return int(self.catalog.rank_of[lane]), int(is_validation(key))
 
-    def _validated(
-        self, index: int, course: int, rank: int, value: float
-    ) -> Iterator[tuple[int, str, str, float, float]]:
+    def _validated(self, index: int, course: int, rank: int, value: float) -> Iterator[Said]:
         if self._num[rank]:
             self._last_trained[rank] = float(self._total[rank] / self._num[rank])
         trained = self._last_trained.get(rank)
-        best = self._best[course] = min(value, self._best.get(course, value))
+        best = self._best.get(course, value)
+        if value < best:
+            self._recovered[course] = max(self._rise.pop(course, 1.0), self._recovered.get(course, 1.0))
+            best = value
+        self._best[course] = best
+        if best > 0:
+            self._rise[course] = max(self._rise.get(course, 1.0), value / best)
         if trained is None or trained <= 0:
             return
         gap = (value - trained) / trained
-        is_above = gap > self.thresholds["gap"] and value > best * (1 + self.thresholds["rise"])
+        least = max(1 + self.thresholds["rise"], self._recovered.get(course, 1.0))
+        is_above = gap > self.thresholds["gap"] and value > best * least
         self._num_above[course] = self._num_above.get(course, 0) + 1 if is_above else 0
         if self._num_above[course] == self.thresholds["records"]:
+            self._course = course
             what = "the validation loss has risen from its best, and the loss in training has not"
-            yield index, what, "validation over training, less 1", gap, self.thresholds["gap"]
+            yield Said(index, what, "validation over training, less 1", gap, self.thresholds["gap"])
 
     def finish(self) -> Iterator[Finding]:
-        """Say where there is nothing to compare."""
+        """Say what was found, and where there is nothing to compare."""
+        for course, (one, best) in self._found.items():
+            if self._best[course] < best:
+                one = one._replace(severity=Severity.NOTE, what=f"{one.what}; later it is better still")
+            yield one
         if not self._has_validation:
             self.why_not_judged = "needs a validation loss: recorder.scalar('validation/loss', loss)"
         elif not self._last_trained:

@@ -7,8 +7,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, ends, grouped
+from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, Spells, ends, grouped
 from ..rule import Finding, Rule, Setting, Severity, StreakRule
+
+_LASTING = 0.1
+"""Of the steps so far: for how long a gradient has to be zero."""
+_MOST_FOUND = 5_000
+"""Findings that wait for the end of the run."""
 
 
 def is_weight(catalog: Catalog, rows: Rows) -> Flags:
@@ -131,6 +136,7 @@ class NoGradient(Rule):
         keys = self.catalog.series
         having = {(key.root, key.module_path, key.name) for key in keys if key.site == "grad"}
         alike = {(root, template(path), name) for root, path, name in having}
+        called = {(key.root, key.module_path) for key in keys if key.site == "output"}
         for lane in range(self.catalog.num_lanes):
             key = keys[int(self.catalog.series_of[lane])]
             module = self.catalog.modules.get((key.root, key.module_path))
@@ -139,9 +145,13 @@ class NoGradient(Rule):
             if never and is_asked and self._records[np.array([lane])][0] >= self.thresholds["records"]:
                 is_odd = (key.root, template(key.module_path), key.name) in alike
                 what = "never had a gradient" + (", and those of its like have" if is_odd else "")
+                if module is not None and "output" in module.sites and (key.root, key.module_path) not in called:
+                    what += ": its module is never called"
+                    is_odd = False
                 severity = Severity.WARNING if is_odd else Severity.NOTE
                 num = float(self._records[np.array([lane])][0])
                 yield self.finding(lane, 0, what, "records without", num, self.thresholds["records"], severity)
+        yield from self._zeros.finish()
 
 
 class _Zeros(StreakRule):
@@ -154,11 +164,37 @@ class _Zeros(StreakRule):
     settings: ClassVar[tuple[Setting, ...]] = NoGradient.settings
     what: ClassVar[str] = "the gradient is zero in all elements"
     measure: ClassVar[str] = "share of zeros"
-    limit: ClassVar[str] = "share"
+    limit: ClassVar[str] = "records"
     advice: ClassVar[str] = NoGradient.advice
 
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float]) -> None:
-        super().__init__(catalog, {"share": 1.0} | dict(thresholds))
+        super().__init__(catalog, thresholds)
+        self._spells = Spells(weight=1e6)
+        self._found: dict[int, Finding] = {}
+        """By lane; how bad it is the end of the run tells."""
+        self._first_step: int | None = None
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        """Look for zeros that last."""
+        if self._first_step is None:
+            self._first_step = int(rows.steps[0])
+        rows = rows.by_lane()
+        flags, values = self.judge(rows)
+        lasting = np.asarray(_LASTING * (rows.steps - self._first_step), np.float64)
+        for row, since in self._spells.begun(rows.lanes, rows.steps, flags, self.records, lasting):
+            lane, step = int(rows.lanes[row]), int(rows.steps[row])
+            one = self.finding(lane, step, self.what, self.measure, values[row], 1.0, since=since)
+            if len(self._found) < _MOST_FOUND or lane in self._found:
+                self._found[lane] = one
+            else:
+                yield one
+
+    def finish(self) -> Iterator[Finding]:
+        """Say what was found; an expert that no sample goes to for a while has a gradient again, and is a note."""
+        for lane, one in self._found.items():
+            if self._spells.has_ended(lane):
+                one = one._replace(severity=Severity.NOTE, what=f"{one.what}, and later it is not")
+            yield one
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """By the count of zeros."""

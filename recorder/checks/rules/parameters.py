@@ -18,6 +18,7 @@ _NARROW = ("bfloat16", "float16", "float8")
 _LEAST_ELEMENTS = 16
 """The statistics of a smaller weight are those of a few numbers."""
 _MAX_SKIPPED = 10_000
+_MAX_STEPS = 1 << 40
 
 
 class Update(StreakRule):
@@ -75,6 +76,12 @@ class Unchanged(StreakRule):
         """By lane of a gradient, its largest root mean square so far."""
         self._largest = 0.0
         self._step = Memory()
+        self._numbers: dict[tuple[str, str, str, int], int] = {}
+        """By root, module, name and rank of a parameter."""
+        self._number = Memory()
+        """By lane of a parameter or a gradient, the number of the parameter."""
+        self._had: Integers = np.zeros(0, np.int64)
+        """Which parameters had a gradient at which step, of the rows in hand and of the last step before them."""
         self._skipped: dict[tuple[int, int], None] = {}
         """The last steps that GradScaler skipped, by rank and step."""
 
@@ -92,6 +99,7 @@ class Unchanged(StreakRule):
             lanes = gradients.lanes[firsts]
             self._gradient[lanes] = np.maximum(np.maximum.reduceat(rms, firsts), self._gradient[lanes])
         self._largest = max(self._largest, float(rms.max(initial=0.0)))
+        self._note_gradients(gradients.take(rms > 0))
         skipped = scalars.take(np.nan_to_num(scalars["mean"]) > 0)
         self._skipped |= dict.fromkeys(zip(skipped.ranks.tolist(), skipped.steps.tolist(), strict=True))
         for old in list(self._skipped)[:-_MAX_SKIPPED]:
@@ -100,7 +108,10 @@ class Unchanged(StreakRule):
             yield from (one for one in super().add(rows.take(site == 0)) if self._has_gradient(one))
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By statistics that agree with those of the record before, unless the step between was skipped."""
+        """By statistics that agree with those of the record before, where the step between had a gradient.
+
+        Where no gradients of that step were recorded, it is taken to have had one.
+        """
         flags = np.ones(len(rows), np.bool_)
         for name, memory in self._values.items():
             flags &= rows[name] == previous(rows.lanes, rows[name], memory)
@@ -108,7 +119,27 @@ class Unchanged(StreakRule):
         before = previous(rows.lanes, rows.steps.astype(np.float64), self._step)
         for index in np.flatnonzero(flags).tolist() if self._skipped else ():
             flags[index] = (int(rows.ranks[index]), int(before[index])) not in self._skipped
+        at = np.flatnonzero(flags)
+        if len(at):
+            steps = np.nan_to_num(before[at], nan=-1).astype(np.int64)
+            is_judged = np.isin(self._numbers_of(rows.lanes[at]) * _MAX_STEPS + steps, self._had)
+            flags[at] = is_judged | ~np.isin(steps, self._had % _MAX_STEPS)
         return flags, np.full(len(rows), float(self.records))
+
+    def _note_gradients(self, rows: Rows) -> None:
+        """Remember which parameters have a gradient: an expert that no sample goes to has none, and may stay."""
+        had = self._numbers_of(rows.lanes) * _MAX_STEPS + rows.steps
+        last = self._had[self._had % _MAX_STEPS == (self._had % _MAX_STEPS).max(initial=0)]
+        self._had = np.unique(np.r_[last, had])
+
+    def _numbers_of(self, lanes: Integers) -> Integers:
+        """By row, the number of its parameter."""
+        known = self._number[lanes]
+        for lane in np.unique(lanes[np.isnan(known)]).tolist():
+            key = self.catalog.series[int(self.catalog.series_of[lane])]
+            of = key.root, key.module_path, key.name, int(self.catalog.rank_of[lane])
+            self._number[np.array([lane])] = np.array([self._numbers.setdefault(of, len(self._numbers))], np.float64)
+        return self._number[lanes].astype(np.int64)
 
     def severity_of(self, lane: int) -> Severity:
         """A note for types in which small updates round away."""

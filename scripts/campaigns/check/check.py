@@ -27,6 +27,8 @@ NUM_TWINS = 2
 """Sound trainings beside which another is judged."""
 JUDGED = ("dead_units", "outlier_units", "low_precision")
 """Rules that judge each sound training, because it records what they need."""
+_LEAST_SAMPLES = 32
+"""Of fewer a unit has too few values for `dead_units`."""
 _AT_ONCE = 20
 """Trainings that are forked from one process: its start costs more than most of them."""
 
@@ -173,7 +175,8 @@ def _line(folder: Path, name: str, seed: int) -> bool:
     one, others = f"{name}@{seed}", twins(name, seed)
     alone, beside = judged(folder, one, []), judged(folder, one, others)
     if name in SOUND:
-        unjudged = {one.rule for one in alone.unjudged}.intersection(JUDGED)
+        due = JUDGED if SOUND[name].samples >= _LEAST_SAMPLES else JUDGED[1:]
+        unjudged = {one.rule for one in alone.unjudged}.intersection(due)
         is_right = not loud(alone) and not loud(beside) and not unjudged
         what = "quiet" if is_right else f"NOT JUDGED: {', '.join(sorted(unjudged))}" if unjudged else "FALSE ALARM"
         what += f", {alone.num_judged} rules alone and {beside.num_judged} beside sound runs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .models import Causal, Images, Labelled, Net, Recurrent, TwoHeads, Words
+from .models import Adapted, Adversaries, Causal, Experts, Images, Labelled, Net, Recurrent, Tied, TwoHeads, Words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,8 @@ class Case:
     after: Callable[[Any, int, int], None] = lambda net, step, rank: None
     """What is done to the model after a step."""
     groups: Callable[[Any], Any] = lambda net: [one for one in net.parameters() if one.requires_grad]
+    other_groups: Callable[[Any], Any] = lambda net: []
+    """What a second optimizer has, SGD."""
 
 
 def _frozen_trunk(net: Any) -> None:
@@ -64,6 +67,20 @@ def _frozen_trunk(net: Any) -> None:
 
 def _cosine(step: int) -> float:
     return min(step / 30, 1.0) * (0.55 + 0.45 * math.cos(math.pi * step / 320))
+
+
+def _long_cosine(step: int) -> float:
+    return min(step / 60, 1.0) * (0.5 + 0.5 * math.cos(math.pi * step / 700))
+
+
+def _with_average(net: Any) -> None:
+    net.average = copy.deepcopy(net).requires_grad_(requires_grad=False)
+
+
+def _average(net: Any, step: int, rank: int) -> None:
+    with torch.no_grad():
+        for mean, parameter in zip(net.average.parameters(), list(net.parameters()), strict=False):
+            mean.lerp_(parameter, 0.05)
 
 
 SOUND: dict[str, Case] = {
@@ -101,6 +118,29 @@ SOUND: dict[str, Case] = {
     "ddp4": Case(ranks=4),
     "ddp4-images": Case(model=Images, ranks=4),
     "fsdp2": Case(ranks=2, layout="fsdp"),
+    "tied": Case(model=Tied, rate=3e-3),
+    "adapters": Case(model=Adapted, rate=1e-2),
+    "experts": Case(model=Experts, rate=3e-3),
+    "adversaries": Case(model=Adversaries, optimizer="adam", rate=1e-3),
+    "averaged": Case(begin=_with_average, after=_average),
+    "two-optimizers": Case(
+        groups=lambda net: net.blocks.parameters(),
+        other_groups=lambda net: [*net.norm.parameters(), *net.head.parameters()],
+    ),
+    "long": Case(
+        model=lambda: Net(dropout=0.2),
+        autocast=torch.bfloat16,
+        steps=700,
+        rate=1e-2,
+        clip=1.0,
+        schedule=_long_cosine,
+        samples=16,
+    ),
+    "plain-4-samples": Case(model=lambda: Net(4, is_residual=False), samples=4),
+    "plain-tanh-16-samples": Case(model=lambda: Net(4, nn.Tanh, is_residual=False), samples=16),
+    "plain-sigmoid-16-samples": Case(model=lambda: Net(3, nn.Sigmoid, is_residual=False), rate=1e-2, samples=16),
+    "words-4-samples": Case(model=Words, samples=4),
+    "ddp2-8-samples": Case(ranks=2, samples=8),
     "fsdp4-words": Case(model=lambda: Words(dropout=0.0), ranks=4, layout="fsdp"),
 }
 

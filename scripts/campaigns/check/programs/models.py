@@ -158,3 +158,85 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.cell(x.view(-1, 4, 4))[0][:, -1])  # type: ignore[no-any-return]
+
+
+class Tied(nn.Module):
+    """An embedding whose rows are the weights of the head, most of them never looked up, and blocks that share one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, WIDTH), nn.Linear(WIDTH, 256, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        self.head.weight = self.embed.weight
+        blocks = [Block(nn.GELU) for _ in range(3)]
+        blocks[1].up.weight = blocks[0].up.weight
+        self.blocks, self.norm = nn.ModuleList(blocks), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed((x.abs() * 10).long().clamp(max=31)).mean(1) + x
+        for block in self.blocks:
+            y = y + block(y)
+        return self.head(self.norm(y))  # type: ignore[no-any-return]
+
+
+class Adapter(nn.Module):
+    """A frozen layer with an addition of low rank, which begins at zero."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner.requires_grad_(requires_grad=False)
+        self.down, self.up = nn.Linear(inner.in_features, 4, bias=False), nn.Linear(4, inner.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+class Adapted(nn.Module):
+    """A frozen net whose layers have adapters, and a head that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net().requires_grad_(requires_grad=False)
+        self.net.head.requires_grad_(requires_grad=True)
+        for block in self.net.blocks:
+            for name in ("up", "down"):
+                setattr(block, name, Adapter(getattr(block, name)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+class Experts(nn.Module):
+    """Eight experts, one of which each sample goes to: some of them hardly ever have any, and two never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.norm, self.head = nn.Linear(WIDTH, 8), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(Block(nn.GELU) for _ in range(8))
+        with torch.no_grad():
+            self.router.bias[5:] = torch.tensor([-1.5, -30.0, -30.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if (chosen == number).any():
+                y = y.index_add(0, (at := (chosen == number).nonzero()[:, 0]), weights[at, None] * expert(x[at]))
+        return self.head(self.norm(x + y))  # type: ignore[no-any-return]
+
+
+class Adversaries(nn.Module):
+    """A net that makes samples, and another that tells them from true ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, WIDTH))
+        self.judge = nn.Sequential(nn.Linear(WIDTH, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+
+    def forward(self, x: Tensor, *, is_of_judge: bool) -> Tensor:
+        """The loss of the judge, or that of the maker."""
+        made = self.maker(torch.randn(len(x), 8))
+        if not is_of_judge:
+            return nn.functional.softplus(-self.judge(made)).mean()
+        return nn.functional.softplus(self.judge(made.detach())).mean() + nn.functional.softplus(-self.judge(x)).mean()

@@ -28,7 +28,7 @@ import recorder
 import recorder.lifecycle.recorder  # as dynamo
 import recorder.write.writer
 from scripts.campaigns.check.programs.cases import FAULTS, SOUND, Case
-from scripts.campaigns.check.programs.models import WIDTH, Labelled, TwoHeads
+from scripts.campaigns.check.programs.models import WIDTH, Adversaries, Labelled, TwoHeads
 from tests.forking import fork
 
 RULES = "site=* keep=stats,fingerprint,histogram,units"
@@ -80,6 +80,8 @@ def loss_of(case: Case, model: nn.Module, net: nn.Module, x: Tensor, labels: Ten
     """The loss of a batch, with what else a training minds."""
     if isinstance(net, Labelled):
         return model(x, labels)  # type: ignore[no-any-return]
+    if isinstance(net, Adversaries):
+        return model(x, is_of_judge=True)  # type: ignore[no-any-return]
     with torch.autocast("cpu", case.autocast) if case.autocast is not None else contextlib.nullcontext():
         out = model(x.to(case.dtype)).float()
         loss = F.cross_entropy(out, labels)
@@ -101,7 +103,9 @@ def run(folder: Path, case: Case, rank: int, seed: int) -> None:
     case.begin(net)
     net.to(case.dtype)
     model = wrapped(case, net)
-    optimizer = optimizer_of(case, net)
+    optimizer = optimizer_of(case, net.judge if isinstance(net, Adversaries) else net)
+    others = [optimizer_of(case, net.maker)] if isinstance(net, Adversaries) else []
+    others += [torch.optim.SGD(groups, lr=0.03) for groups in [case.other_groups(net)] if groups]
     data = Data(case, rank, seed)
     scaler = torch.amp.GradScaler("cpu", init_scale=case.scale, backoff_factor=case.backoff) if case.scale else None
     rules = RULES + (OF_CHANNELS if any(isinstance(one, nn.ReLU) for one in model.modules()) else "")
@@ -124,6 +128,12 @@ def run(folder: Path, case: Case, rank: int, seed: int) -> None:
                 scaler.step(optimizer)
                 scaler.update()
             optimizer.zero_grad()
+            if isinstance(net, Adversaries):
+                net.zero_grad()
+                model(data.batch(step)[0], is_of_judge=False).backward()
+            for other in others:
+                other.step()
+                other.zero_grad()
             case.after(net, step, rank)
             if case.is_validated and step % _VALIDATION_STEPS == 0:
                 model.eval()
