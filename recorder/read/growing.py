@@ -10,10 +10,12 @@ import copy
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
 from ..errors import NotARunError, RunError
 from ..format.manifest import RunManifest
+from ..format.members import Shared
 from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, open_name, shard_name
 from ..storage.locations import Location, store_of
 from ..storage.protocol import Seen
@@ -60,10 +62,11 @@ class _Lane:
 class _Followed:
     """One writer's directory."""
 
-    def __init__(self, directory: Location, rank: int | None) -> None:
+    def __init__(self, directory: Location, rank: int | None, writer: RecordedWriter, seen: Seen | None) -> None:
         self.directory, self.rank = directory, rank
-        self.writer = RecordedWriter(directory, rank, [])
-        self.manifest_seen: Seen | None = None
+        self.writer = writer
+        self.manifest_seen = seen
+        """How its manifest looked when it was read; None where there was none yet."""
         self.lanes: dict[str, _Lane] = {}
         self.pending: list[_Batch] = []
         self.is_at_work = True
@@ -89,6 +92,7 @@ class GrowingRun:
         self._store = store_of(location)
         self._watch = RunWatch(location)
         self._followed: dict[Location, _Followed] = {}
+        self._shared = Shared()
         self.num_rows = 0
         """Rows that were found so far."""
         self.has_again = False
@@ -112,10 +116,7 @@ class GrowingRun:
             parent = self.location / name
             newest = newest_of.get(rank)
             for one in self._list(parent):
-                followed = self._followed.get(parent / one)
-                if followed is None:
-                    followed = self._followed[parent / one] = _Followed(parent / one, rank)
-                self._look_at_manifest(followed)
+                followed = self._follow(parent / one, rank)
                 followed.is_at_work = rank in at_work and (newest is None or one == newest)
                 has_more |= self._look_at_shards(followed)
         return has_more or self._said != before
@@ -137,14 +138,19 @@ class GrowingRun:
                 raise
             return []
 
-    def _look_at_manifest(self, followed: _Followed) -> None:
-        try:
-            seen = self._store.look_at(followed.directory / WRITER_MANIFEST)
-        except OSError:
-            return  # it has only just begun
-        if seen != followed.manifest_seen:
-            followed.writer = RecordedWriter(followed.directory, followed.rank, [])
+    def _follow(self, directory: Location, rank: int | None) -> _Followed:
+        """The writer of a directory, with what its manifest says now."""
+        followed = self._followed.get(directory)
+        seen = None
+        with suppress(OSError):  # it has only just begun
+            seen = self._store.look_at(directory / WRITER_MANIFEST)
+        if followed is None:
+            writer = RecordedWriter(directory, rank, [], self._shared)
+            followed = self._followed[directory] = _Followed(directory, rank, writer, seen)
+        elif seen is not None and seen != followed.manifest_seen:
+            followed.writer = RecordedWriter(directory, rank, [], self._shared)
             followed.manifest_seen = seen
+        return followed
 
     def _look_at_shards(self, followed: _Followed) -> bool:
         has_more = False
@@ -171,16 +177,21 @@ class GrowingRun:
     def advance(self, max_rows: int) -> bool:
         """Find more batches, of about so many rows, of the ranks that are furthest behind; False where all is read."""
         stop = self.num_rows + max_rows
-        while self.num_rows < stop:
-            behind = min(self._unread(), key=lambda unread: unread[1].reached, default=None)
-            if behind is None:
-                return False
-            followed, lane = behind
+        lanes = list(self._unread())
+        behind = [(lane.reached, index) for index, (_, lane) in enumerate(lanes)]
+        heapify(behind)
+        while behind and self.num_rows < stop:
+            _, index = behind[0]
+            followed, lane = lanes[index]
             try:
                 lane.is_read = not self._take(followed, lane)
             except (FileNotFoundError, NotARunError):  # retired, or sealed between two looks: the next look knows
                 lane.shard, lane.waiting, lane.is_read = None, [], True
-        return True
+            if lane.is_read:
+                heappop(behind)
+            else:
+                heapreplace(behind, (lane.reached, index))
+        return bool(behind)
 
     def _unread(self) -> Iterator[tuple[_Followed, _Lane]]:
         for followed in self._followed.values():
@@ -256,6 +267,15 @@ class GrowingRun:
     def num_pending(self) -> int:
         """How many rows the pending batches hold, those of steps that are done with among them."""
         return sum(one.num_rows for followed in self._followed.values() for one in followed.pending)
+
+    def num_rows_of(self, steps: Steps) -> int:
+        """How many rows the batches hold that `writers` gives for the same steps."""
+        return sum(
+            one.num_rows
+            for followed in self._followed.values()
+            for one in followed.pending
+            if one.steps[0] < steps[1] and steps[0] < one.steps[1]
+        )
 
     def writers(self, steps: Steps) -> tuple[RecordedWriter, ...]:
         """The writers with the batches that may hold rows of some steps, and no other rows."""

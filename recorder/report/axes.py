@@ -11,6 +11,7 @@ import numpy as np
 from ..analyze.keys import Integers
 from ..analyze.moments import integers
 from ..globalview.run import Run
+from ..read.modules import list_paths
 from ..sites import SITE_OF, Kind
 from .blocks import Block
 from .rows import SeriesKey, keys_of
@@ -82,7 +83,8 @@ def modules_block(run: Run, series: list[SeriesKey]) -> tuple[Block, Mapping[str
     """The modules, those that ran in the order of execution, and by path the number of each."""
     order = dict.fromkeys(dict.fromkeys(key.module_path for key in series))
     # What only contains others, or was not recorded, stands behind; the page puts it where its children are.
-    paths = [*order, *(path for path in run.known_paths if path not in order)]
+    known = list_paths((path for _, path in run.modules), order)
+    paths = [*order, *(path for path in known if path not in order)]
     infos = {path: info for (_, path), info in run.modules.items()}
     rows = [
         [path, infos[path].class_name if path in infos else "", infos[path].source if path in infos else ""]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,15 +34,6 @@ _COLUMNS = (
     "placements", *STATISTICS, *COUNTS, "micro_step", "call", "repeat", "encoding", "payload_bytes",
     "histogram", "units",
 )  # fmt: skip
-_SCHEMA_READ = pa.schema(
-    [
-        pa.field(name, pa.dictionary(pa.int32(), pa.string()))
-        if SCHEMA.field(name).type == pa.string()
-        else SCHEMA.field(name)
-        for name in _COLUMNS
-    ]
-)
-_BEGINNING = -(1 << 62)
 
 Steps = tuple[int, int]
 
@@ -59,16 +51,19 @@ class SeriesKey(NamedTuple):
 class StepRows:
     """The rows of a run, range by range of steps."""
 
-    def __init__(self, run: Run, tables_of: Callable[[Steps], Iterator[Any]], ranges: Sequence[Steps]) -> None:
-        """Made by `step_rows`, and by `rows_between`."""
+    def __init__(
+        self, run: Run, tables_of: Callable[[Steps], Iterator[Any]], ranges: Sequence[Steps], schema: Any
+    ) -> None:
+        """Made by `step_rows`."""
         self.ranges = list(ranges)
+        self._schema = schema
         self._tables_of = tables_of
         self._attempts = Attempts(run, Topology(run.writers, run.run_id, run.world_size))
 
     def __iter__(self) -> Iterator[Any]:
         """A table for each range: rows that count, by rank and `seq`."""
         for steps in self.ranges:
-            table = pa.concat_tables([_SCHEMA_READ.empty_table(), *self._tables_of(steps)])
+            table = pa.concat_tables([self._schema.empty_table(), *self._tables_of(steps)])
             table = table.unify_dictionaries().combine_chunks()
             counts = self._attempts.counting(table)
             table = table if counts.all() else table.filter(pa.array(counts))
@@ -76,35 +71,53 @@ class StepRows:
             yield table.take(pa.array(order))
 
 
-def rows_between(run: Run, steps: Steps) -> Any:
-    """The rows of a range of steps, as a table; see `StepRows`."""
-    (table,) = StepRows(run, lambda some: _tables(run.writers, some), [steps])
-    return table
-
-
 @contextmanager
-def step_rows(run: Run) -> Iterator[StepRows]:
-    """Read the rows of a run, as often as one likes; what is too much for the memory lies on a disk meanwhile."""
-    ranges = run.view().windows(RANGE_ROWS)
-    with cut_rows(run, ranges, _tables) as tables_of:
-        yield StepRows(run, tables_of, ranges)
+def step_rows(
+    run: Run,
+    ranges: Sequence[Steps] | None = None,
+    *,
+    further: Sequence[str] = (),
+    max_pending_rows: int = RANGE_ROWS,
+) -> Iterator[StepRows]:
+    """Read the rows of a run, as often as one likes; what is too much for the memory lies on a disk meanwhile.
+
+    Args:
+        run: whose rows.
+        ranges: of steps, half-open, ascending, apart from each other; by default all, `RANGE_ROWS` rows at a time.
+        further: columns that the tables have besides.
+        max_pending_rows: rows that are in memory together on their way to the disk.
+    """
+    schema = pa.schema(
+        [
+            pa.field(name, pa.dictionary(pa.int32(), pa.string()))
+            if SCHEMA.field(name).type == pa.string()
+            else SCHEMA.field(name)
+            for name in dict.fromkeys((*_COLUMNS, *further))
+        ]
+    )
+    ranges = run.view().windows(RANGE_ROWS) if ranges is None else ranges
+    with cut_rows(run, ranges, partial(_tables, schema), max_pending_rows) as tables_of:
+        yield StepRows(run, tables_of, ranges, schema)
 
 
-def _tables(writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
+def _tables(schema: Any, writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
     for writer in writers:
         for shard in writer.shards:
-            for batch in shard.columns((*_COLUMNS, "part"), steps):
+            for batch in shard.columns((*schema.names, "part"), steps):
                 at, part = (batch.column(name).to_numpy() for name in ("step", "part"))
                 is_wanted = (at >= steps[0]) & (at < steps[1]) & (part == 0)
-                table = pa.Table.from_batches([batch]).filter(pa.array(is_wanted))
-                table = table.filter(pc.not_equal(table.column("phase"), _RECOMPUTED))
+                table = pa.Table.from_batches([batch])
+                if not is_wanted.all():
+                    table = table.filter(pa.array(is_wanted))
+                if _RECOMPUTED in batch.column("phase").unique().to_pylist():
+                    table = table.filter(pc.not_equal(table.column("phase"), _RECOMPUTED))
                 columns = [
                     table.column(field.name).dictionary_encode()
                     if pa.types.is_dictionary(field.type)
                     else table.column(field.name)
-                    for field in _SCHEMA_READ
+                    for field in schema
                 ]
-                yield pa.Table.from_arrays(columns, schema=_SCHEMA_READ)
+                yield pa.Table.from_arrays(columns, schema=schema)
 
 
 class Values(NamedTuple):

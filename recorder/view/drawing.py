@@ -9,14 +9,14 @@ from __future__ import annotations
 import base64
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from .. import __version__
 from ..analyze.check.check import installed_rules
-from ..analyze.check.reading import RunRows
+from ..analyze.check.reading import RunRows, columns_read
 from ..checks.book import RULES, make_rules
 from ..checks.engine import Engine
 from ..checks.rows import Catalog
@@ -32,7 +32,7 @@ from ..report.axes import Axes, modules_block
 from ..report.blocks import Block
 from ..report.images import ImageFinder
 from ..report.ranks import layouts_of, ranks_block
-from ..report.rows import rows_between
+from ..report.rows import step_rows
 from ..report.series.statistics import StatisticsBlocks
 from ..report.top import Finding, Told, facts_of, gaps_block, top_block
 from ..storage.locations import Location, store_of
@@ -40,11 +40,15 @@ from ..system.text import counted
 from ..system.units import size
 
 _READ_ROWS = 120_000
-"""Rows that are found at a time while a long run is read for the first time."""
+"""Rows that are found at a time, and drawn at a time, while a long run is read for the first time."""
 _WINDOW_ROWS = 20000
 """Rows, roughly, that are in memory together."""
+_CUT_ROWS = 40_000
+"""Rows that are in memory together while batches of many steps are cut: one takes less there than while it is drawn."""
 _WHOLE_AFTER_S = 1.5
 """A step is whole when a later one was seen so long ago: both kinds of shard are flushed once a second."""
+_LOOKS_APART = 10
+"""A run that is read for the first time is listed after so many times as long as it took: of 4,096 ranks, seconds."""
 _MAX_OPEN_ROWS = 60_000
 """Rows of steps that may not be whole. Where there are more, a rank is far behind, and is drawn as its rows come."""
 _MAX_TOGETHER_ROWS = 40_000
@@ -81,6 +85,8 @@ class Drawing:
         """Grows where all columns are others: then a page needs everything anew."""
         self.version = 0
         """Grows with each change."""
+        self._rules = [*RULES, *installed_rules()[0]]
+        self._columns = [name for rule in self._rules for name in rule.columns]
         self._begin(manifest)
 
     def _begin(self, manifest: RunManifest) -> None:
@@ -88,6 +94,10 @@ class Drawing:
         self.manifest = manifest
         self.state = "reading"
         """``reading`` (for the first time), ``live``, ``over``, or ``gone``."""
+        self._looking: Generator[None, None, bool] | None = None
+        """A look that rests."""
+        self._look_at_s = 0.0
+        """When the run is listed next; at once, unless there is enough to read without."""
         self._checked: list[Told] | None = None
         self.growing = GrowingRun(self.location, manifest)
         self.axes = Axes()
@@ -113,19 +123,33 @@ class Drawing:
         self.epoch += 1
 
     def refresh(self) -> bool:
-        """Look at the run; whether there is more to read at once."""
+        """Look at the run, or go on with what is not drawn yet; whether there is more to do at once."""
         try:
             if self.state == "gone":
                 return self._is_another()
-            is_new = self.growing.look()
-            has_more = self.growing.advance(_READ_ROWS)
-            goes_on = self.state == "over" and not self.growing.is_over
-            if self.growing.has_again or goes_on or self._has_other_ranks():
-                self._begin(self.manifest)
-                return True
-            self._draw_new(is_new, has_more)
+            looking, self._looking = self._looking or self._look(), None
+            next(looking)
+        except StopIteration as done:
+            return bool(done.value)
         except NotARunError:
             return self._is_another()
+        self._looking = looking
+        return True
+
+    def _look(self) -> Generator[None, None, bool]:
+        """Look at the run and draw what is new, with a rest where that is much; return whether there is more."""
+        began_s, is_new = time.monotonic(), False
+        if began_s >= self._look_at_s:
+            is_new = self.growing.look()
+            self._look_at_s = time.monotonic() + _LOOKS_APART * (time.monotonic() - began_s)
+        has_more = self.growing.advance(_READ_ROWS)
+        if not has_more:
+            self._look_at_s = 0.0
+        goes_on = self.state == "over" and not self.growing.is_over
+        if self.growing.has_again or goes_on or self._has_other_ranks():
+            self._begin(self.manifest)
+            return True
+        yield from self._draw_new(is_new, has_more)
         return has_more
 
     def _is_another(self) -> bool:
@@ -146,24 +170,25 @@ class Drawing:
         """Whether a rank has begun since lanes were made: each has one of its own, or counts among all."""
         return self.collected is not None and self._run((0, 0)).ranks != self.collected.lanes.ranks
 
-    def _draw_new(self, is_new: bool, has_more: bool) -> None:
+    def _draw_new(self, is_new: bool, has_more: bool) -> Iterator[None]:
         growing = self.growing
         first, end = growing.first_pending, min(self._whole_until(has_more), growing.end_pending)
         state = "reading" if has_more else "over" if growing.is_over else "live"
-        if is_new or end > max(growing.done_before, first) or state != self.state:
-            self.version += 1
-            self._restore()
-            if end > first:
-                self._draw_final(first, end)
+        if is_new or end > max(growing.done_before, first) or state != self.state or has_more:
+            self._begin_version()
+            for _ in self._draw_final(first, end):
+                self.state = "reading"
+                self._keep_top()
+                self._keep_slow_if_due()
+                yield
+                self._begin_version()
             if not has_more and growing.end_pending > growing.first_pending:
                 self._draw_open(growing.first_pending, growing.end_pending)
             self.state = state
             if state == "over" and not self._is_checked:
                 self._finish()
             self._keep_top()
-        is_due = state == "over" or time.monotonic() - self._slow_at_s >= _SLOW_S
-        if is_due and self.collected is not None and self.version != self._slow_version:
-            self._keep_slow()
+        self._keep_slow_if_due()
 
     def _whole_until(self, has_more: bool) -> int:
         """The first step that may not be whole."""
@@ -180,28 +205,40 @@ class Drawing:
             self._seen.appendleft((now_s - _WHOLE_AFTER_S, whole))
         return whole
 
-    def _restore(self) -> None:
+    def _begin_version(self) -> None:
+        """What changes from now on is new to all pages; what was not final is taken out."""
+        self.version += 1
         if self.collected is not None:
             for cube in self.collected.growing_cubes:
                 cube.restore()
                 cube.version = self.version
 
-    def _draw_final(self, first: int, end: int) -> None:
-        """Draw steps that are whole, piece by piece, and have done with them."""
-        growing = self.growing
-        num_pieces = max(-(-growing.num_pending // _WINDOW_ROWS), 1)
+    def _draw_final(self, first: int, end: int) -> Iterator[None]:
+        """Draw steps that are whole, piece by piece, and have done with them; rests now and then."""
+        if end <= first:
+            return
+        num_pieces = max(-(-self.growing.num_pending // _WINDOW_ROWS), 1)
         length = max(-(-(end - first) // num_pieces), 1)
-        for start in range(first, end, length):
-            steps = start, min(start + length, end)
-            run = self._run(steps)
-            if any(writer.shards for writer in run.writers):
-                self._draw(run, steps)
-            growing.done(steps[1])
+        pieces = [(start, min(start + length, end)) for start in range(first, end, length)]
+        run, further, num_rows = self._run((first, end)), columns_read(self._columns), 0
+        judged: RunRows | None = None
+        with step_rows(run, pieces, further=further, max_pending_rows=_CUT_ROWS) as rows:
+            for steps, table in zip(pieces, rows, strict=True):
+                if table.num_rows:
+                    self._draw(run, steps, table)
+                    judged = judged or RunRows(run, self._columns, steps, self._catalog)
+                    self._check(judged, table)
+                    num_rows += table.num_rows
+                self.growing.done(steps[1])
+                if num_rows >= _READ_ROWS:
+                    num_rows = 0
+                    yield
 
     def _draw_open(self, first: int, end: int) -> None:
         """Draw steps that may not be whole."""
         run = self._run((first, end))
-        table = rows_between(run, (first, end))
+        with step_rows(run, [(first, end)]) as rows:
+            (table,) = rows
         if not table.num_rows:
             return
         self._grow(run, table)
@@ -211,21 +248,17 @@ class Drawing:
         self.collected.add(table, is_final=False)
         self._add_global(run, (first, end), table, is_final=False)
 
-    def _draw(self, run: Run, steps: tuple[int, int]) -> None:
-        """Draw steps that are whole."""
-        table = rows_between(run, steps)
-        if not table.num_rows:
-            return
+    def _draw(self, run: Run, steps: tuple[int, int], table: Any) -> None:
+        """Draw steps that are whole, with these rows."""
         self._grow(run, table)
         assert self.collected is not None
         self.collected.add(table)
         self._add_global(run, steps, table, is_final=True)
         self._look_for_images(run, table)
-        if len(run.ranks) > 1 and not run.is_merged and self._can_put_together(run):
+        if len(run.ranks) > 1 and not run.is_merged and self._can_put_together(steps):
             firsts = self.axes.first_steps
             keys = [key for key, number in self.axes.index.items() if steps[0] <= firsts[number] < steps[1]]
-            self._layouts += layouts_of(run, self.axes, keys, self._kinds_seen)
-        self._check(run, steps)
+            self._layouts += layouts_of(self._run(steps), self.axes, keys, self._kinds_seen)
 
     def _run(self, steps: tuple[int, int]) -> Run:
         """The run with rows of some steps alone."""
@@ -265,10 +298,10 @@ class Drawing:
         assert self.collected is not None
         if not self.collected.lanes.has_global or run.is_merged:
             return
-        if not self._can_put_together(run):
+        if not self._can_put_together(steps):
             self._is_global_partial = True
             return
-        view = run.view()
+        view = self._run(steps).view()
         if self._leaves is None:
             self._leaves = view.leaves
         view.leaves = self._leaves
@@ -278,8 +311,8 @@ class Drawing:
             self._num_global_steps += len(table.column("step").unique())
         self.collected.global_steps = self._num_global_steps if self._is_global_partial else None
 
-    def _can_put_together(self, run: Run) -> bool:
-        return run.num_rows <= _MAX_TOGETHER_ROWS
+    def _can_put_together(self, steps: tuple[int, int]) -> bool:
+        return self.growing.num_rows_of(steps) <= _MAX_TOGETHER_ROWS
 
     def _look_for_images(self, run: Run, table: Any) -> None:
         finder = ImageFinder(run)
@@ -291,15 +324,12 @@ class Drawing:
             elif block.arrays:
                 self._last_images = block
 
-    def _check(self, run: Run, steps: tuple[int, int]) -> None:
+    def _check(self, rows: RunRows, table: Any) -> None:
         """Feed the rules of `recorder check`."""
-        if self._catalog is None or self._engine is None:
-            rules = [*RULES, *installed_rules()[0]]
-            self._columns = [name for rule in rules for name in rule.columns]
-            self._catalog = RunRows(run, self._columns, steps).catalog
-            self._engine = Engine(make_rules(rules, self._catalog, {}), self._catalog)
-        for rows in RunRows(run, self._columns, steps, self._catalog):
-            self._engine.add(rows)
+        if self._engine is None:
+            self._catalog = rows.catalog
+            self._engine = Engine(make_rules(self._rules, self._catalog, {}), self._catalog)
+        self._engine.add(rows.of_table(table))
         self._engine.flush()
         self._found += self._engine.take()
 
@@ -334,7 +364,7 @@ class Drawing:
         numbers = {
             "version": __version__,
             "against": None,
-            "live": {"state": self.state, "step": known[1] if known else None},
+            "live": {"state": self.state, "step": known[1] if known else None, "found": self._found_text()},
             "verdict": None if self._checked is not None else _verdict(self.state, ranks, bad),
         }
         told = (
@@ -344,15 +374,25 @@ class Drawing:
         )
         self._keep(top_block(run, checks, told, (), None if self.state == "live" else self.collected, numbers, facts))
 
+    def _found_text(self) -> str:
+        """How much of a run is found that is read for the first time; empty once it is."""
+        num_rows = self.growing.num_rows
+        written = sum(rank.status.written for rank in self.growing.ranks)
+        if self.state != "reading" or not num_rows:
+            return ""
+        return f"{num_rows:,} of {written:,} rows are found" if num_rows <= written else f"{num_rows:,} rows are found"
+
     def _known_steps(self) -> tuple[int, int, int] | None:
         for cube in () if self.collected is None else (self.collected.cube, self.collected.scalar_cube):
             if cube.last_step is not None:
                 return cube.first_steps[0], cube.last_step, cube.num_steps
         return None
 
-    def _keep_slow(self) -> None:
-        """Make what is made of everything."""
-        assert self.collected is not None
+    def _keep_slow_if_due(self) -> None:
+        """Make what is made of everything, where it is time for it."""
+        is_due = self.state == "over" or time.monotonic() - self._slow_at_s >= _SLOW_S
+        if not is_due or self.collected is None or self.version == self._slow_version:
+            return
         self._slow_at_s = time.monotonic()
         for block in self.collected.further_blocks():
             self._keep(block)

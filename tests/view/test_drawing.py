@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,7 @@ import recorder
 from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.format.numbers.histogram import Histogram
 from recorder.read.finding import find_run
+from recorder.read.shards.rows import ShardRows
 from recorder.report.collect import collect
 from recorder.report.series.cube import GrowingCube
 from recorder.report.series.histograms import HistogramCollector
@@ -124,6 +127,42 @@ def test_a_page_that_takes_what_is_new_has_what_a_new_page_gets(tmp_path: Path) 
     same(numbers, values_of(read(drawn.blocks())["values/absmax"])[0])
     assert numbers.shape[2] == NUM_STEPS and max(sizes) <= 3  # what is sent grows with what is new
     assert not [name for name in drawn.blocks_since(drawn.version) if name.startswith("values")]
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_batch_of_many_steps_is_read_once_and_a_page_is_told_of_each_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run")
+    for rank in range(2):
+        writer = HandmadeWriter(run, rank)
+        writer.add_shard([[row for step in range(NUM_STEPS) for row in rows_of(step, rank)]], kind="stats")
+        writer.finish(exit_reason="end")
+    asked: list[tuple[str, ...]] = []
+    columns = ShardRows.columns
+
+    def noted(self: ShardRows, names: Sequence[str], *steps: Any) -> Any:
+        asked.append(tuple(names))
+        return columns(self, names, *steps)
+
+    monkeypatch.setattr(ShardRows, "columns", noted)
+    monkeypatch.setattr(drawing, "_WINDOW_ROWS", 8)
+    monkeypatch.setattr(drawing, "_READ_ROWS", 8)
+    monkeypatch.setattr(drawing, "_CUT_ROWS", 8)
+    monkeypatch.setattr(drawing, "_MAX_TOGETHER_ROWS", 0)
+    drawn, told, known = draw(run), [], []
+    while drawn.refresh():
+        told.append(read(drawn.blocks())["top"].data["live"])
+        known.append(drawn.collected.cube.num_steps if drawn.collected is not None else 0)
+    num_reads = sum("scope" in names and "histogram" in names for names in asked)
+    assert num_reads == 2 * 2  # of each rank's batch all steps but the last, which may not be whole, and then this one
+    assert [live["state"] for live in told] == ["reading"] * len(told) and told[0]["found"] == "47 of 94 rows are found"
+    assert len(set(known)) > NUM_STEPS // 2 and drawn.state == "over"
+    live, whole = read(drawn.blocks()), at_once(run)
+    order = [live["axes"].data["series"].index(one) for one in whole["axes"].data["series"]]
+    for name in ("absmax", "l2", "nan_count"):
+        same(values_of(live[f"values/{name}"])[0][order][:, 1:], values_of(whole[f"values/{name}"])[0][:, 1:])
+    assert any("nonfinite: 'b' output, step 7" in text for text, _, _ in live["top"].data["findings"])
 
 
 @pytest.mark.usefixtures("no_wait")

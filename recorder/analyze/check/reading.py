@@ -60,9 +60,9 @@ class RunRows:
             steps: from the first up to, but not including, the last; by default all.
             catalog: of rows that were read before, where these are the next ones of the same run.
         """
-        self._details = [name for name in SOURCES if name in columns]
+        self._details = _details(columns)
         self._run = run
-        self._numbers = tuple(dict.fromkeys([*_NUMBERS, *(name for name in columns if _is_number(name))]))
+        self._numbers = _numbers(columns)
         self._schema = pa.schema(
             [
                 *(SCHEMA.field(name) for name in (*_ORDER, *self._numbers)),
@@ -98,6 +98,11 @@ class RunRows:
                 self.num_rows += table.num_rows
                 if table.num_rows:
                     yield self._as_rows(table)
+
+    def of_table(self, table: Any) -> Rows:
+        """Rows that were read already, of steps in which one attempt counts; `columns_read` says with which columns."""
+        columns = [table.column(name) for name in (*_ORDER, *self._numbers, *_TEXTS)]
+        return self._as_rows(pa.Table.from_arrays([*columns, *columns_of(self._details, table)], schema=self._schema))
 
     def _tables(self, writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
         wanted = (*_ORDER, *self._numbers, *_TEXTS)
@@ -150,6 +155,20 @@ class RunRows:
         ]
         part_and_peer = np.array(parts_and_peers, np.int64).reshape(-1, 2)[pairs.ids]
         return np.array(series_of, np.int64)[groups.ids], part_and_peer[:, 0], part_and_peer[:, 1]
+
+
+def columns_read(columns: Sequence[str]) -> list[str]:
+    """What is read of each row for rules that read these columns beside the usual statistics."""
+    sources = (SOURCES[name] for name in _details(columns))
+    return list(dict.fromkeys((*_ORDER, *_numbers(columns), *_TEXTS, *sources)))
+
+
+def _details(columns: Sequence[str]) -> list[str]:
+    return [name for name in SOURCES if name in columns]
+
+
+def _numbers(columns: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([*_NUMBERS, *(name for name in columns if _is_number(name))]))
 
 
 def _is_number(name: str) -> bool:

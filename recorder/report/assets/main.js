@@ -146,13 +146,16 @@ class App {
     document.documentElement.dataset.drawn ??= String(Math.round(performance.now()));
     this.told();
   }
-  /** There is no row yet. */
+  /** There is nothing to draw yet. */
   async wait() {
     const top = this.blocks.has("top") ? (await this.blocks.get("top")).data : null;
     this.top = top ?? { run: "", live: { state: "reading", step: null } };
+    const isReading = this.top.live.state === "reading";
+    const text = isReading ? "This page draws the run once rows of all ranks are found and put into the order of steps." :
+      "Nothing is recorded yet. This page draws it as soon as it is.";
     this.liveText = el("span", { id: "live", role: "status" });
     document.getElementById("page").replaceChildren(el("header", {}, el("h1", {}, this.top.run, this.liveText)),
-      el("main", {}, el("section", {}, el("p", { class: "note", id: "waiting" }, "Nothing is recorded yet. This page draws it as soon as it is."))));
+      el("main", {}, el("section", {}, el("p", { class: "note", id: "waiting" }, text))));
     this.sayLive();
     this.isWaiting = true;
   }
@@ -228,10 +231,10 @@ class App {
   }
   sayLive() {
     if (!this.liveText || !this.top?.live) return;
-    const { state, step } = this.top.live, problem = this.source?.problem;
+    const { state, step, found } = this.top.live, problem = this.source?.problem;
     this.liveText.className = problem ? "wrong" : state;
     this.liveText.replaceChildren();
-    put(this.liveText, problem ? problem : `${LIVE_TEXTS[state] ?? state}${step === null ? "" : `, step ${step}`}`);
+    put(this.liveText, problem ? problem : `${LIVE_TEXTS[state] ?? state}${step === null ? "" : `, step ${step}`}${found ? `, ${found}` : ""}`);
   }
 }
 
@@ -242,6 +245,7 @@ async function begin() {
   if (LIVE === "side") return new SidePage().start();
   const app = new App(blocks);
   if (LIVE === null) return app.start();
+  await app.wait();
   app.source = new LiveSource(app);
   new Beside(app.state);
 }
