@@ -2,7 +2,7 @@
 
 Jobs of two gloo ranks under torchrun record all the while, one after the other, beside short runs of one writer; some
 are killed. A daemon ships to an S3 server through a proxy that is slow, cuts, answers 500, 503 and 403, damages and
-lies, and is killed again and again; the server is killed, stopped for a while, and comes back, now and then empty.
+lies, and is killed again and again, now and then after it was stopped for a while; the server is killed, stopped for a while, and comes back, now and then empty.
 Between two kills a reader opens what is there. Each sealed shard that is ever here is kept aside by a hard link. At
 the end one daemon is left alone with the store: then every byte there must be that here, nothing may be lost, there
 twice or left over, `verify` must be clean on both sides, and what was removed here (`--keep-local 15s`) must be there.
@@ -42,6 +42,8 @@ from tests.write.rig import Rig
 from .store_process import StoreProcess
 
 _FAULT_SHARE = 0.04
+_STOPPED_SHARE = 0.03
+"""Daemons that are stopped by SIGSTOP and go on, for some seconds or a minute, before they are killed."""
 _PREFIX = "fleet"
 _RULES = "site=* keep=stats; site=grad,output steps=::10 keep=tensor"
 _KILLS_A_STORE = 10
@@ -84,7 +86,7 @@ def main(arguments: argparse.Namespace) -> int:
     writer: Any = None
     job: jobs.Job | None = None
     try:
-        num_kills, num_reads = 0, 0
+        num_kills = num_reads = num_stops = 0
         while num_kills < count and time.monotonic() < until_s:
             if writer is None or not writer.is_alive():
                 writer = context.Process(target=record, args=(recordings / f"run-{num_runs}", num_runs))
@@ -97,6 +99,12 @@ def main(arguments: argparse.Namespace) -> int:
             daemon.start()
             time.sleep(draw.uniform(0.02, 1.5))
             assert daemon.pid is not None
+            if draw.random() < _STOPPED_SHARE:
+                os.kill(daemon.pid, signal.SIGSTOP)
+                time.sleep(60.0 if draw.random() < 0.1 else draw.uniform(0.5, 5.0))
+                os.kill(daemon.pid, signal.SIGCONT)
+                num_stops += 1
+                time.sleep(draw.uniform(0.02, 1.5))
             os.kill(daemon.pid, signal.SIGKILL)
             daemon.join()
             num_kills += 1
@@ -126,7 +134,10 @@ def main(arguments: argparse.Namespace) -> int:
         problems += _compare(store, door.url, folder, shards.folder)
         faults = {fault: proxy.seen[fault] for fault in FAULTS}
         num_requests = sum(proxy.seen.values()) - proxy.seen["none"] - sum(faults.values())
-        print(f"{num_kills} kills of the daemon, {outages}; {jobs_begun} jobs of 2 ranks and {num_runs} short runs")
+        print(
+            f"{num_kills} kills of the daemon ({num_stops} times it was stopped before), {outages};"
+            f" {jobs_begun} jobs of 2 ranks and {num_runs} short runs"
+        )
         print(f"{shards.num_linked} sealed shards were here; {num_reads} looks between; {num_requests} requests")
         print(f"faults of requests: {faults}")
     finally:
