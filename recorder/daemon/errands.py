@@ -89,7 +89,7 @@ def catalog(run: RunShipper, folder: Path) -> None:
         run.shared.counters.add("errands", "catalog done")
         if is_news:
             run.shared.uploaded("catalog", len(content))
-        run.there.ledger.add(catalog_name(), len(content), f"rows:{num_rows}")
+        run.there.note(catalog_name(), len(content), f"rows:{num_rows}")
     except (StoreError, TakenError) as error:
         run.shared.counters.add("errands", "catalog failed")
         if isinstance(error, StoreError):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +17,12 @@ import pytest
 
 import recorder
 from recorder.daemon.daemon import Daemon
+from recorder.daemon.destination import Throttle, parse_destination
 from recorder.daemon.shipping.ledger import ledger_name
+from recorder.daemon.steering import send_to_store
+from recorder.errors import WriteError
+from recorder.format.commands import COMMANDS, SET, Command, command_name
+from recorder.system.processes import own_process
 from tests.cli.conftest import Cli
 from tests.daemon.proxy import FaultyProxy
 from tests.daemon.support import at_work, files, objects, settings, ship
@@ -125,7 +132,7 @@ def test_a_run_that_is_replaced_by_another_of_its_name_is_not_mixed_with_it(
     assert objects(store, prefix_of(to)) == expected
 
 
-def test_a_full_disk_costs_the_ledger_and_nothing_else(tmp_path: Path, store: StoreServer, to: str) -> None:
+def test_a_ledger_that_cannot_be_kept_costs_nothing_else(tmp_path: Path, store: StoreServer, to: str) -> None:
     run = small_run(tmp_path)
     (run / ledger_name(to)).mkdir()  # nobody can write it
     code, daemon = ship(tmp_path, to)
@@ -135,6 +142,82 @@ def test_a_full_disk_costs_the_ledger_and_nothing_else(tmp_path: Path, store: St
     (run / ledger_name(to)).rmdir()
     code, daemon = ship(tmp_path, to)
     assert (code, daemon.counters.of("uploads"), daemon.counters.of("confirmed")) == (0, {}, {"there": 6})
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0, reason="needs mount namespaces"
+)
+def test_a_disk_without_a_byte_left_costs_the_ledger_which_is_said_once(
+    tmp_path: Path, store: StoreServer, to: str
+) -> None:
+    run = small_run(tmp_path / "kept")
+    script = """
+mkdir recordings && mount -t tmpfs -o size=256k none recordings && cp -r kept/recordings/run-a recordings/
+cat /dev/zero > recordings/ballast 2> /dev/null
+exec "$@"
+"""
+    words = ["daemon", "--once", "--watch=recordings", f"--to={to}", "--state=recordings/state", "--catalog-s=0"]
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script, "sh", sys.executable, "-m", "recorder", *words],
+        cwd=tmp_path, env=environment({}), capture_output=True, text=True, timeout=50,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("cannot be written (No space left on device); what it lacks is found in the store") == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert objects(store, prefix_of(to)) == files(run.parent)
+
+
+def test_a_daemon_that_stands_still_keeps_its_lock_and_goes_on_where_it_was(
+    tmp_path: Path, store: StoreServer, to: str, proxy: FaultyProxy
+) -> None:
+    """While it is stopped its connections are cut, its run ends, a second daemon comes, and it is told something."""
+    config = tmp_path / "daemon.toml"
+    config.write_text("fresh_s = 1\nstatus_s = 0.5\ncatalog_s = 0\naccept_commands = true\n")
+    recordings = tmp_path / "recordings"
+    rig = Rig(recordings / "run-a", flush_interval_s=0.05, shard_rows=5)
+    rig.writer.set_manifest(own_process())
+    rig.start()
+    words = ["--watch=recordings", f"--to={to}", "--state=state", f"--config={config}", "--listen="]
+    log = tmp_path / "daemon.log"
+    with open(log, "wb") as err:
+        daemon = subprocess.Popen(
+            [sys.executable, "-m", "recorder", "daemon", *words], cwd=tmp_path, env=environment({}), stderr=err
+        )
+    try:
+        rig.put(step=0, keep=recorder.records.KEEP_STATS)
+        wait_until(lambda: "run-a/_run.json" in objects(store, prefix_of(to)))
+        config.write_text("fresh_s = -1\n")
+        daemon.send_signal(signal.SIGHUP)
+        for step in range(1, 12):
+            rig.put(step=step)
+        assert rig.drain()
+        wait_until(lambda: "the old ones stay in force" in log.read_text())
+        wait_until(lambda: any("/tensors-" in name for name in objects(store, prefix_of(to))))
+        daemon.send_signal(signal.SIGSTOP)
+        num_cut = itertools.count()
+        proxy.fault = lambda method, path: "cut" if next(num_cut) < 3 else None
+        told = Command(kind=SET, from_step=100, rules=("site=grad keep=tensor",))
+        with pytest.MonkeyPatch.context() as direct:
+            direct.setenv("AWS_ENDPOINT_URL", store.url)
+            send_to_store(parse_destination(to, Throttle(0)), "run-a", told, b"")
+            with pytest.raises(WriteError, match=f"another daemon of this node ships there: process {daemon.pid} "):
+                Daemon(settings(tmp_path, to)).run_once()
+        assert not (recordings / "run-a" / COMMANDS).exists()
+        daemon.send_signal(signal.SIGCONT)
+        wait_until(lambda: (recordings / "run-a" / COMMANDS / command_name(1)).exists())
+        daemon.send_signal(signal.SIGSTOP)
+        rig.close()
+        daemon.send_signal(signal.SIGCONT)
+        wait_until(lambda: _without_commands(objects(store, prefix_of(to))) == _without_commands(files(recordings)))
+        daemon.terminate()
+        assert daemon.wait(30) == 0
+    finally:
+        daemon.kill()
+        daemon.wait()
+
+
+def _without_commands(found: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: content for name, content in found.items() if f"/{COMMANDS}/" not in name}
 
 
 def test_a_node_that_was_started_anew_ships_what_its_writers_left(tmp_path: Path, store: StoreServer, to: str) -> None:

@@ -92,7 +92,9 @@ class ShippedLedger:
                 try:
                     os.write(self._descriptor, line.encode())
                 except OSError as error:  # a full disk: what is not noted is found in the store
-                    self.problem = f"{self.name}: cannot be written ({error.strerror})"
+                    self.problem = (
+                        f"{self.name}: cannot be written ({error.strerror}); what it lacks is found in the store"
+                    )
 
     def forget(self, names: list[str]) -> None:
         """Take files for not shipped: the store has lost them."""
@@ -109,7 +111,7 @@ class ShippedLedger:
                 os.ftruncate(self._descriptor, 0)
                 os.write(self._descriptor, "".join(f"{line}\n" for line in lines).encode())
             except OSError as error:
-                self.problem = f"{self.name}: cannot be written ({error.strerror})"
+                self.problem = f"{self.name}: cannot be written ({error.strerror}); what it lacks is found in the store"
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1

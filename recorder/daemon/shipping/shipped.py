@@ -196,7 +196,7 @@ class ShippedRun:
         if how != "there":
             shared.uploaded(_kind(name), file.size_bytes)
         shared.counters.add("confirmed", how)
-        self.ledger.add(name, file.size_bytes, how)
+        self.note(name, file.size_bytes, how)
         return True
 
     def put_document(
@@ -254,7 +254,14 @@ class ShippedRun:
         with self._lock:
             self._documents[name] = _Document(crc, e_tag)
         if noted_bytes is not None:
-            self.ledger.add(name, noted_bytes, f"crc:{crc:08x}")
+            self.note(name, noted_bytes, f"crc:{crc:08x}")
+
+    def note(self, name: str, size_bytes: int, how: str) -> None:
+        """Note in the ledger that the destination has a file; what hinders that is said once."""
+        said = self.ledger.problem
+        self.ledger.add(name, size_bytes, how)
+        if self.ledger.problem and not said:
+            logger.warning("%s/%s", self.path, self.ledger.problem)
 
     def _conflicts(self, name: str) -> bool:
         """Count and say a conflict, once between two listings: a document is tried again at each look."""

@@ -2,10 +2,11 @@
 
 Jobs of two gloo ranks under torchrun record all the while, one after the other, beside short runs of one writer; some
 are killed. A daemon ships to an S3 server through a proxy that is slow, cuts, answers 500, 503 and 403, damages and
-lies, and is killed again and again, now and then after it was stopped for a while; the server is killed, stopped for a while, and comes back, now and then empty.
-Between two kills a reader opens what is there. Each sealed shard that is ever here is kept aside by a hard link. At
-the end one daemon is left alone with the store: then every byte there must be that here, nothing may be lost, there
-twice or left over, `verify` must be clean on both sides, and what was removed here (`--keep-local 15s`) must be there.
+lies, and is killed again and again, now and then after it was stopped for a while; the server is killed, stopped for a
+while, and comes back, now and then empty. Between two kills a reader opens what is there. Each sealed shard that is
+ever here is kept aside by a hard link. At the end one daemon is left alone with the store: then every byte there must
+be that here, nothing may be lost, there twice or left over, `verify` must be clean on both sides, and what was removed
+here (`--keep-local 15s`) must be there.
 
 rclone's server is used where `rclone` is installed, else moto's, which is empty after each kill.
 """
