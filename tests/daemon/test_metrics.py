@@ -25,7 +25,7 @@ from tests.programs import needs
 from tests.waiting import wait_until
 from tests.write.rig import Rig
 
-DOCUMENTED = Path(__file__).parents[2] / "docs" / "daemon.md"
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "daemon-reference.md"
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.programs import needs
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-DOCUMENTED = set(re.findall(r"`((?:recorder|process)_\w+)`", (ROOT / "docs" / "daemon.md").read_text()))
+DOCUMENTED = set(re.findall(r"`((?:recorder|process)_\w+)`", (ROOT / "docs" / "daemon-reference.md").read_text()))
 OF_PROCESS = {"process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"}
 
 
