@@ -1,6 +1,7 @@
 """What the daemon shows of itself and of the runs of its node, by Prometheus' names; none is renamed later.
 
-docs/daemon-reference.md lists every metric, and a test compares the list with what is shown. Must never ask the store anything.
+docs/daemon-reference.md lists every metric, and a test compares the list with what is shown. Must never ask the store
+anything.
 """
 
 from __future__ import annotations
