@@ -6,12 +6,19 @@ import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import recorder
+from recorder.daemon.destination import Held, Throttle, parse_destination
+from recorder.daemon.settings import DaemonSettings
+from recorder.daemon.shipping.opened import OpenShards
+from recorder.daemon.shipping.shared import Shipping
+from recorder.daemon.shipping.shipped import ShippedRun
+from recorder.daemon.watching import list_writer, sealed_name
 from recorder.errors import StoreError
 from recorder.format.rundir import encode_manifest
 from recorder.format.status import encode_status
@@ -320,3 +327,39 @@ def test_a_reader_takes_what_was_replaced_since_it_listed_a_run(tmp_path: Path, 
     store.put(f"{prefix_of(to)}/{writer}/stats-000000.arrow", b"another")
     with pytest.raises(StoreError, match="open the run again"):
         there.open_sealed(directory / "stats-000000.arrow").read(0, 5)
+
+
+def test_what_is_put_while_the_store_lists_what_it_has_is_not_taken_for_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "recordings" / "run-a")
+    writer = HandmadeWriter(run)
+    writer.add_shard([[make_row(0, np.ones(8, np.float32))]])
+    writer.add_shard([[make_row(1, np.ones(2, np.float32), encoding=None)]], kind="stats", is_sealed=False)
+    (sealed,), (opened,) = run.glob("*/*/tensors-*.arrow"), run.glob("*/*/_stats-*.open")
+    below = f"{sealed.parent.relative_to(run)}/"
+    shared = Shipping(destination=parse_destination(str(tmp_path / "there"), Throttle(0)), settings=DaemonSettings())
+    there = ShippedRun(str(run.parent), ("run-a",), shared)
+    shards = OpenShards(there, below)
+    assert there.identify()
+    listing = shared.destination.listing
+
+    def put_meanwhile(prefix: str) -> Iterator[tuple[str, Held]]:
+        before = list(listing(prefix))
+        with there.open() as folder, folder.below(*below.split("/")[:-1]) as inner, inner.open(sealed.name) as file:
+            assert there.put_new(below + sealed.name, file)
+            shards.put(inner, opened.name, list_writer(inner).opened[opened.name], is_growing=True)
+        return iter(before)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shared.destination, "listing", put_meanwhile)
+        assert there.reconcile() == []
+    shards.reconciled()
+    assert there.ledger.names().keys() == {below + sealed.name}
+    assert opened.name in shards
+    there.note(below + sealed_name(opened.name), 1, "synced")
+    shards.remove_sealed()
+    assert [name for name in files(tmp_path / "there") if name.endswith(".open")] == []
+    (tmp_path / "there" / "run-a" / below / sealed.name).unlink()
+    assert set(there.reconcile()) == {below + sealed.name, below + sealed_name(opened.name)}
+    there.ledger.close()
