@@ -183,10 +183,24 @@ def test_units_are_sorted_by_their_size(cli: Cli, tmp_path: Path) -> None:
     codes = block.arrays["codes"][0, 1].astype(int)
     sizes = np.where(codes == 1, 0, 2.0 ** (low + (codes - 2) / (levels - 1) * (high - low)))
     assert sizes[[0, 11, 22, -1]] == pytest.approx([4, 2, 1, 0], rel=0.01)
-    assert block.arrays["about"][0, 1].tolist() == [4, 1, 2]
+    assert block.arrays["about"][0, 1].tolist() == [4, 1, 2, 0]
     damaged = run_of(tmp_path / "damaged", values, units=b"x")
     cli("report", damaged, "-o", tmp_path / "d.html")
     assert "units" not in read_page(tmp_path / "d.html")
+
+
+def test_what_is_not_finite_is_neither_zero_nor_left_out(cli: Cli, tmp_path: Path) -> None:
+    # Unit 0 has NaN alone, unit 1 zeros alone, unit 2 numbers: the sums are of finite values.
+    units = packed(1, np.array([[0.0] * 3, [0.0, 0.0, 8.0], [0.0, 0.0, 2.0]]), np.array([0, 2, 0]))
+    histogram = Histogram(counts=np.zeros((2, 0), np.int64)).to_bytes()
+    values = {(0, step): 1.0 for step in range(2)}
+    run = run_of(tmp_path / "run", values, units=units, histogram=histogram, shape="[2,3]", numel=6, nan_count=2)
+    cli("report", run, "-o", tmp_path / "r.html")
+    blocks = read_page(tmp_path / "r.html")
+    codes, about = (blocks["units"].arrays[name][0, 1] for name in ("codes", "about"))
+    assert codes[0] == 0 and codes[-1] == 1 and about.tolist() == [3, 1, 2, 1]  # not finite on top, dead at the bottom
+    assert blocks["histograms"].data["steps"] == [0, 1]
+    assert blocks["histograms"].arrays["nonfinite"].tolist() == [[blocks["histograms"].data["levels"]] * 2]
 
 
 def test_one_step_and_one_value_are_enough(cli: Cli, tmp_path: Path) -> None:

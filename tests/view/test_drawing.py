@@ -244,7 +244,8 @@ def test_there_is_room_for_histograms_of_any_number_of_series(monkeypatch: pytes
     growing = HistogramCollector(None, [0], 0)
     data = Histogram(counts=np.array([[0], [4]])).to_bytes()
     for step in range(100):
-        columns = {"step": [step] * 10, "rank": [0] * 10, "zero_count": [0] * 10, "histogram": [data] * 10}
+        columns = {"step": [step] * 10, "rank": [0] * 10, "histogram": [data] * 10}
+        columns |= dict.fromkeys(("zero_count", "nan_count", "inf_count"), [0] * 10)
         growing.add(pa.table(columns), lambda table: np.arange(table.num_rows))
     block = growing.block("histograms")
     assert block is not None and block.data["steps"] == [0, 32, 64, 96]  # as many as fit, evenly apart

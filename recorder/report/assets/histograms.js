@@ -30,18 +30,25 @@ class HistogramsPanel extends SeriesPanel {
       for (let step = 0; step < numSteps; step++) if (code(step, bin)) return true;
       return false;
     });
-    const steps = Array.from({ length: numSteps }, (_, step) => step).filter((step) => used.some((bin) => code(step, bin)));
-    if (!used.length) return;
+    const nonfinite = (step) => arrays.nonfinite[start + step];
+    const steps = Array.from({ length: numSteps }, (_, step) => step).filter((step) => nonfinite(step) || used.some((bin) => code(step, bin)));
+    if (!steps.length) return;
     const bins = []; // from the largest on; null stands for a stretch without values
-    for (let bin = used[used.length - 1]; bin >= used[0]; bin--) {
+    for (let bin = used.length ? used[used.length - 1] : -1; bin >= used[0]; bin--) {
       const isNear = [bin - 1, bin, bin + 1].some((near) => used.includes(near));
       if (isNear) bins.push(bin);
       else if (bins[bins.length - 1] !== null) bins.push(null);
     }
     const cells = bins.map((bin) => steps.map((step) => (bin !== null && code(step, bin) ? { kind: NUMBER, value: this.share(code(step, bin)) } : null)));
     const rows = bins.map((bin) => ({ label: bin === null ? "⋯" : this.rangeText(bin), title: "", indent: 0, fold: null }));
+    const kinds = [];
+    if (steps.some(nonfinite)) {
+      kinds.push([NONFINITE, "NaN or infinite"]);
+      rows.unshift({ label: "not finite", title: "", indent: 0, fold: null });
+      cells.unshift(steps.map((step) => (nonfinite(step) ? { kind: NONFINITE, value: this.share(nonfinite(step)) } : null)));
+    }
     this.draw(series, {
-      what: "histogram", unit: "share of the values", kinds: [], steps, rows, cells,
+      what: "histogram", unit: "share of the values", kinds, steps, rows, cells,
       describe: (row, column) => [`${rows[row].label}: ${
         cells[row][column] === null ? "none" : `about ${shortNumber(100 * cells[row][column].value, 2)} %`} of the values`],
     });

@@ -18,12 +18,17 @@ class UnitsPanel extends SeriesPanel {
     if (quantile === numQuantiles - 1) return "least";
     return quantile * 2 === numQuantiles - 1 ? "median" : quantile % 4 === 0 ? `${Math.round((100 * quantile) / (numQuantiles - 1))} % are larger` : "";
   }
+  /** What there is to say of the units of a step, beside how many they are. */
+  aboutText([num, numDead, largest, numNonfinite]) {
+    const known = [`${numDead} all zero`, ...(numNonfinite ? [`${numNonfinite} not finite`] : [])].join(", ");
+    return num === numDead + numNonfinite ? known : `the largest is unit ${largest}, ${known}`;
+  }
   picture(series, start) {
     const { data, arrays } = this.block, [, numSteps, numQuantiles] = data.shape;
     const code = (step, quantile) => arrays.codes[(start + step) * numQuantiles + quantile];
-    const steps = Array.from({ length: numSteps }, (_, step) => step).filter((step) => arrays.about[3 * (start + step)] > 0);
+    const steps = Array.from({ length: numSteps }, (_, step) => step).filter((step) => arrays.about[4 * (start + step)] > 0);
     if (!steps.length) return;
-    const about = (step) => Array.from(arrays.about.subarray(3 * (start + step), 3 * (start + step) + 3));
+    const about = (step) => Array.from(arrays.about.subarray(4 * (start + step), 4 * (start + step) + 4));
     const most = steps.reduce((largest, step) => Math.max(largest, about(step)[0]), 0); // few units have a row each
     const numRows = Math.min(most, numQuantiles);
     const quantileOf = (row) => (numRows > 1 ? Math.round((row * (numQuantiles - 1)) / (numRows - 1)) : 0);
@@ -34,15 +39,15 @@ class UnitsPanel extends SeriesPanel {
     this.draw(series, {
       what: "units", unit: "root mean square of a unit", kinds: [[NONFINITE, "NaN or infinite"], [NULL_CELL, "all zero"]], steps, rows, cells,
       describe: (row, column) => {
-        const [num, numDead, largest] = about(steps[column]), cell = cells[row][column];
+        const [num] = about(steps[column]), cell = cells[row][column];
         const share = numRows > 1 ? Math.round((100 * row) / (numRows - 1)) : 0;
         return [cell.kind === NONFINITE ? "not finite" : cell.kind === NULL_CELL ? "all zero" :
           `root mean square about ${shortNumber(cell.value, 2)}; ${share} % of ${plural(num, "unit")} are larger`,
-        `the largest is unit ${largest}; ${plural(numDead, "unit")} all zero`];
+        this.aboutText(about(steps[column]))];
       },
     });
-    const [num, numDead, largest] = about(steps[steps.length - 1]);
+    const last = about(steps[steps.length - 1]);
     put(this.heats, el("p", { class: "note" },
-      `At step ${data.steps[steps[steps.length - 1]]}: ${plural(num, "unit")}, the largest is unit ${largest}, ${numDead} all zero.`));
+      `At step ${data.steps[steps[steps.length - 1]]}: ${plural(last[0], "unit")}, ${this.aboutText(last)}.`));
   }
 }

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ...analyze.moments import integers
 from ...errors import RunError
 from ...format.numbers.units import Units
 from ...read.shards.decode import parse_shape
@@ -28,8 +29,9 @@ class _Collected(NamedTuple):
 
     squares: list[npt.NDArray[np.float64]]
     """For each rank and call, the mean squares of the units at the positions that are drawn."""
-    about: tuple[int, int, int]
-    """How many units there are, how many of them are dead, and which is the largest, by the first rank and call."""
+    about: tuple[int, int, int, int]
+    """How many units there are, how many of them are dead, which is the largest, and how many have no finite value but
+    zeros, by the first rank and call."""
 
 
 class UnitsCollector(StepsCollector[_Collected]):
@@ -40,7 +42,8 @@ class UnitsCollector(StepsCollector[_Collected]):
 
     def _take(self, table: Any, series: list[int]) -> None:
         columns = [table.column(name).to_pylist() for name in ("step", "units", "shape")]
-        for number, step, data, shape in zip(series, *columns, strict=True):
+        num_nonfinite = integers(table.column("nan_count"), 0) + integers(table.column("inf_count"), 0)
+        for number, step, data, shape, is_nonfinite in zip(series, *columns, num_nonfinite > 0, strict=True):
             try:
                 one = Units.from_bytes(data, parse_shape(shape))
             except RunError:
@@ -50,7 +53,10 @@ class UnitsCollector(StepsCollector[_Collected]):
             squares = one.sum_sq / max(1, one.num_values)
             indices = np.rint(np.linspace(len(one) - 1, 0, _NUM_QUANTILES)).astype(int)
             num_dead = int((one.zero_count == one.num_values).sum()) if one.num_values else 0
-            about = len(one), num_dead, int(np.argmax(squares))
+            largest = int(np.argmax(squares))
+            lacks = is_nonfinite & (one.sum_sq == 0) & (one.zero_count < one.num_values)  # sums are of finite values
+            squares = np.where(lacks, np.nan, squares)  # which sorts as the largest
+            about = len(one), num_dead, largest, int(lacks.sum())
             collected = self._collected.setdefault((number, step), _Collected([], about))
             collected.squares.append(np.sort(squares)[indices])
 
@@ -62,7 +68,7 @@ class UnitsCollector(StepsCollector[_Collected]):
         column_of = {step: index for index, step in enumerate(self.steps)}
         row_of = {number: index for index, number in enumerate(numbers)}
         sizes = np.full((len(numbers), len(self.steps), _NUM_QUANTILES), np.nan)
-        about = np.zeros((len(numbers), len(self.steps), 3), np.int32)
+        about = np.zeros((len(numbers), len(self.steps), 4), np.int32)
         for (number, step), one in self._collected.items():
             at = row_of[number], column_of[step]
             sizes[at] = np.sqrt(np.mean(one.squares, axis=0))
