@@ -92,7 +92,7 @@ class TensorLayout:
         if summed := [chunk.rank for chunk in self.pieces if chunk.reduce_op and not chunk.is_copy]:
             ops = " ".join(dict.fromkeys(chunk.reduce_op for chunk in self.pieces if chunk.reduce_op))
             ranks = listed(tuple(dict.fromkeys(summed)))
-            lines.append(f"  reduced by {ops}: the pieces of rank {ranks} are summands, not copies")
+            lines.append(f"  reduced by {ops}: the chunks of rank {ranks} are summands, not copies")
         if self.scale:
             lines.append(f"  scaled: {self.scale}")
         if self.missing:

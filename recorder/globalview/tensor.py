@@ -88,7 +88,7 @@ def plan_of(value: GlobalValue, what: str, *, partial: bool) -> Plan:
         )
     missing = [rank for rank in value.expected if rank not in value.present]
     if not plan.is_complete:
-        raise LookupFailedError(f"{what}: the pieces of rank {listed(missing)} are missing; rank= gives one rank's")
+        raise LookupFailedError(f"{what}: the chunks of rank {listed(missing)} are missing; rank= gives one rank's")
     if missing and not plan.is_replica and not partial:
         raise LookupFailedError(
             f"{what} was recorded on rank {listed(value.present)} alone, not on rank {listed(missing)}; "

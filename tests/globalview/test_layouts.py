@@ -102,7 +102,7 @@ class TestTensorParallelWithDDP:
         for rank in (0, 1, 2):
             rows[rank].append(TP.row(rank, 1, outputs[rank // 2], [shard(1)]))
         run = grid_run(tmp_path / "run", rows)
-        with pytest.raises(LookupFailedError, match="the pieces of rank 3 are missing"):
+        with pytest.raises(LookupFailedError, match="the chunks of rank 3 are missing"):
             run.array("layers.0", step=0)
 
     def test_a_whole_instance_that_is_missing_makes_it_partial(self, tmp_path: Path) -> None:

@@ -518,7 +518,7 @@ class TestState:
     def test_a_missing_shard_leaves_no_tensor_but_says_so(self, tmp_path: Path) -> None:
         _, rows = self.shards()
         run = run_of(tmp_path / "run", [rows[0], []], {"kind": "fsdp2", "ranks": [0, 1]})
-        with pytest.raises(LookupFailedError, match="the pieces of rank 1 are missing"):
+        with pytest.raises(LookupFailedError, match="the chunks of rank 1 are missing"):
             run.array("layers.0", site="param", step=0)
         table = run.view().rows().table.to_pylist()
         assert [(one["rank"], one["encoding"]) for one in table] == [(None, None), (0, "plain")]

@@ -44,9 +44,8 @@ def command(
     It prints an address with a token in it, which is all that a browser needs: whoever has the address sees the runs.
     From another machine, forward the port: ssh -L 8765:localhost:8765 HOST. Ctrl-C ends it.
     """
-    for package in _NEEDS:
-        if importlib.util.find_spec(package) is None:
-            raise LookupFailedError(not_installed("recorder view", package, "view"))
+    if lacking := [package for package in _NEEDS if importlib.util.find_spec(package) is None]:
+        raise LookupFailedError(not_installed("recorder view", " with ".join(lacking), "view"))
     from ...view.server import ViewServer
     from ...view.watching import Watching
 
