@@ -20,6 +20,7 @@ from typing import NamedTuple
 import pytest
 
 from recorder.cli.app import run_command
+from scripts.drawings import DRAWINGS, draw
 from tests.programs import needs
 from tests.test_pages import INDEX, ROOT, TRAINING, WIDTH, apply_change, assert_printed, run
 
@@ -136,8 +137,15 @@ def test_a_page_of_a_job_is_typed_from_top_to_bottom(page: Path, tmp_path: Path,
             printed = desk.type_block(block)
 
 
-def test_the_index_lists_the_jobs_in_their_order_and_each_has_two_screens_at_most() -> None:
+def test_the_index_lists_the_jobs_in_their_order_and_each_has_a_picture_and_two_screens_at_most() -> None:
     listed = re.findall(r"^\| \[.*?\]\(jobs/([\w-]+\.md)\)", INDEX.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert listed == [page.name for page in PAGES]
     for page in PAGES:
-        assert len(page.read_text(encoding="utf-8").splitlines()) <= MAX_LINES, page.name
+        text = page.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= MAX_LINES, page.name
+        assert re.search(r"^!\[.+\]\(\.\./pictures/", text, flags=re.MULTILINE), page.name
+
+
+def test_the_drawings_are_what_the_script_draws() -> None:
+    drawn = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "pictures").glob("*.svg")}
+    assert drawn == {name: draw(drawing) for name, drawing in DRAWINGS.items()}

@@ -19,8 +19,9 @@ _LIBRARIES: list[torch.library.Library] = []
 def _can_load() -> bool:
     spec = importlib.util.find_spec("torchvision")
     assert spec is not None and spec.origin is not None, "torchvision is in the extra `test`"
+    (library,) = Path(spec.origin).parent.glob("_C*.so")  # _C_stable.so from torchvision 0.29 on
     try:
-        ctypes.CDLL(str(Path(spec.origin).with_name("_C.so")))
+        ctypes.CDLL(str(library))
     except OSError:
         return False
     return True
