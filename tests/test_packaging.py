@@ -52,7 +52,7 @@ def test_the_wheel_holds_the_package_and_the_startup_hook_beside_it(wheel: Path)
 
 
 def test_the_wheel_is_small(wheel: Path) -> None:
-    """It has 1.0 MB; what nobody meant to ship is larger."""
+    """It has 1.2 MB, and 1.4 MB with the compiled loops; what nobody meant to ship is larger."""
     assert wheel.stat().st_size < 2 << 20
 
 

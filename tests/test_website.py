@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import runpy
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ from recorder.checks.book import RULES
 from recorder.cli.app import load_command
 from recorder.cli.commands import COMMANDS
 from recorder.config import RANGES, Settings
-from scripts.website.__main__ import ROOT, lay_out, main, read_chapters
+from scripts.website.__main__ import ROOT, lay_out, lay_out_manual, main, read_chapters
 from scripts.website.reference import make_commands, make_rules, make_settings
 
 
@@ -72,6 +73,15 @@ def test_every_page_that_is_laid_out_is_in_the_contents(tmp_path: Path) -> None:
         "](index.md" not in (ROOT / "docs" / "README.md").read_text()
         and "](../index.md)" in (tmp_path / "docs" / "README.md").read_text()
     )
+
+
+def test_the_manual_page_is_made_of_the_page_of_commands_alone(tmp_path: Path) -> None:
+    lay_out_manual(tmp_path)
+    (page,) = tmp_path.rglob("*.md")
+    assert page.read_text(encoding="utf-8") == make_commands()
+    settings = runpy.run_path(str(tmp_path / "conf.py"))
+    (manual,) = settings["man_pages"]
+    assert tmp_path / f"{manual[0]}.md" == page and manual[1] == "recorder"
 
 
 def test_a_folder_of_other_things_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

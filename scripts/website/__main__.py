@@ -1,6 +1,7 @@
-"""Builds the site into a folder.
+"""Builds the site into a folder, or the manual page of the command.
 
     python -m scripts.website build/site
+    python -m scripts.website build/man --man
 
 The pages are laid out as they lie in the repository, so that their links to each other hold as they stand. Sphinx reads
 them with MyST, and ends with exit code 1 where a link or an anchor leads nowhere.
@@ -107,11 +108,40 @@ def _contents() -> str:
     return "\n".join(parts)
 
 
+def lay_out_manual(stage: Path) -> None:
+    """Lay the one page that is the manual page into a folder for Sphinx."""
+    page = next(page for page in reference.PAGES if page.name == "commands.md")
+    for folder in ("reference", "_static"):
+        (stage / folder).mkdir()
+    (stage / "reference" / page.name).write_text(page.make(), encoding="utf-8")
+    shutil.copy(Path(__file__).parent / "conf.py", stage)
+
+
+def _write_manual(out: Path) -> int:
+    """Write `recorder.1` into a folder; the exit code is Sphinx's."""
+    with tempfile.TemporaryDirectory() as name:
+        stage, made = Path(name, "pages"), Path(name, "man")
+        stage.mkdir()
+        lay_out_manual(stage)
+        command = [sys.executable, "-m", "sphinx", "-b", "man", "-W", "-q", "-D", "root_doc=reference/commands"]
+        code = subprocess.run([*command, "-d", str(Path(name, "cache")), str(stage), str(made)], cwd=ROOT).returncode
+        if code:
+            return code
+        out.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(made / "recorder.1", out / "recorder.1")
+    print(f"{out / 'recorder.1'}: man -l {out / 'recorder.1'}")
+    return 0
+
+
 def main(arguments: list[str]) -> int:
-    """Build the site; the exit code is Sphinx's."""
+    """Build the site, or the manual page; the exit code is Sphinx's."""
     parser = argparse.ArgumentParser(prog="scripts.website", description="Builds the site into a folder.")
     parser.add_argument("out", type=Path, help="the folder; what is in it is replaced")
-    out = parser.parse_args(arguments).out
+    parser.add_argument("--man", action="store_true", help="write the manual page recorder.1 there, and no site")
+    given = parser.parse_args(arguments)
+    out = given.out
+    if given.man:
+        return _write_manual(out)
     if out.exists() and not (out / "searchindex.js").exists() and any(out.iterdir()):
         print(
             f"scripts.website: {out} holds something else than a site; name an empty or a new folder", file=sys.stderr

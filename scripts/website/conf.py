@@ -23,6 +23,8 @@ napoleon_numpy_docstring = False
 python_maximum_signature_line_length = 100
 toc_object_entries_show_parents = "hide"
 
+man_pages = [("reference/commands", "recorder", "asks and steers what recorder has recorded", "", 1)]
+
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
