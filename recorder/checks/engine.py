@@ -105,7 +105,9 @@ class Engine:
             own = rows if wanted.all() else rows.take(wanted)
             self._has_rows.add(rule.name)
             lacking = self._lacking[rule.name]
-            lacking -= {name for name in lacking if not np.isnan(own[name]).all()}
+            # An element that is not finite is in no statistic: a row of such elements has none, and lacks nothing.
+            is_nan = bool((own["nan_count"] > 0).any())
+            lacking -= {name for name in lacking if not np.isnan(own[name]).all() or (is_nan and "." not in name)}
             if not lacking:
                 self._ask(rule, partial(rule.add, own))
 

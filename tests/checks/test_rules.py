@@ -156,6 +156,11 @@ def test_a_run_too_short_for_a_rule_is_not_judged() -> None:
         assert number in one.why and "20" in one.why
 
 
+def test_a_loss_that_is_nan_from_the_first_step_on_is_not_said_to_stand_still() -> None:
+    verdict = losses(lambda step: np.nan).judge(LossStuck)
+    assert verdict.findings == [] and "20 records of a loss" in verdict.unjudged[0].why
+
+
 def losses(value: Any, steps: int = 40) -> Recorded:
     recorded = Recorded()
     for step in range(steps):

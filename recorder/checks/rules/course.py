@@ -80,7 +80,9 @@ class CourseRule(Rule):
         return key.is_loss or (self.reads_norm and key.site == "grad")
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        """Make the samples of each step, and judge them."""
+        """Make the samples of each step, and judge them. A loss that is NaN is no sample."""
+        is_scalar = self.catalog.mark("scalar", lambda key: key.site == "scalar")[rows.series]
+        rows = rows.take(~(is_scalar & np.isnan(rows["mean"])))
         courses, steps, values, shares = self._samples(rows)
         order = np.argsort(steps, kind="stable")
         courses, steps, values = courses[order], steps[order], values[order]

@@ -80,8 +80,8 @@ class Unchanged(StreakRule):
         """By root, module, name and rank of a parameter."""
         self._number = Memory()
         """By lane of a parameter or a gradient, the number of the parameter."""
-        self._had: Integers = np.zeros(0, np.int64)
-        """Which parameters had a gradient at which step, of the rows in hand and of the last step before them."""
+        self._had: tuple[Integers, Integers] = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        """Lanes and steps of gradients, of the rows in hand and of the last step before them."""
         self._skipped: dict[tuple[int, int], None] = {}
         """The last steps that GradScaler skipped, by rank and step."""
 
@@ -122,15 +122,16 @@ class Unchanged(StreakRule):
         at = np.flatnonzero(flags)
         if len(at):
             steps = np.nan_to_num(before[at], nan=-1).astype(np.int64)
-            is_judged = np.isin(self._numbers_of(rows.lanes[at]) * _MAX_STEPS + steps, self._had)
-            flags[at] = is_judged | ~np.isin(steps, self._had % _MAX_STEPS)
+            had = self._numbers_of(self._had[0]) * _MAX_STEPS + self._had[1]
+            is_judged = np.isin(self._numbers_of(rows.lanes[at]) * _MAX_STEPS + steps, had)
+            flags[at] = is_judged | ~np.isin(steps, self._had[1])
         return flags, np.full(len(rows), float(self.records))
 
     def _note_gradients(self, rows: Rows) -> None:
         """Remember which parameters have a gradient: an expert that no sample goes to has none, and may stay."""
-        had = self._numbers_of(rows.lanes) * _MAX_STEPS + rows.steps
-        last = self._had[self._had % _MAX_STEPS == (self._had % _MAX_STEPS).max(initial=0)]
-        self._had = np.unique(np.r_[last, had])
+        lanes, steps = self._had
+        is_last = steps == steps.max(initial=-1)
+        self._had = np.r_[lanes[is_last], rows.lanes], np.r_[steps[is_last], rows.steps]
 
     def _numbers_of(self, lanes: Integers) -> Integers:
         """By row, the number of its parameter."""
