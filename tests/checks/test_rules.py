@@ -217,6 +217,13 @@ def test_a_gradient_of_zeros_is_named_and_one_that_is_never_there() -> None:
     assert all(one.severity is Severity.WARNING for one in found)
 
 
+def test_a_gradient_of_zeros_that_becomes_nan_is_still_named() -> None:
+    recorded = Recorded()
+    for step in range(6):
+        recorded.add(step, "up", np.zeros(8) if step < 4 else np.full(8, np.nan), **OPTIMIZER, site="grad")
+    assert [one.severity for one in said(recorded, NoGradient)] == [Severity.WARNING]
+
+
 def test_chunks_of_one_gradient_are_judged_together() -> None:
     half = noise(0).size
     cases: list[tuple[float, int, list[str]]] = [

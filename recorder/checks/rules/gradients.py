@@ -178,7 +178,7 @@ class _Zeros(StreakRule):
         """Look for zeros that last."""
         if self._first_step is None:
             self._first_step = int(rows.steps[0])
-        rows = rows.by_lane()
+        rows = rows.take(np.nan_to_num(rows["nan_count"]) == 0).by_lane()  # NaN does not say that it is alive
         flags, values = self.judge(rows)
         lasting = np.asarray(_LASTING * (rows.steps - self._first_step), np.float64)
         for row, since in self._spells.begun(rows.lanes, rows.steps, flags, self.records, lasting):
