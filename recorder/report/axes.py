@@ -23,6 +23,9 @@ class Axes:
 
     index: dict[SeriesKey, int] = field(default_factory=dict)
     """By series its number, in the order in which each was first seen."""
+    _of_any_root: dict[tuple[str, ...], int] = field(default_factory=dict)
+    """By what names a series but its root, the number of the one that is called so; -1 where there are several. Stages
+    of a pipeline are roots of their own, and a value of the whole model has the root of one of them, or none."""
     is_scalar: list[bool] = field(default_factory=list)
     shapes: list[str] = field(default_factory=list)
     """Shapes of the whole tensors where rows name them, else as a rank held them, by the first row of each series."""
@@ -38,18 +41,13 @@ class Axes:
     def numbers_of(self, table: Any) -> Integers:
         """For each row of a table the number of its series; -1 where it is none of these."""
         ids, keys, _ = keys_of(table)
-        of_table = np.array([*(self.index.get(key, self._of_any_root(key)) for key in keys), -1], np.int64)
-        return of_table[ids]
+        of_table = [self.index[key] if key in self.index else self._of_any_root.get(key[1:], -1) for key in keys]
+        return np.array([*of_table, -1], np.int64)[ids]
 
     def _is_wanted(self, key: SeriesKey) -> bool:
         if not self.below or is_number(key.site):
             return True
         return key.module_path == self.below or key.module_path.startswith(f"{self.below}.")
-
-    def _of_any_root(self, key: SeriesKey) -> int:
-        """The series of a whole model, whose stages of a pipeline are roots of their own; -1 where that is not one."""
-        numbers = [number for other, number in self.index.items() if other[1:] == key[1:]]
-        return numbers[0] if len(numbers) == 1 else -1
 
     def add(self, table: Any) -> None:
         """Learn from the rows of a range of steps, which are by rank and `seq`."""
@@ -63,6 +61,7 @@ class Axes:
             key, row = keys[number], int(firsts[number])
             if key in self.index or not self._is_wanted(key):
                 continue
+            self._of_any_root[key[1:]] = -1 if key[1:] in self._of_any_root else len(self.index)
             self.index[key] = len(self.index)
             whole, own, dtype, numel = (
                 table.column(name)[row].as_py() for name in ("global_shape", "shape", "dtype", "numel")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 import recorder
@@ -327,3 +329,17 @@ def test_a_thousand_modules_and_steps_fit_into_two_megabytes_whatever_their_numb
     modules = {key.module_path: number for number, key in enumerate(keys)}
     num_bytes = sum(map(len, page("size", collected.blocks(modules))))
     assert collected.cube.shape[2] >= 64 and num_bytes < 1_950_000
+
+
+def test_a_value_of_the_whole_model_is_of_the_one_series_that_is_called_so() -> None:
+    def table(*roots: str) -> Any:
+        names = {"module_path": "fc", "site": "output", "name": "", "mode": "train", "shape": "[2]", "dtype": "float32"}
+        columns: dict[str, Any] = {name: [text] * len(roots) for name, text in names.items()}
+        columns |= {name: list(range(len(roots))) for name in ("step", "seq", "numel")}
+        return pa.table(columns | {"root": list(roots), "global_shape": pa.nulls(len(roots), pa.string())})
+
+    axes = Axes()
+    axes.add(table("stage0"))
+    assert axes.numbers_of(table("stage0", "model")).tolist() == [0, 0]
+    axes.add(table("stage0", "stage1"))
+    assert axes.numbers_of(table("stage1", "model")).tolist() == [1, -1]  # of either of them
