@@ -21,6 +21,8 @@ LOSS = "loss"
 """The name of the scalar for the loss, which is found where the program gives none of that name."""
 _MAX_LOSSES = 64
 """The most losses of one step that wait for its end."""
+_MAX_NAME_LENGTH = 1_024
+"""A longer name is none that a person gave, and readers would take a batch with some of them for damaged."""
 _FOUND = '{"found":"backward"}'
 
 
@@ -68,7 +70,14 @@ class Scalars:
         self._repeats.clear()
 
     def record(self, name: str, value: Any, root_name: str | None = None) -> None:
-        """Record a number of this step: a float or a tensor of one element, which is not synced."""
+        """Record a number of this step: a float or a tensor of one element, which is not synced.
+
+        Raises:
+            ValueError: the name is no text, with which no row of the batch could be written, or is far too long.
+        """
+        if not isinstance(name, str) or len(name) > _MAX_NAME_LENGTH:
+            what = f"{len(name):,} letters long" if isinstance(name, str) else f"of type {type(name).__name__}"
+            raise ValueError(f"its name is {what}; expected a text of at most {_MAX_NAME_LENGTH:,} letters")
         if name == LOSS:
             self._is_loss_given = True
             self._losses.clear()

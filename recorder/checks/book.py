@@ -6,7 +6,7 @@ Never reads a file: a table comes as it was read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -109,7 +109,9 @@ def read_table(table: Mapping[str, Any], where: str) -> tuple[Thresholds, list[t
     Raises:
         ConfigError: a rule, a setting, a key or a value is wrong; the message names the nearest.
     """
-    own = [_own_rule(one, where) for one in _tables(table.get(_OWN, []), where)]
+    own: list[type[Rule]] = []
+    for one in _tables(table.get(_OWN, []), where):
+        own.append(_own_rule(one, where, {rule.name for rule in (*RULES, *own)}))
     rules = [*RULES, *own]
     thresholds: Thresholds = {}
     for name, settings in table.items():
@@ -167,13 +169,21 @@ def _number(where: str, rule: type[Rule], setting: str, value: object) -> float:
     if setting not in names:
         near = did_you_mean(setting, names)
         raise ConfigError(f"{where}: {rule.name} has no setting {setting!r}{near}; it has {', '.join(names)}")
-    try:
-        number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
+    number = _finite(value)
+    if number is None:
         raise ConfigError(f"{where}: {value!r} is no number")
     return number
+
+
+def _finite(value: object) -> float | None:
+    """What a person gave as a number; None where it is none, or is larger than any."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _tables(value: object, where: str) -> Sequence[Mapping[str, Any]]:
@@ -182,15 +192,15 @@ def _tables(value: object, where: str) -> Sequence[Mapping[str, Any]]:
     return value
 
 
-def _own_rule(table: Mapping[str, Any], where: str) -> type[Rule]:
-    """A rule out of a table: what it is called, what it reads, and its limit."""
+def _own_rule(table: Mapping[str, Any], where: str, taken: Collection[str]) -> type[Rule]:
+    """A rule out of a table: what it is called, which is no name that is taken, what it reads, and its limit."""
     for key in table:
         if key not in _OWN_KEYS:
             raise ConfigError(
                 f"{where}: [[{_OWN}]] has no key {key!r}{did_you_mean(key, _OWN_KEYS)}; keys are {', '.join(_OWN_KEYS)}"
             )
     name, statistic, site = (table.get(key) for key in ("name", "statistic", "site"))
-    if not isinstance(name, str) or not name.isidentifier() or name in {rule.name for rule in RULES}:
+    if not isinstance(name, str) or not name.isidentifier() or name in taken:
         raise ConfigError(f"{where}: [[{_OWN}]] name = {name!r}: expected a word that is no rule's name yet")
     where_rule = f"{where}: rule {name}"
     if statistic not in _STATISTICS:
@@ -201,20 +211,20 @@ def _own_rule(table: Mapping[str, Any], where: str) -> type[Rule]:
             f"{where_rule}: site = {site!r}{did_you_mean(str(site), SITES)}: expected one of {', '.join(SITES)}"
         )
     limits = [key for key in ("above", "below") if key in table]
-    if len(limits) != 1 or not isinstance(table[limits[0]], (int, float)):
+    limit = _finite(table[limits[0]]) if len(limits) == 1 and not isinstance(table[limits[0]], str) else None
+    if limit is None:
         raise ConfigError(f"{where_rule}: expected one number, above or below")
     severities = {one.word: one for one in Severity}
     severity = table.get("severity", Severity.WARNING.word)
-    if severity not in severities:
+    if severity not in list(severities):
         raise ConfigError(f"{where_rule}: severity = {severity!r}: expected one of {', '.join(severities)}")
     records = table.get("records", 1)
-    if not isinstance(records, int) or isinstance(records, bool) or records < 1:
+    if not isinstance(records, int) or _finite(records) is None or records < 1:
         raise ConfigError(f"{where_rule}: records = {records!r}: expected a whole number from 1 on")
     try:
         modules = parse_patterns(str(table.get("module", "*")))
     except ValueError as error:
         raise ConfigError(f"{where_rule}: module: {error}") from None
-    limit = float(table[limits[0]])
     source = f"{where}"
     sentence = f"{statistic} of {site} is {limits[0]} {limit:g}, {records} records in a row."
     settings = (

@@ -180,6 +180,7 @@ class Normal:
         self.last_step = -1
         self.said: set[tuple[str, str, str, str, str]] = set()
         """What rules say of the sound runs themselves: rule, root, module, site and name."""
+        self._grow(1)  # room that an unknown series, -1, may look at where no sound run has a row
 
     def __len__(self) -> int:
         return len(self._number_of)

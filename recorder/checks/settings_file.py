@@ -23,15 +23,15 @@ def read_settings_file(path: str | PathLike[str]) -> tuple[Thresholds, list[type
     try:
         with open(path, "rb") as file:
             text = file.read(_MAX_BYTES + 1)
-        if len(text) > _MAX_BYTES:
-            raise ConfigError(f"{path}: is larger than {_MAX_BYTES} bytes; expected thresholds and rules in TOML")
-        table = tomllib.loads(text.decode())
+        table = tomllib.loads(text.decode()) if len(text) <= _MAX_BYTES else None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except RecursionError:
         raise ConfigError(f"{path}: is nested too deeply") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # that of TOML, of UTF-8, or of an integer with thousands of digits
         raise ConfigError(f"{path}: is no TOML: {error}") from None
+    if table is None:
+        raise ConfigError(f"{path}: is larger than {_MAX_BYTES} bytes; expected thresholds and rules in TOML")
     return read_table(table, str(path))
 
 

@@ -10,6 +10,7 @@ import io
 import logging
 import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 from itertools import pairwise
 from typing import Annotated, Any, NoReturn
@@ -119,5 +120,6 @@ def run_command(arguments: list[str]) -> NoReturn:
         message = str(error) or "out of memory"
         print(f"recorder: {printable_line(message)}", file=sys.stderr)
     if "--json" in arguments:
-        print_json({"error": {"message": message, "exit_code": _MISUSE}})
+        with suppress(OSError):  # of a full disk, which is what the message says
+            print_json({"error": {"message": message, "exit_code": _MISUSE}})
     sys.exit(_MISUSE)

@@ -33,6 +33,7 @@ from ..capture.parallel import topology
 from ..capture.staging.pool import Pool, default_capacity_bytes
 from ..config import Loaded
 from ..format.commands import PAUSE, RESUME, SET, UNDO
+from ..format.schema import MAX_COUNT
 from ..observe import tree
 from ..observe.compiled import has_compiled_anything
 from ..records import Measured, Staged
@@ -62,6 +63,8 @@ _LAST_S = 5.0
 _NUM_TRIES = 3
 """How often ending the recording is tried when interrupts break it off."""
 _EARLY_EVENT = "before_first_call"
+_MAX_SHOWN = 100
+"""Letters of a name in a message."""
 
 
 class Recorder:
@@ -492,13 +495,13 @@ class Recorder:
         """Record a tensor for `recorder.tap`, under the module whose forward is running."""
         if torch.compiler.is_compiling() or not isinstance(tensor, torch.Tensor):
             return
-        if self.capture is None:
-            self._came_early("tap", name)
-            return
         try:
-            self.capture.taps_by_hand.record(name, tensor, self._calling_module())
+            if self.capture is None:
+                self._came_early("tap", name)
+            else:
+                self.capture.taps_by_hand.record(name, tensor, self._calling_module())
         except Exception as error:
-            self.capture.hook_failed(f"tap {name!r}", error)
+            self._failed(f"tap {_shown(name)}", error)
 
     def _calling_module(self) -> nn.Module | None:
         """Return the innermost module of a root on the call stack, so that taps need no bookkeeping in hooks."""
@@ -517,13 +520,13 @@ class Recorder:
         """Record a number for `recorder.scalar`."""
         if torch.compiler.is_compiling():
             return
-        if self.capture is None:
-            self._came_early("scalar", name)
-            return
         try:
-            self.capture.scalars.record(name, value)
+            if self.capture is None:
+                self._came_early("scalar", name)
+            else:
+                self.capture.scalars.record(name, value)
         except Exception as error:
-            self.capture.hook_failed(f"scalar {name!r}", error)
+            self._failed(f"scalar {_shown(name)}", error)
 
     def _came_early(self, site: str, name: str) -> None:
         """Count what the program gives before the recording begins, if a rule asks for it."""
@@ -531,15 +534,35 @@ class Recorder:
         is_asked = any(site in one.site and one.matches_name(str(name)) for one in rules)
         if not is_asked or self.is_over or is_data_worker():
             return
-        text = f"{site} {name!r} was given before the model's first call, with which a recording begins: not recorded"
-        self.events.add(_EARLY_EVENT, f"{text}; recorder.attach(model) begins it earlier", key=f"{site} {name}")
+        what = f"{site} {_shown(name)}"
+        text = f"{what} was given before the model's first call, with which a recording begins: not recorded"
+        self.events.add(_EARLY_EVENT, f"{text}; recorder.attach(model) begins it earlier", key=what)
+
+    def _failed(self, what: str, error: Exception) -> None:
+        """Count an exception of the recorder's own in a call of the program's; training goes on."""
+        if self.capture is not None:
+            self.capture.hook_failed(what, error)
+            return
+        if comes_from_signal_handler(error):
+            raise error
+        self.events.add("hook_error", f"{what} failed: {type(error).__name__}: {one_line(error)}", key=what)
 
     def name_step(self, number: int) -> None:
         """Name the step for `recorder.step`: before the recording begins, the one that it begins with."""
-        if self.capture is None:
-            self._first_step = int(number)
+        try:
+            step = int(number)
+            if abs(step) >= MAX_COUNT:
+                raise OverflowError("no reader takes so large a step")
+        except Exception as error:
+            if comes_from_signal_handler(error):
+                raise
+            text = f"recorder.step was given {_shown(number)}, and the step stays as it is: {one_line(error)[:200]}"
+            self.events.add("hook_error", text, key="step")
             return
-        self.capture.clock.name(int(number))
+        if self.capture is None:
+            self._first_step = step
+            return
+        self.capture.clock.name(step)
         self.capture.step_changed()
 
     def flush(self, deadline_s: float) -> bool:
@@ -703,6 +726,12 @@ class Recorder:
         if self._termination is not None:
             self._termination.abandon()
         self._on_change(self, False)
+
+
+def _shown(name: object) -> str:
+    """Return what the program gave as a message may have it: short, and also where its class cannot show it."""
+    text = one_line(name)
+    return f"'{text[:_MAX_SHOWN]}{'...' * (len(text) > _MAX_SHOWN)}'"
 
 
 def _write_settings(settings: config.Settings) -> Any:

@@ -308,6 +308,43 @@ def test_what_is_given_before_the_models_first_call_is_counted_and_said(
     assert counts == {"tokens": 2, "x": 2}
 
 
+class Unshowable:
+    """A class of a program, of which no text can be made."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class UnshowableText(str):
+    """A text of which no other can be made."""
+
+    __slots__ = ()
+
+    __repr__ = __str__ = Unshowable.__repr__
+
+
+WRONG_NAMES = (5, None, b"x", ("a",), Unshowable(), "x" * 3_000_000)
+
+
+def test_wrong_names_and_steps_cost_themselves_alone_before_the_first_call_and_after_it(tmp_path: Path) -> None:
+    with flagged(tmp_path, "site=scalar keep=stats; site=tap keep=stats") as recording:
+        model = Tiny()
+        for i in range(2):
+            for name in (*WRONG_NAMES, UnshowableText("odd")):
+                recorder.scalar(name, 1.0)  # type: ignore[arg-type]
+            recorder.tap(UnshowableText("odd tap"), batch())
+            for number in (None, "three", float("nan"), 2**53, Unshowable(), torch.zeros((), device="meta")):
+                recorder.step(number)  # type: ignore[arg-type]
+            recorder.scalar("tokens", i)
+            recorder.step(7)
+            model(batch(i)).sum().backward()
+        recorder.scalar("tokens", 2)
+    assert list(recording.rows(site="scalar", name="tokens")["mean"]) == [1.0, 2.0]
+    assert set(recording.rows(site="scalar").step) == {7}
+    assert recording.manifest["ledger"]["dropped"] == {"hook_error": len(WRONG_NAMES)}
+    assert max(len(event["message"]) for event in recording.manifest["events"]) < 500
+
+
 def test_nothing_is_recorded_and_taps_are_the_identity_when_off() -> None:
     value = batch()
     assert recorder.tap("x", value) is value

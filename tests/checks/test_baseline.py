@@ -170,6 +170,12 @@ def test_without_sound_runs_or_with_others_nothing_is_judged(normal: Normal) -> 
     assert verdict.findings == [] and all("is in the sound runs" in one.why for one in verdict.unjudged)
 
 
+def test_a_sound_run_without_a_row_says_nothing() -> None:
+    verdict = judged(training(3), learnt(Recorded()))
+    assert verdict.findings == [] and all("is in the sound runs" in one.why for one in verdict.unjudged)
+    assert len(verdict.unjudged) == 2
+
+
 def test_phases_are_ranges_of_steps_that_double() -> None:
     steps = np.arange(70)
     for step, phase in zip(steps.tolist(), phase_of(steps).tolist(), strict=True):

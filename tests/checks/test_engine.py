@@ -136,6 +136,13 @@ OWN = {"name": "loud", "site": "output", "statistic": "absmax", "above": 2, "rec
         ({"rule": [OWN | {"name": "spike"}]}, "no rule's name yet"),
         ({"rule": [OWN | {"severity": "bad"}]}, "note, warning, error"),
         ({"rule": [OWN | {"records": 0}]}, "from 1 on"),
+        ({"rule": [OWN | {"records": 10**400}]}, "from 1 on"),
+        ({"rule": [OWN | {"severity": ["error"]}]}, "note, warning, error"),
+        ({"rule": [OWN | {"above": 10**400}]}, "one number, above or below"),
+        ({"rule": [OWN | {"above": float("nan")}]}, "one number, above or below"),
+        ({"rule": [OWN | {"above": True}]}, "one number, above or below"),
+        ({"rule": [OWN, OWN | {"above": 3}]}, "no rule's name yet"),
+        ({"spike": {"sigmas": 10**400}}, "is no number"),
     ],
 )
 def test_a_table_that_is_wrong_is_refused_with_the_nearest_name(wrong: dict[str, Any], message: str) -> None:

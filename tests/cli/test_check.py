@@ -123,6 +123,9 @@ def test_a_file_that_is_no_toml_is_refused(cli: Cli, trained: Path, tmp_path: Pa
     file = tmp_path / "check.toml"
     file.write_text("[dead\n")
     assert "is no TOML" in cli("check", trained, "--settings", file).err
+    file.write_text(f"[spike]\nsigmas = 1{'0' * 5_000}\n")
+    found = cli("check", trained, "--settings", file)
+    assert found.exit_code == 2 and "is no TOML" in found.err
     file.write_text("a = " + "[" * 100_000)
     assert cli("check", trained, "--settings", file).exit_code == 2
     found = cli("check", trained, "--settings", "/dev/zero")

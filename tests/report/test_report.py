@@ -213,6 +213,14 @@ def test_one_step_and_one_value_are_enough(cli: Cli, tmp_path: Path) -> None:
     assert values_of(blocks["values/l2"])[0].tolist() == [[[4.0]]]
 
 
+def test_a_run_of_scalars_alone_is_drawn(cli: Cli, tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", {(0, step): 2.0 - step for step in (0, 1)}, site="scalar", name="loss")
+    cli("report", run, "-o", tmp_path / "r.html")
+    blocks = read_page(tmp_path / "r.html")
+    assert (blocks["axes"].data["steps"], blocks["axes"].data["scalar_steps"]) == ([], [0, 1])
+    assert values_of(blocks["scalars/mean"])[0].tolist() == [[[2.0, 1.0]]]
+
+
 def test_the_newer_attempt_of_a_step_is_drawn(cli: Cli, tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", {(0, step): 1.0 for step in range(3)})
     again = HandmadeWriter(run, 0, "20260102-000000-host-2")

@@ -39,6 +39,8 @@ def published_file(path: Path, *, force: bool | None = None) -> Iterator[BinaryI
         raise WriteError(f"{path}: exists; choose another name{instead}")
     if path.is_dir():
         raise WriteError(f"{path}: is a directory; name the file to write")
+    if path.exists() and not path.is_file():  # root could put a file in the place of /dev/null
+        raise WriteError(f"{path}: is a device or a pipe, which is never replaced; name the file to write")
     temporary = _temporary(path)
     with _sigterm_raises():
         try:

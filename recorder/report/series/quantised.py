@@ -7,6 +7,7 @@ the lane before it, so that replicas cost nothing, then of a column from the one
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +42,8 @@ def quantise(values: npt.NDArray[np.float32], has_row: npt.NDArray[np.bool_], le
         has_row: where something was recorded, if not this statistic.
         levels: `FINE` or `COARSE`.
     """
-    flat = np.clip(values.reshape(len(values), -1).astype(np.float64), -_LARGEST, _LARGEST)
+    by_series = len(values), math.prod(values.shape[1:])  # there may be no series, as in a run of scalars alone
+    flat = np.clip(values.reshape(by_series).astype(np.float64), -_LARGEST, _LARGEST)
     is_number = ~np.isnan(flat)
     sizes = np.abs(np.where(is_number, flat, 0.0))
     largest = sizes.max(axis=1, initial=0.0)
@@ -55,7 +57,7 @@ def quantise(values: npt.NDArray[np.float32], has_row: npt.NDArray[np.bool_], le
     low, high = (np.where(np.isfinite(ends), ends, 0.0) for ends in (low, high))
     span = np.where(high > low, high - low, 1.0)[:, None]
     steps = np.rint((np.where(is_number, scaled, 0.0) - low[:, None]) / span * (levels - 1))
-    rows = has_row.reshape(len(values), -1)
+    rows = has_row.reshape(by_series)
     codes = np.where(is_number, FIRST + np.clip(steps, 0, levels - 1), np.where(rows, NO_NUMBER, NO_ROW))
     kind = np.uint8 if levels <= COARSE else np.uint16
     differences = _differences(codes.astype(kind).reshape(values.shape))

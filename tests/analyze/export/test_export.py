@@ -364,6 +364,14 @@ def test_an_existing_file_is_replaced_only_by_force(run: recorder.Run, tmp_path:
     assert sorted(os.listdir(tmp_path)) == ["out", "run"]
 
 
+def test_a_device_or_a_pipe_is_never_replaced(run: recorder.Run, tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(WriteError, match="never replaced"):
+        export(run, path, to="npz", force=True)
+    assert path.is_fifo() and sorted(os.listdir(tmp_path)) == ["pipe", "run"]
+
+
 @pytest.mark.parametrize("folder", ["run", "run/rank=00000", "other", "link"])
 def test_a_run_is_never_written_into(run: recorder.Run, tmp_path: Path, folder: str) -> None:
     make_run(tmp_path / "other")
