@@ -346,7 +346,7 @@ def _read_file(path: Path) -> Mapping[str, object]:
             return tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"{CONFIG_FILE} = {str(path)!r} cannot be read: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a ValueError of Python's own
         raise ConfigError(f"{CONFIG_FILE} = {str(path)!r} is not TOML: {error}") from None
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from recorder import config
 from recorder.config import DEFAULT_RULES, PRESETS, Loaded, check_dir, is_enabled, is_native_wanted, load_settings
+from recorder.daemon.settings import load_daemon_settings
 from recorder.errors import ConfigError
 from recorder.rules import Schedule, parse_rules
 
@@ -98,6 +99,16 @@ def test_the_text_of_a_rule_reads_back_as_the_rule() -> None:
 def test_a_mistake_is_told_with_key_value_and_what_is_allowed(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_settings({}, environ)
+
+
+@pytest.mark.parametrize("value", ["9" * 5_000, "[" * 10_000])
+def test_a_file_beyond_what_python_takes_is_refused(tmp_path: Path, value: str) -> None:
+    file = tmp_path / "recorder.toml"
+    file.write_text(f"pool_bytes = {value}")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load_settings({}, {"RECORDER_CONFIG": str(file)})
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load_daemon_settings(str(file), {}, {})
 
 
 def test_a_file_that_is_no_toml_names_the_line(tmp_path: Path) -> None:

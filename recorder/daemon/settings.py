@@ -144,9 +144,10 @@ def num_bytes(name: str, text: str) -> int:
 
 def _quantity(name: str, text: str, units: Mapping[str, int], expected: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2] not in units:
+    number = float(match[1]) * units[match[2]] if match is not None and match[2] in units else math.inf
+    if math.isinf(number):
         raise ConfigError(f"{name} = {text!r}: expected {expected}")
-    return float(match[1]) * units[match[2]]
+    return number
 
 
 def _read_file(file: str) -> Mapping[str, Any]:
@@ -154,7 +155,7 @@ def _read_file(file: str) -> Mapping[str, Any]:
         return tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a ValueError of Python's own
         raise ConfigError(f"{file}: is not TOML: {error}") from None
 
 
@@ -169,6 +170,8 @@ def _convert(known: Mapping[str, Any], key: str, raw: Any, source: str) -> Any:
 
 
 def _as(key: str, raw: Any, default: Any) -> Any:
+    if any(isinstance(text, str) and "\0" in text for text in (raw if isinstance(raw, (list, tuple)) else (raw,))):
+        raise ConfigError(f"{key} = {raw!r}: expected a text without a NUL")
     if isinstance(default, tuple):
         values = raw.split(os.pathsep) if isinstance(raw, str) else raw
         if not isinstance(values, (list, tuple)) or not all(isinstance(value, str) and value for value in values):
@@ -186,7 +189,8 @@ def _as(key: str, raw: Any, default: Any) -> Any:
             return num_bytes(key, raw)
         try:
             value = type(default)(raw)
-        except (TypeError, ValueError):
+            float(value)  # which an integer of hundreds of digits has no room in
+        except (TypeError, ValueError, OverflowError):
             value = math.nan
         if value != value or (isinstance(default, int) and isinstance(raw, float)):
             raise ConfigError(f"{key} = {raw!r}: expected a number")

@@ -38,7 +38,10 @@ from tests.waiting import wait_until
         (["--watch", "recordings", "--to", "there", "--keep-local", "soon"], "keep_local = 'soon': expected a time"),
         (["--watch", "recordings", "--to", "there", "--listen", "here"], "listen = 'here': expected HOST:PORT"),
         (["--watch", "recordings", "--to", "there", "--webhook", "file:///x"], "webhook: expected http"),
+        (["--watch", "recordings", "--to", "there", "--threads", "9" * 400], ": expected a number"),
+        (["--watch", "recordings", "--to", "there", "--max-bytes-per-s", "9" * 400 + "MB"], ": expected bytes"),
         (["--config", "wrong.toml"], "'colour' (file wrong.toml) is no setting of the daemon"),
+        (["--config", "nul.toml"], "expected a text without a NUL (file nul.toml)"),
         (["--config", "broken.toml"], "broken.toml: is not TOML"),
         (["--config", "missing.toml"], "missing.toml: cannot be read"),
         (["--once", "--watch", "recordings", "--to", "s3://no-such-bucket/x"], "no such bucket"),
@@ -53,6 +56,7 @@ def test_a_wrong_word_is_one_line_and_moves_nothing(
 ) -> None:
     small_run(tmp_path)
     (tmp_path / "wrong.toml").write_text("colour = 'red'\n")
+    (tmp_path / "nul.toml").write_text('watch = ["a\\u0000b"]\n')
     (tmp_path / "broken.toml").write_text("to = \n")
     monkeypatch.chdir(tmp_path)
     before = files(tmp_path)

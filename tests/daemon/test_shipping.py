@@ -127,6 +127,16 @@ def test_without_its_ledger_it_finds_what_is_there(tmp_path: Path, store: StoreS
     assert objects(store, prefix_of(to)) == before
 
 
+def test_a_line_of_its_ledger_that_is_none_is_left_out(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    to = f"file://{tmp_path}/there"
+    assert ship(tmp_path, to)[0] == 0
+    (ledger,) = run.glob("_shipped-*")
+    ledger.write_bytes(b"[" * 100_000 + b"\n\xff\nnull\n[1]\n" + ledger.read_bytes())
+    code, daemon = ship(tmp_path, to)
+    assert code == 0 and daemon.counters.of("confirmed") == {}
+
+
 def test_what_is_something_else_there_is_never_overwritten(tmp_path: Path, store: StoreServer, to: str) -> None:
     run = small_run(tmp_path)
     (shard,) = run.glob("rank=00000/*/tensors-000000.arrow")

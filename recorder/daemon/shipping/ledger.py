@@ -62,8 +62,8 @@ class ShippedLedger:
             try:
                 entry = json.loads(line)
                 name, size, how = entry["name"], entry["bytes"], entry["how"]
-            except (ValueError, KeyError, TypeError):
-                continue  # a kill has cut the last line
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue  # a kill has cut the last line, or somebody has written into it
             if isinstance(name, str) and isinstance(size, int) and isinstance(how, str):
                 self._files[name] = Confirmed(size, how)
         if text and not text.endswith(b"\n"):
