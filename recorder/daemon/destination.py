@@ -16,14 +16,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
-from urllib.parse import unquote
 
 from crc32c import crc32c
 
 from ..errors import ConfigError, NotARunError, StoreError
 from ..read.fleet import FLEET
 from ..storage.clients import KINDS, Client, bare_e_tag
-from ..storage.locations import scheme_of
+from ..storage.locations import folder_of_url, scheme_of
 from ..storage.objects import ObjectPath
 from .watching import LocalFile
 
@@ -419,10 +418,10 @@ def parse_destination(text: str, throttle: Throttle) -> Bucket | Directory:
     """
     scheme = scheme_of(text)
     if scheme == "file":
-        folder = unquote(text[len("file://") :])
-        if not folder.startswith("/"):
-            raise ConfigError(f"to = {text!r}: expected file:///FOLDER, with three slashes")
-        return Directory(Path(os.path.realpath(folder)), throttle)
+        try:
+            return Directory(Path(os.path.realpath(folder_of_url(text))), throttle)
+        except NotARunError as error:
+            raise ConfigError(f"to = {error}") from None
     if scheme is None and text:
         return Directory(Path(os.path.realpath(text)), throttle)
     if scheme not in KINDS:

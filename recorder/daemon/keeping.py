@@ -13,7 +13,10 @@ from typing import NamedTuple
 
 from ..errors import LookupFailedError
 from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, encode_manifest
+from ..read.finding import runs_in
 from ..read.fleet import FLEET
+from ..storage.locations import location_of, store_of
+from ..system.text import listed
 from ..system.units import moment, size
 from .destination import Destination, Held, TakenError
 from .fleet import PRUNED, remove_from_fleet
@@ -128,6 +131,31 @@ def prune(destination: Destination, run: KeptRun) -> bool:
             destination.delete(keys)
     remove_from_fleet(destination, run.key)
     return True
+
+
+def find_key(destination: Destination, typed: str) -> str:
+    """Return the directory of the run that was typed: that directory, or a name or the beginning of one.
+
+    A name of several runs is refused, because what is asked for may remove the run.
+
+    Raises:
+        LookupFailedError: no run, or more than one, is called so.
+    """
+    folder, _, name = typed.rpartition("/")
+    if name and destination.get(f"{typed}/{RUN_MANIFEST}") is not None:
+        return typed
+    above = location_of(f"{destination.url}/{folder}" if folder else destination.url)
+    runs = runs_in(above, without=(FLEET, PRUNED)) if name and store_of(above).is_directory(above) else []
+    matches = [run for run in runs if name in run.names]
+    matches = matches or [run for run in runs if any(one.startswith(name) for one in run.names)]
+    if not matches:
+        raise LookupFailedError(f"{destination.url}/{typed}: no such run; `recorder ls {destination.url}` lists them")
+    keys = [f"{folder}/{run.location.name}" if folder else run.location.name for run in matches]
+    if len(keys) > 1:
+        raise LookupFailedError(
+            f"{destination.url}/{typed}: {len(keys)} runs begin so; type the directory of one: {listed(keys)}"
+        )
+    return keys[0]
 
 
 def set_keep(destination: Destination, key: str, *, is_kept: bool) -> None:

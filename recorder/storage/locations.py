@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from ..errors import NotARunError
 from ..format.rundir import MAX_MANIFEST_BYTES, read_json
@@ -104,7 +105,7 @@ def location_of(path: str | os.PathLike[str] | Location) -> Location:
     """Return the location that a typed path, a URL or a path object means.
 
     Raises:
-        NotARunError: the URL is of an unknown kind of store.
+        NotARunError: the URL is of an unknown kind of store, or names no folder.
     """
     if isinstance(path, ObjectPath):
         return path
@@ -114,10 +115,24 @@ def location_of(path: str | os.PathLike[str] | Location) -> Location:
     scheme = scheme_of(text)
     if scheme is None:
         return Path(path)
+    if scheme == "file":
+        return folder_of_url(text)
     if scheme not in KINDS:
         known = ", ".join(f"{name}://" for name in KINDS)
         raise NotARunError(f"{text}: {scheme}:// is not supported; runs are read from directories and from {known}")
     return ObjectPath.parse(text)
+
+
+def folder_of_url(url: str) -> Path:
+    """Return the folder that a ``file://`` URL names, which is how a daemon shows a destination that is a folder.
+
+    Raises:
+        NotARunError: the URL names a host, or a folder that is relative.
+    """
+    folder = unquote(url[len("file://") :])
+    if not folder.startswith("/"):
+        raise NotARunError(f"{url}: expected file:///FOLDER, with three slashes")
+    return Path(folder)
 
 
 def scheme_of(text: str) -> str | None:

@@ -136,7 +136,9 @@ def _write_manual(out: Path) -> int:
 def main(arguments: list[str]) -> int:
     """Build the site, or the manual page; the exit code is Sphinx's."""
     parser = argparse.ArgumentParser(prog="scripts.website", description="Builds the site into a folder.")
-    parser.add_argument("out", type=Path, help="the folder; what is in it is replaced")
+    parser.add_argument(
+        "out", type=Path, help="the folder (scripts/docs names build/site, or build/man); a site in it is replaced"
+    )
     parser.add_argument("--man", action="store_true", help="write the manual page recorder.1 there, and no site")
     given = parser.parse_args(arguments)
     out = given.out

@@ -64,6 +64,31 @@ def test_the_command_removes_nothing_without_a_yes(tmp_path: Path, cli: Cli, mon
     assert not (there / "run-a").exists()
 
 
+def test_a_run_is_named_as_in_every_other_command_and_one_alone(tmp_path: Path, cli: Cli) -> None:
+    for name in ("team/run-a1", "team/run-b1", "team/run-b2", "run-c"):
+        small_run(tmp_path, name)
+    manifest = tmp_path / "recordings" / "run-c" / "_run.json"
+    manifest.write_text(manifest.read_text().replace("{", '{"name": "train-7", ', 1))
+    there = tmp_path / "there"
+    assert ship(tmp_path, str(there))[0] == 0
+    url = f"file://{there}"
+    assert cli("ls", url).exit_code == 0, "a folder is read by the URL that the daemon shows"
+    assert cli("daemon", "keep", "team/run-a", "train-7", "--to", there).exit_code == 0
+    assert {str(path.relative_to(there)) for path in there.rglob("_keep")} == {"team/run-a1/_keep", "run-c/_keep"}
+    assert cli("daemon", "unkeep", f"{url}/team/run-a", "--to", there).exit_code == 0
+    assert not (there / "team" / "run-a1" / "_keep").exists()
+    for typed, why in (
+        ("team/run-b", f"{url}/team/run-b: 2 runs begin so; type the directory of one: team/run-b1, team/run-b2"),
+        ("run-x", f"{url}/run-x: no such run; `recorder ls {url}` lists them"),
+        ("team", f"{url}/team: no such run"),
+        (url, f"{url}/: no such run"),
+    ):
+        found = cli("daemon", "prune", typed, "--to", there, "--yes")
+        assert found.exit_code == 2
+        assert why in found.err
+    assert "stays  has a _keep mark" in cli("daemon", "prune", "run-c", "--to", there).out
+
+
 def test_a_thousand_runs_are_listed_with_a_few_requests(store: StoreServer, to: str, cli: Cli) -> None:
     summary = {"world_size": 16, "created_ns": 1, "last_step": 9, "rows": 10, "bytes": 100, "dropped": {"pool_full": 1}}
     for node in range(2):

@@ -76,6 +76,10 @@ def test_credentials_and_ports_in_a_path_are_refused_and_not_repeated(cli: Cli, 
     assert "credentials and ports are settings" in refusal(cli("ls", f"s3://{bucket}/run"))
 
 
+def test_a_file_url_that_names_no_folder_is_refused(cli: Cli) -> None:
+    assert "file://host/run: expected file:///FOLDER, with three slashes" in refusal(cli("ls", "file://host/run"))
+
+
 @pytest.mark.parametrize(
     "url", ["hdfs://host/run", "ftp://host/run", "foo://bar", "https://host/run", "s3a://bucket/run"]
 )

@@ -39,7 +39,7 @@ def command(
     action: Annotated[str, typer.Argument(metavar="ACTION", help=f"One of {', '.join(_ACTIONS)}.")] = "ship",
     runs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RUN", help="Of prune, keep and unkeep: runs below --to."),
+        typer.Argument(metavar="RUN", help="Of prune, keep and unkeep: names of runs below --to."),
     ] = None,
     watch: Annotated[list[str] | None, _setting("watch", "DIR")] = None,
     to: Annotated[str | None, _setting("to", "URL")] = None,
@@ -146,7 +146,7 @@ def _status(settings: DaemonSettings, *, as_json: bool) -> int:
         num_left = counted(one.get("backlog_files", 0), "file")
         say(
             f"process {one.get('pid')} ships {', '.join(one.get('watch', ()))} to {one.get('to')}: "
-            f"{one.get('settled', 0)} of {counted(one.get('runs', 0), 'run')} are there as a whole; "
+            f"{counted(one.get('runs', 0), 'run')}, of which {one.get('settled', 0)} there as a whole; "
             f"{num_left} with {size(one.get('backlog_bytes', 0))} to go; "
             f"{counted(one.get('uploads', 0), 'upload')} with {size(one.get('uploaded_bytes', 0))} since it began"
         )
@@ -172,15 +172,15 @@ def _keep_house(
     as_json: bool,
 ) -> int:
     from ...daemon.destination import Throttle, parse_destination
-    from ...daemon.keeping import plan_prune, prune, set_keep
+    from ...daemon.keeping import find_key, plan_prune, prune, set_keep
 
     if not settings.to:
         raise ConfigError(f"{action}: needs --to, the URL below which the runs are")
     destination = parse_destination(settings.to, Throttle(0))
-    names = [name.removeprefix(destination.url).strip("/") for name in runs]
+    if action != "prune" and not runs:
+        raise LookupFailedError(f"{action}: name a run below {destination.url}")
+    names = [find_key(destination, name.removeprefix(destination.url).strip("/")) for name in runs]
     if action != "prune":
-        if not names:
-            raise LookupFailedError(f"{action}: name a run below {destination.url}")
         for name in names:
             set_keep(destination, name, is_kept=action == "keep")
         return 0
