@@ -59,9 +59,9 @@ def layout_problems(run: Run) -> list[str] | None:
     if run.is_merged:
         return []
     view = run.view()
-    metadata, positions = view.sampled()
-    if metadata.num_rows > _MAX_LOADED_ROWS:
+    if (sampled := view.sampled(_MAX_LOADED_ROWS)) is None:
         return None
+    metadata, positions = sampled
     topology = Topology(run.writers, run.run_id, run.world_size)
     values = GlobalValues(
         metadata, topology, loss="mean", overrides=[], is_same=_unknown, items_of=_unknown, leaves=view.leaves

@@ -174,17 +174,25 @@ class GlobalView:
         )
         return LoadedRows(metadata, values, assembler)
 
-    def sampled(self) -> tuple[MetadataRows, Positions]:
-        """The rows by which layouts are known: a few steps, the same whatever part of the run is looked at."""
+    def sampled(self, max_rows: int | None = None) -> tuple[MetadataRows, Positions] | None:
+        """The rows by which layouts are known: a few steps, the same whatever part of the run is looked at.
+
+        Args:
+            max_rows: None is returned, and nothing loaded, where the batches of these steps hold more.
+        """
         steps = choose_steps(self._run.writers)
         ranges = None if steps is None else tuple((step, step + 1) for step in steps)
         metadata = MetadataRows(self._run.writers, ranges)
+        if max_rows is not None and metadata.num_rows > max_rows:
+            return None
         metadata.load(COLUMNS)
         numbers = metadata.numbers("step")
         return metadata, np.flatnonzero(np.isin(numbers, steps)) if steps is not None else np.arange(len(numbers))
 
     def _sample(self) -> Sample | None:
-        metadata, positions = self.sampled()
+        sampled = self.sampled()
+        assert sampled is not None, "no bound, so it is there"
+        metadata, positions = sampled
         return self.load(metadata).values.sample(positions)
 
     def _shards(self) -> Iterator[ShardRows]:

@@ -267,6 +267,10 @@ class TestCopies:
         assert is_problem(finding.kind) and finding.num_rows == 4 - first
         if keep != "tensor alone":  # of which nothing but the values would tell, and these are not read there
             assert "alike at other steps" in (layout_problems(run) or [""])[0]
+            with pytest.MonkeyPatch.context() as patch:  # too many rows are not even loaded
+                patch.setattr("recorder.analyze.problems._MAX_LOADED_ROWS", run.num_rows - 1)
+                patch.setattr("recorder.read.metadata.MetadataRows.load", None)
+                assert layout_problems(run) is None
         layout = run.layout("layers.0", step=3)
         assert (layout.kind, layout.global_shape) == ("layout_changes", None)
 
