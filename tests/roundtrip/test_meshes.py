@@ -11,13 +11,14 @@ import recorder
 from scripts.campaigns.roundtrip.meshes import LAYOUTS, NAN, OF_NAN, SITES, compare, train, with_layouts
 from tests.globalview.meshes import finger
 
-QUICK = ("tp x ddp", "sp x fsdp1", "pp x tp")
+# On gloo the pipelining of torch 2.9 aborts, without the recorder too.
+QUICK = ("tp x ddp", "sp x fsdp1", *(("pp x tp",) if torch.__version__ >= "2.13" else ()))
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "layouts"),
     [
-        pytest.param(4, QUICK, id="4 ranks, three layouts"),
+        pytest.param(4, QUICK, id="4 ranks, a few layouts"),
         *(pytest.param(num, layouts, id=f"{num} ranks", marks=pytest.mark.slow) for num, layouts in LAYOUTS.items()),
     ],
 )
