@@ -30,7 +30,7 @@ from ..keys import encode, group
 from ..moments import integers, numbers
 from .details import SOURCES, columns_of
 
-RANGE_ROWS = 1_500_000
+RANGE_ROWS = 500_000
 """Rows of a range of steps, of all ranks, which are in memory together; a single step may have more."""
 _RECOMPUTED = "recompute"
 _KEY = ("root", "module_path", "site", "name", "mode", "phase", "scope")
