@@ -22,6 +22,7 @@ from recorder.cli.commands.top import show_top
 from recorder.errors import CommandError
 from recorder.format.commands import COMMANDS, command_name
 from recorder.read.finding import find_run
+from recorder.read.modules import read_modules
 from recorder.read.status import RankNow, RunWatch
 
 from . import jobs
@@ -78,6 +79,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
         run = runs[0].parent
         watch = RunWatch(run)
         until(watch, lambda ranks: all(rank.status.step == 9 for rank in ranks))
+        # A manifest with the modules may come a moment after a status with the step.
+        until(watch, lambda _: bool(read_modules(recorder.open_run(run).writers)))
 
         def call(name: str, *words: str, **options: Any) -> None:
             found.codes[name] = call_set(run, *words, **options)

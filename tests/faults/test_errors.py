@@ -98,7 +98,9 @@ def test_an_interrupt_inside_a_copy_passes_and_the_next_step_is_recorded(
     assert len(recording.rows(site="output", module_path="second")) == 2
 
 
-@pytest.mark.parametrize("where", ["find_live", "last_step", "blocked_in_new_threads"])
+@pytest.mark.parametrize(
+    "where", ["early_optimizers.find_live", "recorder.last_step", "recorder.blocked_in_new_threads"]
+)
 def test_after_an_interrupt_of_the_start_the_next_call_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -108,7 +110,7 @@ def test_after_an_interrupt_of_the_start_the_next_call_starts_again(
     with flagged(tmp_path, "site=output keep=tensor") as recording:
         model = Tiny()
         with monkeypatch.context() as patch:
-            patch.setattr(f"recorder.lifecycle.recorder.{where}", interrupt)
+            patch.setattr(f"recorder.lifecycle.{where}", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 train(1, model)
         train(2, model)

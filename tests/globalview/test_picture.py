@@ -99,7 +99,7 @@ def test_summands_are_no_copies(tmp_path: Path) -> None:
     )
     assert [(chunk.reduce_op, chunk.is_copy) for chunk in layout.pieces] == [("sum", False)] * 2
     text = str(layout)
-    assert f"  reduced by sum: the pieces of {SUMMED}" in text.splitlines()
+    assert f"  reduced by sum: the chunks of {SUMMED}" in text.splitlines()
     assert [line.rpartition("  ")[2] for line in text.splitlines()[-2:]] == ["summand (sum)"] * 2
 
 
@@ -110,7 +110,7 @@ def test_what_repeats_a_sum_is_its_copy(tmp_path: Path, wrapper: str) -> None:
     rows = {r: [mesh.row(r, 0, WHOLE, placements, **PARAM, encoding=None)] for r in range(4)}
     facts = {r: grid_facts(GRID.ranks.tolist(), r) for r in rows}
     layout = mesh_run(tmp_path / "run", rows, facts).layout("layers.0", site="param", step=0)
-    assert f"  reduced by sum: the pieces of {SUMMED}" in str(layout).splitlines()
+    assert f"  reduced by sum: the chunks of {SUMMED}" in str(layout).splitlines()
     assert [chunk.is_copy for chunk in layout.pieces] == [False, False, True, True]
     assert {chunk.offsets for chunk in layout.pieces} == {(0, 0)}
 
