@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from ..globalview.grouping.findings import Finding
+from ..globalview.plan.sampling import load_sample
 from ..globalview.plan.values import GlobalValues
 from ..globalview.run import Run
 from ..globalview.topology.run_topology import Topology
@@ -59,9 +60,10 @@ def layout_problems(run: Run) -> list[str] | None:
     if run.is_merged:
         return []
     view = run.view()
-    if (sampled := view.sampled(_MAX_LOADED_ROWS)) is None:
+    metadata, steps = view.sample_batches()
+    if metadata.num_rows > _MAX_LOADED_ROWS:
         return None
-    metadata, positions = sampled
+    positions = load_sample(metadata, steps)
     topology = Topology(run.writers, run.run_id, run.world_size)
     values = GlobalValues(
         metadata, topology, loss="mean", overrides=[], is_same=_unknown, items_of=_unknown, leaves=view.leaves

@@ -16,7 +16,7 @@ from ..errors import LookupFailedError, RunError
 from ..format.roots import Stage
 from ..format.schema import COLUMN_OF, METADATA_COLUMNS, Combine
 from ..layout.rules import LOSSES
-from ..read.metadata import NONE, MetadataRows, Positions
+from ..read.metadata import NONE, MetadataRows
 from ..read.payload import Payloads, is_same
 from ..read.run import RecordedRun
 from ..read.shards.rows import ShardRows
@@ -26,7 +26,7 @@ from .assemble.rows import GlobalRows
 from .grouping.row_grouper import COLUMNS
 from .infer.leaves import Leaves, Sample
 from .plan.overrides import parse_overrides
-from .plan.sampling import choose_steps
+from .plan.sampling import choose_steps, load_sample
 from .plan.values import GlobalValues
 from .topology.run_topology import Topology
 from .windows import cut_steps, step_sizes
@@ -174,25 +174,18 @@ class GlobalView:
         )
         return LoadedRows(metadata, values, assembler)
 
-    def sampled(self, max_rows: int | None = None) -> tuple[MetadataRows, Positions] | None:
-        """The rows by which layouts are known: a few steps, the same whatever part of the run is looked at.
+    def sample_batches(self) -> tuple[MetadataRows, list[int] | None]:
+        """The batches by which layouts are known, not loaded yet, and the steps whose rows count; None for all.
 
-        Args:
-            max_rows: None is returned, and nothing loaded, where the batches of these steps hold more.
+        They are the same whatever part of the run is looked at.
         """
         steps = choose_steps(self._run.writers)
         ranges = None if steps is None else tuple((step, step + 1) for step in steps)
-        metadata = MetadataRows(self._run.writers, ranges)
-        if max_rows is not None and metadata.num_rows > max_rows:
-            return None
-        metadata.load(COLUMNS)
-        numbers = metadata.numbers("step")
-        return metadata, np.flatnonzero(np.isin(numbers, steps)) if steps is not None else np.arange(len(numbers))
+        return MetadataRows(self._run.writers, ranges), steps
 
     def _sample(self) -> Sample | None:
-        sampled = self.sampled()
-        assert sampled is not None, "no bound, so it is there"
-        metadata, positions = sampled
+        metadata, steps = self.sample_batches()
+        positions = load_sample(metadata, steps)
         return self.load(metadata).values.sample(positions)
 
     def _shards(self) -> Iterator[ShardRows]:

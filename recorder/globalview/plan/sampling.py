@@ -17,11 +17,11 @@ import pyarrow as pa
 
 from ...layout.levels import BatchGroup
 from ...layout.plans import NoPlan, RankChunk
-from ...read.metadata import NONE, text_keys
+from ...read.metadata import NONE, MetadataRows, Positions, text_keys
 from ...read.writers import RecordedWriter
 from ...sites import ACTIVATIONS, GRADIENTS
 from ..grouping.packing import pack
-from ..grouping.row_grouper import LABELS, GroupedRows, GroupedValues
+from ..grouping.row_grouper import COLUMNS, LABELS, GroupedRows, GroupedValues
 from ..infer.leaves import BatchDims, ChunkKeys, Observation, Sample
 from ..infer.sharding import Wanted
 from .value_rows import ValueReader, ValueRows
@@ -57,6 +57,13 @@ def choose_steps(writers: Sequence[RecordedWriter]) -> list[int] | None:
             of_stream = (modes.codes == mode) & (sites.codes == sites.code(site))
             chosen |= dict.fromkeys(_choose(steps, of_stream & (is_telling | is_unmeasured), has_values))
     return sorted(list(chosen)[:_MAX_STEPS] or steps[:1].tolist())
+
+
+def load_sample(metadata: MetadataRows, steps: Sequence[int] | None) -> Positions:
+    """Load the batches of a sample, and return the rows of its steps; None for all."""
+    metadata.load(COLUMNS)
+    numbers = metadata.numbers("step")
+    return np.arange(len(numbers)) if steps is None else np.flatnonzero(np.isin(numbers, steps))
 
 
 def _choose(
