@@ -1,6 +1,7 @@
 """What manifests say of pipelines: which stage of a root a writer ran, and which stages nobody recorded.
 
-The stages of a root are one model, and the slices of a step (its micro-batches) one batch.
+The stages of a root are one model, and the slices of a step (its micro-batches) one batch. `Times.order` puts the rows
+of all ranks, with or without stages, into the order of execution.
 """
 
 from __future__ import annotations

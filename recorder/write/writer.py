@@ -26,7 +26,7 @@ from .notices import Notices
 from .ring import Due, Dump, Ring, Room
 from .rows import NOT_MEASURED
 from .settings import WriteSettings
-from .store import RunTarget, Store
+from .writer_directory import RunTarget, WriterDirectory
 
 __all__ = ["CloseReport", "RunTarget", "WriteSettings", "Writer", "WriterStats"]
 
@@ -129,7 +129,7 @@ class Writer:
         self._disk.file_mode = FILE_MODES[settings.permissions]
         self._disk.keeps_reserve = True
         self._disk.syncs = self._syncs = SyncThread()
-        self._store = Store(settings, self._ledger, self._disk, self._notices, clock)
+        self._writer_directory = WriterDirectory(settings, self._ledger, self._disk, self._notices, clock)
         self._queue: queue.SimpleQueue[Staged | _Drain] = queue.SimpleQueue()
         self._settings = settings
         self._ring: Ring | None = None
@@ -154,7 +154,7 @@ class Writer:
     @property
     def directory(self) -> Path | None:
         """The writer's directory, once it is claimed."""
-        return self._store.directory
+        return self._writer_directory.path
 
     def start(self) -> None:
         self._thread.start()
@@ -170,7 +170,7 @@ class Writer:
             ledger=self._ledger,
             clock=self._clock,
         )
-        self._store.dumps = self._ring.dumps
+        self._writer_directory.dumps = self._ring.dumps
 
     def dump(self, dump: Dump) -> None:
         """Write the steps of a trigger, those that wait and those that come. Any thread; never waits."""
@@ -213,8 +213,8 @@ class Writer:
         """Take a snapshot. Any thread."""
         return WriterStats(
             is_alive=self._thread.is_alive(),
-            written_bytes=self._store.written_bytes,
-            last_written_step=self._store.last_written_step,
+            written_bytes=self._writer_directory.written_bytes,
+            last_written_step=self._writer_directory.last_written_step,
             queue_length=self._queue.qsize(),
             last_progress_s=self.last_progress_s,
             ledger=self._ledger.snapshot(),
@@ -305,7 +305,7 @@ class Writer:
             # and training waits for it (a step 1.53 times as long, against 1.40, and 1 GiB of memory against 0.1).
             target = self._resolve_dir()
             self._take_manifest()
-            self._store.claim(target)
+            self._writer_directory.claim(target)
             while not self._is_stopped:
                 try:
                     self._run_once()
@@ -316,7 +316,7 @@ class Writer:
         except BaseException as error:
             self._failure = error
             self._refusal = WRITER_DEAD
-            self._ledger.drop(WRITER_DEAD, self._store.num_pending_rows)
+            self._ledger.drop(WRITER_DEAD, self._writer_directory.num_pending_rows)
             problem = f"the writer gave up, nothing more is recorded ({type(error).__name__}: {error})"
             self._notices.say(WRITER_DEAD, problem, level=logging.ERROR)
             with contextlib.suppress(Exception):
@@ -325,7 +325,7 @@ class Writer:
             self._is_stopped = True
             self._discard_queue()
             with contextlib.suppress(Exception):
-                self._store.abandon_open()
+                self._writer_directory.abandon_open()
             self._syncs.stop()
             self._disk.keeps_reserve = False
             self._disk.release_reserve()
@@ -336,7 +336,7 @@ class Writer:
         self._num_failures = 0
         problem = f"{type(error).__name__}: {error}"
         self._notices.say("restart", f"the writer failed and begins anew, with new shards ({problem})")
-        self._store.restart(problem)
+        self._writer_directory.restart(problem)
 
     def _run_once(self) -> None:
         """Take one item from the queue, after doing what is due by the clock."""
@@ -370,8 +370,8 @@ class Writer:
         self._nap_s = _SHORT_NAP_S
         if isinstance(item, _Drain):
             try:
-                is_flushed = self._store.flush()
-                item.is_durable = self._store.sync() and is_flushed
+                is_flushed = self._writer_directory.flush()
+                item.is_durable = self._writer_directory.sync() and is_flushed
             finally:
                 item.is_done = True
         elif self._clock() > self._abandon_after_s:
@@ -428,7 +428,7 @@ class Writer:
         if ring.has_changed and (has_begun or self._clock() >= self._next_told_s):
             ring.has_changed = False
             self._next_told_s = self._clock() + _TELL_S
-            self._store.mark_stale()
+            self._writer_directory.mark_stale()
 
     def _record(self, staged: Staged, due: Due | None = None) -> bool:
         """Take one record into the batch of its kind of shard, and write the batch where it is full.
@@ -448,11 +448,11 @@ class Writer:
             if lost is not None:
                 drop_reason = lost
                 return False
-            if (refusal := self._store.refusal(kind)) is not None:
+            if (refusal := self._writer_directory.refusal(kind)) is not None:
                 self.refused = {**self.refused, kind: refusal}
                 drop_reason = refusal
                 return False
-            shards = self._store.shards_by_kind[kind]
+            shards = self._writer_directory.shards_by_kind[kind]
             if due is None:
                 measured = self._measured(staged)
                 self._saw(staged, measured)
@@ -512,20 +512,20 @@ class Writer:
         self._next_look_s = now + _LONG_NAP_S
         self._take_manifest()
         self._begin_dumps()
-        self._store.flush_due()
+        self._writer_directory.flush_due()
         if self.refused:
-            refusals = ((kind, self._store.refusal(kind)) for kind in self.refused)
+            refusals = ((kind, self._writer_directory.refusal(kind)) for kind in self.refused)
             self.refused = {kind: reason for kind, reason in refusals if reason is not None}
         if now >= self._next_poll_s and self._refusal is None:
             self._next_poll_s = now + _POLL_S
             if (manifest := self._poll()) is not None:
-                self._store.set_manifest(manifest)
+                self._writer_directory.set_manifest(manifest)
             self._show()
 
     def _take_manifest(self) -> None:
         manifest, self._manifest = self._manifest, None
         if manifest is not None:
-            self._store.set_manifest(manifest)
+            self._writer_directory.set_manifest(manifest)
 
     def _show(self, state: str = "recording") -> None:
         """Write the status, where there is a new one."""
@@ -534,14 +534,14 @@ class Writer:
             return
         self._shown = status or self._shown
         if self._shown is not None:
-            self._store.show({**self._shown, "queue_length": self._queue.qsize()}, state=state)
+            self._writer_directory.show({**self._shown, "queue_length": self._queue.qsize()}, state=state)
 
     def _finish(self) -> None:
         """Write the pending rows, balance the ledger and seal the shards."""
         self._take_manifest()
-        is_flushed = self._store.flush()
+        is_flushed = self._writer_directory.flush()
         ledger = self._ledger.close(INTERRUPTED)
-        is_sealed = self._store.close(ledger)
+        is_sealed = self._writer_directory.close(ledger)
         self._is_complete = is_flushed and is_sealed and self._refusal == CLOSED
         self._show("closed")
         self._is_stopped = True

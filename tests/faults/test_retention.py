@@ -17,7 +17,7 @@ import pytest
 
 import recorder
 from recorder.records import KEEP_STATS
-from recorder.write import store
+from recorder.write import writer_directory
 from tests.fakes import FaultyDisk
 from tests.write.rig import Rig
 
@@ -205,7 +205,7 @@ def test_nothing_of_an_earlier_writer_goes_while_its_loss_cannot_be_noted(
     before = earlier.files("*.arrow")
     rig = begin(tmp_path, max_bytes=4 * MEGABYTE)
     rig.drain()
-    monkeypatch.setattr(store, "replace_manifest", refuse)
+    monkeypatch.setattr(writer_directory, "replace_manifest", refuse)
     put(rig, range(25, 35))
     monkeypatch.undo()
     rig.close()

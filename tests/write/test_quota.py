@@ -169,7 +169,7 @@ def test_the_quota_knows_what_is_on_the_disk_whatever_has_failed(
     assert rig.close().ledger["retired"]["rows"] == 0
     assert rig.files("_*.open")
     assert len(rig.files("*.arrow")) > 2
-    shards = rig.writer._store.shards_by_kind["tensors"]
+    shards = rig.writer._writer_directory.shards_by_kind["tensors"]
     assert shards._quota.used_bytes("tensors") == used_bytes(rig, "tensors")
 
 

@@ -28,7 +28,6 @@ _VALUES = [OF_CALLS.index(site) for site in VALUES_OF_CALLS]
 """Sites of a call's values; the others have their gradients."""
 _VALUE_OFFSET = np.array([OF_CALLS.index(values_of(site)) for site in OF_CALLS])
 """For each site of calls, that of the values."""
-"""Names of tied parameters in one line."""
 
 
 class Reason(NamedTuple):

@@ -59,7 +59,7 @@ class ReplicaFinder:
     """Finds the first difference of replicas, by step and then in the order of execution, step range by range."""
 
     def __init__(self, run: Run, topology: Topology) -> None:
-        self._run, self._facts = run, topology
+        self._run, self._topology = run, topology
         self._first: Differing | None = None
         self._has_buffer = False
         self._values: dict[ValueName, None] = {}
@@ -76,7 +76,7 @@ class ReplicaFinder:
 
     def add(self, timeline: Timeline) -> None:
         """Add the next range of steps."""
-        replicas = ReplicaGroups(self._run, self._facts, timeline, self._equal)
+        replicas = ReplicaGroups(self._run, self._topology, timeline, self._equal)
         is_buffer = replicas.is_of(("buffer",))
         if self._first is None and (first := replicas.search(~is_buffer)) is not None:
             self._first = replicas.describe(first)

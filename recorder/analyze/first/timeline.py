@@ -119,7 +119,7 @@ class Timeline:
             firsts: of earlier steps.
             tables: what `whole_rows` gives of the writers that are looked at, and of these steps; by default of all.
         """
-        self.run, self.facts, self.attempts, self.steps = run, topology, attempts, steps
+        self.run, self.topology, self.attempts, self.steps = run, topology, attempts, steps
         self.firsts = firsts
         table = _in_order(whole_rows(run.writers, steps) if tables is None else tables)
         counts = attempts.counting(table)
@@ -161,7 +161,7 @@ class Timeline:
         assert self.steps is not None, "a range of steps has others before it"
         writers = [writer for writer in self.run.writers if writer.rank in (rank, None)]
         steps = _BEGINNING, self.steps[0]
-        return Timeline(self.run, self.facts, self.attempts, steps, tables=whole_rows(writers, steps))
+        return Timeline(self.run, self.topology, self.attempts, steps, tables=whole_rows(writers, steps))
 
     def is_equal(self, name: str, value: object) -> npt.NDArray[np.bool_]:
         """Which rows have a value in a column; None for null."""
@@ -282,7 +282,7 @@ class Attempts:
     """Which attempt counts at each step. It learns as the steps of all ranks are shown to it."""
 
     def __init__(self, run: Run, topology: Topology) -> None:
-        self._run, self._facts = run, topology
+        self._run, self._topology = run, topology
         self._newest: dict[int, int] = {}
         """By step."""
         self._is_one = len({writer.attempt for writer in run.writers}) < 2 or len(self._found()) < 2
@@ -298,7 +298,7 @@ class Attempts:
         steps, ranks, attempts = (integers(table.column(name)) for name in ("step", "rank", "attempt"))
         if self._is_one:
             return np.ones(len(steps), np.bool_)
-        run, topology = self._run, self._facts
+        run, topology = self._run, self._topology
         distinct, step_indices = np.unique(steps, return_inverse=True)
         if not all(step in self._newest for step in distinct.tolist()):
             steps_of = {}

@@ -68,13 +68,13 @@ class RunTarget:
     """Called on the writer thread with the name of the run, which the first writer of the run decides."""
 
 
-class Store:
+class WriterDirectory:
     """One writer directory and the two kinds of shard in it: each row is written, or dropped with a reason."""
 
     def __init__(
         self, settings: WriteSettings, ledger: Ledger, disk: Disk, notices: Notices, clock: Callable[[], float]
     ) -> None:
-        self.directory: Path | None = None
+        self.path: Path | None = None
         """The writer's own directory, once it is claimed."""
         self.shards_by_kind: dict[str, RotatingShards] = {}
         """The shards by their kind, once the directory is claimed."""
@@ -119,20 +119,20 @@ class Store:
         """Claim a directory for `target` now; where the disk refuses, the claim is tried again before later rows."""
         self._target = target
         self._claim()
-        if self.directory is not None:
-            with self._notices.on_error(f"{self.directory} cannot be used"):
-                self._floor.refusal(self.directory, 0)
+        if self.path is not None:
+            with self._notices.on_error(f"{self.path} cannot be used"):
+                self._floor.refusal(self.path, 0)
 
     def refusal(self, kind: str) -> str | None:
         """Return why rows of this kind are dropped for now; None where `shards_by_kind[kind]` takes them."""
-        if self.directory is None and self._claiming.is_over:
+        if self.path is None and self._claiming.is_over:
             self._claim()
-        if self.directory is None:
+        if self.path is None:
             return self._claiming.reason
         return self.shards_by_kind[kind].refusal
 
     def set_manifest(self, manifest: Mapping[str, Any]) -> None:
-        """Set the members of `_writer.json` that the store does not know itself."""
+        """Set the members of `_writer.json` that are not the directory's own."""
         self._manifest = manifest
         self._is_manifest_stale = True
 
@@ -146,25 +146,25 @@ class Store:
             shards.flush_due()
         self._retire_outdated()
         self._look_at_io()
-        if self._is_manifest_stale and self.directory is not None and self._describing.is_over:
+        if self._is_manifest_stale and self.path is not None and self._describing.is_over:
             self._is_manifest_stale = False
             self._describe()
 
     def show(self, status: Mapping[str, Any], *, state: str = "recording") -> None:
         """Bring `_status.json` up to date; an error of the disk is ignored."""
-        if self.directory is None or self._quota is None:
+        if self.path is None or self._quota is None:
             return
         ledger = self._ledger.snapshot()
         own: dict[str, Any] = {
-            "writer": self.directory.name,
+            "writer": self.path.name,
             "state": state,
             **ledger,
             "used_bytes": sum(map(self._quota.used_bytes, self.shards_by_kind)),
             "max_bytes": self._settings.max_bytes,
         }
         with contextlib.suppress(OSError):
-            own["free_bytes"] = self._disk.free_bytes(self.directory)
-        self._status.write(self.directory, {**status, **own}, written_bytes=self.written_bytes)
+            own["free_bytes"] = self._disk.free_bytes(self.path)
+        self._status.write(self.path, {**status, **own}, written_bytes=self.written_bytes)
         if state != "recording":
             self._status.close()
 
@@ -231,7 +231,7 @@ class Store:
             return
         self._claiming.succeeded()
         self._look_for_others(directory)
-        self.directory = directory
+        self.path = directory
         self.flush_due()
 
     def _look_for_others(self, directory: Path) -> None:
@@ -339,11 +339,11 @@ class Store:
 
     def _describe(self, *, state: str = "recording", **more: object) -> bool:
         """Write the manifest; return whether it is on the disk."""
-        if self.directory is None:
+        if self.path is None:
             return False
         own = {
             **_FORMAT,
-            "writer": self.directory.name,
+            "writer": self.path.name,
             "state": state,
             "ledger": self._ledger.snapshot(),
             **({"retired_earlier": self._retired_earlier} if self._retired_earlier else {}),
@@ -353,10 +353,10 @@ class Store:
             **more,
         }
         try:
-            path = self.directory / WRITER_MANIFEST
+            path = self.path / WRITER_MANIFEST
             replace_manifest(self._disk, path, {**self._manifest, **own}, unsynced=self._say_unsynced)
         except OSError as error:
-            self._notices.failed(f"{self.directory / WRITER_MANIFEST} cannot be written", error, is_aside=True)
+            self._notices.failed(f"{self.path / WRITER_MANIFEST} cannot be written", error, is_aside=True)
             self._is_manifest_stale = True
             self._describing.failed(drop_reason(error))
             return False
