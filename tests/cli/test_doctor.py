@@ -11,6 +11,7 @@ import pytest
 
 from recorder.cli.drawing.module_names import grouped
 from recorder.format.rundir import RUN_MANIFEST, encode_manifest, read_json
+from tests.analyze.doctor import test_expected
 from tests.analyze.doctor.test_expected import RULE, record, renumbered, root, step_rows, training
 from tests.cli.conftest import Cli, Result, on_a_terminal
 from tests.distributed import jobs
@@ -59,6 +60,24 @@ def test_a_loss_is_a_line_with_sites_modules_steps_ranks_and_reason(cli: Cli, ru
     assert (hole["ranks"], hole["steps"], hole["modules"], hole["missing"]) == ([1], [2, 3], ["b", "b.c"], 20)
     (site,) = [check for check in cli("doctor", run, "--json").json if check.get("site") == "param"]
     assert (site["expected"], site["found"], site["missing"], site["explained"]) == (30, 26, 4, 0)
+
+
+def test_a_rank_with_a_trigger_of_its_own_for_the_same_steps_need_not_hear_of_anothers(cli: Cli, run: Path) -> None:
+    box = test_expected.TestRings()
+    for rank in (0, 1):
+        box.record(run, rank, range(4, 7), [{**box.DUMP, "by": f"rank {rank}"}])
+    found = cli("doctor", run, "--strict")
+    assert found.exit_code == 0
+    assert len(lines(found, "ok", "dump of steps 4 to 6")) == 2
+
+
+def test_a_rank_that_never_heard_of_a_trigger_is_named(cli: Cli, run: Path) -> None:
+    box = test_expected.TestRings()
+    box.record(run, 0, range(4, 7), [box.DUMP])
+    box.record(run, 1, [5], [{**box.DUMP, "first_step": 5, "last_step": 5}])
+    found = cli("doctor", run, "--strict")
+    assert found.exit_code == 1
+    assert lines(found, "note", "dump of steps 4 to 6, rank 0", "rank 1 never heard of it")
 
 
 def test_what_never_was_is_a_note_and_no_finding_however_strict(cli: Cli, run: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -263,9 +264,16 @@ def _told(run: Run) -> Iterator[Check]:
 
 
 def _dumps(run: Run) -> Iterator[Check]:
-    """Yield what triggers had the run write, and the ranks that heard of one too late, or never."""
-    for dump in run.dumps:
-        unheard = sorted({*run.ranks} - {*dump.ranks}) if dump.ranks else []
+    """Yield what triggers had the run write, and the ranks that heard of one too late, or never.
+
+    A rank with a trigger of its own for the same steps wrote what was asked for, and need not hear of another's.
+    """
+    dumps = run.dumps
+    wrote: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for dump in dumps:
+        wrote[dump.first_step, dump.last_step].update(dump.ranks)
+    for dump in dumps:
+        unheard = sorted({*run.ranks} - wrote[dump.first_step, dump.last_step]) if dump.ranks else []
         state = "note" if dump.missed or unheard else "ok"
         never = f"; {_many('rank', unheard)} never heard of it" if unheard else ""
         yield Check(state, f"{dump_note(dump)}{never}", is_strict=state == "note", members={"dump": dump_members(dump)})

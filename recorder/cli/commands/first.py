@@ -133,7 +133,7 @@ def _replica_rows(answer: First, differing: Differing) -> Iterator[tuple[str, st
     if differing.is_assumed:
         yield "replicas", "assumed: neither DDP nor FSDP was seen around this model"
     equal = differing.last_equal
-    yield "last equal", "never recorded so before" if equal is None else f"step {equal.step}"
+    yield "last equal", "no record before shows them equal" if equal is None else f"step {equal.step}"
     names = [" ".join(filter(None, (repr(module), site, name))) for module, site, name in answer.differing]
     more = f" and {len(names) - _MAX_LISTED} more; --json has all" if len(names) > _MAX_LISTED else ""
     yield "ever differ", f"{len(names)}: {', '.join(names[:_MAX_LISTED])}{more}"

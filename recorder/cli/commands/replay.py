@@ -38,7 +38,7 @@ def command(
     ] = None,
     is_audit: Annotated[bool, typer.Option("--audit", help="Run all recorded calls of the step again, here.")] = False,
     factory: Annotated[
-        str, typer.Option(metavar="MODULE:FUNCTION", help="Of an audit: makes the model, for classes not of torch.nn.")
+        str, typer.Option(metavar="MODULE:FUNCTION", help="Makes the model, for classes not of torch.nn.")
     ] = "",
     as_json: Json = False,
 ) -> int:
@@ -92,5 +92,5 @@ def command(
         return 0
     for text in lacks:
         say_state("note", f"the call cannot be run, something is missing: {printable(text)}")
-    say(f"{out}: python {out / SCRIPT}")
+    say(f"{out}: python {out / SCRIPT}{f' --factory {printable(factory)}' if factory else ''}")
     return 0
