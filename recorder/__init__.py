@@ -125,14 +125,14 @@ def scalar(name: str, value: Any) -> None:
     """
     recorder = _active or _armed
     if recorder is not None:
-        recorder.scalar(name, value)
+        recorder.program.scalar(name, value)
 
 
 def step(number: int) -> None:
     """Name the step by hand, at the top of each iteration; from the first call on, only these calls move it."""
     recorder = _active or _armed
     if recorder is not None:
-        recorder.name_step(number)
+        recorder.program.name_step(number)
 
 
 def trigger(reason: str) -> None:

@@ -79,7 +79,7 @@ class Target:
             CommandError: it is no step, it has passed, or nothing tells which step it is.
         """
         text = "" if at is None else at.strip()
-        if text and re.fullmatch(r"\+?[0-9]{1,15}", text) is None:
+        if text and re.fullmatch(r"\+?[0-9]{1,14}", text) is None:
             raise CommandError(f"{option} {at!r}: expected a step, such as 500, or so many steps ahead, such as +20")
         now = self.step
         if text and not text.startswith("+"):

@@ -33,7 +33,6 @@ from ..capture.parallel import topology
 from ..capture.staging.pool import Pool, default_capacity_bytes
 from ..config import Loaded
 from ..format.commands import PAUSE, RESUME, SET, UNDO
-from ..format.schema import MAX_COUNT
 from ..observe import tree
 from ..observe.compiled import has_compiled_anything
 from ..records import Measured, Staged
@@ -49,6 +48,7 @@ from .early_optimizers import EarlyOptimizers
 from .estimate import Estimate
 from .graph_taps import GraphTaps, is_data_worker
 from .matching import collector_paused, is_only_model, unmatched_rules
+from .program import ProgramCalls
 from .ring import RingWatch
 from .signals import TerminationWatch, blocked_in_new_threads, replaced_interrupts, unhandled_exception
 from .summary import FinalSummary, Summary
@@ -62,9 +62,6 @@ _LAST_S = 5.0
 """How long the writer may go on after the third interrupt."""
 _NUM_TRIES = 3
 """How often ending the recording is tried when interrupts break it off."""
-_EARLY_EVENT = "before_first_call"
-_MAX_SHOWN = 100
-"""Letters of a name in a message."""
 
 
 class Recorder:
@@ -111,8 +108,7 @@ class Recorder:
         self._termination: TerminationWatch | None = None
         self._is_closed = False
         self._early = EarlyOptimizers(self.events, closure_returned=self._closure_returned)
-        self._first_step: int | None = None
-        """The step that the program has named before there was a root."""
+        self.program = ProgramCalls(self)
         self.graph_taps = GraphTaps(self)
         self._num_optimizers = 0
         self._num_judged = 0
@@ -288,8 +284,8 @@ class Recorder:
         resumed = last_step(live)
         if resumed is not None:
             clock.step, clock.source = resumed, "optimizer"
-        if self._first_step is not None:
-            clock.name(self._first_step)
+        if self.program.first_step is not None:
+            clock.name(self.program.first_step)
         if clock.source != "counted":
             self.capture.step_changed()
         self._early.unwatch_steps()
@@ -489,81 +485,7 @@ class Recorder:
         assert self.capture is not None
         return [path for root in self.capture.roots for path in root.inventory.paths]
 
-    # -- what users call ------------------------------------------------------------------------------------------
-
-    def tap(self, name: str, tensor: Any) -> None:
-        """Record a tensor for `recorder.tap`, under the module whose forward is running."""
-        if torch.compiler.is_compiling() or not isinstance(tensor, torch.Tensor):
-            return
-        try:
-            if self.capture is None:
-                self._came_early("tap", name)
-            else:
-                self.capture.taps_by_hand.record(name, tensor, self._calling_module())
-        except Exception as error:
-            self._failed(f"tap {_shown(name)}", error)
-
-    def _calling_module(self) -> nn.Module | None:
-        """Return the innermost module of a root on the call stack, so that taps need no bookkeeping in hooks."""
-        frame = sys._getframe(3)
-        capture = self.capture
-        while frame is not None and capture is not None:
-            code = frame.f_code
-            if code.co_argcount and code.co_varnames[0] == "self":
-                candidate = frame.f_locals.get("self")
-                if isinstance(candidate, nn.Module) and capture.knows(candidate):
-                    return candidate
-            frame = frame.f_back  # type: ignore[assignment]
-        return None
-
-    def scalar(self, name: str, value: Any) -> None:
-        """Record a number for `recorder.scalar`."""
-        if torch.compiler.is_compiling():
-            return
-        try:
-            if self.capture is None:
-                self._came_early("scalar", name)
-            else:
-                self.capture.scalars.record(name, value)
-        except Exception as error:
-            self._failed(f"scalar {_shown(name)}", error)
-
-    def _came_early(self, site: str, name: str) -> None:
-        """Count what the program gives before the recording begins, if a rule asks for it."""
-        rules = self.settings.rules
-        is_asked = any(site in one.site and one.matches_name(str(name)) for one in rules)
-        if not is_asked or self.is_over or is_data_worker():
-            return
-        what = f"{site} {_shown(name)}"
-        text = f"{what} was given before the model's first call, with which a recording begins: not recorded"
-        self.events.add(_EARLY_EVENT, f"{text}; recorder.attach(model) begins it earlier", key=what)
-
-    def _failed(self, what: str, error: Exception) -> None:
-        """Count an exception of the recorder's own in a call of the program's; training goes on."""
-        if self.capture is not None:
-            self.capture.hook_failed(what, error)
-            return
-        if comes_from_signal_handler(error):
-            raise error
-        self.events.add("hook_error", f"{what} failed: {type(error).__name__}: {one_line(error)}", key=what)
-
-    def name_step(self, number: int) -> None:
-        """Name the step for `recorder.step`: before the recording begins, the one that it begins with."""
-        try:
-            step = int(number)
-            if abs(step) >= MAX_COUNT:
-                raise OverflowError("no reader takes so large a step")
-        except Exception as error:
-            if comes_from_signal_handler(error):
-                raise
-            text = f"recorder.step was given {_shown(number)}, and the step stays as it is: {one_line(error)[:200]}"
-            self.events.add("hook_error", text, key="step")
-            return
-        if self.capture is None:
-            self._first_step = step
-            return
-        self.capture.clock.name(step)
-        self.capture.step_changed()
+    # -- what attachments ask --------------------------------------------------------------------------------------
 
     def flush(self, deadline_s: float) -> bool:
         """Wait until everything seen so far is on disk; return False where the deadline came first."""
@@ -726,12 +648,6 @@ class Recorder:
         if self._termination is not None:
             self._termination.abandon()
         self._on_change(self, False)
-
-
-def _shown(name: object) -> str:
-    """Return what the program gave as a message may have it: short, and also where its class cannot show it."""
-    text = one_line(name)
-    return f"'{text[:_MAX_SHOWN]}{'...' * (len(text) > _MAX_SHOWN)}'"
 
 
 def _write_settings(settings: config.Settings) -> Any:

@@ -27,6 +27,7 @@ from torch import nn
 
 from ..errors import TapError
 from ..sites import VALUES_OF_CALLS
+from ..system.text import one_line
 from . import graphs, ops
 
 _KEY = 0x7265636F72646572
@@ -112,7 +113,7 @@ def name_for(model: nn.Module, name: str | None) -> str:
         TapError: another live model has the name, or the name is no text of 1 to 256 letters.
     """
     if name is not None and not (isinstance(name, str) and 0 < len(name) <= MAX_NAME_LENGTH):
-        raise TapError(f"instrument: name = {str(name)[:50]!r}: expected 1 to {MAX_NAME_LENGTH} letters")
+        raise TapError(f"instrument: name = {one_line(name)[:50]!r}: expected 1 to {MAX_NAME_LENGTH} letters")
     live = {known: held for known, reference in list(_models.items()) if (held := reference()) is not None}
     for known in set(_models) - set(live):
         del _models[known]
@@ -374,13 +375,15 @@ def objective(name: str, tensor: torch.Tensor) -> torch.Tensor:
         TapError: as `tap` does.
     """
     if not isinstance(name, str):
-        raise TapError(f"objective: the name is {type(name).__name__} {str(name)[:50]!r}; expected a constant text")
+        raise TapError(
+            f"objective: the name is {type(name).__name__} {one_line(name)[:50]!r}; expected a constant text"
+        )
     return tap(f"objective.{name}", tensor.view_as(tensor))
 
 
 def _tap_by_hand(name: Any, tensor: Any) -> Any:
     if not isinstance(name, str):
-        raise TapError(f"tap: the name is {type(name).__name__} {str(name)[:50]!r}; expected a constant text")
+        raise TapError(f"tap: the name is {type(name).__name__} {one_line(name)[:50]!r}; expected a constant text")
     if not 0 < len(name) <= MAX_NAME_LENGTH:
         raise TapError(
             f"tap: the name {name[:50]!r} has {len(name)} letters; expected 1 to {MAX_NAME_LENGTH}, the same at every "
@@ -398,7 +401,7 @@ def _by_hand(name: str, tensor: Any) -> None:
     package = sys.modules[__name__.partition(".")[0]]
     recorder = package._active or package._armed
     if recorder is not None:
-        recorder.tap(name, tensor)
+        recorder.program.tap(name, tensor)
 
 
 Tensor, Tuple, List, Dict, Optional = torch.Tensor, tuple, list, dict, typing.Optional

@@ -164,6 +164,25 @@ def test_two_optimizers_that_step_together_share_the_step(tmp_path: Path) -> Non
     assert set(recording.rows(site="scalar").name) == {"loss", "lr.SGD.0", "lr.SGD_1.0"}
 
 
+def test_what_several_optimizers_update_in_a_step_has_a_row_for_each(tmp_path: Path) -> None:
+    with flagged(tmp_path) as recording:
+        model = Tiny()
+        optimizers = [
+            torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
+            for part in (model.first, model.second, model, model.second)
+        ]
+        for i in range(3):
+            model(batch(i)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    for site, num_before in (("grad", {"first": 2, "second": 3}), ("optim", {"first": 2, "second": 3})):
+        for path, num in num_before.items():
+            rows = recording.rows(site=site, module_path=path)
+            rows = rows[rows.name.str.startswith("bias")]
+            assert list(rows.groupby("step").size()) == [num] * 3
+            assert not rows.duplicated(["step", "repeat"]).any()
+
+
 def test_a_container_of_optimizers_counts_once(tmp_path: Path) -> None:
     class Both(torch.optim.Optimizer):
         def __init__(self, parts: list[torch.optim.Optimizer]) -> None:

@@ -13,6 +13,7 @@ from ...checks.rows import SeriesKey
 from ...checks.rule import Finding, Rule, Setting, Severity
 from ...checks.rules.width import Width
 from ...checks.sizes import Sizes
+from ...errors import ConfigError
 from ...globalview.run import Run
 from .reading import RunRows
 
@@ -60,9 +61,12 @@ def check(
         widths: runs of the same training at other widths, for the rule `width`.
 
     Raises:
-        ConfigError: there is no rule of a name; the message names the nearest.
+        ConfigError: there is no rule of a name; the message names the nearest. Or one of `own` has the name of an
+            installed rule.
     """
     installed, notes = installed_rules()
+    for name in sorted({rule.name for rule in own} & {rule.name for rule in installed}):
+        raise ConfigError(f"rule {name!r}: an installed package has a rule of that name; give yours another name")
     known = [*RULES, *installed, *own]
     chosen = [find_rule(name, known) for name in dict.fromkeys(rules)] or known
     rows = RunRows(run, [name for rule in chosen for name in rule.columns])

@@ -116,6 +116,21 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
+def _first_that_shares(optimizers: list[Optimizer]) -> dict[int, int]:
+    """Return by the id of each optimizer that of the first with a parameter of its own, or of one that shares with it."""
+    first_of: dict[int, int] = {}
+    holder: dict[int, int] = {}
+    for optimizer in optimizers:
+        parameters = [id(parameter) for parameter in _parameters(optimizer)]
+        shared = {first_of[holder[parameter]] for parameter in parameters if parameter in holder}
+        first = next((one for one in first_of.values() if one in shared), id(optimizer))
+        if len(shared) > 1:  # this one joins them
+            first_of = {known: first if one in shared else one for known, one in first_of.items()}
+        first_of[id(optimizer)] = first
+        holder |= dict.fromkeys(parameters, id(optimizer))
+    return first_of
+
+
 def _num_steps_under_way(optimizer: Optimizer) -> int:
     """Return how many calls of this optimizer's step are on the stack: 2 where a subclass calls ``super().step()``.
 
@@ -157,6 +172,8 @@ class OptimizerWatch:
         self._active: Callable[[], Optimizer | None] | None = None
         self._scaler_calls: list[dict[str, Any]] = []
         self._repeats: dict[tuple[int, str], tuple[int, int]] = {}
+        self._first_of: dict[int, int] | None = None
+        """Of optimizers that update the same parameters the first, by id; None while a new one was not compared."""
         self.num_steps = 0
         self._handles = [
             register_optimizer_step_pre_hook(self._before),
@@ -188,6 +205,7 @@ class OptimizerWatch:
             i += 1
             name = f"{base}_{i}"
         self.known[id(optimizer)] = weakref.ref(optimizer), name
+        self._first_of = None
         return name
 
     def holds(self, parameters: set[int]) -> bool:
@@ -255,11 +273,13 @@ class OptimizerWatch:
         self._learn()
 
     def _repeat(self, optimizer: Optimizer, site: str) -> int:
-        """Return how often values of this optimizer were recorded at a site in this step already."""
-        step = self._capture.clock.step
-        last_step_, count = self._repeats.get((id(optimizer), site), (-1, 0))
+        """Return how often values of this optimizer's parameters were recorded at a site in this step already."""
+        if self._first_of is None:
+            self._first_of = _first_that_shares([live for reference, _ in self.known.values() if (live := reference())])
+        step, key = self._capture.clock.step, (self._first_of.get(id(optimizer), id(optimizer)), site)
+        last_step_, count = self._repeats.get(key, (-1, 0))
         count = count + 1 if last_step_ == step else 0
-        self._repeats[id(optimizer), site] = step, count
+        self._repeats[key] = step, count
         return count
 
     def _counts(self, optimizer: Optimizer) -> bool:

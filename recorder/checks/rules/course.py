@@ -271,7 +271,7 @@ class Spike(CourseRule):
     def finish(self) -> Iterator[Finding]:
         """Say where there were too few records."""
         if self.most <= self.thresholds["least"]:
-            self.why_not_judged = f"it needs {self.thresholds['least']:.0f} records before, and there are {self.most}"
+            self.why_not_judged = f"it needs {self.thresholds['least']:.0f} earlier records, and there are {self.most}"
         yield from ()
 
 
@@ -334,7 +334,7 @@ class Jump(CourseRule):
     def finish(self) -> Iterator[Finding]:
         """Say where there were too few records."""
         if self.most <= self.thresholds["first"]:
-            self.why_not_judged = f"it needs {self.thresholds['first']:.0f} records before, and there are {self.most}"
+            self.why_not_judged = f"it needs {self.thresholds['first']:.0f} earlier records, and there are {self.most}"
         yield from ()
 
 

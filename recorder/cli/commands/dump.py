@@ -81,9 +81,9 @@ def _steps(target: Target, text: str | None, window: RingWindow) -> tuple[int, i
         if target.store is not None:  # a ring has given up what is under way by the time that a daemon has carried this
             now = target.step_ahead(None)
         return max(now - window.before, 0), now + window.after
-    if re.fullmatch(r"\+[0-9]{1,15}", text.strip()):
+    if re.fullmatch(r"\+[0-9]{1,14}", text.strip()):
         text = str(target.step_ahead(text, "--step"))
-    match = re.fullmatch(r"([0-9]{1,15})(?::([0-9]{1,15}))?", text.strip())
+    match = re.fullmatch(r"([0-9]{1,14})(?::([0-9]{1,14}))?", text.strip())
     if match is None:
         raise CommandError(
             f"--step {text!r}: expected a step, such as 120, or so many ahead, such as +20, or steps, such as 120:127"
