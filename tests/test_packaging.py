@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,6 +55,19 @@ def test_the_wheel_holds_the_package_and_the_startup_hook_beside_it(wheel: Path)
 def test_the_wheel_is_small(wheel: Path) -> None:
     """It has 1.2 MB, and 1.4 MB with the compiled loops; what nobody meant to ship is larger."""
     assert wheel.stat().st_size < 2 << 20
+
+
+def test_the_source_distribution_holds_what_git_tracks_and_is_small(tmp_path: Path) -> None:
+    """It has 2.3 MB."""
+    build = "import sys; from hatchling.build import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, tmp_path], cwd=ROOT, check=True, capture_output=True)
+    (path,) = tmp_path.glob("torch_recorder-*.tar.gz")
+    assert path.stat().st_size < 4 << 20
+    with tarfile.open(path) as source:
+        names = {name.partition("/")[2] for name in source.getnames()}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert names - {"PKG-INFO"} <= set(tracked.splitlines())
+    assert {"LICENSE", "README.md", "hatch_build.py", "recorder/__init__.py", "tests/conftest.py"} <= names
 
 
 def test_there_is_a_pure_wheel_where_it_is_asked_for(tmp_path: Path) -> None:

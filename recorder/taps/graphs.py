@@ -20,6 +20,8 @@ from torch.fx import _symbolic_trace
 from . import ops
 
 _tracing_state = torch._C._get_tracing_state
+# Since torch 2.14 the flag belongs to a thread. The public `is_fx_tracing` logs a warning at each call.
+_is_fx_tracing = getattr(_symbolic_trace, "_get_is_fx_tracing", lambda: _symbolic_trace._is_fx_tracing_flag)
 _PLAIN = (str, bytes, int, float, bool, complex)
 _LISTS_ATTRIBUTES = torch.__version__ >= "2.13"
 """Whether dynamo can list a module's attributes; in torch 2.9 it can only look them up by name."""
@@ -39,7 +41,7 @@ def _is_exporting() -> bool:
 
 def is_traced() -> bool:
     """Whether `torch.jit.trace` or `torch.fx` runs the code, to make a graph of it."""
-    return _tracing_state() is not None or getattr(_symbolic_trace, "_is_fx_tracing_flag", False)
+    return _tracing_state() is not None or _is_fx_tracing()
 
 
 def in_functorch() -> bool:

@@ -99,6 +99,7 @@ class App {
     });
   }
   async redraw(panels) {
+    if (!this.bar) return; // a window may change its size before the page is built
     if (this.run?.series.length && !this.bar.contains(document.activeElement)) this.bar.replaceChildren(this.choices.bar());
     for (const panel of panels) {
       if (!panel.update) continue;
