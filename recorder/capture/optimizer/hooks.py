@@ -117,7 +117,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _first_that_shares(optimizers: list[Optimizer]) -> dict[int, int]:
-    """Return by the id of each optimizer that of the first with a parameter of its own, or of one that shares with it."""
+    """Return by its id the first optimizer that updates parameters of each, or of one that shares some with it."""
     first_of: dict[int, int] = {}
     holder: dict[int, int] = {}
     for optimizer in optimizers:
