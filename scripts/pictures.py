@@ -59,7 +59,7 @@ class Picture(NamedTuple):
     height: int = 640
     is_dark: bool = False
     heading: str = ""
-    """The words in the middle of it; without, it begins where the address leads."""
+    """The words with which it begins, below the header; without, it begins where the address leads."""
 
 
 ALL = (
@@ -70,7 +70,7 @@ ALL = (
     Picture("against", "refactoring", "#view=against", height=640),
     Picture("ranks", "silent", "#view=ranks&site=param", height=680),
     Picture("dumps", "ring", "#view=map&site=output&stat=absmax", height=620),
-    Picture("cosine", "objectives", "#view=lines", height=420, heading="cosine.trunk.2"),
+    Picture("cosine", "objectives", "#view=lines", height=320, heading="cosine.trunk.2"),
 )
 
 
@@ -169,8 +169,13 @@ def _photograph(pictures: Sequence[Picture], pages: Path, out: Path, chromium: s
             page.goto((pages / f"{one.run}.html").as_uri() + one.address)
             page.wait_for_selector("html[data-drawn]")
             if one.heading:
-                page.get_by_text(one.heading).first.evaluate("one => one.scrollIntoView({ block: 'start' })")
-                page.mouse.wheel(0, -120)  # what stays at the top of the page would lie over it
+                heading = page.get_by_text(one.heading).first
+                heading.scroll_into_view_if_needed()  # draws the charts above it, which moves it
+                page.wait_for_timeout(300)
+                heading.evaluate(
+                    "one => scrollBy(0, one.getBoundingClientRect().top - 8 "
+                    "- document.querySelector('header').offsetHeight)"
+                )
             page.wait_for_timeout(300)
             path = out / f"{one.name}.png"
             path.write_bytes(page.screenshot())

@@ -460,7 +460,7 @@ def _watched_folders(settings: DaemonSettings) -> list[str]:
     for name in settings.watch:
         folder = os.path.realpath(name)
         if not os.path.isdir(folder):
-            raise ConfigError(f"watch = {name!r}: is no folder")
+            raise ConfigError(f"watch = {name!r}: is no folder; make it before the daemon starts, or name another")
         if os.path.lexists(f"{folder}/_run.json"):
             raise ConfigError(f"watch = {name!r}: is a run; name the folder that it lies in")
         if not os.access(folder, os.R_OK | os.X_OK):

@@ -27,7 +27,7 @@ from tests.waiting import wait_until
     [
         (["--watch", "recordings"], "to: no destination is named"),
         (["--to", "recordings/there"], "lies in the watched folder"),
-        (["--watch", "nowhere", "--to", "there"], "watch = 'nowhere': is no folder"),
+        (["--watch", "nowhere", "--to", "there"], "watch = 'nowhere': is no folder; make it before the daemon starts"),
         (["--watch", "recordings/run-a", "--to", "there"], "is a run; name the folder that it lies in"),
         (["--watch", "recordings", "--watch", "recordings/run-a/..", "--to", "there"], "which is watched, too"),
         (["--watch", "recordings", "--to", "recordings/there"], "lies in the watched folder"),
