@@ -20,7 +20,7 @@ class RunDump:
     last_step: int
     reason: str
     by: str
-    """Who pulled the trigger: a rank, or a user and a host."""
+    """Who pulled the trigger first: a rank, or a user and a host."""
     time_ns: int
     """When the first rank began."""
     ranks: tuple[int, ...]
@@ -33,18 +33,18 @@ class RunDump:
 
 
 def dumps_of(writers: Sequence[RecordedWriter]) -> list[RunDump]:
-    """Return the dumps of a run, by their time."""
+    """Return the dumps of a run, by their time. Ranks that see the same at once, and name the same steps, make one."""
     groups: dict[tuple[object, ...], list[tuple[int | None, RingDump]]] = {}
     for writer in writers:
         for dump in writer.manifest.dumps:
-            key = (writer.attempt, dump.first_step, dump.last_step, dump.reason, dump.by)
+            key = (writer.attempt, dump.first_step, dump.last_step, dump.reason)
             groups.setdefault(key, []).append((writer.rank, dump))
     dumps = [
         RunDump(
             first_step=members[0][1].first_step,
             last_step=members[0][1].last_step,
             reason=members[0][1].reason,
-            by=members[0][1].by,
+            by=min((dump for _, dump in members), key=lambda dump: dump.time_ns).by,
             time_ns=min(dump.time_ns for _, dump in members),
             ranks=tuple(sorted({rank for rank, _ in members if rank is not None})),
             missed=tuple(sorted({rank for rank, dump in members if rank is not None and dump.num_missed})),

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
+import recorder
 from recorder.format.numbers.histogram import Histogram
 from recorder.format.numbers.units import packed
 from tests.browser.conftest import NUM_STEPS, Open, Opened, write_page
@@ -195,6 +198,29 @@ def test_units_are_drawn_sorted_over_steps(open_page: Open, tmp_path: Path) -> N
     assert "root mean square about 4" in opened.text(".tooltip")
     pixels = opened.pixels("#panel-units .heat-chunk")
     assert len({tuple(pixels[row * ROW_PIXELS + 8, 20]) for row in range(4)}) == 4
+
+
+class Scaled(nn.Module):
+    """Gives its inner module what it has multiplied."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x * self.scale)
+        return out
+
+
+def test_a_culprit_names_its_module_and_the_value_that_shows_it(open_page: Open, tmp_path: Path) -> None:
+    for name, scale in (("a", 1.0), ("b", 1.5)):
+        torch.manual_seed(0)
+        model = Scaled(scale)
+        with recorder.attach(model, enabled=True, rules="site=input,output keep=tensor,stats", dir=tmp_path / name):
+            model(torch.ones(2, 4))
+    opened = open_page(write_page(tmp_path / "a", tmp_path / "r.html", tmp_path / "b"))
+    assert "forward of (the model): inner input input, by up to 0.5" in opened.text("#panel-against .findings")
 
 
 def test_two_runs_are_beside_each_other(open_page: Open, pair: Path) -> None:

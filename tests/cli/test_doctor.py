@@ -65,10 +65,18 @@ def test_a_loss_is_a_line_with_sites_modules_steps_ranks_and_reason(cli: Cli, ru
 def test_a_rank_with_a_trigger_of_its_own_for_the_same_steps_need_not_hear_of_anothers(cli: Cli, run: Path) -> None:
     box = test_expected.TestRings()
     for rank in (0, 1):
-        box.record(run, rank, range(4, 7), [{**box.DUMP, "by": f"rank {rank}"}])
+        box.record(run, rank, range(4, 7), [{**box.DUMP, "by": f"rank {rank}", "reason": f"NaN {rank}"}])
     found = cli("doctor", run, "--strict")
     assert found.exit_code == 0
     assert len(lines(found, "ok", "dump of steps 4 to 6")) == 2
+
+
+def test_ranks_that_see_the_same_at_once_make_one_dump_of_the_first(cli: Cli, run: Path) -> None:
+    box = test_expected.TestRings()
+    for rank, time_ns in ((0, 6), (1, 5)):
+        box.record(run, rank, range(4, 7), [{**box.DUMP, "by": f"rank {rank}", "time_ns": time_ns}])
+    (line,) = lines(cli("doctor", run, "--strict"), "ok", "dump of steps 4 to 6")
+    assert "ranks 0..1" in line and line.endswith("NaN (rank 1)")
 
 
 def test_a_rank_that_never_heard_of_a_trigger_is_named(cli: Cli, run: Path) -> None:

@@ -81,6 +81,12 @@ def test_first_tells_which_ranks_differ(cli: Cli, tmp_path: Path) -> None:
     assert as_json.json["nonfinite"] is None
 
 
+def test_replicas_that_differ_from_the_first_record_on_were_equal_in_none_before(cli: Cli, tmp_path: Path) -> None:
+    found = cli("first", training(tmp_path / "run", weight_at=0))
+    (line,) = [line for line in found.out.splitlines() if line.startswith("last equal")]
+    assert line.endswith("no record before shows them equal")
+
+
 def test_first_of_a_healthy_run(cli: Cli, tmp_path: Path) -> None:
     found = cli("first", training(tmp_path / "run"))
     assert found.exit_code == 0
