@@ -289,7 +289,7 @@ def load_settings(arguments: Mapping[str, object] | None = None, environ: Mappin
     try:
         settings = Settings(**values)
     except ConfigError as error:
-        name = str(error).split(" ")[0]
+        name = str(error).split(" ")[0].rstrip(":")
         raise ConfigError(f"{error} (it is from: {sources.get(name, 'default')})") from None
     if 0 < settings.pool_bytes < _SMALLEST_POOL_BYTES:
         raise ConfigError(f"pool_bytes = {settings.pool_bytes}: allowed is 0 (automatic) or at least 1 MiB")

@@ -191,6 +191,12 @@ def test_the_source_of_a_wrong_directory_is_named(tmp_path: Path) -> None:
         check_dir(load_settings({}, {"RECORDER_DIR": "/dev/null/runs"}))
 
 
+def test_two_windows_of_the_ring_name_the_preset_that_brought_one() -> None:
+    environ = {"RECORDER_PRESET": "blackbox", "RECORDER_RULES": "site=grad keep=ring before=5"}
+    with pytest.raises(ConfigError, match=r"same numbers \(it is from: preset blackbox and environment\)$"):
+        load_settings(environ=environ)
+
+
 def test_a_file_system_that_does_not_answer_refuses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on = threading.Event()
     monkeypatch.setattr(config, "_LONGEST_LOOK_S", 0.05)
