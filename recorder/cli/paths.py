@@ -39,8 +39,10 @@ def local_path(text: str) -> Path:
     """Return the path of a file or directory on a disk.
 
     Raises:
-        LookupFailedError: the path is in an object store.
+        LookupFailedError: the path is in an object store, or empty.
     """
+    if not text:
+        raise LookupFailedError("an empty text is no path; name a file or a directory")
     if (scheme := scheme_of(text)) is not None:
         raise LookupFailedError(
             f"{text}: {scheme}:// is only read from; name a path on a disk, and copy it up afterwards"

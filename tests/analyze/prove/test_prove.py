@@ -142,7 +142,8 @@ def test_a_sound_program_is_unchanged(tmp_path: Path) -> None:
         port = server.getsockname()[1]
     environment = ["RANK=0", "WORLD_SIZE=1", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}"]
     found = run_prove(tmp_path, "--steps", "2", *environment, "--", str(HERE / "suspect.py"), "sound", code=0)
-    assert re.fullmatch(r"unchanged: 2 steps of 1 rank, 4\d values and 1 printed line, bit by bit", found["text"])
+    # gloo of torch 2.9 prints a line of its own
+    assert re.fullmatch(r"unchanged: 2 steps of 1 rank, 4\d values and [12] printed lines?, bit by bit", found["text"])
 
 
 @pytest.mark.slow
