@@ -472,6 +472,9 @@ class Recorder:
         if len(paths) != self._num_judged:
             self._num_judged = len(paths)
             problems = capture.selection.unmatched(paths)
+            if not any(root.flats for root in capture.roots):  # FSDP1 takes the parameters out of their modules
+                modules = [module for root in capture.roots for module in root.inventory.described]
+                problems += capture.selection.without_parameters(modules)
             if self._description is not None:
                 problems += capture.selection.for_no_rank(self._description.topology.world_size)
             for problem in problems:

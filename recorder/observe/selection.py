@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..records import KEEP_RING, KEEP_STATS, KEEP_TENSOR, KEEP_UNITS
 from ..rules import ANY, EVERY, KEEPS, Rule, Schedule, nearest
-from ..sites import SITES, STATES
+from ..sites import OF_PARAMETERS, SITES, STATES
+from ..system.text import listed
 
 NOTHING = 0
 """The rule set that never selects anything."""
@@ -178,6 +180,21 @@ class Selection:
             shown = ", ".join(repr(text) for text in near)
             kind = "class names" if is_class_wrong else "module paths"
             problems.append(f"the rule {_written(rule)!r} matches no module; {kind} near it: {shown}")
+        return problems
+
+    def without_parameters(self, modules: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return a sentence for each rule of parameters alone whose modules, of these, hold none of their own."""
+        problems = []
+        for rule in self._rules:
+            if not set(OF_PARAMETERS).issuperset(rule.site) or rule.leaf:
+                continue
+            chosen = [one for one in modules if rule.matches_module(one["path"], one["class"], False)]
+            if chosen and not any(one["params"] for one in chosen):
+                shown = listed((repr(one["path"]) for one in chosen), 3)
+                problems.append(
+                    f"the rule {_written(rule)!r} selects no value: none of {shown} holds a parameter of its own; one "
+                    "belongs to the layer that holds it, and module=NAME.* chooses all layers below NAME"
+                )
         return problems
 
     def for_no_rank(self, world_size: int) -> list[str]:

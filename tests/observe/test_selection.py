@@ -68,6 +68,17 @@ def test_a_rule_for_another_rank_selects_nothing_and_is_no_mistake(tmp_path: Pat
     assert recording.events("pattern_unmatched") == []
 
 
+def test_a_rule_of_parameters_for_modules_without_any_is_told_after_the_first_step(tmp_path: Path) -> None:
+    rules = "module=act site=grad; module='' site=param,optim; module=act,second site=grad; module=act site=grad,output"
+    with flagged(tmp_path, rules=rules) as recording:
+        train(Tiny(), 3)
+    told = recording.events("pattern_unmatched")
+    assert [one.partition(" holds a parameter of its own")[0] for one in told] == [
+        "the rule 'module=act site=grad' selects no value: none of 'act'",
+        "the rule \"module='' site=param,optim\" selects no value: none of ''",
+    ]
+
+
 class Whole(Pipe):
     """What `pipeline` returns, without the tracing, which takes seconds."""
 
