@@ -183,6 +183,29 @@ def test_what_several_optimizers_update_in_a_step_has_a_row_for_each(tmp_path: P
             assert not rows.duplicated(["step", "repeat"]).any()
 
 
+def test_optimizers_that_share_a_parameter_later_or_for_one_step_have_rows_of_their_own(tmp_path: Path) -> None:
+    with flagged(tmp_path) as recording:
+        model = Tiny()
+        first, second = (
+            torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (model.first, model.second)
+        )
+        for i in range(3):
+            model(batch(i)).sum().backward()
+            if i == 1:
+                second.add_param_group({"params": [model.first.bias]})
+            first.step()
+            second.step()
+            second.step()
+            if i == 2:
+                for _ in range(2):
+                    torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9).step()
+    for site in ("grad", "optim"):
+        for path, nums in (("first", [1, 3, 5]), ("second", [2, 2, 4])):
+            rows = recording.rows(site=site, module_path=path)
+            rows = rows[rows.name.str.startswith("bias")].sort_values(["step", "repeat"])
+            assert keys(rows, "step", "repeat") == [(step, i) for step, num in enumerate(nums) for i in range(num)]
+
+
 def test_a_container_of_optimizers_counts_once(tmp_path: Path) -> None:
     class Both(torch.optim.Optimizer):
         def __init__(self, parts: list[torch.optim.Optimizer]) -> None:

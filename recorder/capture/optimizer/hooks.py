@@ -116,21 +116,6 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _first_that_shares(optimizers: list[Optimizer]) -> dict[int, int]:
-    """Return by its id the first optimizer that updates parameters of each, or of one that shares some with it."""
-    first_of: dict[int, int] = {}
-    holder: dict[int, int] = {}
-    for optimizer in optimizers:
-        parameters = [id(parameter) for parameter in _parameters(optimizer)]
-        shared = {first_of[holder[parameter]] for parameter in parameters if parameter in holder}
-        first = next((one for one in first_of.values() if one in shared), id(optimizer))
-        if len(shared) > 1:  # this one joins them
-            first_of = {known: first if one in shared else one for known, one in first_of.items()}
-        first_of[id(optimizer)] = first
-        holder |= dict.fromkeys(parameters, id(optimizer))
-    return first_of
-
-
 def _num_steps_under_way(optimizer: Optimizer) -> int:
     """Return how many calls of this optimizer's step are on the stack: 2 where a subclass calls ``super().step()``.
 
@@ -171,9 +156,9 @@ class OptimizerWatch:
         self._counting: Callable[[], Optimizer | None] | None = None
         self._active: Callable[[], Optimizer | None] | None = None
         self._scaler_calls: list[dict[str, Any]] = []
-        self._repeats: dict[tuple[int, str], tuple[int, int]] = {}
-        self._first_of: dict[int, int] | None = None
-        """Of optimizers that update the same parameters the first, by id; None while a new one was not compared."""
+        self._repeats: dict[str, dict[int, int]] = {"grad": {}, "optim": {}, "buffer": {}}
+        """By site and a parameter's id the last `repeat` of its rows in this step; all buffers count as one, 0."""
+        self._repeats_step = -1
         self.num_steps = 0
         self._handles = [
             register_optimizer_step_pre_hook(self._before),
@@ -205,7 +190,6 @@ class OptimizerWatch:
             i += 1
             name = f"{base}_{i}"
         self.known[id(optimizer)] = weakref.ref(optimizer), name
-        self._first_of = None
         return name
 
     def holds(self, parameters: set[int]) -> bool:
@@ -272,15 +256,17 @@ class OptimizerWatch:
         self._unknown.clear()
         self._learn()
 
-    def _repeat(self, optimizer: Optimizer, site: str) -> int:
-        """Return how often values of this optimizer's parameters were recorded at a site in this step already."""
-        if self._first_of is None:
-            self._first_of = _first_that_shares([live for reference, _ in self.known.values() if (live := reference())])
-        step, key = self._capture.clock.step, (self._first_of.get(id(optimizer), id(optimizer)), site)
-        last_step_, count = self._repeats.get(key, (-1, 0))
-        count = count + 1 if last_step_ == step else 0
-        self._repeats[key] = step, count
-        return count
+    def _repeats_at(self, site: str) -> dict[int, int]:
+        """Return this step's part of `_repeats`.
+
+        The count is a parameter's, not an optimizer's: optimizers may share parameters, take more of them later, and
+        come and go within a step.
+        """
+        if self._repeats_step != self._capture.clock.step:
+            self._repeats_step = self._capture.clock.step
+            for repeats in self._repeats.values():
+                repeats.clear()
+        return self._repeats[site]
 
     def _counts(self, optimizer: Optimizer) -> bool:
         """Whether this is the optimizer whose steps count as steps."""
@@ -365,18 +351,21 @@ class OptimizerWatch:
         """Record parameters and final gradients of one optimizer, and once a step the buffers."""
         capture = self._capture
         moment = Moment(capture.clock.step, None, "train")
-        repeat = self._repeat(optimizer, "grad")
+        repeats = self._repeats_at("grad")
         note = '{"grad":"scaled"}' if getattr(optimizer, "grad_scale", None) is not None else None
         keeps_param, keeps_grad = capture.selection.keeps("param"), capture.selection.keeps("grad")
         for parameter in _parameters(optimizer) if keeps_param or keeps_grad else ():
             rows = self._rows_of(parameter)
             if rows is None:
                 continue
+            repeat = repeats[id(parameter)] = repeats.get(id(parameter), -1) + 1
             if keeps_param:
                 rows.record("param", "", parameter, moment, "optimizer", repeat)
             if keeps_grad and (gradient := rows.gradient(parameter)) is not None:
                 rows.record("grad", "", gradient, moment, "optimizer", repeat, scope="final", note=note)
         if self._counts(optimizer) and capture.selection.keeps("buffer"):
+            repeats = self._repeats_at("buffer")
+            repeat = repeats[0] = repeats.get(0, -1) + 1
             for root in capture.roots:
                 root.record_state(("buffer",), moment, "optimizer", repeat)
 
@@ -385,18 +374,19 @@ class OptimizerWatch:
         if not self._capture.selection.keeps("optim"):
             return
         moment = Moment(self._capture.clock.step, None, "train")
-        repeat = self._repeat(optimizer, "optim")
+        repeats = self._repeats_at("optim")
         for parameter, state in optimizer.state.items():
             rows = self._rows_of(parameter) if isinstance(parameter, torch.Tensor) else None
             if rows is None or not isinstance(state, dict):
                 continue
+            repeat = repeats[id(parameter)] = repeats.get(id(parameter), -1) + 1
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     rows.record("optim", f".{key}", value, moment, "optimizer", repeat)
         if any(flat.originals for root in self._capture.roots for flat in root.flats):
-            self._record_empty_state(optimizer, moment, repeat)
+            self._record_empty_state(optimizer, moment, repeats)
 
-    def _record_empty_state(self, optimizer: Optimizer, moment: Moment, repeat: int) -> None:
+    def _record_empty_state(self, optimizer: Optimizer, moment: Moment, repeats: dict[int, int]) -> None:
         """Record empty state of an FSDP1 parameter that lies on other ranks, for which the optimizer has no state here.
 
         The names of that state are those of the optimizer's other parameters.
@@ -411,6 +401,7 @@ class OptimizerWatch:
         for parameter in _parameters(optimizer) if slices else ():
             rows = self._rows_of(parameter) if parameter not in optimizer.state else None
             if isinstance(rows, OriginalParameter) and rows.gradient(parameter) is not None and not parameter.numel():
+                repeat = repeats[id(parameter)] = repeats.get(id(parameter), -1) + 1
                 for key, value in slices.items():
                     rows.record("optim", f".{key}", value.detach()[:0], moment, "optimizer", repeat)
 
