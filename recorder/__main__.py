@@ -20,6 +20,7 @@ def main() -> None:
     from .cli.imports import hide_pandas
 
     hide_pandas()
+    _open_closed_streams()
     try:
         run_command(arguments)
     finally:
@@ -27,6 +28,13 @@ def main() -> None:
             sys.stdout.flush()
         except BrokenPipeError:  # `recorder ... | head`: nobody reads the rest, and the interpreter must not try again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _open_closed_streams() -> None:
+    """Open the null device for each standard stream that was closed (``>&-``), before a file gets its descriptor."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -105,11 +105,13 @@ def location_of(path: str | os.PathLike[str] | Location) -> Location:
     """Return the location that a typed path, a URL or a path object means.
 
     Raises:
-        NotARunError: the URL is of an unknown kind of store, or names no folder.
+        NotARunError: the URL is of an unknown kind of store, or names no folder; or the text is empty.
     """
     if isinstance(path, ObjectPath):
         return path
     text = os.fspath(path)
+    if not text:  # what a shell makes of "$RUN" where nothing was assigned; it would mean the current folder
+        raise NotARunError("an empty text is no run; name a run, or a folder of runs")
     if (cut := _CUT.match(text)) and not os.path.lexists(text[: cut.end()]):
         text = f"{cut[1]}://{text[cut.end() :]}"  # pathlib has made a path of a URL
     scheme = scheme_of(text)

@@ -320,3 +320,19 @@ def test_a_reader_that_goes_away_is_no_finding(tmp_path: Path) -> None:
         line = f"{sys.executable} -m recorder {command.replace('RUN', str(run))} | head -1; exit ${{PIPESTATUS[0]}}"
         found = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
         assert (found.returncode, found.stderr) == (141, "")
+
+
+def test_a_closed_output_is_no_finding(recorded: Path) -> None:
+    command = f"{sys.executable} -m recorder"
+    line = f"{command} verify {recorded} >&-; echo $?; {command} ls nowhere 2>&-; echo $?"
+    found = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    assert (found.stdout, found.stderr) == ("0\n2\n", "")
+
+
+def test_an_empty_text_is_no_run(cli: Cli, recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not mean the folder where one stands: ``recorder repair "$RUN"`` would write there."""
+    monkeypatch.chdir(recorded.parent)
+    for command in ("verify", "repair", "ls"):
+        found = cli(command, "")
+        assert (found.exit_code, found.out) == (2, "")
+        assert found.err == "recorder: an empty text is no run; name a run, or a folder of runs\n"
