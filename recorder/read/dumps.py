@@ -16,6 +16,8 @@ from .writers import RecordedWriter
 class RunDump:
     """The steps that all ranks were asked for by one trigger."""
 
+    attempt: int
+    """The launch that wrote it; a restart may take the same steps again."""
     first_step: int
     last_step: int
     reason: str
@@ -34,13 +36,14 @@ class RunDump:
 
 def dumps_of(writers: Sequence[RecordedWriter]) -> list[RunDump]:
     """Return the dumps of a run, by their time. Ranks that see the same at once, and name the same steps, make one."""
-    groups: dict[tuple[object, ...], list[tuple[int | None, RingDump]]] = {}
+    groups: dict[tuple[int, int, int, str], list[tuple[int | None, RingDump]]] = {}
     for writer in writers:
         for dump in writer.manifest.dumps:
             key = (writer.attempt, dump.first_step, dump.last_step, dump.reason)
             groups.setdefault(key, []).append((writer.rank, dump))
     dumps = [
         RunDump(
+            attempt=attempt,
             first_step=members[0][1].first_step,
             last_step=members[0][1].last_step,
             reason=members[0][1].reason,
@@ -51,6 +54,6 @@ def dumps_of(writers: Sequence[RecordedWriter]) -> list[RunDump]:
             num_rows=sum(dump.num_rows for _, dump in members),
             num_bytes=sum(dump.num_bytes for _, dump in members),
         )
-        for members in groups.values()
+        for (attempt, *_), members in groups.items()
     ]
     return sorted(dumps, key=lambda dump: (dump.time_ns, dump.first_step))

@@ -71,6 +71,16 @@ def test_a_rank_with_a_trigger_of_its_own_for_the_same_steps_need_not_hear_of_an
     assert len(lines(found, "ok", "dump of steps 4 to 6")) == 2
 
 
+def test_a_dump_before_a_restart_does_not_hide_who_never_heard_of_one_after_it(cli: Cli, run: Path) -> None:
+    box = test_expected.TestRings()
+    for rank in (0, 1):
+        box.record(run, rank, range(4, 7), [box.DUMP])
+    later = {"rules": list(box.RULES), "attempt": 1, "started_ns": 1_800_000_000_000_000_000}
+    for rank, dumps in ((0, [box.DUMP]), (1, [])):
+        record(run, box.rows(rank, range(4, 7) if rank == 0 else []), rank, name="w1", dumps=dumps, **later)
+    assert lines(cli("doctor", run), "note", "dump of steps 4 to 6, rank 0", "rank 1 never heard of it")
+
+
 def test_ranks_that_see_the_same_at_once_make_one_dump_of_the_first(cli: Cli, run: Path) -> None:
     box = test_expected.TestRings()
     for rank, time_ns in ((0, 6), (1, 5)):

@@ -269,11 +269,11 @@ def _dumps(run: Run) -> Iterator[Check]:
     A rank with a trigger of its own for the same steps wrote what was asked for, and need not hear of another's.
     """
     dumps = run.dumps
-    wrote: dict[tuple[int, int], set[int]] = defaultdict(set)
+    wrote: dict[tuple[int, int, int], set[int]] = defaultdict(set)
     for dump in dumps:
-        wrote[dump.first_step, dump.last_step].update(dump.ranks)
+        wrote[dump.attempt, dump.first_step, dump.last_step].update(dump.ranks)
     for dump in dumps:
-        unheard = sorted({*run.ranks} - wrote[dump.first_step, dump.last_step]) if dump.ranks else []
+        unheard = sorted({*run.ranks} - wrote[dump.attempt, dump.first_step, dump.last_step]) if dump.ranks else []
         state = "note" if dump.missed or unheard else "ok"
         never = f"; {_many('rank', unheard)} never heard of it" if unheard else ""
         yield Check(state, f"{dump_note(dump)}{never}", is_strict=state == "note", members={"dump": dump_members(dump)})

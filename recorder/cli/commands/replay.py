@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -92,5 +93,6 @@ def command(
         return 0
     for text in lacks:
         say_state("note", f"the call cannot be run, something is missing: {printable(text)}")
-    say(f"{out}: python {out / SCRIPT}{f' --factory {printable(factory)}' if factory else ''}")
+    words = ["python", str(out / SCRIPT), *(["--factory", factory] if factory else [])]
+    say(f"{out}: {shlex.join(words)}")
     return 0

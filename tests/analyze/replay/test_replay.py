@@ -216,6 +216,8 @@ def test_the_command_writes_a_bundle_and_refuses_in_one_line(zoo: recorder.Run, 
     assert "python replay.py" in (out / "README").read_text()
     own = cli("replay", zoo.path, "scaled", "--step", 1, "-o", tmp_path / "own", "--factory", FACTORY)
     assert own.out.splitlines()[-1].endswith(f"python {tmp_path / 'own' / 'replay.py'} --factory {FACTORY}")
+    own = cli("replay", zoo.path, "scaled", "--step", 1, "-o", tmp_path / "my own")
+    assert own.out.splitlines()[-1].endswith(f"python '{tmp_path / 'my own' / 'replay.py'}'")
     refused = {
         ("replay", zoo.path, "up", "--step", 1, "-o", out): "exists; choose another name",
         ("replay", zoo.path, "upp", "--step", 1, "-o", tmp_path / "c"): "nearest are 'up'",
