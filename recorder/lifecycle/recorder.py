@@ -457,8 +457,8 @@ class Recorder:
                 optimizers.rescan()
         if discovery is None or not discovery.is_on:
             return
-        if len(optimizers.known) != self._num_optimizers:
-            self._num_optimizers = len(optimizers.known)
+        if optimizers.num_named != self._num_optimizers:
+            self._num_optimizers = optimizers.num_named
             discovery.reconsider()
         if not optimizers.all_have_roots():
             return

@@ -206,6 +206,24 @@ def test_optimizers_that_share_a_parameter_later_or_for_one_step_have_rows_of_th
             assert keys(rows, "step", "repeat") == [(step, i) for step, num in enumerate(nums) for i in range(num)]
 
 
+def test_an_optimizer_that_is_made_anew_each_step_keeps_its_name(tmp_path: Path) -> None:
+    class Other:
+        pass
+
+    others: list[Other] = []
+    with flagged(tmp_path) as recording:
+        model = Tiny()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(5):
+            model(batch(i)).sum().backward()
+            optimizer.step()
+            del optimizer
+            others += [Other() for _ in range(100)]  # of its size, so that the next has another address
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert list(recording.rows(site="scalar", name="lr.SGD.0").step) == [0, 1, 2, 3, 4]
+    assert {name for name in recording.rows(site="scalar").name if name.startswith("lr.")} == {"lr.SGD.0"}
+
+
 def test_a_container_of_optimizers_counts_once(tmp_path: Path) -> None:
     class Both(torch.optim.Optimizer):
         def __init__(self, parts: list[torch.optim.Optimizer]) -> None:

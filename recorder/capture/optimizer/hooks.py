@@ -153,6 +153,7 @@ class OptimizerWatch:
         self._learned_at = -1
         self._has_rescanned = False
         self.known: dict[int, tuple[weakref.ref[Optimizer], str]] = {}
+        self.num_named = 0
         self._counting: Callable[[], Optimizer | None] | None = None
         self._active: Callable[[], Optimizer | None] | None = None
         self._scaler_calls: list[dict[str, Any]] = []
@@ -180,16 +181,21 @@ class OptimizerWatch:
         ]
 
     def name_of(self, optimizer: Optimizer) -> str:
-        """Return the class name of an optimizer, numbered where several optimizers share it."""
+        """Return the class name of an optimizer, numbered where several live optimizers share it.
+
+        One that is made anew each step goes on under the name of the one before.
+        """
         known = self.known.get(id(optimizer))
         if known is not None and known[0]() is optimizer:
             return known[1]
+        self.known = {key: known for key, known in self.known.items() if known[0]() is not None}
         base, used = type(optimizer).__name__, {name for _, name in self.known.values()}
         name, i = base, 0
         while name in used:
             i += 1
             name = f"{base}_{i}"
         self.known[id(optimizer)] = weakref.ref(optimizer), name
+        self.num_named += 1
         return name
 
     def holds(self, parameters: set[int]) -> bool:
