@@ -213,13 +213,12 @@ def test_an_optimizer_that_is_made_anew_each_step_keeps_its_name(tmp_path: Path)
     others: list[Other] = []
     with flagged(tmp_path) as recording:
         model = Tiny()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for i in range(5):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             model(batch(i)).sum().backward()
             optimizer.step()
             del optimizer
             others += [Other() for _ in range(100)]  # of its size, so that the next has another address
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert list(recording.rows(site="scalar", name="lr.SGD.0").step) == [0, 1, 2, 3, 4]
     assert {name for name in recording.rows(site="scalar").name if name.startswith("lr.")} == {"lr.SGD.0"}
 
