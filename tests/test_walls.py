@@ -34,6 +34,10 @@ def test_import_recorder_loads_no_third_party() -> None:
     ("module", "forbidden"),
     [
         ("recorder.config", {"pyarrow", "torch"}),
+        (
+            "recorder.lifecycle.active",
+            {"pandas", "pyarrow", "rich", "typer"},
+        ),  # what the flag loads
         ("recorder.lifecycle.launch", {"pyarrow", "rich", "torch", "typer"}),
         ("recorder.globalview.run", {"duckdb", "obstore", "pandas", "polars", "rich", "torch", "typer"}),
         ("recorder.write.writer", {"pandas", "rich", "torch", "typer"}),

@@ -20,7 +20,7 @@ from ..system.text import one_line
 from .manifest import check_version
 from .members import Members
 from .rundir import encode_manifest
-from .schema import FORMAT_NAME, FORMAT_VERSION
+from .version import FORMAT_NAME, FORMAT_VERSION
 
 COMMANDS = "_commands"
 """The directory of a run that holds its commands."""

@@ -16,7 +16,7 @@ from ..system.processes import runs
 from .answers import Answer
 from .members import Members, Shared
 from .roots import Root
-from .schema import FORMAT_NAME, FORMAT_VERSION
+from .version import FORMAT_NAME, FORMAT_VERSION
 
 COUNTED = "counted"
 """The `step_source` of steps that merely count from 0."""

@@ -13,7 +13,7 @@ from crc32c import crc32c
 
 from ..errors import CorruptError, NotARunError
 from .members import parse_object
-from .schema import FORMAT_NAME
+from .version import FORMAT_NAME
 
 RUN_MANIFEST = "_run.json"
 WRITER_MANIFEST = "_writer.json"

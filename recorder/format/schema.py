@@ -14,19 +14,14 @@ from typing import Any
 import pyarrow as pa
 
 from ..records import PART_BYTES
+from .version import FORMAT_VERSION, MAX_COUNT
 
-FORMAT_NAME = "recorder"
-FORMAT_VERSION = (1, 3)
-"""Major, minor. Readers refuse another major and accept any minor."""
 VERSION_KEY = b"recorder_format"
 """Key of the schema's metadata; its value is the version of the file, such as ``1.2``."""
 
 MODES = ("train", "eval", "no_grad")
 PHASES = ("forward", "recompute", "backward", "optimizer")
 SCOPES = ("local", "reduced", "unsharded", "final")
-
-MAX_COUNT = 1 << 53
-"""Bound on every whole number of a row: float64 holds them exactly, and sums and products with a width fit int64."""
 
 
 class Role(Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .rundir import encode_manifest
-from .schema import FORMAT_NAME, FORMAT_VERSION
+from .version import FORMAT_NAME, FORMAT_VERSION
 
 STATUS = "_status.json"
 STATUS_BYTES = 4096

@@ -24,7 +24,7 @@ from ..format.rundir import (
     parse_rank_dir,
     read_json,
 )
-from ..format.schema import FORMAT_NAME
+from ..format.version import FORMAT_NAME
 from ..globalview.run import Run
 from ..read.finding import find_run_around
 from ..read.writers import GLOBAL_DIR

@@ -26,7 +26,8 @@ from ..format.rundir import (
     rank_dir,
     read_json,
 )
-from ..format.schema import FORMAT_NAME, FORMAT_VERSION, SCHEMA
+from ..format.schema import SCHEMA
+from ..format.version import FORMAT_NAME, FORMAT_VERSION
 from ..rules import Schedule
 from .backoff import Backoff, drop_reason
 from .earlier import EarlierShard, find_earlier

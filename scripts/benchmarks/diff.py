@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
             wall_s = time.perf_counter() - begin
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-            assert said.splitlines()[-1] == "equal", said
+            assert said.splitlines()[-1].startswith("equal: "), said
             print(
                 f"{kind}: two runs of {options.gb:g} GB, {num_tensors} tensors: {wall_s:.2f} s, "
                 f"{cpu_s:.2f} s of processors, at most {after.ru_maxrss / 1e3:.0f} MB",

@@ -18,6 +18,7 @@ from recorder.format.payload.codec import Encoder, max_encoded_bytes
 from recorder.format.payload.encodings import ALL_ENCODINGS, ENCODINGS
 from recorder.format.payload.fingerprint import fingerprint, to_text
 from recorder.format.schema import SCHEMA
+from recorder.format.version import FORMAT_VERSION
 from recorder.sites import ALL_SITES, SITE_OF
 
 from . import independent
@@ -135,7 +136,7 @@ def test_the_words_of_the_page_are_those_of_the_code() -> None:
     assert tuple(row[0].strip("`") for row in independent.table(independent.section("Payloads"))) == ENCODINGS
     types = independent.section("Element types").split(". ")[0].split("Bytes per")[0]
     assert set(independent.words(types)) == set(dtypes.ITEM_BYTES)
-    assert SCHEMA.metadata == {b"recorder_format": b"%d.%d" % schema.FORMAT_VERSION}
+    assert SCHEMA.metadata == {b"recorder_format": b"%d.%d" % FORMAT_VERSION}
 
 
 def test_what_a_minor_version_added_says_so_on_the_page() -> None:
@@ -145,7 +146,7 @@ def test_what_a_minor_version_added_says_so_on_the_page() -> None:
         if entry.since:
             texts = [" ".join(rest) for first, *rest in rows if entry.name in independent.words(first)]
             assert any(f"since version 1.{entry.since}" in text for text in texts), entry.name
-        assert entry.since <= schema.FORMAT_VERSION[1], f"{entry.name} is of a later version than FORMAT_VERSION"
+        assert entry.since <= FORMAT_VERSION[1], f"{entry.name} is of a later version than FORMAT_VERSION"
 
 
 def test_the_constants_and_examples_of_the_page_are_right() -> None:

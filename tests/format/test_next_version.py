@@ -20,7 +20,8 @@ import recorder
 from recorder.errors import UnsupportedError
 from recorder.format.payload.encodings import ENCODINGS
 from recorder.format.rundir import open_name
-from recorder.format.schema import COLUMN_OF, FORMAT_VERSION, METADATA_COLUMNS
+from recorder.format.schema import COLUMN_OF, METADATA_COLUMNS
+from recorder.format.version import FORMAT_VERSION
 from recorder.sites import SITES
 from tests.cli.conftest import Cli, cli
 from tests.distributed import jobs

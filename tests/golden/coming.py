@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recorder.format.schema import FORMAT_VERSION
+from recorder.format.version import FORMAT_VERSION
 
 from .values import RATE, Array, Value, values
 
@@ -49,10 +49,10 @@ def patched_package(folder: Path) -> Path:
         text = (copy / name).read_text()
         assert text.count(before) == 1, f"{name} has not one line {before!r}"
         (copy / name).write_text(text.replace(before, entry + before))
-    schema, version = copy / "format/schema.py", "FORMAT_VERSION = ({}, {})"
-    text = schema.read_text()
+    module, version = copy / "format/version.py", "FORMAT_VERSION = ({}, {})"
+    text = module.read_text()
     assert text.count(version.format(*FORMAT_VERSION)) == 1
-    schema.write_text(text.replace(version.format(*FORMAT_VERSION), version.format(FORMAT_VERSION[0], MINOR)))
+    module.write_text(text.replace(version.format(*FORMAT_VERSION), version.format(FORMAT_VERSION[0], MINOR)))
     return folder
 
 

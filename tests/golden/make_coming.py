@@ -20,7 +20,8 @@ from recorder.capture.staging.measure import measure
 from recorder.format.payload.encodings import PLAIN
 from recorder.format.payload.fingerprint import to_text
 from recorder.format.rundir import encode_manifest, index_name, open_name, read_json
-from recorder.format.schema import FORMAT_VERSION, SCHEMA, VERSION_KEY
+from recorder.format.schema import SCHEMA, VERSION_KEY
+from recorder.format.version import FORMAT_VERSION
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, Chunk
 from recorder.write.files.file import Disk, PageMemory
 from recorder.write.files.ipc import IpcFormat

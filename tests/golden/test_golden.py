@@ -14,7 +14,8 @@ import pytest
 
 import recorder
 from recorder.errors import LookupFailedError
-from recorder.format.schema import COLUMN_OF, FORMAT_VERSION, STATISTICS
+from recorder.format.schema import COLUMN_OF, STATISTICS
+from recorder.format.version import FORMAT_VERSION
 from recorder.globalview.assemble.rows import GlobalRows
 from tests.distributed import jobs
 from tests.roundtrip.fingerprints import fingerprint

@@ -20,15 +20,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...records import Chunk, LostError, Ready
 from ...system.interrupts import comes_from_signal_handler
-from .device_measure import DeviceMeasure, Weights, can_measure
 from .devices import Device
 from .pool import DevicePool, Pool, PoolBlock
+
+if TYPE_CHECKING:
+    from .device_measure import DeviceMeasure, Weights
 
 COPY_FAILED = "copy_failed"
 CUDA_GRAPH = "cuda_graph"
@@ -80,6 +82,8 @@ class StreamStager:
         """Return how the device measures a tensor whose payload is not kept; None to copy the tensor instead."""
         if tensor.numel() * tensor.itemsize < self._min_measured_bytes or tensor.dtype in self._unmeasurable:
             return None
+        from .device_measure import DeviceMeasure, can_measure  # with pyarrow, which `import torch` need not wait for
+
         if not can_measure(tensor, chunk, keep):
             return None
         return DeviceMeasure(tensor.dtype, tuple(tensor.shape), keep, unit_dim)
