@@ -65,8 +65,8 @@ def check(
             installed rule.
     """
     installed, notes = installed_rules()
-    for name in sorted({rule.name for rule in own} & {rule.name for rule in installed}):
-        raise ConfigError(f"rule {name!r}: a package brings a rule of that name; give yours another name")
+    if twice := {rule.name for rule in own} & {rule.name for rule in installed}:
+        raise ConfigError(f"rule {min(twice)!r}: a package brings a rule of that name; give yours another name")
     known = [*RULES, *installed, *own]
     chosen = [find_rule(name, known) for name in dict.fromkeys(rules)] or known
     rows = RunRows(run, [name for rule in chosen for name in rule.columns])
