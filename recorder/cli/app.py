@@ -21,7 +21,6 @@ from typer.core import TyperCommand, TyperGroup
 from .. import __version__
 from ..errors import RecorderError
 from .commands import BETWEEN_EXAMPLES, COMMANDS
-from .old_spelling import new_spelling
 from .output import LineHandler, print_json, printable_line
 
 _PACKAGE = (__package__ or "recorder").partition(".")[0]
@@ -104,7 +103,6 @@ def run_command(arguments: list[str]) -> NoReturn:
     stdout = sys.stdout
     if any(option in _COMPLETION and not word.startswith("-") for option, word in pairwise(arguments)):
         os.environ[_SHELL_IS_NAMED] = "1"
-    arguments = new_spelling(arguments)
     try:
         sys.exit(app(arguments, prog_name="recorder", standalone_mode=False))
     except SystemExit:

@@ -34,29 +34,6 @@ def test_every_file_of_a_command_is_known_and_the_help_of_all_loads_none() -> No
     assert (found.returncode, found.stderr) == (0, "") and "..." not in found.stdout.partition("Commands:")[2]
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("merge RUN --to dcp -o OUT", "checkpoint RUN --to dcp -o OUT"),
-        ("merge RUN --to=safetensors -o OUT --what grad", "checkpoint RUN --to=safetensors -o OUT --what grad"),
-        ("merge RUN --catalog OUT", "catalog RUN --out OUT"),
-        ("merge --catalog=OUT RUN --json", "catalog --out=OUT RUN --json"),
-    ],
-)
-def test_an_old_spelling_works_and_says_the_new_in_one_line(
-    cli: Cli, recorded: Path, tmp_path: Path, old: str, new: str
-) -> None:
-    out = tmp_path / "out"
-    old, new = (text.replace("RUN", str(recorded)).replace("OUT", str(out)) for text in (old, new))
-    with_old = cli(*old.split())
-    out.unlink(missing_ok=True)
-    with_new = cli(*new.split())
-    option = "--catalog" if "--catalog" in old else "--to"
-    line, _, rest = with_old.err.partition("\n")
-    assert line == f"recorder: merge {option} is now: recorder {new}"
-    assert (with_old.exit_code, with_old.out, rest) == (with_new.exit_code, with_new.out, with_new.err)
-
-
 def test_help_alone_lists_the_commands_and_help_of_none_is_misuse(cli: Cli) -> None:
     assert cli("help").out == cli("--help").out
     found = cli("help", "shwo")
