@@ -36,7 +36,7 @@ from ..records import (
 )
 from ..sites import GRADIENT_OF, OF_CALLS, OF_PARAMETERS, OF_PROGRAM
 from ..system.events import Events
-from ..system.interrupts import comes_from_signal_handler
+from ..system.processes import comes_from_signal_handler
 from ..taps.rows import TapRows
 from .hooks.recording import Nesting
 from .hooks.root import Root

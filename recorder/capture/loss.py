@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from ..system.imported import loaded
+from ..system.processes import loaded
 from ..taps.graphs import in_functorch, is_traced
 from .core import Capture
 from .scalars import LOSS

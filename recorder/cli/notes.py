@@ -6,8 +6,7 @@ from ..format.commands import DUMP
 from ..format.proof import CHANGED, UNCHANGED, Proof
 from ..globalview.run import Run
 from ..read.dumps import RunDump
-from ..system.text import counted
-from ..system.units import size
+from ..system.text import counted, size
 from .output import printable, span
 
 

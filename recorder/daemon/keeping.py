@@ -16,8 +16,7 @@ from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, encode_manifest
 from ..read.finding import runs_in
 from ..read.fleet import FLEET
 from ..storage.locations import location_of, store_of
-from ..system.text import listed
-from ..system.units import moment, size
+from ..system.text import listed, moment, size
 from .destination import Destination, Held, TakenError
 from .fleet import PRUNED, remove_from_fleet
 

@@ -12,7 +12,7 @@ from functools import cache
 from ..format.numbers.units import sides_of
 from ..records import KEEP_HISTOGRAM, KEEP_TENSOR, KEEP_UNITS, Staged
 from ..rules import Rule, Schedule
-from ..system.units import size
+from ..system.text import size
 
 ROW_BYTES = 100
 """Bytes of a row of statistics on disk; 85 to 110 were measured."""

@@ -15,7 +15,7 @@ from ..capture.core import Capture
 from ..config import Settings
 from ..format.version import MAX_COUNT
 from ..system.events import Events
-from ..system.interrupts import comes_from_signal_handler
+from ..system.processes import comes_from_signal_handler
 from ..system.text import one_line
 from .graph_taps import is_data_worker
 

@@ -38,8 +38,7 @@ from ..observe.compiled import has_compiled_anything
 from ..records import Measured, Staged
 from ..system import log
 from ..system.events import Events
-from ..system.interrupts import comes_from_signal_handler
-from ..system.processes import own_process
+from ..system.processes import comes_from_signal_handler, own_process
 from ..system.text import one_line
 from .carrying import Carrier
 from .commands import Commands

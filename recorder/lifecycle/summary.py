@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..system import log
-from ..system.text import counted
-from ..system.units import size
+from ..system.text import counted, size
 
 _logger = logging.getLogger("recorder")
 

@@ -20,8 +20,7 @@ from ..format.commands import DUMP, Command
 from ..rules import RingWindow
 from ..system import log
 from ..system.events import Events
-from ..system.text import counted, one_line
-from ..system.units import size
+from ..system.text import counted, one_line, size
 from ..write.ring import MAX_DUMPS, Dump
 
 _logger = logging.getLogger("recorder")

@@ -28,7 +28,7 @@ from ..format.version import FORMAT_NAME
 from ..globalview.run import Run
 from ..read.finding import find_run_around
 from ..read.writers import GLOBAL_DIR
-from ..system.folder_lock import locked_folder
+from ..system.resources import locked_folder
 from ..system.text import listed
 from ..write.files.file import Disk
 from ..write.files.manifest import create_manifest, replace_manifest

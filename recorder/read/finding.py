@@ -21,8 +21,7 @@ from ..format.manifest import RunManifest, check_version
 from ..format.members import Members
 from ..format.rundir import MERGE_MANIFEST, RUN_MANIFEST
 from ..storage.locations import LOCAL, Location, location_of, store_of
-from ..system.text import counted
-from ..system.units import moment
+from ..system.text import counted, moment
 from .fleet import is_fleet
 from .writers import find_writers
 

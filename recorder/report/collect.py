@@ -12,7 +12,7 @@ from ..analyze.diff.result import Diff
 from ..analyze.first.first import first
 from ..globalview.notebook import span
 from ..globalview.run import Run
-from ..system.units import size
+from ..system.text import size
 from .axes import Axes, modules_block
 from .blocks import Block
 from .images import ImageFinder

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 from ..globalview.notebook import plain
 from ..globalview.run import Run
-from ..system.units import size
+from ..system.text import size
 from .collect import collect
 from .page import page
 

@@ -1,11 +1,14 @@
-"""Tells whether the process that a manifest names still runs, and how many cores this process has.
+"""What can be asked about this process and others: cores, imported modules, and whether a recorded process still runs.
 
-A process number alone does not tell: it is used again, and each container counts its own. Must never signal a process.
+A process number alone does not identify a process: the kernel uses numbers again, and each container has its own. Must
+never signal a process, or import a module of the program.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +78,23 @@ def _stat(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (OSError, ValueError):
         return []
+
+
+def loaded(module_name: str, name: str) -> Any:
+    """Return an attribute of a module if the program has imported the module; else None."""
+    return getattr(sys.modules.get(module_name), name, None)
+
+
+def comes_from_signal_handler(error: BaseException) -> bool:
+    """Whether a signal handler of the program raised this error while the recorder's code happened to run.
+
+    Such an error is the program's: the recorder must not catch it.
+    """
+    handlers = (signal.getsignal(number) for number in signal.valid_signals())
+    codes = {code for handler in handlers if (code := getattr(handler, "__code__", None)) is not None}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False

@@ -1,7 +1,8 @@
-"""Counts and lists as people read them. A list ends before it is long, and says how much more there is."""
+"""Counts, lists, sizes and times as text for people. A long list is cut, and says how many items are left out."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 
 
@@ -30,3 +31,21 @@ def one_line(value: object) -> str:
 def named(noun: str, numbers: Sequence[object], most: int = 8) -> str:
     """``rank 3``, ``ranks 1, 2``."""
     return f"{noun}{'s' * (len(numbers) > 1)} {listed(numbers, most)}"
+
+
+def size(num_bytes: int) -> str:
+    """Return a number of bytes as text, in powers of ten: ``1.5 MB`` is 1,500,000."""
+    amount = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if amount < 1000 or unit == "TB":
+            break
+        amount /= 1000
+    return f"{num_bytes} B" if unit == "B" else f"{amount:.1f} {unit}"
+
+
+def moment(time_ns: int) -> str:
+    """Return a wall clock time as text in local time; empty where it is 0 or out of range."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_ns / 1e9)) if time_ns > 0 else ""
+    except (OverflowError, OSError, ValueError):
+        return ""

@@ -25,7 +25,7 @@ from ..observe.selection import Selection
 from ..records import KEEP_STATS
 from ..rules import EVERY, Rule, parse_rules
 from ..sites import GRADIENTS, OF_CALLS, OF_MODULES, SITES, values_of
-from ..system.interrupts import comes_from_signal_handler
+from ..system.processes import comes_from_signal_handler
 from .values import Key, Seen, Values
 
 __all__ = ["Key", "Trace", "Values", "trace"]

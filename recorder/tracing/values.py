@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import TraceError, TraceKeyError
 from ..sites import GRADIENTS, OF_CALLS, OF_MODULES
-from ..system.interrupts import comes_from_signal_handler
+from ..system.processes import comes_from_signal_handler
 from ..system.text import listed
 
 _MAX_ROWS = 40

@@ -33,7 +33,7 @@ from ..read.shards.shard import Shard, open_sealed
 from ..read.writers import RecordedWriter
 from ..storage.locations import LOCAL
 from ..storage.untrusted_files import GrowingFile
-from ..system.folder_lock import locked_folder
+from ..system.resources import locked_folder
 from ..write.files.file import Disk, PageMemory, publish
 from ..write.files.ipc import IpcFormat
 from ..write.files.shard import BatchFile, Index

@@ -36,8 +36,7 @@ from ..report.rows import step_rows
 from ..report.series.statistics import StatisticsBlocks
 from ..report.top import Finding, Told, facts_of, gaps_block, top_block
 from ..storage.locations import Location, store_of
-from ..system.text import counted
-from ..system.units import size
+from ..system.text import counted, size
 
 _READ_ROWS = 120_000
 """Rows that are found at a time, and drawn at a time, while a long run is read for the first time."""

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from recorder.format.rundir import encode_manifest
-from recorder.system.units import size
+from recorder.system.text import size
 from tests.distributed.jobs import free_port
 from tests.storage.server import BUCKET, StoreServer
 

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from recorder.system.units import size
+from recorder.system.text import size
 from tests.distributed.jobs import succeeded, torchrun
 from tests.storage.server import StoreServer
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...observe.tree import Node
-from ...system.imported import loaded
+from ...system.processes import loaded
 from ..tensors.dtensors import is_dtensor
 from . import callbacks
 

@@ -19,7 +19,7 @@ from ...observe.compiled import has_compiled, has_compiled_anything
 from ...records import Moment, Origin
 from ...rules import Rule
 from ...sites import GRADIENT_OF, HELD_BY_MODULES
-from ...system.interrupts import comes_from_signal_handler
+from ...system.processes import comes_from_signal_handler
 from ...taps import module_taps
 from ...taps.finding import has_tap, where_of
 from ...taps.module_taps import Where

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...observe.observer import ModuleRows
 from ...records import Chunk, Moment
-from ...system.imported import loaded
+from ...system.processes import loaded
 from ..tensors.dtensors import chunk_of, written_ranks
 from ..tensors.notes import compact, merged_notes
 from .groups import FSDP1, fsdp1_ranks

@@ -15,7 +15,7 @@ import numpy as np
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...system.imported import loaded
+from ...system.processes import loaded
 from .topology import is_distributed
 
 DataParallel = dict[str, Any]

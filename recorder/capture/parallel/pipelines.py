@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
-from ...system.imported import loaded
+from ...system.processes import loaded
 
 _MODULE = "torch.distributed.pipelining.stage"
 

@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...system.imported import loaded
+from ...system.processes import loaded
 from ..tensors.dtensors import spec_of
 from .groups import FSDP1, DataParallel
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from ...records import Moment
 from ...rules import RingWindow
-from ...system.units import size
+from ...system.text import size
 from .pool import GRAIN_BYTES, Pool, PoolBlock
 
 

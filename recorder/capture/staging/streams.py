@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...records import Chunk, LostError, Ready
-from ...system.interrupts import comes_from_signal_handler
+from ...system.processes import comes_from_signal_handler
 from .devices import Device
 from .pool import DevicePool, Pool, PoolBlock
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...records import Chunk
-from ...system.imported import loaded
+from ...system.processes import loaded
 from .notes import compact
 
 _MAX_LISTED = 16

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...records import Chunk
-from ...system.imported import loaded
+from ...system.processes import loaded
 from .dtensors import dtensor_chunk
 from .local_values import PLAIN, arrived
 from .notes import compact

@@ -10,8 +10,7 @@ import typer
 
 from ...analyze.export.catalog import write_catalog
 from ...globalview.run import open_run
-from ...system.text import counted
-from ...system.units import size
+from ...system.text import counted, size
 from ..options import Json, RunPath
 from ..output import print_json, printable_line, progress, say
 from ..paths import local_path

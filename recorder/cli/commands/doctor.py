@@ -30,8 +30,7 @@ from ...read.finding import typed_for
 from ...read.modules import listed_hooks
 from ...read.unsealed import unsealed_note
 from ...read.writers import load_balances
-from ...system.text import counted, listed
-from ...system.units import size
+from ...system.text import counted, listed, size
 from ..drawing.module_names import grouped
 from ..notes import dump_members, dump_note, proof_state
 from ..options import Json, complete_run

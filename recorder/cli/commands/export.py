@@ -12,8 +12,7 @@ from ...analyze.export.boards.boards import BOARDS, BoardExport
 from ...analyze.export.export import Export, format_of
 from ...analyze.selection import GlobalOptions, Selection
 from ...globalview.run import open_run
-from ...system.text import counted
-from ...system.units import size
+from ...system.text import counted, size
 from ..imports import show_pandas
 from ..options import (
     Json,

@@ -15,8 +15,7 @@ from ...read.fleet import FLEET, fleet_runs
 from ...read.unsealed import unsealed, unsealed_note
 from ...read.writers import RecordedWriter, load_balances
 from ...storage.locations import Location
-from ...system.text import counted
-from ...system.units import moment, size
+from ...system.text import counted, moment, size
 from ..notes import dump_members, dump_note, jitter_note
 from ..options import Json, complete_run
 from ..output import Column, Table, print_json, printable, say, span

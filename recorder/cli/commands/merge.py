@@ -25,8 +25,7 @@ from ...read.finding import command_of_merge
 from ...records import PART_BYTES
 from ...system.executors import open_dask
 from ...system.processes import available_cores
-from ...system.text import counted
-from ...system.units import size
+from ...system.text import counted, size
 from ..imports import hide_pandas
 from ..options import Json, LayoutOption, LossOption, RunPath, SchedulerOption, refuse
 from ..output import print_json, progress, say

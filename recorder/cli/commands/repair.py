@@ -10,8 +10,7 @@ import typer
 from ...errors import LookupFailedError
 from ...globalview.run import Run, open_run
 from ...storage.locations import scheme_of
-from ...system.text import counted
-from ...system.units import size
+from ...system.text import counted, size
 from ...upkeep.repair import Outcome, repair_run
 from ..options import Json, RunPath
 from ..output import Column, Table, print_json, progress, say

@@ -17,7 +17,7 @@ from ...read.writers import load_balances
 from ...report.collect import num_looks
 from ...report.report import write_report
 from ...report.top import Finding, Told
-from ...system.units import size
+from ...system.text import size
 from ..options import Json, RunPath, complete_run
 from ..output import print_json, progress, say
 from ..paths import local_path

@@ -19,8 +19,7 @@ from ...format.manifest import RunManifest
 from ...read.finding import find_run
 from ...read.status import ENDED, RankNow, RunWatch, Status
 from ...storage.locations import Location
-from ...system.text import counted
-from ...system.units import size
+from ...system.text import counted, size
 from ..options import Json, RunPath
 from ..output import Column, Table, print_json, printable
 from ..told import state_word

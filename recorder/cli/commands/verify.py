@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ...globalview.run import open_run
-from ...system.text import counted
-from ...system.units import size
+from ...system.text import counted, size
 from ...upkeep.verify import verify
 from ..options import Json, RunPath
 from ..output import print_json, progress, say

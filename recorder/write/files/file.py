@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...native import address
-from ...system.descriptors import Descriptor, require_ours
-from ...system.memory import private_memory
+from ...system.resources import Descriptor, private_memory, require_ours
 from .syncing import StuckError, SyncThread
 
 GRAIN_BYTES = 4096
