@@ -43,7 +43,7 @@ class Descriptor(int):
 
     @classmethod
     def of(cls, number: int) -> Descriptor:
-        """Return a newly opened descriptor as a `Descriptor`; close it and raise where its file cannot be identified."""
+        """Return a new descriptor as a `Descriptor`; close it and raise where its file cannot be identified."""
         try:
             status = os.fstat(number)
         except OSError:
