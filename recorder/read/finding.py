@@ -62,7 +62,7 @@ def typed_for(location: Location, name: str) -> str:
     """
     for typed in (name, location.parent / name):
         with suppress(RecorderError, OSError):
-            if _is_same(_meant(typed, warn=lambda *words: None), location):
+            if is_same_folder(_meant(typed, warn=lambda *words: None), location):
                 return str(typed)
     return str(location)
 
@@ -78,7 +78,7 @@ def find_folder(path: str | None, *, may_be_empty: bool = False) -> Location | N
     location, default = location_of(default_folder() if path is None else path), location_of(default_folder())
     store = store_of(location)
     if not store.is_directory(location):
-        return location if may_be_empty and _is_same(location, default) and not store.exists(location) else None
+        return location if may_be_empty and is_same_folder(location, default) and not store.exists(location) else None
     if has_manifest(location):
         return None
     if is_fleet(location) or runs_in(location):
@@ -141,7 +141,7 @@ def _meant(typed: str | os.PathLike[str] | Location, warn: Callable[..., None] =
     except OSError as error:
         raise NotARunError(f"{location}: cannot be opened ({error.strerror})") from error
     if str(typed) == location.name:  # no folder was typed
-        folders += [other for other in _default_folders() if not _is_same(other, location.parent)]
+        folders += [other for other in _default_folders() if not is_same_folder(other, location.parent)]
     if match := _LATEST.fullmatch(location.name):
         if str(typed) == location.name and not any(map(runs_in, folders[-1:])):
             raise NotARunError(f"no run in {default_folder()} yet; start the training with RECORDER=1 in front")
@@ -200,8 +200,13 @@ def _default_folders() -> list[Location]:
     return [folder] if store_of(folder).is_directory(folder) else []
 
 
-def _is_same(folder: Location, other: Location) -> bool:
-    return os.path.realpath(str(folder)) == os.path.realpath(str(other))
+def is_same_folder(folder: Location, other: Location) -> bool:
+    """Whether two locations are one directory, which may be spelled, linked or mounted in two ways."""
+    if os.path.realpath(str(folder)) == os.path.realpath(str(other)):
+        return True
+    with suppress(OSError):
+        return os.path.samefile(str(folder), str(other))
+    return False
 
 
 def _described(runs: Sequence[ListedRun]) -> Iterator[str]:

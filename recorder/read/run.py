@@ -79,6 +79,12 @@ class RecordedRun:
         return self.manifest.name or self.path.name
 
     @property
+    def started_ns(self) -> int:
+        """When its first writer began, in wall-clock time, or else its directory was made; 0 where neither says."""
+        started_ns = min((writer.started_ns for writer in self.writers if writer.started_ns), default=0)
+        return started_ns or self.manifest.created_ns or 0
+
+    @property
     def version(self) -> tuple[int, int]:
         """Major and minor of the format."""
         return self.manifest.version

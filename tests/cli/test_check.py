@@ -177,6 +177,6 @@ def trained_again(folder: Path, run: Path) -> Path:
 
 
 def test_a_baseline_that_is_none_is_refused_in_one_line(cli: Cli, trained: Path, tmp_path: Path) -> None:
-    for other, words in ((trained, "is the run that is checked"), (tmp_path / "nowhere", "nowhere")):
+    for other, words in ((trained, "the same run as the run to check"), (tmp_path / "nowhere", "nowhere")):
         refused = cli("check", trained, "--baseline", other)
         assert refused.exit_code == 2 and words in refused.err and len(refused.err.splitlines()) == 1

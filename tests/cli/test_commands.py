@@ -47,7 +47,7 @@ class TestLs:
         assert len(cli("ls", merged, "--json").json["writers"]) >= len(lines) - 2
 
     def test_json_holds_the_same(self, cli: Cli, recorded: Path) -> None:
-        (run,) = cli("ls", recorded.parent, "--json").json
+        (run,) = cli("ls", recorded.parent, "--json").json["runs"]
         assert (run["run"], run["ranks"], run["steps"][-1], run["rows"]) == ("run-a", [0, 1], 11, 96)
         writers = cli("ls", recorded, "--json").json["writers"]
         assert [writer["dropped"] for writer in writers] == [{"pool_full": 3}] * 2
@@ -68,7 +68,7 @@ class TestLs:
         HandmadeWriter(run, 1).finish(state="recording", pid=dead.pid, host=os.uname().nodename)
         (_, line) = cli("ls", run.parent).out.splitlines()
         assert line.split()[-3:] == ["disk_full=5", "suspect=2", "unclosed"]
-        (found,) = cli("ls", run.parent, "--json").json
+        (found,) = cli("ls", run.parent, "--json").json["runs"]
         assert (found["dropped"], found["suspect_rows"], found["state"]) == ({"disk_full": 5}, 2, "unclosed")
 
     def test_damage_is_a_finding(self, cli: Cli, recorded: Path) -> None:
@@ -234,7 +234,7 @@ class TestDoctor:
         assert oks[-1] == f"ok      not checked here: whether every byte is as it was written; that is: {where}"
 
     def test_json_is_a_list_of_checks(self, cli: Cli, recorded: Path) -> None:
-        states = {check["state"] for check in cli("doctor", recorded, "--json").json}
+        states = {check["state"] for check in cli("doctor", recorded, "--json").json["checks"]}
         assert states == {"ok", "note", "missing"}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -56,9 +55,9 @@ def test_a_loss_is_a_line_with_sites_modules_steps_ranks_and_reason(cli: Cli, ru
         "missing output, grad_output, param, grad, optim: 20 values missing, rank 1, steps 2..3: "
         "seen and dropped (pool_full): 'b', 'b.c'"
     )
-    (hole,) = [check for check in cli("doctor", run, "--json").json if check.get("reason") == "dropped"]
+    (hole,) = [check for check in cli("doctor", run, "--json").json["checks"] if check.get("reason") == "dropped"]
     assert (hole["ranks"], hole["steps"], hole["modules"], hole["missing"]) == ([1], [2, 3], ["b", "b.c"], 20)
-    (site,) = [check for check in cli("doctor", run, "--json").json if check.get("site") == "param"]
+    (site,) = [check for check in cli("doctor", run, "--json").json["checks"] if check.get("site") == "param"]
     assert (site["expected"], site["found"], site["missing"], site["explained"]) == (30, 26, 4, 0)
 
 
@@ -220,7 +219,7 @@ def test_what_was_dropped_or_never_there_is_explained_and_not_said_to_be_never_c
     assert line.endswith("15 missing  explained by the accounts: 15 dropped or never there")
     assert lines(found, "missing", "85 values", "seen and dropped, or never there", "(disk_full)")
     assert "never called" not in found.out
-    told = [one for one in json.loads(cli("doctor", run, "--json").out) if one.get("site") == "param"]
+    told = [one for one in cli("doctor", run, "--json").json["checks"] if one.get("site") == "param"]
     assert (told[0]["missing"], told[0]["perhaps_dropped"], told[0]["dropped"]) == (15, 15, 0)
 
 
@@ -295,7 +294,7 @@ def test_many_gaps_do_not_fill_the_screen(cli: Cli, run: Path) -> None:
     found = cli("doctor", run)
     assert lines(found, "note", "59 gaps smaller than the following; --json has all")
     assert len(lines(found, "values missing")) + len(lines(found, "1 value missing")) == 40
-    assert len([check for check in cli("doctor", run, "--json").json if "reason" in check]) == 99
+    assert len([check for check in cli("doctor", run, "--json").json["checks"] if "reason" in check]) == 99
 
 
 def test_it_fits_a_terminal_and_what_is_missing_stands_last(run: Path) -> None:

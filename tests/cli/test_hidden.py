@@ -82,7 +82,7 @@ def train(calls: Calls, model: nn.Module, num_steps: int = 2) -> None:
 
 def told(cli: Cli, folder: Path) -> Told:
     plain, as_json = cli("doctor", folder), cli("doctor", folder, "--json")
-    return Told(plain.exit_code, plain.out, as_json.json, recorder.open_run(folder))
+    return Told(plain.exit_code, plain.out, as_json.json["checks"], recorder.open_run(folder))
 
 
 def recorded(cli: Cli, folder: Path, model: nn.Module, calls: Calls | None = None) -> Told:

@@ -80,7 +80,7 @@ def test_a_setting_says_where_runs_are(cli: Cli, named: Path, monkeypatch: pytes
     monkeypatch.chdir("/")
     monkeypatch.setenv("RECORDER_DIR", str(named))
     assert headline(cli) == headline(cli, "big") == "big=1"
-    assert [run["name"] for run in cli("ls", "--json").json] == list(NAMED)
+    assert [run["name"] for run in cli("ls", "--json").json["runs"]] == list(NAMED)
 
 
 @pytest.mark.parametrize("typed", ["demo", "recordings/demo"])
@@ -168,18 +168,46 @@ def test_two_runs_are_compared_by_their_age(cli: Cli, named: Path) -> None:
         writer = HandmadeWriter(named / f"{number}a-id")
         writer.add_shard([[make_row(0, [float(number)])]])
         writer.finish()
-    for typed in ([], ["@-2"], ["@-2", "@-1"], ["demo-20260102", "big"]):
+    runs = [("demo-20260102-000000", "recordings/1a-id"), ("big=1", "recordings/2a-id")]
+    for typed in ([], ["recordings"], [named], ["@-2", "@-1"], ["demo-20260102", "big"], ["@-2", "@-1", "--brief"]):
         found = cli("diff", *typed)
-        assert found.exit_code == 1
-        runs = ["A: demo-20260102-000000 (recordings/1a-id)", "B: big=1 (recordings/2a-id)"]
-        assert found.out.splitlines()[:2] == runs
+        assert (found.exit_code, found.err) == (1, "")
+        for line, side, (name, path) in zip(found.out.splitlines(), "AB", runs, strict=False):
+            assert re.fullmatch(rf"{side}: {name} \(\S*{path}\), started \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d", line)
+        members = cli("diff", *typed, "--json").json
+        for side, (name, path) in zip("ab", runs, strict=True):
+            assert members[f"name_{side}"] == name and members[side].endswith(path) and members[f"started_ns_{side}"]
     assert "noise: demo-20260101-000000 (recordings/0a-id)" in cli("diff", "--noise", "@-3").out
+
+
+@pytest.mark.parametrize(
+    ("typed", "why"),
+    [
+        ("diff @-1", "@-1: is big=1, one run; name a second one, or a folder to take its last two"),
+        ("diff @-1 link", "link: is big=1, the same run as A"),
+        ("diff 2a-id recordings/../link/2a-id", "the same run as A"),
+        ("diff @-1 big=1 --json", "the same run as A"),
+        ("diff @-2 @-1 --noise link/@-2", "--noise link/@-2: is demo-20260102-000000, the same run as A"),
+        ("diff @-2 @-1 --noise @-3 --noise link/@-3", "the same run as --noise @-3"),
+        ("diff one", "one holds 1 run"),
+        ("report --against link/@-1", "--against link/@-1: is big=1, the same run as the run to draw"),
+        ("check --baseline link", "--baseline link: is big=1, the same run as the run to check"),
+        ("check --baseline @-2 --baseline link/1a-id", "the same run as --baseline @-2"),
+    ],
+)
+def test_a_run_is_not_held_against_itself_however_it_is_spelled(cli: Cli, named: Path, typed: str, why: str) -> None:
+    (named.parent / "link").symlink_to(named)
+    make_run(named.parent / "one" / "run", created_ns=10**18)
+    found = cli(*typed.split())
+    assert found.exit_code == 2 and why in found.out + found.err
 
 
 def test_a_name_that_a_stranger_wrote_is_none(cli: Cli, tmp_path: Path) -> None:
     for number, name in enumerate(["\x1b[31m", "../x", 7, "a" * 101, ""]):
         make_run(tmp_path / "recordings" / f"run-{number}", name=name)
-    assert [run["name"] for run in cli("ls", tmp_path / "recordings", "--json").json] == [f"run-{i}" for i in range(5)]
+    assert [run["name"] for run in cli("ls", tmp_path / "recordings", "--json").json["runs"]] == [
+        f"run-{i}" for i in range(5)
+    ]
 
 
 def test_one_word_is_a_run_or_a_module_of_the_newest(cli: Cli, recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,7 @@ def test_commands_mean_the_same(cli: Cli, run: Path, tmp_path: Path, text: str, 
     shown = cli("show", run, text, "--json").json
     assert ([shown["module"]] if "module" in shown else [one["module"] for one in shown["modules"]]) == expected
     assert [row["module_path"] for row in cli("stats", run, text, "--json").json["rows"]] == expected
-    diff = cli("diff", run, run, "--module", text)
+    diff = cli("diff", run, shutil.copytree(run, tmp_path / "copy"), "--module", text)
     assert f"{len(expected)} value{'s' * (len(expected) > 1)} compared" in diff.out
     out = tmp_path / "out.parquet"
     assert cli("export", run, "-o", out, "--module", text, "--json").json["rows"] == len(expected)
@@ -77,10 +78,11 @@ def test_layouts_are_written_in_it(cli: Cli, run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["show RUN {}", "stats RUN {}", "export RUN -o X.npz --module {}", "diff RUN RUN --module {}"]
+    "command", ["show RUN {}", "stats RUN {}", "export RUN -o X.npz --module {}", "diff RUN COPY --module {}"]
 )
 def test_what_matches_nothing_and_what_is_no_expression_are_said_alike(cli: Cli, run: Path, command: str) -> None:
-    typed = command.replace("RUN", str(run)).split()
+    copy = shutil.copytree(run, run.parent / "copy")
+    typed = command.replace("RUN", str(run)).replace("COPY", str(copy)).split()
     found = cli(*(word.format("layer.0.mlp") for word in typed))
     assert found.exit_code == 2 and "'layers.0.mlp'" in found.err.partition("nearest ")[2]
     wrong = cli(*(word.format("re:(") for word in typed))

@@ -15,14 +15,14 @@ from tests.globalview.meshes import PARAM, Mesh, grid_facts, mesh_run, plain, ro
 
 WHOLE = np.arange(48, dtype=np.float32).reshape(6, 8)
 TP = Mesh([0, 1])
-RUN, OUT = "RUN", "OUT"
+RUN, COPY, OUT = "RUN", "COPY", "OUT"
 COMMANDS = {
     "merge": ["merge", RUN, "-o", OUT],
     "checkpoint": ["checkpoint", RUN, "--to", "safetensors", "-o", OUT],
     "where": ["show", RUN, "fc1", "--where", "--site", "param"],
     "stats": ["stats", RUN, "--global"],
     "grouped": ["stats", RUN, "--global", "--by", "site"],
-    "diff": ["diff", RUN, RUN],
+    "diff": ["diff", RUN, COPY],
     "export": ["export", RUN, "--global", "--to", "npz", "-o", OUT],
     "parquet": ["export", RUN, "--global", "--to", "parquet", "-o", OUT],
 }
@@ -54,7 +54,8 @@ def beyond_the_mesh(path: Path) -> Path:
 
 
 def typed(words: list[str], run: Path, folder: Path) -> list[Any]:
-    return [{RUN: run, OUT: folder / "out"}.get(word, word) for word in words]
+    copy = shutil.copytree(run, folder / "copy") if COPY in words else None
+    return [{RUN: run, COPY: copy, OUT: folder / "out"}.get(word, word) for word in words]
 
 
 @pytest.mark.parametrize("command", OF_RUNS)
@@ -85,10 +86,11 @@ def test_the_rest_of_a_contradiction_is_given(cli: Cli, tmp_path: Path) -> None:
 
 def test_what_is_not_asked_for_is_not_complained_of(cli: Cli, tmp_path: Path) -> None:
     run = disagreeing(tmp_path / "run")
-    for words in (["stats", run, "fc2", "--global"], ["diff", run, run, "--module", "fc2"]):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    for words in (["stats", run, "fc2", "--global"], ["diff", run, copy, "--module", "fc2"]):
         assert cli(*words).exit_code == 0
     assert cli("stats", run, "fc1", "--global", "--json").json["problems"]
-    found = cli("diff", run, run, "--json")
+    found = cli("diff", run, copy, "--json")
     assert (found.exit_code, found.json["is_equal"], len(found.json["problems_a"])) == (1, True, 2)
 
 

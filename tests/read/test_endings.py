@@ -163,7 +163,7 @@ def test_a_killed_process_is_dead_before_its_parent_asks(tmp_path: Path, zombie_
 
 class TestCommands:
     def test_a_folder_and_a_run_agree_on_the_state(self, cli: Cli, killed: Path) -> None:
-        (folder,) = cli("ls", killed.parent, "--json").json
+        (folder,) = cli("ls", killed.parent, "--json").json["runs"]
         run = cli("ls", killed, "--json").json
         assert folder["state"] == run["state"] == "unclosed"
         assert folder["endings"] == run["endings"] == [ENDING]

@@ -187,7 +187,7 @@ def test_a_run_is_found_as_on_a_disk(cli: Cli, store: StoreServer, path: Path, t
 
     shutil.copytree(path, path.parent / "run-b")
     store.upload(path.parent / "run-b", f"{tmp_path.name}/several/run-b")
-    assert [run["run"] for run in cli("ls", folder, "--json").json] == ["run-a", "run-b"]
+    assert [run["run"] for run in cli("ls", folder, "--json").json["runs"]] == ["run-a", "run-b"]
     several, beginning = cli("first", folder), cli("first", f"{folder}/run")
     assert (several.exit_code, beginning.exit_code) == (0, 2)
     assert f"{folder}: took run-b, the newest of 2 runs" in several.err and several.out.startswith("run-b: ")

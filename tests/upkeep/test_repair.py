@@ -423,7 +423,7 @@ class TestCommands:
         lambda run: ("show", run, "blocks.0.up"),
         lambda run: ("stats", run, "--by", "step,module", "--last", "0"),
         lambda run: ("first", run),
-        lambda run: ("diff", run, run, "--common"),
+        lambda run: ("diff", run, run.parent / "copy", "--common"),
         lambda run: ("export", run, "-o", run.parent / "out.parquet", "--payload", "--force"),
         lambda run: ("merge", run, "-o", run.parent / "merged", "--jobs", "1"),
         lambda run: ("doctor", run),
@@ -435,6 +435,7 @@ class TestCommands:
         self, run: Path, command: Callable[[Path], tuple[object, ...]], capsys: pytest.CaptureFixture[str]
     ) -> None:
         num_rows = len(rows_of(run))
+        shutil.copytree(run, run.parent / "copy")
         codes, said = [], []
         for _ in range(2):
             codes.append(run_app(*command(run), "--json"))

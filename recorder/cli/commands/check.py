@@ -23,7 +23,7 @@ from ...system.text import counted
 from ..drawing.module_names import grouped
 from ..options import Json, RunPath
 from ..output import Column, Table, number, print_json, say, say_state
-from ..paths import local_path
+from ..paths import local_path, other_runs
 
 EPILOG = "Examples: recorder check recordings --set spike.sigmas=8    recorder check --list"
 
@@ -102,7 +102,7 @@ def command(
         return _list(known, thresholds, as_json=as_json)
     run = open_run(path)
     given = (("--baseline", baselines or []), ("--width", widths or []))
-    checked = check(run, rule or [], thresholds, own, *(_others(*some, run) for some in given))
+    checked = check(run, rule or [], thresholds, own, *(other_runs(*some, {"the run to check": run}) for some in given))
     worst = max((one.severity for one in checked.findings), default=-1)
     is_failure = fail_on != _NEVER and (worst >= _FAIL_ON.index(fail_on) or bool(run.problems))
     if as_json:
@@ -110,14 +110,6 @@ def command(
     else:
         _print(run, checked, path or run.name, are_reasons_wanted=is_verbose or bool(rule))
     return int(is_failure)
-
-
-def _others(option: str, paths: Sequence[str], run: Run) -> list[Run]:
-    runs = [open_run(path) for path in dict.fromkeys(paths)]
-    for path, one in zip(dict.fromkeys(paths), runs, strict=True):
-        if str(one.path) == str(run.path):
-            raise LookupFailedError(f"{option} {path}: is the run that is checked: expected another one")
-    return runs
 
 
 def _document(run: Run, checked: Checked) -> dict[str, object]:

@@ -137,7 +137,7 @@ def _status(settings: DaemonSettings, *, as_json: bool) -> int:
 
     daemons = running(state_folder(settings.state))
     if as_json:
-        print_json(daemons)
+        print_json({"daemons": daemons})
         return int(not daemons)
     if not daemons:
         say("no daemon is at work here")
@@ -206,7 +206,7 @@ def _keep_house(
             (plan.run.key, plan.run.num_bytes, plan.run.num_objects, row[3], plan.why)
             for plan, row in zip(plans, rows, strict=True)
         ]
-        print_json([dict(zip(names_of_columns, value, strict=True)) for value in values])
+        print_json({"runs": [dict(zip(names_of_columns, value, strict=True)) for value in values]})
         return problems
     titles = ("run", "size", "objects", "what", "why")
     Table([Column(title=title, is_number=title in ("size", "objects")) for title in titles], rows).print()

@@ -15,8 +15,9 @@ from ...analyze.diff.result import Diff
 from ...analyze.histograms import bins_of, histogram_of_row, share_apart, subnormal_count
 from ...analyze.selection import GlobalOptions, Selection
 from ...analyze.units import UnitsApart
-from ...globalview.run import Run, open_run
+from ...globalview.run import Run
 from ...system.text import counted
+from ...system.units import moment
 from ..differences.sentences import accusations, describe, faults, notes, reasons, rename_lines, verdict
 from ..differences.tables import print_histograms, print_modules, print_only, print_units, print_values
 from ..options import (
@@ -31,7 +32,7 @@ from ..options import (
     complete_run,
 )
 from ..output import plain, print_json, progress, say
-from ..paths import local_path
+from ..paths import local_path, other_runs, two_runs
 from ..scheduler import mapper_for
 
 EPILOG = "Examples: recorder diff run-ddp run-fsdp --rtol 1e-4 --atol 1e-6    recorder diff @-2 @-1 --site grad --brief"
@@ -45,11 +46,16 @@ _MAX_JSON_BINS = 4096
 
 def command(
     a: Annotated[
-        str, typer.Argument(metavar="A", help="A run; its order of execution counts.", autocompletion=complete_run)
-    ] = "@-2",
+        str | None,
+        typer.Argument(
+            metavar="A",
+            help="A run; its order of execution counts. Without B: a folder, whose last two runs are compared.",
+            autocompletion=complete_run,
+        ),
+    ] = None,
     b: Annotated[
-        str, typer.Argument(metavar="B", help="The run to compare with it.", autocompletion=complete_run)
-    ] = "@-1",
+        str | None, typer.Argument(metavar="B", help="The run to compare with it.", autocompletion=complete_run)
+    ] = None,
     rtol: Annotated[
         float,
         typer.Option(
@@ -112,13 +118,14 @@ def command(
     Exit code 1: they differ, rows of a run contradict each other, or values cannot be read. 2: they have nothing in
     common, or a --noise twin moved nothing.
     """
-    runs = (open_run(a), open_run(b))
+    runs = two_runs(a, b)
+    twins = other_runs("--noise", noise or [], {"A": runs[0], "B": runs[1]})
     return show_diff(
         *runs,
         Selection(module=module, site=site, name=name, step=step),
         Tolerance(rtol, atol, ulp),
         GlobalOptions(across_ranks=True, loss=loss, layouts=layout or []),
-        noise=[open_run(path) for path in noise or []],
+        noise=twins,
         renames=read_renames(rename) if rename is not None else NO_RENAMES,
         common=common,
         limit=limit,
@@ -167,11 +174,10 @@ def show_diff(
         _print_json(a, b, result, _JSON_ROWS if limit is None else limit)
         return _exit_code(result)
     most = _FEW if limit is None else limit
-    if not is_brief:
-        say(f"A: {_run(a)}")
-        say(f"B: {_run(b)}")
-        for run in noise:
-            say(f"noise: {_run(run)}{f', jitter {run.jitter}' if run.jitter else ''}")
+    say(f"A: {_run(a)}")
+    say(f"B: {_run(b)}")
+    for run in () if is_brief else noise:
+        say(f"noise: {_run(run)}{f', jitter {run.jitter}' if run.jitter else ''}")
     say(verdict(result, tolerance, common=common, has_noise=bool(noise)))
     for line in reasons(result, common=common):
         say(line)
@@ -221,8 +227,9 @@ def _with_details(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(run: Run) -> str:
-    """Return the name of a run and its path; the path alone where it ends with the name."""
-    return str(run.path) if run.name == run.path.name else f"{run.name} ({run.path})"
+    """Return the name of a run, its path, and when it began; the path alone where it ends with the name."""
+    named = str(run.path) if run.name == run.path.name else f"{run.name} ({run.path})"
+    return f"{named}, started {moment(run.started_ns)}" if run.started_ns else named
 
 
 def _print_json(a: Run, b: Run, result: Diff, limit: int) -> None:
@@ -232,4 +239,7 @@ def _print_json(a: Run, b: Run, result: Diff, limit: int) -> None:
     shown["differing"] = list(map(_with_details, shown.pop("table")))
     counts["num_differing"] = counts.pop("num_table")
     rest = {name: plain(value) for name, value in result._asdict().items() if name not in tables}
-    print_json({"a": str(a.path), "b": str(b.path), **rest, **counts, **shown})
+    runs: dict[str, object] = {}
+    for side, run in (("a", a), ("b", b)):
+        runs |= {side: str(run.path), f"name_{side}": run.name, f"started_ns_{side}": run.started_ns}
+    print_json({**runs, **rest, **counts, **shown})

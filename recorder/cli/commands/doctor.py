@@ -108,7 +108,8 @@ def examine(run: Run | None, *, as_json: bool, is_strict: bool = False) -> int:
         load_balances(run.writers)
     checks = list(_environment() if run is None else checks_of(run))
     if as_json:
-        print_json([{"state": check.state, "text": check.text, **check.members} for check in checks])
+        members = [{"state": check.state, "text": check.text, **check.members} for check in checks]
+        print_json({"run": None if run is None else str(run.path), "checks": members})
     else:
         for state in _STATES:
             for check in checks:

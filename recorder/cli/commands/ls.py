@@ -66,11 +66,11 @@ def _list_runs(folder: Location, *, as_json: bool) -> int:
         exit_code = exit_code or int(bool(run.problems))
         summaries.append(summary)
         ranks = f"{len(run.ranks)} of {run.world_size}" if run.world_size else str(len(run.ranks))
-        started = moment(summary["started_ns"] or listed.created_ns)
+        started = moment(run.started_ns)
         cells = [started, ranks, span(run.steps), str(run.num_rows), size(summary["bytes"])]
         rows.append([run.name, *cells, _lost_rows(summary), _state(summary), run.path.name])
     if as_json:
-        print_json(summaries)
+        print_json({"folder": str(folder), "runs": summaries})
         return exit_code
     titles = ["run", "started", "ranks", "steps", "rows", "size", "dropped", "state", "directory"]
     if all(row[0] == row[-1] for row in rows):
@@ -113,7 +113,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "name": run.name,
         "run_id": run.run_id,
         "path": str(run.path),
-        "started_ns": min((writer.started_ns for writer in run.writers if writer.started_ns), default=0),
+        "started_ns": run.started_ns,
         "world_size": run.world_size,
         "ranks": run.ranks,
         "steps": run.steps,

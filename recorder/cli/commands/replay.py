@@ -61,7 +61,7 @@ def command(
         sys.path.insert(0, os.getcwd())  # where a factory is
         results = audit(run, step=step, module=module, rank=rank, factory=factory)
         if as_json:
-            print_json([one._asdict() for one in results])
+            print_json({"run": str(run.path), "results": [one._asdict() for one in results]})
         else:
             for one in sorted(results, key=lambda one: (one.verdict in _STATES, one.verdict == NOT_REPRODUCED)):
                 where = f"{printable(repr(one.module))}, rank {one.rank}"

@@ -20,7 +20,7 @@ from ...report.top import Finding, Told
 from ...system.text import size
 from ..options import Json, RunPath, complete_run
 from ..output import print_json, progress, say
-from ..paths import local_path
+from ..paths import local_path, other_run
 from .check import fold, sentence
 from .doctor import checks_of
 
@@ -58,7 +58,7 @@ def command(
     Exit code 1: something of the run is damaged or missing, as recorder doctor says.
     """
     run = open_run(path)
-    other = open_run(against) if against is not None else None
+    other = None if against is None else other_run(against, {"the run to draw": run}, "--against")
     names = [name.strip() for name in statistics.split(",")] if statistics is not None else []
     if "" in names:
         raise LookupFailedError(f"--statistics {statistics}: expected names with commas between")
