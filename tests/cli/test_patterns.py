@@ -80,8 +80,10 @@ def test_layouts_are_written_in_it(cli: Cli, run: Path) -> None:
 @pytest.mark.parametrize(
     "command", ["show RUN {}", "stats RUN {}", "export RUN -o X.npz --module {}", "diff RUN COPY --module {}"]
 )
-def test_what_matches_nothing_and_what_is_no_expression_are_said_alike(cli: Cli, run: Path, command: str) -> None:
-    copy = shutil.copytree(run, run.parent / "copy")
+def test_what_matches_nothing_and_what_is_no_expression_are_said_alike(
+    cli: Cli, run: Path, tmp_path: Path, command: str
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "copy")
     typed = command.replace("RUN", str(run)).replace("COPY", str(copy)).split()
     found = cli(*(word.format("layer.0.mlp") for word in typed))
     assert found.exit_code == 2 and "'layers.0.mlp'" in found.err.partition("nearest ")[2]
