@@ -16,8 +16,7 @@ from ...analyze.histograms import bins_of, histogram_of_row, share_apart, subnor
 from ...analyze.selection import GlobalOptions, Selection
 from ...analyze.units import UnitsApart
 from ...globalview.run import Run
-from ...system.text import counted
-from ...system.units import moment
+from ...system.text import counted, moment
 from ..differences.sentences import accusations, describe, faults, notes, reasons, rename_lines, verdict
 from ..differences.tables import print_histograms, print_modules, print_only, print_units, print_values
 from ..options import (
