@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.test_jobs import Desk, find_blocks
+from tests.rigs.typed_pages import Desk, find_blocks
 
 from .drawings import DRAWINGS, draw
 

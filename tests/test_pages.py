@@ -5,11 +5,8 @@ README's own command records the run that the pages ask about; a ```` ```diff ``
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import socket
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -21,9 +18,8 @@ from typing import NamedTuple
 
 import pytest
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
-TRAINING = (HERE / "small_training.py").read_text(encoding="utf-8")
+from tests.rigs.typed_pages import ROOT, TRAINING, apply_change, assert_printed, run
+
 INDEX = ROOT / "docs" / "README.md"
 PAGES = [
     ROOT / "README.md",
@@ -31,8 +27,6 @@ PAGES = [
 ]
 """README, then the pages of docs/ in the order of their index, which is the order in which their commands are typed."""
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
-WIDTH = 118
-"""Columns of the terminal that the pages show."""
 
 
 class Block(NamedTuple):
@@ -86,20 +80,6 @@ def name_of(block: Block) -> str:
     return f"{block.page}-line{block.line}"
 
 
-def run(command: str | list[str], cwd: Path, allowed: tuple[int, ...] = (0,)) -> str:
-    """What a command prints; fails where the command does. Its interpreter is the one that runs the tests."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("RECORDER", "_RECORDER"))}
-    env |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}", "OMP_NUM_THREADS": "1"}
-    env["COLUMNS"] = str(WIDTH)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        env["PET_MASTER_PORT"] = str(server.getsockname()[1])  # torchrun's own default may be taken by another test
-    done = subprocess.run(
-        command, shell=isinstance(command, str), cwd=cwd, env=env, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode in allowed, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 class Typed(NamedTuple):
     """A folder in which everything was typed that the pages say, and what was printed."""
 
@@ -118,14 +98,6 @@ def side_by_side() -> Iterator[ThreadPoolExecutor]:
         executor.shutdown(cancel_futures=True)
 
 
-def apply_change(change: str, script: str) -> str:
-    """The script after a change that is written as a diff without its head."""
-    lines = [(line[:1], line[1:]) for line in change.splitlines(keepends=True)]
-    old = "".join(text for sign, text in lines if sign != "+")
-    assert script.count(old) == 1, old
-    return script.replace(old, "".join(text for sign, text in lines if sign != "-"))
-
-
 def type_after_change(pair: tuple[Block, Block], folder: Path) -> str:
     """What a page's commands print after its change of the training; a finding (exit code 1) is what they are for."""
     change, asking = pair
@@ -141,7 +113,7 @@ def typed(side_by_side: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFac
     assert command.startswith("RECORDER=1 torchrun ")
     assert len(others) == 4  # another run, a twin, one with histograms, and one with a ring
     folder = tmp_path_factory.mktemp("pages")
-    shutil.copy(HERE / "small_training.py", folder / "train.py")
+    (folder / "train.py").write_text(TRAINING)
     list(side_by_side.map(partial(run, cwd=folder), (command, *others)))
     changed = {}
     for pair in CHANGES:
@@ -170,43 +142,6 @@ def test_a_python_snippet_runs_and_prints(typed: Typed, snippet: str) -> None:
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_of_recorder_answers(typed: Typed, line: str) -> None:
     assert typed.printed[line].strip()
-
-
-_VARIES = (
-    (r"\b\w+-\d{8}-\d{6}\b", "NAME"),  # a run's
-    (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "TIME"),
-    (r"\b\d+(\.\d+)? [kMG]?B\b", "SIZE"),  # manifests hold the names of the host and of folders
-    (r"[▁▂▃▄▅▆▇█]+", "COURSE"),  # a value at the edge of two heights
-)
-
-
-def words_of(line: str) -> list[str]:
-    for pattern, word in _VARIES:
-        line = re.sub(pattern, word, line)
-    return line.split()
-
-
-def is_same(shown: str, printed: str) -> bool:
-    """Whether two words are equal; of numbers the last digits may depend on the processor."""
-    if shown == printed:
-        return True
-    try:
-        return float(shown.strip(",")) == pytest.approx(float(printed.strip(",")), rel=1e-2)
-    except ValueError:
-        return False
-
-
-def assert_printed(shown: str, printed: str) -> None:
-    """Each line that is shown was printed, in this order; ``...`` stands for the rest of a line, or for lines."""
-    lines = iter([words_of(line) for line in printed.splitlines()])
-    for line in filter(None, map(words_of, shown.splitlines())):
-        words, is_cut = (line[:-1], True) if line[-1] == "..." else (line, False)
-        if words:
-            assert any(
-                (len(words) == len(other) or (is_cut and len(words) < len(other)))
-                and all(is_same(*pair) for pair in zip(words, other, strict=False))
-                for other in lines
-            ), f"{' '.join(line)}\nis not, or not there, in\n{printed}"
 
 
 @pytest.mark.parametrize(("before", "shown"), SHOWN, ids=[name_of(shown) for _, shown in SHOWN])
@@ -272,7 +207,7 @@ def test_the_table_of_commands_names_every_command_but_run() -> None:
 
 def test_the_rules_of_the_pages_record_what_they_say(tmp_path: Path) -> None:
     (command,) = [line for line in LAUNCHES if line.startswith("RECORDER_RULES=")]
-    shutil.copy(HERE / "small_training.py", tmp_path / "train.py")
+    shutil.copy(ROOT / "tests" / "small_training.py", tmp_path / "train.py")
     run(command, tmp_path)
     import recorder
 
@@ -287,7 +222,7 @@ def test_the_rules_of_the_pages_record_what_they_say(tmp_path: Path) -> None:
     "line", [line for line in LAUNCHES[1:] if not line.startswith(("RECORDER_DIR=", "RECORDER_RULES="))]
 )
 def test_every_other_way_to_start_the_training_records_it(line: str, tmp_path: Path) -> None:
-    shutil.copy(HERE / "small_training.py", tmp_path / "train.py")
+    shutil.copy(ROOT / "tests" / "small_training.py", tmp_path / "train.py")
     run(line, tmp_path)
     assert "2 of 2" in run("recorder ls recordings", tmp_path)
 
@@ -316,26 +251,6 @@ def test_the_table_of_floors_is_that_of_import_linter() -> None:
     assert [floors[floor] for floor in range(len(floors))] == [
         set(re.findall(r"\w+", rooms)) for rooms in layers[:0:-1]
     ]
-
-
-def test_the_table_of_settings_names_every_setting_and_its_choices() -> None:
-    from dataclasses import fields
-
-    from recorder.config import Settings
-    from scripts.website.reference import default_of
-
-    rows = dict(
-        re.findall(r"^\| `(\w+)` (\|.*)$", find_table("| setting | default | what it does |"), flags=re.MULTILINE)
-    )
-    assert list(rows) == [item.name for item in fields(Settings)]
-    for item in fields(Settings):
-        assert all(f"`{choice}`" in rows[item.name] for choice in item.metadata["choices"]), item.name
-        if not isinstance(item.default, (str, tuple)):
-            assert re.match(rf"\| {re.escape(default_of(item).removesuffix('.0'))}(\.0)?[ :]", rows[item.name]), (
-                item.name
-            )
-        elif item.default and isinstance(item.default, str):
-            assert rows[item.name].startswith(f"| `{item.default}` |"), item.name
 
 
 def test_settings_that_the_pages_state_are_the_defaults() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import PACKAGES, needs
+from scripts.drawings import DRAWINGS, draw
+from tests.rigs.programs import PACKAGES, needs
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "scripts" / "demo"
@@ -103,3 +104,8 @@ def test_a_program_that_is_missing_skips_a_test_and_fails_it_on_ci(monkeypatch: 
     monkeypatch.delenv("CI")
     with pytest.raises(pytest.skip.Exception, match=line):
         needs("node")
+
+
+def test_the_drawings_are_what_the_script_draws() -> None:
+    drawn = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "pictures").glob("*.svg")}
+    assert drawn == {name: draw(drawing) for name, drawing in DRAWINGS.items()}

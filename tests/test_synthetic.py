@@ -13,8 +13,8 @@ import recorder
 from recorder.analyze.export.catalog import write_catalog
 from recorder.analyze.first.spool import cut_rows
 from recorder.analyze.first.timeline import whole_rows
-from scripts.benchmarks.synthetic import Shape, write_run
-from tests.cli.conftest import Cli, cli
+from tests.rigs.command_line import Cli, cli
+from tests.rigs.synthetic import Shape, write_run
 
 __all__ = ["cli"]
 SHAPE = Shape(ranks=6, steps=100, modules=3, batch_rows=36, shard_rows=50, nan=(40, 4), differs=(70, 1))

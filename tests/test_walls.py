@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 import recorder
 
 PACKAGE = Path(recorder.__file__).parent
+TESTS = Path(__file__).parent
 
 
 def loaded_by(code: str) -> set[str]:
@@ -70,7 +73,98 @@ BESIDE_THE_ROOMS = {"browser", "deploy", "distributed", "faults", "golden", "gpu
 
 
 def test_each_directory_of_tests_is_named_like_a_room_of_the_package() -> None:
-    tests = Path(__file__).parent
-    directories = {path.parent.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")} - {"."}
+    directories = {path.parent.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")} - {"."}
     rooms = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py")} - {"."}
     assert directories - rooms == BESIDE_THE_ROOMS
+
+
+def imported_by(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield each import in a folder beside the package: the path of the file, and the full name that it imports."""
+    for path in sorted(folder.rglob("*.py")):
+        inside = path.relative_to(TESTS.parent)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from ((inside.as_posix(), alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                package = ".".join(inside.parts[: len(inside.parts) - node.level]) if node.level else ""
+                module = ".".join(filter(None, (package, node.module)))
+                yield from ((inside.as_posix(), f"{module}.{alias.name}") for alias in node.names)
+
+
+def crossings(folder: Path, forbidden: str, *allowed: str) -> dict[str, set[str]]:
+    """Return what a folder imports below one package, without the packages that are allowed, by file."""
+    found: dict[str, set[str]] = {}
+    for path, name in imported_by(folder):
+        if f"{name}.".startswith(f"{forbidden}.") and not f"{name}.".startswith(tuple(f"{one}." for one in allowed)):
+            found.setdefault(path, set()).add(name)
+    return found
+
+
+TESTS_OF_SCRIPTS = {"tests/test_bench.py", "tests/test_messages.py", "tests/test_scripts.py", "tests/test_website.py"}
+"""The only files of the tests that import `scripts`: each tests a script itself."""
+
+
+def test_the_tests_import_no_script_but_to_test_it() -> None:
+    assert crossings(TESTS, "scripts").keys() == TESTS_OF_SCRIPTS
+
+
+def test_scripts_import_of_the_tests_only_the_rigs() -> None:
+    assert crossings(TESTS.parent / "scripts", "tests", "tests.rigs") == {}
+
+
+def test_campaigns_import_of_the_tests_only_the_rigs() -> None:
+    allowed = ("tests.campaigns", "tests.rigs", "tests.small_training")
+    assert crossings(TESTS / "campaigns", "tests", *allowed) == {}
+
+
+def test_rigs_import_neither_tests_nor_campaigns() -> None:
+    assert crossings(TESTS / "rigs", "tests", "tests.rigs") == {}
+
+
+CLASSES_OF_ONE_NAME = {
+    "Block": 3,
+    "Carrier": 2,
+    "Catalog": 2,
+    "Channel": 2,
+    "Column": 2,
+    "Content": 2,
+    "Directory": 2,
+    "Event": 2,
+    "Finding": 4,
+    "Kind": 2,
+    "Loaded": 2,
+    "Measured": 2,
+    "Memory": 2,
+    "Module": 2,
+    "Moments": 2,
+    "Nesting": 2,
+    "NonFinite": 2,
+    "Partial": 3,
+    "Payload": 2,
+    "Plan": 3,
+    "Recording": 2,
+    "Root": 2,
+    "Rows": 2,
+    "Rule": 2,
+    "Seen": 3,
+    "Selection": 2,
+    "SeriesKey": 2,
+    "Setting": 2,
+    "Told": 2,
+    "Topology": 2,
+    "Units": 2,
+    "Values": 3,
+    "_Call": 2,
+    "_Held": 2,
+    "_Lane": 2,
+    "_Probe": 2,
+    "_Seen": 2,
+    "_Tap": 2,
+}
+"""The class names that several classes of the package bear, with their number. The list may only shrink."""
+
+
+def test_no_two_classes_of_the_package_have_one_name() -> None:
+    nodes = (node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    counted = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert {name: count for name, count in counted.items() if count > 1} == CLASSES_OF_ONE_NAME

@@ -17,7 +17,8 @@ from recorder.cli.app import load_command
 from recorder.cli.commands import COMMANDS
 from recorder.config import RANGES, Settings
 from scripts.website.__main__ import ROOT, lay_out, lay_out_manual, main, read_chapters
-from scripts.website.reference import make_commands, make_rules, make_settings
+from scripts.website.reference import default_of, make_commands, make_rules, make_settings
+from tests.test_pages import find_table
 
 
 def first_cells(page: str) -> list[str]:
@@ -89,3 +90,18 @@ def test_a_folder_of_other_things_is_not_replaced(tmp_path: Path, capsys: pytest
     assert main([str(tmp_path)]) == 2
     assert "holds something else than a site" in capsys.readouterr().err
     assert (tmp_path / "thesis.tex").exists()
+
+
+def test_the_table_of_settings_names_every_setting_and_its_choices() -> None:
+    rows = dict(
+        re.findall(r"^\| `(\w+)` (\|.*)$", find_table("| setting | default | what it does |"), flags=re.MULTILINE)
+    )
+    assert list(rows) == [item.name for item in fields(Settings)]
+    for item in fields(Settings):
+        assert all(f"`{choice}`" in rows[item.name] for choice in item.metadata["choices"]), item.name
+        if not isinstance(item.default, (str, tuple)):
+            assert re.match(rf"\| {re.escape(default_of(item).removesuffix('.0'))}(\.0)?[ :]", rows[item.name]), (
+                item.name
+            )
+        elif item.default and isinstance(item.default, str):
+            assert rows[item.name].startswith(f"| `{item.default}` |"), item.name

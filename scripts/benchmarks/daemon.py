@@ -27,8 +27,8 @@ from pathlib import Path
 
 from recorder.format.rundir import encode_manifest
 from recorder.system.text import size
-from tests.distributed.jobs import free_port
-from tests.storage.server import BUCKET, StoreServer
+from tests.rigs.jobs import free_port
+from tests.rigs.server import BUCKET, StoreServer
 
 from .pairs import spread
 from .processes import ROOT, clean_env

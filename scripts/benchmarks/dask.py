@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from scripts.benchmarks.merge import write_run
-from tests.merge.clusters import started_cluster
+from tests.rigs.clusters import started_cluster
 
 ROOT = Path(__file__).parents[2]
 KINDS = {"here": 0, "1 worker": 1, "2 workers": 2}

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR
-from tests.fakes import fake_staged
+from tests.rigs.fakes import fake_staged
 
 from .written import writing
 

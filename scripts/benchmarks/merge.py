@@ -38,7 +38,7 @@ from recorder.format.payload.codec import decode
 from recorder.globalview.run import open_run
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR, Chunk, Staged
 from recorder.upkeep.verify import verify
-from tests.fakes import fake_staged
+from tests.rigs.fakes import fake_staged
 
 from .written import writing
 

@@ -102,7 +102,7 @@ def _make(name: str, generator: Any) -> tuple[Any, Iterator[tuple[Any, Any]]]:
 
         return demo.GPT(num_layers=4, width=128, num_heads=4), windows()
     if name == "resnet18":
-        from tests.models.kernels import vision
+        from tests.rigs.kernels import vision
 
         return vision().models.resnet18(num_classes=10), _images((8, 3, 64, 64), generator)
     layers: list[nn.Module] = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)]

@@ -30,7 +30,7 @@ from crc32c import crc32c
 from recorder.globalview.run import open_run
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR
 from recorder.upkeep.verify import verify
-from tests.fakes import fake_staged
+from tests.rigs.fakes import fake_staged
 
 from .processes import ROOT, clean_env, progress
 from .stopwatch import Lap, Stopwatch

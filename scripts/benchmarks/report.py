@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.benchmarks.scale import measure
-from scripts.benchmarks.synthetic import Shape, write_run
+from tests.rigs.synthetic import Shape, write_run
 
 SIZES = "2x36x60,2x1000x1000,64x1000x6"
 _OPENINGS = 5

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.benchmarks.synthetic import Shape, write_run
+from tests.rigs.synthetic import Shape, write_run
 
 ROOT = Path(__file__).parents[2]
 SIZES = "64x1000,256x1000,256x10000,1024x1000,4096x1000"

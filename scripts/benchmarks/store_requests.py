@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recorder.system.text import size
-from tests.distributed.jobs import succeeded, torchrun
-from tests.storage.server import StoreServer
+from tests.rigs.jobs import succeeded, torchrun
+from tests.rigs.server import StoreServer
 
 _DEADLINE_S = 300
 _COMMANDS = (

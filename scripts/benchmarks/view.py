@@ -25,9 +25,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.rigs.synthetic import Shape, write_run
+
 from .processes import clean_env
 from .scale import ROOT, anon_bytes
-from .synthetic import Shape, write_run
 
 SIZES = "2x10x6,64x10000x6,4096x1000x6"
 _MANY_RANKS = 64

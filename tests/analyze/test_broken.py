@@ -9,7 +9,7 @@ import pytest
 import recorder
 from recorder.analyze.diff.diff import diff
 from recorder.analyze.first.first import first
-from tests.distributed import jobs
+from tests.rigs import jobs
 
 BROKEN = Path(__file__).parent / "scripts" / "broken.py"
 KINDS = ("sound", "nan", "skipped", "stale")

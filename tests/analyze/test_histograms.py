@@ -15,8 +15,8 @@ from recorder.capture.staging.measure import measure
 from recorder.cli.drawing.histograms import extent, histogram_line
 from recorder.format.numbers.histogram import Histogram
 from recorder.records import KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS
-from tests.cli.conftest import Cli, cli
-from tests.read.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.command_line import Cli, cli
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 
 __all__ = ["cli"]
 

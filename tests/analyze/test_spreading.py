@@ -16,7 +16,7 @@ from recorder.analyze.spreading import spread_over
 from recorder.analyze.stats.stats import statistics
 from recorder.errors import ClusterError
 from recorder.globalview import reopening
-from tests.merge.support import make_small_run
+from tests.rigs.merging import make_small_run
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,8 @@ import recorder
 from recorder.analyze.check.check import check
 from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.report.report import write_report
-from tests.cli.conftest import module
-from tests.programs import needs
-from tests.read.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.programs import needs
+from tests.rigs.small_runs import make_training
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -105,54 +104,6 @@ def write_page(run: Path, path: Path, against: Path | None = None) -> Path:
     checks, judged = told_by_doctor(opened), told_by_check(check(opened).findings)
     other = None if against is None else recorder.open_run(against)
     return write_report(opened, path, against=other, checks=checks, judged=judged).path
-
-
-MODULES = ["", "stem", "blocks", "blocks.0", "blocks.0.fc", "blocks.1", "blocks.1.fc", "head"]
-NUM_STEPS = 20
-
-
-def make_training(path: Path, *, factor: float = 1.0) -> Path:
-    """Two ranks, twenty steps: outputs and gradients, a NaN, a hole, a loss, a filter, a feature map and attention."""
-    run = make_run(path)
-    for rank in range(2):
-        writer = HandmadeWriter(run, rank)
-        rng = np.random.default_rng(rank)
-        tensors, stats = [], []
-        seq = 0
-        for step in range(NUM_STEPS):
-            for path_of in ("stem", "blocks.0.fc", "blocks.0", "blocks.1.fc", "blocks.1", "head", ""):
-                values = (
-                    rng.standard_normal((2, 4)).astype(np.float32)
-                    * 10.0 ** (len(path_of) % 4)
-                    * (factor if step > 9 else 1)
-                )
-                if (path_of, step, rank) == ("head", 15, 1):
-                    values[0, 0] = np.nan
-                if (path_of, step) == ("blocks.0.fc", 5):
-                    continue
-                common: dict[str, Any] = {"step": step, "rank": rank, "module_path": path_of, "encoding": None}
-                stats.append(make_row(seq, values, **common))
-                stats.append(make_row(seq + 1, values / 7, site="grad", name="weight", phase="optimizer", **common))
-                seq += 2
-            loss = np.float64(3.0 / (step + 1))
-            stats.append(
-                make_row(seq, loss, step=step, rank=rank, module_path="", site="scalar", name="loss", encoding=None)
-            )
-            seq += 1
-        filters = rng.standard_normal((4, 3, 5, 5)).astype(np.float32)
-        tensors.append(
-            make_row(seq, filters, rank=rank, module_path="stem", site="param", name="weight", phase="optimizer")
-        )
-        maps = rng.standard_normal((2, 6, 12, 16)).astype(np.float32)
-        tensors.append(make_row(seq + 1, maps, rank=rank, module_path="stem", site="tap", name="maps"))
-        shares = np.exp(rng.standard_normal((2, 3, 9, 9)))
-        shares = (shares / shares.sum(-1, keepdims=True)).astype(np.float32)
-        tensors.append(make_row(seq + 2, shares, rank=rank, module_path="blocks.1", site="tap", name="attention"))
-        writer.add_shard([tensors])
-        writer.add_shard([stats], kind="stats")
-        modules = [module(one, "Net" if one == "" else "Linear") for one in MODULES]
-        writer.finish(roots=[{"name": "model", "class": "Net", "modules": modules}], rules=["site=* keep=stats"])
-    return run
 
 
 @pytest.fixture(scope="session")

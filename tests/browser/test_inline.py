@@ -12,8 +12,8 @@ import recorder
 from recorder.errors import LookupFailedError
 from recorder.globalview.run import Run
 from recorder.report.inline import InlinePage
-from tests.browser.conftest import make_training
-from tests.report.pages import HOSTILE, hostile_run
+from tests.rigs.report_pages import HOSTILE, hostile_run
+from tests.rigs.small_runs import make_training
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Frame

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import recorder
 from recorder.format.numbers.histogram import Histogram
 from recorder.format.numbers.units import packed
-from tests.browser.conftest import NUM_STEPS, Open, Opened, write_page
-from tests.report.pages import HOSTILE, hostile_run, run_of
+from tests.browser.conftest import Open, Opened, write_page
+from tests.rigs.report_pages import HOSTILE, hostile_run, run_of
+from tests.rigs.small_runs import NUM_STEPS
 
 if TYPE_CHECKING:
     from playwright.sync_api import Position

@@ -14,9 +14,10 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from recorder.report.panes import VIEW, read_panes
-from tests.browser.conftest import Opened, make_training
-from tests.report.pages import HOSTILE, hostile_run
-from tests.view.serving import serving
+from tests.browser.conftest import Opened
+from tests.rigs.report_pages import HOSTILE, hostile_run
+from tests.rigs.serving import serving
+from tests.rigs.small_runs import make_training
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

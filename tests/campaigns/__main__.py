@@ -1,10 +1,10 @@
 """Runs a campaign: hundreds of trainings, damages or kills, of which the test suite runs a sample.
 
-    python -m scripts.campaigns                     # their names
-    python -m scripts.campaigns kill --count 500    # processes killed at random instants
-    python -m scripts.campaigns flip --seed 7       # the same flips once more
-    python -m scripts.campaigns all                 # every campaign of faults, one after the other; hours
-    python -m scripts.campaigns NAME --help         # what else a campaign takes
+    python -m tests.campaigns                     # their names
+    python -m tests.campaigns kill --count 500    # processes killed at random instants
+    python -m tests.campaigns flip --seed 7       # the same flips once more
+    python -m tests.campaigns all                 # every campaign of faults, one after the other; hours
+    python -m tests.campaigns NAME --help         # what else a campaign takes
 
 A campaign is a module with `add_arguments(parser)` and `main(arguments) -> exit code`; the exit code is 1 if anything
 was found. `--count`, `--minutes` and `--seed` are the same for all campaigns of faults; such a campaign may add its
@@ -65,7 +65,7 @@ CAMPAIGNS = FAULTS | EVIDENCE
 def main(words: Sequence[str]) -> int:
     names = "\n".join(f"  {name:<10} {text}" for name, (_, text) in CAMPAIGNS.items())
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.campaigns",
+        prog="python -m tests.campaigns",
         description=__doc__,
         epilog=f"campaigns:\n{names}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -95,7 +95,7 @@ def run(name: str, words: Sequence[str]) -> int:
     module: Any = importlib.import_module(f".{path}", __package__)
     # A campaign may say a common option again, to give it a default of its own.
     parser = argparse.ArgumentParser(
-        prog=f"python -m scripts.campaigns {name}",
+        prog=f"python -m tests.campaigns {name}",
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         conflict_handler="resolve",

@@ -1,7 +1,7 @@
 """Whether `run`, `run.report()` and `run["..."].plot()` show themselves in a notebook that a real Jupyter kernel runs.
 
-    python -m scripts.campaigns notebook
-    python -m scripts.campaigns notebook --out FOLDER     keeps the notebook, its export as HTML, and a picture of it
+    python -m tests.campaigns notebook
+    python -m tests.campaigns notebook --out FOLDER     keeps the notebook, its export as HTML, and a picture of it
 
 The kernel executes a notebook over a small run. It is exported as nbconvert exports it, and opened in Chromium. Both
 pages inside have to be drawn, with nothing said by their scripts. Needs the extra `notebook` and chromium.
@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
     except ImportError as error:
         print(f"{error}; install with: pip install '.[notebook]'", file=sys.stderr)
         return 2
-    from tests.browser.conftest import make_training
+    from tests.rigs.small_runs import make_training
 
     with tempfile.TemporaryDirectory() as name:
         out = args.out or Path(name)

@@ -1,6 +1,6 @@
 """The compiled loops under the address and undefined behaviour sanitizers, over sizes, types and addresses.
 
-    python -m scripts.campaigns sanitize
+    python -m tests.campaigns sanitize
 
 Builds a library of its own and calls every loop of it with memory that ends where its data does.
 Exit code 1 where a sanitizer finds something.

@@ -15,15 +15,15 @@ import recorder
 from recorder.capture.nonfinite import FirstNonFinite
 from recorder.observe.clock import Clock
 from recorder.records import Measured
-from tests.distributed import jobs
-from tests.fakes import fake_staged
+from tests.rigs import jobs
+from tests.rigs.fakes import fake_staged
 
 RANKS = """
 import torch
 import torch.distributed as dist
 from torch import nn
 import recorder
-from tests.leaving import leave
+from tests.rigs.leaving import leave
 
 def main():
     dist.init_process_group("gloo")

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import recorder
 from recorder.errors import TapError
-
-from .support import flagged
+from tests.rigs.capturing import flagged
 
 
 class Net(nn.Module):

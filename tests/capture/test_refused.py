@@ -12,8 +12,7 @@ import torch
 from recorder.capture.staging.pool import Pool
 from recorder.lifecycle import active
 from recorder.write.quota import DiskFloor
-
-from .support import Tiny, batch, flagged
+from tests.rigs.capturing import Tiny, batch, flagged
 
 
 def train_step(model: Tiny, optimizer: torch.optim.Optimizer, number: int) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import recorder
 from recorder.lifecycle import active as recording_side
-from tests.capture.support import Recording, Tiny, batch, flagged
+from tests.rigs.capturing import Recording, Tiny, batch, flagged
 
 RING = "site=output,grad keep=ring before=2 after=1; site=scalar keep=stats"
 

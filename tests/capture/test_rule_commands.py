@@ -16,8 +16,7 @@ from recorder.analyze.doctor.expected import compare
 from recorder.format.commands import PAUSE, RESUME, SET, UNDO, Command
 from recorder.lifecycle import active as recording_side
 from recorder.storage.commands import send
-
-from .support import EVERYTHING, Recording, Tiny, batch, flagged
+from tests.rigs.capturing import EVERYTHING, Recording, Tiny, batch, flagged
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 At = Mapping[int, Command | list[Command]]

@@ -1,4 +1,4 @@
-"""Some of `python -m scripts.campaigns twins`, and that it notices what a recorder could do wrong."""
+"""Some of `python -m tests.campaigns twins`, and that it notices what a recorder could do wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recorder.capture.hooks.module import Watch
-from scripts.campaigns.twins.twin import REFUSALS, Combination, Rig, differences, product, train
+from tests.campaigns.twins.twin import REFUSALS, Combination, Rig, differences, product, train
 
 # Said by torch of its own code, and of what a combination does on purpose.
 pytestmark = [

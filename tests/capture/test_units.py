@@ -9,8 +9,7 @@ from torch import nn
 import recorder
 from recorder.errors import ConfigError, LookupFailedError
 from recorder.rules import parse_rules
-
-from .support import Recording, flagged
+from tests.rigs.capturing import Recording, flagged
 
 
 class Net(nn.Module):

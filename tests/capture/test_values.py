@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 import recorder
-
-from .support import Recording, Tiny, batch, flagged
+from tests.rigs.capturing import Recording, Tiny, batch, flagged
 
 
 class Witness:

@@ -12,7 +12,7 @@ from recorder.checks.live import LiveChecks
 from recorder.checks.rule import Finding, Severity
 from recorder.records import Measured
 from tests.checks.test_engine import Raising
-from tests.fakes import fake_staged
+from tests.rigs.fakes import fake_staged
 
 
 class Fed:

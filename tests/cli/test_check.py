@@ -10,8 +10,8 @@ import pytest
 
 from recorder.checks.rule import Finding, Severity
 from recorder.cli.commands.check import fold
-from tests.cli.conftest import Cli, module
-from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
+from tests.rigs.command_line import Cli, module
+from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from recorder.config import PRESETS, Settings, load_settings
-from tests.cli.conftest import Cli, on_a_terminal
-from tests.read.handmade import HandmadeWriter, flip, ledger, make_row, make_run
+from tests.rigs.command_line import Cli, on_a_terminal
+from tests.rigs.handmade import HandmadeWriter, flip, ledger, make_row, make_run
 
 
 class TestLs:

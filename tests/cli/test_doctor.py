@@ -12,9 +12,9 @@ from recorder.cli.drawing.module_names import grouped
 from recorder.format.rundir import RUN_MANIFEST, encode_manifest, read_json
 from tests.analyze.doctor import test_expected
 from tests.analyze.doctor.test_expected import RULE, record, renumbered, root, step_rows, training
-from tests.cli.conftest import Cli, Result, on_a_terminal
-from tests.distributed import jobs
-from tests.read.handmade import HandmadeWriter, ledger, make_row, make_run
+from tests.rigs import jobs
+from tests.rigs.command_line import Cli, Result, on_a_terminal
+from tests.rigs.handmade import HandmadeWriter, ledger, make_row, make_run
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import torch
 
 from recorder.format.commands import COMMANDS
 from recorder.format.rundir import RUN_MANIFEST, encode_manifest, read_json
-from tests.capture.support import Tiny, batch, flagged
-from tests.cli.conftest import Cli
+from tests.rigs.capturing import Tiny, batch, flagged
+from tests.rigs.command_line import Cli
 
 RULES = "site=output keep=ring before=400 after=2; site=grad keep=stats steps=::100"
 

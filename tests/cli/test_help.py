@@ -12,8 +12,8 @@ import pytest
 import recorder.cli.commands
 from recorder.cli.commands import COMMANDS
 from recorder.cli.completing import complete_run
-from tests.cli.conftest import Cli, module
-from tests.read.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.command_line import Cli, module
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "run"])

@@ -11,7 +11,7 @@ import torch
 import recorder
 from recorder.cli.app import load_command
 from recorder.cli.commands import COMMANDS
-from tests.cli.conftest import Cli
+from tests.rigs.command_line import Cli
 from tests.small_training import Model
 
 ONLY_READ = {

@@ -13,8 +13,8 @@ from torch import nn
 
 import recorder
 from recorder.taps import module_taps
-from tests.capture.support import flagged
-from tests.cli.conftest import Cli
+from tests.rigs.capturing import flagged
+from tests.rigs.command_line import Cli
 
 EVERYTHING = "site=* keep=stats"
 

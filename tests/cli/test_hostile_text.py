@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from recorder.cli.output import MAX_CELL, printable
-from tests.cli.conftest import Cli, on_a_terminal
-from tests.read.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.command_line import Cli, on_a_terminal
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 
 NAMES = ["\x1b[2J\x1b]0;owned\x07", "[red]x[/red]", "[/]", "a\nb\tc\rd", "\u202eevil", "\x9b31m", "\ud800", "n" * 300]
 

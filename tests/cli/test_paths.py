@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from recorder.globalview.run import open_run
-from tests.cli.conftest import Cli
-from tests.read.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.command_line import Cli
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 
 
 def test_the_beginning_of_a_name_is_enough(cli: Cli, recorded: Path) -> None:

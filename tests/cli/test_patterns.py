@@ -15,8 +15,8 @@ from recorder.format.manifest import WriterManifest
 from recorder.globalview.plan.overrides import parse_overrides
 from recorder.globalview.run import open_run
 from recorder.rules import choose, nearest, parse_patterns, parse_rules
-from tests.cli.conftest import Cli, module
-from tests.read.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.command_line import Cli, module
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 
 PATHS = ["", "layers.0", "layers.0.mlp", "layers.1", "layers.1.mlp", "head", "odd[0]", "odd0"]
 DIALECT = [

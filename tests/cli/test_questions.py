@@ -16,9 +16,9 @@ from recorder.analyze.diff.diff import diff
 from recorder.cli.differences.sentences import accusations
 from recorder.format.schema import STATISTICS
 from tests.analyze.diff import test_drift as drift
-from tests.cli.conftest import Cli, module, on_a_terminal
 from tests.cli.test_hostile_text import NAMES, is_harmless
-from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
+from tests.rigs.command_line import Cli, module, on_a_terminal
+from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
 
 
 def cells(line: str) -> list[str]:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from recorder.format.commands import COMMANDS
-from tests.capture.support import Tiny, batch, flagged
-from tests.cli.conftest import Cli
+from tests.rigs.capturing import Tiny, batch, flagged
+from tests.rigs.command_line import Cli
 
 
 def test_a_run_that_is_over_is_told_nothing(cli: Cli, tmp_path: Path) -> None:

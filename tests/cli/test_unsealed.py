@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Cli
-from tests.read.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.command_line import Cli
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from recorder.format.schema import COUNTS, STATISTICS
 from recorder.globalview.run import Run
 from recorder.merge.merge import merge_run
-from tests.cli.conftest import Cli
-from tests.globalview.meshes import PARAM, PARTIAL, Mesh, grid_facts, mesh_run, plain, root_input, shard
+from tests.rigs.command_line import Cli
+from tests.rigs.meshes import PARAM, PARTIAL, Mesh, grid_facts, mesh_run, plain, root_input, shard
 
 TP = Mesh([0, 1])
 WHOLE = np.arange(48, dtype=np.float32).reshape(6, 8)

@@ -11,8 +11,8 @@ import pytest
 
 from recorder.cli.output import Column, Table
 from recorder.format.schema import STATISTICS
-from tests.cli.conftest import Cli, module, on_a_terminal
-from tests.read.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.command_line import Cli, module, on_a_terminal
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 
 MODULES = ["encoder.layers.0.self_attention.query_key_value", "encoder.layers.11.mlp.down_projection", "head"]
 COMMANDS = [

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from recorder.globalview.run import open_run
-from tests.cli.conftest import Cli
-from tests.globalview.meshes import PARAM, Mesh, grid_facts, mesh_run, plain, root_input, shard
+from tests.rigs.command_line import Cli
+from tests.rigs.meshes import PARAM, Mesh, grid_facts, mesh_run, plain, root_input, shard
 
 WHOLE = np.arange(48, dtype=np.float32).reshape(6, 8)
 TP = Mesh([0, 1])

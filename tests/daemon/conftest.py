@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import cli as cli
-from tests.cli.conftest import recorded as recorded
-from tests.daemon.proxy import FaultyProxy
-from tests.storage.conftest import server as server
-from tests.storage.conftest import store as store
-from tests.storage.server import BUCKET, StoreServer
+from tests.rigs.command_line import cli as cli
+from tests.rigs.command_line import recorded as recorded
+from tests.rigs.proxy import FaultyProxy
+from tests.rigs.server import BUCKET, StoreServer
+from tests.rigs.stores import server as server
+from tests.rigs.stores import store as store
 
 
 @pytest.fixture

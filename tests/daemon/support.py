@@ -12,8 +12,8 @@ import recorder
 from recorder.daemon.daemon import Daemon
 from recorder.daemon.settings import DaemonSettings
 from recorder.upkeep.verify import verify
-from tests.storage.server import BUCKET, StoreServer
-from tests.waiting import PATIENCE_S
+from tests.rigs.server import BUCKET, StoreServer
+from tests.rigs.waiting import PATIENCE_S
 
 
 def settings(tmp_path: Path, to: str, **changes: Any) -> DaemonSettings:

@@ -23,15 +23,15 @@ from recorder.daemon.steering import send_to_store
 from recorder.errors import WriteError
 from recorder.format.commands import COMMANDS, SET, Command, command_name
 from recorder.system.processes import own_process
-from tests.cli.conftest import Cli
-from tests.daemon.proxy import FaultyProxy
 from tests.daemon.support import at_work, files, objects, settings, ship
 from tests.daemon.test_shipping import prefix_of, small_run
-from tests.distributed.jobs import environment
-from tests.read.handmade import HandmadeWriter, make_row, make_run
-from tests.storage.server import ACCESS_KEY, SECRET_KEY, StoreServer
-from tests.waiting import wait_until
-from tests.write.rig import Rig
+from tests.rigs.command_line import Cli
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.jobs import environment
+from tests.rigs.proxy import FaultyProxy
+from tests.rigs.server import ACCESS_KEY, SECRET_KEY, StoreServer
+from tests.rigs.waiting import wait_until
+from tests.rigs.writer import Rig
 
 WITHOUT_ROOTS_RIGHTS = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
 

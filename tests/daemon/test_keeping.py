@@ -11,10 +11,10 @@ from recorder.daemon import keeping
 from recorder.daemon.destination import Throttle, parse_destination
 from recorder.daemon.keeping import plan_prune, prune, set_keep
 from recorder.format.rundir import encode_manifest
-from tests.cli.conftest import Cli
 from tests.daemon.support import files, objects, ship
 from tests.daemon.test_shipping import prefix_of, small_run
-from tests.storage.server import StoreServer
+from tests.rigs.command_line import Cli
+from tests.rigs.server import StoreServer
 
 LATER_S = 10 * 86400.0
 

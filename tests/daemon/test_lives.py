@@ -15,11 +15,11 @@ import pytest
 from recorder.daemon.daemon import Daemon
 from recorder.daemon.settings import DaemonSettings, load_daemon_settings, reloaded
 from recorder.errors import ConfigError, WriteError
-from tests.cli.conftest import Cli
 from tests.daemon.support import at_work, files, settings
 from tests.daemon.test_shipping import small_run
-from tests.storage.server import StoreServer
-from tests.waiting import wait_until
+from tests.rigs.command_line import Cli
+from tests.rigs.server import StoreServer
+from tests.rigs.waiting import wait_until
 
 
 @pytest.mark.parametrize(

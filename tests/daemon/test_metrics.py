@@ -19,11 +19,11 @@ import pytest
 
 from recorder.daemon import errands, webhook
 from recorder.records import KEEP_STATS
-from tests.cli.conftest import Cli
 from tests.daemon.support import at_work
-from tests.programs import needs
-from tests.waiting import wait_until
-from tests.write.rig import Rig
+from tests.rigs.command_line import Cli
+from tests.rigs.programs import needs
+from tests.rigs.waiting import wait_until
+from tests.rigs.writer import Rig
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "daemon-reference.md"
 

@@ -23,12 +23,12 @@ from recorder.errors import StoreError
 from recorder.format.rundir import encode_manifest
 from recorder.format.status import encode_status
 from recorder.storage.locations import location_of, store_of
-from tests.daemon.proxy import FaultyProxy
 from tests.daemon.support import at_work, faults, files, objects, ship
-from tests.read.handmade import HandmadeWriter, make_row, make_run
-from tests.storage.server import BUCKET, StoreServer
-from tests.waiting import wait_until
-from tests.write.rig import Rig
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.proxy import FaultyProxy
+from tests.rigs.server import BUCKET, StoreServer
+from tests.rigs.waiting import wait_until
+from tests.rigs.writer import Rig
 
 
 def small_run(tmp_path: Path, name: str = "run-a", state: str = "closed") -> Path:

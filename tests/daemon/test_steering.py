@@ -18,10 +18,10 @@ from recorder.errors import CommandError
 from recorder.format.commands import PAUSE, SET, UNDO, Command
 from recorder.format.status import encode_status
 from recorder.storage.commands import CommandFolder
-from tests.cli.conftest import Cli
 from tests.daemon.support import ship
 from tests.daemon.test_shipping import small_run
-from tests.storage.server import StoreServer
+from tests.rigs.command_line import Cli
+from tests.rigs.server import StoreServer
 
 KEY = b"0123456789abcdef"
 RULE = "module=layers.* site=output keep=tensor"

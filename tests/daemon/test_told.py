@@ -16,9 +16,9 @@ from recorder.format.commands import PAUSE, Command
 from recorder.read.fleet import FLEET
 from recorder.read.status import RankNow, RunWatch
 from recorder.storage.commands import send
-from tests.cli.conftest import Cli
 from tests.daemon.support import files
-from tests.distributed import jobs
+from tests.rigs import jobs
+from tests.rigs.command_line import Cli
 
 NUM_STEPS = 60
 PATIENCE_S = 80.0

@@ -15,8 +15,8 @@ import yaml
 
 from recorder import open_run
 from recorder.daemon.settings import load_daemon_settings
-from tests.merge.support import make_small_run
-from tests.programs import needs
+from tests.rigs.merging import make_small_run
+from tests.rigs.programs import needs
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

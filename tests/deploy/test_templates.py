@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import recorder
-from tests.merge.support import make_small_run
+from tests.rigs.merging import make_small_run
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from . import jobs
-from .jobs import SCRIPTS, Finished
+from tests.rigs import jobs
+from tests.rigs.jobs import SCRIPTS, Finished
 
 TRAIN = SCRIPTS / "train.py"
 SETTINGS = {

@@ -15,10 +15,10 @@ from recorder.analyze.export.model import Model
 from recorder.analyze.export.model_files import write_model
 from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
+from tests.rigs import jobs
+from tests.rigs.jobs import SCRIPTS, Finished
 
-from . import jobs
 from .conftest import Train
-from .jobs import SCRIPTS, Finished
 from .scripts.checkpoints import LAYOUTS as TIED
 from .scripts.checkpoints import Tied
 from .scripts.train import Net

@@ -10,9 +10,8 @@ import torch
 
 import recorder
 from recorder.analyze.diff.diff import diff
-
-from . import jobs
-from .jobs import SCRIPTS, Finished
+from tests.rigs import jobs
+from tests.rigs.jobs import SCRIPTS, Finished
 
 CASES = ["bfloat16", "float8", "float8_gathered"]
 

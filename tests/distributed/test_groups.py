@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from . import jobs
+from tests.rigs import jobs
+from tests.rigs.jobs import SCRIPTS, Finished
+
 from .conftest import Train
-from .jobs import SCRIPTS, Finished
 
 WORLD = [0, 1, 2, 3]
 EXPECTED: dict[str, tuple[str, list[list[int]]]] = {

@@ -10,9 +10,8 @@ import torch
 import recorder
 from recorder.analyze.first.first import first
 from recorder.cli.commands.ls import list_path
-
-from . import jobs
-from .jobs import SCRIPTS
+from tests.rigs import jobs
+from tests.rigs.jobs import SCRIPTS
 
 CASES = ["tp", "tp_late", "sp"]
 

@@ -12,9 +12,8 @@ import torch
 
 import recorder
 from recorder.format.payload.fingerprint import MODULUS, fingerprint
-
-from . import jobs
-from .jobs import SCRIPTS, Finished
+from tests.rigs import jobs
+from tests.rigs.jobs import SCRIPTS, Finished
 
 FLAT = ["full", "full_orig", "full_of_one_unit", "grad_op", "grad_op_orig", "frozen_orig", "checkpointed"]
 HYBRID = ["hybrid", "hybrid_orig"]

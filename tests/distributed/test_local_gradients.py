@@ -9,8 +9,7 @@ import pytest
 
 import recorder
 from recorder.analyze.first.first import first
-
-from . import jobs
+from tests.rigs import jobs
 
 PROGRAM = """
 import sys, torch, torch.distributed as dist

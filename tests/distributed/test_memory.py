@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from . import jobs
-from .jobs import SCRIPTS, Finished
+from tests.rigs import jobs
+from tests.rigs.jobs import SCRIPTS, Finished
 
 MEMORY = SCRIPTS / "memory.py"
 WARM_UP = 10

@@ -10,9 +10,9 @@ import torch
 
 import recorder
 from recorder.cli.commands.check import fold, sentence
+from tests.rigs import jobs
+from tests.rigs.jobs import SCRIPTS
 
-from . import jobs
-from .jobs import SCRIPTS
 from .scripts.objectives import CASES, OBJECTIVES, WEIGHT
 
 NAMES = [f"{layout}-{'compiled' if is_compiled else 'eager'}" for layout, is_compiled in CASES]

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import recorder
-from scripts.campaigns.roundtrip import meshes
-
-from . import jobs
-from .jobs import SCRIPTS, Finished
+from tests.campaigns.roundtrip import meshes
+from tests.rigs import jobs, parallel
+from tests.rigs.jobs import SCRIPTS, Finished
 
 OF_TWO = ["tp", "tp_late", "sp"]
 OF_FOUR = ["tp_ddp", "tp_fsdp2", "sp_fsdp2", "tp_hsdp"]
@@ -32,7 +31,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     started = {}
     for world_size in (2, 4):
         folder = tmp_path_factory.mktemp("parallel")
-        started[world_size] = jobs.ranks(folder, SCRIPTS / "parallel.py", "out", num=world_size)
+        started[world_size] = jobs.ranks(folder, Path(parallel.__file__), "out", num=world_size)
     found: dict[str, Finished] = dict.fromkeys(OF_TWO, jobs.succeeded(started[2]))
     found |= dict.fromkeys(OF_FOUR, jobs.succeeded(started[4]))
     found["experts"] = found["tp"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.rigs.jobs import Finished
+
 from .conftest import Train
-from .jobs import Finished
 from .test_values import KEY
 
 BLOCK = ["", ".norm", ".up", ".act", ".drop", ".down"]

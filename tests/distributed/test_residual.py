@@ -7,9 +7,8 @@ from pathlib import Path
 import pyarrow.compute as pc
 
 import recorder
-
-from . import jobs
-from .jobs import SCRIPTS
+from tests.rigs import jobs
+from tests.rigs.jobs import SCRIPTS
 
 
 def test_a_residual_around_a_sharded_block_is_in_the_gradient_of_its_input(tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ import torch
 
 import recorder
 from recorder.upkeep.verify import verify
-
-from . import jobs
-from .jobs import SCRIPTS, Finished
+from tests.rigs import jobs
+from tests.rigs.jobs import SCRIPTS, Finished
 
 WHAT = "site=output,grad_output,grad,input"
 RING = f"{WHAT} keep=ring; site=scalar keep=stats"

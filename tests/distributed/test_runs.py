@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import recorder
+from tests.rigs import jobs
+from tests.rigs.jobs import SCRIPTS
 
-from . import jobs
 from .conftest import Train
-from .jobs import SCRIPTS
 
 LOOP, SPAWN = SCRIPTS / "loop.py", SCRIPTS / "spawn.py"
 

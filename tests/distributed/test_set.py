@@ -24,9 +24,8 @@ from recorder.format.commands import COMMANDS, command_name
 from recorder.read.finding import find_run
 from recorder.read.modules import read_modules
 from recorder.read.status import RankNow, RunWatch
-
-from . import jobs
-from .jobs import SCRIPTS, Finished
+from tests.rigs import jobs
+from tests.rigs.jobs import SCRIPTS, Finished
 
 SCRIPT = SCRIPTS / "commanded.py"
 NUM_STEPS = 40

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from . import jobs
-from .jobs import SCRIPTS, Finished
+from tests.rigs import jobs
+from tests.rigs.jobs import SCRIPTS, Finished
 
 LOOP, WORKERS = SCRIPTS / "loop.py", SCRIPTS / "workers.py"
 TRAIN = """

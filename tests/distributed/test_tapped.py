@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import recorder
+from tests.rigs import jobs
+from tests.rigs.jobs import SCRIPTS
 
-from . import jobs
-from .jobs import SCRIPTS
 from .scripts.tapped import CASES
 
 # One process serves them all; the others are run by naming them, or with -m slow.

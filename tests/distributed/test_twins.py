@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from . import jobs
+from tests.rigs import jobs
+from tests.rigs.jobs import SCRIPTS
+
 from .conftest import OPTIONS, Train
-from .jobs import SCRIPTS
 
 LAYOUTS = ["plain", "ddp", "fsdp1", "fsdp1 orig", "fsdp2", "fsdp2 mixed"]
 # By default less is recorded, in the same way: one layout says that, the others when they are asked for.

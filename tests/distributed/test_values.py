@@ -16,9 +16,9 @@ import torch
 
 import recorder
 from recorder.format.payload.fingerprint import MODULUS, fingerprint
+from tests.rigs.jobs import Finished
 
 from .conftest import Train
-from .jobs import Finished
 
 KEY = ["site", "module_path", "name", "step", "micro_step", "call", "repeat", "mode", "phase"]
 SITES = ["input", "output", "grad_input", "grad_output", "param", "grad", "buffer", "optim", "scalar"]

@@ -131,7 +131,7 @@ def free_memory(folder: Path) -> None:
 
 def fail(**calls: int) -> Callable[[Path], None]:
     def begin(folder: Path) -> None:
-        from scripts.campaigns.faults import seccomp
+        from tests.campaigns.faults import seccomp
 
         seccomp.fail(calls)
 
@@ -143,7 +143,7 @@ def fail_on_writer_thread(**calls: int) -> Callable[[Path], None]:
 
     def begin(folder: Path) -> None:
         from recorder.write.writer import Writer
-        from scripts.campaigns.faults import seccomp
+        from tests.campaigns.faults import seccomp
 
         plain = Writer._record
         is_done: list[bool] = []
@@ -164,7 +164,7 @@ _stalls: list[Any] = []
 
 def prepare_stall(*calls: str) -> Callable[[Path], None]:
     def prepare(folder: Path) -> None:
-        from scripts.campaigns.faults import seccomp
+        from tests.campaigns.faults import seccomp
 
         _stalls.append(seccomp.Stall(calls))
 
@@ -242,7 +242,7 @@ def train(rank: int, world_size: int, case: Case, folder: Path) -> dict[str, Any
     import torch
     import torch.distributed as dist
 
-    from scripts.campaigns.faults.training import batch, make
+    from tests.campaigns.faults.training import batch, make
 
     if world_size > 1:
         dist.init_process_group("gloo", os.environ.get("STORE"), timedelta(seconds=60), world_size, rank)

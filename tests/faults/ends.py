@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.jobs import DEADLINE_S, Finished, environment
+from tests.rigs.jobs import DEADLINE_S, Finished, environment
 
 SCRIPT = Path(__file__).parent / "scripts" / "ends.py"
 

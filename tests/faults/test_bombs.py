@@ -17,10 +17,10 @@ import torch
 import zstandard
 
 from recorder.records import PART_BYTES
-from scripts.campaigns.fuzz import bases, battery
-from scripts.campaigns.fuzz.child import contain, reaching
-from scripts.campaigns.fuzz.recipe import write_manifest
-from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
+from tests.campaigns.fuzz import bases, battery
+from tests.campaigns.fuzz.child import contain, reaching
+from tests.campaigns.fuzz.recipe import write_manifest
+from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
 
 _MIB = 1 << 20
 _SLACK_BYTES = 120 * _MIB

@@ -1,10 +1,10 @@
-"""A sample of the campaign `python -m scripts.campaigns cut`: all boundaries, and some cuts between them."""
+"""A sample of the campaign `python -m tests.campaigns cut`: all boundaries, and some cuts between them."""
 
 from __future__ import annotations
 
 import pytest
 
-from scripts.campaigns.faults import cut
+from tests.campaigns.faults import cut
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ import torch
 
 import recorder
 from recorder.upkeep.verify import verify
-from scripts.campaigns.faults import seccomp
-from tests.distributed import jobs
+from tests.campaigns.faults import seccomp
+from tests.rigs import jobs
 
 from .disk_job import CASES, NUM_STEPS
 

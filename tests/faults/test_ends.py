@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from recorder.config import Settings
-from tests.distributed.jobs import Finished
+from tests.rigs.jobs import Finished
 
 from .ends import Trainer, Training
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from recorder.analyze.doctor.expected import compare
 from recorder.capture.staging.copies import HostStager
-from tests.capture.support import Tiny, batch, flagged
+from tests.rigs.capturing import Tiny, batch, flagged
 
 NUM_STEPS = 30
 

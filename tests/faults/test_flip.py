@@ -1,4 +1,4 @@
-"""A sample of the campaign of flips; `python -m scripts.campaigns flip` does 20,000, `--every` a bit of each byte."""
+"""A sample of the campaign of flips; `python -m tests.campaigns flip` does 20,000, `--every` a bit of each byte."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from recorder.format import integrity
 from recorder.read.shards import shard
-from scripts.campaigns.fuzz.flip import Flips, flip
+from tests.campaigns.fuzz.flip import Flips, flip
 
 NUM_FLIPS = 150
 NUM_BYTES = 200

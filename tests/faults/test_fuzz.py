@@ -1,4 +1,4 @@
-"""A short run of the fuzzer, and its corpus; `python -m scripts.campaigns fuzz --minutes 60` does more."""
+"""A short run of the fuzzer, and its corpus; `python -m tests.campaigns fuzz --minutes 60` does more."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.campaigns.fuzz.child import contain, reaching
-from scripts.campaigns.fuzz.fuzz import Sandbox, corpus, fuzz
+from tests.campaigns.fuzz.child import contain, reaching
+from tests.campaigns.fuzz.fuzz import Sandbox, corpus, fuzz
 
 NUM_CASES = 8
 

@@ -1,4 +1,4 @@
-"""A sample of the campaign `python -m scripts.campaigns kill`."""
+"""A sample of the campaign `python -m tests.campaigns kill`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.campaigns.faults import support
-from tests.distributed.jobs import environment
+from tests.campaigns.faults import support
+from tests.rigs.jobs import environment
 
 
 def test_what_a_killed_training_had_committed_is_readable_and_equal_to_a_replay(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "scripts.campaigns", "kill", "--count=8", "--launched=0", f"--dir={tmp_path}"]
+    command = [sys.executable, "-m", "tests.campaigns", "kill", "--count=8", "--launched=0", f"--dir={tmp_path}"]
     done = subprocess.run(
         command,
         cwd=Path(__file__).parents[2],
@@ -35,8 +35,8 @@ def test_what_a_killed_training_had_committed_is_readable_and_equal_to_a_replay(
 
 FAILING = """
 import os, time
-from scripts.campaigns.faults import kill
-from scripts.campaigns.__main__ import main
+from tests.campaigns.faults import kill
+from tests.campaigns.__main__ import main
 
 def missing(command, **how):
     raise FileNotFoundError(f"no such launcher: {command[:3]}")

@@ -20,11 +20,11 @@ import recorder
 from recorder.errors import NotARunError, WriteError
 from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
-from scripts.campaigns.fuzz import bases, battery
-from scripts.campaigns.fuzz.child import contain
-from scripts.campaigns.fuzz.recipe import write_manifest
-from tests.capture.support import Tiny, batch
-from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
+from tests.campaigns.fuzz import bases, battery
+from tests.campaigns.fuzz.child import contain
+from tests.campaigns.fuzz.recipe import write_manifest
+from tests.rigs.capturing import Tiny, batch
+from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
 
 NAMES = (
     "\x1b[2J\x1b]0;owned\x07", "a\rb\nc\td", "\x00", "\u202eevil\u2066", "\x9b31m\x90q\x9c", "[red]x[/red][/]",

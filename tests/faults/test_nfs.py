@@ -18,8 +18,8 @@ from recorder.cli.commands import doctor
 from recorder.upkeep.verify import verify
 from recorder.write import backoff
 from recorder.write.files.file import Disk
-from tests.fakes import FaultyDisk
-from tests.write.rig import Rig
+from tests.rigs.fakes import FaultyDisk
+from tests.rigs.writer import Rig
 
 VALUES = np.arange(1000, dtype=np.float32)
 RUN: dict[str, Any] = {"run_id": "nfs", "world_size": 1, "created_ns": 1}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.campaigns.faults import power
-from scripts.campaigns.faults.power import Op, Scenario
+from tests.campaigns.faults import power
+from tests.campaigns.faults.power import Op, Scenario
 
 NAMES = ("record", "record, retire", "second rank", "repair")
 NUM_PREFIXES, NUM_STATES = 6, 2

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import recorder
-from tests.distributed.jobs import Finished
+from tests.rigs.jobs import Finished
 
 from .ends import Trainer
 

@@ -10,14 +10,14 @@ import pytest
 
 import recorder
 from recorder.merge.merge import merge_run
-from scripts.campaigns.faults.replay import Replay
-from scripts.campaigns.faults.support import batches_of
-from tests.distributed import jobs
-from tests.distributed.jobs import Finished
+from tests.campaigns.faults.replay import Replay
+from tests.campaigns.faults.support import batches_of
+from tests.rigs import jobs
+from tests.rigs.jobs import Finished
 
 RUN_ID = "5a1d9c1e-2f04-4e7b-9d0c-8f6f5e0a7b31"
 SAVE_AT, FAIL_AT, STEPS = 4, 7, 9
-MODULE = ["-m", "scripts.campaigns.faults.training"]
+MODULE = ["-m", "tests.campaigns.faults.training"]
 UP = "blocks.0.up"
 
 

@@ -18,8 +18,8 @@ import pytest
 import recorder
 from recorder.records import KEEP_STATS
 from recorder.write import writer_directory
-from tests.fakes import FaultyDisk
-from tests.write.rig import Rig
+from tests.rigs.fakes import FaultyDisk
+from tests.rigs.writer import Rig
 
 MEGABYTE = 1 << 20
 VALUES = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8)

@@ -14,9 +14,9 @@ import pytest
 import recorder
 from recorder.read.status import RunWatch
 from recorder.records import KEEP_STATS, KEEP_TENSOR
-from scripts.campaigns.faults import scale
-from tests.cli.conftest import Cli, cli
-from tests.write.rig import Rig
+from tests.campaigns.faults import scale
+from tests.rigs.command_line import Cli, cli
+from tests.rigs.writer import Rig
 
 __all__ = ["cli"]
 NUM_MODULES = 2000

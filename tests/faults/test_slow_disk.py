@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from recorder.write.files.file import Disk
-from tests.capture.support import Recording, flagged
+from tests.rigs.capturing import Recording, flagged
 
 RULES = "site=output,grad keep=tensor"
 

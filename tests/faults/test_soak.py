@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.campaigns.faults import soak
+from tests.campaigns.faults import soak
 
 
 def series(growth_per_hour: float, *, seed: int, wave: float = 3.0) -> tuple[list[float], list[float]]:

@@ -12,7 +12,7 @@ import pytest
 
 from recorder.errors import RunError
 from recorder.globalview.run import open_run
-from tests.read.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 
 
 @pytest.fixture

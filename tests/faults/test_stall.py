@@ -1,11 +1,11 @@
-"""A sample of the campaign `python -m scripts.campaigns stall`: one setting, a disk that hangs in the kernel."""
+"""A sample of the campaign `python -m tests.campaigns stall`: one setting, a disk that hangs in the kernel."""
 
 from __future__ import annotations
 
 import pytest
 
-from scripts.campaigns.faults import seccomp
-from scripts.campaigns.faults.stall import Setting, judge, measure
+from tests.campaigns.faults import seccomp
+from tests.campaigns.faults.stall import Setting, judge, measure
 
 
 @pytest.mark.skipif(not seccomp.is_possible(), reason="system calls can be held on x86_64 Linux only")

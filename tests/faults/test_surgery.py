@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import recorder
-from tests.capture.support import Recording, Tiny, batch, flagged
+from tests.rigs.capturing import Recording, Tiny, batch, flagged
 
 RULES = "site=output,grad,param keep=tensor"
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import recorder
-from tests.capture.support import Recording, Tiny, batch, flagged
+from tests.rigs.capturing import Recording, Tiny, batch, flagged
 
 PAYLOAD = ("data", "encoding", "payload_bytes", "dtype", "shape")
 NUM_THREADS, NUM_CALLS = 4, 25

@@ -21,9 +21,9 @@ from recorder.capture.hooks.module import Watch
 from recorder.capture.hooks.root import Root
 from recorder.capture.optimizer.hooks import OptimizerWatch
 from recorder.observe.clock import Clock, RootClock
-from tests.capture.support import Recording, Tiny, batch, flagged
-from tests.cli.conftest import Cli, cli
-from tests.distributed import jobs
+from tests.rigs import jobs
+from tests.rigs.capturing import Recording, Tiny, batch, flagged
+from tests.rigs.command_line import Cli, cli
 
 __all__ = ["cli"]
 STATS = "site=* keep=stats"

@@ -13,8 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from recorder.format.payload import fingerprint as module
 from recorder.format.payload.fingerprint import MODULUS, fingerprint, to_text
-
-from . import independent
+from tests.rigs import independent
 
 _ITEM_BYTES = st.sampled_from([1, 2, 4, 8, 16])
 _SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)

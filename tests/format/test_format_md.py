@@ -20,8 +20,7 @@ from recorder.format.payload.fingerprint import fingerprint, to_text
 from recorder.format.schema import SCHEMA
 from recorder.format.version import FORMAT_VERSION
 from recorder.sites import ALL_SITES, SITE_OF
-
-from . import independent
+from tests.rigs import independent
 
 _RNG = np.random.default_rng(7)
 _NORMAL = _RNG.standard_normal((160, 60)).astype(np.float32)

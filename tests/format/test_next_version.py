@@ -23,12 +23,12 @@ from recorder.format.rundir import open_name
 from recorder.format.schema import COLUMN_OF, METADATA_COLUMNS
 from recorder.format.version import FORMAT_VERSION
 from recorder.sites import SITES
-from tests.cli.conftest import Cli, cli
-from tests.distributed import jobs
 from tests.golden.coming import COLUMN, ENCODING, MINOR, MIRRORED, REPOSITORY, RUN, SITE, patched_package, updates
 from tests.golden.make_coming import make
 from tests.golden.test_golden import RUNS, VALUES, assert_statistics, rows_by_key, same_bits
 from tests.golden.values import WORLD_SIZE, Value
+from tests.rigs import jobs
+from tests.rigs.command_line import Cli, cli
 
 __all__ = ["cli"]
 

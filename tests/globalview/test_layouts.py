@@ -12,9 +12,21 @@ import pytest
 from recorder.analyze.diff.diff import diff
 from recorder.errors import LookupFailedError
 from recorder.globalview.run import Run, open_run
-from tests.read.handmade import Row
-
-from .meshes import BACK, PARAM, PARTIAL, REPLICATE, Array, Mesh, finger, grid_facts, mesh_run, plain, root_input, shard
+from tests.rigs.handmade import Row
+from tests.rigs.meshes import (
+    BACK,
+    PARAM,
+    PARTIAL,
+    REPLICATE,
+    Array,
+    Mesh,
+    finger,
+    grid_facts,
+    mesh_run,
+    plain,
+    root_input,
+    shard,
+)
 
 RNG = np.random.default_rng(7)
 GRID = Mesh([[0, 1], [2, 3]])

@@ -12,9 +12,9 @@ import pytest
 from recorder.analyze.problems import layout_problems
 from recorder.globalview.run import Run
 from recorder.merge.findings import is_problem
-from tests.read.handmade import Row
+from tests.rigs.handmade import Row
+from tests.rigs.meshes import Mesh, grid_facts, mesh_run, plain, shard
 
-from .meshes import Mesh, grid_facts, mesh_run, plain, shard
 from .test_view import NOT_MEASURED, Array, root_input, row, run_of, same, values
 
 BATCH, STEPS = 6, 5

@@ -13,7 +13,7 @@ from recorder.errors import LookupFailedError
 from recorder.globalview.run import Run, open_run
 from recorder.read.long_form import LONG_KEY
 from tests.cli.test_hostile_text import NAMES
-from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
+from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
 
 MODULES = ["", "layers", "layers.0", "layers.0.mlp", "layers.0.mlp.down", "layers.1", "layers.10", "head"]
 

@@ -10,8 +10,7 @@ import pytest
 from recorder.errors import LookupFailedError
 from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
-
-from .meshes import PARAM, PARTIAL, REPLICATE, Mesh, grid_facts, mesh_run, plain, root_input, shard
+from tests.rigs.meshes import PARAM, PARTIAL, REPLICATE, Mesh, grid_facts, mesh_run, plain, root_input, shard
 
 GRID = Mesh([[0, 1], [2, 3]])
 TP = GRID.axis(1)

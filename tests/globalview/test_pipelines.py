@@ -14,9 +14,8 @@ from recorder.errors import LookupFailedError
 from recorder.format.schema import COUNTS, STATISTICS
 from recorder.globalview.run import Run, open_run
 from recorder.merge.merge import merge_run
-from tests.read.handmade import Row
-
-from .meshes import BACK, PARAM, Array, Mesh, finger, grid_facts, mesh_run, plain, root_input, shard
+from tests.rigs.handmade import Row
+from tests.rigs.meshes import BACK, PARAM, Array, Mesh, finger, grid_facts, mesh_run, plain, root_input, shard
 
 RNG = np.random.default_rng(11)
 

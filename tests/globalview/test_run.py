@@ -20,8 +20,8 @@ from recorder.errors import LookupFailedError, NotARunError, UnsupportedError
 from recorder.format.rundir import encode_manifest
 from recorder.format.schema import METADATA_COLUMNS, SCHEMA
 from recorder.globalview.run import open_run
-from tests.read.conftest import payload_rows
-from tests.read.handmade import HandmadeWriter, make_parts, make_row, make_run
+from tests.rigs.handmade import HandmadeWriter, make_parts, make_row, make_run
+from tests.rigs.small_runs import payload_rows
 
 
 def expected_array(rank: int, step: int) -> Any:

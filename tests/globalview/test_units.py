@@ -15,7 +15,7 @@ from recorder.format.numbers.units import Units
 from recorder.globalview.run import Run, open_run
 from recorder.merge.merge import merge_run
 from recorder.records import KEEP_STATS, KEEP_UNITS
-from tests.read.handmade import Row
+from tests.rigs.handmade import Row
 
 from .test_view import Array, root_input, row, run_of, values
 

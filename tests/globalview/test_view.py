@@ -21,7 +21,7 @@ from recorder.format.payload.fingerprint import fingerprint, to_text
 from recorder.format.schema import STATISTICS
 from recorder.globalview.assemble.rows import GlobalRows
 from recorder.globalview.run import Run, open_run
-from tests.read.handmade import HandmadeWriter, Row, make_parts, make_row, make_run
+from tests.rigs.handmade import HandmadeWriter, Row, make_parts, make_row, make_run
 
 Array = npt.NDArray[Any]
 RNG = np.random.default_rng(5)

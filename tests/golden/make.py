@@ -15,7 +15,7 @@ from typing import Any
 
 from recorder.format.rundir import encode_manifest, read_json
 from recorder.format.status import STATUS, encode_status
-from tests.distributed import jobs
+from tests.rigs import jobs
 
 TRAIN = Path(__file__).parent / "train.py"
 

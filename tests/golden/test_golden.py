@@ -17,8 +17,8 @@ from recorder.errors import LookupFailedError
 from recorder.format.schema import COLUMN_OF, STATISTICS
 from recorder.format.version import FORMAT_VERSION
 from recorder.globalview.assemble.rows import GlobalRows
-from tests.distributed import jobs
-from tests.roundtrip.fingerprints import fingerprint
+from tests.rigs import jobs
+from tests.rigs.fingerprints import fingerprint
 
 from .values import WORLD_SIZE, Array, Value, values
 

@@ -20,8 +20,7 @@ import recorder
 from recorder.capture.staging.devices import CudaDevice
 from recorder.capture.staging.measure import measure
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS
-
-from ..capture.support import EVERYTHING, Recording, flagged
+from tests.rigs.capturing import EVERYTHING, Recording, flagged
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

@@ -25,8 +25,7 @@ from recorder.lifecycle.carrying import Carrier, _digest
 from recorder.read.commands import read_commands
 from recorder.storage.commands import send
 from recorder.system.events import Events
-
-from ..forking import fork
+from tests.rigs.forking import fork
 
 RANK_0 = Topology(rank=0, local_rank=0, node_rank=0, world_size=2, local_world_size=1, attempt=0, host="here")
 SOON_S = 30.0

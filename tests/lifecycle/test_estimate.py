@@ -10,8 +10,8 @@ import numpy as np
 from recorder.lifecycle.estimate import HISTOGRAM_BYTES, ROW_BYTES, UNIT_BYTES, Estimate
 from recorder.records import KEEP_HISTOGRAM, KEEP_STATS, KEEP_TENSOR, KEEP_UNITS, Staged
 from recorder.rules import parse_rules
-from tests.distributed import jobs
-from tests.fakes import fake_staged
+from tests.rigs import jobs
+from tests.rigs.fakes import fake_staged
 
 TRAIN = """
 import time, torch

@@ -17,7 +17,7 @@ import pytest
 
 from recorder.lifecycle import summary
 from recorder.system import log
-from tests.distributed import jobs
+from tests.rigs import jobs
 
 TRAIN = """
 import logging, os, sys, torch

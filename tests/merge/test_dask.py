@@ -21,9 +21,9 @@ from recorder.errors import WriteError
 from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
 from recorder.system.executors import open_dask
-from tests.cli.conftest import Cli, cli
-from tests.merge.clusters import PATIENCE_S, Workers, started_cluster, wait_for
-from tests.merge.support import assert_is_merge, batch, make_small_run, units
+from tests.rigs.clusters import PATIENCE_S, Workers, started_cluster, wait_for
+from tests.rigs.command_line import Cli, cli
+from tests.rigs.merging import assert_is_merge, batch, make_small_run, units
 
 __all__ = ["cli"]
 
@@ -59,7 +59,7 @@ def make_astray(path: Path, far: float) -> Path:
         return found * np.float32(1 + far) if step >= 3 else found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.merge.support.batch", astray)
+        patch.setattr("tests.rigs.merging.batch", astray)
         return make_small_run(path, steps=8)
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.merge.support import make_small_run
+from tests.rigs.merging import make_small_run
 
 
 def test_a_command_loads_no_pandas(tmp_path: Path) -> None:

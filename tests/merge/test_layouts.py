@@ -8,7 +8,7 @@ import numpy as np
 
 from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
-from tests.globalview.meshes import PARAM, Mesh, grid_facts, mesh_run, plain, root_input, shard
+from tests.rigs.meshes import PARAM, Mesh, grid_facts, mesh_run, plain, root_input, shard
 
 GRID = Mesh([[0, 1], [2, 3]])
 TP = GRID.axis(1)

@@ -15,17 +15,8 @@ from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
 from recorder.merge.plan import Inputs
 from recorder.read.shards.shard import CheckedBatch, Shard
-from tests.merge.support import (
-    add_steps,
-    assert_is_merge,
-    batch,
-    content,
-    make_small_run,
-    roots,
-    units,
-    weight,
-)
-from tests.read.handmade import HandmadeWriter, make_parts, make_ref, make_row, make_run
+from tests.rigs.handmade import HandmadeWriter, make_parts, make_ref, make_row, make_run
+from tests.rigs.merging import add_steps, assert_is_merge, batch, content, make_small_run, roots, units, weight
 
 
 def test_a_merged_run_holds_what_the_global_view_shows(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from recorder.errors import WriteError
 from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
-from tests.fakes import FaultyDisk
-from tests.merge.support import assert_is_merge, make_small_run
+from tests.rigs.fakes import FaultyDisk
+from tests.rigs.merging import assert_is_merge, make_small_run
 
 
 def tree(path: Path) -> dict[str, bytes | None]:

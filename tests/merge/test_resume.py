@@ -17,8 +17,8 @@ from recorder.errors import NotARunError, WriteError
 from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
 from recorder.merge.output import open_output
-from tests.merge.support import add_steps, assert_is_merge, batch, content, grow, make_small_run, units
-from tests.read.handmade import HandmadeWriter
+from tests.rigs.handmade import HandmadeWriter
+from tests.rigs.merging import add_steps, assert_is_merge, batch, content, grow, make_small_run, units
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def kill_and_resume(folder: Path, scenario: str, start: int, stride: int) -> int:
-    command = [sys.executable, "-m", "scripts.campaigns", "merge", str(folder), scenario, str(start), str(stride)]
+    command = [sys.executable, "-m", "tests.campaigns", "merge", str(folder), scenario, str(start), str(stride)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)

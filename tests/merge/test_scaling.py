@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from recorder.globalview.run import open_run
-from tests.merge.support import roots
-from tests.read.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.merging import roots
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

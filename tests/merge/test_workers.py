@@ -19,8 +19,8 @@ from recorder.errors import WriteError
 from recorder.globalview.run import open_run
 from recorder.merge import merge as merge_module
 from recorder.merge.merge import merge_run
-from tests.merge.support import add_steps, assert_is_merge, content, make_small_run, units
-from tests.read.handmade import HandmadeWriter
+from tests.rigs.handmade import HandmadeWriter
+from tests.rigs.merging import add_steps, assert_is_merge, content, make_small_run, units
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,7 +133,7 @@ def test_a_merge_needs_no_more_memory_than_a_few_batches(tmp_path: Path) -> None
         "from pathlib import Path\n"
         "from recorder.merge.merge import merge_run\n"
         "from recorder.globalview.run import open_run\n"
-        "from tests.merge.support import make_small_run\n"
+        "from tests.rigs.merging import make_small_run\n"
         "warm = make_small_run(Path(sys.argv[2]) / 'warm')\n"
         "merge_run(open_run(warm), Path(sys.argv[2]) / 'warm-out')\n"
         "fields = dict(line.split(':', 1) for line in open('/proc/self/status') if ':' in line)\n"
@@ -155,8 +155,8 @@ def make_large_run(path: Path, num_bytes: int) -> tuple[Path, int]:
     """Two ranks with replicas of a parameter at each step; returns the bytes of its payloads."""
     import numpy as np
 
-    from tests.merge.support import roots
-    from tests.read.handmade import make_row, make_run
+    from tests.rigs.handmade import make_row, make_run
+    from tests.rigs.merging import roots
 
     make_run(path)
     values = np.random.default_rng(0).standard_normal(1 << 20).astype(np.float32)

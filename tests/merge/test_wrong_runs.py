@@ -15,16 +15,8 @@ from recorder.format.rundir import encode_manifest
 from recorder.globalview.run import open_run
 from recorder.merge.merge import MergeReport, merge_run
 from recorder.upkeep.verify import verify
-from tests.merge.support import (
-    MODULES,
-    add_steps,
-    assert_is_merge,
-    batch,
-    make_small_run,
-    roots,
-    weight,
-)
-from tests.read.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.merging import MODULES, add_steps, assert_is_merge, batch, make_small_run, roots, weight
 
 
 def merged(run: Path) -> tuple[MergeReport, Path]:

@@ -13,9 +13,9 @@ from torch import nn
 import recorder
 from recorder.analyze.doctor.expected import Expectation, compare
 from recorder.observe import tree
-from tests.capture.support import Recording, flagged
-from tests.cli.conftest import Cli, cli
 from tests.models.zoo import CASES, NUM_STEPS, SEED, Trained, train
+from tests.rigs.capturing import Recording, flagged
+from tests.rigs.command_line import Cli, cli
 
 __all__ = ["cli"]
 FORWARD = ("input", "output")

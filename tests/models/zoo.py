@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .kernels import vision
+from tests.rigs.kernels import vision
 
 SEED = 20_260_101
 NUM_STEPS = 2

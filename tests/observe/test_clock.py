@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import recorder
 from recorder.capture.core import Capture
 from recorder.lifecycle.description import Description
-from tests.capture.support import Tiny, batch, flagged
-from tests.waiting import wait_until
+from tests.rigs.capturing import Tiny, batch, flagged
+from tests.rigs.waiting import wait_until
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:

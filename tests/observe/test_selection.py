@@ -14,7 +14,7 @@ import recorder
 from recorder.errors import AttachError, ConfigError
 from recorder.observe.selection import Selection
 from recorder.records import KEEP_TENSOR
-from tests.capture.support import Tiny, batch, flagged
+from tests.rigs.capturing import Tiny, batch, flagged
 
 
 def train(model: nn.Module, num_steps: int = 4) -> None:

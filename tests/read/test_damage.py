@@ -14,8 +14,8 @@ from recorder.errors import CorruptError, RunError
 from recorder.format.rundir import index_name
 from recorder.globalview.run import Run, open_run
 from recorder.upkeep.verify import verify
-from tests.read.conftest import payload_rows
-from tests.read.handmade import HandmadeWriter, flip, make_row, make_run
+from tests.rigs.handmade import HandmadeWriter, flip, make_row, make_run
+from tests.rigs.small_runs import payload_rows
 
 NUM_FLIPS = 150
 STEPS = range(8)
@@ -172,7 +172,7 @@ def test_an_index_damaged_after_opening_is_replaced_by_the_shard(tmp_path: Path)
 
 
 def test_an_index_that_lies_about_positions_is_noticed(tmp_path: Path) -> None:
-    from tests.read.handmade import index_bytes
+    from tests.rigs.handmade import index_bytes
 
     path, index = make_damaged_run(tmp_path, "index")
     rows = payload_rows()

@@ -15,7 +15,7 @@ from recorder.errors import CorruptError, LookupFailedError, UnsupportedError
 from recorder.format.schema import SCHEMA
 from recorder.globalview.run import open_run
 from recorder.read.shards.decode import decode
-from tests.read.handmade import make_parts, make_ref, make_row
+from tests.rigs.handmade import make_parts, make_ref, make_row
 
 VALUES = np.arange(6, dtype=np.float32).reshape(2, 3)
 ROW = make_row(0, VALUES, encoding="compressed")

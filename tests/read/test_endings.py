@@ -15,8 +15,8 @@ from recorder.errors import LookupFailedError
 from recorder.format.status import encode_status
 from recorder.globalview.run import open_run
 from recorder.upkeep.verify import verify
-from tests.cli.conftest import Cli, cli
-from tests.read.handmade import HandmadeWriter, ledger, make_row, make_run
+from tests.rigs.command_line import Cli, cli
+from tests.rigs.handmade import HandmadeWriter, ledger, make_row, make_run
 
 __all__ = ["cli"]
 

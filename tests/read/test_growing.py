@@ -11,7 +11,7 @@ from recorder.errors import NotARunError
 from recorder.format.rundir import index_name, open_name, shard_name
 from recorder.read.finding import find_run
 from recorder.read.growing import NEVER, GrowingRun
-from tests.read.handmade import HandmadeWriter, Row, index_bytes, make_row, make_run, shard_bytes
+from tests.rigs.handmade import HandmadeWriter, Row, index_bytes, make_row, make_run, shard_bytes
 
 
 def batch(step: int, rank: int = 0) -> list[Row]:

@@ -19,8 +19,8 @@ from recorder.read.shards.messages import MAX_BATCH_BYTES, block_at, footer_bloc
 from recorder.read.shards.shard import open_sealed
 from recorder.storage.untrusted_files import MappedFile
 from recorder.upkeep.verify import verify
-from tests.read.conftest import payload_rows
-from tests.read.handmade import HandmadeWriter, make_row, make_run, shard_bytes
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run, shard_bytes
+from tests.rigs.small_runs import payload_rows
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 
 from recorder.globalview.run import Run, open_run
 from recorder.upkeep.verify import verify
-from tests.read.conftest import payload_rows
-from tests.read.handmade import HandmadeWriter, make_row, make_run, shard_bytes
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run, shard_bytes
+from tests.rigs.small_runs import payload_rows
 
 BATCHES = [payload_rows()[:2], payload_rows()[2:5], payload_rows()[5:]]
 

@@ -18,7 +18,7 @@ from recorder.format.rundir import encode_manifest
 from recorder.format.status import STATUS, STATUS_BYTES, encode_status
 from recorder.read.status import RankNow, RunWatch
 from recorder.read.writers import RecordedWriter
-from tests.read.handmade import HandmadeWriter, make_run
+from tests.rigs.handmade import HandmadeWriter, make_run
 
 HERE = os.uname().nodename
 

@@ -13,7 +13,7 @@ from recorder.errors import NotARunError
 from recorder.globalview.run import open_run
 from recorder.records import KEEP_STATS, KEEP_TENSOR, PART_BYTES
 from recorder.upkeep.verify import verify
-from tests.write.rig import Rig
+from tests.rigs.writer import Rig
 
 RNG = np.random.default_rng(0)
 

@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as arrays
 
 from recorder.report.series.cube import Cube
 from recorder.report.series.quantised import COARSE, FINE, quantise
-from tests.report.pages import Read, values_of
+from tests.rigs.report_pages import Read, values_of
 
 
 def read_back(values: np.ndarray[tuple[int, int, int], np.dtype[np.float32]], levels: int) -> np.ndarray:

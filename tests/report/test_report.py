@@ -19,10 +19,10 @@ from recorder.report.page import page, policy, script
 from recorder.report.report import write_report
 from recorder.report.rows import SeriesKey
 from recorder.report.series.statistics import StatisticsBlocks
-from scripts.benchmarks.synthetic import Shape, write_run
-from tests.cli.conftest import Cli, cli
-from tests.read.handmade import HandmadeWriter, make_row, make_run
-from tests.report.pages import HOSTILE, hostile_run, read_page, run_of, values_of
+from tests.rigs.command_line import Cli, cli
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.report_pages import HOSTILE, hostile_run, read_page, run_of, values_of
+from tests.rigs.synthetic import Shape, write_run
 
 __all__ = ["cli"]
 GOLDEN = Path(__file__).parents[1] / "golden" / "v1.1"

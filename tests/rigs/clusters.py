@@ -47,7 +47,7 @@ def started_cluster(folder: Path, num_workers: int = 2, *, is_slow: bool = False
         scheduler = start("scheduler", "--host", "127.0.0.1", "--port", "0")
         options = ["--nthreads", "1", "--no-nanny", "--memory-limit", "0", "--local-directory", str(home)]
         if is_slow:
-            options += ["--preload", str(Path(__file__).parent / "scripts" / "slow_worker.py")]
+            options += ["--preload", str(Path(__file__).with_name("slow_worker.py"))]
         workers = [start("worker", *options) for _ in range(num_workers)]
         wait_for(lambda: file.exists() and file.read_text().rstrip().endswith("}"), "a scheduler")
         yield Workers(json.loads(file.read_text())["address"], scheduler, workers, marks)

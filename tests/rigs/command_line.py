@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from recorder.cli.app import run_command
-from tests.read.handmade import HandmadeWriter, ledger, make_row, make_run
+from tests.rigs.handmade import HandmadeWriter, ledger, make_row, make_run
 
 
 class Result(NamedTuple):

@@ -19,7 +19,7 @@ import torch
 
 import recorder
 
-SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "distributed" / "scripts"
 EVERYTHING = "site=* keep=tensor,stats,fingerprint"
 PATIENT = {"RECORDER_CLOSE_DEADLINE_S": "60"}
 """A disk that others keep busy may take longer than the seconds for which a program waits at its end."""
@@ -124,7 +124,9 @@ def torchrun(folder: Path, *arguments: str | Path, options: Sequence[str] = ("--
 
 def ranks(folder: Path, script: Path, *arguments: str | Path, num: int = 2, **settings: str) -> Job:
     """Start a script on some ranks without the cost of a launch, which is not what its tests are about."""
-    return Job([sys.executable, "-m", "tests.ranks", str(num), str(script), *map(str, arguments)], folder, settings)
+    return Job(
+        [sys.executable, "-m", "tests.rigs.ranks", str(num), str(script), *map(str, arguments)], folder, settings
+    )
 
 
 def free_port() -> int:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from recorder.format.schema import METADATA_COLUMNS
 from recorder.globalview.run import Run, open_run
 from recorder.upkeep.verify import verify
-from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
+from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
 
 MODULE = {"class": "Linear", "source": "train.py:7", "aliases": [], "params": ["weight"], "buffers": ["mean"]}
 MODULES = [{**MODULE, "path": path, "sites": ["output"]} for path in ("", "layers.0")]

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import recorder
-from tests.leaving import leave
+from tests.rigs.leaving import leave
 
 STEPS = 2
 WORDS, DIM, HEAD, HIDDEN = 12, 8, 2, 12

@@ -1,6 +1,6 @@
 """Ranks of a script, as torchrun launches them, but forked from one process that has imported everything once.
 
-    python -m tests.ranks 4 SCRIPT ARGUMENT...
+    python -m tests.rigs.ranks 4 SCRIPT ARGUMENT...
 
 For scripts that record by `recorder.attach`, where the launch is not what is tested. A rank that fails ends the others.
 Under `TESTS_RECORDER=1` each rank starts to record once it is forked, as it does with `RECORDER=1` at the end of

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from recorder.report.series.quantised import FIRST, NO_NUMBER, NO_ROW
-from tests.cli.conftest import module
-from tests.read.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.command_line import module
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 
 HOSTILE = [
     "<script>document.title='owned'</script>", "</script><img src=x onerror=alert(1)>", "<!--", "a\"b'c&amp;",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import cli as cli
-from tests.storage.server import StoreServer
+from tests.rigs.command_line import cli as cli
+from tests.rigs.server import StoreServer
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,8 @@ from recorder.rules import RingWindow
 from recorder.write.files.file import Disk
 from recorder.write.ring import Room
 from recorder.write.writer import CloseReport, RunTarget, Writer, WriteSettings
-from tests.fakes import FakeBlock, fake_measure, fake_staged
-from tests.waiting import PATIENCE_S
+from tests.rigs.fakes import FakeBlock, fake_measure, fake_staged
+from tests.rigs.waiting import PATIENCE_S
 
 
 class Rig:

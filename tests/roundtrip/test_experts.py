@@ -10,7 +10,7 @@ import torch
 import recorder
 from recorder.errors import LookupFailedError
 from recorder.merge.merge import merge_run
-from scripts.campaigns.roundtrip.meshes import EXPERTS, EXPERTS_SCRIPT, STATE, compare, of_experts, train
+from tests.campaigns.roundtrip.meshes import EXPERTS, EXPERTS_SCRIPT, STATE, compare, of_experts, train
 
 LAYOUTS = EXPERTS[2]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import recorder
-from scripts.campaigns.roundtrip.meshes import LAYOUTS, NAN, OF_NAN, SITES, compare, train, with_layouts
-from tests.globalview.meshes import finger
+from tests.campaigns.roundtrip.meshes import LAYOUTS, NAN, OF_NAN, SITES, compare, train, with_layouts
+from tests.rigs.meshes import finger
 
 # On gloo the pipelining of torch 2.9 aborts, without the recorder too.
 QUICK = ("tp x ddp", "sp x fsdp1", *(("pp x tp",) if torch.__version__ >= "2.13" else ()))

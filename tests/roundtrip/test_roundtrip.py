@@ -1,7 +1,7 @@
 """The global view of several ranks is what one process with the whole batch sees: every site, every step.
 
 The bounds, and where the bits must be equal, are derived in `reference`. A few cases run by default, all with -m slow;
-``python -m scripts.campaigns roundtrip`` prints them as a table.
+``python -m tests.campaigns roundtrip`` prints them as a table.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from recorder.errors import LookupFailedError
 from recorder.globalview.assemble.rows import GlobalRows
-from scripts.campaigns.roundtrip.cases import Case, Proof, blank, matrix, tensor_of
-from scripts.campaigns.roundtrip.compare import SITES, SiteResult, compare, is_same, key_of
-from scripts.campaigns.roundtrip.programs import train
-from scripts.campaigns.roundtrip.reference import Key
+from tests.campaigns.roundtrip.cases import Case, Proof, blank, matrix, tensor_of
+from tests.campaigns.roundtrip.compare import SITES, SiteResult, compare, is_same, key_of
+from tests.campaigns.roundtrip.programs import train
+from tests.campaigns.roundtrip.reference import Key
+from tests.rigs.fingerprints import fingerprint
 
 from .conftest import Prove
-from .fingerprints import fingerprint
 
 RAGGED = Case(layout="ddp", world_size=2, way="ragged", steps=2)
 SQUARE = Case(layout="ddp", world_size=2, way="square", steps=1)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.merge.support import roots
-from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
+from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
+from tests.rigs.merging import roots
 
 NUM_RANKS = 2
 NUM_STEPS = 24

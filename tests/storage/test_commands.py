@@ -16,11 +16,11 @@ import pytest
 import recorder
 from recorder.errors import NotARunError
 from recorder.storage.objects import ObjectPath
-from tests.cli.conftest import Cli
-from tests.merge.clusters import started_cluster
-from tests.merge.support import ROWS_PER_STEP, loss_of, roots, rows_of
-from tests.read.handmade import HandmadeWriter, make_run
-from tests.storage.server import BUCKET, StoreServer
+from tests.rigs.clusters import started_cluster
+from tests.rigs.command_line import Cli
+from tests.rigs.handmade import HandmadeWriter, make_run
+from tests.rigs.merging import ROWS_PER_STEP, loss_of, roots, rows_of
+from tests.rigs.server import BUCKET, StoreServer
 
 NUM_STEPS = 6
 

@@ -9,9 +9,9 @@ import pytest
 
 import recorder
 from recorder.errors import StoreError
-from tests.cli.conftest import Cli
+from tests.rigs.command_line import Cli
+from tests.rigs.server import BUCKET, SECRET_KEY, StoreServer
 from tests.storage.runs import NUM_RANKS, make_large_run
-from tests.storage.server import BUCKET, SECRET_KEY, StoreServer
 
 KINDS = pytest.mark.parametrize("scheme", ["gs", "az"])
 

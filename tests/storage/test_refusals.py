@@ -15,9 +15,9 @@ import recorder
 from recorder.config import load_settings
 from recorder.errors import ConfigError, NotARunError, StoreError
 from recorder.storage.clients import endpoint_url
-from tests.cli.conftest import Cli, Result
-from tests.read.handmade import HandmadeWriter, make_row, make_run
-from tests.storage.server import ACCESS_KEY, BUCKET, SECRET_KEY, StoreServer
+from tests.rigs.command_line import Cli, Result
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.server import ACCESS_KEY, BUCKET, SECRET_KEY, StoreServer
 
 SHARD = "rank=00000/20260101-000000-host-1/tensors-000000.arrow"
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import recorder
-from tests.cli.conftest import Cli
-from tests.read.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.command_line import Cli
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.server import StoreServer
 from tests.storage.runs import NUM_RANKS, NUM_STEPS, make_large_run
-from tests.storage.server import StoreServer
 
 
 class Uploaded:

@@ -9,8 +9,8 @@ from recorder.read.finding import find_run
 from recorder.view.drawing import Drawing
 from recorder.view.panes import why_not_saved
 from recorder.view.watching import Watching
-from tests.read.handmade import HandmadeWriter, make_row, make_run
-from tests.storage.server import StoreServer
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.server import StoreServer
 
 
 def drawn(path: Path | str) -> Drawing:

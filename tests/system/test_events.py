@@ -13,7 +13,7 @@ from torch import nn
 
 from recorder.capture.staging import copies
 from recorder.system.events import Events
-from tests.capture.support import flagged
+from tests.rigs.capturing import flagged
 
 
 class Clock:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recorder.system import log
-from tests.distributed import jobs
+from tests.rigs import jobs
 
 TRAIN = """
 import logging, sys, torch

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import recorder
-from tests.capture.support import flagged
+from tests.rigs.capturing import flagged
 
 from .support import RULES
 

@@ -14,8 +14,8 @@ from torch import nn
 
 import recorder
 from recorder.taps import module_taps, ops
-from tests.capture.support import Tiny, flagged
-from tests.capture.support import batch as tiny_batch
+from tests.rigs.capturing import Tiny, flagged
+from tests.rigs.capturing import batch as tiny_batch
 
 from .support import RULES, Block, Net, assert_same, batch, make, plain_hooks, recorded, train
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import recorder
 from recorder.errors import TraceError, TraceKeyError
 from recorder.tracing.values import Key, Values
-from tests.capture.support import flagged
+from tests.rigs.capturing import flagged
 
 from .models import EVERY_CALL_SITE, Net, Smooth, batch, hook_counts
 

@@ -29,13 +29,13 @@ from recorder.storage.untrusted_files import GrowingFile
 from recorder.system.processes import own_process
 from recorder.upkeep.repair import Outcome, repair_run
 from recorder.upkeep.verify import verify
-from scripts.campaigns.faults.support import batches_of
-from tests.distributed.jobs import environment, recording
+from tests.campaigns.faults.support import batches_of
+from tests.rigs.jobs import environment, recording
 
 TENSORS, STATS = "tensors-000000.arrow", "stats-000000.arrow"
 SOME_ROWS = 100
 KILL_STRIDE = 5
-"""1 for every change of the disk, as `python -m scripts.campaigns repair 1`."""
+"""1 for every change of the disk, as `python -m tests.campaigns repair 1`."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("killed")
     settings = recording(flush_interval_s="0.01", shard_bytes="8MiB", min_free_bytes="0", dir=str(folder))
     settings |= {"PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "scripts.campaigns.faults.training"]
+    command = [sys.executable, "-m", "tests.campaigns.faults.training"]
     with subprocess.Popen(command, env=environment(settings), cwd=folder, stderr=subprocess.DEVNULL) as process:
         until_s = time.monotonic() + 60
         try:
@@ -405,7 +405,7 @@ class TestLife:
 
     def test_a_repair_killed_at_any_change_of_the_disk_goes_on(self, tmp_path: Path) -> None:
         done = subprocess.run(
-            [sys.executable, "-m", "scripts.campaigns", "repair", str(KILL_STRIDE)],
+            [sys.executable, "-m", "tests.campaigns", "repair", str(KILL_STRIDE)],
             cwd=Path(__file__).parents[2],
             env=environment({"TMPDIR": str(tmp_path)}),
             stdout=subprocess.PIPE,

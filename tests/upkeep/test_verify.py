@@ -14,8 +14,8 @@ from recorder.read.shards.messages import footer_blocks
 from recorder.read.shards.shard import CheckedBatch, Shard
 from recorder.storage.untrusted_files import MappedFile
 from recorder.upkeep.verify import Finding, verify
-from tests.read.conftest import payload_rows
-from tests.read.handmade import HandmadeWriter, flip, ledger, make_row, make_run, shard_bytes
+from tests.rigs.handmade import HandmadeWriter, flip, ledger, make_row, make_run, shard_bytes
+from tests.rigs.small_runs import payload_rows
 
 
 def findings(run: Path) -> list[Finding]:

@@ -23,8 +23,8 @@ from recorder.report.series.cube import GrowingCube
 from recorder.report.series.histograms import HistogramCollector
 from recorder.view import drawing
 from recorder.view.drawing import Drawing
-from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
-from tests.report.pages import Read, unpacked, values_of
+from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
+from tests.rigs.report_pages import Read, unpacked, values_of
 
 NUM_STEPS, MODULES = 12, ("a", "b", "b.c")
 

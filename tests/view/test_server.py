@@ -25,8 +25,8 @@ from recorder.read.finding import find_folder
 from recorder.report.panes import VIEW, read_panes
 from recorder.view.server import ViewServer
 from recorder.view.watching import Watching
-from tests.read.handmade import HandmadeWriter, make_row, make_run
-from tests.view.serving import serving
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.serving import serving
 
 
 @pytest.fixture(scope="module")

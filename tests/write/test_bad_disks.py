@@ -19,9 +19,9 @@ import pytest
 from recorder.records import KEEP_STATS
 from recorder.write.files import syncing
 from recorder.write.files.file import Disk
-from tests.fakes import FaultyDisk
-from tests.waiting import wait_until
-from tests.write.rig import Rig
+from tests.rigs.fakes import FaultyDisk
+from tests.rigs.waiting import wait_until
+from tests.rigs.writer import Rig
 
 KILOBYTE = np.zeros(1000, np.uint8)
 
@@ -392,7 +392,7 @@ _FILL = """
 import json, sys
 from pathlib import Path
 import numpy as np
-from tests.write.rig import Rig
+from tests.rigs.writer import Rig
 rig = Rig(Path(sys.argv[1]) / "run", batch_bytes=1, codec="none").start()
 values = np.random.default_rng(0).integers(0, 256, 50_000, dtype=np.uint8)
 for _ in range(60):

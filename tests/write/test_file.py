@@ -15,8 +15,8 @@ import pytest
 from recorder.write.files.file import GRAIN_BYTES, AppendFile, Disk, PageMemory
 from recorder.write.files.ipc import IpcFormat
 from recorder.write.files.shard import BatchFile
-from tests.fakes import FaultyDisk
-from tests.write.rig import read_open, read_sealed
+from tests.rigs.fakes import FaultyDisk
+from tests.rigs.writer import read_open, read_sealed
 
 SIZES = (0, 1, GRAIN_BYTES - 1, GRAIN_BYTES, GRAIN_BYTES + 1, 3 * GRAIN_BYTES, 100_001)
 ROWS = pa.schema([("text", pa.string()), ("data", pa.large_binary()), ("number", pa.int64())])

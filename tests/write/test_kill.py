@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from recorder.format.payload.codec import decode
-from tests.write.rig import read_open, read_sealed
+from tests.rigs.writer import read_open, read_sealed
 
 _RECORD_FOR_EVER = """
 import sys
 from pathlib import Path
 import numpy as np
 from recorder.records import KEEP_STATS, KEEP_TENSOR
-from tests.write.rig import Rig
+from tests.rigs.writer import Rig
 rig = Rig(Path(sys.argv[1]), shard_bytes=2_000_000, batch_bytes=300_000, flush_interval_s=0.05).start()
 while True:
     for _ in range(20):

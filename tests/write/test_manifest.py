@@ -11,9 +11,8 @@ import pytest
 from recorder.format.rundir import RUN_MANIFEST, WRITER_MANIFEST, read_json
 from recorder.write.files.file import Disk
 from recorder.write.files.manifest import create_manifest, replace_manifest
-from tests.fakes import FaultyDisk
-
-from .rig import Rig
+from tests.rigs.fakes import FaultyDisk
+from tests.rigs.writer import Rig
 
 
 def test_a_manifest_is_replaced_and_leaves_nothing_beside_it(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from recorder.records import KEEP_STATS
 from recorder.write import backoff
 from recorder.write.files.shard import StoredShard
 from recorder.write.quota import HeldShard, Quota
-from tests.fakes import FaultyDisk
-from tests.write.rig import Rig
+from tests.rigs.fakes import FaultyDisk
+from tests.rigs.writer import Rig
 
 MEGABYTE = 1 << 20
 VALUES = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8)

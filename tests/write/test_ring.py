@@ -12,9 +12,9 @@ import pytest
 from recorder.records import KEEP_RING, KEEP_STATS, KEEP_TENSOR, PART_BYTES, Chunk
 from recorder.rules import RingWindow
 from recorder.write.ring import Dump
-from tests.fakes import FakeBlock, FaultyDisk
-from tests.waiting import PATIENCE_S, wait_until
-from tests.write.rig import Rig
+from tests.rigs.fakes import FakeBlock, FaultyDisk
+from tests.rigs.waiting import PATIENCE_S, wait_until
+from tests.rigs.writer import Rig
 
 WINDOW = RingWindow(before=2, after=1)
 

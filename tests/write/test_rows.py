@@ -12,7 +12,7 @@ from recorder.format.payload.codec import Encoder
 from recorder.records import KEEP_TENSOR, Measured, Staged
 from recorder.write import rows
 from recorder.write.rows import NOT_MEASURED, RowBatch
-from tests.fakes import fake_staged
+from tests.rigs.fakes import fake_staged
 
 
 def _staged(value: int) -> Staged:

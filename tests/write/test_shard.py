@@ -17,8 +17,8 @@ from recorder.upkeep.verify import _SealedFile
 from recorder.write.files.file import Disk, PageMemory
 from recorder.write.files.ipc import FooterBlock, IpcFormat
 from recorder.write.files.shard import BatchFile
-from tests.read.handmade import make_row
-from tests.write.rig import read_open, read_sealed
+from tests.rigs.handmade import make_row
+from tests.rigs.writer import read_open, read_sealed
 
 NUMBERS = pa.schema([pa.field("number", pa.int64()), pa.field("text", pa.string())], metadata={b"a": b"b"})
 

@@ -16,9 +16,9 @@ from recorder.format.rundir import read_json
 from recorder.format.status import STATUS, STATUS_BYTES, encode_status
 from recorder.write.files.file import Disk
 from recorder.write.files.status import StatusFile
-from tests.fakes import FaultyDisk
-from tests.waiting import wait_until
-from tests.write.rig import Rig
+from tests.rigs.fakes import FaultyDisk
+from tests.rigs.waiting import wait_until
+from tests.rigs.writer import Rig
 
 FACTS: dict[str, Any] = {"step": 7, "rank": 0, "interval_s": 0.1}
 

@@ -36,9 +36,9 @@ from recorder.records import (
 from recorder.write.files import shard as shard_module
 from recorder.write.files.file import PageMemory
 from recorder.write.writer import RunTarget
-from tests.fakes import FaultyDisk, fake_staged
-from tests.waiting import PATIENCE_S, wait_until
-from tests.write.rig import Rig, read_open, read_sealed
+from tests.rigs.fakes import FaultyDisk, fake_staged
+from tests.rigs.waiting import PATIENCE_S, wait_until
+from tests.rigs.writer import Rig, read_open, read_sealed
 
 
 @pytest.fixture

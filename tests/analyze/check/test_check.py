@@ -15,7 +15,7 @@ from recorder.analyze.check import reading
 from recorder.analyze.check.check import check
 from recorder.checks.rule import Severity
 from recorder.errors import ConfigError
-from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
+from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
 
 
 def rows_of(rank: int, num_steps: int, seq: int = 0, start: int = 0, **more: Any) -> list[Row]:

@@ -13,7 +13,7 @@ import recorder
 from recorder.analyze.check.check import check
 from recorder.capture.staging.measure import measure
 from recorder.records import KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS
-from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
+from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
 
 Array = npt.NDArray[Any]
 RULES = ("dead_units", "outlier_units", "low_precision")

@@ -1,4 +1,4 @@
-"""`check` over trainings, a sample of `python -m scripts.campaigns check`: quiet on sound ones, right on faults."""
+"""`check` over trainings, a sample of `python -m tests.campaigns check`: quiet on sound ones, right on faults."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.campaigns.check.check import EXPECTED, is_named, judged, loud, record, twins
-from scripts.campaigns.check.programs.cases import BASE, FAULTS, SOUND
+from tests.campaigns.check.check import EXPECTED, is_named, judged, loud, record, twins
+from tests.campaigns.check.programs.cases import BASE, FAULTS, SOUND
 
 SOUND_ONES = ["mlp-adamw", "words"]
 FAULTY = ["zeroed_gradient", "one_layer_doubled", "momentum_of_one"]

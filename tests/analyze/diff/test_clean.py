@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recorder.analyze.diff.pairing.noise import BeyondNoise
-from scripts.campaigns.diff import clean, judging
+from tests.campaigns.diff import clean, judging
 
 DRIFTING, PLAIN = "drifting-float32", "adamw-float32"
 SAMPLE = ((DRIFTING, "no_decay"), (DRIFTING, "scaled_loss"), (PLAIN, "scaled_gradient"))

@@ -19,7 +19,7 @@ from recorder.errors import LookupFailedError
 from recorder.format.dtypes import item_bytes
 from recorder.format.payload.fingerprint import fingerprint, to_text
 from recorder.merge.merge import merge_run
-from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
+from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
 
 MODULES = ("up", "act", "down")
 

@@ -16,7 +16,7 @@ from recorder.analyze.diff.result import Diff
 from recorder.analyze.first.first import first
 from recorder.cli.commands.ls import list_path
 from recorder.merge.merge import merge_run
-from scripts.campaigns.diff import injected, judging
+from tests.campaigns.diff import injected, judging
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import recorder
 from recorder.analyze.diff.pairing.compare import Tolerance
 from recorder.analyze.selection import GlobalOptions, Selection
 from recorder.cli.commands.diff import show_diff
-from scripts.campaigns.diff import injected_pipeline as injected
-from scripts.campaigns.diff.judging import judge
+from tests.campaigns.diff import injected_pipeline as injected
+from tests.campaigns.diff.judging import judge
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="on gloo the pipelining of torch 2.9 aborts, without the recorder too"

@@ -1,4 +1,4 @@
-"""A sample of `python -m scripts.campaigns unseen`: a convolutional and recurrent model under another optimizer."""
+"""A sample of `python -m tests.campaigns unseen`: a convolutional and recurrent model under another optimizer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.campaigns.diff import unseen
+from tests.campaigns.diff import unseen
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ from recorder.analyze.doctor.expected import Expectation, at_steps, compare
 from recorder.analyze.doctor.gaps import Gap
 from recorder.globalview.run import open_run
 from recorder.rules import Rule, Schedule
-from tests.capture.support import EVERYTHING, Tiny, batch, flagged
-from tests.read.handmade import HandmadeWriter, Row, flip, ledger, make_row, make_run
-from tests.write.rig import Rig
+from tests.rigs.capturing import EVERYTHING, Tiny, batch, flagged
+from tests.rigs.handmade import HandmadeWriter, Row, flip, ledger, make_row, make_run
+from tests.rigs.writer import Rig
 
 ALL_SITES = ["input", "output", "grad_input", "grad_output", "param", "grad", "buffer", "optim", "tap", "scalar"]
 SITES = ("output", "grad_output", "param", "grad", "optim")
@@ -370,7 +370,7 @@ class TestLosses:
         assert found.last_steps == {0: 4, 1: 2}
 
     def test_a_tensor_that_lacks_a_part(self, run: Path) -> None:
-        from tests.read.handmade import make_parts
+        from tests.rigs.handmade import make_parts
 
         parts = make_parts(0, np.zeros((4, 6), np.float32), 3)
         writer = HandmadeWriter(run)

@@ -22,8 +22,8 @@ from recorder.analyze.selection import GlobalOptions, Selection
 from recorder.capture.staging.measure import measure
 from recorder.errors import LookupFailedError, UnsupportedError, WriteError
 from recorder.records import KEEP_HISTOGRAM, KEEP_STATS
-from tests.cli.conftest import Cli, cli
-from tests.read.handmade import Row, make_row
+from tests.rigs.command_line import Cli, cli
+from tests.rigs.handmade import Row, make_row
 
 from .test_export import write
 

@@ -20,9 +20,9 @@ from recorder.errors import WriteError
 from recorder.format.rundir import index_name
 from recorder.format.schema import METADATA_COLUMNS
 from recorder.globalview.run import open_run
-from tests.cli.conftest import Cli, cli
-from tests.merge.support import add_steps, make_small_run, roots
-from tests.read.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.command_line import Cli, cli
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
+from tests.rigs.merging import add_steps, make_small_run, roots
 
 __all__ = ["cli"]
 ORDER = [(name, "ascending") for name in ("attempt", "step", "rank", "seq")]

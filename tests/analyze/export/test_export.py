@@ -21,7 +21,7 @@ from recorder.errors import CorruptError, LookupFailedError, WriteError
 from recorder.format.dtypes import ITEM_BYTES, numpy_dtype
 from recorder.format.schema import METADATA_COLUMNS
 from recorder.merge.merge import merge_run
-from tests.read.handmade import HandmadeWriter, Row, make_parts, make_ref, make_row, make_run
+from tests.rigs.handmade import HandmadeWriter, Row, make_parts, make_ref, make_row, make_run
 
 DTYPES = [dtype for dtype in ITEM_BYTES if dtype != "complex32"]
 DDP = {"kind": "ddp", "ranks": [0, 1]}

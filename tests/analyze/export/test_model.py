@@ -30,8 +30,8 @@ from recorder.analyze.export.tensors import Entry, Span
 from recorder.errors import CorruptError, LookupFailedError, UnsupportedError, WriteError
 from recorder.format.dtypes import ITEM_BYTES, numpy_dtype
 from recorder.globalview.assemble import assembler
-from tests.cli.conftest import Cli, cli
-from tests.read.handmade import HandmadeWriter, Row, make_parts, make_row, make_run
+from tests.rigs.command_line import Cli, cli
+from tests.rigs.handmade import HandmadeWriter, Row, make_parts, make_row, make_run
 
 __all__ = ["cli"]
 

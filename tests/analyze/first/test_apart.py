@@ -8,7 +8,7 @@ import pytest
 
 import recorder
 from tests.analyze.first.scripts.apart import CASES, STEP
-from tests.distributed import jobs
+from tests.rigs import jobs
 
 SCRIPT = Path(__file__).parent / "scripts" / "apart.py"
 

@@ -13,8 +13,8 @@ import pytest
 import recorder
 from recorder.analyze.first.first import First
 from recorder.format.schema import COUNTS, STATISTICS
-from tests.globalview.meshes import grid_facts, mesh_run
-from tests.read.handmade import HandmadeWriter, Row, make_parts, make_row, make_run
+from tests.rigs.handmade import HandmadeWriter, Row, make_parts, make_row, make_run
+from tests.rigs.meshes import grid_facts, mesh_run
 
 DDP = {"kind": "ddp", "ranks": [0, 1]}
 MODULES = [{"path": "up", "class": "Linear", "source": "train.py:7", "sites": ["output"]}]

@@ -17,10 +17,10 @@ from recorder.analyze.prove import launching
 from recorder.analyze.prove.observed import Look, Observed, RankSeen
 from recorder.analyze.prove.verdict import judge
 from recorder.format.proof import PROOF, Proof
-from tests.cli.conftest import Cli, cli, recorded
-from tests.distributed import jobs
-from tests.read.handmade import HandmadeWriter, make_run
-from tests.report.pages import read_page
+from tests.rigs import jobs
+from tests.rigs.command_line import Cli, cli, recorded
+from tests.rigs.handmade import HandmadeWriter, make_run
+from tests.rigs.report_pages import read_page
 
 __all__ = ["cli", "recorded"]
 HERE = Path(__file__).parent

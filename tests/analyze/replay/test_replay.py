@@ -19,7 +19,7 @@ from recorder.analyze.replay.audit import NOT_REPRODUCED, REPRODUCED, WITHIN_ROU
 from recorder.analyze.replay.bundle import recorded_calls, write_bundle
 from recorder.errors import ConfigError, LookupFailedError, WriteError
 from recorder.rules import parse_rules
-from tests.cli.conftest import Cli, cli
+from tests.rigs.command_line import Cli, cli
 
 from . import models
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import recorder
-from tests.leaving import leave
+from tests.rigs.leaving import leave
 
 RULES = "site=input,output,grad,param,buffer keep=tensor,stats,fingerprint"
 BROKEN_STEP, BROKEN_RANK = 2, 1

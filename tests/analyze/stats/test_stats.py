@@ -24,8 +24,8 @@ from recorder.errors import LookupFailedError
 from recorder.format.dtypes import numpy_dtype
 from recorder.format.schema import COUNTS, STATISTICS
 from recorder.merge.merge import merge_run
-from tests.globalview.meshes import PARTIAL, Mesh
-from tests.read.handmade import HandmadeWriter, Row, make_row, make_run
+from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
+from tests.rigs.meshes import PARTIAL, Mesh
 
 NUMBERS = (*STATISTICS, *COUNTS)
 GLOBAL = GlobalOptions(across_ranks=True)

@@ -1,4 +1,4 @@
-"""What `check` says of trainings with a fault, and of sound ones: `python -m scripts.campaigns check` prints the table.
+"""What `check` says of trainings with a fault, and of sound ones: `python -m tests.campaigns check` prints the table.
 
 Of each fault the right rule has to name the right module, alone or beside two sound trainings of its kind. Of a sound
 training nothing may be said above a note, neither alone nor beside two others of its kind, and the rules that read
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import recorder
 from recorder.analyze.check.check import Checked, check
 from recorder.checks.rule import Severity
-from tests.distributed import jobs
+from tests.rigs import jobs
 
 from .programs.cases import BASE, FAULTS, SOUND
 

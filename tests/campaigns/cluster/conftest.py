@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.campaigns.cluster.nodes import Node, Slurm, command, network
+from tests.campaigns.cluster.nodes import Node, Slurm, command, network
 
 SLURM = [("n1",), ("n2",), ("n3",)]
 PODS = [

@@ -24,12 +24,12 @@ import yaml
 from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 
 import recorder
-from scripts.campaigns.cluster.nodes import Node, child, wait_for
+from tests.campaigns.cluster.nodes import Node, child, wait_for
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
-PROGRAM = "scripts/campaigns/cluster/train.py"
+PROGRAM = "tests/campaigns/cluster/train.py"
 Nodes = Callable[..., list[Node]]
 
 

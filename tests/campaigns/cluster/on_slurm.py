@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import recorder
-from scripts.campaigns.cluster.nodes import Slurm, command, wait_for
+from tests.campaigns.cluster.nodes import Slurm, command, wait_for
 
 ROOT = Path(__file__).parents[3]
 SLURM = ROOT / "deploy" / "slurm"

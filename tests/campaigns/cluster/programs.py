@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.leaving import leave
-from tests.models.kernels import vision  # so that frameworks can import a torchvision that was built for another torch
+from tests.rigs.kernels import vision  # so that frameworks can import a torchvision that was built for another torch
+from tests.rigs.leaving import leave
 
 NUM_STEPS = 3
 NUM_SLICES = 2

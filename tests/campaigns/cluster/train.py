@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.leaving import leave
+from tests.rigs.leaving import leave
 from tests.small_training import Model
 
 

@@ -1,4 +1,4 @@
-"""What `diff` says of trainings without an error: `python -m scripts.campaigns clean [SEEDS]` prints the table.
+"""What `diff` says of trainings without an error: `python -m tests.campaigns clean [SEEDS]` prints the table.
 
 Pairs of layouts that differ by rounding alone are compared beyond the noise of a single twin, and nothing may be named.
 Then a training goes wrong from a later step on, by when rounding has driven the two apart: that must be.
@@ -16,7 +16,7 @@ from pathlib import Path
 import recorder
 from recorder.analyze.diff.diff import diff
 from recorder.analyze.diff.result import Diff
-from tests.distributed import jobs
+from tests.rigs import jobs
 
 from .judging import ALL, Error, judge
 

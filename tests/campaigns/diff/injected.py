@@ -1,4 +1,4 @@
-"""Which injected errors `diff` names: `python -m scripts.campaigns injected [NAME...]` prints the table.
+"""Which injected errors `diff` names: `python -m tests.campaigns injected [NAME...]` prints the table.
 
 Each error of `programs/inject.py` is compared with the sound training of the same layout, bit by bit, and with one
 process that had the whole batch, beyond the noise that a twin of it shows.
@@ -16,7 +16,7 @@ from typing import Any
 import recorder
 from recorder.analyze.diff.diff import diff
 from recorder.analyze.diff.result import Diff
-from tests.distributed import jobs
+from tests.rigs import jobs
 
 from . import injected_pipeline
 from .judging import ALL, Error, judge

@@ -8,7 +8,7 @@ from typing import Any
 import recorder
 from recorder.analyze.diff.diff import diff
 from recorder.analyze.diff.result import Diff
-from tests.distributed import jobs
+from tests.rigs import jobs
 
 from .judging import ALL, Error, judge
 

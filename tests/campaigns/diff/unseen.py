@@ -1,4 +1,4 @@
-"""Errors and sound pairs that `diff` was not written against: `python -m scripts.campaigns unseen` prints the table.
+"""Errors and sound pairs that `diff` was not written against: `python -m tests.campaigns unseen` prints the table.
 
 The model is convolutional and recurrent, the optimizers and most layouts are others than those of
 `injected` and `clean`. Each error is compared with the sound training of the same layout
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import recorder
 from recorder.analyze.diff.diff import diff
 from recorder.analyze.diff.result import Diff
-from tests.distributed import jobs
+from tests.rigs import jobs
 
 from .judging import ALL, Error, judge
 

@@ -25,7 +25,7 @@ from recorder.format.answers import REFUSED, WAITING
 from recorder.format.commands import COMMANDS, KINDS, PAUSE, RESUME, SET, UNDO, Command, command_name
 from recorder.read.status import RankNow, RunWatch
 from recorder.storage.commands import send
-from tests.distributed import jobs
+from tests.rigs import jobs
 
 SCRIPT = jobs.SCRIPTS / "commanded.py"
 _RULES = (

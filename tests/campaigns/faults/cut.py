@@ -1,6 +1,6 @@
 """Every file of a recording cut at every byte: what is read is exactly the whole batches in front of the cut.
 
-    python -m scripts.campaigns cut
+    python -m tests.campaigns cut
 
 Sealed and open shards of tensors and of statistics, an open one with the zeros of aligned writes, an index, and the
 manifests. Where each batch ends is found by pyarrow alone. The reader must give all rows of the whole batches and no
@@ -30,7 +30,7 @@ from recorder.errors import RunError
 from recorder.format.rundir import open_name
 from recorder.read.shards.rows import ShardRows, load_open, load_sealed
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR
-from tests.write.rig import Rig
+from tests.rigs.writer import Rig
 
 from .support import Progress, copy_live
 

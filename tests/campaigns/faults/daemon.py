@@ -35,10 +35,10 @@ from recorder.format.rundir import index_name
 from recorder.records import KEEP_STATS, KEEP_TENSOR
 from recorder.system.processes import own_process
 from recorder.upkeep.verify import verify
-from tests.daemon.proxy import FAULTS, FaultyProxy
-from tests.distributed import jobs
-from tests.storage.server import BUCKET, store_environment
-from tests.write.rig import Rig
+from tests.rigs import jobs
+from tests.rigs.proxy import FAULTS, FaultyProxy
+from tests.rigs.server import BUCKET, store_environment
+from tests.rigs.writer import Rig
 
 from .store_process import StoreProcess
 
@@ -65,7 +65,7 @@ def main(arguments: argparse.Namespace) -> int:
     until_s = time.monotonic() + 60 * arguments.minutes if arguments.minutes else float("inf")
     draw = random.Random(arguments.seed)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["scripts.campaigns.faults.daemon"])
+    context.set_forkserver_preload(["tests.campaigns.faults.daemon"])
     folder = Path(tempfile.mkdtemp(prefix="recorder-daemon-"))
     recordings = folder / "recordings"
     store = StoreProcess(folder, arguments.store or ("rclone" if shutil.which("rclone") else "moto"))

@@ -1,6 +1,6 @@
 """An hour of shipping, watched from outside: memory, descriptors and threads of the daemon must not grow.
 
-    python -m scripts.campaigns daemon-soak --minutes 60
+    python -m tests.campaigns daemon-soak --minutes 60
 
 One job of two ranks records slowly all the while; each minute a short run comes and ends, and goes two minutes later,
 once it is there. The metrics are asked for as Prometheus does. The daemon's settings are its defaults, but that
@@ -23,8 +23,8 @@ import urllib.request
 from pathlib import Path
 
 from recorder.daemon.state import running
-from tests.distributed import jobs
-from tests.storage.server import BUCKET, StoreServer
+from tests.rigs import jobs
+from tests.rigs.server import BUCKET, StoreServer
 
 from .daemon import record
 from .soak import Progress, Sample, grown, sample
@@ -92,7 +92,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _watch(pid: int, folder: Path, seconds: float, interval_s: float) -> tuple[list[Sample], int]:
     """Look at the daemon for so long. Returns the samples, and how many short runs there were."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["scripts.campaigns.faults.daemon"])
+    context.set_forkserver_preload(["tests.campaigns.faults.daemon"])
     began_s = time.monotonic()
     samples: list[Sample] = []
     progress, num_runs = Progress(), 0

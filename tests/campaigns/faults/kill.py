@@ -1,6 +1,6 @@
 """SIGKILL at random instants of real trainings, on one rank and on two, and what is left against a replay of them.
 
-    python -m scripts.campaigns kill --count 500
+    python -m tests.campaigns kill --count 500
 
 Each kill ends a process of its own that trains under the flag, forked from one that has imported everything and
 recorded nothing; some are launched in full, under torchrun. Every row that is found must be what training had, as
@@ -43,7 +43,7 @@ import torch
 import recorder
 from recorder.upkeep.repair import repair_run
 from recorder.upkeep.verify import verify
-from tests.distributed.jobs import environment
+from tests.rigs.jobs import environment
 
 from .replay import Replay
 from .support import Progress, batches_of, quantile, shards_of, writer_directories
@@ -248,7 +248,7 @@ def _kill_ranks(case: Case, ranks: list[Any], notes: list[Notes]) -> tuple[int, 
 def _run_launched(case: Case, folder: Path) -> tuple[int, list[tuple[int, int, Numbers] | None]]:
     """As a user launches it; every process of it is killed at once. Nothing is noted: values and accounts count."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, f"--nproc-per-node={case.world_size}", "-m", "scripts.campaigns.faults.training"]
+    command = [*launcher, f"--nproc-per-node={case.world_size}", "-m", "tests.campaigns.faults.training"]
     settings = {**case.settings, "RECORDER_DIR": str(folder / "runs"), "PYTHONPATH": str(Path(__file__).parents[3])}
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(

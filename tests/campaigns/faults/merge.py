@@ -1,6 +1,6 @@
 """A merge that is killed before its n-th change of the file system, for many n, each time taken up again.
 
-    python -m scripts.campaigns merge FOLDER first|grown|mended [START] [STRIDE]
+    python -m tests.campaigns merge FOLDER first|grown|mended [START] [STRIDE]
 
 Forks from a process that has loaded everything, so that a kill costs no imports. Prints how many merges were killed.
 """
@@ -20,7 +20,7 @@ import recorder.merge.plan
 from recorder.errors import NotARunError
 from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
-from tests.merge.support import assert_is_merge, batch, content, grow, make_small_run
+from tests.rigs.merging import assert_is_merge, batch, content, grow, make_small_run
 
 CHANGES = ("open", "pwritev", "ftruncate", "fsync", "mkdir", "link", "rename", "replace", "unlink", "rmdir")
 

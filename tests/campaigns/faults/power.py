@@ -1,6 +1,6 @@
 """Power loss: every state that the disk may be in after the writer's own operations, and what readers make of it.
 
-    python -m scripts.campaigns power
+    python -m tests.campaigns power
 
 A disk logs what the writer does to it. For every prefix of that log the state is rebuilt that a loss of power there
 may leave: data of a file is sure once the file was synced, a name once its directory was; of everything else any part
@@ -37,8 +37,8 @@ from recorder.records import KEEP_STATS, KEEP_TENSOR
 from recorder.upkeep.repair import repair_run
 from recorder.upkeep.verify import verify
 from recorder.write.files.file import Disk
-from tests.waiting import wait_until
-from tests.write.rig import Rig
+from tests.rigs.waiting import wait_until
+from tests.rigs.writer import Rig
 
 from .support import Progress
 

@@ -1,6 +1,6 @@
 """A repair that is killed before its n-th change of the file system, for many n, and each time run again.
 
-    python -m scripts.campaigns repair [STRIDE]
+    python -m tests.campaigns repair [STRIDE]
 
 Forks from a process that has loaded everything and started no thread. Prints how many repairs were killed.
 """
@@ -23,9 +23,9 @@ import numpy as np
 from recorder.globalview.run import open_run
 from recorder.records import KEEP_STATS
 from recorder.upkeep.repair import repair_run
-from scripts.campaigns.faults.merge import kill_at
-from tests.waiting import wait_until
-from tests.write.rig import Rig
+from tests.campaigns.faults.merge import kill_at
+from tests.rigs.waiting import wait_until
+from tests.rigs.writer import Rig
 
 from .power import memory_folder
 from .support import copy_live

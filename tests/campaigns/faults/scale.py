@@ -1,7 +1,7 @@
 """Large models and many ranks: how long starting takes, and asking afterwards, and in how much memory.
 
-    python -m scripts.campaigns scale                            # 50,000 modules; 4,096 ranks
-    python -m scripts.campaigns scale --modules 2000 --ranks 64
+    python -m tests.campaigns scale                            # 50,000 modules; 4,096 ranks
+    python -m tests.campaigns scale --modules 2000 --ranks 64
 
 A model of so many modules is trained for three steps in a fresh process. Files of so many ranks are written by the
 real writer, a few rows each, that of the last rank left open as by a kill. Every command then runs in a process of its
@@ -29,7 +29,7 @@ from recorder.read.status import RunWatch
 from recorder.records import KEEP_STATS, KEEP_TENSOR
 from recorder.write.files.file import Disk
 from recorder.write.writer import RunTarget
-from tests.write.rig import Rig
+from tests.rigs.writer import Rig
 
 from .support import Progress
 
@@ -41,7 +41,7 @@ _OPEN_RUN = "import sys, recorder; run = recorder.open_run(sys.argv[1]); print(l
 _TRAIN = """
 import json, sys, time
 import torch
-from scripts.campaigns.faults.scale import make_model
+from tests.campaigns.faults.scale import make_model
 import recorder
 
 torch.manual_seed(0)

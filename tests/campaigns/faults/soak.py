@@ -1,6 +1,6 @@
 """An hour of recording, watched from outside: memory, descriptors, threads and disk must not grow.
 
-    python -m scripts.campaigns soak --minutes 60
+    python -m tests.campaigns soak --minutes 60
 
 A training of its own process (`soak_train.py`) with small shards and a small quota, so that retention runs all the
 time. After a warm-up, slopes are fitted to means over blocks of time, so that neighbouring samples, which are alike,
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import recorder
-from tests.distributed.jobs import environment
+from tests.rigs.jobs import environment
 
 MIB = 1 << 20
 QUOTA_BYTES = 24 * MIB

@@ -1,6 +1,6 @@
 """The training of a soak: runs for so many seconds and does, now and then, all that long trainings do.
 
-    python scripts/campaigns/faults/soak_train.py SECONDS SEED
+    python tests/campaigns/faults/soak_train.py SECONDS SEED
 
 Evaluations, data loaders with forked workers that call the recorded model, averaged copies, checkpoints, forwards that
 raise, taps and scalars, threads that call another model, and closing and attaching again. Settings come from the

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from tests.distributed.jobs import free_port
-from tests.storage.server import BUCKET, client_of
+from tests.rigs.jobs import free_port
+from tests.rigs.server import BUCKET, client_of
 
 _PATIENCE_S = 60.0
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.write.rig import read_open, read_sealed
+from tests.rigs.writer import read_open, read_sealed
 
 
 def writer_directories(folder: Path) -> list[Path]:

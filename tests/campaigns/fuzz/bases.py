@@ -16,7 +16,7 @@ from recorder.format.integrity import METADATA_CRC_KEY, METADATA_KEY
 from recorder.format.rundir import index_name
 from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
-from tests.read.handmade import HandmadeWriter, Row, index_bytes, make_parts, make_ref, make_row, make_run
+from tests.rigs.handmade import HandmadeWriter, Row, index_bytes, make_parts, make_ref, make_row, make_run
 
 GOLDEN = Path(__file__).parents[3] / "tests" / "golden" / "v1.0"
 NAMES = ("handmade", "golden", "merged")

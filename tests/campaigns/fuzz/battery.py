@@ -33,7 +33,7 @@ from recorder.globalview.assemble.rows import GlobalRows
 from recorder.globalview.run import Run, open_run
 from recorder.read.shards.decode import decode
 from recorder.upkeep.verify import verify
-from scripts.campaigns.fuzz.child import reaching
+from tests.campaigns.fuzz.child import reaching
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|Unable to allocate|(malloc|realloc) of size|bad_alloc|MemoryError")
 _OUR_CODES = re.compile(r"\x1b\[[0-9;]*[mKAG]|\x1b\[\?25[lh]")

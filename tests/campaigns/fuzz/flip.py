@@ -1,11 +1,11 @@
 """Flipped bits and bytes in every file of a recorded run: what is read is what was written, or it is said.
 
-    python -m scripts.campaigns flip --count 20000
+    python -m tests.campaigns flip --count 20000
 
 Each damage is done to the sealed shards, their indexes, the open shards and the manifests of two small recordings, and
 everything that the reader then gives is compared with what it gave before: metadata columns, payloads, manifests.
 
-    python -m scripts.campaigns flip --every
+    python -m tests.campaigns flip --every
 
 One bit of every byte of all files of a closed recording: `verify` says that there is a fault, or pyarrow, pandas and
 polars read what they read before.
@@ -42,10 +42,10 @@ from recorder.globalview.run import Run, open_run
 from recorder.read.metadata import POSITION_COLUMNS, MetadataRows
 from recorder.read.payload import Payloads
 from recorder.upkeep.verify import verify
-from scripts.campaigns.faults.support import copy_live
-from scripts.campaigns.fuzz.child import Verdict, contain
-from scripts.campaigns.fuzz.fuzz import memory_folder
-from tests.capture.support import Tiny, batch
+from tests.campaigns.faults.support import copy_live
+from tests.campaigns.fuzz.child import Verdict, contain
+from tests.campaigns.fuzz.fuzz import memory_folder
+from tests.rigs.capturing import Tiny, batch
 
 COUNT = 20_000
 _RULES = "site=input,output,grad,param,grad_output keep=tensor,stats,fingerprint; site=* keep=stats"

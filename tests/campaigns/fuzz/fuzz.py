@@ -1,8 +1,8 @@
 """Mutated runs under a memory limit: every command and every door of the API over each, in forked children.
 
-    python -m scripts.campaigns fuzz --minutes 60
-    python -m scripts.campaigns fuzz --case 1234          # one case, in the foreground, with its recipe
-    python -m scripts.campaigns fuzz --recipe FILE        # an entry of the corpus
+    python -m tests.campaigns fuzz --minutes 60
+    python -m tests.campaigns fuzz --case 1234          # one case, in the foreground, with its recipe
+    python -m tests.campaigns fuzz --recipe FILE        # an entry of the corpus
 
 Findings print their recipe as one line of JSON: what becomes an entry of `corpus/` once it is mended.
 """
@@ -24,11 +24,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from scripts.campaigns.fuzz.bases import NAMES, make_bases
-from scripts.campaigns.fuzz.battery import examine
-from scripts.campaigns.fuzz.child import Verdict, contain
-from scripts.campaigns.fuzz.mutate import propose
-from scripts.campaigns.fuzz.recipe import apply
+from tests.campaigns.fuzz.bases import NAMES, make_bases
+from tests.campaigns.fuzz.battery import examine
+from tests.campaigns.fuzz.child import Verdict, contain
+from tests.campaigns.fuzz.mutate import propose
+from tests.campaigns.fuzz.recipe import apply
 
 CORPUS = Path(__file__).parents[3] / "tests" / "faults" / "corpus"
 _MINUTES = 60.0

@@ -11,7 +11,7 @@ from typing import Any
 
 from recorder.format.payload.encodings import ENCODINGS
 from recorder.format.schema import COUNTS, SCHEMA, STATISTICS
-from scripts.campaigns.fuzz.recipe import Step, messages, read_rows
+from tests.campaigns.fuzz.recipe import Step, messages, read_rows
 
 INTS = (-1, 0, 1, 2, 3, 7, 64, 255, 256, 65536, (1 << 31) - 1, 1 << 31, -(1 << 31), 1 << 32, 1 << 40, 1 << 53, 1 << 61,
         1 << 62, (1 << 63) - 1, -(1 << 63), (1 << 63) - 8, 1 << 63, 1 << 64, 10**30)  # fmt: skip

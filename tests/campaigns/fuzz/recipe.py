@@ -24,7 +24,7 @@ from recorder.format.rundir import CHECKSUM, index_name
 from recorder.format.schema import SCHEMA
 from recorder.read.shards.messages import PREFIX_BYTES, Block, Message, block_at
 from recorder.storage.untrusted_files import MappedFile
-from tests.read.handmade import Row, index_bytes, shard_bytes
+from tests.rigs.handmade import Row, index_bytes, shard_bytes
 
 Step = dict[str, Any]
 _UNFIT = (OSError, ValueError, TypeError, KeyError, IndexError, OverflowError, ZeroDivisionError, AssertionError,

@@ -1,4 +1,4 @@
-"""Flipped bits and what an audit says of them: `python -m scripts.campaigns audit`.
+"""Flipped bits and what an audit says of them: `python -m tests.campaigns audit`.
 
 Each of 50 steps has one bit of one output of one module on one rank flipped; 50 steps between them are sound.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import recorder
 from recorder.analyze.replay.audit import NOT_REPRODUCED, audit
-from tests.distributed import jobs
+from tests.rigs import jobs
 
 from .program import NUM_STEPS
 

@@ -1,8 +1,8 @@
 """The ring and its triggers, again and again, on two ranks of gloo: are the steps around a fault there, on all of them?
 
-    python -m scripts.campaigns ring                            # all parts
-    python -m scripts.campaigns ring --only nan --count 100
-    python -m scripts.campaigns ring --only kill,disks --seed 7
+    python -m tests.campaigns ring                            # all parts
+    python -m tests.campaigns ring --only nan --count 100
+    python -m tests.campaigns ring --only kill,disks --seed 7
 
 nan      a NaN on rank 1 at a random step: the steps t-4 to t+2 of both ranks are there, equal to a second run that
          recorded everything, and training is bit-equal to a third without a recorder
@@ -33,8 +33,8 @@ import torch
 import recorder
 from recorder.lifecycle import active
 from recorder.upkeep.verify import verify
-from tests.distributed import jobs
-from tests.distributed.jobs import SCRIPTS
+from tests.rigs import jobs
+from tests.rigs.jobs import SCRIPTS
 
 WHAT = "site=output,grad_output,grad,input"
 RING = f"{WHAT} keep=ring; site=scalar keep=stats"

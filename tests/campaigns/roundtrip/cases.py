@@ -12,7 +12,7 @@ import torch
 
 import recorder
 from recorder.globalview.assemble.rows import GlobalRows
-from tests.distributed import jobs
+from tests.rigs import jobs
 
 from .programs import train
 from .reference import Key
@@ -76,7 +76,7 @@ class Case:
         rules = SPARSE if self.way in BLANK_WAYS else jobs.EVERYTHING
         return Started(
             job=jobs.torchrun(folder, SCRIPT, *self.arguments, options=options, **jobs.recording(rules)),
-            reference=jobs.python(folder / "one", "-m", "scripts.campaigns.roundtrip.reference", *asked, **settings),
+            reference=jobs.python(folder / "one", "-m", "tests.campaigns.roundtrip.reference", *asked, **settings),
             case=self,
         )
 

@@ -1,7 +1,7 @@
 """Print the evidence that the global view is right where ranks share a part of the batch: layout x ranks x site.
 
-    python -m scripts.campaigns meshes          # on 1, 2, 4 and 8 ranks; some minutes on two cores
-    python -m scripts.campaigns meshes 4        # on 4; pipelines are of 2
+    python -m tests.campaigns meshes          # on 1, 2, 4 and 8 ranks; some minutes on two cores
+    python -m tests.campaigns meshes 4        # on 4; pipelines are of 2
 
 Each layout trains with the recorder, and one process under plain hooks trains the same with the whole batch. `equal`
 values have equal bits; `close` ones differ by at most `TOLERANCE` of the largest magnitude in the tensor, as sums in
@@ -23,11 +23,11 @@ import torch
 import recorder
 from recorder.errors import RecorderError
 from recorder.merge.merge import merge_run
-from tests.distributed import jobs
+from tests.rigs import jobs
 
 SCRIPT = Path(__file__).parent / "programs" / "meshes.py"
 EXPERTS_SCRIPT = SCRIPT.with_name("experts.py")
-PIPELINE = Path(jobs.__file__).parent / "scripts" / "pipelined.py"
+PIPELINE = jobs.SCRIPTS / "pipelined.py"
 PIPELINES = (
     "gpipe", "one_forward_one_backward", "checkpointed", "interleaved", "looped", "zero_bubble", "zero_bubble_v",
     "dual_pipe_v", "accumulated", "split",

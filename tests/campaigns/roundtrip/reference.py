@@ -1,6 +1,6 @@
 """The reference: one process, no recorder, plain hooks and plain reads on the unsharded model with the whole batch.
 
-    python -m scripts.campaigns.roundtrip.reference OUT.pt --world-size 2 -- --layout ddp
+    python -m tests.campaigns.roundtrip.reference OUT.pt --world-size 2 -- --layout ddp
 
 What it writes, by key (`KEY`): the value, and the bound within which a run on several ranks must agree.
 
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 import recorder
-from scripts.campaigns.roundtrip.programs.train import Energy, Net, Running
+from tests.campaigns.roundtrip.programs.train import Energy, Net, Running
 
 from .programs import train
 

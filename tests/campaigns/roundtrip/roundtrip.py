@@ -1,8 +1,8 @@
 """Print the evidence that the global view is right: layout x world size x way to train x site.
 
-    python -m scripts.campaigns roundtrip                      # every case, some ten minutes on two cores
-    python -m scripts.campaigns roundtrip fsdp2 x2             # the cases whose name has all of these words
-    python -m scripts.campaigns roundtrip --merge ddp          # from the merged run instead
+    python -m tests.campaigns roundtrip                      # every case, some ten minutes on two cores
+    python -m tests.campaigns roundtrip fsdp2 x2             # the cases whose name has all of these words
+    python -m tests.campaigns roundtrip --merge ddp          # from the merged run instead
 
 Each case trains on several ranks with the recorder, and in one process with plain hooks and the whole batch.
 `expected` values were seen by the latter; each has to be in the global view, with equal bits (`equal`) or within the

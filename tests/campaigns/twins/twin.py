@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 import recorder
 from recorder.errors import RecorderError
-from tests.capture.support import flagged
+from tests.rigs.capturing import flagged
 
 from . import models
 from .loops import LOOPS, Training

@@ -1,8 +1,8 @@
 """Print the evidence that training is not changed, in one process: models x transforms x optimizers.
 
-    python -m scripts.campaigns twins                               # everything, a quarter of an hour on one core
-    python -m scripts.campaigns twins --filter lstm --filter tap    # the combinations whose name has all of these texts
-    python -m scripts.campaigns twins --jobs 2                      # in two processes
+    python -m tests.campaigns twins                               # everything, a quarter of an hour on one core
+    python -m tests.campaigns twins --filter lstm --filter tap    # the combinations whose name has all of these texts
+    python -m tests.campaigns twins --jobs 2                      # in two processes
 
 Each combination trains twice from the same state, the second time with RECORDER=1, every value selected. Outputs,
 losses, parameters, gradients, buffers, states of optimizers and of the random generators have to be equal to the last

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import recorder
-from scripts.campaigns.xla.train import NUM_STEPS, NUM_STEPS_WITHOUT_END
+from tests.campaigns.xla.train import NUM_STEPS, NUM_STEPS_WITHOUT_END
 
 REPOSITORY = Path(__file__).parents[3]
 UNFUSED = "--xla_disable_hlo_passes=fusion,cpu-instruction-fusion"
@@ -41,7 +41,7 @@ class Trained:
         environment["RECORDER_DIR"] = str(self.folder)
         if watched == "recorder":
             environment |= {"RECORDER": "1", "RECORDER_RULES": "site=* keep=tensor,stats,fingerprint"}
-        command = [sys.executable, "-m", "scripts.campaigns.xla.train", style, watched, str(out)]
+        command = [sys.executable, "-m", "tests.campaigns.xla.train", style, watched, str(out)]
         done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         self.said = done.stderr

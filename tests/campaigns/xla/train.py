@@ -1,6 +1,6 @@
 """Trains a small model on an XLA device in one of the ways that people end a step, and says what it took.
 
-    python -m scripts.campaigns.xla.train STYLE WATCHED OUT.pt
+    python -m tests.campaigns.xla.train STYLE WATCHED OUT.pt
 
 WATCHED is how values are seen: `no` (not at all), `recorder` (what RECORDER=1 in the environment does), `attached`
 (`recorder.attach`, with a flush in the middle of each step), or by plain hooks and plain reads: `cloned` (copied on the

@@ -22,7 +22,7 @@ import recorder
 from recorder.capture.core import Capture
 from recorder.capture.hooks import callbacks
 from recorder.errors import ConfigError
-from tests.capture.support import EVERYTHING, Tiny, batch, flagged
+from tests.rigs.capturing import EVERYTHING, Tiny, batch, flagged
 
 
 def train(model: Any, parameters: Any, num_steps: int = 3) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import recorder
 from recorder.capture.hooks.jitter import jittered
-from tests.distributed import jobs
+from tests.rigs import jobs
 
 PROGRAM = """
 import torch

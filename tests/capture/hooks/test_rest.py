@@ -23,7 +23,7 @@ from recorder.capture.hooks import callbacks
 from recorder.capture.hooks.module import Watch
 from recorder.capture.hooks.root import Root
 from recorder.observe import module_hooks
-from tests.capture.support import Tiny, batch, flagged
+from tests.rigs.capturing import Tiny, batch, flagged
 
 EVERY_THIRD = "steps=0::3 site=* keep=tensor,stats,fingerprint"
 OURS = ("BeforeForward", "AfterForward")

@@ -19,7 +19,7 @@ from recorder.errors import UnsupportedError
 from recorder.format.dtypes import ITEM_BYTES
 from recorder.format.payload.fingerprint import MODULUS
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR, Chunk, Measured
-from tests.format import independent
+from tests.rigs import independent
 
 _REAL = [name for name in ITEM_BYTES if not name.startswith(("complex", "float4"))]
 _STATISTICS = ("mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", "sum_abs", "sum_fourth")

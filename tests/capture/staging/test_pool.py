@@ -18,7 +18,7 @@ from torch import nn
 from recorder.capture.staging import copies
 from recorder.capture.staging.pool import Pool, PoolBlock
 from recorder.records import Ready
-from tests.capture.support import Tiny, batch, flagged
+from tests.rigs.capturing import Tiny, batch, flagged
 
 KIB = 1024
 

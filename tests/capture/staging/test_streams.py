@@ -21,7 +21,7 @@ from recorder.capture.staging import copies, streams
 from recorder.capture.staging.measure import measure
 from recorder.capture.staging.pool import Pool, PoolBlock
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, LostError, Ready
-from tests.capture.support import Tiny, batch, flagged
+from tests.rigs.capturing import Tiny, batch, flagged
 
 from .fake_device import FakeDevice, FakeStager
 

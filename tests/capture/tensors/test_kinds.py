@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 import recorder
 from recorder.format.dtypes import item_bytes
 from recorder.format.payload.fingerprint import fingerprint
-from tests.capture.support import Recording, Tiny, batch, flagged
+from tests.rigs.capturing import Recording, Tiny, batch, flagged
 
 pytestmark = [
     # Sparse, nested, quantised and masked tensors call themselves prototypes or on their way out.

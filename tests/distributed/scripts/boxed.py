@@ -1,6 +1,6 @@
 """Trains a small model under DDP again and again, each time with faults at some steps, recorded as a case says.
 
-    python -m tests.ranks 2 boxed.py CASES.json
+    python -m tests.rigs.ranks 2 boxed.py CASES.json
 
 CASES.json is a list of objects: `folder`, where the run goes; `settings` of `attach`; `steps`; `seed`; and `events`, a
 list of `[step, rank, what]`; with ``told`` a rank waits until it knows of a trigger. After the last step each rank
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import recorder
 import recorder.write.writer
 from recorder.lifecycle import active
-from tests.fakes import FaultyDisk
+from tests.rigs.fakes import FaultyDisk
 
 PATIENCE_S = 60.0
 _disk = FaultyDisk()

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import recorder
 from recorder.analyze.export.model import Model
 from recorder.analyze.export.model_files import write_model
-from tests.leaving import leave
+from tests.rigs.leaving import leave
 
 if __name__ == "__main__":
     from train import Net  # type: ignore[import-not-found]  # beside this file, which runs as a script

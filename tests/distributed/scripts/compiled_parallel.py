@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import recorder
-from tests.distributed.scripts.parallel import mesh_of
-from tests.leaving import leave
+from tests.rigs.leaving import leave
+from tests.rigs.parallel import mesh_of
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.nn.parallel import DistributedDataParallel
 
 import recorder
-from tests.leaving import leave
+from tests.rigs.leaving import leave
 
 CPU = torch.device("cpu")
 HYBRID: dict[str, Any] = {"device_id": CPU, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 import recorder
-from tests.distributed.scripts.parallel import Net, fit, local, make, mesh_of, num_collectives, sp, tp
-from tests.leaving import leave
+from tests.rigs.leaving import leave
+from tests.rigs.parallel import Net, fit, local, make, mesh_of, num_collectives, sp, tp
 
 RULES = "site=output,param keep=tensor"
 KINDS: dict[str, Placement] = {"replicate": Replicate(), "shard": Shard(0), "partial": Partial()}

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import recorder
-from tests.leaving import leave
+from tests.rigs.leaving import leave
 
 STEPS, MICRO_BATCHES = 2, 2
 

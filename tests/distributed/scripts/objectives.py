@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import recorder
-from tests.leaving import leave
+from tests.rigs.leaving import leave
 
 CASES = [(layout, is_compiled) for layout in ("ddp", "fsdp2") for is_compiled in (False, True)]
 OBJECTIVES = ("main", "aux")

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel import num_collectives, save_twins  # type: ignore[import-not-found]  # beside this file, which runs as a script
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -30,7 +29,8 @@ from torch.distributed.pipelining import (
 from torch.utils.checkpoint import checkpoint
 
 import recorder
-from tests.leaving import leave
+from tests.rigs.leaving import leave
+from tests.rigs.parallel import num_collectives, save_twins
 
 STEPS, MICRO_BATCHES, ROWS = 2, 4, 2
 IN, DIM, OUT, LAYERS = 4, 8, 3, 4

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import recorder
-from tests.leaving import leave
+from tests.rigs.leaving import leave
 
 
 class Block(nn.Module):

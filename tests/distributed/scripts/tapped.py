@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import recorder
 from recorder.lifecycle import active as recording_side
-from tests.leaving import leave
+from tests.rigs.leaving import leave
 
 RULES = "site=input,output,grad_input,grad_output,grad keep=tensor"
 SELECT = "site=input,output"

@@ -18,7 +18,7 @@ from recorder.errors import CorruptError
 from recorder.format.dtypes import ITEM_BYTES
 from recorder.format.numbers.histogram import Histogram, added, of_row
 from recorder.records import KEEP_HISTOGRAM, KEEP_STATS
-from tests.format import independent
+from tests.rigs import independent
 
 _BOTH = KEEP_STATS | KEEP_HISTOGRAM
 _REAL = [name for name in ITEM_BYTES if not name.startswith(("complex", "float4"))]

@@ -15,7 +15,7 @@ from recorder.capture.staging.measure import measure
 from recorder.errors import CorruptError
 from recorder.format.numbers.units import MAX_UNITS, ChunkUnits, Units, joined, sides_of
 from recorder.records import KEEP_STATS, KEEP_UNITS, Chunk, Measured
-from tests.format import independent
+from tests.rigs import independent
 
 _BOTH = KEEP_STATS | KEEP_UNITS
 

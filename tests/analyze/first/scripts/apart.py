@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 import recorder
-from tests.distributed.scripts import parallel
-from tests.distributed.scripts.parallel import mesh_of, sharded
-from tests.leaving import leave
+from tests.rigs import parallel
+from tests.rigs.leaving import leave
+from tests.rigs.parallel import mesh_of, sharded
 
 RULES = "site=param,grad,optim keep=stats,fingerprint"
 STEP, RANK = 1, 3

@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 import recorder
 import recorder.lifecycle.recorder  # as dynamo
 import recorder.write.writer
-from scripts.campaigns.check.programs.cases import FAULTS, SOUND, Case
-from scripts.campaigns.check.programs.models import WIDTH, Adversaries, Labelled, TwoHeads
-from tests.forking import fork
+from tests.campaigns.check.programs.cases import FAULTS, SOUND, Case
+from tests.campaigns.check.programs.models import WIDTH, Adversaries, Labelled, TwoHeads
+from tests.rigs.forking import fork
 
 RULES = "site=* keep=stats,fingerprint,histogram,units"
 OF_CHANNELS = "; class=ReLU site=output keep=units unit_dim=1"

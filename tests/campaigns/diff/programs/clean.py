@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import recorder
 import recorder.lifecycle.recorder  # as dynamo
 import recorder.write.writer
-from tests.forking import fork
+from tests.rigs.forking import fork
 
 WORDS, USED_WORDS, WIDTH, HEADS, LENGTH, BATCH, STEPS = 32, 24, 16, 2, 8, 8, 6
 BROKEN_STEP = 3

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import recorder
 import recorder.lifecycle.recorder  # the same
 import recorder.write.writer
-from tests.forking import fork
+from tests.rigs.forking import fork
 
 WORDS, WIDTH, LENGTH, BATCH, STEPS = 11, 8, 5, 4, 4
 BROKEN_STEP = 1

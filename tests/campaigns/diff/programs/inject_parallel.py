@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import loss_parallel
 
 import recorder
-from tests.distributed.scripts import parallel
-from tests.leaving import leave
+from tests.rigs import parallel
+from tests.rigs.leaving import leave
 
 CUTS = {
     "sound": parallel.tp,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import recorder
-from tests.leaving import leave
+from tests.rigs.leaving import leave
 
 ERRORS = (
     "rate", "stale", "momentum", "lost_micro_batch", "scaled_micro_batch", "loss_scale", "transposed", "handed_back",

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 import recorder
 import recorder.lifecycle.recorder  # as dynamo
 import recorder.write.writer
-from tests.forking import fork
+from tests.rigs.forking import fork
 
 CHANNELS, SIDE, KINDS, CLASSES, BATCH, STEPS = 8, 6, 5, 7, 8, 4
 RULES = "site=* keep=tensor,stats,fingerprint"

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import recorder
-from tests.distributed.scripts.parallel import Exchange, mesh_of
-from tests.leaving import leave
+from tests.rigs.leaving import leave
+from tests.rigs.parallel import Exchange, mesh_of
 
 STEPS, BATCH, WORDS, DIM = 2, 16, 4, 8
 RULES = "site=* keep=tensor,stats,fingerprint"

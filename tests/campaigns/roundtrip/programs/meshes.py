@@ -1,6 +1,6 @@
 """Training in layouts of more than data parallelism, each data-parallel rank on its slice of one global batch.
 
-The model and how it is cut are those of `tests/distributed/scripts/parallel.py`. Rank 0 trains it once more, in one
+The model and how it is cut are those of `tests/rigs/parallel.py`. Rank 0 trains it once more, in one
 process with the whole batch, under plain hooks.
 """
 
@@ -29,10 +29,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 import recorder
-from scripts.campaigns.roundtrip.programs import pipelines
-from tests.distributed.scripts import parallel
-from tests.distributed.scripts.parallel import mesh_of, sequence_parallel, sharded, tensor_parallel
-from tests.leaving import leave
+from tests.campaigns.roundtrip.programs import pipelines
+from tests.rigs import parallel
+from tests.rigs.leaving import leave
+from tests.rigs.parallel import mesh_of, sequence_parallel, sharded, tensor_parallel
 
 STEPS, BATCH = 2, 8
 RULES = "site=* keep=tensor,stats,fingerprint"

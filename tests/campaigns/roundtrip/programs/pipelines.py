@@ -1,6 +1,6 @@
 """Training in pipelines whose stages are data, tensor or sequence parallel: the layouts ``pp ...`` of `meshes.py`.
 
-Stages lie along the first axis of the mesh; the model and its cuts are `tests/distributed/scripts/parallel.py`'s.
+Stages lie along the first axis of the mesh; the model and its cuts are `tests/rigs/parallel.py`'s.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.tensor.parallel import loss_parallel
 
 import recorder
-from tests.distributed.scripts import parallel
-from tests.distributed.scripts.parallel import mesh_of, sequence_parallel, tensor_parallel
+from tests.rigs import parallel
+from tests.rigs.parallel import mesh_of, sequence_parallel, tensor_parallel
 
 MICRO_BATCHES, NUM_RANKS = 2, 2
 CUTS = {"tp": tensor_parallel, "sp": sequence_parallel}

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import recorder
-from tests.leaving import leave
+from tests.rigs.leaving import leave
 
 VOCABULARY, WIDTH, HIDDEN, HEADS, LENGTH = 13, 9, 12, 3, 5
 BATCH = 8
