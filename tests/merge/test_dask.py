@@ -202,11 +202,16 @@ def test_without_dask_it_is_said_how_to_get_it(cli: Cli, run: Path, monkeypatch:
     assert "pip install 'torch-recorder[dask]'" in result.err
 
 
-@pytest.mark.parametrize("options", [["--jobs", 2], ["--to", "dcp"]])
-def test_options_that_would_change_nothing_are_refused(cli: Cli, run: Path, tmp_path: Path, options: list[Any]) -> None:
-    result = cli("merge", run, "-o", tmp_path / "out", "--scheduler", "tcp://127.0.0.1:1", *options)
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [("merge", ["--jobs", 2], "--jobs: not "), ("checkpoint", ["--to", "dcp"], "No such option: --scheduler")],
+)
+def test_options_that_would_change_nothing_are_refused(
+    cli: Cli, run: Path, tmp_path: Path, command: str, options: list[Any], message: str
+) -> None:
+    result = cli(command, run, "-o", tmp_path / "out", "--scheduler", "tcp://127.0.0.1:1", *options)
     assert result.exit_code == 2
-    assert ("--jobs: not " if "--jobs" in options else "No such option: --scheduler") in result.err
+    assert message in result.err
     assert not (tmp_path / "out").exists()
 
 
