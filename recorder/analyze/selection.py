@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import LookupFailedError
-from ..format.version import FORMAT_VERSION
+from ..format.rundir import FORMAT_VERSION
 from ..globalview.plan.overrides import check_overrides
 from ..globalview.run import Run
 from ..rules import ANY, Schedule, choose, hint, parse_patterns

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ..config import Settings
-from ..format.answers import WAITING, Answer
-from ..format.commands import SET, Command, rules_of
+from ..format.commands import SET, WAITING, Answer, Command, rules_of
 from ..observe.clock import Clock
 from ..observe.compiled import has_compiled_anything
 from ..observe.rule_changes import RuleChanges

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..format.commands import DUMP
-from ..format.proof import CHANGED, UNCHANGED, Proof
+from ..format.rundir import CHANGED, UNCHANGED, Proof
 from ..globalview.run import Run
 from ..read.dumps import RunDump
 from ..system.text import counted, size

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CommandError
-from ..format.answers import IN_FORCE, MISSED, REFUSED, WAITING
-from ..format.commands import Command
+from ..format.commands import IN_FORCE, MISSED, REFUSED, WAITING, Command
 from ..format.manifest import RunManifest
 from ..read.finding import find_run
 from ..read.fleet import FLEET

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ..format.answers import ENDED, MISSED, REFUSED, WAITING, Answer
-from ..format.commands import DUMP, PAUSE, SET, Command
+from ..format.commands import DUMP, ENDED, MISSED, PAUSE, REFUSED, SET, WAITING, Answer, Command
 from ..globalview.run import Run
 from ..read.status import RankNow
 from ..system.text import counted

@@ -17,8 +17,15 @@ from typing import Any, NamedTuple, Self
 import pyarrow as pa
 
 from ..errors import CorruptError
-from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, index_name, parse_rank_dir, parse_shard_name, shard_name
-from ..format.status import STATUS
+from ..format.rundir import (
+    RUN_MANIFEST,
+    STATUS,
+    WRITER_MANIFEST,
+    index_name,
+    parse_rank_dir,
+    parse_shard_name,
+    shard_name,
+)
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@-]{0,254}")
 """Names that are the same in every store, and that no shell, URL or terminal reads otherwise."""

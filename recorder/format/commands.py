@@ -1,4 +1,6 @@
-"""The form of a command to a run that is under way: one small immutable file, ``_commands/000001.json``.
+"""The form of a command to a run that is under way, of the answers of its writers, and the rules that follow from both.
+
+A command is one small immutable file, ``_commands/000001.json``. A writer answers in its manifest and its status.
 
 A command names the steps that it is for, and they lie ahead when it is sent, so that all ranks do it at the same steps
 without talking to each other. It selects what is recorded, and nothing else: a command never holds a path, a size or
@@ -9,7 +11,8 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from os import urandom
 from typing import Any
 
@@ -17,10 +20,8 @@ from ..errors import CommandError, ConfigError, RunError
 from ..records import KEEP_RING
 from ..rules import EXPRESSION, Rule, parse_rules
 from ..system.text import one_line
-from .manifest import check_version
 from .members import Members
-from .rundir import encode_manifest
-from .version import FORMAT_NAME, FORMAT_VERSION
+from .rundir import FORMAT_NAME, FORMAT_VERSION, check_version, encode_manifest
 
 COMMANDS = "_commands"
 """The directory of a run that holds its commands."""
@@ -192,3 +193,126 @@ def _whole(members: Members, key: str) -> int:
     """Return a count that must be there, or -1, which no step is."""
     value = members.optional_count(key)
     return -1 if value is None else value
+
+
+WAITING, IN_FORCE, ENDED, MISSED, REFUSED = "waiting", "in force", "ended", "missed", "refused"
+STATES = (WAITING, IN_FORCE, ENDED, MISSED, REFUSED)
+"""What a writer says of a command: its steps lie ahead; it is done now, or was done; the writer learned of it too late
+for any of its steps; the writer does not do it. A later version may have more."""
+_PROGRESS = (WAITING, IN_FORCE)
+"""States after which a writer has more to say, the first one first."""
+_MAX_TEXT = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a writer says of one command."""
+
+    number: int
+    id: str
+    kind: str
+    state: str
+    """One of `STATES`."""
+    since: int | None = None
+    """The first step at which this writer does it; behind the command's own where the writer learned of it late."""
+    until: int | None = None
+    """The last step at which this writer does it, where that is known."""
+    why: str = ""
+    """Why the command was missed or refused, or what it left; a sentence."""
+    by: str = ""
+    """Who sent the command."""
+    rules: tuple[str, ...] = ()
+    """The rules of a command that has some."""
+
+    def members(self) -> dict[str, Any]:
+        """Return it for a manifest, without what it does not say."""
+        return self.short_members() | {
+            name: value for name, value in (("by", self.by), ("rules", list(self.rules))) if value
+        }
+
+    def short_members(self) -> dict[str, Any]:
+        """Return it for a status, which has little room."""
+        members = {
+            "number": self.number,
+            "id": self.id,
+            "kind": self.kind,
+            "state": self.state,
+            "since": self.since,
+            "until": self.until,
+            "why": self.why[:_MAX_TEXT] or None,
+        }
+        return {name: value for name, value in members.items() if value is not None}
+
+    def is_before(self, other: Answer) -> bool:
+        """Whether the same writer has said this before it said another answer to the same command."""
+        known = len(_PROGRESS)
+        one, two = (_PROGRESS.index(of.state) if of.state in _PROGRESS else known for of in (self, other))
+        return one < two
+
+    @classmethod
+    def read(cls, members: Members) -> Answer:
+        """Read it from an object of unknown origin."""
+        return cls(
+            number=members.count("number"),
+            id=members.text("id"),
+            kind=members.text("kind"),
+            state=members.text("state"),
+            since=members.optional_count("since"),
+            until=members.optional_count("until"),
+            why=members.text("why")[:_MAX_TEXT],
+            by=members.text("by")[:_MAX_TEXT],
+            rules=members.texts("rules"),
+        )
+
+
+def rules_in_force(rules: Sequence[Rule], answers: Iterable[Answer]) -> list[Rule]:
+    """The rules of a writer over all of its steps: its own and those that it was sent, each with its steps.
+
+    Args:
+        rules: the writer's own.
+        answers: what became of the commands that it was sent.
+
+    Raises:
+        ConfigError: a rule that it was sent is none.
+    """
+    held = [answer for answer in answers if answer.since is not None and answer.state != REFUSED]
+    pauses = [span for answer in held if answer.kind == PAUSE and (span := _span(answer)) is not None]
+    sets = [(answer, span) for answer in held if answer.kind == SET and (span := _span(answer)) is not None]
+    if not pauses and not sets:
+        return list(rules)
+    in_force = list(rules) if not pauses else [_at(rule, without((0, None), pauses)) for rule in rules]
+    for answer, span in sets:
+        sent = parse_rules(list(answer.rules), takes_unknown_sites=True)
+        in_force += [_at(rule, without(span, pauses)) for rule in sent]
+    return [rule for rule in in_force if rule.steps.slices or rule.steps.powers_of_two]
+
+
+Span = tuple[int, int | None]
+"""Steps from a first to a last one; None: without an end."""
+
+
+def _at(rule: Rule, spans: Sequence[Span]) -> Rule:
+    return replace(rule, steps=rule.steps.within(spans), written="")
+
+
+def _span(answer: Answer) -> Span | None:
+    """Return the steps at which a command was done; None where there are none."""
+    assert answer.since is not None, "commands without a first step were left out"
+    return None if answer.until is not None and answer.until < answer.since else (answer.since, answer.until)
+
+
+def without(span: Span, pauses: Iterable[Span]) -> list[Span]:
+    """Return what is left of a span without pauses."""
+    first, last = span
+    spans: list[Span] = []
+    for begin, end in sorted(pauses, key=lambda pause: pause[0]):
+        if last is not None and begin > last:
+            break
+        if begin > first:
+            spans.append((first, begin - 1))
+        if end is None:
+            return spans
+        first = max(first, end + 1)
+    if last is None or first <= last:
+        spans.append((first, last))
+    return spans

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import RUN_NAME
-from ..errors import CorruptError, NotARunError, UnsupportedError
 from ..system.processes import runs
-from .answers import Answer
+from .commands import Answer
 from .members import Members, Shared
 from .roots import Root
-from .version import FORMAT_NAME, FORMAT_VERSION
+from .rundir import FORMAT_VERSION
 
 COUNTED = "counted"
 """The `step_source` of steps that merely count from 0."""
@@ -298,26 +297,6 @@ class WriterManifest(Lifetime):
         """The value of a setting that is a whole number; 0 where it is none."""
         value = self.settings[name].value if name in self.settings else 0
         return value if type(value) is int else 0
-
-
-def check_version(raw: Mapping[str, Any], where: str) -> None:
-    """See that a manifest is ours and of a major version that this package reads.
-
-    Raises:
-        NotARunError: the manifest is of another format.
-        UnsupportedError: it is of another major version.
-    """
-    if raw.get("format") != FORMAT_NAME:
-        raise NotARunError(f"{where}: its format is {raw.get('format')!r}, expected {FORMAT_NAME!r}")
-    match raw.get("version"):
-        case [int(major), int(minor)]:
-            if major != FORMAT_VERSION[0]:
-                raise UnsupportedError(
-                    f"{where}: format version {major}.{minor}, but this reader knows {FORMAT_VERSION[0]}.x: "
-                    "pip install --upgrade torch-recorder"
-                )
-        case version:
-            raise CorruptError(f"{where}: version is {version!r}, expected [major, minor]")
 
 
 def _lifetime(members: Members) -> dict[str, Any]:

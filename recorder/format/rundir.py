@@ -1,4 +1,7 @@
-"""Names of a run directory, and the text of its manifests; never takes a name found on disk for a path."""
+"""The files of a run directory beside its rows: their names, the version of the format, and the text of JSON files.
+
+Needs neither numpy nor pyarrow. Must never take a name that was found on disk for a path.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ import os
 import re
 import stat
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from crc32c import crc32c
 
-from ..errors import CorruptError, NotARunError
-from .members import parse_object
-from .version import FORMAT_NAME
+from ..errors import CorruptError, NotARunError, UnsupportedError
+from .members import Members, parse_object
 
 RUN_MANIFEST = "_run.json"
 WRITER_MANIFEST = "_writer.json"
@@ -128,3 +131,110 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
                 raise CorruptError(f"{where}: has no checksum, as every version since 1.1 has")
     value.pop(CHECKSUM, None)
     return value
+
+
+def check_version(raw: Mapping[str, Any], where: str) -> None:
+    """See that a manifest is ours and of a major version that this package reads.
+
+    Raises:
+        NotARunError: the manifest is of another format.
+        UnsupportedError: it is of another major version.
+    """
+    if raw.get("format") != FORMAT_NAME:
+        raise NotARunError(f"{where}: its format is {raw.get('format')!r}, expected {FORMAT_NAME!r}")
+    match raw.get("version"):
+        case [int(major), int(minor)]:
+            if major != FORMAT_VERSION[0]:
+                raise UnsupportedError(
+                    f"{where}: format version {major}.{minor}, but this reader knows {FORMAT_VERSION[0]}.x: "
+                    "pip install --upgrade torch-recorder"
+                )
+        case version:
+            raise CorruptError(f"{where}: version is {version!r}, expected [major, minor]")
+
+
+PROOF = "_prove.json"
+PROOF_BYTES = 1 << 20
+"""A larger file was not written by us."""
+UNCHANGED, CHANGED, UNKNOWN = "unchanged", "changed", "cannot tell"
+VERDICTS = (UNCHANGED, CHANGED, UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """Whether a program trained under the recorder as it does without."""
+
+    verdict: str
+    """One of `VERDICTS`; what a later version may add counts as ``cannot tell`` for exit codes."""
+    text: str
+    """The verdict as a sentence."""
+    steps: int = 0
+    """How many optimizer steps were compared."""
+    ranks: int = 0
+    """How many ranks were compared."""
+    first_step: int | None = None
+    """The first step that differs, counted from 0 at the start of the program; None: none does."""
+    notes: tuple[str, ...] = ()
+    """What was not compared, and why."""
+    time_ns: int = 0
+    """When the verdict was found, since the epoch."""
+
+    def encode(self) -> bytes:
+        """Return the text of the file."""
+        return encode_manifest({**asdict(self), "notes": list(self.notes)})
+
+    @classmethod
+    def read(cls, raw: dict[str, Any]) -> Proof:
+        """Read the object of a file, which is untrusted input."""
+        members = Members(raw)
+        notes = raw.get("notes")
+        return cls(
+            verdict=members.text("verdict") or UNKNOWN,
+            text=members.text("text"),
+            steps=members.count("steps"),
+            ranks=members.count("ranks"),
+            first_step=members.optional_count("first_step"),
+            notes=tuple(note for note in notes if isinstance(note, str)) if isinstance(notes, list) else (),
+            time_ns=members.count("time_ns"),
+        )
+
+
+STATUS = "_status.json"
+STATUS_BYTES = 4096
+"""The file always has this size: one block, which the kernel replaces as a whole wherever it can."""
+OTHER_REASONS = "other"
+"""What drops are called whose reasons have no room."""
+_MAX_REASONS = 24
+_MAX_ANSWERS = 8
+_MAX_TEXT = 200
+
+
+def encode_status(facts: Mapping[str, object]) -> bytes:
+    """The whole file: the JSON of a manifest with its checksum in front, made up to its size by a member of blanks."""
+    facts = {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in facts.items()}
+    dropped = facts.get("dropped")
+    for num_reasons, num_commands in ((_MAX_REASONS, _MAX_ANSWERS), (1, _MAX_ANSWERS), (1, 1), (0, 0)):
+        if answers := facts.get("commands"):
+            facts["commands"] = list(answers)[-num_commands:] if num_commands else []  # type: ignore[call-overload]
+        if isinstance(dropped, dict) and len(dropped) > num_reasons:
+            facts["dropped"] = _largest(dropped, num_reasons)
+        members = {"format": FORMAT_NAME, "version": list(FORMAT_VERSION), **facts, "padding": ""}
+        text = encode_manifest(members)
+        if len(text) <= STATUS_BYTES:
+            break
+    else:
+        raise ValueError(f"a status of {len(text)} bytes: {STATUS_BYTES} are what it may have")
+    return encode_manifest({**members, "padding": " " * (STATUS_BYTES - len(text))})
+
+
+def _largest(dropped: Mapping[str, int], num_reasons: int) -> dict[str, int]:
+    by_count = sorted(dropped.items(), key=lambda item: -item[1])
+    kept = {reason[:_MAX_TEXT]: count for reason, count in by_count[:num_reasons]}
+    return {**kept, OTHER_REASONS: kept.get(OTHER_REASONS, 0) + sum(count for _, count in by_count[num_reasons:])}
+
+
+FORMAT_NAME = "recorder"
+FORMAT_VERSION = (1, 3)
+"""Major, minor. Readers refuse another major and accept any minor."""
+MAX_COUNT = 1 << 53
+"""Bound on every whole number of a row: float64 holds them exactly, and sums and products with a width fit int64."""

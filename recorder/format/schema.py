@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from ..records import PART_BYTES
-from .version import FORMAT_VERSION, MAX_COUNT
+from .rundir import FORMAT_VERSION, MAX_COUNT
 
 VERSION_KEY = b"recorder_format"
 """Key of the schema's metadata; its value is the version of the file, such as ``1.2``."""

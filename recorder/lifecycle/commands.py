@@ -35,8 +35,7 @@ from pathlib import Path
 
 from ..capture.parallel.topology import Topology
 from ..errors import CommandError
-from ..format.answers import ENDED, REFUSED, WAITING, Answer
-from ..format.commands import DUMP, Command
+from ..format.commands import DUMP, ENDED, REFUSED, WAITING, Answer, Command
 from ..storage.commands import CommandFolder, Refusal, send
 from ..system.events import Events
 

@@ -15,8 +15,7 @@ from typing import NamedTuple, Protocol
 
 from ..config import Settings
 from ..errors import CommandError
-from ..format.answers import ENDED, IN_FORCE, MISSED
-from ..format.commands import DUMP, Command
+from ..format.commands import DUMP, ENDED, IN_FORCE, MISSED, Command
 from ..rules import RingWindow
 from ..system import log
 from ..system.events import Events

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..format.manifest import COUNTED
-from ..format.version import FORMAT_NAME, FORMAT_VERSION
+from ..format.rundir import FORMAT_NAME, FORMAT_VERSION
 from ..globalview.run import Run
 from ..read.writers import load_balances
 

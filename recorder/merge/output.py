@@ -18,13 +18,13 @@ from typing import Any
 
 from ..errors import NotARunError, RunError, WriteError
 from ..format.rundir import (
+    FORMAT_NAME,
     MERGE_MANIFEST,
     RUN_MANIFEST,
     WRITER_MANIFEST,
     parse_rank_dir,
     read_json,
 )
-from ..format.version import FORMAT_NAME
 from ..globalview.run import Run
 from ..read.finding import find_run_around
 from ..read.writers import GLOBAL_DIR

@@ -17,9 +17,8 @@ import pyarrow.compute as pc
 from crc32c import crc32c
 
 from ..format.integrity import batch_crcs
-from ..format.rundir import WRITER_MANIFEST, open_name, shard_name
+from ..format.rundir import FORMAT_NAME, FORMAT_VERSION, WRITER_MANIFEST, open_name, shard_name
 from ..format.schema import OF_FIRST_PART, SCHEMA
-from ..format.version import FORMAT_NAME, FORMAT_VERSION
 from ..globalview.assemble.assembler import PayloadPart
 from ..globalview.assemble.columns import NO_VALUES, with_member
 from ..sites import NUMBERS

@@ -9,9 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..format.answers import ENDED, IN_FORCE, MISSED, REFUSED, WAITING, Answer
-from ..format.commands import PAUSE, RESUME, SET, UNDO, Command, rules_of
-from ..format.in_force import Span, without
+from ..format.commands import (
+    ENDED,
+    IN_FORCE,
+    MISSED,
+    PAUSE,
+    REFUSED,
+    RESUME,
+    SET,
+    UNDO,
+    WAITING,
+    Answer,
+    Command,
+    Span,
+    rules_of,
+    without,
+)
 from ..rules import Rule, Schedule
 
 _MAX_RULES = 256

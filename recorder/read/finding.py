@@ -17,9 +17,9 @@ from typing import NamedTuple, NoReturn
 
 from ..config import LATEST, load_settings
 from ..errors import LookupFailedError, NotARunError, RecorderError, RunError
-from ..format.manifest import RunManifest, check_version
+from ..format.manifest import RunManifest
 from ..format.members import Members
-from ..format.rundir import MERGE_MANIFEST, RUN_MANIFEST
+from ..format.rundir import MERGE_MANIFEST, RUN_MANIFEST, check_version
 from ..storage.locations import LOCAL, Location, location_of, store_of
 from ..system.text import counted, moment
 from .fleet import is_fleet

@@ -21,9 +21,8 @@ import pyarrow as pa
 from ..errors import CorruptError, LookupFailedError, RunError, not_installed
 from ..format.dtypes import item_bytes
 from ..format.manifest import RunManifest
-from ..format.proof import PROOF, PROOF_BYTES, UNKNOWN, Proof
 from ..format.roots import Jitter, Module
-from ..format.rundir import RUN_MANIFEST
+from ..format.rundir import PROOF, PROOF_BYTES, RUN_MANIFEST, UNKNOWN, Proof
 from ..format.schema import METADATA_COLUMNS, SCHEMA
 from ..storage.locations import Location, OpenLocation, store_of
 from .commands import SentCommands, read_commands

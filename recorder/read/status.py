@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import RunError
-from ..format.answers import Answer
+from ..format.commands import Answer
 from ..format.manifest import Balance, Lifetime
 from ..format.members import Members
-from ..format.rundir import WRITER_MANIFEST, parse_shard_name
-from ..format.status import STATUS, STATUS_BYTES
+from ..format.rundir import STATUS, STATUS_BYTES, WRITER_MANIFEST, parse_shard_name
 from ..storage.locations import Location, store_of
 from .writers import list_writers, writer_folders
 

@@ -18,11 +18,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import NotARunError, RunError
-from ..format.manifest import COUNTED, Balance, Lifetime, RetiredEarlier, WriterManifest, check_version
+from ..format.manifest import COUNTED, Balance, Lifetime, RetiredEarlier, WriterManifest
 from ..format.members import Members, Shared
-from ..format.rundir import WRITER_MANIFEST, parse_rank_dir, parse_shard_name, shard_name
+from ..format.rundir import (
+    STATUS,
+    STATUS_BYTES,
+    WRITER_MANIFEST,
+    check_version,
+    parse_rank_dir,
+    parse_shard_name,
+    shard_name,
+)
 from ..format.schema import SCHEMA
-from ..format.status import STATUS, STATUS_BYTES
 from ..storage.locations import Location, OpenLocation, store_of
 from .shards.rows import ShardRows, each_of, load_open, load_sealed
 

@@ -15,9 +15,10 @@ import pyarrow as pa
 
 from ..errors import RunError
 from ..format.integrity import BatchHeader, check_batch
-from ..format.manifest import Lifetime, check_version
+from ..format.manifest import Lifetime
 from ..format.rundir import (
     WRITER_MANIFEST,
+    check_version,
     index_name,
     open_name,
     parse_shard_name,

@@ -19,6 +19,8 @@ from ..errors import RunError, WriteError
 from ..format.manifest import RunManifest
 from ..format.payload.codec import Encoder
 from ..format.rundir import (
+    FORMAT_NAME,
+    FORMAT_VERSION,
     RUN_MANIFEST,
     WRITER_MANIFEST,
     index_name,
@@ -27,7 +29,6 @@ from ..format.rundir import (
     read_json,
 )
 from ..format.schema import SCHEMA
-from ..format.version import FORMAT_NAME, FORMAT_VERSION
 from ..rules import Schedule
 from .backoff import Backoff, drop_reason
 from .earlier import EarlierShard, find_earlier

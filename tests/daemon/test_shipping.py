@@ -20,8 +20,7 @@ from recorder.daemon.shipping.shared import Shipping
 from recorder.daemon.shipping.shipped import ShippedRun
 from recorder.daemon.watching import list_writer, sealed_name
 from recorder.errors import StoreError
-from recorder.format.rundir import encode_manifest
-from recorder.format.status import encode_status
+from recorder.format.rundir import encode_manifest, encode_status
 from recorder.storage.locations import location_of, store_of
 from tests.daemon.support import at_work, faults, files, objects, ship
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run

@@ -16,7 +16,7 @@ from recorder.daemon.shipping.shared import Shipping
 from recorder.daemon.steering import Carrier, send_to_store, signature
 from recorder.errors import CommandError
 from recorder.format.commands import PAUSE, SET, UNDO, Command
-from recorder.format.status import encode_status
+from recorder.format.rundir import encode_status
 from recorder.storage.commands import CommandFolder
 from tests.daemon.support import ship
 from tests.daemon.test_shipping import small_run

@@ -17,8 +17,8 @@ from recorder.format.integrity import batch_metadata, seal_metadata
 from recorder.format.payload.codec import Encoder, max_encoded_bytes
 from recorder.format.payload.encodings import ALL_ENCODINGS, ENCODINGS
 from recorder.format.payload.fingerprint import fingerprint, to_text
+from recorder.format.rundir import FORMAT_VERSION
 from recorder.format.schema import SCHEMA
-from recorder.format.version import FORMAT_VERSION
 from recorder.sites import ALL_SITES, SITE_OF
 from tests.rigs import independent
 

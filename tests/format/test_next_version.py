@@ -19,9 +19,8 @@ import pytest
 import recorder
 from recorder.errors import UnsupportedError
 from recorder.format.payload.encodings import ENCODINGS
-from recorder.format.rundir import open_name
+from recorder.format.rundir import FORMAT_VERSION, open_name
 from recorder.format.schema import COLUMN_OF, METADATA_COLUMNS
-from recorder.format.version import FORMAT_VERSION
 from recorder.sites import SITES
 from tests.golden.coming import COLUMN, ENCODING, MINOR, MIRRORED, REPOSITORY, RUN, SITE, patched_package, updates
 from tests.golden.make_coming import make

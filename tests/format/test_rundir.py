@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from recorder.errors import CorruptError, NotARunError, UnsupportedError
 from recorder.format import rundir
-from recorder.format.manifest import check_version
+from recorder.format.rundir import check_version
 
 
 @given(st.integers(0, 10**8))

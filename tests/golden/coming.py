@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recorder.format.version import FORMAT_VERSION
+from recorder.format.rundir import FORMAT_VERSION
 
 from .values import RATE, Array, Value, values
 

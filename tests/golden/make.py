@@ -13,8 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from recorder.format.rundir import encode_manifest, read_json
-from recorder.format.status import STATUS, encode_status
+from recorder.format.rundir import STATUS, encode_manifest, encode_status, read_json
 from tests.rigs import jobs
 
 TRAIN = Path(__file__).parent / "train.py"

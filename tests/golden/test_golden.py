@@ -14,8 +14,8 @@ import pytest
 
 import recorder
 from recorder.errors import LookupFailedError
+from recorder.format.rundir import FORMAT_VERSION
 from recorder.format.schema import COLUMN_OF, STATISTICS
-from recorder.format.version import FORMAT_VERSION
 from recorder.globalview.assemble.rows import GlobalRows
 from tests.rigs import jobs
 from tests.rigs.fingerprints import fingerprint

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from recorder.errors import LookupFailedError
-from recorder.format.status import encode_status
+from recorder.format.rundir import encode_status
 from recorder.globalview.run import open_run
 from recorder.upkeep.verify import verify
 from tests.rigs.command_line import Cli, cli

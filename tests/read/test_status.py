@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recorder.errors import NotARunError
-from recorder.format.rundir import encode_manifest
-from recorder.format.status import STATUS, STATUS_BYTES, encode_status
+from recorder.format.rundir import STATUS, STATUS_BYTES, encode_manifest, encode_status
 from recorder.read.status import RankNow, RunWatch
 from recorder.read.writers import RecordedWriter
 from tests.rigs.handmade import HandmadeWriter, make_run

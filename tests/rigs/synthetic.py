@@ -21,10 +21,18 @@ import numpy as np
 import pyarrow as pa
 
 from recorder import __version__
-from recorder.format.rundir import RUN_MANIFEST, WRITER_MANIFEST, open_name, rank_dir, shard_name
+from recorder.format.rundir import (
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    RUN_MANIFEST,
+    STATUS,
+    WRITER_MANIFEST,
+    encode_status,
+    open_name,
+    rank_dir,
+    shard_name,
+)
 from recorder.format.schema import COUNTS, SCHEMA, STATISTICS
-from recorder.format.status import STATUS, encode_status
-from recorder.format.version import FORMAT_NAME, FORMAT_VERSION
 from recorder.write.files.file import Disk, PageMemory
 from recorder.write.files.ipc import IpcFormat
 from recorder.write.files.manifest import create_manifest, replace_manifest

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recorder.format.rundir import read_json
-from recorder.format.status import STATUS, STATUS_BYTES, encode_status
+from recorder.format.rundir import STATUS, STATUS_BYTES, encode_status, read_json
 from recorder.write.files.file import Disk
 from recorder.write.files.status import StatusFile
 from tests.rigs.fakes import FaultyDisk

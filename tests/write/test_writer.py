@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 
 from recorder.format.dtypes import item_bytes
 from recorder.format.payload.codec import decode
-from recorder.format.rundir import index_name
+from recorder.format.rundir import FORMAT_VERSION, index_name
 from recorder.format.schema import METADATA_COLUMNS, SCHEMA
-from recorder.format.version import FORMAT_VERSION
 from recorder.records import (
     KEEP_FINGERPRINT,
     KEEP_STATS,

@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...checks.rows import About, Catalog, ModuleFacts, Rows, SeriesKey
+from ...format.rundir import MAX_COUNT
 from ...format.schema import COUNTS, SCHEMA
-from ...format.version import MAX_COUNT
 from ...globalview.run import Run
 from ...globalview.topology.run_topology import Topology
 from ...globalview.view import GlobalView

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...errors import ConfigError
-from ...format.in_force import rules_in_force
+from ...format.commands import rules_in_force
 from ...format.manifest import WriterManifest
 from ...format.roots import Module as Described
 from ...format.roots import Root

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from ...config import FLAG, PREFIX, load_settings
 from ...errors import RecorderError
-from ...format.proof import CHANGED, PROOF, UNCHANGED, UNKNOWN, Proof
-from ...format.rundir import RUN_MANIFEST
+from ...format.rundir import CHANGED, PROOF, RUN_MANIFEST, UNCHANGED, UNKNOWN, Proof
 from ...globalview.run import Run, open_run
 from ...read.finding import runs_in
 from .observed import Observed, read_observed

@@ -11,7 +11,7 @@ import typer
 
 from ...analyze.prove.launching import prove
 from ...errors import ConfigError, LookupFailedError
-from ...format.proof import CHANGED, UNCHANGED, UNKNOWN
+from ...format.rundir import CHANGED, UNCHANGED, UNKNOWN
 from ...lifecycle.launch import prepare, split_assignments
 from ...read.finding import typed_for
 from ..notes import proof_state

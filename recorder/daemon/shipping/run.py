@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import RunError
-from ...format.rundir import RUN_MANIFEST, WRITER_MANIFEST
-from ...format.status import STATUS
+from ...format.rundir import RUN_MANIFEST, STATUS, WRITER_MANIFEST
 from ..fleet import catalog_name
 from ..watching import Entries, Folder, RefusedError, Stamp, list_run
 from .shared import Shipping

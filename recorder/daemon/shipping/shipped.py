@@ -16,8 +16,7 @@ from typing import Any
 from crc32c import crc32c
 
 from ...errors import RunError
-from ...format.rundir import MAX_MANIFEST_BYTES, RUN_MANIFEST, WRITER_MANIFEST, parse_json
-from ...format.status import STATUS
+from ...format.rundir import MAX_MANIFEST_BYTES, RUN_MANIFEST, STATUS, WRITER_MANIFEST, parse_json
 from ..destination import Held, TakenError
 from ..fleet import PRUNED
 from ..watching import Folder, LocalFile, Stamp

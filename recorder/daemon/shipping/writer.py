@@ -17,13 +17,14 @@ from ...format.manifest import Balance, Lifetime
 from ...format.members import Members
 from ...format.rundir import (
     MAX_MANIFEST_BYTES,
+    STATUS,
+    STATUS_BYTES,
     WRITER_MANIFEST,
     encode_manifest,
     index_name,
     parse_json,
     parse_rank_dir,
 )
-from ...format.status import STATUS, STATUS_BYTES
 from ..destination import DamagedError
 from ..watching import Folder, RefusedError, Stamp, WriterFiles, list_writer
 from .opened import OpenShards

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ...errors import CorruptError
 from ...records import Measured
 from ..dtypes import ITEM_BYTES, numpy_dtype
-from ..version import MAX_COUNT
+from ..rundir import MAX_COUNT
 
 Counts = npt.NDArray[np.int64]
 _Bins = npt.NDArray[np.uint64]

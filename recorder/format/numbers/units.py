@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import CorruptError
-from ..version import MAX_COUNT
+from ..rundir import MAX_COUNT
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

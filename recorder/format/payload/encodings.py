@@ -15,8 +15,17 @@ import numpy as np
 
 from ...errors import CorruptError, UnsupportedError
 from ...native import Kernels
-from . import planes
-from .frames import FRAME_BYTES, Bytes, check_frames, compressor, expect_bytes, measure_frame, read_frames
+from .frames import (
+    FRAME_BYTES,
+    Bytes,
+    check_frames,
+    compressor,
+    expect_bytes,
+    join_planes,
+    measure_frame,
+    read_frames,
+    split_planes,
+)
 
 PLAIN, RAW, PLANES, PLANES_PLAIN, REF = "plain", "raw", "planes", "planes_plain", "ref"
 
@@ -53,13 +62,13 @@ class PayloadWriter:
         for start in range(0, len(data), item_bytes * FRAME_BYTES):
             piece = data[start : start + item_bytes * FRAME_BYTES]
             scratch = self.scratch[: len(piece) // item_bytes]
-            planes.split(piece, item_bytes, range(plane, plane + 1), scratch, self.kernels)
+            split_planes(piece, item_bytes, range(plane, plane + 1), scratch, self.kernels)
             num_written += self.put_frames(scratch, out[num_written:])
         return num_written
 
     def put_plain_planes(self, data: Bytes, item_bytes: int, first: int, out: Bytes) -> int:
         """Write the planes from `first` on as they are."""
-        planes.split(data, item_bytes, range(first, item_bytes), out, self.kernels)
+        split_planes(data, item_bytes, range(first, item_bytes), out, self.kernels)
         return (item_bytes - first) * (len(data) // item_bytes)
 
 
@@ -116,7 +125,7 @@ def _write_raw(writer: PayloadWriter, data: Bytes, item_bytes: int, out: Bytes, 
 
 
 def _read_planes(source: memoryview, payload_bytes: int, item_bytes: int) -> Bytes:
-    return planes.join([read_frames(source, payload_bytes)], payload_bytes // item_bytes, item_bytes)
+    return join_planes([read_frames(source, payload_bytes)], payload_bytes // item_bytes, item_bytes)
 
 
 def _join_planes(pieces: Pieces, item_bytes: int) -> list[memoryview]:
@@ -163,7 +172,7 @@ def _read_planes_plain(source: memoryview, payload_bytes: int, item_bytes: int) 
     num_items = payload_bytes // item_bytes
     top, rest = _top_and_rest(source, payload_bytes, item_bytes)
     runs = [read_frames(top, num_items), np.frombuffer(rest, np.uint8)]
-    return planes.join(runs, num_items, item_bytes)
+    return join_planes(runs, num_items, item_bytes)
 
 
 def _check_planes_plain(source: memoryview, payload_bytes: int, item_bytes: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...format.status import STATUS, encode_status
+from ...format.rundir import STATUS, encode_status
 from .file import Disk
 
 _RECENT_S = 10.0

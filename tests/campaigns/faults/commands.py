@@ -21,8 +21,7 @@ import torch
 
 import recorder
 from recorder.analyze.doctor.expected import compare
-from recorder.format.answers import REFUSED, WAITING
-from recorder.format.commands import COMMANDS, KINDS, PAUSE, RESUME, SET, UNDO, Command, command_name
+from recorder.format.commands import COMMANDS, KINDS, PAUSE, REFUSED, RESUME, SET, UNDO, WAITING, Command, command_name
 from recorder.read.status import RankNow, RunWatch
 from recorder.storage.commands import send
 from tests.rigs import jobs

@@ -5,9 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recorder.format.answers import IN_FORCE, REFUSED, Answer
-from recorder.format.commands import PAUSE, SET
-from recorder.format.in_force import Span, rules_in_force
+from recorder.format.commands import IN_FORCE, PAUSE, REFUSED, SET, Answer, Span, rules_in_force
 from recorder.rules import Schedule, parse_rules
 
 OWN = parse_rules("site=output steps=::3; site=grad steps=pow2; site=param steps=5,20:40:7")
