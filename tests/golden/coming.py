@@ -49,7 +49,7 @@ def patched_package(folder: Path) -> Path:
         text = (copy / name).read_text()
         assert text.count(before) == 1, f"{name} has not one line {before!r}"
         (copy / name).write_text(text.replace(before, entry + before))
-    module, version = copy / "format/version.py", "FORMAT_VERSION = ({}, {})"
+    module, version = copy / "format/rundir.py", "FORMAT_VERSION = ({}, {})"
     text = module.read_text()
     assert text.count(version.format(*FORMAT_VERSION)) == 1
     module.write_text(text.replace(version.format(*FORMAT_VERSION), version.format(FORMAT_VERSION[0], MINOR)))
