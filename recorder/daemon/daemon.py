@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ..errors import ConfigError, StoreError
+from ..storage.kinds import DESTINATIONS
 from . import errands, webhook
 from .counters import Counters, Health
 from .destination import Directory, Throttle, parse_destination
@@ -455,7 +456,7 @@ def _watched_folders(settings: DaemonSettings) -> list[str]:
     if not settings.watch:
         raise ConfigError("watch: no folder is named; --watch DIR is where this node's runs are")
     if not settings.to:
-        raise ConfigError("to: no destination is named; --to s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER")
+        raise ConfigError(f"to: no destination is named; --to {DESTINATIONS} or file:///FOLDER")
     folders: list[str] = []
     for name in settings.watch:
         folder = os.path.realpath(name)

@@ -21,7 +21,8 @@ from crc32c import crc32c
 
 from ..errors import ConfigError, NotARunError, StoreError
 from ..read.fleet import FLEET
-from ..storage.clients import KINDS, Client, bare_e_tag
+from ..storage.clients import Client, bare_e_tag
+from ..storage.kinds import KINDS, SCHEMES
 from ..storage.locations import folder_of_url, scheme_of
 from ..storage.objects import ObjectPath
 from .watching import LocalFile
@@ -142,8 +143,7 @@ class Bucket:
         self._prefix = f"{prefix}/" if prefix else ""
         self._throttle = throttle
         self._client = Client(scheme, bucket, silence_s=_SILENCE_S, num_tries=_NUM_TRIES)
-        self._tag = "version" if scheme == "gs" else "e_tag"
-        """What a conditional put names: Google's store wants the generation of the object."""
+        self._tag = self._client.kind.version_tag
         self._is_checked = False
 
     def renew(self) -> None:
@@ -425,8 +425,7 @@ def parse_destination(text: str, throttle: Throttle) -> Bucket | Directory:
     if scheme is None and text:
         return Directory(Path(os.path.realpath(text)), throttle)
     if scheme not in KINDS:
-        known = ", ".join(f"{name}://" for name in KINDS)
-        raise ConfigError(f"to = {text!r}: expected a folder, or one of {known}")
+        raise ConfigError(f"to = {text!r}: expected a folder, or one of {SCHEMES}")
     try:
         path = ObjectPath.parse(text)
     except NotARunError as error:

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import ConfigError
+from ..storage.kinds import DESTINATIONS
 
 PREFIX = "RECORDERD_"
 KEEP_ALL = "all"
@@ -35,7 +36,7 @@ class DaemonSettings:
     """Everything that can be set; each field's text says what it does, here and in the command's help."""
 
     watch: tuple[str, ...] = _setting((), "a folder of this node's runs; RECORDER_DIR, or recordings; repeatable")
-    to: str = _setting("", "where runs go: s3://BUCKET/PREFIX, gs://, az:// or file:///DIR")
+    to: str = _setting("", f"where runs go: {DESTINATIONS} or file:///DIR")
     fresh_s: float = _setting(10.0, "statistics there are no older than so many seconds")
     status_s: float = _setting(5.0, "seconds between two statuses of a rank; each is one request")
     keep_local: str = _setting(KEEP_ALL, "how long an ended run stays here once it is there: 12h, or all")

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
-from configparser import ConfigParser
-from configparser import Error as ConfigParserError
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from ..errors import StoreError
+from .kinds import KINDS
 
 _CONNECT_TIMEOUT_S = 5
 _ROLE_TIMEOUT_S = 1
@@ -28,45 +27,6 @@ _NUM_TRIES = 3
 Answer = TypeVar("Answer")
 
 
-class Kind(NamedTuple):
-    """The facts about the object stores of one scheme. Blanks separate the names of settings."""
-
-    client: str
-    """The name of the class in `obstore.store`."""
-    title: str
-    endpoints: str
-    """Settings that name another endpoint than the provider's; the first that is set counts."""
-    credentials: str
-    """Settings each of which says where credentials are."""
-    file: str
-    """The file with credentials where no setting names any."""
-    advice: str
-
-
-KINDS = {
-    "s3": Kind(
-        "S3Store", "Amazon S3", "AWS_ENDPOINT_URL_S3 AWS_ENDPOINT_URL",
-        "AWS_ACCESS_KEY_ID AWS_PROFILE AWS_WEB_IDENTITY_TOKEN_FILE AWS_CONTAINER_CREDENTIALS_FULL_URI "
-        "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "~/.aws/credentials",
-        "AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials",
-    ),
-    "gs": Kind(
-        "GCSStore", "Google Cloud Storage", "GOOGLE_BASE_URL",
-        "GOOGLE_APPLICATION_CREDENTIALS GOOGLE_BEARER_TOKEN GOOGLE_SERVICE_ACCOUNT GOOGLE_SERVICE_ACCOUNT_KEY "
-        "GOOGLE_SERVICE_ACCOUNT_PATH", "~/.config/gcloud/application_default_credentials.json",
-        "GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
-    ),
-    "az": Kind(
-        "AzureStore", "Azure Blob Storage", "AZURE_STORAGE_ENDPOINT AZURE_ENDPOINT",
-        "AZURE_STORAGE_ACCOUNT_KEY AZURE_STORAGE_ACCESS_KEY AZURE_STORAGE_SAS_TOKEN AZURE_STORAGE_SAS_KEY "
-        "AZURE_STORAGE_TOKEN AZURE_CLIENT_ID AZURE_STORAGE_CLIENT_ID AZURE_USE_AZURE_CLI", "/",
-        "AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or run `az login` and set AZURE_USE_AZURE_CLI=true",
-    ),
-}  # fmt: skip
-"""The kind of store of each scheme."""
-
-_ASKED_BY_BOTO3 = ("sso_session", "sso_start_url", "credential_process", "role_arn")
-"""Settings of a profile that lead to credentials only by more requests or another program."""
 _REFUSED = {
     "InvalidAccessKeyId": "the access key is unknown",
     "SignatureDoesNotMatch": "the secret key does not fit the access key",
@@ -105,7 +65,7 @@ class Client:
         self._num_tries = num_tries
         self._scheme = scheme
         self._bucket = bucket
-        self._kind = KINDS[scheme]
+        self.kind = KINDS[scheme]
         self._is_anonymous = False
         self.renew()
 
@@ -134,8 +94,7 @@ class Client:
 
     def renew(self) -> None:
         """Find the credentials anew with the next question: those of a file or a profile may have been replaced."""
-        is_metadata_off = self._scheme == "s3" and os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
-        self._is_anonymous = is_metadata_off and not self._names_credentials
+        self._is_anonymous = self.kind.has_no_role(os.environ) and not self._names_credentials
         self.__dict__.pop("_store", None)
 
     @property
@@ -153,17 +112,17 @@ class Client:
 
         options = self._options
         try:
-            return getattr(obstore.store, self._kind.client)(self._bucket, **options)
+            return getattr(obstore.store, self.kind.client)(self._bucket, **options)
         except Exception as error:  # its text may repeat a setting
             problem = f"no client can be made of the settings ({type(error).__name__})"
-        raise StoreError(f"{self._scheme}://{self._bucket}: {problem}; see {self._kind.advice}")
+        raise StoreError(f"{self._scheme}://{self._bucket}: {problem}; see {self.kind.advice}")
 
     @property
     def _options(self) -> dict[str, Any]:
-        endpoint = endpoint_url(self._scheme, os.environ)
+        endpoint = self.kind.endpoint(os.environ)
         url = urlsplit(endpoint)
         if endpoint and (url.scheme not in ("http", "https") or not url.hostname or "@" in url.netloc):
-            name = self._kind.endpoints.split()[-1]
+            name = self.kind.endpoints.split()[-1]
             raise StoreError(f"{name}: expected http://HOST:PORT or https://HOST:PORT, without a user")
         asks_for_role = not (self._is_anonymous or self._names_credentials)
         client: dict[str, Any] = {
@@ -175,36 +134,31 @@ class Client:
         retries = {"max_retries": self._num_tries - 1, "retry_timeout": timedelta(minutes=1)}
         options: dict[str, Any] = {"client_options": client, "retry_config": retries}
         if endpoint:
-            options["base_url" if self._scheme == "gs" else "endpoint"] = endpoint
+            options[self.kind.endpoint_option] = endpoint
         if self._is_anonymous:
             options["skip_signature"] = True
-        if self._scheme == "s3":
-            options["virtual_hosted_style_request"] = not endpoint and "." not in self._bucket
-            options |= _from_profile(os.environ)
-            if bundle := os.environ.get("AWS_CA_BUNDLE"):
-                try:
-                    client["root_certificate"] = Path(bundle).read_bytes()
-                except OSError as error:
-                    raise StoreError(f"AWS_CA_BUNDLE: {bundle} cannot be read ({error.strerror})") from error
-        return options
+        if bundle := self.kind.certificates and os.environ.get(self.kind.certificates):
+            try:
+                client["root_certificate"] = Path(bundle).read_bytes()
+            except OSError as error:
+                raise StoreError(f"{self.kind.certificates}: {bundle} cannot be read ({error.strerror})") from error
+        return options | self.kind.options(self._bucket, os.environ)
 
     @property
     def _names_credentials(self) -> bool:
-        """Whether a setting or a file names credentials. A role of this machine needs neither."""
-        file = (self._scheme == "s3" and os.environ.get("AWS_SHARED_CREDENTIALS_FILE")) or self._kind.file
-        return any(map(os.environ.get, self._kind.credentials.split())) or Path(file).expanduser().is_file()
+        return self.kind.names_credentials(os.environ)
 
     def _refusal(self, error: Exception, path: object) -> StoreError:
         """Return an error in our own words: the text that a store sends back may hold an access key."""
-        text, bucket, advice = str(error), f"{self._scheme}://{self._bucket}", self._kind.advice
-        endpoint = endpoint_url(self._scheme, os.environ) or self._kind.title
+        text, bucket, advice = str(error), f"{self._scheme}://{self._bucket}", self.kind.advice
+        endpoint = self.kind.endpoint(os.environ) or self.kind.title
         code, status = _last(r"<Code>(\w+)<", text), _last(r"status: (\d{3}),", text)
         if _is_without_credentials(text) or (status in ("401", "403") and not self._names_credentials):
             text = f"{bucket}: no credentials were found, and {endpoint} wants some: set {advice}"
             return StoreError(text, "refused")
         if happened := text.partition("HttpError {")[2]:
             reason = next((cause for word, cause in _UNREACHED.items() if word in happened), "the connection was lost")
-            name = self._kind.endpoints.split()[-1]
+            name = self.kind.endpoints.split()[-1]
             text = f"{bucket}: the store at {endpoint} cannot be reached: {reason}; {name} says where it is"
             return StoreError(text, "unreachable")
         if code in ("NoSuchBucket", "ContainerNotFound"):
@@ -234,52 +188,6 @@ def changed(path: object) -> StoreError:
     """Return the error for an object that is not the one of the listing."""
     text = f"{path}: there is another object in its place since the run was listed; open the run again"
     return StoreError(text, "changed")
-
-
-def endpoint_url(scheme: str, environ: Mapping[str, str]) -> str:
-    """Return where a store is, by the environment or the profile; empty for the provider's own endpoint."""
-    if scheme == "s3" and environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true":
-        return ""
-    named = next(filter(None, map(environ.get, KINDS[scheme].endpoints.split())), "")
-    return named or (_profile(environ).get("endpoint_url", "") if scheme == "s3" else "")
-
-
-def _from_profile(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return region and credentials of the profile; the client itself reads the environment, and no profile."""
-    profile = _profile(environ)
-    region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or profile.get("region")
-    options: dict[str, Any] = {"region": region} if region else {}
-    if environ.get("AWS_ACCESS_KEY_ID"):
-        return options
-    if asked := next((name for name in _ASKED_BY_BOTO3 if name in profile), None):
-        try:
-            from boto3 import Session
-            from obstore.auth.boto3 import Boto3CredentialProvider
-
-            return options | {"credential_provider": Boto3CredentialProvider(Session())}
-        except ImportError:
-            problem = "needs boto3, which is not installed: pip install 'torch-recorder[store]' (or boto3 alone)"
-        except Exception as error:  # its text may repeat a setting
-            problem = f"leads to no credentials ({type(error).__name__})"
-        raise StoreError(f"s3://: {asked} of the profile {problem}")
-    names = ("access_key_id", "secret_access_key", "session_token")
-    return options | {name: profile[f"aws_{name}"] for name in names if f"aws_{name}" in profile}
-
-
-def _profile(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of the profile in ~/.aws; none where there is no such profile, or its file cannot be read."""
-    name = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE") or "default"
-    config = environ.get("AWS_CONFIG_FILE") or "~/.aws/config"
-    credentials = environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"
-    settings: dict[str, str] = {}
-    for file, section in ((config, name if name == "default" else f"profile {name}"), (credentials, name)):
-        parser = ConfigParser(interpolation=None, strict=False)
-        try:
-            parser.read(Path(file).expanduser())
-            settings |= parser[section]
-        except (ConfigParserError, KeyError, OSError, RuntimeError, UnicodeDecodeError):
-            continue  # where the credentials were in this file, the store refuses, and says so
-    return settings
 
 
 def _is_without_credentials(text: str) -> bool:

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from ..errors import NotARunError
 from ..format.rundir import MAX_MANIFEST_BYTES, read_json
-from .clients import KINDS
+from .kinds import KINDS, SCHEMES
 from .objects import ObjectPath
 from .protocol import Found, IsPart, Item, Seen, Store
 from .untrusted_files import ByteSource, GrowingFile, MappedFile
@@ -120,8 +120,7 @@ def location_of(path: str | os.PathLike[str] | Location) -> Location:
     if scheme == "file":
         return folder_of_url(text)
     if scheme not in KINDS:
-        known = ", ".join(f"{name}://" for name in KINDS)
-        raise NotARunError(f"{text}: {scheme}:// is not supported; runs are read from directories and from {known}")
+        raise NotARunError(f"{text}: {scheme}:// is not supported; runs are read from directories and from {SCHEMES}")
     return ObjectPath.parse(text)
 
 

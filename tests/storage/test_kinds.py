@@ -1,7 +1,8 @@
-"""A run in a store of Google's or Azure's kind is read as one in S3 is."""
+"""A run in a store of Google's or Azure's kind is read as one in S3 is, and the kinds are known in one place."""
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import recorder
 from recorder.errors import StoreError
+from recorder.storage import kinds
 from tests.rigs.command_line import Cli
 from tests.rigs.server import BUCKET, SECRET_KEY, StoreServer
 from tests.storage.runs import NUM_RANKS, make_large_run
@@ -68,3 +70,21 @@ def test_refused_credentials_are_said_without_them(
     with pytest.raises(StoreError) as refused:
         recorder.open_run(f"{scheme}://{BUCKET}/kinds/large")
     assert value not in str(refused.value)
+
+
+def test_no_other_module_asks_which_scheme_it_is() -> None:
+    package = Path(recorder.__file__).parent
+    asking = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.rstrip(":/") in kinds.KINDS
+    }
+    assert asking == {"storage/kinds.py"}
+
+
+def test_every_kind_is_on_the_page_and_in_the_docstring_of_open_run() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "object-stores.md").read_text()
+    for scheme in kinds.KINDS:
+        assert f"| `{scheme}://" in page
+        assert f"``{scheme}://" in (recorder.open_run.__doc__ or "")

@@ -14,7 +14,7 @@ import pytest
 import recorder
 from recorder.config import load_settings
 from recorder.errors import ConfigError, NotARunError, StoreError
-from recorder.storage.clients import endpoint_url
+from recorder.storage.kinds import KINDS
 from tests.rigs.command_line import Cli, Result
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.server import ACCESS_KEY, BUCKET, SECRET_KEY, StoreServer
@@ -140,8 +140,8 @@ def test_credentials_and_endpoint_of_a_profile_are_used(
 
 def test_the_endpoint_of_s3_alone_comes_first() -> None:
     found = {"AWS_ENDPOINT_URL": "http://all", "AWS_ENDPOINT_URL_S3": "http://s3"}
-    assert endpoint_url("s3", found) == "http://s3"
-    assert endpoint_url("s3", found | {"AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true"}) == ""
+    assert KINDS["s3"].endpoint(found) == "http://s3"
+    assert KINDS["s3"].endpoint(found | {"AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true"}) == ""
 
 
 def test_a_store_that_cannot_be_reached_is_given_up_soon(
