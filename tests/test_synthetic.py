@@ -57,7 +57,7 @@ def test_both_faults_are_found(run: Path) -> None:
 @pytest.mark.parametrize("rows", [1, 100, 200])
 def test_ranges_of_steps_find_the_same(run: Path, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = recorder.first(recorder.open_run(run))
-    monkeypatch.setattr("recorder.analyze.first.first._RANGE_ROWS", rows)
+    monkeypatch.setattr("recorder.analyze.first.first.RANGE_ROWS", rows)
     assert recorder.first(recorder.open_run(run)) == whole
 
 
@@ -66,7 +66,7 @@ def test_ranges_find_the_same_without_temporary_files(
     run: Path, is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = recorder.first(recorder.open_run(run))
-    monkeypatch.setattr("recorder.analyze.first.first._RANGE_ROWS", 100)
+    monkeypatch.setattr("recorder.analyze.first.first.RANGE_ROWS", 100)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path if is_full else tmp_path / "nowhere"))
     if is_full:
         monkeypatch.setattr("recorder.analyze.first.spool._BYTES_A_ROW", 1 << 60)

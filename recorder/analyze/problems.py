@@ -15,12 +15,27 @@ from ..globalview.plan.sampling import load_sample
 from ..globalview.plan.values import GlobalValues
 from ..globalview.run import Run
 from ..globalview.topology.run_topology import Topology
+from ..read.writers import load_balances
+from ..system.text import counted
 from .selection import Selection
 
 _CONTRADICTIONS = ("inconsistent", "layout_changes")
 _MAX_NAMED = 8
 _MAX_LOADED_ROWS = 1_000_000
 """Rows come in batches, of which some lie at other steps; a million take seconds."""
+
+
+def left_out(run: Run) -> str:
+    """Which rows of a run no answer is about, because they are not there, as a sentence; empty where there are none."""
+    load_balances(run.writers)
+    balances = [writer.balance for writer in run.writers]
+    counts = (
+        (sum(one.num_dropped for one in balances), "dropped while recording"),
+        (sum(one.passed for one in balances), "kept in memory alone, because no trigger asked for their steps"),
+        (sum(one.retired_rows for one in balances), "removed for the quota"),
+    )
+    told = [f"{counted(number, 'row')} {what}" for number, what in counts if number]
+    return f"not looked at: {'; '.join(told)} (recorder doctor says of what)" if told else ""
 
 
 class Problems:

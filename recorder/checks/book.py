@@ -16,7 +16,7 @@ from ..rules import did_you_mean, matches, parse_patterns
 from ..sites import SITES
 from .normal import Normal
 from .rows import Catalog, Flags, Floats, Rows, SeriesKey
-from .rule import Finding, Rule, Setting, Severity, StreakRule
+from .rule import Finding, Replicas, Rule, Setting, Severity, StreakRule
 from .rules.activations import Dead, Saturated
 from .rules.attention import Attention
 from .rules.baseline import Invariant, Unusual
@@ -28,14 +28,14 @@ from .rules.norms import RunningStatistics
 from .rules.objectives import Objectives
 from .rules.parameters import Initialisation, Unchanged, Update
 from .rules.precision import LowPrecision
-from .rules.ranks import OutlierRank
+from .rules.ranks import OutlierRank, Replica
 from .rules.units import DeadUnits, OutlierUnits
 from .rules.width import Width
 from .sizes import Sizes
 
 RULES: tuple[type[Rule], ...] = (
     NonFinite, Skipped, Jump, Spike, LossStuck, Overfitting, Vanishing, Exploding, NoGradient, Unchanged, Update,
-    Initialisation, Dead, Saturated, Attention, Objectives, OutlierRank, Data, RunningStatistics, DeadUnits,
+    Initialisation, Dead, Saturated, Attention, Objectives, OutlierRank, Replica, Data, RunningStatistics, DeadUnits,
     OutlierUnits, LowPrecision, Width, Unusual, Invariant,
 )  # fmt: skip
 """All that the recorder brings."""
@@ -144,8 +144,9 @@ def make_rules(
     thresholds: Thresholds,
     normal: Normal | None = None,
     other_widths: Sequence[Sizes] = (),
+    replicas: Replicas | None = None,
 ) -> list[Rule]:
-    """Rules that have seen nothing yet, and that know what was normal in sound runs, and runs of other widths.
+    """Rules that have seen nothing yet, but know what was normal in sound runs, runs of other widths, and replicas.
 
     In place of one that cannot be made stands a rule that says so.
     """
@@ -153,7 +154,7 @@ def make_rules(
     for rule in rules:
         try:
             one = rule(catalog, thresholds.get(rule.name))
-            one.normal, one.other_widths = normal, other_widths
+            one.normal, one.other_widths, one.replicas = normal, other_widths, replicas
             if not hasattr(one, "why_not_judged"):
                 raise TypeError("its __init__ does not call that of Rule")
         except Exception as error:  # a rule of a user's may raise anything, and the others go on

@@ -76,6 +76,15 @@ class Finding(NamedTuple):
         return self.step if self.since is None else self.since
 
 
+class Replicas(NamedTuple):
+    """What a comparison of the ranks' replicas found: a rule sees numbers, which do not tell whether bits are equal."""
+
+    findings: Sequence[Finding]
+    why_not_compared: str
+    """Empty where some were compared."""
+    notes: Sequence[str] = ()
+
+
 class Rule(ABC):
     """The base of all rules. A subclass fills in the class variables and `add`."""
 
@@ -108,6 +117,8 @@ class Rule(ABC):
         """What was normal in sound runs, where there are any."""
         self.other_widths: Sequence[Sizes] = ()
         """Runs of the same training at other widths, where there are any."""
+        self.replicas: Replicas | None = None
+        """What was found of replicas, where somebody looked."""
         self.why_not_judged = ""
         """Why the rule judged nothing although there was what it reads, for example too few records."""
 

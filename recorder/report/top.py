@@ -175,10 +175,9 @@ def of_first(search: First) -> Iterator[Finding]:
         if one.is_stale:
             yield Finding(f"Ranks hold different buffers: step {one.value.step}, {_named(one.value)}", _link(one.value))
     if not search.is_found:
-        yield Finding("No NaN, and no infinity that was not there from the first record on", {}, "right")
-        if told := search.replicas_agree:
+        for told in filter(None, (search.all_finite, search.replicas_agree)):
             yield Finding(told[0].upper() + told[1:], {}, "right")
-        elif search.why_none_compared:
+        if search.why_none_compared:
             yield Finding(f"Replicas were not compared: {search.why_none_compared}", {}, "note")
 
 

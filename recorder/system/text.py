@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 
 def counted(number: int, noun: str) -> str:
@@ -16,6 +17,16 @@ def listed(items: Iterable[object], most: int = 8) -> str:
     texts = list(map(str, items))
     more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
+
+
+def steps_in_words(steps: Sequence[int]) -> str:
+    """``step 3``, ``steps 0 to 49``, ``steps 0 to 90 (one in 10)``, ``steps 0 to 90 (12 of them)``; steps ascend."""
+    if len(steps) < 2:
+        return f"step {steps[0]}" if steps else "no step"
+    gap, rest = divmod(steps[-1] - steps[0], len(steps) - 1)
+    is_even = not rest and all(b - a == gap for a, b in pairwise(steps))
+    some = f" (one in {gap})" if is_even else f" ({len(steps)} of them)"
+    return f"steps {steps[0]} to {steps[-1]}{'' if is_even and gap == 1 else some}"
 
 
 def one_line(value: object) -> str:

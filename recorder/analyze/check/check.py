@@ -11,11 +11,14 @@ from ...checks.engine import Engine, Unjudged
 from ...checks.normal import Normal
 from ...checks.rows import SeriesKey
 from ...checks.rule import Finding, Rule, Setting, Severity
+from ...checks.rules.ranks import Replica
 from ...checks.rules.width import Width
 from ...checks.sizes import Sizes
 from ...errors import ConfigError
 from ...globalview.run import Run
+from ..problems import left_out
 from .reading import RunRows
+from .replicas import replicas_of
 
 _LEAST_COMMON = 2
 """A sound run that has less than one in so many of a run's values is of another model, or recorded something else."""
@@ -32,6 +35,8 @@ class Checked(NamedTuple):
     """Rules that were asked."""
     num_rows: int
     """Rows that were judged."""
+    steps: list[int]
+    """Steps of these rows."""
     notes: list[str]
     """What was left out."""
 
@@ -73,7 +78,8 @@ def check(
     settings = {name: dict(of) for name, of in (thresholds or {}).items()}
     normal, known_to = _learnt(baselines, chosen, settings) if baselines else (None, [])
     others = [_sizes(one, int(settings.get(Width.name, {}).get("steps", Width.default("steps")))) for one in widths]
-    engine = Engine(make_rules(chosen, rows.catalog, settings, normal, others), rows.catalog)
+    replicas = replicas_of(run) if Replica in chosen else None
+    engine = Engine(make_rules(chosen, rows.catalog, settings, normal, others, replicas), rows.catalog)
     for some in rows:
         engine.add(some)
     verdict = engine.finish()
@@ -89,12 +95,14 @@ def check(
     notes += [
         f"{num} more findings of {name} were counted and are not listed" for name, num in verdict.num_more.items()
     ]
+    notes += replicas.notes if replicas is not None else ()
+    notes += filter(None, [left_out(run)])
     if rows.num_superseded:
         notes.append(f"{rows.num_superseded} rows of steps that a restart did again were left out")
     if run.problems:
         lost = f" ({num_lost} rows)" if (num_lost := _num_lost(run)) else ""
         notes.append(f"the run is damaged, and what cannot be read{lost} was left out; recorder verify says where")
-    return Checked(findings, verdict.unjudged, len(chosen), rows.num_rows, notes)
+    return Checked(findings, verdict.unjudged, len(chosen), rows.num_rows, sorted(rows.steps), notes)
 
 
 def _learnt(
@@ -105,7 +113,9 @@ def _learnt(
     for run in baselines:
         rows = RunRows(run, [name for rule in rules for name in rule.columns])
         learner = normal.learner(rows.catalog)
-        engine = Engine(make_rules(rules, rows.catalog, dict(settings)), rows.catalog)
+        replicas = replicas_of(run) if Replica in rules else None
+        made = make_rules(rules, rows.catalog, dict(settings), replicas=replicas)
+        engine = Engine(made, rows.catalog)
         for some in rows:
             learner.add(some)
             engine.add(some)

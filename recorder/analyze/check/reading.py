@@ -77,6 +77,8 @@ class RunRows:
         )
         self.num_rows = 0
         """Rows that were given so far."""
+        self.steps: set[int] = set()
+        """Steps of these rows."""
         self.num_superseded = 0
         """Rows of steps that a restart did again."""
         self._view = run.view()
@@ -97,6 +99,7 @@ class RunRows:
                     self.num_superseded += int((~counts).sum())
                     table = table.filter(pa.array(counts))
                 self.num_rows += table.num_rows
+                self.steps |= set(table.column("step").unique().to_pylist())
                 if table.num_rows:
                     yield self._as_rows(table)
 

@@ -7,16 +7,14 @@ from typing import NamedTuple
 from ...globalview.run import Run
 from ...globalview.topology.run_topology import Topology
 from ...read.modules import listed_hooks
-from ...system.text import counted
-from ..problems import layout_problems
+from ...system.text import counted, steps_in_words
+from ..problems import layout_problems, left_out
 from .nonfinite import NonFinite, NonFiniteFinder
 from .replica_groups import Differing
-from .replicas import FINDINGS, ReplicaFinder
+from .replicas import FINDINGS, RANGE_ROWS, ReplicaFinder
 from .spool import cut_rows
 from .timeline import Attempts, Firsts, Timeline, whole_rows
 
-_RANGE_ROWS = 1_000_000
-"""Rows of a range of steps, which are in memory together at about 1 kB each; a step of more is in one range."""
 _NOUNS = {"param": "parameter", "grad": "gradient", "optim": "optimizer state"}
 
 
@@ -28,6 +26,12 @@ class First(NamedTuple):
     num_nonfinite: int
     """How many values are not finite, from the first on."""
     num_nonfinite_modules: int
+    num_known: int
+    """Recorded values of which it is known whether they are finite."""
+    has_masks: bool
+    """Whether some of them are infinite from their first record on, and so excused."""
+    steps: list[int]
+    """Steps of the values that were recorded."""
     replica: Differing | None
     """The first parameter, gradient or optimizer state that ranks should share and do not."""
     differing: list[tuple[str, str, str]]
@@ -38,6 +42,8 @@ class First(NamedTuple):
     """Replicas that were compared, buffers among them."""
     num_compared_of: dict[str, int]
     """By site, how many."""
+    steps_compared: list[int]
+    """Steps at which replicas of parameters, gradients or optimizer state were compared."""
     not_recorded: list[str]
     """Of the sites at which replicas that differ are a finding, those of which there is no row."""
     why_none_compared: str
@@ -51,8 +57,20 @@ class First(NamedTuple):
         return self.nonfinite is not None or self.replica is not None or any(one.is_stale for one in self.buffers)
 
     @property
+    def all_finite(self) -> str:
+        """Of which values it is known that they are finite, as a sentence; empty where some are not."""
+        if self.nonfinite is not None:
+            return ""
+        what = "no NaN, and no infinity that was not there from the first record on," if self.has_masks else ""
+        where = f" of {steps_in_words(self.steps)}" if self.steps else ""
+        return f"{what or 'no NaN or infinity'} in {counted(self.num_known, 'recorded value')}{where}"
+
+    @property
     def replicas_agree(self) -> str:
-        """Which replicas agree, and what was not recorded, as a sentence; empty where some differ or none are known."""
+        """Which replicas agree, at which steps, and what was not recorded, as a sentence.
+
+        It is empty where some differ or none are known.
+        """
         numbers = {site: self.num_compared_of[site] for site in FINDINGS if site in self.num_compared_of}
         if self.replica is not None or not numbers:
             return ""
@@ -60,7 +78,11 @@ class First(NamedTuple):
         what = f"{', '.join(nouns)} or {last}" if nouns else last
         missing = " and ".join(f"{_NOUNS[site]}s" for site in self.not_recorded)
         rest = f"; {missing} not recorded" if missing else ""
-        return f"no {what} differs between its replicas ({counted(sum(numbers.values()), 'value')} compared{rest})"
+        at = None if self.nonfinite is None else self.nonfinite.value.step
+        if at is not None and at not in self.steps_compared:
+            rest += f"; replicas were not compared at step {at}, at which none was recorded"
+        of = f"{counted(sum(numbers.values()), 'value')} of {steps_in_words(self.steps_compared)}"
+        return f"no {what} differs between its replicas ({of} compared{rest})"
 
 
 def first(run: Run) -> First:
@@ -75,29 +97,37 @@ def first(run: Run) -> First:
     attempts = Attempts(run, topology)
     nonfinite_finder, replica_finder = NonFiniteFinder(), ReplicaFinder(run, topology)
     firsts: Firsts | None = None
+    seen: set[int] = set()
     num_superseded = 0
-    ranges = run.view().windows(_RANGE_ROWS)
+    ranges = run.view().windows(RANGE_ROWS)
     with cut_rows(run, ranges, whole_rows) as tables_of:
         for steps in ranges if len(ranges) > 1 else [None]:
             timeline = Timeline(run, topology, attempts, steps, firsts, tables_of(steps) if steps else None)
             firsts = nonfinite_finder.add(timeline)
             replica_finder.add(timeline)
             num_superseded += timeline.num_superseded
+            seen |= set(timeline.table.column("step")[timeline.num_firsts :].unique().to_pylist())
             del timeline  # before the next one is made
     nonfinite, replicas = nonfinite_finder.found(), replica_finder.found()
     notes = [*nonfinite.notes, *replicas.notes, *_hooks_behind(run, nonfinite.first)]
     notes += [f"not compared: {problem}" for problem in layout_problems(run) or ()]
     if num_superseded:
         notes.append(f"{num_superseded} rows of steps that a restart did again were left out")
+    if lost := left_out(run):
+        notes.append(lost)
     return First(
         nonfinite=nonfinite.first,
         num_nonfinite=nonfinite.num_values,
         num_nonfinite_modules=nonfinite.num_modules,
+        num_known=nonfinite.num_known,
+        has_masks=nonfinite.has_masks,
+        steps=sorted(seen),
         replica=replicas.first,
-        differing=replicas.values,
+        differing=[(one.module_path, one.site, one.name) for one in replicas.values],
         buffers=replicas.buffers,
         num_compared=sum(replicas.num_compared.values()),
         num_compared_of=replicas.num_compared,
+        steps_compared=replicas.steps,
         not_recorded=replicas.not_recorded,
         why_none_compared=replicas.why_none,
         notes=notes,

@@ -61,6 +61,10 @@ class NonFiniteSearch(NamedTuple):
     num_values: int
     """Rows that are not finite and are not excused."""
     num_modules: int
+    num_known: int
+    """Rows of which it is known whether they are finite."""
+    has_masks: bool
+    """Whether some values are infinite from their first record on, and so excused."""
     notes: list[str]
 
 
@@ -72,7 +76,7 @@ class NonFiniteFinder:
         self._num_values = 0
         self._modules: set[tuple[str, str]] = set()
         self._masks: dict[tuple[str, ...], str] = {}
-        self._unchecked = 0
+        self._num_known = self._unchecked = 0
         self._problems: list[str] = []
 
     def add(self, timeline: Timeline) -> Firsts:
@@ -88,13 +92,16 @@ class NonFiniteFinder:
         self._num_values += len(bad)
         for key, text in state.masks():
             self._masks.setdefault(key, text)
+        self._num_known += int(np.count_nonzero(state.is_known[timeline.num_firsts :]))
         self._unchecked += state.unchecked
         self._problems += state.problems
         return state.firsts()
 
     def found(self) -> NonFiniteSearch:
         """The answer."""
-        return NonFiniteSearch(self._first, self._num_values, len(self._modules), self._notes())
+        return NonFiniteSearch(
+            self._first, self._num_values, len(self._modules), self._num_known, bool(self._masks), self._notes()
+        )
 
     def _notes(self) -> list[str]:
         """What is not a finding and should be known."""

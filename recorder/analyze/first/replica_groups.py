@@ -7,7 +7,6 @@ decide.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,8 +84,10 @@ class Differing(NamedTuple):
 class ReplicaGroups:
     """Groups of rows that must be equal, in the order of time; each is equal, differs, or is not known yet."""
 
-    def __init__(self, run: Run, topology: Topology, timeline: Timeline, equal: Any) -> None:
-        self._timeline = timeline
+    def __init__(
+        self, run: Run, topology: Topology, timeline: Timeline, equal: Any, *, reads_payloads: bool = True
+    ) -> None:
+        self._timeline, self._reads_payloads = timeline, reads_payloads
         self._equal = equal
         table = timeline.table
         is_candidate = holds(table.column("site"), STATES.__contains__)
@@ -119,10 +120,10 @@ class ReplicaGroups:
         self.problems: list[str] = []
 
     @property
-    def num_compared(self) -> Counter[str]:
-        """By site, the values held by several ranks, of which it is known whether they agree."""
+    def compared(self) -> Any:
+        """Site and step of each value held by several ranks, of which it is known whether they agree."""
         compared = self._groups.firsts[(self._sizes > 1) & ~self._is_open & ~self._is_unknown]
-        return Counter(self._table.column("site").take(pa.array(compared)).to_pylist())
+        return self._table.select(["site", "step"]).take(pa.array(compared))
 
     def _judge(self) -> None:
         """Judge all groups at once by what their rows say."""
@@ -135,6 +136,7 @@ class ReplicaGroups:
         if lacks_print.any():
             by_numbers = self._disagree(_statistics_ids(self._table)) & lacks_print & ~lacks_numbers
         lacks_payload = self._any(self._table.column("encoding").is_null().to_numpy())
+        lacks_payload |= not self._reads_payloads
         self._differs = layouts | by_print | by_numbers
         undecided = lacks_print & ~self._differs & (self._sizes > 1)
         self._is_open = undecided & ~lacks_payload
@@ -162,9 +164,10 @@ class ReplicaGroups:
         values = group([self._timeline.codes[name][rows] for name in NAME])
         return np.asarray(numbers[values.firsts])
 
-    def first_rows(self, asked: npt.NDArray[np.bool_]) -> Integers:
-        """The first difference of each asked value, as rows of the timeline."""
-        return np.asarray(self._rows[self._groups.firsts[self.first_numbers(asked)]])
+    def firsts(self, asked: npt.NDArray[np.bool_]) -> tuple[Integers, Integers]:
+        """The first group that differs of each asked value, and a row of the timeline that is in it."""
+        numbers = self.first_numbers(asked)
+        return numbers, np.asarray(self._rows[self._groups.firsts[numbers]])
 
     def describe(self, number: int) -> Differing:
         """One group that differs."""

@@ -8,14 +8,16 @@ nothing does, it is assumed, and the finding says so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from ...globalview.run import Run
 from ...globalview.topology.run_topology import Topology
 from ...read.shards import untrusted
+from ...read.writers import RecordedWriter
 from ...sites import STATES
 from ..diff.culprits.events import differing_ranks
 from ..keys import group, holds
@@ -31,8 +33,11 @@ from .replica_groups import (
     name_of,
     with_last,
 )
-from .timeline import Timeline
+from .spool import cut_rows
+from .timeline import Attempts, RecordedValue, Timeline, whole_rows
 
+RANGE_ROWS = 1_000_000
+"""Rows of a range of steps, which are in memory together at about 1 kB each; a step of more is in one range."""
 FINDINGS = tuple(site for site in STATES if site != "buffer")
 """Sites at which ranks that differ are a finding."""
 
@@ -42,12 +47,16 @@ class ReplicaSearch(NamedTuple):
 
     first: Differing | None
     """The first difference of parameters, gradients and optimizer state."""
-    values: list[tuple[str, str, str]]
-    """Module, site and name of all of these that ever differ, in the order in which they first did."""
+    values: list[RecordedValue]
+    """All of these that ever differ, each where it first did, in this order."""
+    firsts: list[Differing]
+    """The first difference of each of these sites."""
     buffers: list[Differing]
     """The first difference of each buffer, by step."""
     num_compared: dict[str, int]
     """By site, the values that were compared over ranks."""
+    steps: list[int]
+    """Steps of parameters, gradients and optimizer state that were compared."""
     not_recorded: list[str]
     """The sites at which replicas that differ are a finding, and of which there is no row."""
     why_none: str
@@ -58,15 +67,24 @@ class ReplicaSearch(NamedTuple):
 class ReplicaFinder:
     """Finds the first difference of replicas, by step and then in the order of execution, step range by range."""
 
-    def __init__(self, run: Run, topology: Topology) -> None:
-        self._run, self._topology = run, topology
+    def __init__(self, run: Run, topology: Topology, *, reads_payloads: bool = True) -> None:
+        """Nothing is compared yet.
+
+        Args:
+            run: whose rows.
+            topology: which ranks share a model.
+            reads_payloads: whether values are compared by their bytes where their rows do not tell.
+        """
+        self._run, self._topology, self._reads_payloads = run, topology, reads_payloads
         self._first: Differing | None = None
         self._has_buffer = False
-        self._values: dict[ValueName, None] = {}
+        self._values: dict[ValueName, RecordedValue] = {}
+        self._firsts: dict[str, Differing] = {}
         self._buffers: dict[ValueName, Differing] = {}
         self._noted: dict[ValueName, Differing] = {}
         self._equal: Any = None
         self._num_compared: Counter[str] = Counter()
+        self._steps: set[int] = set()
         self._recorded: set[str] = set()
         self._ranks: set[int] = set()
         self._has_unknown = self._has_statistics_alone = False
@@ -76,13 +94,17 @@ class ReplicaFinder:
 
     def add(self, timeline: Timeline) -> None:
         """Add the next range of steps."""
-        replicas = ReplicaGroups(self._run, self._topology, timeline, self._equal)
+        replicas = ReplicaGroups(self._run, self._topology, timeline, self._equal, reads_payloads=self._reads_payloads)
         is_buffer = replicas.is_of(("buffer",))
         if self._first is None and (first := replicas.search(~is_buffer)) is not None:
             self._first = replicas.describe(first)
         if not self._has_buffer:
             self._has_buffer = replicas.search(is_buffer) is not None
-        self._values |= dict.fromkeys(name_of(timeline.value(int(row))) for row in replicas.first_rows(~is_buffer))
+        for number, row in zip(*(some.tolist() for some in replicas.firsts(~is_buffer)), strict=True):
+            value = timeline.value(row)
+            self._values.setdefault(name_of(value), value)
+            if value.site not in self._firsts:
+                self._firsts[value.site] = replicas.describe(number)
         for known in (self._buffers, self._noted):
             known |= {name: with_last(one, replicas.differs_last(name)) for name, one in known.items()}
         for number in replicas.first_numbers(is_buffer).tolist():
@@ -90,7 +112,10 @@ class ReplicaFinder:
             self._buffers.setdefault(name_of(buffer.value), buffer)
         for one in _noted_by_merge(timeline):
             self._noted.setdefault(name_of(one.value), one)
-        self._num_compared += replicas.num_compared
+        compared = replicas.compared
+        self._num_compared += Counter(compared.column("site").to_pylist())
+        is_finding = holds(compared.column("site"), FINDINGS.__contains__)
+        self._steps |= set(compared.column("step").to_numpy()[is_finding].tolist())
         self._recorded |= set(timeline.table.column("site").unique().to_pylist())
         self._ranks |= {rank for rank in timeline.table.column("rank").unique().to_pylist() if rank is not None}
         self._has_unknown |= replicas.has_unknown
@@ -109,9 +134,11 @@ class ReplicaFinder:
         buffers = [one._replace(sync=syncs.get(one.value.root)) for one in (*self._buffers.values(), *noted)]
         return ReplicaSearch(
             self._first,
-            [name[1:] for name in self._values],
+            list(self._values.values()),
+            list(self._firsts.values()),
             sorted(buffers, key=lambda one: one.value.step),
             dict(self._num_compared),
+            sorted(self._steps),
             [site for site in FINDINGS if site not in self._recorded],
             self._why_none(),
             self._notes(),
@@ -152,6 +179,22 @@ class ReplicaFinder:
                 "one rank has no replicas" if (world_size or 1) == 1 else f"only rank {rank} of {world_size} left rows"
             )
         return ""
+
+
+def compare_replicas(run: Run) -> ReplicaSearch:
+    """Compare the replicas of a whole run by their fingerprints and statistics alone; no payload is read."""
+    topology = Topology(run.writers, run.run_id, run.world_size)
+    attempts, finder = Attempts(run, topology), ReplicaFinder(run, topology, reads_payloads=False)
+    ranges = run.view().windows(RANGE_ROWS)
+    with cut_rows(run, ranges, _rows_of_states) as tables_of:
+        for steps in ranges:
+            finder.add(Timeline(run, topology, attempts, steps, tables=tables_of(steps)))
+    return finder.found()
+
+
+def _rows_of_states(writers: Sequence[RecordedWriter], steps: tuple[int, int]) -> Iterator[Any]:
+    for table in whole_rows(writers, steps):
+        yield table.filter(pa.array(holds(table.column("site"), STATES.__contains__)))
 
 
 def _syncs(run: Run) -> dict[str, str]:

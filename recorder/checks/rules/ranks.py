@@ -1,17 +1,41 @@
-"""The rule that compares ranks, and finds one that is unlike its peers."""
+"""The rules that compare ranks: one that is unlike its peers, and replicas that differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 import numpy as np
 
 from ..rows import Catalog, Flags, Floats, Integers, Rows, SeriesKey, grouped
-from ..rule import Finding, Setting, StreakRule
+from ..rule import Finding, Rule, Setting, Severity, StreakRule
 
 _LEAST_SPREAD = 0.01
 """Least spread of logarithms: peers that agree better than to 1 % do so by chance."""
+
+
+class Replica(Rule):
+    """Parameters, gradients or optimizer state that ranks share, and that are not the same to the last bit."""
+
+    name: ClassVar[str] = "replica"
+    sentence: ClassVar[str] = "A parameter, a gradient or an optimizer state differs between ranks that share it."
+    severity: ClassVar[Severity] = Severity.ERROR
+    sites: ClassVar[tuple[str, ...]] = ("param", "grad", "optim", "buffer")
+    columns: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[str] = "it needs parameters, gradients or optimizer states of several ranks"
+    advice: ClassVar[str] = "find what one rank did without the others; `recorder first` shows what each rank holds"
+
+    def add(self, rows: Rows) -> Iterable[Finding]:
+        """Nothing: whoever feeds the rows compares them, because numbers do not tell whether bits are equal."""
+        return ()
+
+    def finish(self) -> Iterable[Finding]:
+        """What the comparison found."""
+        if self.replicas is None:
+            self.why_not_judged = f"{self.needs}, and only the rows of a whole run were compared"
+            return ()
+        self.why_not_judged = self.replicas.why_not_compared
+        return self.replicas.findings
 
 
 class OutlierRank(StreakRule):

@@ -19,7 +19,7 @@ from ...checks.settings_file import read_settings_file
 from ...errors import LookupFailedError
 from ...globalview.run import Run, open_run
 from ...rules import hint
-from ...system.text import counted
+from ...system.text import counted, steps_in_words
 from ..drawing.module_names import grouped
 from ..options import Json, RunPath
 from ..output import Column, Table, number, print_json, say, say_state
@@ -119,6 +119,7 @@ def _document(run: Run, checked: Checked) -> dict[str, object]:
         "rules": checked.num_rules,
         "judged": checked.num_judged,
         "rows": checked.num_rows,
+        "steps": checked.steps,
         "findings": findings,
         "not_judged": [one._asdict() for one in checked.unjudged],
         "problems": run.problems,
@@ -145,7 +146,8 @@ def _print(run: Run, checked: Checked, typed: str, *, are_reasons_wanted: bool) 
     tally = ", ".join(
         counted(sum(one.worst.severity is severity for one in folded), severity.word) for severity in reversed(Severity)
     )
-    say(f"{run.name}: {judged} judged {counted(checked.num_rows, 'row')}: {tally if folded else 'nothing found'}")
+    rows = f"{counted(checked.num_rows, 'row')} of {steps_in_words(checked.steps)}"
+    say(f"{run.name}: {judged} judged {rows}: {tally if folded else 'these rules found nothing in these rows'}")
 
 
 def fold(findings: Sequence[Finding]) -> list[Folded]:

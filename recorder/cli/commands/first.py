@@ -58,7 +58,7 @@ def show_first(run: Run, *, as_json: bool) -> int:
 def _print_nonfinite(run: Run, answer: First) -> None:
     bad = answer.nonfinite
     if bad is None:
-        say(f"{run.name}: no NaN, and no infinity that was not there from the first record on")
+        say(f"{run.name}: {answer.all_finite}")
         return
     title = f"{run.name}: first NaN or infinity: step {bad.value.step}, {_value(bad.value)}{_on_rank(bad.value)}"
     rows = [*_nonfinite_rows(bad), ("spread", _spread(answer))]

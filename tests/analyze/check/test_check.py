@@ -142,3 +142,43 @@ def test_a_sound_run_of_another_model_is_a_note(tmp_path: Path) -> None:
         f"the sound run {strange.name} has no value of this run: another model, or other sites or names; "
         "nothing is compared with it"
     ]
+
+
+def replicas(path: Path, *, num_ranks: int = 2, data_parallel: Any = None, fingerprint: bool = True) -> recorder.Run:
+    """Two parameters of two ranks over three steps; from step 1 on those of rank 1 are others."""
+    run = make_run(path, world_size=num_ranks)
+    for rank in range(num_ranks):
+        writer = HandmadeWriter(run, rank)
+        rows: list[Row] = []
+        for step in range(3):
+            for name in ("weight", "bias"):
+                value = 1.0 + (rank == 1 and step > 0) + (name == "bias")
+                more = {"fingerprint": f"{int(value):032x}"} if fingerprint else {}
+                about = {"site": "param", "name": name, "phase": "optimizer", "module_path": "up"}
+                rows.append(make_row(len(rows), [value], encoding=None, rank=rank, step=step, **about) | more)
+        writer.add_shard([rows])
+        root = {"name": "model", "class": "Net", "modules": [], "data_parallel": data_parallel}
+        writer.finish(roots=[root] if data_parallel else [])
+    return recorder.open_run(run)
+
+
+@pytest.mark.parametrize("fingerprint", [True, False])
+def test_replicas_that_came_apart_are_an_error(tmp_path: Path, fingerprint: bool) -> None:
+    ddp = {"kind": "ddp", "ranks": [0, 1]}
+    checked = check(replicas(tmp_path / "run", data_parallel=ddp, fingerprint=fingerprint))
+    (one,) = [finding for finding in checked.findings if finding.rule == "replica"]
+    assert (one.severity, one.step, one.module_path, one.site, one.ranks) == (Severity.ERROR, 1, "up", "param", (1,))
+    assert "the first of 2 values at this site that differ" in one.detail
+    assert not any(unjudged.rule == "replica" for unjudged in checked.unjudged)
+
+
+def test_replicas_are_a_warning_where_nothing_says_that_ranks_share_a_model(tmp_path: Path) -> None:
+    (one,) = check(replicas(tmp_path / "run"), ["replica"]).findings
+    assert one.severity is Severity.WARNING and "neither DDP nor FSDP" in one.detail
+
+
+def test_what_was_not_compared_between_ranks_is_said(tmp_path: Path) -> None:
+    (one,) = check(replicas(tmp_path / "alone", num_ranks=1), ["replica"]).unjudged
+    assert one.why == "it needs parameters, gradients or optimizer states of several ranks"
+    (other,) = check(recorder.open_run(made(tmp_path / "run")), ["replica"]).unjudged
+    assert one.why in other.why

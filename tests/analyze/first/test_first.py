@@ -50,7 +50,7 @@ def spoil(row: Row, value: float = np.nan, count: int = 1) -> None:
 def found(run: recorder.Run) -> First:
     """What went wrong first, which must not depend on how many steps are in memory at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recorder.analyze.first.first._RANGE_ROWS", 1)
+        patch.setattr("recorder.analyze.first.first.RANGE_ROWS", 1)
         step_by_step = recorder.first(recorder.open_run(run.path))
     whole = recorder.first(run)
     assert step_by_step == whole
@@ -341,9 +341,15 @@ def test_ranks_that_share_a_batch_hold_replicas_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sites", "told"),
     [
-        (["grad"], "no gradient differs between its replicas (1 value compared; {} not recorded)"),
-        (["grad", "optim", "buffer"], "no gradient or optimizer state differs between its replicas (2 values compared"),
-        (["param", "grad", "optim"], "no parameter, gradient or optimizer state differs {} (3 values compared)"),
+        (["grad"], "no gradient differs between its replicas (1 value of step 0 compared; {} not recorded)"),
+        (
+            ["grad", "optim", "buffer"],
+            "no gradient or optimizer state differs between its replicas (2 values of step 0 compared",
+        ),
+        (
+            ["param", "grad", "optim"],
+            "no parameter, gradient or optimizer state differs {} (3 values of step 0 compared)",
+        ),
         (["buffer"], ""),
     ],
 )
@@ -353,6 +359,29 @@ def test_what_agrees_is_what_was_compared_and_the_rest_is_named(tmp_path: Path, 
     middle = "between its replicas" if len(sites) == 3 else "parameters and optimizer states"
     assert result.replicas_agree.startswith(told.format(middle)) and bool(result.replicas_agree) == bool(told)
     assert (result.why_none_compared == "") == bool(told)
+
+
+def test_replicas_are_not_called_equal_at_a_step_at_which_none_was_recorded(tmp_path: Path) -> None:
+    """Parameters of every tenth step agree; the NaN comes at step 57."""
+    ranks = []
+    for rank in range(2):
+        rows = [row for step in range(0, 60, 10) for row in params(rank, [1.0], seq=step, step=step)]
+        values = [np.array([1.0, np.nan if (rank, step) == (1, 57) else 2.0]) for step in range(60)]
+        rows += [make_row(100 + step, values[step], rank=rank, step=step, module_path="up") for step in range(60)]
+        ranks.append(rows)
+    result = found(write(tmp_path / "run", *ranks))
+    assert result.nonfinite is not None and result.nonfinite.value.step == 57 and not result.all_finite
+    assert "(6 values of steps 0 to 50 (one in 10) compared" in result.replicas_agree
+    assert "replicas were not compared at step 57, at which none was recorded" in result.replicas_agree
+
+
+def test_that_nothing_was_found_says_in_how_many_values_and_what_is_not_there(tmp_path: Path) -> None:
+    result = found(write(tmp_path / "run", steps(0, "up", "down"), steps(1, "up", "down")))
+    assert result.all_finite.startswith("no NaN or infinity in ") and " recorded values of step" in result.all_finite
+    masked = np.array([1.0, -np.inf])
+    rows = [make_row(step, masked, step=step, module_path="mask") for step in range(2)]
+    result = found(write(tmp_path / "masked", rows))
+    assert result.all_finite.startswith("no NaN, and no infinity that was not there from the first record on, in 2")
 
 
 def test_stages_of_a_pipeline_hold_no_replicas(tmp_path: Path) -> None:
