@@ -1,4 +1,4 @@
-"""The registry of sites: where in a training step a value was seen, and what follows from that.
+"""The version of the format, and the registry of sites: where in a training step a value was seen, and what follows.
 
 Code that records, expects, compares or shows values asks here. A site that a minor version adds is one entry of
 `ALL_SITES` and one line of FORMAT.md, beside the hook that records it. This module imports nothing of the package and
@@ -10,6 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+
+FORMAT_NAME = "recorder"
+FORMAT_VERSION = (1, 3)
+"""The major and the minor version of the format. Readers refuse another major version and accept any minor one."""
+MAX_COUNT = 1 << 53
+"""Bound on every whole number of a row: float64 holds them exactly, and sums and products with a width fit int64."""
 
 
 class Kind(Enum):

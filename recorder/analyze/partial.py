@@ -10,11 +10,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..format.schema import OF_FIRST_PART
-from ..read.shards import untrusted
+from ..columns import OF_FIRST_PART, note_members
+from ..numerics.keys import encode
+from ..numerics.moments import integers
 from ..system.text import named
-from .keys import encode
-from .moments import integers
 
 
 def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
@@ -37,7 +36,7 @@ def without_numbers(table: Any) -> Any:
 
 def _missing(note: str) -> str:
     """What an untrusted note says of missing ranks."""
-    ranks = untrusted.members(note).get("partial")
+    ranks = note_members(note).get("partial")
     if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
         return ""
     return json.dumps(ranks) if ranks else ""

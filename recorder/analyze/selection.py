@@ -15,11 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import LookupFailedError
-from ..format.rundir import FORMAT_VERSION
 from ..globalview.plan.overrides import check_overrides
 from ..globalview.run import Run
 from ..rules import ANY, Schedule, choose, hint, parse_patterns
-from ..sites import CALL, SITES
+from ..sites import CALL, FORMAT_VERSION, SITES
 from ..system.text import listed
 
 PER_RANK = ("*=per_rank",)

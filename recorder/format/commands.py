@@ -19,9 +19,10 @@ from typing import Any
 from ..errors import CommandError, ConfigError, RunError
 from ..records import KEEP_RING
 from ..rules import EXPRESSION, Rule, parse_rules
+from ..sites import FORMAT_NAME, FORMAT_VERSION
 from ..system.text import one_line
 from .members import Members
-from .rundir import FORMAT_NAME, FORMAT_VERSION, check_version, encode_manifest
+from .rundir import check_version, encode_manifest
 
 COMMANDS = "_commands"
 """The directory of a run that holds its commands."""

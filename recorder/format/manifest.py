@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import RUN_NAME
+from ..sites import FORMAT_VERSION
 from ..system.processes import runs
 from .commands import Answer
 from .members import Members, Shared
 from .roots import Root
-from .rundir import FORMAT_VERSION
 
 COUNTED = "counted"
 """The `step_source` of steps that merely count from 0."""

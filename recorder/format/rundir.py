@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from crc32c import crc32c
 
 from ..errors import CorruptError, NotARunError, UnsupportedError
+from ..sites import FORMAT_NAME, FORMAT_VERSION
 from .members import Members, parse_object
 
 RUN_MANIFEST = "_run.json"
@@ -231,10 +232,3 @@ def _largest(dropped: Mapping[str, int], num_reasons: int) -> dict[str, int]:
     by_count = sorted(dropped.items(), key=lambda item: -item[1])
     kept = {reason[:_MAX_TEXT]: count for reason, count in by_count[:num_reasons]}
     return {**kept, OTHER_REASONS: kept.get(OTHER_REASONS, 0) + sum(count for _, count in by_count[num_reasons:])}
-
-
-FORMAT_NAME = "recorder"
-FORMAT_VERSION = (1, 3)
-"""Major, minor. Readers refuse another major and accept any minor."""
-MAX_COUNT = 1 << 53
-"""Bound on every whole number of a row: float64 holds them exactly, and sums and products with a width fit int64."""

@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from ..columns import DETAILS, METADATA_COLUMNS, note_members, parse_shape
 from ..errors import CorruptError, LookupFailedError
-from ..format.numbers.histogram import Histogram
-from ..format.numbers.units import Units
-from ..format.schema import DETAILS, METADATA_COLUMNS
+from ..numerics.histogram import Histogram
+from ..numerics.units import Units
 from ..read.lookup import TensorRows
 from ..read.metadata import MetadataRows
-from ..read.shards import untrusted
-from ..read.shards.decode import parse_shape
 from .assemble.columns import GlobalColumns
 from .tensor import plan_of, value_of
 from .view import LoadedRows
@@ -65,7 +63,7 @@ def _check_recorded(row: dict[str, Any], column: str, tensor_rows: TensorRows, w
     """Refuse a row that lacks what is asked for, with the reason."""
     if row[column] is not None:
         return
-    note = untrusted.members(row["note"])
+    note = note_members(row["note"])
     why = note.get(f"no_{column}", note.get("no_statistics"))
     reason = f"it has none ({why})" if why else f"a rule with keep={column} keeps {them}"
     raise LookupFailedError(f"{tensor_rows.what} was recorded without {what}; {reason}")

@@ -17,9 +17,9 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 from ..errors import LookupFailedError, UnsupportedError
-from ..format.numbers.histogram import Histogram
-from ..format.numbers.units import Units
 from ..format.roots import Stage
+from ..numerics.histogram import Histogram
+from ..numerics.units import Units
 from ..read.finding import find_run
 from ..read.lookup import LOOKUP_COLUMNS, TensorRows, find_tensor
 from ..read.metadata import MetadataRows

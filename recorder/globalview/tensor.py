@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ..columns import note_members
 from ..errors import LookupFailedError, RunError
-from ..format.dtypes import item_bytes
 from ..layout.plans import Plan
+from ..numerics.dtypes import item_bytes
 from ..read.lookup import TensorRows, several_stages
 from ..read.metadata import MetadataRows, Positions
-from ..read.shards import untrusted
 from ..system.text import listed
 from .plan.planner import GlobalValue
 from .plan.values import GlobalValues
@@ -21,7 +21,7 @@ def is_partial(metadata: MetadataRows, positions: Positions) -> bool:
     """Whether a row of a merged run says that ranks are missing in it."""
     metadata.load(["note"])
     note = metadata.text("note", int(positions[0]))
-    return "partial" in untrusted.members(note)
+    return "partial" in note_members(note)
 
 
 def global_tensor(

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..columns import COLUMN_OF, METADATA_COLUMNS, Combine
 from ..errors import LookupFailedError, RunError
 from ..format.roots import Stage
-from ..format.schema import COLUMN_OF, METADATA_COLUMNS, Combine
 from ..layout.rules import LOSSES
 from ..read.metadata import NONE, MetadataRows
 from ..read.payload import Payloads, is_same

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 
-from ..format.numbers.units import sides_of
+from ..numerics.units import sides_of
 from ..records import KEEP_HISTOGRAM, KEEP_TENSOR, KEEP_UNITS, Staged
 from ..rules import Rule, Schedule
 from ..system.text import size

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..capture.core import Capture
 from ..config import Settings
-from ..format.rundir import MAX_COUNT
+from ..sites import MAX_COUNT
 from ..system.events import Events
 from ..system.processes import comes_from_signal_handler
 from ..system.text import one_line

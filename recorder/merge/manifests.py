@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..format.manifest import COUNTED
-from ..format.rundir import FORMAT_NAME, FORMAT_VERSION
 from ..globalview.run import Run
 from ..read.writers import load_balances
+from ..sites import FORMAT_NAME, FORMAT_VERSION
 
 _INFORMATIVE = ("versions", "settings", "rules", "optimizers", "autoload")
 _MAX_DEPTH = 50

@@ -16,12 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from crc32c import crc32c
 
+from ..columns import OF_FIRST_PART, SCHEMA
 from ..format.integrity import batch_crcs
-from ..format.rundir import FORMAT_NAME, FORMAT_VERSION, WRITER_MANIFEST, open_name, shard_name
-from ..format.schema import OF_FIRST_PART, SCHEMA
+from ..format.rundir import WRITER_MANIFEST, open_name, shard_name
 from ..globalview.assemble.assembler import PayloadPart
 from ..globalview.assemble.columns import NO_VALUES, with_member
-from ..sites import NUMBERS
+from ..sites import FORMAT_NAME, FORMAT_VERSION, NUMBERS
 from ..write.files.file import Disk, PageMemory
 from ..write.files.ipc import IpcFormat, Payload
 from ..write.files.manifest import replace_manifest

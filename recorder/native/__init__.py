@@ -197,7 +197,7 @@ class Kernels:
             table: the value of each bit pattern, for float16 and floats of 8 bits.
             weights: for the fingerprint.
             bins: where values are counted for the histogram, added to what is there; of a length as
-                `format.numbers.histogram.NUM_BINS` says, and only with a dtype.
+                `numerics.histogram.NUM_BINS` says, and only with a dtype.
             units: to whose sums the values of each unit are added; only with a dtype.
         """
         out = Moments.from_buffer_copy(_NO_MOMENTS)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from ..columns import COUNTS, STATISTICS
 from ..errors import LookupFailedError, not_installed
-from ..format.schema import COUNTS, STATISTICS
 
 if TYPE_CHECKING:
     import pandas

@@ -13,17 +13,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..format.schema import SCHEMA
+from ..columns import SCHEMA, TIME_ORDER
 from .shards.rows import Ranges, ShardRows, Steps, each_of
 from .writers import RecordedWriter
 
 Positions = npt.NDArray[np.int64]
 NONE = -1
 """Stands for null in columns of counts, none of which is negative."""
-
-
 _FEW_CHUNKS = 64
-TIME_ORDER = ("attempt", "step", "rank", "seq")
 POSITION_COLUMNS = ("seq", "batch", "row")
 """What leads from a row to its payload."""
 TEXT_COLUMNS = frozenset(field.name for field in SCHEMA if pa.types.is_string(field.type))

@@ -18,20 +18,19 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ..columns import METADATA_COLUMNS, SCHEMA, TIME_ORDER, parse_shape
 from ..errors import CorruptError, LookupFailedError, RunError, not_installed
-from ..format.dtypes import item_bytes
 from ..format.manifest import RunManifest
 from ..format.roots import Jitter, Module
 from ..format.rundir import PROOF, PROOF_BYTES, RUN_MANIFEST, UNKNOWN, Proof
-from ..format.schema import METADATA_COLUMNS, SCHEMA
+from ..numerics.dtypes import item_bytes
 from ..storage.locations import Location, OpenLocation, store_of
 from .commands import SentCommands, read_commands
 from .dumps import RunDump, dumps_of
 from .long_form import LONG_KEY, choose_statistics, to_long
-from .metadata import NONE, POSITION_COLUMNS, TIME_ORDER, MetadataRows, Positions
+from .metadata import NONE, POSITION_COLUMNS, MetadataRows, Positions
 from .modules import list_paths, read_modules
 from .payload import Payloads
-from .shards.decode import parse_shape
 from .writers import RecordedWriter, as_problem, find_writers
 
 if TYPE_CHECKING:

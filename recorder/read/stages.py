@@ -13,21 +13,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..columns import HANDED_ON, note_members
 from ..format.roots import MAX_STAGES, Stage
 from ..sites import NUMBERS
 from ..system.text import listed
 from .metadata import NONE, MetadataRows, Positions
-from .shards import untrusted
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
-HANDED_ON = "between_stages"
-"""Member of a note: the stage whose input or output it is, and of how many, of a value that goes between stages."""
 
 
 def mark_stage(stage: Stage, note: str | None) -> str:
     """A row's note, with what says that the row is of a value between stages."""
-    return json.dumps({**untrusted.members(note), HANDED_ON: list(stage)}, separators=(",", ":"))
+    return json.dumps({**note_members(note), HANDED_ON: list(stage)}, separators=(",", ":"))
 
 
 def missing_stages(stages: Mapping[tuple[int, str], Stage]) -> Iterator[str]:
@@ -54,7 +52,7 @@ def stages_of_rows(rows: MetadataRows, positions: Positions, stages: Mapping[tup
         stage_of_row[(writers == writer) & (roots.codes == roots.code(root))] = stage.number
     if not stages:
         notes = rows.keys("note", positions)
-        told = [untrusted.members(text).get("stage") for text in notes.texts or ()]
+        told = [note_members(text).get("stage") for text in notes.texts or ()]
         sound = (stage if type(stage) is int and 0 <= stage < MAX_STAGES else NONE for stage in told)
         stage_of_row = np.array([*sound, NONE])[notes.codes]
     return stage_of_row

@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..columns import SCHEMA
 from ..errors import NotARunError, RunError
 from ..format.manifest import COUNTED, Balance, Lifetime, RetiredEarlier, WriterManifest
 from ..format.members import Members, Shared
@@ -29,7 +30,6 @@ from ..format.rundir import (
     parse_shard_name,
     shard_name,
 )
-from ..format.schema import SCHEMA
 from ..storage.locations import Location, OpenLocation, store_of
 from .shards.rows import ShardRows, each_of, load_open, load_sealed
 

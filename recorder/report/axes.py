@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..analyze.keys import Integers
-from ..analyze.moments import integers
 from ..globalview.run import Run
+from ..numerics.keys import Integers
+from ..numerics.moments import integers
 from ..read.modules import list_paths
 from ..sites import SITE_OF, Kind
 from .blocks import Block

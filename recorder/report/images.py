@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from ..analyze.keys import encode
-from ..analyze.moments import integers
+from ..columns import parse_shape
 from ..errors import RunError
 from ..globalview.run import Run
-from ..read.shards.decode import parse_shape
+from ..numerics.keys import encode
+from ..numerics.moments import integers
 from .blocks import Block
 from .rows import keys_of
 

@@ -17,11 +17,11 @@ import pyarrow.compute as pc
 
 from ..analyze.first.spool import cut_rows
 from ..analyze.first.timeline import Attempts
-from ..analyze.keys import Integers, codes, encode, group
-from ..analyze.moments import combine, integers, numbers
-from ..format.schema import COUNTS, SCHEMA, STATISTICS
+from ..columns import COUNTS, SCHEMA, STATISTICS
 from ..globalview.run import Run
 from ..globalview.topology.run_topology import Topology
+from ..numerics.keys import Integers, codes, encode, group
+from ..numerics.moments import combine_rows, integers, numbers
 from ..read.writers import RecordedWriter
 
 RANGE_ROWS = 200_000
@@ -148,6 +148,6 @@ def values_of(table: Any, series: Integers, names: Sequence[str]) -> Values:
     if groups.num_groups == table.num_rows:
         columns = {name: numbers(table.column(name)) for name in names}
         return Values(series, steps, ranks, columns)
-    combined = combine(table, groups.ids, groups.num_groups)
+    combined = combine_rows(table, groups.ids, groups.num_groups)
     columns = {name: numbers(combined[name]) for name in names}
     return Values(series[groups.firsts], steps[groups.firsts], ranks[groups.firsts], columns)

@@ -22,11 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ..columns import PAYLOAD, note_members
 from ..errors import CorruptError, RunError
 from ..format.rundir import index_name, open_name, parse_shard_name, shard_name
-from ..format.schema import PAYLOAD
 from ..globalview.run import Run
-from ..read.shards import untrusted
 from ..read.shards.rows import POSITION_FIELDS, SHARD_BYTES_KEY
 from ..read.shards.salvage import Salvaged, salvage
 from ..read.shards.shard import Shard, open_sealed
@@ -358,7 +357,7 @@ def _index_problem(path: Path, shard_bytes: int, metadata: Sequence[str]) -> str
 
 def _without_payloads(batch: Any, schema: Any) -> pa.RecordBatch:
     """Return the batch with its payload columns null, and a note in each row that says so."""
-    told = map(untrusted.members, batch.column("note").to_pylist())
+    told = map(note_members, batch.column("note").to_pylist())
     notes = [json.dumps({**note, "no_payload": "damaged"}, separators=(",", ":")) for note in told]
     columns = []
     for field in schema:

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import pyarrow as pa
 from crc32c import crc32c
 
+from ..columns import SCHEMA
 from ..format.integrity import Crcs, column_crcs
 from ..format.payload.codec import Encoder, max_encoded_bytes
-from ..format.schema import SCHEMA
 from ..records import PART_BYTES, Chunk, Measured, Moment, Origin, Staged
 from .files.file import PageMemory
 from .files.ipc import Payload

@@ -15,21 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from .. import native
+from ..columns import SCHEMA
 from ..errors import RunError, WriteError
 from ..format.manifest import RunManifest
 from ..format.payload.codec import Encoder
-from ..format.rundir import (
-    FORMAT_NAME,
-    FORMAT_VERSION,
-    RUN_MANIFEST,
-    WRITER_MANIFEST,
-    index_name,
-    open_name,
-    rank_dir,
-    read_json,
-)
-from ..format.schema import SCHEMA
+from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, index_name, open_name, rank_dir, read_json
 from ..rules import Schedule
+from ..sites import FORMAT_NAME, FORMAT_VERSION
 from .backoff import Backoff, drop_reason
 from .earlier import EarlierShard, find_earlier
 from .files.file import Disk, PageMemory

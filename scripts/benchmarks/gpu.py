@@ -101,7 +101,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def look_at_run(directory: Path) -> dict[str, Any]:
     import recorder
-    from recorder.format.dtypes import item_bytes
+    from recorder.numerics.dtypes import item_bytes
 
     (manifest,) = directory.glob("*/rank=*/*/_writer.json")
     rows = recorder.open_run(directory).table(columns=["step", "part", "dtype", "numel"]).to_pylist()

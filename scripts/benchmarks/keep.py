@@ -52,7 +52,7 @@ NUM_STEPS, NUM_CPU_STEPS, NUM_LAYERS = 8, 60, 40
 WORK_FILES = (
     "write/rows.py",
     *(f"format/payload/{name}.py" for name in ("codec", "encodings", "frames", "planes", "fingerprint")),
-    *(f"format/numbers/{name}.py" for name in ("histogram", "units")),
+    *(f"numerics/{name}.py" for name in ("histogram", "units")),
     "staging/measure.py",
 )
 """What runs for each record; the rest of the writer also looks at clocks."""

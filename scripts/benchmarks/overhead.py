@@ -78,7 +78,7 @@ def measure(name: str, setting: Setting, args: argparse.Namespace) -> dict[str, 
 def look_at_run(folder: Path, steps: int, said: str) -> dict[str, Any]:
     """Tensors and bytes that a recorded run holds of its last step, and what it dropped, by reason."""
     import recorder
-    from recorder.format.dtypes import item_bytes
+    from recorder.numerics.dtypes import item_bytes
 
     manifests = list(folder.glob("*/rank=*/*/_writer.json"))
     if not manifests:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import recorder
-from recorder.format.numbers.histogram import Histogram
-from recorder.format.numbers.units import packed
+from recorder.numerics.histogram import Histogram
+from recorder.numerics.units import packed
 from tests.browser.conftest import Open, Opened, write_page
 from tests.rigs.report_pages import HOSTILE, hostile_run, run_of
 from tests.rigs.small_runs import NUM_STEPS

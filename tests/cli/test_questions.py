@@ -14,7 +14,7 @@ import pytest
 from recorder import open_run
 from recorder.analyze.diff.diff import diff
 from recorder.cli.differences.sentences import accusations
-from recorder.format.schema import STATISTICS
+from recorder.columns import STATISTICS
 from tests.analyze.diff import test_drift as drift
 from tests.cli.test_hostile_text import NAMES, is_harmless
 from tests.rigs.command_line import Cli, module, on_a_terminal

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recorder.format.schema import COUNTS, STATISTICS
+from recorder.columns import COUNTS, STATISTICS
 from recorder.globalview.run import Run
 from recorder.merge.merge import merge_run
 from tests.rigs.command_line import Cli

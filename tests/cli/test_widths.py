@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from recorder.cli.output import Column, Table
-from recorder.format.schema import STATISTICS
+from recorder.columns import STATISTICS
 from tests.rigs.command_line import Cli, module, on_a_terminal
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 

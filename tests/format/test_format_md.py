@@ -12,14 +12,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pytest
 
-from recorder.format import dtypes, schema
+from recorder import columns as columns_registry
+from recorder.columns import SCHEMA
 from recorder.format.integrity import batch_metadata, seal_metadata
 from recorder.format.payload.codec import Encoder, max_encoded_bytes
 from recorder.format.payload.encodings import ALL_ENCODINGS, ENCODINGS
 from recorder.format.payload.fingerprint import fingerprint, to_text
-from recorder.format.rundir import FORMAT_VERSION
-from recorder.format.schema import SCHEMA
-from recorder.sites import ALL_SITES, SITE_OF
+from recorder.numerics import dtypes
+from recorder.sites import ALL_SITES, FORMAT_VERSION, SITE_OF
 from tests.rigs import independent
 
 _RNG = np.random.default_rng(7)
@@ -128,9 +128,9 @@ def test_the_columns_of_the_page_are_those_of_the_schema() -> None:
 
 def test_the_words_of_the_page_are_those_of_the_code() -> None:
     rows = {row[0].strip("`"): independent.words(row[2]) for row in independent.table(independent.section("Rows"))}
-    assert tuple(rows["mode"]) == schema.MODES
-    assert tuple(rows["phase"]) == schema.PHASES
-    assert tuple(rows["scope"]) == schema.SCOPES
+    assert tuple(rows["mode"]) == columns_registry.MODES
+    assert tuple(rows["phase"]) == columns_registry.PHASES
+    assert tuple(rows["scope"]) == columns_registry.SCOPES
     assert tuple(row[0].strip("`") for row in independent.table(independent.section("Sites"))) == tuple(SITE_OF)
     assert tuple(row[0].strip("`") for row in independent.table(independent.section("Payloads"))) == ENCODINGS
     types = independent.section("Element types").split(". ")[0].split("Bytes per")[0]
@@ -140,7 +140,7 @@ def test_the_words_of_the_page_are_those_of_the_code() -> None:
 
 def test_what_a_minor_version_added_says_so_on_the_page() -> None:
     rows = [row for name in ("Rows", "Sites", "Payloads") for row in independent.table(independent.section(name))]
-    entries: list[Any] = [*schema.COLUMNS, *ALL_SITES, *ALL_ENCODINGS]
+    entries: list[Any] = [*columns_registry.COLUMNS, *ALL_SITES, *ALL_ENCODINGS]
     for entry in entries:
         if entry.since:
             texts = [" ".join(rest) for first, *rest in rows if entry.name in independent.words(first)]

@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import recorder
+from recorder.columns import COLUMN_OF, METADATA_COLUMNS
 from recorder.errors import UnsupportedError
 from recorder.format.payload.encodings import ENCODINGS
-from recorder.format.rundir import FORMAT_VERSION, open_name
-from recorder.format.schema import COLUMN_OF, METADATA_COLUMNS
-from recorder.sites import SITES
+from recorder.format.rundir import open_name
+from recorder.sites import FORMAT_VERSION, SITES
 from tests.golden.coming import COLUMN, ENCODING, MINOR, MIRRORED, REPOSITORY, RUN, SITE, patched_package, updates
 from tests.golden.make_coming import make
 from tests.golden.test_golden import RUNS, VALUES, assert_statistics, rows_by_key, same_bits

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from recorder.analyze.doctor.slots import SLOT_SITES
+from recorder.columns import COLUMNS, KEY, NONFINITE, PHASES, SCHEMAS, Column, Role, schema_of
 from recorder.format.payload.encodings import ALL_ENCODINGS, ENCODINGS
-from recorder.format.rundir import FORMAT_VERSION
-from recorder.format.schema import COLUMNS, KEY, NONFINITE, PHASES, SCHEMAS, Column, Role, schema_of
 from recorder.records import Measured
-from recorder.sites import ALL_SITES, OF_PROGRAM, SITE_OF, SITES, Kind, Site, values_of
+from recorder.sites import ALL_SITES, FORMAT_VERSION, OF_PROGRAM, SITE_OF, SITES, Kind, Site, values_of
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 
 from recorder.capture.staging.measure import measure
 from recorder.errors import LookupFailedError
-from recorder.format.numbers.histogram import Histogram
 from recorder.globalview.run import Run, open_run
 from recorder.merge.merge import merge_run
+from recorder.numerics.histogram import Histogram
 from recorder.records import KEEP_HISTOGRAM, KEEP_STATS
 from tests.rigs.handmade import Row
 

@@ -183,7 +183,7 @@ class TestLongFrames:
         assert np.array_equal(turned.to_numpy(), expected.to_numpy())
 
     def test_all_statistics_that_there_are_by_default(self, run: Run) -> None:
-        from recorder.format.schema import COUNTS, STATISTICS
+        from recorder.columns import COUNTS, STATISTICS
 
         assert set(run.to_long().statistic) == {*STATISTICS, *COUNTS}
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from recorder.analyze.first.first import first
+from recorder.columns import COUNTS, STATISTICS
 from recorder.errors import LookupFailedError
-from recorder.format.schema import COUNTS, STATISTICS
 from recorder.globalview.run import Run, open_run
 from recorder.merge.merge import merge_run
 from tests.rigs.handmade import Row

@@ -16,9 +16,9 @@ import pyarrow.compute as pc
 import pytest
 import torch
 
+from recorder.columns import METADATA_COLUMNS, SCHEMA
 from recorder.errors import LookupFailedError, NotARunError, UnsupportedError
 from recorder.format.rundir import encode_manifest
-from recorder.format.schema import METADATA_COLUMNS, SCHEMA
 from recorder.globalview.run import open_run
 from tests.rigs.handmade import HandmadeWriter, make_parts, make_row, make_run
 from tests.rigs.small_runs import payload_rows

@@ -11,9 +11,9 @@ import pytest
 
 from recorder.capture.staging.measure import measure
 from recorder.errors import CorruptError, LookupFailedError
-from recorder.format.numbers.units import Units
 from recorder.globalview.run import Run, open_run
 from recorder.merge.merge import merge_run
+from recorder.numerics.units import Units
 from recorder.records import KEEP_STATS, KEEP_UNITS
 from tests.rigs.handmade import Row
 

@@ -14,13 +14,13 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 import pytest
 
+from recorder.columns import STATISTICS
 from recorder.errors import LookupFailedError
-from recorder.format.dtypes import item_bytes
 from recorder.format.payload.codec import decode
 from recorder.format.payload.fingerprint import fingerprint, to_text
-from recorder.format.schema import STATISTICS
 from recorder.globalview.assemble.rows import GlobalRows
 from recorder.globalview.run import Run, open_run
+from recorder.numerics.dtypes import item_bytes
 from tests.rigs.handmade import HandmadeWriter, Row, make_parts, make_row, make_run
 
 Array = npt.NDArray[Any]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recorder.format.rundir import FORMAT_VERSION
+from recorder.sites import FORMAT_VERSION
 
 from .values import RATE, Array, Value, values
 
@@ -24,7 +24,7 @@ MIRRORED = (("tap", "", "half"), ("grad", "head", "bias"))
 """Site, module and name of the values whose payloads have the encoding."""
 
 ENTRIES = {
-    "format/schema.py": (
+    "columns.py": (
         '    Column("fingerprint",',
         f'    Column("{COLUMN}", _INT64, _COUNT, Combine.SUM, since={MINOR}),\n',
     ),
@@ -49,7 +49,7 @@ def patched_package(folder: Path) -> Path:
         text = (copy / name).read_text()
         assert text.count(before) == 1, f"{name} has not one line {before!r}"
         (copy / name).write_text(text.replace(before, entry + before))
-    module, version = copy / "format/rundir.py", "FORMAT_VERSION = ({}, {})"
+    module, version = copy / "sites.py", "FORMAT_VERSION = ({}, {})"
     text = module.read_text()
     assert text.count(version.format(*FORMAT_VERSION)) == 1
     module.write_text(text.replace(version.format(*FORMAT_VERSION), version.format(FORMAT_VERSION[0], MINOR)))

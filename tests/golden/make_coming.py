@@ -17,11 +17,12 @@ import numpy as np
 import pyarrow as pa
 
 from recorder.capture.staging.measure import measure
+from recorder.columns import SCHEMA, VERSION_KEY
 from recorder.format.payload.encodings import PLAIN
 from recorder.format.payload.fingerprint import to_text
-from recorder.format.rundir import FORMAT_VERSION, encode_manifest, index_name, open_name, read_json
-from recorder.format.schema import SCHEMA, VERSION_KEY
+from recorder.format.rundir import encode_manifest, index_name, open_name, read_json
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, Chunk
+from recorder.sites import FORMAT_VERSION
 from recorder.write.files.file import Disk, PageMemory
 from recorder.write.files.ipc import IpcFormat
 from recorder.write.files.shard import BatchFile, Index

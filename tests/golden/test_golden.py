@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import recorder
+from recorder.columns import COLUMN_OF, STATISTICS
 from recorder.errors import LookupFailedError
-from recorder.format.rundir import FORMAT_VERSION
-from recorder.format.schema import COLUMN_OF, STATISTICS
 from recorder.globalview.assemble.rows import GlobalRows
+from recorder.sites import FORMAT_VERSION
 from tests.rigs import jobs
 from tests.rigs.fingerprints import fingerprint
 

@@ -11,8 +11,8 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
+from recorder.columns import SCHEMA
 from recorder.errors import CorruptError, LookupFailedError, UnsupportedError
-from recorder.format.schema import SCHEMA
 from recorder.globalview.run import open_run
 from recorder.read.shards.decode import decode
 from tests.rigs.handmade import make_parts, make_ref, make_row

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 import zstandard
 
+from recorder.columns import SCHEMA
 from recorder.errors import CorruptError, NotARunError, RunError
-from recorder.format.schema import SCHEMA
 from recorder.globalview.run import open_run
 from recorder.read.shards.messages import MAX_BATCH_BYTES, block_at, footer_blocks, footer_bytes
 from recorder.read.shards.shard import open_sealed

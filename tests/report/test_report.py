@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 
 import recorder
-from recorder.format.numbers.histogram import Histogram
-from recorder.format.numbers.units import packed
-from recorder.format.schema import COUNTS, STATISTICS
+from recorder.columns import COUNTS, STATISTICS
+from recorder.numerics.histogram import Histogram
+from recorder.numerics.units import packed
 from recorder.report.axes import Axes
 from recorder.report.page import page, policy, script
 from recorder.report.report import write_report

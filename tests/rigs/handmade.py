@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from recorder.format.dtypes import item_bytes
+from recorder.columns import METADATA_COLUMNS, SCHEMA
 from recorder.format.integrity import batch_metadata, seal_metadata
 from recorder.format.payload.codec import Encoder, max_encoded_bytes
 from recorder.format.rundir import index_name, open_name, rank_dir, shard_name
-from recorder.format.schema import METADATA_COLUMNS, SCHEMA
+from recorder.numerics.dtypes import item_bytes
 
 Row = dict[str, Any]
 POSITION_FIELDS = [pa.field("batch", pa.int32(), nullable=False), pa.field("row", pa.int32(), nullable=False)]

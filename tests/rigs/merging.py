@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recorder.format.schema import METADATA_COLUMNS
+from recorder.columns import METADATA_COLUMNS
 from recorder.globalview.run import Run, open_run
 from recorder.upkeep.verify import verify
 from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run

@@ -21,18 +21,9 @@ import numpy as np
 import pyarrow as pa
 
 from recorder import __version__
-from recorder.format.rundir import (
-    FORMAT_NAME,
-    FORMAT_VERSION,
-    RUN_MANIFEST,
-    STATUS,
-    WRITER_MANIFEST,
-    encode_status,
-    open_name,
-    rank_dir,
-    shard_name,
-)
-from recorder.format.schema import COUNTS, SCHEMA, STATISTICS
+from recorder.columns import COUNTS, SCHEMA, STATISTICS
+from recorder.format.rundir import RUN_MANIFEST, STATUS, WRITER_MANIFEST, encode_status, open_name, rank_dir, shard_name
+from recorder.sites import FORMAT_NAME, FORMAT_VERSION
 from recorder.write.files.file import Disk, PageMemory
 from recorder.write.files.ipc import IpcFormat
 from recorder.write.files.manifest import create_manifest, replace_manifest

@@ -15,7 +15,7 @@ import pytest
 
 import recorder
 from recorder.cli.commands.report import told_by_check, told_by_doctor
-from recorder.format.numbers.histogram import Histogram
+from recorder.numerics.histogram import Histogram
 from recorder.read.finding import find_run
 from recorder.read.shards.rows import ShardRows
 from recorder.report.collect import collect

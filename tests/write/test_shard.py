@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from crc32c import crc32c
 
-from recorder.format.schema import SCHEMA
+from recorder.columns import SCHEMA
 from recorder.upkeep.verify import _SealedFile
 from recorder.write.files.file import Disk, PageMemory
 from recorder.write.files.ipc import FooterBlock, IpcFormat

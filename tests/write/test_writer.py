@@ -19,10 +19,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recorder.format.dtypes import item_bytes
+from recorder.columns import METADATA_COLUMNS, SCHEMA
 from recorder.format.payload.codec import decode
-from recorder.format.rundir import FORMAT_VERSION, index_name
-from recorder.format.schema import METADATA_COLUMNS, SCHEMA
+from recorder.format.rundir import index_name
+from recorder.numerics.dtypes import item_bytes
 from recorder.records import (
     KEEP_FINGERPRINT,
     KEEP_STATS,
@@ -32,6 +32,7 @@ from recorder.records import (
     LostError,
     Measured,
 )
+from recorder.sites import FORMAT_VERSION
 from recorder.write.files import shard as shard_module
 from recorder.write.files.file import PageMemory
 from recorder.write.writer import RunTarget

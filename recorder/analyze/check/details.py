@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ...columns import parse_shape
 from ...errors import RunError
-from ...format.numbers.histogram import NORMAL_EXPONENTS
-from ...format.numbers.many import Histograms, ManyUnits, histograms_of, units_of
-from ...read.shards.decode import parse_shape
-from ..keys import encode
+from ...numerics.histogram import NORMAL_EXPONENTS
+from ...numerics.keys import encode
+from ...numerics.many import Histograms, ManyUnits, histograms_of, units_of
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]

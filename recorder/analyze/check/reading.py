@@ -18,17 +18,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...checks.rows import About, Catalog, ModuleFacts, Rows, SeriesKey
-from ...format.rundir import MAX_COUNT
-from ...format.schema import COUNTS, SCHEMA
+from ...columns import COUNTS, SCHEMA
 from ...globalview.run import Run
 from ...globalview.topology.run_topology import Topology
 from ...globalview.view import GlobalView
+from ...numerics.keys import encode, group
+from ...numerics.moments import integers, numbers
 from ...read.writers import RecordedWriter
-from ...sites import OF_MODULES
+from ...sites import MAX_COUNT, OF_MODULES
 from ..first.spool import cut_rows
 from ..first.timeline import Attempts
-from ..keys import encode, group
-from ..moments import integers, numbers
 from .details import SOURCES, columns_of
 
 RANGE_ROWS = 500_000

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from ...format.moments import Floats
-from ..keys import Integers, group_rows
-from ..moments import integers, numbers
+from ...numerics.keys import Integers, group_rows
+from ...numerics.moments import Floats, integers, numbers
 from .culprits.findings import Culprit
 from .pairing.noise import Drifted, LoudNoise
 from .pairing.rename_hints import RenameHint

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...globalview.run import Run
-from ..keys import VALUE_KEY, group_rows
+from ...numerics.keys import VALUE_KEY, group_rows
 from ..problems import Problems
 from ..selection import GlobalOptions, Selection
 from .culprits.findings import RangeSteps

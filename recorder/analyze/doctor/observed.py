@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...format.dtypes import item_bytes
 from ...format.payload.encodings import ENCODING_OF
+from ...numerics.dtypes import item_bytes
 from ...read.writers import RecordedWriter
 from ...sites import OF_CALLS, SITE_OF
 from .sequence_gaps import ANYTIME, WHEN_OF_SITES, NumberedRows

@@ -18,10 +18,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...format.schema import METADATA_COLUMNS, SCHEMA
+from ...columns import METADATA_COLUMNS, SCHEMA, TIME_ORDER
 from ...globalview.run import Run
 from ...globalview.topology.run_topology import Topology
-from ...read.metadata import TIME_ORDER, MetadataRows
+from ...read.metadata import MetadataRows
 from ...read.writers import RecordedWriter
 from .publishing import published_file
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ...errors import UnsupportedError
-from ...format.dtypes import item_bytes
+from ...numerics.dtypes import item_bytes
 from .tensorfiles import HasSpans
 from .tensors import Entry, Span
 

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from ...columns import METADATA_COLUMNS, OF_FIRST_PART, SCHEMA
 from ...errors import LookupFailedError, RunError
 from ...format.payload.encodings import PLAIN
-from ...format.schema import METADATA_COLUMNS, OF_FIRST_PART, SCHEMA
 from ...globalview.run import Run
 from ..partial import Partial, missing_ranks, without_numbers
 from ..selection import GlobalOptions, Selection

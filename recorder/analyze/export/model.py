@@ -14,13 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ...columns import note_members, parse_shape
 from ...errors import LookupFailedError
-from ...format.dtypes import item_bytes
 from ...globalview.assemble.rows import GlobalRows
 from ...globalview.plan.overrides import check_overrides
 from ...globalview.run import Run
-from ...read.shards import untrusted
-from ...read.shards.decode import parse_shape
+from ...numerics.dtypes import item_bytes
 from ...sites import GRADIENT_OF, HELD_BY_MODULES
 from ...system.text import counted, listed
 from .state_dict import StateDict, full_name, roots_of, stages_of, state_dict_of
@@ -174,7 +173,7 @@ class Model:
         for entry in self.entries:
             if entry.name in reasons:  # buffers: those of the first rank are taken
                 self.notes.append(f"{entry.name}: {reasons[entry.name]}; the first rank's is taken")
-        num_scaled = sum(untrusted.members(row["note"]).get("grad") == "scaled" for row in given)
+        num_scaled = sum(note_members(row["note"]).get("grad") == "scaled" for row in given)
         if num_scaled:
             gradients = counted(num_scaled, "gradient")
             self.notes.append(f"{gradients} still multiplied with the loss scale, as the optimizer was given them")
@@ -218,7 +217,7 @@ def _last_of(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 def _why_not(row: dict[str, Any], reason: str | None) -> str | None:
     """What keeps a tensor out; None where nothing does."""
-    note = untrusted.members(row["note"])
+    note = note_members(row["note"])
     if isinstance(missing := note.get("partial"), list) and missing and row["encoding"] is None:
         return f"no row of rank {', '.join(map(str, missing))}, which held a piece of it"
     if row["rank"] is not None:

@@ -17,7 +17,7 @@ import numpy.lib.format as npy
 import numpy.typing as npt
 
 from ...errors import UnsupportedError
-from ...format.dtypes import item_bytes, numpy_dtype
+from ...numerics.dtypes import item_bytes, numpy_dtype
 from .tensors import Entry, Span
 
 Report = Callable[[int], None]

@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ...columns import parse_shape
 from ...errors import CorruptError, LookupFailedError, RunError
-from ...format.dtypes import item_bytes
 from ...globalview.run import Run
 from ...globalview.view import GlobalView
-from ...read.shards.decode import decode_payload, parse_shape
+from ...numerics.dtypes import item_bytes
+from ...read.shards.decode import decode_payload
 from ..partial import Partial, missing_ranks, without_numbers
 from ..problems import Problems
 from ..selection import PER_RANK, GlobalOptions, Selection

@@ -14,9 +14,9 @@ import pyarrow as pa
 
 from ...checks.rows import may_mask
 from ...errors import RunError
+from ...numerics.keys import SERIES_KEY, codes, group, holds
+from ...numerics.moments import count_nonfinite, integers
 from ...records import LOSS_NAME
-from ..keys import SERIES_KEY, codes, group, holds
-from ..moments import count_nonfinite, integers
 from .timeline import Firsts, RecordedValue, Timeline
 
 _HAVE_NO_INFINITY = ("bool", "int", "uint", "float4")

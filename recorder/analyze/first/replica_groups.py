@@ -13,15 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ...columns import COUNTS, STATISTICS, note_members
 from ...errors import RunError
-from ...format.schema import COUNTS, STATISTICS
 from ...globalview.run import Run
 from ...globalview.topology.run_topology import Topology
 from ...layout.placement import kinds_of
-from ...read.shards import untrusted
+from ...numerics.keys import SERIES_KEY, VALUE_KEY, Integers, codes, group, holds
+from ...numerics.moments import integers, numbers
 from ...sites import STATES
-from ..keys import SERIES_KEY, VALUE_KEY, Integers, codes, group, holds
-from ..moments import integers, numbers
 from .timeline import VALUE_COLUMNS, RecordedValue, Timeline, is_equal
 
 BROADCAST, NEVER, OWN = "broadcast", "never", "own"
@@ -310,7 +309,7 @@ def _is_summand(placements: str) -> bool:
 
 def _is_apart(note: str) -> bool:
     """Whether a row's note says that nobody knows where the chunk lies."""
-    return "no_layout" in untrusted.members(note)
+    return "no_layout" in note_members(note)
 
 
 def _are_own(timeline: Timeline, topology: Topology) -> npt.NDArray[np.bool_]:

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from ...columns import note_members
 from ...globalview.run import Run
 from ...globalview.topology.run_topology import Topology
-from ...read.shards import untrusted
+from ...numerics.keys import group, holds
 from ...read.writers import RecordedWriter
 from ...sites import STATES
 from ..diff.culprits.events import differing_ranks
-from ..keys import group, holds
 from .replica_groups import (
     BROADCAST,
     NAME,
@@ -217,7 +217,7 @@ def _syncs(run: Run) -> dict[str, str]:
 def _noted_by_merge(timeline: Timeline) -> Iterator[Differing]:
     """Return the buffers of a merged run whose notes say that ranks differed; it has no rows of the ranks."""
     notes = timeline.table.column("note")
-    is_told = holds(notes, lambda note: "replicas_differ" in untrusted.members(note))
+    is_told = holds(notes, lambda note: "replicas_differ" in note_members(note))
     is_told &= holds(timeline.table.column("site"), "buffer".__eq__)
     rows = np.flatnonzero(is_told)
     rows = rows[rows >= timeline.num_firsts]

@@ -11,17 +11,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ...columns import COUNTS, SCHEMA, STATISTICS, TIME_ORDER, stage_of
 from ...errors import RunError
-from ...format.schema import COUNTS, SCHEMA, STATISTICS
 from ...globalview.run import Run
 from ...globalview.topology.run_topology import Topology
-from ...read.metadata import TIME_ORDER
+from ...numerics.keys import SERIES_KEY, VALUE_KEY, Groups, Integers, codes, common_ids, encode, group, holds, join
+from ...numerics.moments import integers
 from ...read.stages import Times
 from ...read.writers import RecordedWriter
 from ...sites import NUMBERS
-from ..keys import SERIES_KEY, VALUE_KEY, Groups, Integers, codes, common_ids, encode, group, holds, join
-from ..moments import integers
-from ..notes import stage_of
 from ..selection import PER_RANK
 
 _KEY = ("step", "micro_step", "call", "repeat", "mode", "phase", "rank", "attempt", "scope",

@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ...columns import note_members
 from ...layout.placement import reduce_op
-from ...read.shards import untrusted
+from ...numerics.keys import codes, group
 from ...system.text import listed
-from ..keys import codes, group
 
 WHY = "why"
 """Column of the reason; null where a row has statistics, and is all ranks' or was never to be."""
@@ -40,7 +40,7 @@ def count_without(table: Any) -> Counter[str]:
 
 
 def _why(note: str | None, placements: str | None, has: int) -> str | None:
-    told = untrusted.members(note)
+    told = note_members(note)
     reasons = [] if has == _HAS_ALL else [_no_statistics(told, placements, has)]
     if isinstance(told.get("per_rank"), str):
         reasons.append(f"per rank: {told['per_rank']}")

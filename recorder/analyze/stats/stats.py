@@ -11,14 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ...columns import COUNTS, STATISTICS, note_members
 from ...errors import LookupFailedError, not_installed
-from ...format.schema import COUNTS, STATISTICS
 from ...globalview.run import Run
-from ...read.shards import untrusted
+from ...numerics.apart import added_by_group
+from ...numerics.keys import VALUE_KEY, group_rows, holds
+from ...numerics.moments import combine_rows
 from ...system.text import listed
-from ..histograms import added_by_group
-from ..keys import VALUE_KEY, group_rows, holds
-from ..moments import combine
 from ..partial import Partial, without_numbers
 from ..problems import Problems
 from ..selection import RANKS_OWN, GlobalOptions, Selection
@@ -289,7 +288,7 @@ def as_long(table: Any) -> Any:
 
 def inner_leaves(table: Any) -> Any:
     """Which tensor inside a composite one each row with `name` and `note` is, such as ``indices``; else null."""
-    is_inner = holds(table.column("note"), lambda note: "inner_of" in untrusted.members(note))
+    is_inner = holds(table.column("note"), lambda note: "inner_of" in note_members(note))
     leaves = pc.replace_substring_regex(table.column("name").cast(pa.string()), pattern=r"^.*\.", replacement="")
     return pc.if_else(pa.array(is_inner), leaves, pa.scalar(None, pa.string()))
 
@@ -315,7 +314,7 @@ def _combined(table: Any, keys: Sequence[str], more: Sequence[str]) -> Any:
     """One row a group, in the order in which they first appear."""
     groups = group_rows(table, keys)
     columns = {name: table.column(name).take(pa.array(groups.firsts)) for name in keys}
-    columns |= combine(table, groups.ids, groups.num_groups)
+    columns |= combine_rows(table, groups.ids, groups.num_groups)
     for name in more:
         columns[name] = pa.array(added_by_group(table.column(name), groups.ids, groups.num_groups), pa.binary())
     return pa.table(columns)

@@ -1,6 +1,6 @@
 """Counts the values of one tensor by sign and power of two, for its histogram; never calls torch.
 
-The compiled loops fill the same array to the same counts. `format.numbers.histogram` says what each entry of it means.
+The compiled loops fill the same array to the same counts. `numerics.histogram` says what each entry of it means.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...format.dtypes import item_bytes
-from ...format.numbers.histogram import BY_PATTERN, NUM_BINS
+from ...numerics.dtypes import item_bytes
+from ...numerics.histogram import BY_PATTERN, NUM_BINS
 
 Bins = npt.NDArray[np.uint64]
 _FLOATS = {"bfloat16": (2, 7), "float32": (4, 23), "float64": (8, 52)}

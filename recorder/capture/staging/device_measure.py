@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...format.moments import Moments, measured
-from ...format.numbers.units import Sides, packed, sides_of
 from ...format.payload.fingerprint import MODULUS, constant, moved
+from ...numerics.moments import Moments, measured
+from ...numerics.units import Sides, packed, sides_of
 from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured
 
 _BOX_ITEMS = 1 << 22

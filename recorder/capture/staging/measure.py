@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...format.dtypes import item_bytes, numpy_dtype
-from ...format.moments import Moments, measured
-from ...format.numbers.histogram import NUM_BINS, of_bins
-from ...format.numbers.units import Sides, packed, sides_of
 from ...format.payload.fingerprint import compiled_weights, fingerprint, flat_fingerprint, moved
 from ...native import KINDS, TABLE_KINDS, Kernels
 from ...native import Units as NativeUnits
+from ...numerics.dtypes import item_bytes, numpy_dtype
+from ...numerics.histogram import NUM_BINS, of_bins
+from ...numerics.moments import Moments, measured
+from ...numerics.units import Sides, packed, sides_of
 from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured
 from .counting import count
 from .summing import UnitSums

@@ -1,6 +1,6 @@
 """Sums the values of one tensor unit by unit; never calls torch.
 
-The compiled loops add to the same arrays to the same bits. `format.numbers.units` says what they mean.
+The compiled loops add to the same arrays to the same bits. `numerics.units` says what they mean.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...format.numbers.units import Sides
+from ...numerics.units import Sides
 
 _LANES = 8
 

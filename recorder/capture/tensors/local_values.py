@@ -11,7 +11,7 @@ import sys
 import torch
 from torch.nn.parameter import is_lazy
 
-from ...format.dtypes import ITEM_BYTES
+from ...numerics.dtypes import ITEM_BYTES
 from ...records import Chunk
 from .dtensors import dtensor_chunk
 

@@ -10,15 +10,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
-from ...analyze.histograms import bins_of, histogram_of_row
 from ...analyze.selection import Selection
 from ...analyze.stats.reasons import COLUMNS, WHY, with_why
 from ...analyze.stats.stats import inner_leaves
+from ...columns import COUNTS, STATISTICS, parse_shape
 from ...errors import LookupFailedError, RunError
-from ...format.numbers.units import Units
-from ...format.schema import COUNTS, STATISTICS
 from ...globalview.run import Run
-from ...read.shards.decode import parse_shape
+from ...numerics.apart import bins_of, histogram_of_row
+from ...numerics.units import Units
 from ...rules import hint
 from ...system.text import counted
 from ..drawing.histograms import SCALE, WIDTH, extent, histogram_line

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 import pyarrow.compute as pc
 import typer
 
-from ...analyze.histograms import bins_of, histogram_of_row, subnormal_count
 from ...analyze.selection import GlobalOptions, Selection
 from ...analyze.stats.reasons import WHY
 from ...analyze.stats.stats import HISTOGRAM, INNER, statistics
+from ...columns import COUNTS, STATISTICS
 from ...errors import LookupFailedError
-from ...format.numbers.histogram import Histogram
-from ...format.schema import COUNTS, STATISTICS
+from ...numerics.apart import bins_of, histogram_of_row, subnormal_count
+from ...numerics.histogram import Histogram
 from ...rules import hint
 from ..drawing.histograms import SCALE, WIDTH, extent, histogram_line
 from ..options import (

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from ...analyze.diff.result import Diff
-from ...analyze.histograms import bins_of, histogram_of_row, share_apart, subnormal_count
+from ...numerics.apart import bins_of, histogram_of_row, share_apart, subnormal_count
 from ..drawing.histograms import SCALE, WIDTH, extent, histogram_line
 from ..output import Column, Table, number, say, span
 from .cells import beside, cosine_cell, cut_text, pair_cell, percent_cell, rank_cell, statistic_cell, whole_cell

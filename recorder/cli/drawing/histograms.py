@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ...analyze.histograms import Bins
+from ...numerics.apart import Bins
 from .spark import BLOCKS
 
 WIDTH = 24

@@ -7,7 +7,7 @@ counts from the last dim and indices are those in the whole tensor. FORMAT.md, s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -214,3 +214,25 @@ def _boxes(shape: tuple[int, ...], start: int, count: int) -> Iterator[tuple[tup
     num_rows = count // row_items
     yield (num_rows, *inner), (row,) + (0,) * len(inner)
     yield from _boxes(shape, start + num_rows * row_items, count % row_items)
+
+
+def combine_fingerprints(
+    fingerprints: Sequence[str | None], moves: Sequence[tuple[int, ...] | None], item_bytes: int
+) -> str | None:
+    """The fingerprint of a whole tensor from those of its chunks; None where one is missing.
+
+    Args:
+        fingerprints: of the chunks, as in their rows.
+        moves: where each lies, if its fingerprint was taken at the origin; None where it was taken at its position.
+        item_bytes: bytes of an element.
+    """
+    total = 0
+    for text, offsets in zip(fingerprints, moves, strict=True):
+        if text is None:
+            return None
+        try:
+            value = int(text, 16)
+        except ValueError:
+            return None
+        total += moved(value, item_bytes, offsets) if offsets is not None else value
+    return to_text(total % MODULUS)

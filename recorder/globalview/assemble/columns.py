@@ -13,19 +13,18 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ...columns import COLUMN_OF, COUNTS, DETAILS, NONFINITE, STATISTICS, Combine, note_members, parse_shape
 from ...errors import CorruptError
-from ...format.dtypes import ITEM_BYTES, numpy_dtype
-from ...format.numbers.histogram import Histogram, added
-from ...format.numbers.units import ChunkUnits, Units, joined
 from ...format.payload.encodings import PLAIN
-from ...format.schema import COLUMN_OF, COUNTS, DETAILS, NONFINITE, STATISTICS, Combine
+from ...format.payload.fingerprint import combine_fingerprints
 from ...layout.plans import Plan, Term
+from ...numerics.dtypes import ITEM_BYTES, numpy_dtype
+from ...numerics.histogram import Histogram, added
+from ...numerics.moments import combine_chunks
+from ...numerics.units import ChunkUnits, Units, joined
 from ...read.metadata import MetadataRows
-from ...read.shards import untrusted
-from ...read.shards.decode import parse_shape
 from ..plan.planner import GlobalValue
 from .assembler import Assembler
-from .statistics import combine, combine_fingerprints
 
 NO_VALUES = "no_values"
 """Member of a note: why a row has no values although ranks recorded some."""
@@ -130,7 +129,7 @@ class GlobalColumns:
         at = np.array(positions, np.int64)
         chunks = {name: _floats(metadata.take(name, at)) for name in (*STATISTICS, *COUNTS)}
         numels = metadata.numbers("numel")[at].astype(np.float64)
-        combined = combine(chunks, numels, np.array(factors), np.array(starts, np.int64))
+        combined = combine_chunks(chunks, numels, np.array(factors), np.array(starts, np.int64))
         columns: dict[str, list[Any]] = {}
         for name, column in combined.items():
             has_none = np.isnan(column) | np.array([reason is not None for reason in reasons])
@@ -253,7 +252,7 @@ def _note(
     plan: Plan, value: GlobalValue, reason: str | None, has_values: bool, was_recorded: bool, text: str | None
 ) -> str | None:
     """The row's note: what its first chunk says, and what became of it here."""
-    note = untrusted.members(text)
+    note = note_members(text)
     note |= {key: list(item) if isinstance(item, tuple) else item for key, item in plan.note}
     if reason is not None:
         note["no_statistics"] = reason
@@ -275,7 +274,7 @@ def _note(
 
 def with_member(note: str | None, name: str, value: object) -> str:
     """A row's note with one more member."""
-    return as_json(untrusted.members(note) | {name: value})
+    return as_json(note_members(note) | {name: value})
 
 
 def _floats(column: Any) -> npt.NDArray[np.float64]:

@@ -14,16 +14,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ...columns import COUNTS, METADATA_COLUMNS, SCHEMA, STATISTICS, note_members, parse_shape
 from ...errors import LookupFailedError
-from ...format.dtypes import ITEM_BYTES
-from ...format.schema import COUNTS, METADATA_COLUMNS, SCHEMA, STATISTICS
 from ...layout.plans import NoPlan, Plan
 from ...layout.regions import Region
 from ...layout.rules import AS_ASKED
+from ...numerics.dtypes import ITEM_BYTES
 from ...read.metadata import NONE, MetadataRows, Positions, text_keys
 from ...read.payload import Payloads
-from ...read.shards import untrusted
-from ...read.shards.decode import as_array, parse_shape
+from ...read.shards.decode import as_array
 from ...read.stages import mark_stage
 from ..grouping.findings import Finding
 from ..plan.planner import GlobalValue
@@ -180,7 +179,7 @@ class GlobalRows:
         for note, why, source in zip(own, filter(None, whys), apart, strict=True):
             differing = self._differing.get(source)
             more = {"replicas_differ": list(differing)} if differing else {}
-            told.append(as_json(untrusted.members(note) | {"per_rank": why} | more))
+            told.append(as_json(note_members(note) | {"per_rank": why} | more))
         return pc.replace_with_mask(notes, is_apart, pa.array(told, pa.string()))
 
     def _find_cut(self, columns: dict[str, Any]) -> npt.NDArray[np.bool_]:

@@ -11,15 +11,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ...columns import COUNTS, KEY, MEASURED, STATISTICS, note_members, parse_shape
 from ...format.roots import Stage
-from ...format.schema import COUNTS, KEY, MEASURED, STATISTICS
 from ...layout.plans import RANK_BOUND, RankChunk
+from ...numerics.keys import NULL, POSITIVE, Integers, bits_of, digest, pack
 from ...read.metadata import NONE, Keys, MetadataRows, Positions
-from ...read.shards import untrusted
-from ...read.shards.decode import parse_shape
 from ...read.stages import MicroBatches, in_order
 from ...sites import ACTIVATIONS, VALUE_OF
-from .packing import NULL, POSITIVE, Ints, bits_of, digest, pack
 
 FORWARD_OF = {gradient: site for gradient, site in VALUE_OF.items() if gradient in ACTIVATIONS}
 """For each site of gradients of activations, the site of the values."""
@@ -39,11 +37,11 @@ class GroupedRows(NamedTuple):
     """Rows grouped by value: what is known of each row and of each group."""
 
     chosen: Positions
-    starts: Ints
-    ends: Ints
-    codes: Ints
+    starts: Integers
+    ends: Integers
+    codes: Integers
     chunks: list[RankChunk]
-    equal: Ints
+    equal: Integers
     """1 where all rows of a value are equal, 0 where they are not, `NONE` where only their payloads can tell."""
     has_same_statistics: npt.NDArray[np.bool_]
     is_blank: npt.NDArray[np.bool_]
@@ -54,12 +52,12 @@ class GroupedRows(NamedTuple):
     """Whether some row of a value has a NaN, or is measured and has no finite number."""
     is_measured: npt.NDArray[np.bool_]
     """Whether all rows of a value have statistics."""
-    fingerprints: Ints
-    statistics: Ints
+    fingerprints: Integers
+    statistics: Integers
     """For each row, a number that is equal where all statistics are equal; `NONE` without statistics."""
     labels: dict[str, Keys]
     """For each value, the texts that name it."""
-    writers: Ints
+    writers: Integers
     """For each value, the number of the writer of its first row."""
 
     def equal_of(self, number: int) -> bool | None:
@@ -70,11 +68,11 @@ class GroupedValues(NamedTuple):
     """Rows grouped by value; values are numbered from 0 in the order of their keys."""
 
     rows: GroupedRows
-    keys: Ints
+    keys: Integers
     """For each value, a number that stands for its key: root, module, site, name, mode, phase, step and so on."""
-    forward_keys: Ints
+    forward_keys: Integers
     """For each value that is a gradient, the key of the value whose gradient it is; else -1."""
-    order: Ints
+    order: Integers
     """The values' numbers in the order of execution."""
 
 
@@ -101,7 +99,7 @@ class RowGrouper:
         sequence = in_order(rows, chosen[starts], micro_batches.stage[order][starts])
         return GroupedValues(grouped, keys[starts], forward_keys[starts], sequence)
 
-    def _number_keys(self, chosen: Positions, micro_batches: MicroBatches) -> tuple[Ints, Ints]:
+    def _number_keys(self, chosen: Positions, micro_batches: MicroBatches) -> tuple[Integers, Integers]:
         """For each row, a number for its key, and one for the key of the value whose gradient it is (-1: none)."""
         keys = {name: self._rows.keys(name, chosen) for name in KEY}
         columns = {name: key.codes.copy() for name, key in keys.items()}
@@ -129,7 +127,7 @@ class RowGrouper:
         forward_keys[is_backward & (forward_keys < 0)] = np.iinfo(np.int64).max
         return numbers[: len(chosen)], forward_keys
 
-    def _describe(self, chosen: Positions, starts: Ints, micro_steps: Ints) -> GroupedRows:
+    def _describe(self, chosen: Positions, starts: Integers, micro_steps: Integers) -> GroupedRows:
         """Per row a number that stands for its chunk, and per value whether all its rows are equal."""
         rows = self._rows
         ends = np.r_[starts[1:], len(chosen)]
@@ -179,7 +177,7 @@ class RowGrouper:
     def chunk(self, position: int, micro_step: int) -> RankChunk:
         """What a row says of its rank's chunk."""
         texts = {name: self._rows.text(name, position) for name in _CHUNK}
-        note = untrusted.members(texts["note"])
+        note = note_members(texts["note"])
         global_shape, offsets = (texts[name] and parse_shape(texts[name]) for name in ("global_shape", "offsets"))
         return RankChunk(
             int(self._rows.numbers("rank")[position]),

@@ -12,11 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...format.schema import COUNTS, MEASURED, STATISTICS
+from ...columns import COUNTS, MEASURED, STATISTICS, parse_shape
 from ...layout.rules import Batch
+from ...numerics.keys import NULL, bits_of, digest
 from ...read.metadata import MetadataRows
-from ...read.shards.decode import parse_shape
-from ..grouping.packing import NULL, bits_of, digest
 
 NO_BATCH: tuple[Batch, ...] = (Batch(None),)
 _MAX_BATCHES = 4

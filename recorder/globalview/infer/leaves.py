@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from ...layout.plans import NoPlan, RankChunk
 from ...layout.rules import Replication
+from ...numerics.keys import Integers
 from ...read.metadata import NONE
-from ..grouping.packing import Ints
 from ..grouping.row_grouper import GroupedRows
 
 _MAX_LOOKED_AT = 6
@@ -69,11 +69,11 @@ class Sample(NamedTuple):
     """The values of some steps, of all leaves: what is known of each value, which has a number."""
 
     grouped: GroupedRows
-    leaves: Mapping[Leaf, Ints]
+    leaves: Mapping[Leaf, Integers]
     """The values of each leaf, in the order of execution."""
-    calls: Ints
+    calls: Integers
     """For each value, a number for the call of a module on a rank that it is of."""
-    order: Ints
+    order: Integers
     """The values in the order of execution."""
     look: Callable[[int, ChunkKeys | None], Observation]
     """At the chunks of one value, or at some of them."""

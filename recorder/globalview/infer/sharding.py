@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
+from ...columns import parse_shape
 from ...layout.placement import mesh_of, parse_placements
 from ...layout.plans import NoPlan, RankChunk
 from ...layout.regions import Ints
 from ...read.metadata import NONE, MetadataRows, Positions
-from ...read.shards.decode import parse_shape
 from ...sites import ACTIVATIONS, STATES, values_of
 
 _COLUMNS = ("root", "module_path", "site", "shape", "global_shape", "placements", "mesh")

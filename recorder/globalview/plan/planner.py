@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from ...columns import HANDED_ON
 from ...format.roots import Stage
 from ...layout.placement import reduce_op
 from ...layout.plans import NoPlan, Plan, RankChunk, named
 from ...layout.rules import Batch, Replication, copies_unless
 from ...read.metadata import NONE
-from ...read.stages import HANDED_ON, unseen
+from ...read.stages import unseen
 from ...sites import NUMBERS, STATES
 from ...system.text import listed
 from ..grouping.findings import FindingLog

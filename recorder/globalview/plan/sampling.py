@@ -17,10 +17,10 @@ import pyarrow as pa
 
 from ...layout.levels import BatchGroup
 from ...layout.plans import NoPlan, RankChunk
+from ...numerics.keys import pack
 from ...read.metadata import NONE, MetadataRows, Positions, text_keys
 from ...read.writers import RecordedWriter
 from ...sites import ACTIVATIONS, GRADIENTS
-from ..grouping.packing import pack
 from ..grouping.row_grouper import COLUMNS, LABELS, GroupedRows, GroupedValues
 from ..infer.leaves import BatchDims, ChunkKeys, Observation, Sample
 from ..infer.sharding import Wanted

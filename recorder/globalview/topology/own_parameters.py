@@ -12,8 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...format.schema import COUNTS, MEASURED, STATISTICS
-from ...read.shards.decode import parse_shape
+from ...columns import COUNTS, MEASURED, STATISTICS, parse_shape
 from ...read.writers import RecordedWriter
 
 _IGNORED = "ignored"

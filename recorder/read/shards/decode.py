@@ -5,7 +5,6 @@ Must never allocate by a number that the row merely claims, and never import tor
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,15 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...columns import parse_shape
 from ...errors import CorruptError, LookupFailedError, UnsupportedError
-from ...format.dtypes import item_bytes, numpy_dtype
 from ...format.payload import codec
 from ...format.payload.encodings import target_of
+from ...numerics.dtypes import item_bytes, numpy_dtype
 from ...records import PART_BYTES
 
-_MAX_SHAPE_TEXT = 4096
-_MAX_NUMEL = 1 << 48
-"""Bound on the product of the sizes that are not 0, so that the elements of many ranks together fit an int64."""
 _NEEDED = ("encoding", "data", "payload_bytes", "dtype", "shape")
 
 
@@ -99,27 +96,6 @@ def check_bytes(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -
     """
     if data.nbytes != math.prod(shape) * item_bytes(dtype):
         raise CorruptError(f"{data.nbytes} bytes are not a {dtype} tensor of shape {list(shape)}")
-
-
-def parse_shape(text: Any) -> tuple[int, ...]:
-    """A shape from its column.
-
-    Raises:
-        CorruptError: it is no JSON list of sizes.
-    """
-    if not isinstance(text, str) or len(text) > _MAX_SHAPE_TEXT:
-        raise CorruptError("shape is no short text")
-    try:
-        sizes = json.loads(text)
-    except (ValueError, RecursionError):
-        sizes = None
-    if not isinstance(sizes, list) or not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
-        raise CorruptError(f"shape {text[:80]!r} is no JSON list of sizes")
-    if len(sizes) > 64:
-        raise UnsupportedError(f"a shape of {len(sizes)} dims; numpy has at most 64")
-    if math.prod([size for size in sizes if size]) > _MAX_NUMEL:
-        raise CorruptError(f"shape {text[:80]} is of more elements than any memory holds")
-    return tuple(sizes)
 
 
 def _fields(row: Any) -> Mapping[str, Any]:

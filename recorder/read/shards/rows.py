@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ...columns import COLUMN_OF, SCHEMA
 from ...errors import CorruptError, NotARunError, RunError, UnsupportedError
 from ...format.integrity import BatchHeader
 from ...format.rundir import index_name, open_name
-from ...format.schema import COLUMN_OF, SCHEMA
 from ...storage.locations import Location, OpenLocation, store_of
 from ...storage.protocol import Found
 from ...storage.untrusted_files import ByteSource

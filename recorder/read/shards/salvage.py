@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...columns import METADATA_COLUMNS, SCHEMA, SCHEMAS
 from ...errors import CorruptError, RunError
 from ...format.integrity import BatchHeader, read_header
-from ...format.schema import METADATA_COLUMNS, SCHEMA, SCHEMAS
 from ...storage.untrusted_files import ByteSource
 from .messages import (
     BATCH_MESSAGE,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...analyze.keys import Integers
+from ...numerics.keys import Integers
 from ..blocks import Block
 from .quantised import COARSE, FINE, planes, quantise
 

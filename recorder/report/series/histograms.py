@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...analyze.moments import integers
 from ...errors import CorruptError
-from ...format.numbers.histogram import Histogram
+from ...numerics.histogram import Histogram
+from ...numerics.moments import integers
 from ..blocks import Block
 from .thinned import StepsCollector
 

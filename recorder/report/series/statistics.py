@@ -9,12 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...analyze.keys import Integers
 from ...analyze.stats.reasons import WHY, with_why
+from ...columns import COUNTS, MEASURED
 from ...errors import LookupFailedError
-from ...format.schema import COUNTS, MEASURED
 from ...globalview.run import Run
 from ...globalview.view import GlobalView
+from ...numerics.keys import Integers
 from ..axes import Axes, is_number
 from ..blocks import Block
 from ..rows import SeriesKey, StepRows, Values, values_of

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...analyze.keys import Integers
+from ...numerics.keys import Integers
 
 _MAX_RANKS = 8
 _MAX_STEPS = 60

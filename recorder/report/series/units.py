@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...analyze.moments import integers
+from ...columns import parse_shape
 from ...errors import RunError
-from ...format.numbers.units import Units
-from ...read.shards.decode import parse_shape
+from ...numerics.moments import integers
+from ...numerics.units import Units
 from ..blocks import Block
 from .thinned import StepsCollector
 

@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 from crc32c import crc32c
 
+from ...columns import SCHEMA
 from ...format.integrity import Crcs, batch_crcs, batch_metadata, seal_metadata
 from ...format.rundir import index_name, open_name
-from ...format.schema import SCHEMA
 from .file import AppendFile, Disk, PageMemory
 from .ipc import FooterBlock, IpcFormat, Payload
 

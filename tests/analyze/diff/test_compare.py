@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from recorder.analyze.diff.pairing.compare import Tolerance, are_identical, compare
 from recorder.errors import LookupFailedError
-from recorder.format.dtypes import numpy_dtype
+from recorder.numerics.dtypes import numpy_dtype
 
 EXACT = Tolerance()
 

@@ -16,9 +16,9 @@ from recorder.analyze.diff.diff import diff, payload_bytes
 from recorder.analyze.diff.pairing import pairs
 from recorder.analyze.step_ranges import global_step_ranges
 from recorder.errors import LookupFailedError
-from recorder.format.dtypes import item_bytes
 from recorder.format.payload.fingerprint import fingerprint, to_text
 from recorder.merge.merge import merge_run
+from recorder.numerics.dtypes import item_bytes
 from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
 
 MODULES = ("up", "act", "down")

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from recorder.analyze.export.catalog import write_catalog
+from recorder.columns import METADATA_COLUMNS
 from recorder.errors import WriteError
 from recorder.format.rundir import index_name
-from recorder.format.schema import METADATA_COLUMNS
 from recorder.globalview.run import open_run
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run

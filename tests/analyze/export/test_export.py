@@ -17,10 +17,10 @@ import recorder
 from recorder.analyze.export import tensors
 from recorder.analyze.export.export import export
 from recorder.analyze.export.names import tensor_name
+from recorder.columns import METADATA_COLUMNS
 from recorder.errors import CorruptError, LookupFailedError, WriteError
-from recorder.format.dtypes import ITEM_BYTES, numpy_dtype
-from recorder.format.schema import METADATA_COLUMNS
 from recorder.merge.merge import merge_run
+from recorder.numerics.dtypes import ITEM_BYTES, numpy_dtype
 from tests.rigs.handmade import HandmadeWriter, Row, make_parts, make_ref, make_row, make_run
 
 DTYPES = [dtype for dtype in ITEM_BYTES if dtype != "complex32"]

@@ -28,8 +28,8 @@ from recorder.analyze.export.model import Model
 from recorder.analyze.export.model_files import write_model
 from recorder.analyze.export.tensors import Entry, Span
 from recorder.errors import CorruptError, LookupFailedError, UnsupportedError, WriteError
-from recorder.format.dtypes import ITEM_BYTES, numpy_dtype
 from recorder.globalview.assemble import assembler
+from recorder.numerics.dtypes import ITEM_BYTES, numpy_dtype
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.handmade import HandmadeWriter, Row, make_parts, make_row, make_run
 

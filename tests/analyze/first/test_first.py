@@ -12,7 +12,7 @@ import pytest
 
 import recorder
 from recorder.analyze.first.first import First
-from recorder.format.schema import COUNTS, STATISTICS
+from recorder.columns import COUNTS, STATISTICS
 from tests.rigs.handmade import HandmadeWriter, Row, make_parts, make_row, make_run
 from tests.rigs.meshes import grid_facts, mesh_run
 

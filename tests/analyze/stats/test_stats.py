@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import recorder
-from recorder.analyze.moments import combine, count_nonfinite
 from recorder.analyze.selection import RANKS_OWN, GlobalOptions, Selection
 from recorder.analyze.stats.stats import as_long, statistics, stats
+from recorder.columns import COUNTS, STATISTICS
 from recorder.errors import LookupFailedError
-from recorder.format.dtypes import numpy_dtype
-from recorder.format.schema import COUNTS, STATISTICS
 from recorder.merge.merge import merge_run
+from recorder.numerics.dtypes import numpy_dtype
+from recorder.numerics.moments import combine_rows, count_nonfinite
 from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
 from tests.rigs.meshes import PARTIAL, Mesh
 
@@ -377,7 +377,7 @@ def test_any_cut_combines_to_the_whole(pieces: list[list[float]], random: Any) -
     schema = pa.schema(
         [("numel", pa.int64()), *((n, pa.float64()) for n in STATISTICS), *((n, pa.int64()) for n in COUNTS)]
     )
-    columns = combine(pa.Table.from_pylist(rows, schema), groups, int(groups.max()) + 1)
+    columns = combine_rows(pa.Table.from_pylist(rows, schema), groups, int(groups.max()) + 1)
     for number in range(int(groups.max()) + 1):
         whole = np.concatenate([np.array(p, np.float32) for p, g in zip(pieces, groups, strict=True) if g == number])
         expected = of_values(whole)

@@ -35,9 +35,9 @@ import pyarrow.ipc
 import torch
 
 import recorder
+from recorder.columns import METADATA_COLUMNS
 from recorder.errors import RunError
 from recorder.format.rundir import STATUS
-from recorder.format.schema import METADATA_COLUMNS
 from recorder.globalview.run import Run, open_run
 from recorder.read.metadata import POSITION_COLUMNS, MetadataRows
 from recorder.read.payload import Payloads

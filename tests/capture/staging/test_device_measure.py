@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recorder.capture.staging import device_measure
 from recorder.capture.staging.device_measure import DeviceMeasure, can_measure
 from recorder.capture.staging.measure import measure
-from recorder.format.numbers.units import Units
+from recorder.numerics.units import Units
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_UNITS, Chunk, Measured
 
 BOTH = KEEP_STATS | KEEP_FINGERPRINT | KEEP_UNITS

@@ -24,8 +24,8 @@ from torch.masked import masked_tensor
 from torch.utils._pytree import tree_map_only
 
 import recorder
-from recorder.format.dtypes import item_bytes
 from recorder.format.payload.fingerprint import fingerprint
+from recorder.numerics.dtypes import item_bytes
 from tests.rigs.capturing import Recording, Tiny, batch, flagged
 
 pytestmark = [

@@ -14,11 +14,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ....read.shards import untrusted
+from ....columns import note_members, stage_of
+from ....numerics.keys import VALUE_KEY, Integers, holds
+from ....numerics.moments import integers
 from ....sites import GRADIENTS
-from ...keys import VALUE_KEY, Integers, holds
-from ...moments import integers
-from ...notes import stage_of
 from ..pairing.align import Alignment
 
 Flags = npt.NDArray[np.bool_]
@@ -97,7 +96,7 @@ def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> 
 @lru_cache(maxsize=4096)
 def differing_ranks(note: str | None) -> tuple[int, ...]:
     """The ranks that do not have what others have of a value which stays per rank for that."""
-    ranks = untrusted.members(note).get("replicas_differ")
+    ranks = note_members(note).get("replicas_differ")
     return tuple(rank for rank in ranks if type(rank) is int) if isinstance(ranks, list) else ()
 
 
@@ -107,7 +106,7 @@ def differing_steps(a: Any, b: Any, pairs: Alignment, differs: Flags) -> list[in
     differing = set(steps[pairs.a[differs]].tolist())
     for table, only in ((a, pairs.only_a), (b, pairs.only_b)):
         alone = table.select(["step", "site", "note"]).take(pa.array(only))
-        came_apart = pa.array(holds(alone.column("note"), lambda note: "replicas_differ" in untrusted.members(note)))
+        came_apart = pa.array(holds(alone.column("note"), lambda note: "replicas_differ" in note_members(note)))
         alone = alone.filter(pc.or_(pc.is_in(alone.column("site"), pa.array(GRADIENTS)), came_apart))
         differing.update(alone.column("step").unique().to_pylist())
     return sorted(differing & set(steps[pairs.a].tolist()))

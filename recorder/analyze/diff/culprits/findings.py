@@ -14,13 +14,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ....columns import MEASURED, NONFINITE, note_members, parse_shape, stage_of
 from ....errors import RunError
-from ....format.schema import MEASURED, NONFINITE
-from ....read.shards import untrusted
-from ....read.shards.decode import parse_shape
-from ...keys import VALUE_KEY, Integers, holds
-from ...moments import integers
-from ...notes import stage_of
+from ....numerics.keys import VALUE_KEY, Integers, holds
+from ....numerics.moments import integers
 from ..pairing.align import Alignment
 from ..pairing.noise import multiples
 from ..pairing.pairs import PairedSteps, Side, Verdicts
@@ -193,7 +190,7 @@ def _are_unlike(a: Side, b: Side, pairs: Alignment, is_equal: npt.NDArray[np.boo
 
 
 def _is_apart(note: str) -> bool:
-    return "per_rank" in untrusted.members(note) and not differing_ranks(note)
+    return "per_rank" in note_members(note) and not differing_ranks(note)
 
 
 def _told(suspect: Suspect, a: Side, b: Side, pairs: Alignment, kept: Integers, judged: Verdicts) -> Culprit:

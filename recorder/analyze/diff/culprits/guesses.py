@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
+from ....columns import parse_shape
 from ....errors import RunError
-from ....read.shards.decode import parse_shape
 from ..pairing.pairs import PairedSteps, Side
 
 _MAX_STEPS = 3

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ....read.stages import HANDED_ON
-from ...keys import VALUE_KEY, Integers, common_ids, group_rows, holds
-from ...moments import integers
-from ...notes import stage_of
+from ....columns import HANDED_ON, stage_of
+from ....numerics.keys import VALUE_KEY, Integers, common_ids, group_rows, holds
+from ....numerics.moments import integers
 from .pairs import Side
 
 _SLICED = ("step", "root", "mode")

@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ....errors import RunError
+from ....numerics.keys import Integers
+from ....numerics.moments import integers, numbers
 from ....sites import values_of
-from ...keys import Integers
-from ...moments import integers, numbers
 from .align import Alignment
 from .pairs import Flags, PairedSteps, Side
 

@@ -14,9 +14,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ....format.moments import Floats
-from ...keys import Integers, group_rows
-from ...moments import integers, numbers
+from ....numerics.keys import Integers, group_rows
+from ....numerics.moments import Floats, integers, numbers
 from .align import Alignment, align
 from .compare import Tolerance
 from .drift import MARGIN, Drift, Pairs

@@ -16,16 +16,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ....columns import NONFINITE, note_members
 from ....errors import RunError
-from ....format.moments import Floats
-from ....format.schema import NONFINITE
-from ....read.shards import untrusted
+from ....numerics.apart import UnitsApart, units_apart, units_of_row
+from ....numerics.keys import Integers, common_ids, group_rows, holds
+from ....numerics.moments import Floats, integers, numbers
 from ....sites import GIVEN
-from ...keys import Integers, common_ids, group_rows, holds
-from ...moments import integers, numbers
 from ...partial import missing_ranks
 from ...selection import Selection
-from ...units import UnitsApart, units_apart, units_of_row
 from .align import PART, Alignment, align
 from .compare import IDENTICAL, Distance, Tolerance, are_identical, compare
 from .renames import NO_RENAMES, Renames
@@ -313,12 +311,12 @@ def _same(left: Any, right: Any, name: str) -> Flags:
 
 def _is_after_tap(table: Any) -> Flags:
     """Rows with the gradient of the uses outside their module alone."""
-    return holds(table.column("note"), lambda note: untrusted.members(note).get("grad") == "after_tap")
+    return holds(table.column("note"), lambda note: note_members(note).get("grad") == "after_tap")
 
 
 def _is_found(table: Any) -> Flags:
     """Losses that the recorder found: one for each backward, of which runs that do the same may have others."""
-    return holds(table.column("note"), lambda note: untrusted.members(note).get("found") == "backward")
+    return holds(table.column("note"), lambda note: note_members(note).get("found") == "backward")
 
 
 def _any(table: Any) -> Flags:
@@ -329,7 +327,7 @@ def _any(table: Any) -> Flags:
 
 def _has_none(table: Any) -> Flags:
     """Rows that cannot have statistics, such as summands over ranks, and of which no values were kept."""
-    is_summand = holds(table.column("note"), lambda note: "no_statistics" in untrusted.members(note))
+    is_summand = holds(table.column("note"), lambda note: "no_statistics" in note_members(note))
     return np.asarray(is_summand & ~table.column("encoding").is_valid().to_numpy())
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from ....errors import LookupFailedError
+from ....numerics.keys import encode
 from ....system.text import listed
-from ...keys import encode
 
 
 class Rename(NamedTuple):

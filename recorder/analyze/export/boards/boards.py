@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ....errors import CorruptError, LookupFailedError, RunError
-from ....format.numbers.histogram import Histogram
 from ....globalview.run import Run
+from ....numerics.histogram import Histogram
 from ....read.shards.decode import as_array
 from ...partial import Partial
 from ...selection import GlobalOptions, Selection

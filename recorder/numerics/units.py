@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import CorruptError
-from ..rundir import MAX_COUNT
+from ..errors import CorruptError
+from ..sites import MAX_COUNT
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

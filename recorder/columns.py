@@ -1,20 +1,25 @@
-"""The registry of columns: of each its type, its version, its role, and how a group of rows makes one value of it.
+"""The registry of columns: the type, the version and the role of each, and how a group of rows makes one value of it.
 
-Whoever reads, merges, groups or shows rows asks here. A column that a minor version adds is one entry of `COLUMNS` and
-one line of FORMAT.md: readers give nulls where a file is older, and pass over a column that they do not know.
+Whoever reads, merges, groups or shows rows asks here, also for what the texts of `shape` and `note` say. A column that
+a minor version adds is one entry of `COLUMNS` and one line of FORMAT.md: readers give nulls where a file is older, and
+pass over a column that they do not know.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
 
-from ..records import PART_BYTES
-from .rundir import FORMAT_VERSION, MAX_COUNT
+from .errors import CorruptError, UnsupportedError
+from .records import PART_BYTES
+from .sites import FORMAT_VERSION, MAX_COUNT
 
 VERSION_KEY = b"recorder_format"
 """Key of the schema's metadata; its value is the version of the file, such as ``1.2``."""
@@ -57,7 +62,7 @@ class Combine(Enum):
     MIN = "min"
     MAX = "max"
     MOMENTS = "moments"
-    """By a formula over several statistics, in `format.moments`."""
+    """By a formula over several statistics, in `numerics.moments`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +164,13 @@ KEY = ("root", "module_path", "site", "name", "phase", "mode", "step", "micro_st
 """The columns of `Role.KEY`: what names a value of one rank in one attempt (FORMAT.md, section "Time")."""
 MEASURED = "nan_count"
 """The column that is null wherever no element was looked at; a row may lack others for reasons of their own."""
+TIME_ORDER = ("attempt", "step", "rank", "seq")
+"""The columns by which rows are ordered in time: the order of rows in a file is not the order of time."""
+HANDED_ON = "between_stages"
+"""The member of a note that names the stage and the number of stages, of a value that goes between stages."""
+_MAX_SHAPE_TEXT = 4096
+_MAX_NUMEL = 1 << 48
+"""Bound on the product of the sizes that are not 0, so that the elements of many ranks together fit an int64."""
 OF_FIRST_PART = frozenset((*STATISTICS, *COUNTS, *DETAILS, "fingerprint"))
 """Columns of the whole local tensor, which stand in part 0 alone."""
 
@@ -187,3 +199,43 @@ def lacks_rightly(schema: pa.Schema, column: Column) -> bool:
     version: bytes = (schema.metadata or {}).get(VERSION_KEY, b"")
     minor = version.partition(b".")[2]
     return column.since > (int(minor) if minor.isdigit() else 0)
+
+
+def parse_shape(text: Any) -> tuple[int, ...]:
+    """A shape from its column.
+
+    Raises:
+        CorruptError: it is no JSON list of sizes.
+    """
+    if not isinstance(text, str) or len(text) > _MAX_SHAPE_TEXT:
+        raise CorruptError("shape is no short text")
+    try:
+        sizes = json.loads(text)
+    except (ValueError, RecursionError):
+        sizes = None
+    if not isinstance(sizes, list) or not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
+        raise CorruptError(f"shape {text[:80]!r} is no JSON list of sizes")
+    if len(sizes) > 64:
+        raise UnsupportedError(f"a shape of {len(sizes)} dims; numpy has at most 64")
+    if math.prod([size for size in sizes if size]) > _MAX_NUMEL:
+        raise CorruptError(f"shape {text[:80]} is of more elements than any memory holds")
+    return tuple(sizes)
+
+
+def note_members(note: str | None) -> dict[str, Any]:
+    """The members of a row's note, which is untrusted input; none where the text is no JSON object."""
+    try:
+        parsed = json.loads(note) if note else {}
+    except (ValueError, RecursionError):
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+@lru_cache(maxsize=4096)
+def stage_of(note: str | None) -> tuple[int | None, bool]:
+    """The stage of a pipeline that a row's note names, or None, and whether the row's value goes between stages."""
+    members = note_members(note)
+    stage, mark = members.get("stage"), members.get(HANDED_ON)
+    if isinstance(mark, list) and len(mark) == 2 and type(mark[0]) is int:
+        return mark[0], True
+    return (stage if type(stage) is int else None), False

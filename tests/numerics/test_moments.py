@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recorder.capture.staging.measure import measure
-from recorder.format.moments import Moments, join, measured, merge
-from recorder.format.schema import STATISTIC_COLUMNS, STATISTICS, Combine
+from recorder.columns import STATISTIC_COLUMNS, STATISTICS, Combine
+from recorder.numerics.moments import Moments, join, measured, merge
 from recorder.records import KEEP_STATS, Measured
 
 Floats = npt.NDArray[np.float64]

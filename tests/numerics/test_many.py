@@ -11,9 +11,9 @@ import pytest
 
 from recorder.capture.staging.measure import measure
 from recorder.errors import RunError
-from recorder.format.numbers.histogram import Histogram
-from recorder.format.numbers.many import histograms_of, units_of
-from recorder.format.numbers.units import Units
+from recorder.numerics.histogram import Histogram
+from recorder.numerics.many import histograms_of, units_of
+from recorder.numerics.units import Units
 from recorder.records import KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS
 
 RNG = np.random.default_rng(11)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recorder.errors import UnsupportedError
-from recorder.format.dtypes import ITEM_BYTES, item_bytes, numpy_dtype
+from recorder.numerics.dtypes import ITEM_BYTES, item_bytes, numpy_dtype
 
 
 @pytest.mark.parametrize("name", ITEM_BYTES)

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import CorruptError
-from ...records import Measured
-from ..dtypes import ITEM_BYTES, numpy_dtype
-from ..rundir import MAX_COUNT
+from ..errors import CorruptError
+from ..records import Measured
+from ..sites import MAX_COUNT
+from .dtypes import ITEM_BYTES, numpy_dtype
 
 Counts = npt.NDArray[np.int64]
 _Bins = npt.NDArray[np.uint64]

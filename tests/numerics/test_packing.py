@@ -6,8 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from recorder.analyze.keys import group
-from recorder.globalview.grouping.packing import mix, pack
+from recorder.numerics.keys import group, mix, pack
 
 HUGE = [0, 1 << 62, (1 << 63) - 1, 1 << 62, 5]
 COLUMNS: dict[str, list[list[int]]] = {

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ..rundir import MAX_COUNT
+from ..sites import MAX_COUNT
 from .histogram import HIGHEST, LOWEST
 
 Bytes = npt.NDArray[np.uint8]

@@ -1,6 +1,6 @@
-"""Rows as numbers: which rows agree in some columns, and which rows of two tables belong together.
+"""Rows as whole numbers: which rows agree in some columns, and which rows of two tables belong together.
 
-Never loops over rows.
+Must never loop over rows.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ..format.schema import KEY
-from ..globalview.grouping.packing import mix
+from ..columns import KEY
 
 Integers = npt.NDArray[np.int64]
 
@@ -21,6 +20,11 @@ VALUE_KEY = KEY
 """What names a value in a run, its rank aside."""
 SERIES_KEY = tuple(name for name in KEY if name != "step")
 """What names the same value over the steps."""
+
+
+POSITIVE = np.int64((1 << 63) - 1)
+NULL = np.iinfo(np.int64).min + 7
+"""Stands for null among the bits of statistics; as a float64 it is a denormal that no statistic is."""
 
 
 class Groups(NamedTuple):
@@ -103,3 +107,51 @@ def _shifted(numbers: Integers, is_null: npt.NDArray[np.bool_]) -> Integers:
     known = numbers[~is_null]
     low = int(known.min()) if len(known) else 0
     return np.where(is_null, 0, numbers - low + 1).astype(np.int64)
+
+
+def pack(columns: Sequence[npt.NDArray[Any]]) -> Integers:
+    """One number per row, equal where all columns are; numbers count up in the order of the columns."""
+    numbers: Integers = np.unique(mix(columns), return_inverse=True)[1].reshape(-1)
+    return numbers
+
+
+def mix(columns: Sequence[npt.NDArray[Any]]) -> Integers:
+    """Return one number per row, equal where all columns of whole numbers are, and in their order; there are gaps.
+
+    The result may be one of the columns, so nobody may change it.
+    """
+    mixed, size = np.zeros(0, np.int64), 1
+    for column in columns:
+        values = column.astype(np.int64, copy=False)
+        low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
+        if size > 1 and size * (high - low + 1) >= 1 << 62:
+            mixed = np.unique(mixed, return_inverse=True)[1].reshape(-1)
+            size = int(mixed.max()) + 1
+        if size * (high - low + 1) >= 1 << 62:
+            values = np.unique(values, return_inverse=True)[1].reshape(-1)
+            low, high = 0, int(values.max())
+        values = values - low if low else values
+        if size > 1:
+            mixed = mixed * (high - low + 1)
+            mixed += values
+        else:  # what came before is the same in all rows
+            mixed = values
+        size *= high - low + 1
+    return mixed
+
+
+def bits_of(column: Any) -> Integers:
+    """A column of numbers as integers that are equal where the values are, NaN and null included."""
+    values = (column.fill_null(0) if column.null_count else column).to_numpy()
+    bits: Integers = values.view(np.int64).copy()
+    if column.null_count:
+        bits[column.is_null().to_numpy()] = NULL
+    return bits
+
+
+def digest(columns: Sequence[Integers]) -> Integers:
+    """One number per row out of several, equal where all are (and, one time in 2^64, where they are not)."""
+    total = np.zeros(len(columns[0]), np.uint64)
+    for column in columns:
+        total = (total ^ (total >> np.uint64(29)) ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+    return total.view(np.int64)
